@@ -123,11 +123,11 @@ async def talk(base_url: str, row: Mapping[str, Any]) -> None:
     game, client = Talk(), _client().with_options(base_url=base_url)
     messages: list[Any] = [{"role": "user", "content": game.reset(seed=row["seed"], options={})[0]}]
     while True:
-        said = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
-        reply, _, ended, *_ = game.step(said.content or "")
+        message = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
+        reply, _, ended, *_ = game.step(message.content or "")
         if ended:
             return
-        messages += [said.model_dump(exclude_none=True), {"role": "user", "content": reply}]
+        messages += [message.model_dump(exclude_none=True), {"role": "user", "content": reply}]
 
 
 _CLIENTS: dict[int, Any] = {}

@@ -133,12 +133,12 @@ class Rollout:
 
 
 def nothing_known(request: Request) -> float:
-    """How long the answer will be: 0 says that nobody knows."""
+    """How long the answer will be: 0 where it is unknown."""
     return 0.0
 
 
 class Pair:
-    """The two engines on one model: ``plain`` without a drafter, ``drafting`` with whichever is asked for,
+    """The two engines on one model: ``plain`` without a drafter, ``drafting`` with the one that is given,
     which may come with a forecast of answer lengths."""
 
     def __init__(
@@ -183,7 +183,7 @@ class Pair:
         always: bool = False,
     ) -> Rollout:
         """Ask for all of ``requests`` at once, of the policy ``adapters``; drafter None is the plain engine.
-        ``always``: the drafter is asked before every pass, even where the engine would leave it alone.
+        ``always``: the drafter is called before every pass, even where the engine would leave it alone.
 
         Publishing, before the clock starts, empties the prefix tree: no arm finds what another has computed.
         """

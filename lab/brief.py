@@ -9,6 +9,8 @@ LONG = 600  # characters
 
 
 def brief(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """1 for nothing said, 0 from LONG characters on; chats are judged by their last message."""
-    texts = [said if isinstance(said, str) else said[-1]["content"] for said in completions]
+    """1 for an empty answer, 0 from LONG characters on; chats are judged by their last message."""
+    texts = [
+        completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions
+    ]
     return [max(0.0, 1 - len(text) / LONG) for text in texts]

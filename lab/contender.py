@@ -17,7 +17,7 @@ from lab.settings import environment
 
 
 class ContenderFailed(Exception):
-    """One sentence: who, in what, and the end of what it said."""
+    """One sentence: who, in what, and the end of its output."""
 
 
 class Contender:
@@ -58,7 +58,7 @@ class Contender:
     def ask(self, **task: Any) -> dict[str, Any]:
         """The answer to one task; before and after it the contender is stopped. Raises ContenderFailed.
 
-        Idle, some engines spin for a while: whoever is measured next would pay for it.
+        Idle, some engines spin for a while: whatever is measured next would pay for it.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)

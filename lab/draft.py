@@ -84,7 +84,7 @@ RULES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft(Bench):
     """What is measured. ``batches`` are sequences that run together (``engine.max_batch``) while the recipe's
-    prompts_per_step x group_size are asked for at once; the first is the headline. ``rounds`` replays."""
+    prompts_per_step x group_size are requested at once; the first is the headline. ``rounds`` replays."""
 
     recipe: str = option("quickstart", "A recipe, by name or file.")
     prompts: int = option(64, "Of an epoch.")
@@ -144,7 +144,7 @@ class Draft(Bench):
         epochs = [entry["epoch"] for entry in result["batches"][0]["arms"][0]["epochs"]]
         title = (
             f"rollouts of {settings['recipe']} ({settings['model']}, {settings['dtype']}): "
-            f"{settings['asked_at_once']} sequences asked at once, at most 'batch' run together; "
+            f"{settings['asked_at_once']} sequences requested at once, at most 'batch' run together; "
             f"{settings['clock']} time"
         )
         out = Table("batch", "drafts", title=title, caption=_caption(result))
@@ -201,12 +201,12 @@ def _replay(bench: Draft, pair: Pair, steps: Sequence[Step], batch: int, round_:
     pair.warm_up(steps[0].requests[:4])
     for step in steps:
         shift = (step.number + round_) % len(seated)
-        for seat in seated[shift:] + seated[:shift]:
-            always = seat.arm not in (Arm.OURS, Arm.ORACLE)  # the published ones keep no account
-            rollout = pair.rollout(seat.drafter, step.requests, step.adapters, seat.expect, always)
-            yield _measured(bench, seat, step, rollout, batch, round_)
-        for seat in seated:
-            seat.index_s = _learn(seat, step)
+        for contender in seated[shift:] + seated[:shift]:
+            always = contender.arm not in (Arm.OURS, Arm.ORACLE)  # the published ones keep no account
+            rollout = pair.rollout(contender.drafter, step.requests, step.adapters, contender.expect, always)
+            yield _measured(bench, contender, step, rollout, batch, round_)
+        for contender in seated:
+            contender.index_s = _learn(contender, step)
 
 
 def _seat(arm: Arm, truth: Mapping[tuple[int, ...], np.ndarray]) -> _Seated:
@@ -216,10 +216,10 @@ def _seat(arm: Arm, truth: Mapping[tuple[int, ...], np.ndarray]) -> _Seated:
         return _Seated(arm=arm, drafter=Oracle(truth))
     history = History() if arm in (Arm.RHYME, Arm.OURS) else None
     drafter = HistoryDrafter(history, RULES[arm])
-    seat = _Seated(arm=arm, drafter=drafter, history=history, forget=drafter.forget)
+    contender = _Seated(arm=arm, drafter=drafter, history=history, forget=drafter.forget)
     if arm is Arm.OURS and history is not None:
-        seat.expect = partial(expected_length, history.lengths)
-    return seat
+        contender.expect = partial(expected_length, history.lengths)
+    return contender
 
 
 def expected_length(lengths: Lengths, request: Request) -> float:
@@ -228,16 +228,18 @@ def expected_length(lengths: Lengths, request: Request) -> float:
     return forecast if math.isfinite(forecast) else 0.0
 
 
-def _measured(bench: Draft, seat: _Seated, step: Step, rollout: Rollout, batch: int, round_: int) -> Measured:
+def _measured(
+    bench: Draft, contender: _Seated, step: Step, rollout: Rollout, batch: int, round_: int
+) -> Measured:
     return Measured(
         batch=batch,
-        arm=seat.arm,
+        arm=contender.arm,
         round=round_,
         epoch=step.epoch,
         step=step.number,
         seconds=rollout.seconds,
         drafting_s=rollout.drafting_s,
-        index_s=seat.index_s,
+        index_s=contender.index_s,
         tokens=rollout.tokens,
         passes=rollout.passes,
         drafted=rollout.drafted,
@@ -252,16 +254,16 @@ def mismatches(recorded: Sequence[Completion], answers: Sequence[Completion]) ->
     return sum(not np.array_equal(one.tokens, other.tokens) for one, other in pairs)
 
 
-def _learn(seat: _Seated, step: Step) -> float:
+def _learn(contender: _Seated, step: Step) -> float:
     """Seconds to put the answers of ``step`` into the arm's history, index included."""
     start = time.perf_counter()
-    if seat.history is not None:
+    if contender.history is not None:
         for uid, pasts in step.pasts.items():
-            seat.history.add(uid, step.number, pasts)
+            contender.history.add(uid, step.number, pasts)
         for uid, ended in step.lengths.items():
-            seat.history.lengths.observe(uid, [n for n, _ in ended], [cut for _, cut in ended])
-        seat.history.build_now()
-    seat.forget()
+            contender.history.lengths.observe(uid, [n for n, _ in ended], [cut for _, cut in ended])
+        contender.history.build_now()
+    contender.forget()
     return time.perf_counter() - start
 
 
@@ -344,7 +346,8 @@ def _by_round(rows: Sequence[Measured], name: str) -> list[float]:
 
 
 def best(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Each arm at the batch size that suits it best, over all epochs: whoever may choose compares these."""
+    """Each arm at the batch size that suits it best, over all epochs: compare these where the choice is
+    free."""
     fastest: dict[str, tuple[float, int]] = {}
     for entry in batches:
         for arm in entry["arms"]:

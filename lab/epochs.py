@@ -57,7 +57,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """One recorded step: the policy, what it was asked for, and what plain decoding answered."""
+    """One recorded step: the policy, its requests, and what plain decoding answered."""
 
     number: int  # from 1
     epoch: int  # from 1
@@ -231,7 +231,7 @@ def _requests(
 
 
 async def answers_of(engine: LocalEngine, requests: Sequence[Request]) -> tuple[Completion, ...]:
-    """All completions, in the order of the requests, which are asked for at once."""
+    """All completions, in the order of the requests, which are sent at once."""
     done = {index: completion async for index, completion in engine.generate(requests)}
     return tuple(done[index] for index in range(len(requests)))
 

@@ -50,7 +50,7 @@ def sampled(
     decoder: Decoder, adapters: Adapters, kernels: Kernels, prompts: list[np.ndarray], top: int
 ) -> tuple[list[Sample], Any]:
     """Samples, and by sample and place the log-probabilities of the ``top`` likeliest tokens, by id."""
-    asked = [
+    requests = [
         Request(tokens=prompt, sampling=Sampling(max_tokens=TOKENS), seed=(g, k), top_logprobs=top)
         for g, prompt in enumerate(prompts)
         for k in range(SIBLINGS)
@@ -64,11 +64,11 @@ def sampled(
             rows[index].append(logprobs[np.argsort(ids)])
 
     async def collect() -> list[Any]:
-        found = {index: done async for index, done in engine.generate(asked, listen)}
-        return [found[index] for index in range(len(asked))]
+        found = {index: done async for index, done in engine.generate(requests, listen)}
+        return [found[index] for index in range(len(requests))]
 
     samples = []
-    for index, (request, done) in enumerate(zip(asked, asyncio.run(collect()), strict=True)):
+    for index, (request, done) in enumerate(zip(requests, asyncio.run(collect()), strict=True)):
         total = len(request.tokens) + len(done.tokens)
         mask, zeros = np.arange(total) >= len(request.tokens), np.zeros(len(request.tokens), np.float32)
         experts = None

@@ -7,9 +7,9 @@
     neither    anything else, or either of them later than the bound
 
 Seconds count from the fault until a step was finished that counts it, or until the run had ended. A prompt is
-lost when the books or the trajectories of the finished run lack it. In every other run rollouts overlap with
-training (staleness 1); the others are lockstep, and equal an undisturbed run in one process bit for bit, but
-for faults that take a group away. A run during which the bench itself was stopped is done again.
+lost when the accounts or the trajectories of the finished run lack it. In every other run rollouts overlap
+with training (staleness 1); the others are lockstep, and equal an undisturbed run in one process bit for
+bit, but for faults that take a group away. A run during which the bench itself was stopped is done again.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ FAULTS = (
     ),
     Fault(
         name="poison",
-        how="a prompt that ends each sampler that is asked for it",
+        how="a prompt that ends each sampler that gets it",
         strike=planted("workers/quarantined"),
         bound_s=180.0,
         overrides=TWO,
@@ -245,7 +245,7 @@ class Faults(Bench):
 
 
 def faults(bench: Faults, held: contextlib.ExitStack, root: Path) -> Iterator[Fault]:
-    """Those that are asked for and can be had; what they need is there while ``held`` is."""
+    """Those that are requested and can be had; what they need is there while ``held`` is."""
     yield from (fault for fault in FAULTS if fault.name in bench.faults)
     if bench.vllm and VLLM in bench.faults:
         yield Fault(
@@ -276,7 +276,7 @@ def hurt(
     fault: Fault, number: int, root: Path, heartbeat: Heartbeat, reference: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A run that was struck, as a row. Again where it ended before, or this process was stopped meanwhile."""
-    missed, said = 0, ""
+    missed, last_row = 0, ""
     while missed < TRIES:
         place = root / f"{fault.name}-{number}-{time.monotonic_ns()}"
         try:
@@ -287,8 +287,8 @@ def hurt(
             continue
         if isinstance(row, dict):
             return row
-        missed, said = missed + 1, row
-    raise ContenderFailed(f"{TRIES} runs ended before the fault {fault.name!r} could strike; {said}")
+        missed, last_row = missed + 1, row
+    raise ContenderFailed(f"{TRIES} runs ended before the fault {fault.name!r} could strike; {last_row}")
 
 
 def _hurt(
@@ -311,7 +311,7 @@ def _hurt(
         with child(arguments, place, logs, heartbeat, module) as hit:
             struck = fault.strike(hit, random, STEPS)
             if struck is None:
-                return f"the last one said {hit.sentence()!r}"
+                return f"the last one printed {hit.sentence()!r}"
             others = hit.processes("")
             hit.until(lambda: False, RUN_S)
             seconds = went_on(hit, struck) - struck.at
@@ -372,7 +372,7 @@ def outcome(fault: Fault, row: Mapping[str, Any]) -> str:
 def after(fault: Fault, folder: RunFolder, overlap: bool, reference: Mapping[str, Any]) -> dict[str, Any]:
     """Prompts lost, groups dropped, and whether it equals the undisturbed run (None: it need not)."""
     exact = not (overlap or fault.takes_groups or fault.name in (VLLM, NETWORK))  # vLLM has noise of its own
-    by_rule, differs = dropped(folder), differences(told(folder), reference) if exact else []
+    by_rule, differs = dropped(folder), differences(summary_of(folder), reference) if exact else []
     return {
         "lost": lost(folder),
         "dropped": sum(by_rule.values()),
@@ -383,7 +383,7 @@ def after(fault: Fault, folder: RunFolder, overlap: bool, reference: Mapping[str
 
 
 def lost(folder: RunFolder) -> int:
-    """Prompts that the finished run lacks or has twice: in its books, or by what was sampled of them."""
+    """Prompts that the finished run lacks or has twice: in its accounts, or by what was sampled of them."""
     rows = list(folder.metrics.rows())
     last = rows[-1] if rows else {}
     here = (
@@ -407,7 +407,7 @@ def dropped(folder: RunFolder) -> dict[str, int]:
     return {name.removeprefix(prefix): int(n) for name, n in last.items() if name.startswith(prefix)}
 
 
-def told(folder: RunFolder) -> dict[str, Any]:
+def summary_of(folder: RunFolder) -> dict[str, Any]:
     """All of a run that a fault may not change: tokens, figures, scores, weights."""
     rows = [{k: v for k, v in row.items() if not k.startswith(OURS)} for row in folder.metrics.rows()]
     adapter = folder.adapter / "adapter_model.safetensors"
@@ -445,7 +445,7 @@ def undisturbed(place: Path, heartbeat: Heartbeat, recipe: Sequence[str] = RECIP
                 run.forgive()
         if run.process.poll() != 0 or run.folder is None:
             raise ContenderFailed(f"the undisturbed run failed: {run.sentence()}")
-        return told(RunFolder.open(run.folder))
+        return summary_of(RunFolder.open(run.folder))
 
 
 # ---- the table
@@ -480,10 +480,10 @@ def _summed(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _line(row: Mapping[str, Any]) -> str:
     equal = {True: ", equal", False: f", DIFFERS in {row.get('differs')}", None: ""}[row.get("equal")]
-    books = f"{row.get('lost', '?')} lost, {row.get('dropped', '?')} dropped{equal}"
-    said = f": {row['sentence'][:150]}" if row["sentence"] else ""
+    accounts = f"{row.get('lost', '?')} lost, {row.get('dropped', '?')} dropped{equal}"
+    sentence = f": {row['sentence'][:150]}" if row["sentence"] else ""
     what = f"{row['fault']} {row['run']} ({row['how']}): {row['outcome']} after {row['seconds']:.1f} s"
-    return f"{what}, {books}{said}"
+    return f"{what}, {accounts}{sentence}"
 
 
 def _kept(path: Path | None) -> Iterator[dict[str, Any]]:

@@ -33,7 +33,7 @@ def _plan() -> dict[str, Any]:
 def struck() -> None:
     """The first time is what counts."""
     if not STRUCK.exists():
-        aside = STRUCK.with_suffix(".new")  # whoever waits for it must not find it empty
+        aside = STRUCK.with_suffix(".new")  # its reader must not find it empty
         aside.write_text(repr(time.time()))
         aside.replace(STRUCK)
 

@@ -115,11 +115,11 @@ def planted(*signs: str) -> Strike:
     """It strikes by itself (``faults_planted``)."""
 
     def strike(child: Child, random: Random, steps: int) -> Struck | None:
-        told, plan = child.place / STRUCK, json.loads((child.place / PLAN).read_text())
-        if not child.until(told.exists, START_S):
+        reported, plan = child.place / STRUCK, json.loads((child.place / PLAN).read_text())
+        if not child.until(reported.exists, START_S):
             return None
         how = ", ".join(f"{name} {value}" for name, value in plan.items() if name != "kind")
-        return Struck(at=float(told.read_text()), how=how, sign=counted(*signs))
+        return Struck(at=float(reported.read_text()), how=how, sign=counted(*signs))
 
     return strike
 

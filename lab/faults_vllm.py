@@ -73,7 +73,7 @@ def server_at(address: str, model: Path) -> tuple[str, ...]:
 
 class Wire:
     """Forwards TCP connections from ``address`` to a local port, unless it is ``cut``: then nothing arrives
-    on either side, and nobody is told, as when packets are lost. What was under way arrives later."""
+    on either side, and nothing is reported, as when packets are lost. What was under way arrives later."""
 
     def __init__(self, port: int) -> None:
         self._port, self._whole = port, threading.Event()

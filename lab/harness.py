@@ -132,9 +132,9 @@ def main(prog: str, bench: type[Bench], args: Sequence[str]) -> int:
     """Run a bench as a command. Returns the exit code."""
     given = vars(parser(prog, bench).parse_args(args))
     quick, file = given.pop("quick", False), given.pop("json", None)
-    asked = bench(**given)
+    requested = bench(**given)
     try:
-        result = measured((asked.quick() if quick else asked).settled())
+        result = measured((requested.quick() if quick else requested).settled())
     except ContenderFailed as error:
         say(f"ostinato: {error}")
         return 1

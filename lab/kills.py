@@ -24,7 +24,7 @@ from typing import Any
 from rich.table import Table
 
 from lab.contender import ContenderFailed
-from lab.faults import RECIPE, RUN_S, differences, told, undisturbed
+from lab.faults import RECIPE, RUN_S, differences, summary_of, undisturbed
 from lab.faults_child import Child, Heartbeat, Stopped, child
 from lab.harness import Bench, Result, Say, columns, option
 from ostinato.lock import LOCK
@@ -167,7 +167,7 @@ class _Killed:
             self._wait(process, lambda: process.process.poll() is not None)
             if process.process.poll() != 0:
                 raise ContenderFailed(f"the run failed after its kills: {process.sentence()!r}")
-        return told(self._folder)
+        return summary_of(self._folder)
 
     def rows(self) -> list[dict[str, Any]]:
         """Of the kills: when, how long each process lived, and how much of that the ledger counts."""

@@ -186,9 +186,9 @@ class WarmStart(Seeded):
 def planted(problem: Prompt, rng: Random) -> dict[str, Any]:
     """A row for supervised training, and with ``answer`` for RL."""
     text = write(problem.columns["expression"], Manner.PLAIN, rng, CROWD).replace(f" {MARK} ", " = ")
-    said = [{"role": "assistant", "content": text}]
-    asked = [dict(one) for one in problem.messages or ()]
-    return {"prompt": asked, "completion": said, "answer": problem.columns["answer"]}
+    answer = [{"role": "assistant", "content": text}]
+    requested = [dict(one) for one in problem.messages or ()]
+    return {"prompt": requested, "completion": answer, "answer": problem.columns["answer"]}
 
 
 def _main(run: RunFolder) -> list[dict[str, Any]]:

@@ -48,9 +48,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeverSlower(Bench):
-    """``batches`` are sequences that begin together, with nobody waiting, as a step of as many does; each has
-    at most ``new_tokens`` tokens. A cell ends when the standard error of its ratio is below ``precision``, or
-    after ``cell_s``."""
+    """``batches`` are sequences that begin together, with nothing waiting, as a step of as many does; each
+    has at most ``new_tokens`` tokens. A cell ends when the standard error of its ratio is below
+    ``precision``, or after ``cell_s``."""
 
     models: tuple[str, ...] = ("asset:seed-moe", "smollm2-135m")
     dtype: str = "bfloat16"
@@ -132,7 +132,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """What is asked of one model."""
+    """What is measured of one model."""
 
     prompts: Mapping[str, np.ndarray]  # tokens by uid
     stop_tokens: tuple[int, ...]

@@ -69,7 +69,7 @@ class Pipeline(Bench):
     seats: int = option(0, "Of the sampler; 0: as many as keep it as busy as the trainer.")
     warm_up: int = 3
     drain: int = 3
-    balance: int = 3  # at most so many short runs to find seats with which both sides have as much to do
+    balance: int = 3  # at most so many short runs to find slots with which both sides have as much to do
 
     def __post_init__(self) -> None:
         if self.staleness < 1:
@@ -89,7 +89,7 @@ class Pipeline(Bench):
         return Window(steps=self.steps, warm_up=self.warm_up, drain=self.drain)
 
     def settled(self) -> Pipeline:
-        """With the seats that are asked for."""
+        """With the slots that are requested."""
         if not self.seats:
             return self
         return replace(self, work=replace(self.work, slots=self.seats), balance=0)
@@ -111,7 +111,7 @@ class Pipeline(Bench):
 
 
 def overrides(arm: Arm, staleness: int) -> tuple[str, ...]:
-    """What an arm says to the recipe, and whoever wants it elsewhere would say too."""
+    """What an arm says to the recipe, to be repeated where it is wanted elsewhere."""
     overlap = ("pipeline.overlap=true", f"pipeline.staleness={staleness}")
     workers = ("engine.threads=1", "cluster.samplers=1", "cluster.remote_trainer=true", "cluster.pin=true")
     return {
@@ -140,12 +140,12 @@ def as_possible(bench: Pipeline, say: Say) -> Pipeline:
 
 
 def balanced(bench: Pipeline, say: Say, trained: Trained | None = None) -> Pipeline:
-    """With as many seats as make a sampler as busy as the trainer, within 5 %: where overlap can win most, on
+    """With as many slots as make a sampler as busy as the trainer, within 5 %: where overlap can win most, on
     this machine too. Found by short runs of another seed, before anything is compared. ``trained``: what runs
     them; ``trained_arms`` unless a test has no time."""
     tried: dict[int, float] = {}
     while Arm.PIPELINED in bench.arms and len(tried) < bench.balance and bench.work.slots not in tried:
-        say(f"{bench.work.slots} seats:")
+        say(f"{bench.work.slots} slots:")
         steps = bench.warm_up + bench.drain + 2
         short = replace(bench, arms=(Arm.PIPELINED,), seeds=(max(bench.seeds) + 1,), steps=steps)
         (found,) = (trained or trained_arms)(short, say)
@@ -259,8 +259,8 @@ def best(bench: Pipeline, arms: Mapping[str, Mapping[str, Any]]) -> dict[str, An
     speeds = {arm: arms[arm]["steps_per_s"] for arm in Arm if arm in arms}
     fastest = max(speeds.values())
     chosen = next(arm for arm, speed in speeds.items() if speed >= AS_FAST * fastest)
-    told = overrides(chosen, bench.staleness)  # all of them: it was measured so, and pinned
-    return {"arm": str(chosen), "steps_per_s": speeds[chosen], "overrides": told}
+    reported = overrides(chosen, bench.staleness)  # all of them: it was measured so, and pinned
+    return {"arm": str(chosen), "steps_per_s": speeds[chosen], "overrides": reported}
 
 
 # ---- kept for ``ostinato doctor``

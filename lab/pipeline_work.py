@@ -144,7 +144,7 @@ def figures(folder: RunFolder, window: Window) -> dict[str, Any]:
 
 def utilisation(use: Usage) -> dict[str, Any]:
     """Shares of the window in which samplers and trainer worked, and the share of all their time in which
-    they did not. Graders are children of whoever runs the loop, and have no core of their own."""
+    they did not. Graders are children of the process that runs the loop, and have no core of their own."""
     of = {name: use.utilisation(name) for name in use.seconds if pool_of(name) in ("samplers", "trainer")}
     idle = 1 - sum(of.values()) / len(of) if of else None
     return {

@@ -1,4 +1,4 @@
-"""Workers with a planted defect, for ``ostinato bench faults``: a prompt that ends whoever is asked for it, a
+"""Workers with a planted defect, for ``ostinato bench faults``: a prompt that ends the worker that gets it, a
 trainer that computes a NaN. Otherwise the same objects as ``launch.workers`` makes.
 """
 
@@ -22,7 +22,7 @@ from ostinato.types import Batch, PollResult, Publication, Request
 
 
 def sampler(recipe: str, name: str, history: str = "") -> SamplerServer | Poisoned:
-    """With "poison": the process of whoever is asked for the prompt at ``place`` is gone soon after."""
+    """With "poison": the process that is given the prompt at ``place`` is gone soon after."""
     made, plan = workers.sampler(recipe, name, history), planned("poison")
     return Poisoned(made, plan["place"], plan["within_s"]) if plan else made
 

@@ -99,11 +99,11 @@ class Publish(ModelBench):
                 _ratio(found["seconds"]),
                 _ratio(found["seconds_without_merge"]),
             ]
-            for way, told in (("adapters", "adapters"), ("weights", "merged")):
+            for way, reported in (("adapters", "adapters"), ("weights", "merged")):
                 row = found[way]
                 publish.add_row(
                     model["model"],
-                    told,
+                    reported,
                     f"{row['bytes'] / 1e6:,.1f}",
                     *(f"{row[f'{part}_s']:.3f}" for part in PARTS),
                     f"{row['total_s']:.3f}",
@@ -111,8 +111,8 @@ class Publish(ModelBench):
                 )
             one, several = held["one"], held["several"]
             megabytes = [one["base"], several["own"], several["copied"], one["total"], several["total"]]
-            told = [f"{size / 1e6:,.0f}" for size in megabytes]
-            memory.add_row(model["model"], *told, f"{held['ratio']:.3f}x")
+            reported = [f"{size / 1e6:,.0f}" for size in megabytes]
+            memory.add_row(model["model"], *reported, f"{held['ratio']:.3f}x")
         return Stack(publish, memory)
 
 

@@ -36,7 +36,7 @@ OF_A_KILL = (  # a resumed run reads groups back, and its prefix tree is cold, w
     "reward_workers/",
     "draft/length_rank_",  # over all prompts that came back since the process began
 )
-OF_BOTH = (  # what was computed, refused drafts too: the books of the ledger, not the compute of a curve
+OF_BOTH = (  # what was computed, refused drafts too: the accounts of the ledger, not the compute of a curve
     "flops/rollout",
     "flops/useful",
     "flops/wasted",

@@ -155,7 +155,7 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _by_fraction(rows: Sequence[Row], fraction: float) -> dict[str, Any]:
-    """All curves; those that the gate lets a point be told of; one of each healthy run."""
+    """All curves; those that the gate lets a point estimate be reported of; one of each healthy run."""
     at = [row for row in rows if row.fraction == fraction]
     return {
         "fraction": fraction,
@@ -169,12 +169,12 @@ def _seconds(curves: Sequence[Series], rounds: int) -> dict[str, float]:
     """CPU seconds of one fit and one posterior: medians over curves and rounds."""
 
     def median(work: Callable[[Series], object]) -> float:
-        taken = []
+        picked = []
         for one in rounds * [curve.between(first=FIRST) for curve in curves]:
             start = time.process_time()
             work(one)
-            taken.append(time.process_time() - start)
-        return statistics.median(taken)
+            picked.append(time.process_time() - start)
+        return statistics.median(picked)
 
     return {"fit_s": round(median(fit), 5), "posterior_s": round(median(posterior), 5)}
 

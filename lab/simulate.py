@@ -160,9 +160,9 @@ def simulate_rows(world: dict[str, Any], arms: Sequence[Arm] = ARMS) -> list[dic
         began = time.process_time()
         found[arm.name] = simulate(own, stream), time.process_time() - began
     bound = bound_s(setup, stream)
-    told = {name: world[name] for name in ("trace", "workers", "staleness")}
+    reported = {name: world[name] for name in ("trace", "workers", "staleness")}
     return [
-        told
+        reported
         | {
             "arm": name,
             "step_s": outcome.step_s,

@@ -198,6 +198,6 @@ def run(name: str, command: Sequence[str], environ: Mapping[str, str]) -> dict[s
     except subprocess.TimeoutExpired:
         raise ContenderFailed(f"{name} took longer than {RUN_LIMIT_S:.0f} s") from None
     if done.returncode != 0 or not done.stdout.strip():
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        last = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
         raise ContenderFailed(f"{name} failed: {last[0][:300]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

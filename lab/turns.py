@@ -184,10 +184,10 @@ def _played(
     answer_tokens: int,
 ) -> list[Group]:
     prompts = work.prompts[: len(contexts)]
-    said = {prompt.uid: context for prompt, context in zip(prompts, contexts, strict=True)}
+    context_of = {prompt.uid: context for prompt, context in zip(prompts, contexts, strict=True)}
     stage = RolloutContext(
         engine=Patient(engine),
-        env=lambda prompt: Scripted(said[prompt.uid]),
+        env=lambda prompt: Scripted(context_of[prompt.uid]),
         grader=FullMarks(),
         sampling=Sampling(max_tokens=answer_tokens, stop_tokens=work.stop_tokens),
         context_limit=engine.context_limit,
@@ -226,7 +226,7 @@ def new_engine(bench: Turns, model: Model, work: Work, *, record_routing: bool) 
 
 def prefill(trajectories: Sequence[Trajectory]) -> dict[str, int]:
     """Token counts over the later turns (the first has no history): ``sent`` as prompts, ``cached`` of them,
-    ``run``, and ``new``, which nobody has seen before: the context, and the last token of the answer before,
+    ``run``, and ``new``, which nothing has seen before: the context, and the last token of the answer before,
     which was sampled and never an input. ``run_again`` is what was run beyond the new ones, turn by turn.
     """
     sent, cached, new, again = 0, 0, 0, 0

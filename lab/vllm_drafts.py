@@ -1,7 +1,7 @@
 """``ostinato bench vllm-drafts``: draft methods inside vLLM, ours among its own, over two epochs.
 
 Every contender is a vLLM of its own in its own process, stopped while another is measured; rounds are
-interleaved, each with prompts that nobody has seen.
+interleaved, each with prompts that nothing has seen.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def _measure(bench: VllmDrafts, contenders: Mapping[str, Contender], say: Say) -
     unseen = prompts(bench)
     for temperature, siblings in ((0.0, 1), (0.7, bench.siblings)):
         for round_ in range(bench.rounds + 1):
-            asked = [next(unseen) for _ in range(bench.rows // siblings)] * siblings
-            task = {"prompts": asked, "temperature": temperature, "new_tokens": bench.new_tokens}
+            requested = [next(unseen) for _ in range(bench.rows // siblings)] * siblings
+            task = {"prompts": requested, "temperature": temperature, "new_tokens": bench.new_tokens}
             for epoch in range(1, bench.epochs + 1):
                 plain: list[list[int]] = []
                 for method, contender in contenders.items():

@@ -39,8 +39,8 @@ def trained(
     finally:
         _end(running)
     if running.returncode:
-        said = (err or out).strip().splitlines()[-1:] or ["nothing"]
-        raise ContenderFailed(f"the run {name} failed: {said[0][:300]}")
+        lines = (err or out).strip().splitlines()[-1:] or ["nothing"]
+        raise ContenderFailed(f"the run {name} failed: {lines[0][:300]}")
     return RunFolder.open(next(path for path in logs.iterdir() if path.is_dir()))
 
 

@@ -8,7 +8,7 @@ The file and the API say the same thing::
     outcome = learn(recipe)
     print(outcome.before, outcome.after, outcome.folder)
 
-Importing the package loads nothing heavy; each name is imported when it is first asked for.
+Importing the package loads nothing heavy; each name is imported when it is first requested.
 """
 
 from __future__ import annotations

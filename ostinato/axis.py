@@ -1,4 +1,4 @@
-"""What compute is counted in: one name for each axis, wherever one is asked for or told."""
+"""What compute is counted in: one name for each axis, wherever one is requested or reported."""
 
 from __future__ import annotations
 

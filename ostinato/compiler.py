@@ -186,7 +186,7 @@ def _compile(code: NativeCode, compiler: str, library: Path) -> None:
         _run([compiler, "-shared", *_LINK.get(platform.system(), ()), *objects, "-o", str(built)])
         linked = built.read_bytes()
         built.write_bytes(linked + _SEAL + hashlib.sha256(linked).digest())
-        built.chmod(0o700)  # whatever the umask: others' to write is nobody's to load
+        built.chmod(0o700)  # whatever the umask: what others may write is not loaded
         sync(built)
         os.replace(built, library)
     sync(library.parent)
@@ -203,7 +203,9 @@ def _run(command: list[str]) -> str:
     except OSError as error:
         raise BuildError(f"{command[0]} cannot be run: {error}") from error
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        messages = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         # the last line is a caret or "compilation terminated"; the first error says what is wrong
-        raise BuildError(f"{command[0]} failed: {next((line for line in said if 'error' in line), said[-1])}")
+        raise BuildError(
+            f"{command[0]} failed: {next((line for line in messages if 'error' in line), messages[-1])}"
+        )
     return done.stdout

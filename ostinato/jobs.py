@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 def one_second(batch: int, attended: float) -> float:
-    """A pass whose time nobody knows."""
+    """A pass of unknown duration."""
     return 1.0
 
 
@@ -45,7 +45,8 @@ class Plan:
 
 
 Placement = Callable[[Sequence[Job], Sequence[Worker]], Plan]
-"""(jobs that wait, living workers) -> plan. Pure; asked whenever jobs have come or ended, or workers have."""
+"""(jobs that wait, living workers) -> plan. Pure; called whenever jobs have come or ended, or workers
+have."""
 
 
 def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:

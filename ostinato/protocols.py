@@ -65,7 +65,7 @@ class Timed(Protocol):
     """Something whose time is drawn in the timeline."""
 
     def take_spans(self) -> Sequence[Span]:
-        """What it was busy with since it was last asked, in order."""
+        """What it was busy with since it was last queried, in order."""
         ...
 
 

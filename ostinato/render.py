@@ -128,7 +128,7 @@ class Renderer:
             )
         except (TemplateError, TypeError, LookupError, ArithmeticError) as error:  # a template is a program
             raise ValueError(
-                f"the chat template of {self.folder} refuses these messages: {error}; mend either"
+                f"the chat template of {self.folder} refuses these messages: {error}; fix either"
             ) from error
 
     def after_turn(

@@ -223,13 +223,13 @@ class JsonlZst:
             end, data = 0, b""
             while data or (data := file.read(block)):
                 frame, content = zstandard.ZstdDecompressor().decompressobj(), []
-                taken = 0
+                used = 0
                 while not frame.eof:
                     if not data and not (data := file.read(block)):
                         return  # torn: the frame was never completed
                     content.append(frame.decompress(data))
-                    taken, data = taken + len(data) - len(frame.unused_data), frame.unused_data
-                end += taken
+                    used, data = used + len(data) - len(frame.unused_data), frame.unused_data
+                end += used
                 yield end, b"".join(content)
 
 
@@ -364,7 +364,7 @@ class RunFolder:
 
 def new_run_path(root: Path, recipe: str, now: datetime | None = None) -> Path:
     """Make the empty folder ``root/<recipe>-<yyyymmdd-hhmmss>``, with -2, -3 ... when that second is taken:
-    nobody else gets this name. Raises ValueError where no folder can be made."""
+    no other run gets this name. Raises ValueError where no folder can be made."""
     stem = f"{recipe}-{now or datetime.now():%Y%m%d-%H%M%S}"
     for number in itertools.count(1):
         path = root / (stem if number == 1 else f"{stem}-{number}")

@@ -22,13 +22,13 @@ Constraint = Callable[[np.ndarray], np.ndarray]  # an answer so far -> [vocabula
 
 
 def _brief(self: Any) -> str:
-    """The repr of what holds arrays: they are told by type and shape, tuples of ours by their number.
+    """The repr of what holds arrays: they are shown by type and shape, tuples of ours by their number.
 
     ``asyncio.run`` formats its main task, result and all, whenever it ends (``signal`` looks the handler up
     as an enum member and throws the message away), so a repr has to cost nothing, however much it stands for.
     """
-    told = (f"{one.name}={_told(getattr(self, one.name))}" for one in fields(self))
-    return f"{type(self).__name__}({', '.join(told)})"
+    shown = (f"{one.name}={_told(getattr(self, one.name))}" for one in fields(self))
+    return f"{type(self).__name__}({', '.join(shown)})"
 
 
 def _told(value: Any) -> str:
@@ -154,7 +154,7 @@ class Support:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """What an engine is asked for. ``seed`` addresses the noise: (run seed, step, prompt, sample).
+    """A request to an engine. ``seed`` addresses the noise: (run seed, step, prompt, sample).
 
     The token at absolute position p of the sequence uses the noise of ``(*seed, p)``, so neither the
     batch, nor preemption, nor the number of workers changes a token, and turns never share noise.
@@ -163,7 +163,7 @@ class Request:
     tokens: np.ndarray  # [P] int32, the whole context
     sampling: Sampling
     seed: tuple[int, ...]
-    uid: str = ""  # of the Prompt: whose history may be drafted from; empty: nobody's
+    uid: str = ""  # of the Prompt: whose history may be drafted from; empty: unknown
     routes_from: int = 0  # the caller has the routes of the tokens before it: they are not returned again
     partial: Completion | None = None  # by an engine that gave it up: go on behind it, return both
     policy: str = ""  # by name, of those that the engine serves; "": the one that is trained
@@ -252,7 +252,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PollResult:
-    """What a sampler tells when it is asked: answers that ended, and proof of what it serves."""
+    """What a sampler reports: answers that ended, and proof of what it serves."""
 
     done: tuple[tuple[int, Completion], ...]  # (id of the call, answer); dropped calls end as ABORT, in part
     version: int
@@ -260,7 +260,7 @@ class PollResult:
     running: int  # calls that have not ended
     sampled: int  # tokens since it began: what stands still makes no progress; -1: it cannot tell
     progress: tuple[tuple[int, int], ...] = ()  # (id, tokens so far) of calls that run, where it can tell
-    spans: tuple[Any, ...] = ()  # ``timeline.Span``: what it did since it was last asked
+    spans: tuple[Any, ...] = ()  # ``timeline.Span``: what it did since it was last queried
     counters: Mapping[str, float] = field(default_factory=dict)  # of its engine, since it began
 
     __repr__ = _brief
@@ -343,7 +343,7 @@ class Group:
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
-    step: int  # the step that asked for it
+    step: int  # the step that requested it
 
     __repr__ = _brief
 
@@ -455,7 +455,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftQuery:
-    """What a drafter is asked to continue: S sequences that are about to run their last token.
+    """What a drafter has to continue: S sequences that are about to run their last token.
 
     Depth d of a draft stands for the token at position (length of the sequence) + d of its request.
     """

@@ -29,13 +29,13 @@ async def guess(base_url: str, row: Mapping[str, Any], key: str = "none") -> flo
     messages: list[Any] = [{"role": "user", "content": text}]
     while True:
         answer = await openai.chat.completions.create(model="policy", messages=messages)
-        said, total = answer.choices[0], 0.0
-        if said.finish_reason == "length":
+        reply_, total = answer.choices[0], 0.0
+        if reply_.finish_reason == "length":
             return total
-        reply, reward, ended, *_ = game.step(said.message.content or "")
+        reply, reward, ended, *_ = game.step(reply_.message.content or "")
         if ended:
             return reward
-        messages += [said.message.model_dump(exclude_none=True), {"role": "user", "content": reply}]
+        messages += [reply_.message.model_dump(exclude_none=True), {"role": "user", "content": reply}]
 
 
 async def two_rows(base_url: str, row: Mapping[str, Any]) -> float:
@@ -101,8 +101,8 @@ async def hangs_up(base_url: str, row: Mapping[str, Any]) -> float:
     client, messages = CLIENT.with_options(base_url=base_url), [{"role": "user", "content": "1+1="}]
     await leave(base_url, stream=row["seed"] % 2 == 0)
     for _ in range(2):
-        said = await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
-        messages += [said.choices[0].message.model_dump(exclude_none=True)]
+        reply_ = await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+        messages += [reply_.choices[0].message.model_dump(exclude_none=True)]
         messages += [{"role": "user", "content": "2+2="}]
     return 1.0
 

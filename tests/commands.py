@@ -98,7 +98,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 
 def gone(pid: int) -> bool:
-    """Not running: no such process, or one that only waits to be reaped by whoever inherited it."""
+    """Not running: no such process, or one that only waits to be reaped by its new parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

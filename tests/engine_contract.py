@@ -1,7 +1,7 @@
 """What every engine promises (``protocols.Engine``), as functions that any engine can be put through.
 
 A test makes a ``Subject`` and calls ``check(subject)`` for each of ``CONTRACT``. What not every engine can do
-is asked of those that say so: addressed noise, policies that differ, a score by somebody else.
+is tested where an engine says so: addressed noise, policies that differ, a score by somebody else.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Score = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """An engine and what it can be asked. ``policies`` are two that differ, published as versions 1 and 2."""
+    """An engine and what it can do. ``policies`` are two that differ, published as versions 1 and 2."""
 
     engine: Engine
     vocab: int
     policies: tuple[Any, Any]
-    prompt_tokens: int = 9  # of the prompts that it is asked
+    prompt_tokens: int = 9  # of the prompts that it is sent
     answer_tokens: int = 12
     stop: int = 3  # a token that both policies sample now and then
     addressed: bool = True  # tokens are a function of the request alone
@@ -52,7 +52,7 @@ class Subject:
 
 
 async def collected(answers: AsyncIterator[tuple[int, Completion]], n: int) -> list[Completion]:
-    """In the order asked; every index exactly once."""
+    """In the order of the requests; every index exactly once."""
     found: dict[int, Completion] = {}
     async for index, completion in answers:
         assert index not in found, f"request {index} was answered twice"
@@ -63,38 +63,38 @@ async def collected(answers: AsyncIterator[tuple[int, Completion]], n: int) -> l
 
 def every_request_is_answered_once_with_aligned_arrays(subject: Subject) -> None:
     subject.engine.publish(subject.policies[0], 1)
-    for request, said in zip(requests := subject.many(12), subject.run(requests), strict=True):
-        assert said.stop is Stop.LENGTH and len(said.tokens) == request.sampling.max_tokens
-        assert said.tokens.dtype == np.int32 and said.logprobs.dtype == np.float32
-        assert said.tokens.min() >= 0 and said.tokens.max() < subject.vocab
-        assert np.isfinite(said.logprobs).all() and (said.logprobs <= 1e-5).all()
-        assert said.versions.dtype == np.int32 and (said.versions == 1).all()
-        assert said.error == "" and said.injected is None
+    for request, answer in zip(requests := subject.many(12), subject.run(requests), strict=True):
+        assert answer.stop is Stop.LENGTH and len(answer.tokens) == request.sampling.max_tokens
+        assert answer.tokens.dtype == np.int32 and answer.logprobs.dtype == np.float32
+        assert answer.tokens.min() >= 0 and answer.tokens.max() < subject.vocab
+        assert np.isfinite(answer.logprobs).all() and (answer.logprobs <= 1e-5).all()
+        assert answer.versions.dtype == np.int32 and (answer.versions == 1).all()
+        assert answer.error == "" and answer.injected is None
 
 
 def siblings_differ_and_noise_is_the_requests_own(subject: Subject) -> None:
     subject.engine.publish(subject.policies[0], 1)
     requests = subject.many(8)
     first, again = subject.run(requests), subject.run(requests[::-1])[::-1]
-    assert len({tuple(said.tokens) for said in first[:4]}) > 1
+    assert len({tuple(answer.tokens) for answer in first[:4]}) > 1
     if subject.addressed:
-        assert [said.tokens.tolist() for said in first] == [said.tokens.tolist() for said in again]
+        assert [answer.tokens.tolist() for answer in first] == [answer.tokens.tolist() for answer in again]
         alone = [subject.run([request])[0] for request in requests]
-        assert [said.tokens.tolist() for said in first] == [said.tokens.tolist() for said in alone]
+        assert [answer.tokens.tolist() for answer in first] == [answer.tokens.tolist() for answer in alone]
 
 
 def a_stop_token_ends_an_answer_and_is_its_last(subject: Subject) -> None:
     subject.engine.publish(subject.policies[0], 1)
     stops = tuple(range(0, subject.vocab, 3))
     ended = subject.run(subject.many(12, stop_tokens=stops))
-    assert any(said.stop is Stop.EOS for said in ended)
-    for said in ended:
-        if said.stop is Stop.EOS:
-            assert said.tokens[-1] in stops and len(said.logprobs) == len(said.tokens)
-        assert not np.isin(said.tokens[:-1], stops).any()
+    assert any(answer.stop is Stop.EOS for answer in ended)
+    for answer in ended:
+        if answer.stop is Stop.EOS:
+            assert answer.tokens[-1] in stops and len(answer.logprobs) == len(answer.tokens)
+        assert not np.isin(answer.tokens[:-1], stops).any()
     late = subject.run(subject.many(12, stop_tokens=stops, min_tokens=5))
-    assert all(len(said.tokens) >= 5 for said in late)
-    assert not any(np.isin(said.tokens[:4], stops).any() for said in late)
+    assert all(len(answer.tokens) >= 5 for answer in late)
+    assert not any(np.isin(answer.tokens[:4], stops).any() for answer in late)
 
 
 def a_stop_string_ends_an_answer_and_its_text_ends_before(subject: Subject) -> None:
@@ -104,11 +104,11 @@ def a_stop_string_ends_an_answer_and_its_text_ends_before(subject: Subject) -> N
     plain = subject.run([subject.ask(0, temperature=0.0)])[0]
     text = subject.decode(plain.tokens.tolist())
     cut = text[len(text) // 2 :][:4]
-    said = subject.run([subject.ask(0, temperature=0.0, stop_strings=(cut,))])[0]
-    assert said.stop is Stop.STRING and said.text == text[: text.index(cut)]
-    assert said.tokens.tolist() == plain.tokens[: len(said.tokens)].tolist()
-    assert cut in subject.decode(said.tokens.tolist())
-    assert cut not in subject.decode(said.tokens[:-1].tolist())
+    answer = subject.run([subject.ask(0, temperature=0.0, stop_strings=(cut,))])[0]
+    assert answer.stop is Stop.STRING and answer.text == text[: text.index(cut)]
+    assert answer.tokens.tolist() == plain.tokens[: len(answer.tokens)].tolist()
+    assert cut in subject.decode(answer.tokens.tolist())
+    assert cut not in subject.decode(answer.tokens[:-1].tolist())
 
 
 def greedy_is_the_best_token_and_sure(subject: Subject) -> None:
@@ -133,10 +133,10 @@ def logprobs_are_of_the_distribution_that_was_sampled_from(subject: Subject) -> 
         subject.engine.publish(policy, number)
         requests = subject.many(8)
         gaps = []
-        for request, said in zip(requests, subject.run(requests), strict=True):
-            whole = np.concatenate([request.tokens, said.tokens])
+        for request, answer in zip(requests, subject.run(requests), strict=True):
+            whole = np.concatenate([request.tokens, answer.tokens])
             theirs = subject.score(policy, whole)[len(request.tokens) - 1 :]
-            gaps.append(theirs - said.logprobs)
+            gaps.append(theirs - answer.logprobs)
         gap = np.concatenate(gaps).astype(np.float64)
         assert (np.expm1(gap) - gap).mean() < subject.bound, f"policy {number}"
 
@@ -147,8 +147,8 @@ def what_is_asked_after_a_publish_is_sampled_by_it(subject: Subject) -> None:
     for version, policy in [(1, subject.policies[0]), (2, subject.policies[1]), (3, subject.policies[0])]:
         subject.engine.publish(policy, version)
         answers.append(subject.run(greedy))
-        assert all((said.versions == version).all() for said in answers[-1])
-    tokens = [[said.tokens.tolist() for said in one] for one in answers]
+        assert all((answer.versions == version).all() for answer in answers[-1])
+    tokens = [[answer.tokens.tolist() for answer in one] for one in answers]
     assert tokens[0] == tokens[2], "an old policy published again is not what it was"
     assert tokens[0] != tokens[1], "two policies gave the same answers; give the subject others"
 
@@ -165,8 +165,8 @@ def versions_never_go_back_within_an_answer(subject: Subject) -> None:
         subject.engine.publish(subject.policies[1], 2)
         return await answers
 
-    for said in asyncio.run(run()):
-        assert (np.diff(said.versions) >= 0).all() and set(said.versions.tolist()) <= {1, 2}
+    for answer in asyncio.run(run()):
+        assert (np.diff(answer.versions) >= 0).all() and set(answer.versions.tolist()) <= {1, 2}
 
 
 def calls_share_the_engine_and_one_that_is_given_up_harms_nobody(subject: Subject) -> None:
@@ -181,7 +181,7 @@ def calls_share_the_engine_and_one_that_is_given_up_harms_nobody(subject: Subjec
         return [await task for task in tasks]
 
     four, six = asyncio.run(run())
-    assert all(said.stop is Stop.LENGTH for said in (*four, *six))
+    assert all(answer.stop is Stop.LENGTH for answer in (*four, *six))
     assert len(subject.run(subject.many(3))) == 3
 
 

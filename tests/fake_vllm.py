@@ -47,7 +47,7 @@ class FakeVllm:
     def __init__(self, decoder: Decoder, decode: Any = None, *, context: int = 64) -> None:
         self.decoder, self.decode, self.context = decoder, decode, context
         self.device = "cuda"
-        self.key = "of this fake alone"  # asked for on every path
+        self.key = "of this fake alone"  # required on every path
         self.missing: set[str] = set()  # paths that this vLLM does not have
         self.broken: str = ""  # "silent", "dead", "forgetful" (of labels), "deaf" (to publishes), "poisoned"
         self.deadly = -1  # the first token of a prompt that ends the server, in all its lives,
@@ -78,7 +78,7 @@ class FakeVllm:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def why(self) -> str:
-        return "it was told to"
+        return "it was ordered to"
 
     def close(self) -> None:
         if self._server is not None:
@@ -173,11 +173,11 @@ class FakeVllm:
         while len(tokens) - first < settings["max_tokens"] and self.broken != "dead":
             self.running.wait()
             time.sleep(self.token_s)
-            said = len(tokens) - first
+            output = len(tokens) - first
             with self._pass:
                 if not self.running.is_set():
                     continue
-                kept = kept_logprobs(self._logprobs(tokens, adapted)[-1], settings, said)
+                kept = kept_logprobs(self._logprobs(tokens, adapted)[-1], settings, output)
                 label = self.label
             greedy = settings["temperature"] == 0
             token = int(kept.argmax() if greedy else torch.multinomial(kept.exp(), 1, generator=noise))
@@ -185,8 +185,8 @@ class FakeVllm:
             self.sampled += 1
             content.append({"token_id": token, "logprob": float(kept[token])})
             if not spans or spans[-1]["version"] != label:
-                spans.append({"version": label, "start": said})
-            spans[-1]["end"] = said + 1
+                spans.append({"version": label, "start": output})
+            spans[-1]["end"] = output + 1
             if token in settings.get("stop_token_ids", ()):
                 why = ("stop", token)
                 break
@@ -242,13 +242,15 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
         def _reply(self, method: str) -> None:
             raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             parts = urlsplit(self.path)
-            status, told = 401, {"error": "Unauthorized"}
+            status, reported = 401, {"error": "Unauthorized"}
             if self.headers.get("Authorization") == f"Bearer {fake.key}":
-                status, told = fake.answer(method, parts.path, parts.query, json.loads(raw) if raw else {})
+                status, reported = fake.answer(
+                    method, parts.path, parts.query, json.loads(raw) if raw else {}
+                )
             if fake.broken == "dead":
                 self.close_connection = True
                 return
-            payload = b"" if told is None else json.dumps(told).encode()
+            payload = b"" if reported is None else json.dumps(reported).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(payload)))
             self.end_headers()

@@ -96,7 +96,7 @@ class Run:
 
 
 def trained(rank: int, world: int, layout: str, case: Case) -> Run:
-    """The training of a case, from the seat of one rank. torch.distributed is there if world is above 1;
+    """The training of a case, as one rank. torch.distributed is there if world is above 1;
     world 1 is the plain trainer, which knows of no layout."""
     trainer = new_trainer(layout, case) if world > 1 else plain_trainer(case)
     first = 0

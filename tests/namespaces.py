@@ -2,8 +2,8 @@
 
     with Hosts.open(2) as hosts:
         process = hosts.start(0, ["torchrun", ...])      # on host 0: its network, its host name, its loopback
-        hosts.cut(1)                                     # its cable: packets vanish, nobody is told
-        hosts.mend(1)
+        hosts.cut(1)                                     # its cable: packets vanish without an error
+        hosts.fix(1)
 
 Needs Linux, root, and the right to make namespaces; ``why_not`` says what is missing. Host i has the address
 ``address(i)`` on the interface eth0. The machine's own network is not touched: the switch is a bridge in a
@@ -82,7 +82,7 @@ class Hosts:
         """Pull its cable out of the switch."""
         self._in(self._switch, "link", "set", self._port(i), "down")
 
-    def mend(self, i: int) -> None:
+    def reconnect(self, i: int) -> None:
         """Put it in again, as fast as it was."""
         delete = ["tc", "-n", self._switch, "qdisc", "delete", "dev", self._port(i), "root"]
         subprocess.run(delete, capture_output=True, check=False)  # there may be none

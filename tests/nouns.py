@@ -18,13 +18,13 @@ def completion(tokens: Sequence[int] | np.ndarray | int, **changes: Any) -> Comp
 
 
 def episode(
-    said: Completion, context: int = 2, reward: Reward | float | None = None, **changes: Any
+    answer: Completion, context: int = 2, reward: Reward | float | None = None, **changes: Any
 ) -> Trajectory:
     """One turn behind a context of zeros; it has a verdict unless it failed."""
-    turn = Turn(context=np.zeros(context, np.int32), completion=said)
+    turn = Turn(context=np.zeros(context, np.int32), completion=answer)
     verdict = reward if isinstance(reward, Reward) else Reward(value=reward)
-    verdict = None if said.stop is Stop.ERROR else verdict
-    return Trajectory(**{"turns": (turn,), "stop": said.stop, "seed": (0,), "reward": verdict, **changes})
+    verdict = None if answer.stop is Stop.ERROR else verdict
+    return Trajectory(**{"turns": (turn,), "stop": answer.stop, "seed": (0,), "reward": verdict, **changes})
 
 
 def group_of(*trajectories: Trajectory, uid: str = "p", step: int = 1) -> Group:

@@ -164,9 +164,9 @@ class Game:
         return self.seen
 
     def begin(self, uid: str, seed: tuple[int, ...], rng: random.Random) -> Speaker:
-        asked = request([1, int(uid[1]), 2, 3], seed=seed, uid=uid, temperature=self.temperature)
-        asked = replace(asked, uid="") if rng.random() < 0.1 else asked
-        self.speakers.append(Speaker(self.drafter.open(asked), asked, limit=rng.randint(4, 14)))
+        requests = request([1, int(uid[1]), 2, 3], seed=seed, uid=uid, temperature=self.temperature)
+        requests = replace(requests, uid="") if rng.random() < 0.1 else requests
+        self.speakers.append(Speaker(self.drafter.open(requests), requests, limit=rng.randint(4, 14)))
         return self.speakers[-1]
 
     def remember(self, step: int, done: list[Speaker]) -> None:
@@ -211,7 +211,7 @@ class Game:
             self.seen.update(drafted=len(draft), accepted=accepted, emitted=came)
             self.seen.update(f"drafted {depth} deep" for depth in range(1, len(draft) + 1))
             self.seen.update(f"accepted {depth} deep" for depth in range(1, accepted + 1))
-        told = [
+        reported = [
             np.concatenate([getattr(one, name)[-n:] for one, n in zip(running, counts, strict=True)])
             for name in ("tokens", "probs", "edges")
         ]
@@ -219,9 +219,9 @@ class Game:
             SampledTokens(
                 handles=handles,
                 counts=np.array(counts, np.int32),
-                tokens=told[0].astype(np.int32),
-                probs=told[1].astype(np.float32),
-                edges=told[2].astype(np.float32),
+                tokens=reported[0].astype(np.int32),
+                probs=reported[1].astype(np.float32),
+                edges=reported[2].astype(np.float32),
                 ended=np.array(ended),
             )
         )

@@ -1,7 +1,7 @@
 """The loop on a bandit: a softmax over ten tokens, trained by its exact policy gradient in numpy.
 
 Small enough to run a whole training in milliseconds, real enough that every room takes part: addressed
-rollouts, credit, packing, publishing, books, evaluation, checkpoints, resume, signals.
+rollouts, credit, packing, publishing, accounts, evaluation, checkpoints, resume, signals.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class BanditTrainer:
         return StepReport(metrics={"loss": float(-slope.sum())})
 
 
-def bandit(adapters: Any, request: Request, said: Sequence[int]) -> np.ndarray:
+def bandit(adapters: Any, request: Request, sampled: Sequence[int]) -> np.ndarray:
     return adapters
 
 
@@ -192,7 +192,7 @@ class Counted:
 
 
 class FakeMemory:
-    """Store, lengths, drafter and meter of ``Drafting``: notes what it is told."""
+    """Store, lengths, drafter and meter of ``Drafting``: notes the calls."""
 
     num_tokens, num_bytes = 7, 70
 
@@ -201,7 +201,7 @@ class FakeMemory:
         self.forgotten: list[str] = []
         self.observed = 0
         self.counters = Counted()
-        self.books = Drafting(store=self, lengths=self, drafter=self, meter=self, past=self.past)
+        self.accounts = Drafting(store=self, lengths=self, drafter=self, meter=self, past=self.past)
 
     def past(self, uid: str) -> list[np.ndarray]:
         return [np.array([RIGHT, RIGHT])] if (1, uid) in self.added else []
@@ -285,7 +285,7 @@ class Bench:
             state=state or LoopState(),
             evaluations=[evaluation],
             forgetting=options["forgetting"](self) if "forgetting" in options else None,
-            drafting=self.drafting and self.drafting.books,
+            drafting=self.drafting and self.drafting.accounts,
             save=self.save,
             observer=self.observer,
             workers=self.workers,

@@ -1,4 +1,4 @@
-"""A pool on a clock that jumps: an engine that takes a second for a token, and links that fail as told."""
+"""A pool on a clock that jumps: an engine that takes a second for a token, and links that fail on demand."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class SlowEngine:
             raise ValueError(f"a prompt of {len(requests[0].tokens)} tokens is refused")
         results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
         for request in requests:
-            said = [] if request.partial is None else request.partial.tokens.tolist()
-            self.running[id(request)] = (request, said)
+            sampled = [] if request.partial is None else request.partial.tokens.tolist()
+            self.running[id(request)] = (request, sampled)
         self.most = max(self.most, len(self.running))
         tasks = [asyncio.create_task(self._one(i, r, results)) for i, r in enumerate(requests)]
         try:
@@ -153,7 +153,7 @@ class Fault:
 
 @dataclass(eq=False)
 class Link:
-    """A sampler in this process, which fails as told."""
+    """A sampler in this process, which fails on demand."""
 
     server: SamplerServer
     engine: SlowEngine
@@ -188,17 +188,17 @@ class Link:
 
     async def collect(self, wait_s: float) -> PollResult:
         await self._suffer()
-        told = await self.server.collect(wait_s)
+        reported = await self.server.collect(wait_s)
         if self.is_now("old"):
-            told = replace(told, version=told.version - 1)
+            reported = replace(reported, version=reported.version - 1)
         if self.is_now("other"):
-            told = replace(told, fingerprint="somebody else's")
+            reported = replace(reported, fingerprint="somebody else's")
         if self.is_now("twice"):
-            told = replace(told, done=told.done + told.done)
+            reported = replace(reported, done=reported.done + reported.done)
         if self.is_now("stale"):
-            done = tuple((id, replace(one, versions=one.versions - 1)) for id, one in told.done)
-            told = replace(told, done=done)
-        return told
+            done = tuple((id, replace(one, versions=one.versions - 1)) for id, one in reported.done)
+            reported = replace(reported, done=done)
+        return reported
 
     async def publish(self, publication: Publication) -> str:
         await self._suffer()
@@ -247,7 +247,7 @@ async def answers(pool: EnginePool, requests: Sequence[Request], after_s: float 
     return [found[i] for i in range(len(requests))]
 
 
-def said(completions: Sequence[Completion]) -> list[list[int]]:
+def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
     return [completion.tokens.tolist() for completion in completions]
 
 
@@ -255,7 +255,7 @@ def mixed(seed: int) -> Placement:
     """A placement full of whims: it may wait, deal more than there is room for, and move anything."""
 
     def place(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
-        assert workers, "a placement is asked where somebody can work"
+        assert workers, "a placement is called for where somebody can work"
         rng = np.random.default_rng([seed, len(waiting), *(len(worker.jobs) for worker in workers)])
         ids = [worker.id for worker in workers]
         starts = [(job.id, int(rng.choice(ids))) for job in waiting if rng.random() < 0.7]

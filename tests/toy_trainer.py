@@ -52,17 +52,17 @@ class Toy:
     value: torch.Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
 
     def step(self, batch: Any) -> StepReport:
-        told = torch.from_numpy(np.asarray(batch["numbers"])) * (self.rank + 1)
-        dist.all_reduce(told)
+        reported = torch.from_numpy(np.asarray(batch["numbers"])) * (self.rank + 1)
+        dist.all_reduce(reported)
         self.progress += 1
         if self.trouble.step == self.steps + 1 and self.trouble.rank in (self.rank, -1):
             self._meet(self.trouble.what)
         time.sleep(self.slow)
-        dist.all_reduce(told)
+        dist.all_reduce(reported)
         self.progress += 1
-        self.value += told
+        self.value += reported
         self.steps += 1
-        return StepReport(metrics={"sum": float(told.sum()), "rank": float(self.rank)})
+        return StepReport(metrics={"sum": float(reported.sum()), "rank": float(self.rank)})
 
     def _meet(self, what: str) -> None:
         if what in ("kill", "stop"):
@@ -76,9 +76,9 @@ class Toy:
         raise ValueError(f"step {self.steps + 1} does not suit rank {self.rank}")
 
     def adapters(self) -> torch.Tensor:
-        told = self.value.clone()
-        dist.broadcast(told, 0)
-        return told
+        reported = self.value.clone()
+        dist.broadcast(reported, 0)
+        return reported
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {"value": self.adapters()}
@@ -106,7 +106,7 @@ def train(folder: Path, steps: int, seconds: float) -> None:
     assert place is not None
     choose_interface(place, os.environ)
     if place.rank:
-        following(place, lambda told, ready: Toy(place.rank), leave)
+        following(place, lambda reported, ready: Toy(place.rank), leave)
         return
     terms = Terms(backend="gloo", timeout_s=20.0, silence_s=5.0, recipe="")
     saved = folder / "state.pt"

@@ -31,7 +31,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is simulated. Seconds, unless it is said."""
+    """What is simulated. Seconds, unless stated otherwise."""
 
     workers: int
     cost: Cost  # of every sampler
@@ -45,7 +45,7 @@ class Setup:
     train_token_s: float = 0.0  # ... and of each of its sampled tokens
     publish_s: float = 0.0  # that a sampler pauses when weights change
     grade_s: float = 0.0  # of a group
-    graders: int = 0  # 0: nobody waits for one
+    graders: int = 0  # 0: nothing waits for one
     warmup: int = 2  # first steps that no figure counts; the last ``staleness`` ones do not count either
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Setup:
 
     @property
     def last(self) -> int:
-        """The last step that counts: when it begins, nobody is missing yet for want of steps to come."""
+        """The last step that counts: when it begins, nothing is missing yet for want of steps to come."""
         return self.steps - self.staleness
 
 
@@ -111,11 +111,11 @@ class Gate:
         size = min(self.prompts, self.held.total())
         if len(self.ready) < size or not size:
             return []
-        due = taken = 0
+        due = consumed = 0
         for admitted in range(self.finished - self.staleness, self.finished + 1):
             due += self.held[admitted]
-            taken = min(size, taken + self.ended[admitted])
-            if due - taken > (admitted + self.staleness - self.finished) * self.prompts:
+            consumed = min(size, consumed + self.ended[admitted])
+            if due - consumed > (admitted + self.staleness - self.finished) * self.prompts:
                 return []
         return [heapq.heappop(self.ready) for _ in range(size)]
 
@@ -291,7 +291,7 @@ class Simulation:
 
     def begin(self, sampler: Sampler) -> None:
         coming, sampler.coming = sampler.coming, []
-        prefill, taken = 0, list[tuple[int, int, int]]()
+        prefill, consumed = 0, list[tuple[int, int, int]]()
         for answer in coming:
             group = answer // self.size
             prompt = self.answers.prompt(group)
@@ -299,10 +299,10 @@ class Simulation:
             if sampler.id not in readers:
                 readers.add(sampler.id)
                 prefill += prompt
-            taken.append((answer, prompt, self.answers.length[answer]))
+            consumed.append((answer, prompt, self.answers.length[answer]))
             self.begun[answer] = (sampler.version_sum, sampler.version)
-        if taken:
-            sampler.begin(taken, prefill)
+        if consumed:
+            sampler.begin(consumed, prefill)
 
     def answer_ended(self, sampler: Sampler, answer: int) -> None:
         group = answer // self.size

@@ -1,8 +1,8 @@
 """What waits in a simulated pipeline: the placements of ``rollout.schedule``, kept up to date event by event.
 
 A placement of the pool sees everything whenever anything happens; that costs the square of what there is.
-Here a round is placed once with the same functions, and whoever then gets room takes the head of a queue:
-the same answers in the same places (a test compares them).
+Here a round is placed once with the same functions, and the worker that then has room takes the head of a
+queue: the same answers in the same places (a test compares them).
 """
 
 from __future__ import annotations
@@ -142,16 +142,16 @@ class Central:
         group = min(map(self._key, mine))[2] if mine else self._first()
         waiting = self._left[group]
         most = min(self._piece(group), sampler.cost.slots - sampler.has, len(waiting))
-        taken = [waiting.popleft() for _ in range(most)]
-        sampler.coming += taken
+        consumed = [waiting.popleft() for _ in range(most)]
+        sampler.coming += consumed
         self._holders[group] += group not in has
-        has[group] += len(taken)
+        has[group] += len(consumed)
         if waiting:
             mine.add(group)
             heapq.heappush(self._order, self._key(group))
         else:
             del self._left[group]
-        return taken
+        return consumed
 
     def _first(self) -> int:
         """The first group that anybody may begin with; else the first that waits."""

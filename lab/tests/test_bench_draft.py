@@ -113,12 +113,12 @@ def test_the_oracle_follows_what_is_said() -> None:
     first = oracle.propose(running([4, 4], cheap))
     assert first.counts.tolist() == [3, 0]  # the pass itself gives the last token
     assert first.tokens.tolist() == [5, 6, 7]
-    said = np.array([5, 6, 9], np.int32)
+    responses = np.array([5, 6, 9], np.int32)
     oracle.observe(
         SampledTokens(
             handles=handles,
             counts=np.array([2, 1]),
-            tokens=said,
+            tokens=responses,
             probs=np.ones(3),
             edges=np.zeros(3),
             ended=np.array([False, True]),

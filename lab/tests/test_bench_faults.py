@@ -71,8 +71,8 @@ def a_run(
     path: Path, *, places: range = range(24), twice: int = -1, last: Mapping[str, float] = EVEN
 ) -> RunFolder:
     folder = RunFolder.create(path, "")
-    books = {"groups/admitted_total": 24.0, "groups/trained_total": 24.0, "groups/outstanding": 0.0}
-    folder.metrics.append({"step": 6, **books, **last})
+    accounts = {"groups/admitted_total": 24.0, "groups/trained_total": 24.0, "groups/outstanding": 0.0}
+    folder.metrics.append({"step": 6, **accounts, **last})
     for place in (*places, *([twice] if twice >= 0 else [])):
         folder.trajectories.append(*({"seed": [0, 1, place, n], "sample": n} for n in range(bench.GROUP)))
     return folder
@@ -80,9 +80,9 @@ def a_run(
 
 def test_a_prompt_is_lost_by_the_books_or_by_what_was_sampled(tmp_path: Path) -> None:
     assert bench.lost(a_run(tmp_path / "a")) == 0
-    assert bench.lost(a_run(tmp_path / "b", places=range(1, 24))) == 1  # nobody sampled it
+    assert bench.lost(a_run(tmp_path / "b", places=range(1, 24))) == 1  # nothing sampled it
     assert bench.lost(a_run(tmp_path / "c", twice=3)) == 1  # trained on twice
-    assert bench.lost(a_run(tmp_path / "d", last={"groups/trained_total": 23.0})) == 1  # and nobody says why
+    assert bench.lost(a_run(tmp_path / "d", last={"groups/trained_total": 23.0})) == 1  # and nothing says why
     by_rule = {"groups/trained_total": 23.0, "groups/dropped_total/too_few_verdicts": 1.0}
     assert bench.lost(a_run(tmp_path / "e", last=by_rule)) == 0
     assert bench.dropped(a_run(tmp_path / "f", last=by_rule)) == {"too_few_verdicts": 1}

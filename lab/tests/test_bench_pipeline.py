@@ -55,20 +55,20 @@ def test_every_arm_runs_once_in_a_round_and_another_one_begins() -> None:
 
 def test_seats_are_found_with_which_both_sides_are_as_busy() -> None:
     """By short runs of a seed that no round has; what was nearest is kept where none is near."""
-    asked: list[Pipeline] = []
+    requested: list[Pipeline] = []
 
     def trained(plan: Pipeline, say: Any) -> list[dict[str, Any]]:
-        asked.append(plan)
-        busy = min(1.0, 6 / plan.work.slots)  # as busy as the trainer with 6 seats
+        requested.append(plan)
+        busy = min(1.0, 6 / plan.work.slots)  # as busy as the trainer with 6 slots
         return [{"utilisation": {"sampler-0": busy, "trainer": 1.0}}]
 
     plan = Pipeline(arms=(Arm.SYNCHRONOUS, Arm.PIPELINED)).settled()
     assert balanced(plan, lambda line: None, trained).work.slots == 6
-    assert [one.work.slots for one in asked] == [9, 6]
-    assert all(one.arms == (Arm.PIPELINED,) and not set(one.seeds) & set(plan.seeds) for one in asked)
-    asked.clear()
+    assert [one.work.slots for one in requested] == [9, 6]
+    assert all(one.arms == (Arm.PIPELINED,) and not set(one.seeds) & set(plan.seeds) for one in requested)
+    requested.clear()
     given = Pipeline(seats=5).settled()
-    assert balanced(given, lambda line: None, trained) == given and not asked
+    assert balanced(given, lambda line: None, trained) == given and not requested
     assert given.arms == tuple(Arm)
 
 

@@ -201,5 +201,5 @@ def test_a_history_found_whole_is_not_run_again() -> None:
     whole = turns.prefill([trajectory([0, 3 + 3, 10 + 3])])
     assert whole == {"sent": 10 + 17, "cached": 6 + 13, "run": 8, "new": 8, "run_again": 0}
     assert turns.prefill([trajectory([0, 3 + 3, 5])])["run_again"] == 8
-    more = turns.prefill([trajectory([0, 9, 13])])  # a sibling said the same, so its context was there too
+    more = turns.prefill([trajectory([0, 9, 13])])  # a sibling wrote the same, so its context was there too
     assert more["run"] < more["new"] and more["run_again"] == 0

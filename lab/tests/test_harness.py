@@ -54,8 +54,8 @@ def test_fields_are_options_and_the_result_says_what_was_asked(tmp_path: Path) -
     words = ["--batch", "8, 4", "--seeds", "3:5", "--clock", "cpu", "--file", "a/b", "--deep", "--quick"]
     assert main("small", Small, [*words, "--json", str(file)]) == 0
     result = json.loads(file.read_text())
-    asked = {"batches": [8, 4], "seeds": [3, 4], "clock": "cpu", "file": "a/b", "deep": True}
-    assert result["settings"] == asked | {"no_option": 0.0}
+    requested = {"batches": [8, 4], "seeds": [3, 4], "clock": "cpu", "file": "a/b", "deep": True}
+    assert result["settings"] == requested | {"no_option": 0.0}
     assert result["nothing"] is None and "processor" in result["machine"]
     assert main("small", Small, []) == 1
 
@@ -100,8 +100,8 @@ def test_it_answers(tmp_path: Path) -> None:
         ("print('Loading weights')", "peer answered what is no JSON"),
     ],
 )
-def test_one_that_fails_is_named(script: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ContenderFailed, match=said):
+def test_one_that_fails_is_named(script: str, output: str, tmp_path: Path) -> None:
+    with pytest.raises(ContenderFailed, match=output):
         start(script, tmp_path)
 
 

@@ -39,9 +39,9 @@ def test_greedy_answers_are_those_without_drafts(
 ) -> None:
     """vLLM promises equal greedy tokens up to numerics: its bf16 products of one row and of many round apart,
     so one answer in ten may leave at a near-tie."""
-    asked = task(0.0, siblings=1)
-    plain = engines["none"].ask(**asked)["answers"]
-    rounds = [engines["ours"].ask(**asked) for _ in range(2)]
+    requested = task(0.0, siblings=1)
+    plain = engines["none"].ask(**requested)["answers"]
+    rounds = [engines["ours"].ask(**requested) for _ in range(2)]
     for answered in rounds:
         equal = [one == other for one, other in zip(answered["answers"], plain, strict=True)]
         assert sum(equal) >= len(equal) - 1
@@ -52,9 +52,9 @@ def test_greedy_answers_are_those_without_drafts(
 def test_sampled_tokens_are_likely_ones(engines: dict[str, Contender]) -> None:
     """vllm issue 55005: on CPU, drafted tokens were verified with uninitialised memory for a temperature, and
     a quarter of what was emitted was noise. At a temperature near 0 every token is nearly the greedy one."""
-    asked = task(0.0, siblings=2, skip=4)
-    greedy = engines["ours"].ask(**asked)["answers"]
-    nearly = engines["ours"].ask(**{**asked, "temperature": 0.001})
+    requested = task(0.0, siblings=2, skip=4)
+    greedy = engines["ours"].ask(**requested)["answers"]
+    nearly = engines["ours"].ask(**{**requested, "temperature": 0.001})
     assert nearly["drafted"] > 0
     equal = [one[:24] == other[:24] for one, other in zip(nearly["answers"], greedy, strict=True)]
     assert sum(equal) >= 0.7 * len(equal)  # near-ties fall either way

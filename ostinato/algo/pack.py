@@ -36,7 +36,7 @@ def aggregation_weights(
     They sum to 1 over the step, except ``constant`` (at most 1, and blind to lengths by intention).
     Samples and prompts without a trained token do not count in the means of ``sample`` and ``prompt``. The
     rows of one episode (same ``group`` and ``member``) are one sample here.
-    Raises ValueError when ``constant`` is asked for without ``max_tokens``, the longest completion allowed.
+    Raises ValueError when ``constant`` is requested without ``max_tokens``, the longest completion allowed.
     """
     lengths = np.array([int(sample.loss_mask.sum()) for sample in samples], dtype=np.int64)
     match mode:

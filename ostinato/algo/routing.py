@@ -46,7 +46,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found where it is worst: ``overlap``, and ``best``, what it would be with ``cause`` mended."""
+    """What was found where it is worst: ``overlap``, and ``best``, what it would be with ``cause`` fixed."""
 
     cause: Cause
     overlap: float
@@ -118,7 +118,7 @@ def misaligned(
     return Misaligned(
         f"routes of {len(low)} of {len(overlaps)} sequences agree with the trainer's own in less than "
         f"{threshold:g} of the ids (sequence {first}: {overlaps[low[0]]:.2f}); probable cause: "
-        f"{found.cause}{f', {found.detail}' if found.detail else ''} (mended: {found.best:.2f})",
+        f"{found.cause}{f', {found.detail}' if found.detail else ''} (fixed: {found.best:.2f})",
         found,
         named,
     )
@@ -193,7 +193,7 @@ def lowest(overlaps: np.ndarray, routers: np.ndarray) -> float:
 
 
 def never_written(routes: np.ndarray) -> bool:
-    """Whether a known row [..., K] names one expert K times: a buffer that nobody filled."""
+    """Whether a known row [..., K] names one expert K times: a buffer that nothing filled."""
     if routes.shape[-1] == 1 or routes.size == 0:
         return False
     return bool(((routes == routes[..., :1]).all(axis=-1) & (routes[..., 0] != NO_EXPERT)).any())
@@ -205,7 +205,7 @@ def diagnose(
     threshold: float = THRESHOLD,
     others: Sequence[np.ndarray] = (),
 ) -> Diagnosis:
-    """The explanation of a disagreement that mends most of it, and by how much. Looks at the worst stretch of
+    """The explanation of a disagreement that fixes most of it, and by how much. Looks at the worst stretch of
     the 16 worst sequences, and for routes that were shuffled also at ``others``, the first 512 of them."""
     pairs = [(a, b) for a, b in _pairs(native, replayed) if len(a)]
     worst = sorted(pairs, key=lambda pair: np.nan_to_num(_mean(*pair), nan=1.0))[:_SEQUENCES]
@@ -251,7 +251,7 @@ def _pairs(
 
 def _worst_stretch(native: np.ndarray, replayed: np.ndarray, threshold: float) -> slice:
     """The neighbouring rows, 16 to 512 of them, that fall short of the threshold most: what a bug left alone,
-    such as a prompt that siblings share, would veil what mends the rest."""
+    such as a prompt that siblings share, would veil what fixes the rest."""
     share = shared_ids(native, replayed)
     short = np.where(np.isnan(share), 0, threshold - share).sum(axis=1).cumsum()
     before = np.minimum.accumulate(np.concatenate(([0.0], short)))[:-1]
@@ -264,7 +264,7 @@ def _worst_stretch(native: np.ndarray, replayed: np.ndarray, threshold: float) -
 def _explanations(
     pairs: list[tuple[np.ndarray, np.ndarray]], elsewhere: Sequence[Sequence[np.ndarray]]
 ) -> Iterator[tuple[float, Cause, str]]:
-    """(overlap once mended, cause, detail) of everything worth trying; ``elsewhere``: the routes of other
+    """(overlap once fixed, cause, detail) of everything worth trying; ``elsewhere``: the routes of other
     sequences that each of the pairs may really have."""
     for shift in (-2, -1, 1, 2):
         here = [(a[max(-shift, 0) : len(a) - max(shift, 0)], b[max(shift, 0) :]) for a, b in pairs]

@@ -18,7 +18,7 @@ def board(path: Path, host: str, port: int, *, show: bool) -> None:
     with open_server(_board(path), host, port) as server:
         typer.echo(f"board of {path}: {server.address} (Ctrl-C ends it)")
         if not is_loopback(host):
-            typer.echo("whoever reaches this port reads the prompts and answers of the run", err=True)
+            typer.echo("everyone who can reach this port reads the prompts and answers of the run", err=True)
         if show:
             webbrowser.open(server.address)
         try:

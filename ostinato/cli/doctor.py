@@ -38,7 +38,7 @@ BATCH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the table. ``ok`` False is a fault; a missing option is ok with a mend in ``value``."""
+    """One line of the table. ``ok`` False is a fault; a missing option is ok with a fix in ``value``."""
 
     name: str
     value: str
@@ -150,8 +150,8 @@ def pipeline(console: Console, *, measure: bool) -> Finding:
             return Finding(name="pipeline", value=f"not measured: the bench ended with {code}", ok=False)
     known = kept(kept_file())
     if known is None:
-        mend = "ostinato bench pipeline (12 minutes, or 3 with --quick) says what is best here"
-        return Finding(name="pipeline", value=f"not measured on this machine: {mend}")
+        fix = "ostinato bench pipeline (12 minutes, or 3 with --quick) says what is best here"
+        return Finding(name="pipeline", value=f"not measured on this machine: {fix}")
     return Finding(name="pipeline", value=recommendation(known))
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in one sentence: the field, the value, the mend."""
+"""What is wrong with a recipe, in one sentence: the field, the value, the fix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _UNIONS = {
 
 
 def explain(error: ValidationError, keys: Keys) -> str:
-    """The first fault in one sentence: field, value, mend. The number of other faults follows in brackets;
+    """The first fault in one sentence: field, value, fix. The number of other faults follows in brackets;
     ``keys`` are those that there are."""
     faults = error.errors(include_url=False)
     first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")  # a typo explains the rest
@@ -56,12 +56,12 @@ def _sentence(fault: Any, keys: Keys) -> str:
     if fault["type"] == "missing":
         return f"{field} is missing; every {_dotted(loc[:-2])} section names its own"
     if (union := "eval.every" if _is_schedule(loc) else field) in _UNIONS:  # pydantic reports each branch
-        mend = _UNIONS[union]
+        fix = _UNIONS[union]
     elif fault["type"] in ("literal_error", "enum"):
-        mend = f"use one of {fault['ctx']['expected'].replace(' or ', ', ')}"
+        fix = f"use one of {fault['ctx']['expected'].replace(' or ', ', ')}"
     else:
-        mend = str(_MENDS.get(fault["type"], fault["msg"])).format(**fault.get("ctx", {}))
-    return f"{field} is {fault['input']!r}; {mend}"
+        fix = str(_MENDS.get(fault["type"], fault["msg"])).format(**fault.get("ctx", {}))
+    return f"{field} is {fault['input']!r}; {fix}"
 
 
 def _dotted(loc: Sequence[str]) -> str:
@@ -82,9 +82,9 @@ def _unknown_key(loc: Sequence[str], keys: Keys) -> str:
     near = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
     elsewhere = [".".join((*path, key)) for path, names in keys.items() if key in names and path != parent]
     if near:
-        mend = f"did you mean {'.'.join((*parent, near[0]))}?"
+        fix = f"did you mean {'.'.join((*parent, near[0]))}?"
     elif elsewhere:
-        mend = f"did you mean {elsewhere[0]}?"
+        fix = f"did you mean {elsewhere[0]}?"
     else:
-        mend = f"the keys of {'.'.join(parent) or 'a recipe'} are {', '.join(here)}"
-    return f"{'.'.join(loc)} is not a key of a recipe; {mend}"
+        fix = f"the keys of {'.'.join(parent) or 'a recipe'} are {', '.join(here)}"
+    return f"{'.'.join(loc)} is not a key of a recipe; {fix}"

@@ -28,13 +28,13 @@ GONE: dict[str, tuple[tuple[Any, ...], str]] = {
 def without_gone(tree: Mapping[str, Any]) -> dict[str, Any]:
     """``tree`` without keys that are gone. Raises ValueError for one that asks for something."""
     kept = dict(tree)
-    for name, (off, mend) in GONE.items():
+    for name, (off, fix) in GONE.items():
         section, _, key = name.partition(".")
         keys = kept.get(section)
         if not isinstance(keys, Mapping) or key not in keys:
             continue
         if keys[key] not in off:
-            raise ValueError(f"{name} is {keys[key]!r}, but this key is gone: {mend}")
+            raise ValueError(f"{name} is {keys[key]!r}, but this key is gone: {fix}")
         kept[section] = {other: value for other, value in keys.items() if other != key}
     return kept
 

@@ -255,7 +255,7 @@ class Recipe(Section):
         try:
             tree = parse_toml(file.read_text(encoding="utf-8"))
         except ValueError as error:  # no TOML, or no UTF-8
-            raise ValueError(f"recipe {file} is not valid TOML: {error}; mend that line") from error
+            raise ValueError(f"recipe {file} is not valid TOML: {error}; fix that line") from error
         tree.setdefault("name", file.stem)
         return cls.parse(override(tree, overrides))
 
@@ -282,12 +282,12 @@ def find_recipe(path: str | Path) -> Path:
     if file.name == str(path) and file.stem in known and file.suffix in ("", ".toml"):
         return known[file.stem]
     near = difflib.get_close_matches(file.stem, known, n=1, cutoff=0.5)
-    mend = (
+    fix = (
         f"did you mean {near[0]}?"
         if near
         else f"give a TOML file or one of {', '.join(known) or '(none found)'}"
     )
-    raise ValueError(f"recipe {str(path)!r} does not exist; {mend}")
+    raise ValueError(f"recipe {str(path)!r} does not exist; {fix}")
 
 
 def _recipe_folders() -> Iterator[Path]:

@@ -56,12 +56,12 @@ def _section(
     title: str, section: type[Section], comments: Mapping[str, Mapping[str, str]], *, own: bool = False
 ) -> list[str]:
     """Its part of the page; ``own``: without the keys of the class above it."""
-    said = {
+    described = {
         key: text for one in reversed(section.__mro__) for key, text in comments.get(one.__name__, {}).items()
     }
     above = section.__mro__[1].model_fields if own else {}
     fields = {key: field for key, field in section.model_fields.items() if key not in above}
-    return [f"## {title}\n", _text(section), _table(fields, said)]
+    return [f"## {title}\n", _text(section), _table(fields, described)]
 
 
 def comments_of(source: str) -> dict[str, dict[str, str]]:

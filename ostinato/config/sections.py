@@ -187,7 +187,7 @@ class RolloutSection(Section):
     """What a step samples: ``prompts_per_step`` groups of ``group_size`` completions.
 
     With ``interrupt_after = [lo, hi]`` an answer has a thinking budget, uniform in lo to hi tokens. One that
-    has neither ended nor closed its thought (with ``think_end``) is then told to answer: the phrase is put
+    has neither ended nor closed its thought (with ``think_end``) is then made to answer: the phrase is put
     in, and ``answer_tokens`` follow at most. The longest answer is hi + the phrase + ``answer_tokens``, and
     ``max_tokens`` is not used (ScaleRL, arXiv 2510.13786, A.10). Evaluation interrupts alike.
     """
@@ -243,9 +243,9 @@ class RolloutSection(Section):
                 'rollout.interrupt_phrase is "" with rollout.interrupt_after, so nothing would tell the '
                 "policy to answer; give it a phrase"
             )
-        if said := [string for string in self.stop if string in self.interrupt_phrase]:
+        if clash := [string for string in self.stop if string in self.interrupt_phrase]:
             raise ValueError(
-                f"rollout.interrupt_phrase holds {said[0]!r}, one of rollout.stop, which ends an answer; "
+                f"rollout.interrupt_phrase holds {clash[0]!r}, one of rollout.stop, which ends an answer; "
                 "change one of them"
             )
 

@@ -29,7 +29,7 @@ class Counters:
     )
 
 
-MOST = 10_000  # spans that are kept where nobody takes them: the newest
+MOST = 10_000  # spans that are kept where nothing takes them: the newest
 
 
 class Busy:
@@ -51,7 +51,7 @@ class Busy:
         self._spans.append([prefill, start, stop, prefilled + sampled, seconds])
 
     def take(self) -> list[Span]:
-        """What there was since it was last asked, in order."""
+        """What there was since it was last queried, in order."""
         spans = [
             Span(
                 worker=self._worker,

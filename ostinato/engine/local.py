@@ -161,10 +161,10 @@ class LocalEngine:
     def cut(self, requests: Collection[Request]) -> None:
         """End these now, between two passes: they come back as ABORT with what they have, and go on wherever
         that is given as ``Request.partial``, to the same answer bit for bit (as far as passes are)."""
-        seats, waiting = self._scheduler.of(requests)
-        ended = [*map(self._scheduler.table.at, seats), *waiting]
-        for seat in seats:
-            self._finish(seat, Stop.ABORT)
+        slots, waiting = self._scheduler.of(requests)
+        ended = [*map(self._scheduler.table.at, slots), *waiting]
+        for slot in slots:
+            self._finish(slot, Stop.ABORT)
         for sequence in waiting:
             self._hand_out(sequence, sequence.text, sequence.routes, Stop.ABORT)
         self._scheduler.drop(waiting)
@@ -174,13 +174,13 @@ class LocalEngine:
     def under_way(self) -> list[tuple[Request, int]]:
         """Requests that have not ended, and how many tokens of the answer each has."""
         table = self._scheduler.table
-        running = [(table.at(seat), int(table.length[seat])) for seat in table.order]
+        running = [(table.at(slot), int(table.length[slot])) for slot in table.order]
         waiting = [(sequence, len(sequence.text)) for sequence in self._scheduler.waiting]
         return [(one.request, length - one.prompt_len) for one, length in (*running, *waiting)]
 
     @property
     def queue(self) -> tuple[int, int]:
-        """Sequences that run and that wait for a seat, to be read from any thread."""
+        """Sequences that run and that wait for a slot, to be read from any thread."""
         return len(self._scheduler.table), len(self._scheduler.waiting)
 
     @property
@@ -204,7 +204,7 @@ class LocalEngine:
         plan = build_model_input(scheduler.table, chosen, counts, drafts)
         hidden, routing = self._runner.run(plan)
         if self._routes is not None and routing is not None:
-            self._routes.write(plan.slots, routing)
+            self._routes.write(plan.kv_slots, routing)
         ready = scheduler.computed(chosen, counts)
         prefilled = int(counts.sum()) - len(ready)
         self.counters.steps += 1
@@ -242,17 +242,17 @@ class LocalEngine:
     ) -> StepOutput:
         """Draw a token on every row that may emit one, keep what follows from the last one that is real."""
         table = self._scheduler.table
-        asked = sampling_rows(table, plan, drafts, ready)
+        rows_to_sample = sampling_rows(table, plan, drafts, ready)
         drawn = self._runner.draw(
             hidden,
-            asked.settings,
-            asked.u,
-            asked.banned,
-            rows=asked.rows,
-            want_support=self._record_support and asked.filtered,
-            top=asked.top,
+            rows_to_sample.settings,
+            rows_to_sample.u,
+            rows_to_sample.banned,
+            rows=rows_to_sample.rows,
+            want_support=self._record_support and rows_to_sample.filtered,
+            top=rows_to_sample.top,
         )
-        chosen = plan.seats[ready]
+        chosen = plan.slots[ready]
         versions = self.policies.versions_of(table.policy[chosen])
         output = postprocess(table, plan, drafts, ready, drawn, versions, self._decode)
         for r in np.flatnonzero(table.listened[chosen]).tolist():
@@ -263,9 +263,9 @@ class LocalEngine:
         self.counters.accepted += int(output.accepted.sum())
         self.counters.passes += len(ready)
         if self.speculation is not None and output.stops:
-            self.speculation.observe_end(plan.seats[ready[list(output.stops)]])
+            self.speculation.observe_end(plan.slots[ready[list(output.stops)]])
         for r, stop in output.stops.items():
-            self._finish(int(plan.seats[ready[r]]), stop)
+            self._finish(int(plan.slots[ready[r]]), stop)
         return output
 
     def _account(
@@ -278,30 +278,30 @@ class LocalEngine:
             steps = self.counters.steps
             self.counters.seconds_without += speculation.account(plan, nodes, ready, output, seconds, steps)
 
-    def _finish(self, seat: int, stop: Stop) -> None:
+    def _finish(self, slot: int, stop: Stop) -> None:
         """Hand out the completion and leave its blocks to the prefix tree."""
         scheduler, table = self._scheduler, self._scheduler.table
-        sequence, computed = table.at(seat), int(table.computed[seat])
-        whole = table.text[seat, : int(table.length[seat])].copy()
+        sequence, computed = table.at(slot), int(table.computed[slot])
+        whole = table.text[slot, : int(table.length[slot])].copy()
         routes = None if self._routes is None else self._routes.of(sequence, computed, len(whole))
         if stop is Stop.ERROR:
             self.counters.errors += 1
             scheduler.cache.forget()  # its prompt is in the tree, and the numbers of it may be broken
         else:
-            scheduler.keep_prefix(seat)
-        scheduler.remove(seat)
+            scheduler.keep_prefix(slot)
+        scheduler.remove(slot)
         self._hand_out(sequence, whole, routes, stop)
 
     def _hand_out(self, sequence: Sequence, whole: np.ndarray, routes: np.ndarray | None, stop: Stop) -> None:
         completion = new_completion(sequence, whole, routes, stop, self._decode)
         sequence.results.put_nowait((sequence.index, completion))
 
-    def _keep_routes(self, seat: int) -> None:
+    def _keep_routes(self, slot: int) -> None:
         """Before a preemption: the rows that the tokens so far were sampled through. They are computed again,
         perhaps under another policy, and may choose otherwise: true for what follows, not for what was."""
-        table, sequence = self._scheduler.table, self._scheduler.table.at(seat)
-        if self._routes is not None and table.length[seat] > table.prompt[seat]:
-            sequence.routes = self._routes.of(sequence, int(table.computed[seat]))
+        table, sequence = self._scheduler.table, self._scheduler.table.at(slot)
+        if self._routes is not None and table.length[slot] > table.prompt[slot]:
+            sequence.routes = self._routes.of(sequence, int(table.computed[slot]))
 
     @property
     def _limits(self) -> Limits:
@@ -320,7 +320,7 @@ class LocalEngine:
             sequence.results.put_nowait(error)
 
     def _drop(self, sequences: Iterable[Sequence]) -> None:
-        """End what nobody waits for any more, without a completion."""
+        """End what has no caller any more, without a completion."""
         dropped = self._scheduler.drop(sequences)
         if self.speculation is not None:
             self.speculation.close(dropped)

@@ -18,14 +18,14 @@ from ostinato.types import Drafts
 class ModelInput:
     """S sequences, T rows; rows of a sequence are consecutive, row 0 before its draft."""
 
-    seats: np.ndarray  # [S]
+    slots: np.ndarray  # [S] in the table of sequences
     counts: np.ndarray  # [S] rows
     firsts: np.ndarray  # [S] first row
     owner: np.ndarray  # [T] int32: which sequence
     tokens: np.ndarray  # [T] int64
     positions: np.ndarray  # [T] int64
     tables: np.ndarray  # [S, blocks] int32
-    slots: np.ndarray  # [T] int64: where keys and values of each row go
+    kv_slots: np.ndarray  # [T] int64: where keys and values of each row go
     policies: list[tuple[int, int, int]]  # (number, first row, last row + 1), in the order of the rows
 
     @property
@@ -43,9 +43,9 @@ def draft_counts(drafts: Drafts, sequences: int) -> np.ndarray:
 
 
 def build_model_input(
-    seats: SequenceTable, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts
+    table: SequenceTable, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts
 ) -> ModelInput:
-    """The pass of ``chosen`` seats, of which ``counts`` rows of known text and then ``drafts`` are run.
+    """The pass of sequences ``chosen``, of which ``counts`` rows of known text and then ``drafts`` are run.
 
     ``drafts.counts`` is aligned with ``chosen``, or empty where nothing is drafted. The blocks are there
     already.
@@ -55,16 +55,16 @@ def build_model_input(
     firsts, T = ends - rows, int(ends[-1])
     owner = np.repeat(np.arange(len(chosen), dtype=np.int32), rows)
     offset = np.arange(T) - firsts[owner]
-    positions = seats.computed[chosen][owner] + offset
+    positions = table.computed[chosen][owner] + offset
     tokens = np.empty(T, np.int64)
     if len(drafts.tokens):
         known = offset < counts[owner]
-        tokens[known] = seats.text[chosen[owner[known]], positions[known]]
+        tokens[known] = table.text[chosen[owner[known]], positions[known]]
         tokens[~known] = drafts.tokens
     else:
-        tokens[:] = seats.text[chosen[owner], positions]
-    tables = seats.tables[chosen, : int(seats.num_blocks[chosen].max(initial=1))]
-    slots = tables[owner, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+        tokens[:] = table.text[chosen[owner], positions]
+    tables = table.tables[chosen, : int(table.num_blocks[chosen].max(initial=1))]
+    kv_slots = tables[owner, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
     return ModelInput(
         chosen,
         rows,
@@ -73,8 +73,8 @@ def build_model_input(
         tokens,
         positions,
         tables,
-        slots,
-        _policies(seats.policy[chosen], ends),
+        kv_slots,
+        _policies(table.policy[chosen], ends),
     )
 
 

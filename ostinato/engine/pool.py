@@ -3,10 +3,10 @@
     generate -> OpenCalls (which worker gets what) -> Worker (one life; Fleet: all) -> its sampler -> answers
     publish  -> Publications (what is sent, and who has proved it) -> every Worker
 
-A call is a request with its seed, so whoever answers it gives the same tokens, but for the policy in flight.
+A call is a request with its seed, so every worker gives the same tokens, but for the policy in flight.
 Every worker has at most ``slots`` calls; the others wait here, where placement can still choose. One that
-raises, is silent, stands still, or serves what it was not sent is replaced, and its calls go to whoever has
-room. Failures of workers and of prompts are told apart; each kind has a budget of its own.
+raises, is silent, stands still, or serves what it was not sent is replaced, and its calls go to workers with
+room. Failures of workers and of prompts are distinguished; each kind has a budget of its own.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Publications:
         return proved
 
 
-MOST_SPANS = 100_000  # kept where nobody takes them: the newest
+MOST_SPANS = 100_000  # kept where nothing takes them: the newest
 
 
 def adapters_only(adapters: Any, version: int) -> Publication:
@@ -189,7 +189,7 @@ class EnginePool:
     # ---- the protocol
 
     def publish(self, adapters: Any, version: int) -> None:
-        """Send it to all workers, and come back at once. Calls that are asked from here on are sampled by it,
+        """Send it to all workers, and come back at once. Calls that come from here on are sampled by it,
         running ones go on under it. Raises what packing raises (NotFinite), and the old policy stays."""
         places = self._fleet.places
         serving = [place.id for place in places if place.state is State.SERVING]
@@ -243,7 +243,7 @@ class EnginePool:
         return spans
 
     def take_publications(self) -> list[Published]:
-        """Those that have been proved by all since it was last asked."""
+        """Those that have been proved by all since the last query."""
         return self._publications.take()
 
     def gauges(self) -> dict[str, float]:
@@ -259,8 +259,8 @@ class EnginePool:
     # ---- placement, once for all that happens at a time
 
     def _plan_soon(self) -> None:
-        """Once, when all that is ready to ask has asked: placement sees groups that arrive together. A plan
-        for many workers takes its time, and gets a tenth of it."""
+        """Once, when all that is ready has sent its requests: placement sees groups that arrive together. A
+        plan for many workers takes its time, and gets a tenth of it."""
         if not self._planned:
             self._planned = True
             loop = asyncio.get_running_loop()
@@ -312,7 +312,7 @@ class EnginePool:
         self._judge(now)
 
     def _judge(self, now: float) -> None:
-        """Whoever was lost until a prompt is found is explained by it."""
+        """What was lost until a prompt is found is explained by it."""
         if self._open.judge(now):
             for place in self._fleet.places:
                 place.restarts.worked()

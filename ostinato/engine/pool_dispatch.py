@@ -57,7 +57,7 @@ class OpenCalls:
         return call
 
     def abandon(self, calls: Iterable[Call]) -> None:
-        """Nobody waits for these any more."""
+        """Nothing waits for these any more."""
         workers = self._serving().values()
         for call in calls:
             if call.wanted:
@@ -104,7 +104,7 @@ class OpenCalls:
         self._follow(plan, workers)
 
     def _place_suspects(self, waiting: Sequence[Call], workers: Mapping[int, Worker]) -> frozenset[int]:
-        """Deal them by cells; the workers that nobody else may go to."""
+        """Deal them by cells; the workers reserved for one cell."""
         cells = self.suspects.cells
         held = {id: {call.key for call in worker.all_calls} for id, worker in workers.items()}
         places, closed = isolated([*dict.fromkeys(cells[call.key] for call in waiting)], cells, held)
@@ -176,7 +176,7 @@ class OpenCalls:
         blamed = keys if lost.by_calls and not worker.publishing else []
         explained = self.suspects.blame(worker.id, now, blamed, str(lost))
         for key in set(keys) - self._open.keys():
-            self.suspects.forget(key)  # nobody waits for it
+            self.suspects.forget(key)  # nothing waits for it
         return explained
 
     def judge(self, now: float) -> bool:

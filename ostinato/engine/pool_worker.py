@@ -1,6 +1,6 @@
 """The workers of a pool: one life, from its first publication until it is lost, and all lives of all of them.
 
-Two tasks talk to it. One sends, in order, what it is told: publications, calls, drops. The other collects.
+Two tasks talk to it. One sends, in order, what it is given: publications, calls, drops. The other collects.
 Whatever the worker raises, and every wait longer than was agreed, ends its life as ``WorkerLost``,
 which names the cause. What a worker says of the policy that it serves is checked in every reply.
 """
@@ -32,7 +32,7 @@ Results = asyncio.Queue[tuple[int, Completion] | BaseException]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Call:
-    """A request on its way; ids grow in the order in which they were asked."""
+    """A request on its way; ids grow in the order of the requests."""
 
     id: int
     index: int  # of the request in its ``generate``
@@ -42,7 +42,7 @@ class Call:
     home: int | None = None  # the worker that has it, or had what comes before it
     after: int = 0  # the number of the publication that its worker had been sent before it
     handed: bool = False  # its worker has heard of it
-    generated: int = 0  # tokens, as its worker told last
+    generated: int = 0  # tokens, as its worker reported last
     going_to: int | None = None  # the worker that is to go on with it, while it is given up where it is
     wanted: bool = True  # somebody waits for it
 
@@ -70,7 +70,7 @@ class Call:
 
     def job(self) -> Job:
         """As placements see it. A seed path is (run, round, ..., place in the stream, sample); where it is
-        shorter, nobody is its sibling."""
+        shorter, it has no sibling."""
         seed = self.request.seed
         step, place = (seed[1], seed[-2]) if len(seed) > 3 else (0, self.id)
         return Job(
@@ -84,7 +84,7 @@ class Call:
         )
 
     def go_on(self, part: Completion) -> None:
-        """Keep what was sampled so far for whoever gets the call next."""
+        """Keep what was sampled so far for the worker that gets the call next."""
         if len(part.tokens):
             self.request = replace(self.request, partial=part)
 
@@ -114,14 +114,14 @@ def sampler_lost(cause: str, by_calls: bool = True, final: bool = False) -> Work
     return WorkerLost(WorkerKind.SAMPLER, cause, final=final, by_calls=by_calls)
 
 
-async def bounded(asked: Awaitable[T], seconds: float, what: str) -> T:
+async def bounded(awaited: Awaitable[T], seconds: float, what: str) -> T:
     """Its result. Raises WorkerLost where it raises, or is not there in time: it is then cancelled, and not
     waited for, since it may not listen.
 
     Time is counted in slices: where the event loop itself was held up for long (by a training step), what has
     arrived meanwhile is looked at before anybody is called silent.
     """
-    task = asyncio.ensure_future(asked)
+    task = asyncio.ensure_future(awaited)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged as not seen
     try:
         for _ in range(SLICES):
@@ -179,10 +179,10 @@ class Worker:
         self._posted = self._sent = self._served = 0  # numbers: meant for it, on their way, acknowledged
         self._still_s = 0.0  # how long it has not got on
 
-    # ---- what it is told
+    # ---- what is sent to it
 
     def post(self, publication: Publication) -> None:
-        """Send it, instead of one that has not been sent yet: nobody needs that any more."""
+        """Send it, instead of one that has not been sent yet: nothing needs that any more."""
         last = self._outbox[-1].publication if self._outbox else None
         if last is None:
             self._posted += 1
@@ -286,14 +286,14 @@ class Worker:
         wait_s = min(COLLECT_S, self.silence_s / 3)
         loop = asyncio.get_running_loop()
         while True:
-            floor, asked = self._served, loop.time()
+            floor, awaited = self._served, loop.time()
             oldest = min([floor, *(call.after for call in self.calls.values())])
             self._policies = {n: policy for n, policy in self._policies.items() if n >= oldest}
             reply = await bounded(self.sampler.collect(wait_s), self.silence_s, self._occupation())
-            self._check(reply, floor, min(loop.time() - asked, wait_s))
+            self._check(reply, floor, min(loop.time() - awaited, wait_s))
             self.heard, self.reply, before = time.time(), reply, self.reply
             self.on_reply(self, reply, before)
-            await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - asked))
+            await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - awaited))
 
     def _check(self, reply: PollResult, floor: int, waited_s: float) -> None:
         """Does it serve what it was sent, and get on with what it has?"""

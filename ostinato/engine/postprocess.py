@@ -55,41 +55,41 @@ class SamplingRows:
     top: int  # so many of the likeliest tokens are wanted by a listener
 
 
-def sampling_rows(seats: SequenceTable, plan: ModelInput, drafts: Drafts, ready: np.ndarray) -> SamplingRows:
+def sampling_rows(table: SequenceTable, plan: ModelInput, drafts: Drafts, ready: np.ndarray) -> SamplingRows:
     """Of every ready sequence the row of its last token and those of its draft, in their order."""
-    lengths = draft_counts(drafts, len(plan.seats))[ready] + 1
+    lengths = draft_counts(drafts, len(plan.slots))[ready] + 1
     heads = plan.firsts[ready] + plan.counts[ready] - lengths  # the row of the last token
     starts = np.cumsum(lengths) - lengths
     owner = np.repeat(np.arange(len(ready)), lengths)
     rows = np.arange(len(owner)) - starts[owner] + heads[owner]
-    by_row = plan.seats[ready][owner]
+    by_row = plan.slots[ready][owner]
     banned = [
-        (row, _banned(seats, int(by_row[row]), int(plan.positions[rows[row]]) + 1))
-        for row in np.flatnonzero(plan.positions[rows] + 1 < seats.banned_until[by_row]).tolist()
+        (row, _banned(table, int(by_row[row]), int(plan.positions[rows[row]]) + 1))
+        for row in np.flatnonzero(plan.positions[rows] + 1 < table.banned_until[by_row]).tolist()
     ]
     return SamplingRows(
         rows=None if len(rows) == len(plan.tokens) else rows,
-        settings=seats.settings(by_row),
-        u=uniform(seats.address[by_row], plan.positions[rows] + 1),
+        settings=table.settings(by_row),
+        u=uniform(table.address[by_row], plan.positions[rows] + 1),
         banned=banned,
-        filtered=bool(seats.filtered[by_row].any()),
-        top=int(seats.top[by_row].max(initial=0)),
+        filtered=bool(table.filtered[by_row].any()),
+        top=int(table.top[by_row].max(initial=0)),
     )
 
 
-def _banned(seats: SequenceTable, seat: int, position: int) -> list[int] | np.ndarray:
+def _banned(table: SequenceTable, slot: int, position: int) -> list[int] | np.ndarray:
     """What must not stand at ``position``: stop tokens that come too early, and what its constraint says."""
-    request, prompt = seats.at(seat).request, int(seats.prompt[seat])
+    request, prompt = table.at(slot).request, int(table.prompt[slot])
     early = list(request.sampling.stop_tokens) if position < prompt + request.sampling.min_tokens else []
     if request.constraint is None:
         return early
-    mask = request.constraint(seats.text[seat, prompt:position])
+    mask = request.constraint(table.text[slot, prompt:position])
     mask[early] = True
     return mask
 
 
 def postprocess(
-    seats: SequenceTable,
+    table: SequenceTable,
     plan: ModelInput,
     drafts: Drafts,
     ready: np.ndarray,
@@ -102,7 +102,7 @@ def postprocess(
     ``versions`` [R] of the policies that they ran under. ``drawn`` has a token for the last token and each
     draft token of every ready sequence, in their order.
     """
-    chosen = plan.seats[ready]
+    chosen = plan.slots[ready]
     if len(drafts.tokens):
         nodes = drafts.counts[ready].astype(np.int64)
         accepted = accepted_drafts(nodes, drafts.tokens, drawn.tokens)
@@ -111,36 +111,36 @@ def postprocess(
         nodes = accepted = np.zeros(len(ready), np.int64)
         rows = np.arange(len(ready))
     given = accepted + 1
-    counts, stops = _cut_off(seats, chosen, given, drawn.tokens[rows], decode)
+    counts, stops = _cut_off(table, chosen, given, drawn.tokens[rows], decode)
     if stops:
         rows = rows[_leading(given, counts)]
         accepted = np.minimum(accepted, counts)
     tokens, logprobs, edges = drawn.tokens[rows].astype(np.int32), drawn.logprobs[rows], drawn.edges[rows]
-    by_token, place = chosen, seats.length[chosen]
+    by_token, place = chosen, table.length[chosen]
     if len(rows) != len(ready) or stops:
         owner = np.repeat(np.arange(len(ready)), counts)
         by_token, versions = chosen[owner], versions[owner]
         place = place[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    seats.text[by_token, place], seats.logprobs[by_token, place] = tokens, logprobs
-    seats.edges[by_token, place], seats.versions[by_token, place] = edges, versions
+    table.text[by_token, place], table.logprobs[by_token, place] = tokens, logprobs
+    table.edges[by_token, place], table.versions[by_token, place] = edges, versions
     if drawn.support is not None:
-        _keep(seats, by_token, rows, drawn.support)
-    seats.length[chosen] += counts
-    seats.computed[chosen] = seats.length[chosen] - 1  # all but the newest token have been an input
-    seats.passes[chosen] += 1
-    seats.drafted[chosen] += nodes
-    seats.accepted[chosen] += accepted
+        _keep(table, by_token, rows, drawn.support)
+    table.length[chosen] += counts
+    table.computed[chosen] = table.length[chosen] - 1  # all but the newest token have been an input
+    table.passes[chosen] += 1
+    table.drafted[chosen] += nodes
+    table.accepted[chosen] += accepted
     top = None if drawn.top is None else (drawn.top[0][rows], drawn.top[1][rows])
     return StepOutput(counts, accepted, tokens, logprobs, edges, stops, top)
 
 
-def _keep(seats: SequenceTable, by_token: np.ndarray, rows: np.ndarray, support: Support) -> None:
+def _keep(table: SequenceTable, by_token: np.ndarray, rows: np.ndarray, support: Support) -> None:
     """Give every sequence that has filters the ids that its new tokens, ``rows`` of the draw, came from."""
     ends = np.cumsum(support.counts, dtype=np.int64)[rows]
-    wanted = seats.filtered[by_token]
+    wanted = table.filtered[by_token]
     spans = (by_token[wanted], (ends - support.counts[rows])[wanted], ends[wanted])
-    for seat, start, end in zip(*(span.tolist() for span in spans), strict=True):
-        seats.at(seat).kept.append(support.ids[start:end].copy())  # a view would hold the whole draw
+    for slot, start, end in zip(*(span.tolist() for span in spans), strict=True):
+        table.at(slot).kept.append(support.ids[start:end].copy())  # a view would hold the whole draw
 
 
 def _leading(counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -150,14 +150,14 @@ def _leading(counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 
 def _cut_off(
-    seats: SequenceTable, chosen: np.ndarray, counts: np.ndarray, tokens: np.ndarray, decode: Decode
+    table: SequenceTable, chosen: np.ndarray, counts: np.ndarray, tokens: np.ndarray, decode: Decode
 ) -> tuple[np.ndarray, dict[int, Stop]]:
     """How many of the tokens each sequence keeps, and why those end that do."""
-    room = seats.limit[chosen] - seats.length[chosen]
+    room = table.limit[chosen] - table.length[chosen]
     suspicious = tokens < 0
-    for token in seats.watched():
+    for token in table.watched():
         suspicious |= tokens == token
-    look = seats.special[chosen] | (counts >= room)
+    look = table.special[chosen] | (counts >= room)
     if suspicious.any():
         owner = np.repeat(np.arange(len(chosen)), counts)
         look[owner[suspicious]] = True
@@ -167,16 +167,16 @@ def _cut_off(
     firsts, counts = np.cumsum(counts) - counts, counts.copy()
     for r in np.flatnonzero(look).tolist():
         given = tokens[firsts[r] : firsts[r] + min(int(counts[r]), int(room[r]))]
-        counts[r], stop = _listen(seats, int(chosen[r]), given, decode)
+        counts[r], stop = _listen(table, int(chosen[r]), given, decode)
         if stop is not None:
             stops[r] = stop
     return counts, stops
 
 
-def _listen(seats: SequenceTable, seat: int, given: np.ndarray, decode: Decode) -> tuple[int, Stop | None]:
+def _listen(table: SequenceTable, slot: int, given: np.ndarray, decode: Decode) -> tuple[int, Stop | None]:
     """One sequence, token by token, as plain decoding would."""
-    sequence = seats.at(seat)
-    sampling, length, prompt = sequence.request.sampling, int(seats.length[seat]), int(seats.prompt[seat])
+    sequence = table.at(slot)
+    sampling, length, prompt = sequence.request.sampling, int(table.length[slot]), int(table.prompt[slot])
     for n, token in enumerate(given.tolist(), start=1):
         if token < 0:
             return n - 1, Stop.ERROR
@@ -184,10 +184,10 @@ def _listen(seats: SequenceTable, seat: int, given: np.ndarray, decode: Decode) 
             return n, Stop.EOS
         if sampling.stop_strings:
             assert decode is not None, "a request with stop strings was let in without a tokenizer"
-            answer = np.concatenate([seats.text[seat, prompt:length], given[:n]])
+            answer = np.concatenate([table.text[slot, prompt:length], given[:n]])
             if text_before(decode, answer, sampling.stop_strings) is not None:
                 return n, Stop.STRING
-    return len(given), Stop.LENGTH if length + len(given) >= seats.limit[seat] else None
+    return len(given), Stop.LENGTH if length + len(given) >= table.limit[slot] else None
 
 
 def text_before(decode: Callable[[Seq[int]], str], answer: np.ndarray, strings: Seq[str]) -> str | None:

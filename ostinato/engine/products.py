@@ -43,7 +43,7 @@ PATIENCE = 4
 MOST_ELEMENTS = 1 << 18  # of a measured matrix; a larger one is cut and counts in proportion
 MOST_EXPERT_ELEMENTS = 1 << 23  # of all measured experts of a layer together
 GAIN = 1.1  # that bfloat16 has to bring: float32 is the more exact
-MUCH_SLOWER = 2.0  # than the other dtype: the user is told
+MUCH_SLOWER = 2.0  # than the other dtype: the user is warned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,26 +88,32 @@ def check(request: Request, limits: Limits) -> None:
         raise ValueError("sampling.stop_strings need a tokenizer; give the engine decode=")
 
 
-def _take_up(sequence: Sequence, said: Completion, limits: Limits) -> None:
+def _take_up(sequence: Sequence, completion: Completion, limits: Limits) -> None:
     """Put the sequence where another engine has left it."""
-    sequence.text = np.concatenate([sequence.text, said.tokens]).astype(np.int32, copy=False)
+    sequence.text = np.concatenate([sequence.text, completion.tokens]).astype(np.int32, copy=False)
     if len(sequence.text) >= sequence.limit:
         raise ValueError(
-            f"{len(said.tokens)} tokens of an answer are there, and more than "
+            f"{len(completion.tokens)} tokens of an answer are there, and more than "
             f"{sequence.limit - sequence.prompt_len} are not allowed: nothing is left to continue"
         )
-    if said.edges is None:
+    if completion.edges is None:
         raise ValueError("a part of an answer comes without edges, so it cannot be continued; ask anew")
-    if limits.records_support and sequence.request.sampling.filtered and said.support is None:
+    if limits.records_support and sequence.request.sampling.filtered and completion.support is None:
         raise ValueError("a part of an answer comes without the supports that are recorded here; ask anew")
-    sequence.sampled = (said.logprobs, said.edges, said.versions)
+    sequence.sampled = (completion.logprobs, completion.edges, completion.versions)
     sequence.computed = len(sequence.text) - 1  # all but the newest token have been an input
-    sequence.kept = [] if said.support is None else kept_ids(said.support)
-    if said.experts is not None and said.prompt_experts is not None:
-        sequence.routes = np.concatenate([said.prompt_experts, said.experts[:-1]])
-    sequence.cached = said.cached_tokens
-    sequence.again = [] if said.recomputed is None else [(int(a), int(b)) for a, b in said.recomputed]
-    sequence.drafted, sequence.accepted, sequence.passes = said.drafted, said.accepted, said.passes
+    sequence.kept = [] if completion.support is None else kept_ids(completion.support)
+    if completion.experts is not None and completion.prompt_experts is not None:
+        sequence.routes = np.concatenate([completion.prompt_experts, completion.experts[:-1]])
+    sequence.cached = completion.cached_tokens
+    sequence.again = (
+        [] if completion.recomputed is None else [(int(a), int(b)) for a, b in completion.recomputed]
+    )
+    sequence.drafted, sequence.accepted, sequence.passes = (
+        completion.drafted,
+        completion.accepted,
+        completion.passes,
+    )
 
 
 def kept_ids(support: Support) -> list[np.ndarray]:
@@ -121,7 +127,7 @@ Decode = Callable[[Seq[int]], str]
 def new_completion(
     sequence: Sequence, whole: np.ndarray, routes: np.ndarray | None, stop: Stop, decode: Decode | None
 ) -> Completion:
-    """The answer of a sequence that has left its seat, or never had one.
+    """The answer of a sequence that has left its slot, or never had one.
 
     whole [L]: prompt and answer; routes [n, layers, K]: from ``routes_from`` on, as far as they are known.
     """

@@ -90,7 +90,7 @@ class Runner:
 
     @property
     def fingerprint(self) -> str:
-        """Of the copy that is served, computed when it is first asked for; "" for the base."""
+        """Of the copy that is served, computed when it is first requested; "" for the base."""
         first = self._policies[0]
         if first.fingerprint is None:
             whole = self._has_loaded and first.adapters is None
@@ -136,7 +136,7 @@ class Runner:
     def run(self, plan: ModelInput) -> tuple[torch.Tensor, np.ndarray | None]:
         """Of the rows of a plan: as ``forward``."""
         rows = Rows(
-            slots=self.on_device(plan.slots),
+            slots=self.on_device(plan.kv_slots),
             tables=self.on_device(np.ascontiguousarray(plan.tables)),
             sequence=self.on_device(plan.owner),
             lengths=self.on_device((plan.positions + 1).astype(np.int32)),

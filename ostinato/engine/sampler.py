@@ -7,7 +7,7 @@ log-probability needs anyway; a Gumbel draw would add a logarithm and a random n
 Filters apply to softmax(logits / temperature): top-k first, top-p over what is left, min-p relative to the
 peak. Ties at an edge are kept. Temperature 0 takes the first best token, with log-probability 0.
 
-What the filters kept can be told beside the token: a trainer that normalises over the same ids scores the
+What the filters kept can be reported beside the token: a trainer that normalises over the same ids scores the
 distribution that was sampled from, not another one.
 """
 

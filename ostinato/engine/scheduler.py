@@ -26,7 +26,7 @@ class Scheduler:
     """Owns the queue, the running ``table`` and the ``cache`` of blocks.
 
     ``step_tokens``: rows of known text in a pass. ``expect`` predicts how many tokens a request will be
-    answered with (0: unknown): the longest are begun first. ``before_preemption`` gets the seat of a sequence
+    answered with (0: unknown): the longest are begun first. ``before_preemption`` gets the slot of a sequence
     that is about to lose its blocks.
     """
 
@@ -38,7 +38,7 @@ class Scheduler:
         *,
         step_tokens: int,
         expect: Callable[[Request], float] | None = None,
-        before_preemption: Callable[[int], None] = lambda seat: None,
+        before_preemption: Callable[[int], None] = lambda slot: None,
     ) -> None:
         self.table, self.cache, self.waiting = table, cache, deque[Sequence]()
         self._counters, self._step_tokens, self._expect = counters, step_tokens, expect
@@ -57,9 +57,9 @@ class Scheduler:
         if self._expect is not None:
             self.waiting = longest_first(self.waiting, new, self._expect)
 
-    def remove(self, seat: int) -> Sequence:
-        """Take a sequence from its seat, and its blocks from it."""
-        sequence = self.table.remove(seat)
+    def remove(self, slot: int) -> Sequence:
+        """Take a sequence from its slot, and its blocks from it."""
+        sequence = self.table.remove(slot)
         self.cache.discard(sequence.nodes)
         self.cache.release(sequence.blocks)
         sequence.nodes, sequence.blocks = [], []
@@ -70,14 +70,14 @@ class Scheduler:
         dropped = set(map(id, sequences))
         found = [sequence for sequence in self.waiting if id(sequence) in dropped]
         self.waiting = deque(sequence for sequence in self.waiting if id(sequence) not in dropped)
-        seats = [seat for seat in self.table.order if id(self.table.at(seat)) in dropped]
-        return [*found, *map(self.remove, seats)]
+        slots = [slot for slot in self.table.order if id(self.table.at(slot)) in dropped]
+        return [*found, *map(self.remove, slots)]
 
     def of(self, requests: Collection[Request]) -> tuple[list[int], list[Sequence]]:
-        """(seats, waiting sequences) of the requests that have not ended."""
+        """(slots, waiting sequences) of the requests that have not ended."""
         wanted = set(map(id, requests))
-        seats = [seat for seat in self.table.order if id(self.table.at(seat).request) in wanted]
-        return seats, [sequence for sequence in self.waiting if id(sequence.request) in wanted]
+        slots = [slot for slot in self.table.order if id(self.table.at(slot).request) in wanted]
+        return slots, [sequence for sequence in self.waiting if id(sequence.request) in wanted]
 
     def admit(self) -> list[tuple[int, int]]:
         """Seat waiting sequences while there is room: (source, target) of blocks to copy before the pass."""
@@ -118,7 +118,7 @@ class Scheduler:
         return copies
 
     def schedule(self) -> tuple[np.ndarray, np.ndarray]:
-        """(seats, rows of known text) of the next pass: decoding first, then prompts within the budget."""
+        """(slots, rows of known text) of the next pass: decoding first, then prompts within the budget."""
         table = self.table
         order = np.array(table.order, np.int64)
         need = table.length[order] - table.computed[order]
@@ -129,19 +129,19 @@ class Scheduler:
         order, counts = order[counts > 0], counts[counts > 0]
         short = table.num_blocks[order] * BLOCK < table.length[order]
         preempted: set[int] = set()
-        for seat in order[short].tolist():
-            if seat not in preempted:
-                preempted |= self.append_blocks(seat)
+        for slot in order[short].tolist():
+            if slot not in preempted:
+                preempted |= self.append_blocks(slot)
         if preempted:
             kept = ~np.isin(order, list(preempted))
             order, counts = order[kept], counts[kept]
         by_policy = np.argsort(table.policy[order], kind="stable")  # rows of a policy are consecutive
         return order[by_policy], counts[by_policy]
 
-    def append_blocks(self, seat: int) -> set[int]:
+    def append_blocks(self, slot: int) -> set[int]:
         """Give a sequence the blocks of its next token; others, or itself, are preempted where nothing is
-        free. The seats of those that were."""
-        sequence, length, preempted = self.table.at(seat), int(self.table.length[seat]), set[int]()
+        free. The slots of those that were."""
+        sequence, length, preempted = self.table.at(slot), int(self.table.length[slot]), set[int]()
         while len(sequence.blocks) * BLOCK < length:
             try:
                 sequence.blocks.append(self.cache.allocate())
@@ -156,7 +156,7 @@ class Scheduler:
                 self._counters.preempted += 1
                 if victim is sequence:
                     return preempted
-        self.table.show_blocks(seat)
+        self.table.show_blocks(slot)
         return preempted
 
     def computed(self, chosen: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -164,28 +164,28 @@ class Scheduler:
         table = self.table
         table.computed[chosen] += counts
         ready = np.flatnonzero(table.computed[chosen] == table.length[chosen])
-        for seat in chosen[ready].tolist():
-            sequence = table.at(seat)
+        for slot in chosen[ready].tolist():
+            sequence = table.at(slot)
             for node in sequence.nodes:
                 node.ready = True
             sequence.nodes = []
         return ready
 
-    def keep_prefix(self, seat: int) -> None:
+    def keep_prefix(self, slot: int) -> None:
         """Make the blocks of a sequence that ends findable, if they are of one policy."""
-        sequence, computed = self.table.at(seat), int(self.table.computed[seat])
+        sequence, computed = self.table.at(slot), int(self.table.computed[slot])
         if sequence.generation == self.cache.generation and not sequence.nodes:
-            self.cache.insert(sequence.prefix(self.table.text[seat, :computed]), sequence.blocks)
+            self.cache.insert(sequence.prefix(self.table.text[slot, :computed]), sequence.blocks)
 
     def _free_surplus_blocks(self) -> int:
         """Give back the blocks that drafts have left behind the ends of sequences; how many."""
         table, freed = self.table, 0
-        for seat in table.order:
-            sequence, keep = table.at(seat), -(-int(table.length[seat]) // BLOCK)
+        for slot in table.order:
+            sequence, keep = table.at(slot), -(-int(table.length[slot]) // BLOCK)
             surplus, sequence.blocks[keep:] = sequence.blocks[keep:], []
             self.cache.release(surplus)
             # a block that has just been added is not in the table yet, and has to be shown
-            table.num_blocks[seat] = min(int(table.num_blocks[seat]), len(sequence.blocks))
+            table.num_blocks[slot] = min(int(table.num_blocks[slot]), len(sequence.blocks))
             freed += len(surplus)
         return freed
 

@@ -1,7 +1,7 @@
-"""The running sequences as arrays: one row of every array is a seat, so that a pass is prepared and its
+"""The running sequences as arrays: one row of every array is a slot, so that a pass is prepared and its
 tokens are taken in by a few array operations, whatever the batch.
 
-A sequence takes a seat when it is admitted and leaves it when it ends or is preempted; in between its tokens
+A sequence takes a slot when it is admitted and leaves it when it ends or is preempted; in between its tokens
 live here and nowhere else. Entries beyond ``length`` are never read.
 """
 
@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way. While it waits it has ``text`` and ``sampled``; while it runs, its seat does."""
+    """A request on its way. While it waits it has ``text`` and ``sampled``; while it runs, its slot does."""
 
     index: int  # of the request in its call
     request: Request
@@ -117,9 +117,9 @@ class SequenceTable:
         self.listened = np.zeros(size, bool)  # somebody gets its tokens as they come
         self.top = np.zeros(size, np.int64)  # of the likeliest tokens, for the listener
         self.policy = np.zeros(size, np.int64)
-        self._stop_tokens: dict[tuple[int, ...], int] = {}  # how many seats have each
+        self._stop_tokens: dict[tuple[int, ...], int] = {}  # how many slots have each
         self.sequences: list[Sequence | None] = [None] * size
-        self.order: list[int] = []  # seats that are taken, the youngest last
+        self.order: list[int] = []  # slots in use, the youngest last
         self._free = list(range(size - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -131,70 +131,70 @@ class SequenceTable:
 
     def add(self, sequence: Sequence, computed: int) -> int:
         """Seat a sequence, of which ``computed`` positions are in its blocks."""
-        seat = self._free.pop()
+        slot = self._free.pop()
         length, prompt, sampling = len(sequence.text), sequence.prompt_len, sequence.request.sampling
-        self.text[seat, :length] = sequence.text
+        self.text[slot, :length] = sequence.text
         if sequence.sampled is not None:
             for array, values in zip(
                 (self.logprobs, self.edges, self.versions), sequence.sampled, strict=True
             ):
-                array[seat, prompt:length] = values
+                array[slot, prompt:length] = values
         sequence.text, sequence.sampled = np.empty(0, np.int32), None
-        self.length[seat], self.computed[seat], self.prompt[seat] = length, computed, prompt
-        self.limit[seat], self.expected[seat] = sequence.limit, sequence.expected
-        self.address[seat], self.handle[seat] = sequence.address, sequence.handle
-        self.observed[seat] = sequence.observed
-        self.temperature[seat], self.top_k[seat] = sampling.temperature, sampling.top_k
-        self.top_p[seat], self.min_p[seat] = sampling.top_p, sampling.min_p
-        self.filtered[seat] = sampling.filtered
-        self.banned_until[seat] = prompt + sampling.min_tokens if sampling.stop_tokens else 0
+        self.length[slot], self.computed[slot], self.prompt[slot] = length, computed, prompt
+        self.limit[slot], self.expected[slot] = sequence.limit, sequence.expected
+        self.address[slot], self.handle[slot] = sequence.address, sequence.handle
+        self.observed[slot] = sequence.observed
+        self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
+        self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
+        self.filtered[slot] = sampling.filtered
+        self.banned_until[slot] = prompt + sampling.min_tokens if sampling.stop_tokens else 0
         if sequence.request.constraint is not None:
-            self.banned_until[seat] = ALWAYS
-        self.drafted[seat], self.accepted[seat] = sequence.drafted, sequence.accepted
-        self.passes[seat] = sequence.passes
-        self.special[seat], self.listened[seat] = bool(sampling.stop_strings), sequence.on_tokens is not None
-        self.top[seat] = sequence.request.top_logprobs if sequence.on_tokens is not None else 0
-        self.policy[seat] = sequence.policy
+            self.banned_until[slot] = ALWAYS
+        self.drafted[slot], self.accepted[slot] = sequence.drafted, sequence.accepted
+        self.passes[slot] = sequence.passes
+        self.special[slot], self.listened[slot] = bool(sampling.stop_strings), sequence.on_tokens is not None
+        self.top[slot] = sequence.request.top_logprobs if sequence.on_tokens is not None else 0
+        self.policy[slot] = sequence.policy
         self._stop_tokens[sampling.stop_tokens] = self._stop_tokens.get(sampling.stop_tokens, 0) + 1
-        self.sequences[seat] = sequence
-        self.num_blocks[seat] = 0
-        self.show_blocks(seat)
-        self.order.append(seat)
-        return seat
+        self.sequences[slot] = sequence
+        self.num_blocks[slot] = 0
+        self.show_blocks(slot)
+        self.order.append(slot)
+        return slot
 
-    def show_blocks(self, seat: int) -> None:
+    def show_blocks(self, slot: int) -> None:
         """Copy the blocks that were added to its sequence into the table."""
-        sequence = self.at(seat)
-        have, want = int(self.num_blocks[seat]), len(sequence.blocks)
-        self.tables[seat, have:want] = sequence.blocks[have:]
-        self.num_blocks[seat] = want
+        sequence = self.at(slot)
+        have, want = int(self.num_blocks[slot]), len(sequence.blocks)
+        self.tables[slot, have:want] = sequence.blocks[have:]
+        self.num_blocks[slot] = want
 
-    def remove(self, seat: int) -> Sequence:
-        """Free the seat; its sequence takes its text along."""
-        sequence, length, prompt = self.at(seat), int(self.length[seat]), int(self.prompt[seat])
-        sequence.text = self.text[seat, :length].copy()
+    def remove(self, slot: int) -> Sequence:
+        """Free the slot; its sequence takes its text along."""
+        sequence, length, prompt = self.at(slot), int(self.length[slot]), int(self.prompt[slot])
+        sequence.text = self.text[slot, :length].copy()
         arrays = (self.logprobs, self.edges, self.versions)
-        sequence.sampled = tuple(array[seat, prompt:length].copy() for array in arrays)
-        sequence.drafted, sequence.accepted = int(self.drafted[seat]), int(self.accepted[seat])
-        sequence.passes, sequence.observed = int(self.passes[seat]), int(self.observed[seat])
-        sequence.computed = int(self.computed[seat])
+        sequence.sampled = tuple(array[slot, prompt:length].copy() for array in arrays)
+        sequence.drafted, sequence.accepted = int(self.drafted[slot]), int(self.accepted[slot])
+        sequence.passes, sequence.observed = int(self.passes[slot]), int(self.observed[slot])
+        sequence.computed = int(self.computed[slot])
         stop_tokens = sequence.request.sampling.stop_tokens
         self._stop_tokens[stop_tokens] -= 1
         if not self._stop_tokens[stop_tokens]:
             del self._stop_tokens[stop_tokens]
-        self.sequences[seat] = None
-        self.order.remove(seat)
-        self._free.append(seat)
+        self.sequences[slot] = None
+        self.order.remove(slot)
+        self._free.append(slot)
         return sequence
 
-    def at(self, seat: int) -> Sequence:
-        sequence = self.sequences[seat]
-        assert sequence is not None, "nobody has this seat"
+    def at(self, slot: int) -> Sequence:
+        sequence = self.sequences[slot]
+        assert sequence is not None, "no sequence has this slot"
         return sequence
 
     def watched(self) -> list[int]:
         """The stop tokens of all that run."""
         return sorted({token for tokens in self._stop_tokens for token in tokens})
 
-    def settings(self, seats: np.ndarray) -> Settings:
-        return Settings(self.temperature[seats], self.top_k[seats], self.top_p[seats], self.min_p[seats])
+    def settings(self, slots: np.ndarray) -> Settings:
+        return Settings(self.temperature[slots], self.top_k[slots], self.top_p[slots], self.min_p[slots])

@@ -163,7 +163,7 @@ class SamplerServer:
                 return
             for id in sorted(left):  # one of them is to blame, and the others need not suffer for it
                 self._begin({id: calls[id]})
-        except Exception as error:  # the edge of the process: whoever collects is told
+        except Exception as error:  # the edge of the process: the collector gets the error
             self._broken = error
             self._news.set()
 
@@ -182,7 +182,7 @@ class SamplerServer:
                 for id in sorted(left):
                     self._end(id, empty(Stop.ABORT))
 
-    # ---- what is told
+    # ---- what is sent to it
 
     def _report(self) -> PollResult:
         (version, fingerprint), counters = self._engine.served, self._counters()
@@ -224,7 +224,7 @@ class _Timed(Timed, Protocol): ...
 
 
 class SamplerLink:
-    """Forwards to a sampler elsewhere; every wait is bounded by ``silence_s`` beyond what was asked for.
+    """Forwards to a sampler elsewhere; every wait is bounded by ``silence_s`` beyond what was requested.
 
     Raises WorkerLost when the worker died or is silent; what the sampler itself raises comes as itself.
     """

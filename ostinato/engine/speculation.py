@@ -32,21 +32,21 @@ STRICT = 0.5  # the same where the account is made up: many who are last togethe
 
 
 class Speculation:
-    """What is drafted for the sequences in ``seats``."""
+    """What is drafted for the sequences in ``slots``."""
 
     def __init__(
-        self, drafter: Drafter, cost: CostTable, seats: SequenceTable, *, always: bool = False
+        self, drafter: Drafter, cost: CostTable, table: SequenceTable, *, always: bool = False
     ) -> None:
         """``always``: ask before every pass, whatever the account says (for baselines that have none)."""
-        self._drafter, self._cost, self._seats = drafter, cost, seats
+        self._drafter, self._cost, self._table = drafter, cost, table
         self._always = always
-        self._met: set[str] = set()  # uids of prompts that were asked for
-        self._returning = False  # whether the latest had been asked for before
-        self._nap = 0  # passes to come for which it is not asked
+        self._met: set[str] = set()  # uids of prompts seen in requests
+        self._returning = False  # whether the latest had been seen before
+        self._nap = 0  # passes to come for which it is not called
         self._profit = 0.0  # seconds per pass, lately
-        self._waiting = False  # others wait for a seat, so all tokens count alike
+        self._waiting = False  # others wait for a slot, so all tokens count alike
         self._fixed = 0.0  # share of a pass that does not depend on its rows
-        self.awake = False  # asked for the pass at hand
+        self.awake = False  # called for the pass at hand
         self.spent = 0.0  # seconds of drafting for the pass at hand
         self._farewells = 0.0  # seconds of telling what ended, not yet in the account
 
@@ -58,28 +58,28 @@ class Speculation:
         if returning != self._returning:
             self._returning, self._nap, self._profit = returning, 0, 0.0
 
-    def _open(self, seats: np.ndarray) -> None:
+    def _open(self, slots: np.ndarray) -> None:
         """Introduce those that the drafter does not know yet."""
-        state = self._seats
-        for seat in seats[state.handle[seats] == NO_HANDLE].tolist():
-            sequence = state.at(seat)
+        state = self._table
+        for slot in slots[state.handle[slots] == NO_HANDLE].tolist():
+            sequence = state.at(slot)
             sequence.handle = self._drafter.open(sequence.request)
-            state.handle[seat], state.observed[seat] = sequence.handle, sequence.prompt_len
+            state.handle[slot], state.observed[slot] = sequence.handle, sequence.prompt_len
 
     def propose(self, chosen: np.ndarray, counts: np.ndarray, waiting: int) -> Drafts:
-        """Drafts for a pass of ``counts`` rows of known text of the ``chosen`` seats, aligned with them;
-        ``waiting`` others have no seat yet. Nothing is drafted for who has a constraint."""
+        """Drafts for a pass of ``counts`` rows of known text of the ``chosen`` slots, aligned with them;
+        ``waiting`` others have no slot yet. Nothing is drafted for who has a constraint."""
         self.awake, self.spent = False, 0.0
         if self._nap and not self._always:
             self._nap -= 1
             return NO_DRAFTS
-        seats = self._seats
-        free = seats.banned_until[chosen] < ALWAYS
-        decoding = np.flatnonzero(free & (counts == seats.length[chosen] - seats.computed[chosen]))
+        table = self._table
+        free = table.banned_until[chosen] < ALWAYS
+        decoding = np.flatnonzero(free & (counts == table.length[chosen] - table.computed[chosen]))
         self._waiting = waiting > 0
-        if 2 * len(decoding) < min(len(chosen) + waiting, len(seats.length)):
+        if 2 * len(decoding) < min(len(chosen) + waiting, len(table.length)):
             return NO_DRAFTS  # the batch is filling: the pass of the many will not notice what a few gain now
-        known, attended = int(counts.sum()), float(seats.length[chosen] @ counts)
+        known, attended = int(counts.sum()), float(table.length[chosen] @ counts)
         # what a pass of half the rows would take tells how much of this one does not depend on them
         half_s, whole_s = self._cost.seconds(np.array([0.5, 1.0]) * known, np.array([0.5, 1.0]) * attended)
         self._fixed = min(max(2.0 * float(half_s / whole_s) - 1.0, 0.0), 1.0)
@@ -98,13 +98,13 @@ class Speculation:
 
     def _worth_meeting(self, ready: np.ndarray, pass_s: float) -> bool:
         """Whether what is left to gain, at best, is much more than introducing the newcomers costs."""
-        newcomers = int((self._seats.handle[ready] == NO_HANDLE).sum())
+        newcomers = int((self._table.handle[ready] == NO_HANDLE).sum())
         gain_s = self._fixed * pass_s * float(self._left(ready).max())
         return newcomers * INTRODUCTION_S <= 0.25 * gain_s or self._waiting
 
     def _ask(self, ready: np.ndarray, known: int, attended: float) -> Drafts:
         """What the drafter has for ``ready`` in a pass of ``known`` rows besides."""
-        state = self._seats
+        state = self._table
         self.observe(ready)
         # a pass samples one token more than it drafts, so the last one allowed need not be drafted
         room = np.minimum(state.limit[ready] - state.length[ready] - 1, MAX_DEPTH)
@@ -122,17 +122,17 @@ class Speculation:
         )
 
     def judge(
-        self, seats: np.ndarray, emitted: np.ndarray, ended: np.ndarray, plain_s: float, pass_s: float
+        self, slots: np.ndarray, emitted: np.ndarray, ended: np.ndarray, plain_s: float, pass_s: float
     ) -> float:
-        """Make up the account of a pass for which it was asked, and decide how long it is left alone.
+        """Make up the account of a pass for which it was called, and decide how long it is left alone.
 
-        emitted: tokens of each of ``seats``; ended: those that got their last one; plain_s and pass_s:
+        emitted: tokens of each of ``slots``; ended: those that got their last one; plain_s and pass_s:
         predicted seconds of a pass without drafts, and of this one. Returns the seconds that plain decoding
         would have taken for the same progress.
         """
         passes = average = float(emitted.mean())
         if not self._waiting:  # as many as the end has come nearer, which others may hold up
-            after = np.where(ended, 0, self._left(seats))
+            after = np.where(ended, 0, self._left(slots))
             passes = _soft_max(after + emitted) - _soft_max(after)
         without_s = plain_s * (self._fixed * passes + (1.0 - self._fixed) * average)
         spent, self._farewells = self.spent + self._farewells, 0.0
@@ -157,48 +157,48 @@ class Speculation:
         ended[list(output.stops)] = True
         plain_s = float(self._cost.seconds(rows - nodes, attended * (rows - nodes) / rows))
         pass_s = float(self._cost.seconds(rows, attended))
-        without_s = self.judge(plan.seats[ready], output.counts, ended, plain_s, pass_s)
+        without_s = self.judge(plan.slots[ready], output.counts, ended, plain_s, pass_s)
         return without_s if nodes else seconds - self.spent
 
-    def observe_end(self, seats: np.ndarray) -> None:
+    def observe_end(self, slots: np.ndarray) -> None:
         """The same of sequences that have ended, and whose handles are closed by it. Those that it has never
-        been asked about need no introduction."""
-        start, state = time.perf_counter(), self._seats
-        self.observe(seats[state.handle[seats] != NO_HANDLE], ended=True)
+        been looked up need no introduction."""
+        start, state = time.perf_counter(), self._table
+        self.observe(slots[state.handle[slots] != NO_HANDLE], ended=True)
         self._farewells += time.perf_counter() - start
 
-    def observe(self, seats: np.ndarray, ended: bool = False) -> None:
-        """Pass on to the drafter what has been sampled in ``seats`` since the last call."""
-        state = self._seats
-        self._open(seats)
-        counts = state.length[seats] - state.observed[seats]
-        if len(seats) == 0 or not (ended or counts.any()):
+    def observe(self, slots: np.ndarray, ended: bool = False) -> None:
+        """Pass on to the drafter what has been sampled in ``slots`` since the last call."""
+        state = self._table
+        self._open(slots)
+        counts = state.length[slots] - state.observed[slots]
+        if len(slots) == 0 or not (ended or counts.any()):
             return
-        owner = np.repeat(np.arange(len(seats)), counts)
-        row = seats[owner]
+        owner = np.repeat(np.arange(len(slots)), counts)
+        row = slots[owner]
         place = state.observed[row] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        state.observed[seats] = state.length[seats]
+        state.observed[slots] = state.length[slots]
         self._drafter.observe(
             SampledTokens(
-                handles=state.handle[seats],
+                handles=state.handle[slots],
                 counts=counts.astype(np.int32),
                 tokens=state.text[row, place],
                 probs=np.exp(state.logprobs[row, place]),
                 edges=state.edges[row, place],
-                ended=np.full(len(seats), ended),
+                ended=np.full(len(slots), ended),
             )
         )
         if ended:
-            self._forget(seats)
+            self._forget(slots)
 
-    def _forget(self, seats: np.ndarray) -> None:
+    def _forget(self, slots: np.ndarray) -> None:
         """Their handles are closed."""
-        self._seats.handle[seats] = NO_HANDLE
-        for seat in seats.tolist():
-            self._seats.at(seat).handle = NO_HANDLE
+        self._table.handle[slots] = NO_HANDLE
+        for slot in slots.tolist():
+            self._table.at(slot).handle = NO_HANDLE
 
     def close(self, sequences: list[Sequence]) -> None:
-        """Nobody waits for these any more, and they have no seat."""
+        """These have no caller any more, and no slot."""
         handles = np.array([s.handle for s in sequences if s.handle != NO_HANDLE], np.int64)
         for sequence in sequences:
             sequence.handle = NO_HANDLE
@@ -218,9 +218,9 @@ class Speculation:
     def _weights(self, ready: np.ndarray) -> np.ndarray:
         """What a token of each is worth, 1 on the average.
 
-        A token that is accepted saves its own row of a later pass, whoever gets it. The fixed part of a pass
-        is saved only where passes become fewer: while others wait everybody's tokens do that alike, in the
-        tail those of the sequence that ends last.
+        A token that is accepted saves its own row of a later pass, whichever sequence gets it. The fixed
+        part of a pass is saved only where passes become fewer: while others wait everybody's tokens do that
+        alike, in the tail those of the sequence that ends last.
         """
         if self._waiting:
             return np.ones(len(ready))
@@ -228,11 +228,11 @@ class Speculation:
         last = np.exp((left - left.max()) / LAST)
         return self._fixed * last * (len(ready) / last.sum()) + 1.0 - self._fixed
 
-    def _left(self, seats: np.ndarray) -> np.ndarray:
+    def _left(self, slots: np.ndarray) -> np.ndarray:
         """Tokens that each will still be given: predicted, or as many as are allowed."""
-        state = self._seats
-        length, limit, expected = state.length[seats], state.limit[seats], state.expected[seats]
-        late = length + 1 + (length - state.prompt[seats]) // 4  # longer than predicted: for some while yet
+        state = self._table
+        length, limit, expected = state.length[slots], state.limit[slots], state.expected[slots]
+        late = length + 1 + (length - state.prompt[slots]) // 4  # longer than predicted: for some while yet
         return np.clip(np.where(expected > 0, np.maximum(expected, late), limit), length, limit) - length
 
 
@@ -241,22 +241,22 @@ def _soft_max(left: np.ndarray) -> float:
     return peak + STRICT * float(np.log(np.exp((left - peak) / STRICT).sum()))
 
 
-def afford(seats: SequenceTable, cache: KVCache, chosen: np.ndarray, drafts: Drafts) -> tuple[Drafts, int]:
+def afford(table: SequenceTable, cache: KVCache, chosen: np.ndarray, drafts: Drafts) -> tuple[Drafts, int]:
     """Allocate the blocks of drafts from what is free; nothing is preempted or forgotten for a draft.
 
     Returns the drafts of which there is room, and how many draft tokens there was none for.
     """
     spare = cache.free
-    want = (seats.length[chosen] + drafts.counts + BLOCK - 1) // BLOCK - seats.num_blocks[chosen]
+    want = (table.length[chosen] + drafts.counts + BLOCK - 1) // BLOCK - table.num_blocks[chosen]
     dropped = np.zeros(len(chosen), bool)
     for s in np.flatnonzero((want > 0) & (drafts.counts > 0)).tolist():
         if want[s] > spare:
             dropped[s] = True
             continue
         spare -= int(want[s])
-        seat = int(chosen[s])
-        seats.at(seat).blocks.extend(cache.allocate() for _ in range(int(want[s])))
-        seats.show_blocks(seat)
+        slot = int(chosen[s])
+        table.at(slot).blocks.extend(cache.allocate() for _ in range(int(want[s])))
+        table.show_blocks(slot)
     if not dropped.any():
         return drafts, 0
     kept = np.repeat(~dropped, drafts.counts)

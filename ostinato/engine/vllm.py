@@ -5,16 +5,16 @@
 
 Running requests go on under the new adapter with the keys and values that they have. vLLM labels every token
 with the policy in force when it was sampled, so versions are exact; a label that was not published here is a
-server that is not ours any more, and nothing that it said is used. New requests find no prefix of an older
+server that is not ours any more, and none of its answers is used. New requests find no prefix of an older
 policy: the label salts the prefix cache.
 
 What is served is proven three times: the worker tells the digest of the adapter that it has read, every
 answer carries its labels, and the first answers of every policy are scored by our own decoder (k3 below
 ``bound``).
 
-A server that is lost (``Lives``) is asked again in its next life; a prompt that breaks it again and again is
-found, and ends as an error (``Company``). The noise is vLLM's own: seeded by the request (not on a CPU), but
-a function of the numerics of its batch, so there is no law that tokens are the same in any company.
+A server that is lost (``Lives``) gets the requests again in its next life; a prompt that breaks it again and
+again is found, and ends as an error (``Company``). The noise is vLLM's own: seeded by the request (not on a
+CPU), but a function of the numerics of its batch, so there is no law that tokens are the same in any company.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class VllmEngine:
     base.
 
     ``folder`` is written to, and has to be read by the server under the same path. ``decode`` turns token ids
-    into text. ``probe`` ([T] token ids) is what the base is asked before any work; no policy's k3 may reach
+    into text. ``probe`` ([T] token ids) is sent to the base before any work; no policy's k3 may reach
     ``bound``. ``name`` is the worker's in the timeline.
 
-    Raises ValueError for a server that cannot do what is asked of it, WorkerLost where it is not there.
+    Raises ValueError for a server that cannot do what is requested of it, WorkerLost where it is not there.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class VllmEngine:
         )
         try:
             self._start()
-            self._served.ask("POST", "/resume")  # whoever was here before may have left it paused
+            self._served.ask("POST", "/resume")  # an earlier client may have left it paused
             self._facts = check(server.address, [0], server.key)
             self._limits = Limits(
                 context=min(self._facts.context, decoder.config.max_positions),
@@ -110,7 +110,7 @@ class VllmEngine:
         except Unreachable as lost:
             server.close()
             raise vllm_lost(f"vLLM was lost before any work: {lost}; {server.why()}") from lost
-        except BaseException:  # nobody else knows of the server yet
+        except BaseException:  # nothing else knows of the server yet
             server.close()
             raise
 
@@ -155,7 +155,7 @@ class VllmEngine:
         policy goes on; WorkerLost where the server does not take them, or is lost.
         """
         before = self._policy
-        with self._time.of(None):  # whoever publishes tells of it
+        with self._time.of(None):  # the publisher reports it
             policy = written(adapters, version, self._folder)
             self._lives.publish(policy)
             self._policy = policy
@@ -204,11 +204,11 @@ class VllmEngine:
                 return index, failed(desk.company.quarantined[key])
 
     async def _attempt(self, desk: _Desk, request: Request) -> tuple[Policy, Completion] | None:
-        """(the policy that was asked, what it said); None: it is to be asked again."""
+        """(the policy that answered, its answer); None: the request has to be sent again."""
         epoch, policy = self._lives.epoch, self._policy
         try:
             reply = await self._reply(desk, request, policy, epoch)
-            said = self._completion(request, policy, reply)
+            completion = self._completion(request, policy, reply)
         except Unreachable as lost:
             await asyncio.to_thread(self._lives.recover, epoch, str(lost))
             return None
@@ -216,10 +216,10 @@ class VllmEngine:
             return None
         self._lives.restarts.worked()
         self._served.signs += 1
-        return policy, said
+        return policy, completion
 
     async def _reply(self, desk: _Desk, request: Request, policy: Policy, epoch: int) -> Reply:
-        """Raises Unreachable where the server was lost, and those who were asked bear the blame."""
+        """Raises Unreachable where the server was lost, and the requests in flight are suspected."""
         try:
             body, server = self._question(request, policy), self._server
             reply = await self._watched(desk, post(server.address, QUESTIONS, body, key=server.key))
@@ -230,13 +230,13 @@ class VllmEngine:
             raise Unreachable(self._blame(desk, epoch, str(lost))) from lost
 
     def _blame(self, desk: _Desk, epoch: int, why: str) -> str:
-        """``why``, and who was asked; the first to find out says it. Raises WorkerLost for too many
+        """``why``, and what was in flight; the first to find out says it. Raises WorkerLost for too many
         culprits."""
         if epoch != self._lives.epoch:
             return why
         if desk.blamed[0] != epoch:
             company = desk.company
-            desk.blamed = epoch, f"{why}, while these were asked: {company}"
+            desk.blamed = epoch, f"{why}, while these were in flight: {company}"
             explained, found = company.blame(why)
             self.counters["workers/quarantined"] += len(found)
             if excess := company.suspects.excess(self._max_quarantined, "vLLM"):
@@ -250,7 +250,7 @@ class VllmEngine:
         return question(request, name, policy.label, self._limits.context, seeded=seeded)
 
     def _completion(self, request: Request, policy: Policy, reply: Reply) -> Completion:
-        """What a living server said; raises as ``choice_of`` and ``Served.versions``."""
+        """The answer of a living server; raises as ``choice_of`` and ``Served.versions``."""
         if reply.status >= 500:
             return failed(f"vLLM answered {reply.error}")
         choice, cached = choice_of(reply, request, policy.name(self._facts.base))
@@ -258,11 +258,11 @@ class VllmEngine:
         experts = None if moe is None else moe.num_experts
         return answer(request, choice, versions, self._decode, cached=cached, num_experts=experts)
 
-    async def _prove(self, desk: _Desk, request: Request, policy: Policy, said: Completion) -> None:
+    async def _prove(self, desk: _Desk, request: Request, policy: Policy, completion: Completion) -> None:
         """The first answers that ``policy`` alone has sampled prove it. Raises WorkerLost."""
-        if self._proofs.want(policy.label, policy.version, request, said):
+        if self._proofs.want(policy.label, policy.version, request, completion):
             async with desk.proof:
-                await asyncio.to_thread(self._proofs.hear, policy.label, policy.adapters, request, said)
+                await asyncio.to_thread(self._proofs.hear, policy.label, policy.adapters, request, completion)
 
     # ---- signs of life
 
@@ -275,20 +275,20 @@ class VllmEngine:
 
     async def _watched(self, desk: _Desk, asking: Coroutine[Any, Any, Reply]) -> Reply:
         """The reply, or Unreachable as soon as the server gives no sign of life."""
-        asked = asyncio.create_task(asking)
+        request_task = asyncio.create_task(asking)
         if desk.watch is None or desk.watch.done():
             desk.watch = asyncio.create_task(self._watch())
-        watch = desk.watch  # whoever comes when it has ended begins another
+        watch = desk.watch  # the next caller begins another when it has ended
         desk.open += 1
         try:
-            await asyncio.wait({asked, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
+            await asyncio.wait({request_task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not request_task.done():
                 watch.result()
-            return asked.result()
+            return request_task.result()
         finally:
-            asked.cancel()
+            request_task.cancel()
             desk.open -= 1
-            if not desk.open:  # one that is being cancelled is not done yet: nobody may take it up
+            if not desk.open:  # one that is being cancelled is not done yet and must not be used
                 desk.watch.cancel()
                 desk.watch = None
 
@@ -322,7 +322,7 @@ class _Time:
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
-        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)  # the newest, where nobody takes them
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)  # the newest, where nothing takes them
         self._lock = threading.Lock()
         self._running = 0  # requests
         self._doing: tuple[Kind | None] | None = None

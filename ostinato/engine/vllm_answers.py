@@ -40,7 +40,7 @@ def refuse(request: Request, limits: Limits) -> None:
 
 
 def question(request: Request, model: str, salt: str, context: int, *, seeded: bool = True) -> dict[str, Any]:
-    """What vLLM is asked; ``salt`` keeps apart what may share a prefix."""
+    """The request to vLLM; ``salt`` keeps apart what may share a prefix."""
     sampling, length = request.sampling, len(request.tokens)
     most = min(sampling.max_tokens, context - length)
     return {
@@ -66,13 +66,14 @@ def question(request: Request, model: str, salt: str, context: int, *, seeded: b
 
 def choice_of(reply: Reply, request: Request, model: str) -> tuple[dict[str, Any], int]:
     """The one answer in the ``reply`` of a living server, and how many tokens it had cached. Raises
-    ValueError where the request was refused, and Unreachable where it is not the server that was asked."""
+    ValueError where the request was refused, and Unreachable where it is not the server that was
+    addressed."""
     if reply.status == 404:  # it does not know our adapter (any more)
         raise Unreachable(f"vLLM answered {reply.error}")
     if reply.status != 200:
         raise ValueError(f"vLLM refused a request of {len(request.tokens)} tokens with {reply.error}")
     if reply.body["model"] != model:
-        raise Unreachable(f"vLLM answered as {reply.body['model']!r}, and {model!r} was asked")
+        raise Unreachable(f"vLLM answered as {reply.body['model']!r}, and {model!r} was requested")
     details = reply.body["usage"].get("prompt_tokens_details") or {}
     return reply.body["choices"][0], int(details.get("cached_tokens") or 0)
 
@@ -86,7 +87,7 @@ def answer(
     cached: int = 0,
     num_experts: int | None = None,
 ) -> Completion:
-    """What vLLM has said, as a completion; an ERROR where it gave no log-probability for a token."""
+    """vLLM's answer as a completion; an ERROR where it gave no log-probability for a token."""
     sampling = request.sampling
     tokens = np.array(choice["token_ids"], np.int32)
     logprobs = np.array([row["logprob"] for row in choice["logprobs"]["content"]], np.float32)

@@ -1,6 +1,6 @@
-"""Who is asked in whose company: a server that is lost is lost by all who were asked.
+"""Which requests are in flight together: all of them lose a server that is lost.
 
-``Suspects`` says who is asked with whom after that, and in the end which prompt it is that breaks servers.
+``Suspects`` says which are sent together after that, and in the end which prompt it is that breaks servers.
 A pool has several workers for its cells; here is one server, on which they take turns.
 """
 
@@ -28,11 +28,11 @@ class Company:
 
     @property
     def quarantined(self) -> Mapping[Key, str]:
-        """What each prompt did that is not asked any more, in one sentence."""
+        """What each prompt did that is not sent any more, in one sentence."""
         return self.suspects.quarantined
 
     def __str__(self) -> str:
-        """Who is asked now."""
+        """The requests in flight."""
         keys = [*self._asked]
         more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
         return ", ".join(map(name, keys[:NAMED])) + more
@@ -49,7 +49,7 @@ class Company:
 
     @asynccontextmanager
     async def together(self, key: Key) -> AsyncIterator[None]:
-        """Wait for a turn, and be asked: with those of the same cell alone, suspects before all others."""
+        """Wait for a turn, and be sent: with those of the same cell alone, suspects before all others."""
         try:
             with _counted(self._waiting, key):
                 while not self._may(key):
@@ -70,8 +70,8 @@ class Company:
         return key in cells or not any(one in cells for one in self._waiting)
 
     def blame(self, why: str) -> tuple[bool, list[Key]]:
-        """The server was lost with all who are asked: (are they all suspects, so that it was their doing; who
-        is guilty from now on)."""
+        """The server was lost with all in flight: (are they all suspects, so that it was their doing; which
+        are to blame from now on)."""
         now = time.monotonic()
         explained = self.suspects.blame(0, now, [*self._asked], why)
         return explained, self.suspects.judge(now)

@@ -48,21 +48,21 @@ class Proofs:
         self._sure.clear()
         self._heard.clear()
 
-    def want(self, label: str, version: int, request: Request, said: Completion) -> bool:
+    def want(self, label: str, version: int, request: Request, completion: Completion) -> bool:
         """Is the policy not sure yet, and can this answer be scored by one forward: by that policy alone,
         from all of its distribution, not too long?"""
         sampling = request.sampling
         plain = sampling.temperature > 0 and not sampling.filtered and not sampling.min_tokens
-        whole = len(said.tokens) > 0 and bool((said.versions == version).all())
+        whole = len(completion.tokens) > 0 and bool((completion.versions == version).all())
         return label not in self._sure and plain and whole and len(request.tokens) <= BEHIND
 
-    def hear(self, label: str, adapters: Adapters | None, request: Request, said: Completion) -> None:
+    def hear(self, label: str, adapters: Adapters | None, request: Request, completion: Completion) -> None:
         """Judge the policy by one answer more. Raises WorkerLost."""
         if label in self._sure:
             return
-        tokens = said.tokens[:OF_AN_ANSWER]
+        tokens = completion.tokens[:OF_AN_ANSWER]
         ours = scores(self._decoder, adapters, np.concatenate([request.tokens, tokens]), request.sampling)
-        log_ratio = ours[-len(tokens) :] - torch.from_numpy(said.logprobs[: len(tokens)])
+        log_ratio = ours[-len(tokens) :] - torch.from_numpy(completion.logprobs[: len(tokens)])
         before = self._heard.get(label, np.zeros(0, np.float32))
         heard = self._heard[label] = np.concatenate([before, kl_k3(log_ratio).numpy()])
         right = verdict(heard, self._bound)
@@ -74,7 +74,7 @@ class Proofs:
         if right:
             self._sure.add(label)
             self._heard.pop(label, None)
-            version = int(said.versions[0])
+            version = int(completion.versions[0])
             self._verdicts.append(Verdict(version=version, k3=float(heard.mean()), tokens=len(heard)))
 
     def take_verdict(self) -> Verdict | None:

@@ -39,7 +39,7 @@ class Policy:
         return f"{self.version}:{self.fingerprint or 'base'}"
 
     def name(self, base: str) -> str:
-        """Of the model that is asked; ``base`` is that without an adapter."""
+        """Name of the model; ``base`` is that without an adapter."""
         return base if self.folder is None else LORA
 
 
@@ -90,7 +90,9 @@ class Served:
             served = self._version(span["version"])
             versions[span["start"] : span["end"]] = served if policy.folder is not None else policy.version
         if count and versions.min() < policy.version:
-            raise Unreachable(f"vLLM answered as policy {versions.min()} where {policy.version} was asked")
+            raise Unreachable(
+                f"vLLM answered as policy {versions.min()} where {policy.version} was requested"
+            )
         return versions
 
     def _version(self, label: str) -> int:
@@ -115,7 +117,7 @@ class Served:
         return reply.body
 
     def ask(self, method: str, path: str, body: Any = None) -> Reply:
-        """Raises Unreachable where nobody answers, or the last words of a server that dies."""
+        """Raises Unreachable where nothing answers, or the last words of a server that dies."""
         reply = self._call(method, path, body)
         if reply.status >= 500:
             self.beat()

@@ -3,8 +3,8 @@
     VllmChild  -> guard -> python -m vllm... -> engine core, workers       a session of its own
     VllmAt                                                                 an address
 
-Both can be asked to be there (``revive``) and why they are not. What a server has to be able to do is
-checked once (``check``), so that what is missing is said in words before any work.
+Both can be probed (``revive``) and why they are not. What a server has to be able to do is
+checked once (``check``), so that what is missing is reported in words before any work.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DIRECT: dict[str, Any] = {"trust_env": False, "verify": False}  # no proxy; the 
 
 
 class Unreachable(ConnectionError):
-    """No whole answer came: nobody listens, the connection broke, or time was over."""
+    """No whole answer came: nothing listens, the connection broke, or time was over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def vllm_wrong(sentence: str) -> WorkerLost:
 
 
 class Server(Protocol):
-    """Where vLLM can be asked."""
+    """vLLM's address."""
 
     @property
     def address(self) -> str: ...
@@ -252,7 +252,7 @@ class VllmAt:
         return "its log is where it was started"
 
     def close(self) -> None:
-        """It goes on, and nobody waits for it here."""
+        """It goes on without a caller here."""
         self._left.set()
 
 
@@ -272,9 +272,9 @@ def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
     """Raises ValueError naming what this server cannot do, and how it would have to be started; ``prompt`` is
     any, of a token or more, ``key`` the server's. Raises Unreachable."""
 
-    def must(right: bool, what: str, mend: str) -> None:
+    def must(right: bool, what: str, fix: str) -> None:
         if not right:
-            raise ValueError(f"vLLM at {address} {what}; start it with {mend}")
+            raise ValueError(f"vLLM at {address} {what}; start it with {fix}")
 
     def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
         reply = call(address, method, path, body, key=key, timeout_s=CALL_S)

@@ -73,10 +73,10 @@ def _read(source: str, split: str, *, holdout: float = 0.0, config: str = "") ->
 
 
 def _held_out(row: Row, share: float) -> bool:
-    """By what is asked alone: two rows that ask the same fall on the same side."""
+    """By what is requested alone: two rows that ask the same fall on the same side."""
     chat = itertools.takewhile(lambda one: not _of_assistant(one), row.get("messages") or [])
-    asked = row.get("prompt") or list(chat)
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).digest()
+    requested = row.get("prompt") or list(chat)
+    digest = hashlib.sha256(json.dumps(requested, sort_keys=True, default=str).encode()).digest()
     return int.from_bytes(digest[:4], "big") < share * 2**32
 
 

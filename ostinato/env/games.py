@@ -57,10 +57,10 @@ class PriceList:
         return self._prices[item - 1] if 1 <= item <= self._items else None
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        asked = EQUALS.search(action)
-        if asked and self._left:
+        requested = EQUALS.search(action)
+        if requested and self._left:
             self._left -= 1
-            price, first = self.lookup(int(asked[1])), int(asked[1]) == self._item and not self._found
+            price, first = self.lookup(int(requested[1])), int(requested[1]) == self._item and not self._found
             self._found, reward = self._found or first, 0.3 if first else 0.0
             return ("none" if price is None else str(price)), reward, False, False, {"lookups": 1}
         found = _NUMBER.findall(action)

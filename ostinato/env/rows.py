@@ -69,9 +69,9 @@ def read(
 
 def prompt_from_row(row: Row, where: str, prompt_column: str = "prompt", answer_column: str = "") -> Prompt:
     """One row -> one Prompt; ``where`` names it in the ValueError that a bad row raises."""
-    if taken := RESERVED & row.keys():
+    if chosen := RESERVED & row.keys():
         raise ValueError(
-            f"{where} has a column {min(taken)!r}, which the rollout gives to rewards; rename it"
+            f"{where} has a column {min(chosen)!r}, which the rollout gives to rewards; rename it"
         )
     for name, value in row.items():
         if has_surrogate([name, value]):
@@ -149,7 +149,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
             try:
                 row = parse_json(line, surrogates=True)  # checked by column
             except ValueError as error:  # no JSON, no UTF-8, or nested too deeply
-                raise ValueError(f"row {number} of {path} is not JSON ({error}); mend the line") from error
+                raise ValueError(f"row {number} of {path} is not JSON ({error}); fix the line") from error
             if not isinstance(row, dict):
                 raise ValueError(
                     f"row {number} of {path} is a {type(row).__name__}; write one object per line"
@@ -174,7 +174,7 @@ def _parquet(path: Path) -> Iterator[Row]:
                 rows = batch.to_pylist()
             except UnicodeDecodeError as error:  # a text column is bytes that nothing has checked
                 among = f"one of the rows {number + 1} to {number + batch.num_rows} of {path}"
-                raise ValueError(f"{among} has a text that is not UTF-8 ({error}); mend it") from error
+                raise ValueError(f"{among} has a text that is not UTF-8 ({error}); fix it") from error
             yield from rows
             number += batch.num_rows
 

@@ -74,7 +74,7 @@ def load_tasks(
     a subset that depends on ``seed``, in the file's order; for files see ``rows.read`` and
     ``check_disjoint``. ``params`` are the source's own. ``system_prompt`` opens every chat.
 
-    Raises ValueError with one sentence for whatever the user can mend.
+    Raises ValueError with one sentence for what the user can fix.
     """
     if split not in SPLITS:
         raise ValueError(f"task.split is {split!r}; use 'train' or 'eval'")

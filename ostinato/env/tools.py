@@ -93,7 +93,7 @@ class Toolbox:
             text = str(await in_thread(tool, arguments, self._tool_timeout_s))
         except TimeoutError:
             return self._error("timeout", f"{call.name} gave no result in {self._tool_timeout_s:g} s.")
-        except Exception as error:  # a user's code: its failure is what the policy is told
+        except Exception as error:  # a user's code: its failure is what the policy reads
             return self._error("raised", f"{call.name}: {type(error).__name__}: {error}")
         if len(text) > MAX_REPLY_CHARS:
             self.counters["tools/cut"] += 1
@@ -263,7 +263,7 @@ def imported(spec: str, what: str, nearest: str) -> Callable[..., Any]:
             loader.loader.exec_module(module)
         except Exception as error:  # a user's file can raise anything while it is imported
             raise ValueError(
-                f"{what} {spec!r}: importing {where} raised {type(error).__name__}: {error}; mend the file"
+                f"{what} {spec!r}: importing {where} raised {type(error).__name__}: {error}; fix the file"
             ) from error
     elif importlib.util.find_spec(where.partition(".")[0]) is None:
         raise ValueError(f"{what} {spec!r}: there is no module {where!r}; check the name")

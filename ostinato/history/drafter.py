@@ -1,4 +1,4 @@
-"""The drafter: continues running sequences with what was said after the same words, as far as it pays.
+"""The drafter: continues running sequences with what followed the same tokens, as far as it pays.
 
 Drafts only ever cost or save time: what is sampled never depends on them. The drafter is compiled (one call
 into C++ per pass and method, see native/drafter.cpp).

@@ -21,10 +21,10 @@ def token_reuse(past: Sequence[np.ndarray], new: Sequence[np.ndarray], context: 
     The share of drafts that a verifier accepts is another number, and so is the share that one draft can
     save.
     """
-    seen, asked = _windows(past, context + 1), _windows(new, context + 1)
-    if not len(asked):
+    seen, queried = _windows(past, context + 1), _windows(new, context + 1)
+    if not len(queried):
         return float("nan")
-    codes = _codes(np.concatenate([seen, asked]))
+    codes = _codes(np.concatenate([seen, queried]))
     return float(np.isin(codes[len(seen) :], codes[: len(seen)]).mean())
 
 

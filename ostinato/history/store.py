@@ -42,7 +42,7 @@ class History:
     ever, while the hash keeps the same prompts, as large a share of them as there is memory.
 
     Several engines and drafters, and their threads, may share one History: see native/library.py. Blocks are
-    sorted when they are first asked for, so that what is never used costs next to nothing; ``build_now`` does
+    sorted when they are first requested, so that what is never used costs next to nothing; ``build_now`` does
     it ahead of time.
     """
 
@@ -80,8 +80,8 @@ class History:
 
         Empty responses are left out. Raises ValueError for a response whose intervals are not all there.
         """
-        key, said = prompt_key(uid), [past for past in pasts if len(past.tokens)]
-        block = lay_out(step, said) if said else None
+        key, responses = prompt_key(uid), [past for past in pasts if len(past.tokens)]
+        block = lay_out(step, responses) if responses else None
         for old in [old for old in self._blocks.get(key, []) if old.step == step]:
             self._drop(key, old, "replaced")
         if block is not None:
@@ -112,7 +112,7 @@ class History:
 
     def save(self, path: Path) -> None:
         """Write all but the suffix arrays: they would be nearly half of every checkpoint, and sorting again
-        what is asked for takes 0.1 us per token."""
+        what is requested takes 0.1 us per token."""
         atomic_write(path, self._write)
 
     @classmethod

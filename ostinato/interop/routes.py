@@ -1,7 +1,7 @@
 """The experts that tokens went to, as data: made from what an engine returns, merged, laid out.
 
 Row t belongs to token t as an *input* of the model (its output predicts token t + 1). An engine that sampled
-T tokens in all has T - 1 rows: the last one was never an input. Rows that nobody recorded are unknown, and
+T tokens in all has T - 1 rows: the last one was never an input. Rows that were not recorded are unknown, and
 choose their experts natively.
 """
 
@@ -21,7 +21,7 @@ class Routes:
     """Experts of T rows in L mixture layers, K each. ``ids`` of unknown rows are 0 and mean nothing.
 
     Raises ValueError for ids that are no integers, out of range, or named twice in a row: experts differ, so
-    a row of zeros is a buffer that nobody wrote, and would send a token K times to expert 0.
+    a row of zeros is a buffer that was never written, and would send a token K times to expert 0.
     """
 
     ids: np.ndarray  # [T, L, K] uint8 up to 256 experts, else uint16
@@ -86,7 +86,7 @@ class Routes:
 
         vLLM's array is [rows, all decoder layers, K], dense layers being zero rows; releases before left them
         out. ``layers`` are the decoder layers that have a router (``Replay.layers``); which of the two
-        layouts it is, is told by the shape. Rows are one fewer than tokens after ``prompt_start`` (of
+        layouts it is, follows from the shape. Rows are one fewer than tokens after ``prompt_start`` (of
         SamplingParams); the last token is appended as unknown, so that rows and tokens agree.
 
         Raises ValueError for missing routes, another number of rows, layers that do not fit, or ids in a

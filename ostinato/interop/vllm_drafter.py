@@ -141,7 +141,7 @@ class RowDrafter:
     """Drafts for rows of tokens that come without names.
 
     ``learn(uid, answers)`` is called with what has ended: all answers of a prompt at once, when none of them
-    has been seen for some passes or when the prompt is asked anew.
+    has been seen for some passes or when the prompt is requested anew.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class RowDrafter:
         return None
 
     def _begin(self, text: np.ndarray) -> _Sequence:
-        """A row that nobody has read: a new request, or one that comes back after a long absence."""
+        """An unread row: a new request, or one that comes back after a long absence."""
         uid, prompt_len = self._prompt_of(text)
         group = self._groups.get(uid)
         if group is not None:

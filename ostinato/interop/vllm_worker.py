@@ -5,7 +5,7 @@
 vLLM 0.32 can load an adapter in the place of another (``load_inplace``), but every request keeps the folder
 that it began with, and the flag with it: each pass loads its adapter from there anew. That costs 20 ms a
 pass, and a request in flight goes on under the old adapter and takes all others of its batch with it,
-whatever is said to be served. Here the worker's own adapter is replaced, once, while the requests go on
+whatever name is served. Here the worker's own adapter is replaced, once, while the requests go on
 naming the one that they know.
 
 It is called through ``/collective_rpc``; ``engine.vllm`` is the other side.

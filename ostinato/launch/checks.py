@@ -53,10 +53,10 @@ def check_exact(recipe: Recipe) -> None:
         f'parallel.layout is "{recipe.parallel.layout}"': Layout.parse(recipe.parallel.layout).world > 1
         and "leave it empty",
     }
-    for what, mend in apart.items():
-        if mend:
+    for what, fix in apart.items():
+        if fix:
             raise ValueError(
-                f"model.exact is true, but {what}, where the sampler computes other numbers; {mend}"
+                f"model.exact is true, but {what}, where the sampler computes other numbers; {fix}"
             )
 
 

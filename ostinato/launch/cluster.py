@@ -2,8 +2,8 @@
 
     recipe -> Cluster (places) -> links -> EnginePool, GraderLink, TrainerLink -> RunComponents
 
-This process keeps the loop, the books, the history, and a decoder that maps the same base as the workers of
-its host: it counts FLOPs and exports with it.
+This process keeps the loop, the accounts, the history, and a decoder that maps the same base as the workers
+of its host: it counts FLOPs and exports with it.
 """
 
 from __future__ import annotations
@@ -264,8 +264,8 @@ class WorkerFactory:
 
 
 def drafting(memory: Memory, pool: EnginePool) -> Drafting:
-    """The books of drafts that the samplers verify, each from a memory of its own: what is remembered here is
-    sent to them with the next policy."""
+    """The accounts of drafts that the samplers verify, each from a memory of its own: what is remembered
+    here is sent to them with the next policy."""
     history = memory.history
     return Drafting(
         store=SharedHistory(history, pool),

@@ -35,7 +35,7 @@ class RunComponents:
     counters: Sequence[Counter[str]] = ()  # beside those of the grader and the tools
     extra_metrics: Callable[[], Mapping[str, float]] = dict
     tokens_sampled: Callable[[], float] = lambda: 0.0  # grows while the engine gets on
-    span_sources: Sequence[Timed] = ()  # whoever is at work beside the loop
+    span_sources: Sequence[Timed] = ()  # what is at work beside the loop
     loop_worker: str = "trainer"  # what the loop's own time is drawn as
     pools: Mapping[str, int] = field(default_factory=dict)  # devices by pool; empty: one process does it all
     lines: Sequence[str] = ()  # who works where, for a person

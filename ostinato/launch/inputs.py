@@ -1,6 +1,6 @@
 """What a run reads: model, tokenizer, prompts and rewards, loaded and checked before any work starts.
 
-Raises ValueError with one sentence for what the user can mend.
+Raises ValueError with one sentence for what the user can fix.
 """
 
 from __future__ import annotations

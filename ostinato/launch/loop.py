@@ -36,7 +36,7 @@ from ostinato.pipeline.observer import Observer
 from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.protocols import MetricWriter, RestorableTrainer
 from ostinato.run import RunFolder
-from ostinato.train.checkpoint import Checkpoint, mend, oldest_step, save_checkpoint
+from ostinato.train.checkpoint import Checkpoint, oldest_step, repair, save_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def new_loop(
 
 
 def new_drafting(memory: Memory, engine: LocalEngine) -> Drafting:
-    """The books of drafts, and what remembers the answers for the next ones."""
+    """The accounts of drafts, and what remembers the answers for the next ones."""
     history = memory.history
     return Drafting(
         store=history, lengths=history.lengths, drafter=memory.drafter, meter=engine, past=memory.past
@@ -181,8 +181,8 @@ def new_drafting(memory: Memory, engine: LocalEngine) -> Drafting:
 
 def restore(run: RunFolder, trainer: RestorableTrainer) -> LoopState:
     """Put ``trainer`` where the newest whole checkpoint of ``run`` was taken; the start without one. What a
-    killed process left half written goes: only for whoever holds the lock of the run."""
-    mend(run.checkpoints)
+    killed process left half written goes: only for the holder of the run's lock."""
+    repair(run.checkpoints)
     checkpoint = newest_checkpoint(run, trainer)
     if checkpoint is None:
         logger.info(f"{run.path} has no checkpoint, so the run begins again")

@@ -1,4 +1,4 @@
-"""Standard output and error of a run: whoever read them may go, and the run does not break for it."""
+"""Standard output and error of a run: the reader may go, and the run does not break for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was 
 
 
 def lasting(stream: TextIO) -> TextIO:
-    """``stream`` for a process that outlives the reader: what nobody can read any more is dropped, and the
+    """``stream`` for a process that outlives the reader: what cannot be read any more is dropped, and the
     process gets the SIGHUP that a closed terminal sends, where it handles that. Other errors (a full disk)
     are raised."""
     return cast(TextIO, _Lasting(stream))

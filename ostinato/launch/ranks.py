@@ -74,7 +74,7 @@ def follow(place: Place, *, child: bool = False) -> int:
 
 
 def _leave(sentence: str) -> None:
-    """At once, from whichever thread: another one may be in a collective that nobody ends."""
+    """At once, from whichever thread: another one may be in a collective that does not end."""
     print(f"ostinato: {sentence}", file=sys.stderr, flush=True)
     os._exit(LOST)
 

@@ -78,7 +78,7 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
     """Go on with the run in ``path`` from its newest whole checkpoint; without one, from the start.
 
     ``overrides`` change its recipe from here on, e.g. ``trainer.steps=200`` to train for longer. ``workers``
-    is as in ``learn``, and no part of the recipe: whoever named others has to name them again.
+    is as in ``learn``, and no part of the recipe: other ones have to be named again.
 
     Raises ValueError where another process is at work on the run.
     """
@@ -234,18 +234,18 @@ def _named_failures(path: Path) -> Iterator[None]:
     """Around the run in ``path``: its named failures become RunFailed, and Ctrl-C gets its path."""
     from ostinato.pipeline.failed import RewardFails
 
-    mend = f"to go on: ostinato resume {path}"
+    resume_hint = f"to go on: ostinato resume {path}"
     try:
         yield
     except KeyboardInterrupt as stop:
-        stop.args = (f"what was saved is in {path}, {mend}",)
+        stop.args = (f"what was saved is in {path}, {resume_hint}",)
         raise
     except (*_named(), OSError) as error:
-        raise RunFailed(f"{error}; what was saved is in {path}, {mend}") from error
+        raise RunFailed(f"{error}; what was saved is in {path}, {resume_hint}") from error
     except RewardFails as error:
-        raise RewardFails(f"{error}; then, {mend}", error.note) from error
+        raise RewardFails(f"{error}; then, {resume_hint}", error.note) from error
     except ValueError as error:  # past all checks it is not the user's, and is not reported as one
-        raise RunFailed(f"the run in {path} broke: {error} (--debug shows where); {mend}") from error
+        raise RunFailed(f"the run in {path} broke: {error} (--debug shows where); {resume_hint}") from error
 
 
 def _named() -> tuple[type[Exception], ...]:

@@ -40,7 +40,7 @@ from ostinato.pipeline.signals import ENDERS, StopSignals, ending
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
 from ostinato.train.accumulate import Accumulator, Adam, NotFinite, Row
-from ostinato.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, mend, save_checkpoint
+from ostinato.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, repair, save_checkpoint
 from ostinato.train.optimizer import lr_factor
 from ostinato.train.supervised import answer_logprobs, preferences, row_of, supervised
 from ostinato.train.trainer import identity_of
@@ -193,9 +193,9 @@ class _Course:
             weight_decay=settings.weight_decay,
             max_grad_norm=settings.max_grad_norm if math.isfinite(settings.max_grad_norm) else 0.0,
         )
-        taken = self._learner.optim_step(adam)
+        step_result = self._learner.optim_step(adam)
         self.step += 1
-        return {**_means(sums), **taken, "num_tokens": sums["tokens"], "epoch": end / self._train}
+        return {**_means(sums), **step_result, "num_tokens": sums["tokens"], "epoch": end / self._train}
 
     def _held_out(self) -> dict[str, float]:
         """Empty without held-out rows."""
@@ -238,7 +238,7 @@ class _Course:
         save_checkpoint(run.checkpoints, checkpoint, keep=self._recipe.trainer.keep_checkpoints)
 
     def _restore(self, run: RunFolder) -> None:
-        mend(run.checkpoints)
+        repair(run.checkpoints)
         if (found := load_checkpoint(run.checkpoints, identity=self._identity)) is not None:
             if found.state["rows"] != self._digest.hexdigest():
                 raise ValueError(

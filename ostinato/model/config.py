@@ -238,7 +238,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """A ModelConfig from the content of a ``config.json``.
 
     Accepts transformers v5 (``rope_parameters``) and earlier (``rope_theta``, ``rope_scaling``) forms.
-    Raises ValueError naming the field, its value and the mend.
+    Raises ValueError naming the field, its value and the fix.
     """
     family = _family(raw)
     c = {**_COMMON, **_DEFAULTS[family], **raw}

@@ -65,7 +65,7 @@ def fill(decoder: Decoder, folder: str | Path) -> int:
     index lists none of its own is not opened. Returns the bytes of the tensors and parts that were read.
 
     Raises ValueError, in one sentence, for a missing, unexpected or misshapen tensor, and a truncated file.
-    Tensors that a share does not keep may be missing: whoever keeps them will say so.
+    Tensors that a share does not keep may be missing: the rank that keeps them will say so.
     """
     folder, config = Path(folder), decoder.config
     wanted = stored(decoder)

@@ -175,7 +175,7 @@ def mixture(
     *,
     gemm: Gemm | None = None,
 ) -> Tensor:
-    """The arithmetic of ``experts``, whoever sorts the rows: x [T, D] -> [T, D].
+    """The arithmetic of ``experts``, however the rows are sorted: x [T, D] -> [T, D].
 
     ``spread``: [T, N] -> [S, N], a copy of a row for each of its experts, in the order of experts, which
     ``ends`` [E] cuts; ``combine``: [S, N] -> [T, N], the weighted sum of the copies of a row. S need not be

@@ -26,8 +26,8 @@ def model_folder(path: str) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if folder.exists() or not re.fullmatch(HUB_NAME, path):
-        mend = f'"asset:seed-moe", "{SMOLLM}", a folder with config.json, or a hub name'
-        raise ValueError(f"model.path is {path!r}, which is no Hugging Face folder; give {mend}")
+        fix = f'"asset:seed-moe", "{SMOLLM}", a folder with config.json, or a hub name'
+        raise ValueError(f"model.path is {path!r}, which is no Hugging Face folder; give {fix}")
     return _download(path)
 
 
@@ -37,10 +37,10 @@ def _asset(path: str) -> Path:
     if name in known:
         return ASSETS / name
     near = difflib.get_close_matches(name, known, n=1)
-    mend = (
+    fix = (
         f"did you mean asset:{near[0]}?" if near else f"the packaged models are: {', '.join(known) or 'none'}"
     )
-    raise ValueError(f"model.path is {path!r}, which is not packaged; {mend}")
+    raise ValueError(f"model.path is {path!r}, which is not packaged; {fix}")
 
 
 def _download(name: str) -> Path:

@@ -63,7 +63,7 @@ def codes(weight: Tensor, kind: Weights) -> Quantised:
     """``weight`` [..., N, K] as int8 or fp8 codes with a scale per row."""
     weight = weight.float()
     if not torch.isfinite(weight).all():  # in int8 a NaN would be a plain 0
-        raise ValueError("a weight is not finite and has no 8-bit code; mend the checkpoint")
+        raise ValueError("a weight is not finite and has no 8-bit code; fix the checkpoint")
     scale = _scale(weight, 127.0 if kind is Weights.INT8 else torch.finfo(torch.float8_e4m3fn).max)
     ratio = weight / scale
     if kind is Weights.INT8:

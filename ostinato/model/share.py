@@ -98,7 +98,7 @@ def placed(config: ModelConfig, share: Share, name: str, shape: Sequence[int]) -
 
     ``name``: of a logical map ("layers.3.attn.q"), of its bias (with ".bias"), of an adapter's factor
     ("layers.3.attn.q.A"), or of a parameter of the decoder ("layers.3.attn.qkv", "embed"). ``shape``: of the
-    whole tensor. A tensor that a share does not keep at all (another layer's) is not asked for.
+    whole tensor. A tensor that a share does not keep at all (another layer's) is not requested.
     """
     spans: list[Spans] = [(range(size),) for size in shape]
     if name in ("embed", "head"):

@@ -1,17 +1,17 @@
 """One copy of the base weights for all processes of a host.
 
 The tensors lie in a file as the decoder stores them (``model.weights``). Every process maps it copy-on-write
-and computes with the pages where they are; nobody writes to a frozen base, so no page is ever copied, which
-/proc/PID/smaps can be asked about. A process that does write (training of all weights) gets pages of its own
-and disturbs nobody.
+and computes with the pages where they are; nothing writes to a frozen base, so no page is ever copied, which
+/proc/PID/smaps can be queried about. A process that does write (training of all weights) gets pages of its
+own and disturbs no other process.
 
 A file is named after the checkpoint and dtype that it was made of. The first process that wants it writes it,
 straight from the checkpoint, so that the weights are never in memory twice; the others wait. Who maps it
 holds a shared lock, which the kernel takes back however the process ends. So a file that can be locked for
-oneself is nobody's, and ``sweep`` removes it; so is a folder (``own_folder``).
+oneself is unused, and ``sweep`` removes it; so is a folder (``own_folder``).
 
 /dev/shm is everybody's to write, and the name can be guessed. A file is mapped only if it is the user's own,
-for nobody else to open, of the size and header that the model calls for, with a digest of samples of its
+for no other user to open, of the size and header that the model calls for, with a digest of samples of its
 content at its end: never by way of a link, and never cut off, where reading the mapping ends in SIGBUS.
 """
 
@@ -103,8 +103,8 @@ def shared_file(source: str | Path, dtype: torch.dtype = torch.float32, folder: 
 def sweep(folder: Path | None = None) -> list[Path]:
     """Remove the copies, and the folders, that no process holds; the paths of those that are gone.
 
-    For whoever starts workers, before and after, and for every worker on its own host: what a killed run left
-    behind is found the next time.
+    For the process that starts workers, before and after, and for every worker on its own host: what a
+    killed run left behind is found the next time.
     """
     removed, patterns = [], [_name_of("*", kind) for kind in (_FILE, _FOLDER)]
     folders = [folder] if folder else _folders()
@@ -217,7 +217,8 @@ def _mapped_at(
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with _opened(path) as file:
-            # to write it if nobody does, to map it once it is whole: that changes while others are at it
+            # to write it if no other process does, to map it once it is whole: that changes while others are
+            # at it
             wanted = fcntl.LOCK_SH if _is_finished(file) else fcntl.LOCK_EX
             if _has_locked(file.fileno(), wanted) and _is_named(file.fileno(), path):
                 if not _is_finished(file):
@@ -234,7 +235,7 @@ def _mapped_at(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The file, empty where there was none: the user's own, and for nobody else. Whatever else has its name
+    """The file, empty where there was none: the user's own, and for no one else. Whatever else has its name
     is removed first. Raises PermissionError where it cannot be."""
     while True:
         try:

@@ -20,7 +20,7 @@ from ostinato.model.config import ModelConfig, QKNorm
 
 
 class New(Protocol):
-    """Makes a frozen parameter, in the dtype of the decoder unless told, and registers it.
+    """Makes a frozen parameter, in the dtype of the decoder unless given, and registers it.
 
     What it makes may be quantised, if it is a linear map: hence Any.
     """

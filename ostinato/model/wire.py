@@ -158,17 +158,17 @@ def _check_fit(
     state: Mapping[str, Tensor],
     wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     what: str,
-    mend: str,
+    fix: str,
 ) -> None:
     if odd := sorted(state.keys() ^ wanted.keys()):
         where = "is missing" if odd[0] in wanted else "is unknown to this model"
-        raise ValueError(f"{what} {odd[0]} {where}; {mend}")
+        raise ValueError(f"{what} {odd[0]} {where}; {fix}")
     for name, (dtype, shape) in wanted.items():
         tensor = state[name]
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
             raise ValueError(
                 f"{what} {name} is {tensor.dtype} {list(tensor.shape)}, this model needs {dtype} "
-                f"{list(shape)}; {mend}"
+                f"{list(shape)}; {fix}"
             )
 
 

@@ -46,13 +46,13 @@ def decoder_chunks(
     own = {chunk: _of_layers(adapters, decoder.share.layers) for chunk, decoder in decoders.items()}
 
     def forward(chunk: int, part: Part, x: Tensor | None, /) -> tuple[Tensor, Tensor | None]:
-        decoder, taken = decoders[chunk], rows(part)
+        decoder, part_rows = decoders[chunk], rows(part)
         return decoder(
-            taken.tokens,
-            taken.positions,
-            taken.attend,
+            part_rows.tokens,
+            part_rows.positions,
+            part_rows.attend,
             adapters=own[chunk],
-            routing=_own_routing(decoder, taken.routing),
+            routing=_own_routing(decoder, part_rows.routing),
             routing_checked=True,
             ops=ops,
             recompute=recompute and torch.is_grad_enabled(),

@@ -30,7 +30,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(slots=True)
 class Traffic:
-    """What has been said so far, by (operation, axis)."""
+    """What has been sent so far, by (operation, axis)."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -38,7 +38,7 @@ class Traffic:
     seconds: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     ended: int = 0  # collectives and transfers since the rank began: grows while bytes flow
 
-    def taken(self) -> Traffic:
+    def take(self) -> Traffic:
         """What there is, and start anew."""
         found = Traffic(self.calls, self.bytes, self.seconds)
         self.calls, self.bytes, self.seconds = Counter(), Counter(), defaultdict(float)
@@ -250,7 +250,7 @@ def all_gather_ragged(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """Tensors of these shapes on all ranks, in one reduction, whoever has them: ``own`` has some of them, by
+    """Tensors of these shapes on all ranks, in one reduction, wherever they are: ``own`` has some of them, by
     index, or has zeros where others have values. What one rank alone has arrives as it is: the rest of the
     sum is zero."""
     sizes = [prod(shape) for shape in shapes]

@@ -3,7 +3,7 @@
     rank 0     call("step", batch) -> store: call/7 = {name, sizes};  group: the bytes, broadcast
     others     awaited() waits on the store, while rank 0 gives signs of life (``watch``), then takes part
 
-Between two calls nobody is in a collective, so that hours between two steps run into no timeout; within a
+Between two calls no rank is in a collective, so that hours between two steps run into no timeout; within a
 call every collective has one. Terms, calls and the pickle of their arguments are signed with the key of the
 run (``key``), and nothing is unpickled before the signature was checked: torch's store has no other guard.
 """
@@ -54,7 +54,7 @@ class Terms:
 def meet(place: Place, within_s: float = MEET_S) -> TCPStore:
     """The store at which all ranks meet: kept by rank 0, or by torchrun's agent.
 
-    Raises WorkerLost when nobody keeps it within ``within_s``.
+    Raises WorkerLost when no process keeps it within ``within_s``.
     """
     keeps = place.rank == 0 and not place.agent
     bound = timedelta(seconds=within_s)
@@ -127,7 +127,7 @@ class Control:
         return call["name"], unpacked(payload, sizes)
 
     def bye(self) -> None:
-        """Nothing more is asked of the store."""
+        """No more queries of the store."""
         self._store.set(f"bye/{self.place.rank}", "")
 
     # ---- both
@@ -186,8 +186,8 @@ def arrive(
             return f"{'; '.join(endings)}, before it had met rank 0" if endings else ""
 
         late = f"did not come to {place.address}:{place.port} within"
-        mend = "start as many ranks as the layout has, with one address for all"
-        _await_all(store, keys, terms.timeout_s, gone, late, mend)
+        fix = "start as many ranks as the layout has, with one address for all"
+        _await_all(store, keys, terms.timeout_s, gone, late, fix)
     raw = b"" if terms is not None else _await_terms(place, store)
     members = [Member(**json.loads(store.get(key))) for key in keys]
     members[place.rank] = me  # whatever the store has
@@ -238,7 +238,7 @@ def _await_terms(place: Place, store: Store) -> bytes:
 
 
 def _await_all(
-    store: Store, keys: Sequence[str], within_s: float, gone: Callable[[], str], late: str, mend: str
+    store: Store, keys: Sequence[str], within_s: float, gone: Callable[[], str], late: str, fix: str
 ) -> None:
     """Until every rank has set its key. Raises WorkerLost by the sentence of ``gone``, as soon as it has one,
     and, after ``within_s``, naming those who are ``late``."""
@@ -251,7 +251,7 @@ def _await_all(
             continue
         if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            raise rank_lost(f"{who} of {len(keys)} {late} {within_s:g} s; {mend}")
+            raise rank_lost(f"{who} of {len(keys)} {late} {within_s:g} s; {fix}")
 
 
 def _there(store: Store, keys: list[str], within_s: float) -> bool:

@@ -10,7 +10,7 @@ and weights go along. Nothing is dropped and there is no capacity: splits are as
 
 Rows are added up in the order of ranks and, on a rank, of slots, whatever the device; no sum depends on which
 thread was first. Every rank makes the same collectives in the same order, forward and backward, also one that
-nobody sends a row to.
+no rank sends a row to.
 
 T rows, D model, K experts per token, E experts, n ranks, S copies, R rows received.
 """
@@ -184,7 +184,7 @@ class _Collect(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         spread = grad.index_select(0, ctx.copies.row)
-        if not (saved := ctx.saved_tensors):  # asked for once: under checkpointing it cannot be again
+        if not (saved := ctx.saved_tensors):  # requested once: under checkpointing it cannot be again
             return spread, None, None
         rows, weights = saved
         wide = torch.promote_types(rows.dtype, torch.float32)

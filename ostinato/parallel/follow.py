@@ -67,7 +67,7 @@ class Local(Protocol):
 
 class Lead:
     """Rank 0's own part of every call is done in one thread of its own: a collective that nothing ends is
-    left behind there, and whoever called hears the verdict of the watch. ``answers``: see ``leading``."""
+    left behind there, and the caller gets the verdict of the watch. ``answers``: see ``leading``."""
 
     def __init__(self, doing: Doing, verdict_s: float, answers: tuple[type[Exception], ...] = ()) -> None:
         self.lost = ""  # the verdict; empty while all are there
@@ -296,7 +296,7 @@ def following(
         word = last_line(error)
         doing.broken, doing.raised = (word, "") if of_connection(error) else ("", word)
         time.sleep(terms.timeout_s + terms.silence_s)  # the watch ends the process, long before
-        leave(f"{members[place.rank]} raised {word}, and nobody has heard of it")
+        leave(f"{members[place.rank]} raised {word}, and no other process knows of it")
     watch.stop()
     control.bye()
     dist.destroy_process_group()

@@ -3,8 +3,9 @@
     ostinato train      rank 0 makes a key at random and hands it to its children in their environment
     torchrun            OSTINATO_RUN_KEY where it is set, else a file of this user, made at random once
 
-torch's store lets in whoever reaches its port. A key lasts longer than a meeting of ranks, so what is signed
-is bound to that meeting, by a random number of each rank: what was recorded of another one does not fit.
+torch's store lets in everyone who reaches its port. A key lasts longer than a meeting of ranks, so what is
+signed is bound to that meeting, by a random number of each rank: what was recorded of another one does not
+fit.
 """
 
 from __future__ import annotations

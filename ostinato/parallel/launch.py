@@ -22,7 +22,7 @@ from ostinato.workers.process import Child
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
-CLOSE_S = 10.0  # for ranks that were told to end
+CLOSE_S = 10.0  # for ranks that have been ordered to end
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 LAST_LINES = 3  # of a rank that has died, in an error
 
@@ -142,7 +142,7 @@ class Ranks:
         return f"ended: {how}" + (f"; its last lines, in {log}: {lines}" if lines else "")
 
     def close(self, within_s: float = CLOSE_S) -> None:
-        """Wait for those that were told to end, and kill the others."""
+        """Wait for those that have been ordered to end, and kill the others."""
         deadline = time.monotonic() + within_s
         for child in self._children.values():
             child.wait(deadline - time.monotonic())
@@ -165,7 +165,7 @@ def choose_interface(place: Place, environ: MutableMapping[str, str]) -> None:
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface by which this host reaches ``address``; None where that cannot be told."""
+    """The network interface by which this host reaches ``address``; None where that cannot be found."""
     if not sys.platform.startswith("linux"):
         return None
     import fcntl  # not on every system

@@ -17,7 +17,7 @@ import numpy as np
 
 from ostinato.types import NO_EXPERT
 
-NOMINAL_RANKS = 8  # what one rank is asked about: the experts of a node of eight
+NOMINAL_RANKS = 8  # the nominal share of one rank: the experts of a node of eight
 
 
 def expert_loads(routes: np.ndarray, num_experts: int) -> np.ndarray:
@@ -44,7 +44,7 @@ def rank_loads(loads: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def stragglers(loads: np.ndarray) -> np.ndarray:
-    """[...]: max over mean of loads [..., R]; 1 where there is no load, since nobody waits."""
+    """[...]: max over mean of loads [..., R]; 1 where there is no load, since nothing waits."""
     mean = loads.mean(axis=-1)
     return np.where(mean > 0, loads.max(axis=-1) / np.where(mean > 0, mean, 1), 1.0)
 

@@ -64,7 +64,7 @@ def _greedy(loads: np.ndarray, ranks: int, each: int) -> np.ndarray:
         load, rank = heapq.heappop(lightest)
         owner[expert] = rank
         room[rank] -= 1
-        if room[rank]:  # a rank without room is asked no more
+        if room[rank]:  # a rank without room is left out
             heapq.heappush(lightest, (load + float(loads[expert]), rank))
     return owner
 

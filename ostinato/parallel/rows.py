@@ -77,7 +77,7 @@ class VocabularyRows:
 class Ulysses:
     """``Attend`` over rows that are cut: all rows of a part of the heads, while attention runs.
 
-    ``inner`` is told all T rows and H / c heads, as if there were no others (arXiv 2309.14509 section 3).
+    ``inner`` gets all T rows and H / c heads, as if there were no others (arXiv 2309.14509 section 3).
     """
 
     def __init__(self, inner: Attend, links: Collectives) -> None:

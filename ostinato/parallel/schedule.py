@@ -161,11 +161,11 @@ def in_flight(name: Schedule | str, *, rank: int, ranks: int, virtual: int = 1, 
 def _checked(name: Schedule | str, ranks: int, virtual: int, parts: int) -> Schedule:
     for what, size in {"ranks": ranks, "virtual": virtual, "parts": parts}.items():
         if size < 1:
-            raise ValueError(f"a pipeline schedule was asked for with {what} {size}; use at least 1")
+            raise ValueError(f"a pipeline schedule was requested with {what} {size}; use at least 1")
     if name not in tuple(Schedule):
         raise ValueError(f"the pipeline schedule is {name!r}; use one of {', '.join(Schedule)}")
     if name == Schedule.ONE_F_ONE_B and virtual > 1:
-        raise ValueError(f"the schedule 1f1b was asked for with {virtual} chunks per rank; use interleaved")
+        raise ValueError(f"the schedule 1f1b was requested with {virtual} chunks per rank; use interleaved")
     return Schedule(name)
 
 

@@ -205,7 +205,7 @@ class _Run(Generic[Part]):
         """Run a chunk; its output. ``keep``: with its graph, for the backward."""
         chunk, part = action.chunk, self.parts[action.part]
         x = None
-        if chunk:  # requires_grad even if nobody asks: some kernels multiply in another order without
+        if chunk:  # requires_grad even where it is not needed: some kernels multiply in another order without
             x = self._take(Compute(Pass.FORWARD, chunk - 1, action.part))
             x.requires_grad_(torch.is_grad_enabled())
         out, extras = self.chunk(chunk, part, x)

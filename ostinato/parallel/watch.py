@@ -7,7 +7,7 @@
 A rank is lost when it gives no sign for ``silence_s``, when it has ended, when it has raised or refused
 what others have not, or when it gets on with nothing for ``timeout_s`` while the others wait. What it gets
 on with are passes, finished collectives, pieces of what rank 0 sends. Seconds are counted as they pass here:
-a machine that slept blames nobody.
+a machine that slept blames no rank.
 
 The store is torch's, but nothing here needs torch.
 """
@@ -66,7 +66,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """A sign of life. ``call``: what the rank was asked for, empty between calls; ``idle_s``: since it last
+    """A sign of life. ``call``: the call the rank is in, empty between calls; ``idle_s``: since it last
     got on with it; ``at``: where it is, file:line function; ``waits``: for others, as far as can be seen;
     ``broken``: the error of a collective that it was in; ``raised``: its own error; ``refused``: how many
     calls it has answered by an error that all ranks have to raise alike."""
@@ -152,7 +152,7 @@ class Judge:
     def see(
         self, signs: Mapping[int, Sign], ended: Mapping[int, str], passed_s: float, when: str
     ) -> str | None:
-        """The verdict, or None while nobody is lost. ``ended``: how ranks have ended, where that is known;
+        """The verdict, or None while no rank is lost. ``ended``: how ranks have ended, where that is known;
         ``passed_s``: since the last look; ``when``: it is, in words."""
         for rank in range(len(self.members)):  # those too that have not given a first sign
             beat = signs[rank].beat if rank in signs else None

@@ -47,7 +47,7 @@ class Late(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """By place in the stream: whom a step trains on, in the order of the stream; who is dropped; whom it has
-    to wait for, and then the others are empty. All are empty when nobody is on the way."""
+    to wait for, and then the others are empty. All are empty when no group is on the way."""
 
     batch: tuple[int, ...] = ()
     stale: tuple[int, ...] = ()
@@ -149,8 +149,8 @@ class TrainBatch:
 @dataclass(kw_only=True)
 class RolloutBuffer:
     """Admits groups, and hands out batches of them. ``cursor`` is the place of the stream that comes next,
-    which ``retired`` have left; ``leaving`` says who leaves by the groups that have ended (None: nobody ever
-    does). ``on_progress`` is called whenever a group gets on."""
+    which ``retired`` have left; ``leaving`` says who leaves by the groups that have ended (None: no prompt
+    ever does). ``on_progress`` is called whenever a group gets on."""
 
     rule: AdmissionRule
     rounds: Rounds
@@ -207,7 +207,7 @@ class RolloutBuffer:
 
     @property
     def is_dry(self) -> bool:
-        """Is nobody on the way, and has everybody left the stream?"""
+        """Is no group on the way, and has every prompt left the stream?"""
         return not self.ahead and not self.rounds.places(self.cursor, self._left, 1)
 
     async def batch(self, finished: int, version: int) -> TrainBatch:
@@ -252,7 +252,7 @@ class RolloutBuffer:
             self._raise()
 
     async def close(self) -> None:
-        """Nobody goes on."""
+        """Nothing goes on."""
         await end_tasks([*self._given_up, *self._tasks()])
 
     def waiting(self) -> str:
@@ -291,7 +291,7 @@ class RolloutBuffer:
                 task.result()
 
     def _judge(self) -> None:
-        """Whoever the groups that have ended solve for good leaves the stream."""
+        """Prompts that the ended groups solve for good leave the stream."""
         groups = [self._unjudged.pop(place).group for place in sorted(self._unjudged)]
         if self.leaving is not None and groups:
             self.retired = (*self.retired, *self.leaving(groups, self.retired))
@@ -348,7 +348,7 @@ class RolloutBuffer:
         self._training = [one.admission for one in batch]
         if stale:
             self.admit(finished, version)  # their places are free again
-        taken = TrainBatch(
+        train_batch = TrainBatch(
             batch=[one.played for one in batch if one.played is not None],
             stale=[one.played for one in stale if one.played is not None],
             num_stale=len(stale),
@@ -357,7 +357,7 @@ class RolloutBuffer:
             choices=self._choices,
         )
         self._num_admitted, self._num_anew, self._choices = 0, 0, Counter()
-        return taken
+        return train_batch
 
 
 __all__ = ["Admission", "AdmissionRule", "Late", "RolloutBuffer", "Selection", "TrainBatch"]

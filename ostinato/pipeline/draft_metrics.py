@@ -122,7 +122,7 @@ def pasts(groups: Iterable[Group]) -> tuple[dict[str, list[HistoryEntry]], int]:
     """(every answer of the groups as history keeps it, by prompt; how many could not be kept).
 
     Each turn is an answer of its own, behind the last tokens of all that came before it, with the reward of
-    its episode; so is what followed an interruption, behind the phrase, which nobody sampled. Kept are those
+    its episode; so is what followed an interruption, behind the phrase, which was not sampled. Kept are those
     with records of where each uniform fell (``Completion.edges``), but for failed ones, whose numbers may be
     broken.
     """

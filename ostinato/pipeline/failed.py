@@ -66,7 +66,7 @@ def refuse(rows: Sequence[dict[str, Any]], where: str) -> None:
             note = f"{row['trace']}\nprompt {row['uid']}, completion {row['completion']!r}".lstrip()
             raise RewardFails(
                 f"reward {row['function']} gave no verdict to any of the {row['of']} answers of {where} "
-                f"({row['detail']}); mend it",
+                f"({row['detail']}); fix it",
                 note,
             )
 
@@ -104,7 +104,7 @@ class Failures:
             kind = fault_name(sentence)
             if kind != sentence and (key := (kind, *failed)) not in self._logged:
                 self._logged.add(key)
-                logger.warning(f"step {step}: {sentence} (told once; faults/{kind} counts them)")
+                logger.warning(f"step {step}: {sentence} (reported once; faults/{kind} counts them)")
                 for trace in (report.partition("\n")[2] for report in failed.values()):
                     if trace:
                         logger.warning(trace)

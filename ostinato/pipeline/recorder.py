@@ -104,7 +104,7 @@ class StepRecorder:
         feed: RolloutBuffer,
         groups: Sequence[Group],
         ended: Sequence[RolloutResult],
-        taken: TrainBatch,
+        train_batch: TrainBatch,
         learned: Learned,
         drafted: Mapping[str, float],
     ) -> dict[str, float]:
@@ -150,8 +150,8 @@ class StepRecorder:
             work["forgetting"] = dict(learned.look.cost)
         self.ledger.step(clock.step, row["step_time"], clock.busy(), work, by_pool)
         self.draw(clock.step, spans)
-        row |= curriculum_figures(taken.choices, len(feed.rates)) if self.plan.curriculum else {}
-        row |= {"rollout/from_spool": float(sum(item.spooled for item in taken.batch)), **counts}
+        row |= curriculum_figures(train_batch.choices, len(feed.rates)) if self.plan.curriculum else {}
+        row |= {"rollout/from_spool": float(sum(item.spooled for item in train_batch.batch)), **counts}
         row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
         if batch is not None and (self.plan.staleness or self.plan.overlap):
             row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(ages(batch).items())}

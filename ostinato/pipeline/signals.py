@@ -126,7 +126,7 @@ class StopSignals:
             self._task = None
 
     def give_up(self, error: Exception) -> None:
-        """Cancel what runs; whoever waits for it gets ``error``."""
+        """Cancel what runs; its caller gets ``error``."""
         if self._task is not None:
             self._error = error
             self._task.cancel()
@@ -191,7 +191,7 @@ async def in_thread(work: Callable[[], T]) -> T:
             error = RuntimeError(f"{raised!r} in a thread")
         except BaseException as raised:  # an edge of the process: whatever it is, it is the caller's
             error = raised
-        with suppress(RuntimeError):  # of a loop that is closed: nobody waits any more
+        with suppress(RuntimeError):  # of a loop that is closed: there is no caller any more
             loop.call_soon_threadsafe(tell, result, error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -202,8 +202,8 @@ class Watchdog:
     """Ends a wait without progress. ``amount`` is something that grows while there is any (tokens sampled);
     what else gets on calls ``on_progress``. ``waiting`` says who waits for whom.
 
-    Idle time is counted in slices of the event loop: while something keeps it from running, nobody can get
-    on, and nobody is late."""
+    Idle time is counted in slices of the event loop: while something keeps it from running, no worker can get
+    on, and none is late."""
 
     SLICES = 20  # of the limit, between two looks
 

@@ -141,7 +141,7 @@ class Finished:
 def nothing_to_learn(state: LoopState, metrics: Path) -> NoTrainableSamples:
     return NoTrainableSamples(
         f"{state.empty_in_a_row} steps in a row had nothing to learn from; see groups/dropped and "
-        f"faults in {metrics.name}, then change the task's difficulty or mend the reward"
+        f"faults in {metrics.name}, then change the task's difficulty or fix the reward"
     )
 
 

@@ -164,7 +164,7 @@ def check_ages(batch: Batch, step: int, staleness: int) -> None:
 
 def with_stale(credit: Credit, stale: Sequence[Group], num_stale: int) -> Credit:
     """The credit of a step that also dropped ``num_stale`` groups as too old. Of ``stale``, those of them
-    that had ended, the tokens are wasted; of the others nobody has them."""
+    that had ended, the tokens are wasted; of the others they are lost."""
     if not num_stale:
         return credit
     tokens = sum(sampled_tokens(t) for group in stale for t in group.trajectories)
@@ -236,7 +236,7 @@ TOOL_FAILURES = ("unreadable", "unknown", "raised", "timeout")
 
 def tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str, float]:
     """TRL's figures from what the tools counted in a step: calls per trajectory, share of calls that failed.
-    Empty where nothing was called, or nobody has ended."""
+    Empty where nothing was called, or no sequence has ended."""
     calls = counts.get("tools/calls", 0.0)
     if not calls or not num_trajectories:  # of episodes that have not ended yet
         return {}

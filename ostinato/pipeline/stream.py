@@ -32,8 +32,8 @@ def places(
     """The next ``count`` indices of the stream from ``cursor`` on whose prompts (by uid) are not ``retired``
     and, where a curriculum says so, ``wanted`` at that index: each is so at some index, sooner or later.
 
-    The next cursor is the last of them plus 1. Empty when nobody is left: 2 ``tasks.epoch`` places in a row
-    contain every prompt. While fewer are left than are requested, a prompt comes once in each epoch, so
+    The next cursor is the last of them plus 1. Empty when no prompt is left: 2 ``tasks.epoch`` places in a
+    row contain every prompt. While fewer are left than are requested, a prompt comes once in each epoch, so
     more than once in a step.
     """
     if not retired and wanted is None:

@@ -117,8 +117,8 @@ def nothing_fits(problem: Problem, found: Found) -> str:
         )
     reasons += [f"{base}: {why}" for base, why in found.reasons.items()] if not reasons else []
     what = f"{problem.model.name} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}"
-    mend = "use more GPUs (--smallest finds how many), or fewer bytes (--base fp8)"
-    return f"{what} does not fit: {'; '.join(reasons) or 'no layout divides the model'}; {mend}"
+    fix = "use more GPUs (--smallest finds how many), or fewer bytes (--base fp8)"
+    return f"{what} does not fit: {'; '.join(reasons) or 'no layout divides the model'}; {fix}"
 
 
 def needs_mapping(problem: Problem, a: Arrangement) -> bool:
@@ -172,7 +172,7 @@ def cost(problem: Problem, plan: Plan) -> float:
 
 
 def print_tables(console: Console, request: PlanRequest, found: Found, top: int, seconds: float) -> None:
-    """Tables: what was asked, the plans, memory and time of the first."""
+    """Tables: what was requested, the plans, memory and time of the first."""
     problem, plans = request.problem, distinct(found.plans, top)
     console.print(_question(request))
     console.print(_plans(problem, plans))

@@ -5,7 +5,7 @@
             d / k engines. No context, no pieces, no virtual stages, and x is not to be chosen
     local   Ostinato's own engine samples in one process: d of them are as many samplers
 
-What a layout means to the other rooms of ``plan`` is asked here: bytes, seconds and launch files agree.
+What a layout means to the other rooms of ``plan`` is found here: bytes, seconds and launch files agree.
 """
 
 from __future__ import annotations

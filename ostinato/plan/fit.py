@@ -103,9 +103,11 @@ def _parts(name: str, plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
         planned = sum(
             sum(plan["seconds"].get(phase, {}).values()) / plan["factors"].get(phase, 1.0) for phase in phases
         )
-        taken = [row[key] for row in rows[1:] if row.get(key, 0.0) > 0]
-        if taken and planned > 0:
-            yield Part(run=name, name=part, phases=phases, planned=planned, measured=statistics.median(taken))
+        seconds = [row[key] for row in rows[1:] if row.get(key, 0.0) > 0]
+        if seconds and planned > 0:
+            yield Part(
+                run=name, name=part, phases=phases, planned=planned, measured=statistics.median(seconds)
+            )
 
 
 def _overlaps(rows: Iterable[Mapping[str, Any]]) -> bool:

@@ -26,11 +26,11 @@ def ostinato(problem: Problem, arrangement: Arrangement) -> str:
     Ostinato has not is a comment each, "not in Ostinato yet"."""
     base = f", base {arrangement.base}" if arrangement.placement == Placement.COLOCATED else ""
     train = arrangement.train
-    said = [f"trainer {train.layout}, sampler {arrangement.rollout.layout}, {arrangement.placement}{base}"]
-    said.append("model.path is the name that was planned; give the folder of the weights")
-    said += [f"not in Ostinato yet: {one}" for one in lacking(problem, arrangement)]
+    lines = [f"trainer {train.layout}, sampler {arrangement.rollout.layout}, {arrangement.placement}{base}"]
+    lines.append("model.path is the name that was planned; give the folder of the weights")
+    lines += [f"not in Ostinato yet: {one}" for one in lacking(problem, arrangement)]
     command = _torchrun(problem, train.layout) + " -m ostinato train plan.toml"
-    return "\n".join([*_comments(said), f"# {command}", "", dumps(sections(problem, arrangement))])
+    return "\n".join([*_comments(lines), f"# {command}", "", dumps(sections(problem, arrangement))])
 
 
 def sections(problem: Problem, arrangement: Arrangement) -> dict[str, dict[str, object]]:

@@ -1,6 +1,6 @@
 """How much of a model one rank keeps: elements of weights, adapters and their prepared copies, by stage.
 
-All of it is asked of ``model.share.placed``, the function by which shards are loaded, trained and saved; a
+All of it comes from ``model.share.placed``, the function by which shards are loaded, trained and saved; a
 layer is counted once for all layers of its kind, since every one of them is cut alike.
 """
 

@@ -1,4 +1,4 @@
-"""The nouns of planning: what is asked (Problem), what is chosen (Setup, Arrangement), what it costs.
+"""The nouns of planning: what is requested (Problem), what is chosen (Setup, Arrangement), what it costs.
 
     Problem     model, what is trained, precisions, work of one RL step, cluster, sampler
     Setup       how one phase runs: a layout, rows of a microbatch, recompute
@@ -315,8 +315,8 @@ def find_model(name: str) -> Model:
     if path.is_file():
         return Model(name=path.resolve().parent.name, config=_read(path))
     near = difflib.get_close_matches(short, known_models(), n=1)
-    mend = f"did you mean {near[0]}" if near else f"the built-in ones are {', '.join(known_models())}"
-    raise ValueError(f"model is {name!r}, no built-in name and no config.json; {mend}")
+    fix = f"did you mean {near[0]}" if near else f"the built-in ones are {', '.join(known_models())}"
+    raise ValueError(f"model is {name!r}, no built-in name and no config.json; {fix}")
 
 
 def _read(path: Path) -> ModelConfig:

@@ -1,4 +1,5 @@
-"""A plan as plan.json of a run folder: what it said, so that a report can put it beside what was measured."""
+"""A plan as plan.json of a run folder: what it predicted, so that a report can put it beside what was
+measured."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ UNMEASURED = "data sheets, nothing measured"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What may be asked beside the model and the cluster; every default is printed with the answer."""
+    """What may be requested beside the model and the cluster; every default is printed with the answer."""
 
     lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 32
     expert_rank: Annotated[int, typer.Option(min=0, help="Of those on experts; 0: the same.")] = 0

@@ -35,11 +35,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Occupancy:
-    """Runs of decode steps between which nobody comes or goes."""
+    """Runs of decode steps between which no sequence comes or goes."""
 
     steps: Floats  # [n] how many steps
     sequences: Floats  # [n] how many sequences each of them decodes
-    said: Floats  # [n] tokens that these have said on average, in the middle of the run
+    generated: Floats  # [n] tokens that these have generated on average, in the middle of the run
 
     @property
     def tokens(self) -> float:
@@ -53,8 +53,8 @@ class Occupancy:
 
 
 def occupancy(lengths: Sequence[int], slots: int) -> Occupancy:
-    """Of one replica that decodes ``lengths`` in this order, at most ``slots`` at once: whoever ends makes
-    room for the next. Raises ValueError without a seat or a length."""
+    """Of one replica that decodes ``lengths`` in this order, at most ``slots`` at once: one that ends makes
+    room for the next. Raises ValueError without a slot or a length."""
     if slots < 1 or not len(lengths) or min(lengths) < 1:
         raise ValueError(
             f"{len(lengths)} lengths and {slots} slots; use at least 1 of each, of 1 token or more"
@@ -76,7 +76,7 @@ def occupancy(lengths: Sequence[int], slots: int) -> Occupancy:
     )[:-1]
     middle = (events[:-1] + events[1:]) / 2
     return Occupancy(
-        steps=np.diff(events), sequences=sequences.astype(np.float64), said=middle - starts / sequences
+        steps=np.diff(events), sequences=sequences.astype(np.float64), generated=middle - starts / sequences
     )
 
 
@@ -97,8 +97,8 @@ def dealt(answers: Sequence[int], number: int, replicas: int) -> tuple[int, ...]
 
 
 def decode_seconds(rooms: Occupancy, step: Callable[[Floats, Floats], Floats]) -> float:
-    """Seconds of a schedule, where ``step(sequences, said)`` is that of one decode step."""
-    return float((rooms.steps * step(rooms.sequences, rooms.said)).sum())
+    """Seconds of a schedule, where ``step(sequences, generated)`` is that of one decode step."""
+    return float((rooms.steps * step(rooms.sequences, rooms.generated)).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +144,8 @@ def rollout_seconds(problem: Problem, setup: Setup, efficiency: Efficiency) -> d
         "prefill": pass_.prefill(),
         "decode": decode_seconds(rooms, pass_.products),
         "cache": decode_seconds(rooms, pass_.cache),
-        "tensor": decode_seconds(rooms, lambda seqs, said: pass_.talk(seqs, "t")),
-        "expert exchange": decode_seconds(rooms, lambda seqs, said: pass_.talk(seqs, "e")),
+        "tensor": decode_seconds(rooms, lambda seqs, generated: pass_.talk(seqs, "t")),
+        "expert exchange": decode_seconds(rooms, lambda seqs, generated: pass_.talk(seqs, "e")),
     }
     busy = sum(terms.values()) - terms["prefill"]
     least = rooms.longest * problem.config.num_layers * efficiency.captured
@@ -189,9 +189,9 @@ class _Pass:
         rest = replace(elements, experts=0, ends=head)  # of the embedding itself a few rows are looked up
         return weight_bytes(rest, dtype), elements.experts * dtype.num_bytes
 
-    def products(self, sequences: Floats, said: Floats) -> Floats:
+    def products(self, sequences: Floats, generated: Floats) -> Floats:
         """Seconds of the products of one decode step, [n]."""
-        del said
+        del generated
         config, e, t = self.problem.config, self.efficiency, self.layout.tensor
         rates, (dense, experts) = rates_of(config, self.problem.adapter), self.weights()
         adapters = self._adapter_bytes()
@@ -208,11 +208,12 @@ class _Pass:
         flops = own * rates.routed / (self.speed * e.grouped)
         return seconds + np.maximum(flops * self.straggler, touched * experts / self.hbm)
 
-    def cache(self, sequences: Floats, said: Floats) -> Floats:
-        """Seconds of attention over what has been said, [n]. Latent caches are not cut by tensor ranks."""
+    def cache(self, sequences: Floats, generated: Floats) -> Floats:
+        """Seconds of attention over what has been generated, [n]. Latent caches are not cut by tensor
+        ranks."""
         config, e, t = self.problem.config, self.efficiency, self.layout.tensor
         mla, latent = config.mla, self.problem.sampler.latent_kv
-        kept = sequences * (said + self.problem.work.prompt_tokens)
+        kept = sequences * (generated + self.problem.work.prompt_tokens)
         width = kv_values(config, latent=latent) * self.problem.precision.kv.num_bytes
         if mla is not None and latent:
             values = 2.0 * config.num_heads * config.num_layers * (2 * mla.kv_lora_rank + mla.rope_head_dim)
@@ -263,7 +264,7 @@ class _Pass:
         return found
 
     def _adapter_bytes(self) -> float:
-        """Of the factors on a rank; experts' that nobody chose are not read, which is not counted on."""
+        """Of the factors on a rank; experts' that no token chose are not read, which is not counted on."""
         if self.problem.adapter is None:
             return 0.0
         values = stage_elements(self.problem.config, self.problem.adapter, self.layout, 0).adapters

@@ -88,7 +88,7 @@ class Found:
 
 def search(problem: Problem, clock: Clock, allowed: Allowed | None = None) -> Found:
     """Ranked plans for all GPUs of the cluster; none in ``plans`` where nothing fits. Raises ValueError for a
-    layout that was asked for and that model, engine or number of GPUs do not have."""
+    layout that was requested and that model, engine or number of GPUs do not have."""
     allowed = allowed or Allowed()
     _refuse(problem, allowed)
     worlds = list(_worlds(problem, allowed))
@@ -121,17 +121,17 @@ def _refuse(problem: Problem, allowed: Allowed) -> None:
 
 def _no_world(problem: Problem, allowed: Allowed) -> str:
     given = {"train-layout": allowed.train_layout, "rollout-layout": allowed.rollout_layout}
-    asked = [f"{name} is {layout} of {layout.world} ranks" for name, layout in given.items() if layout]
+    requested = [f"{name} is {layout} of {layout.world} ranks" for name, layout in given.items() if layout]
     free = replace(allowed, train_layout=None, rollout_layout=None)
     ways = [f"{train} train and {rollout} sample" for train, rollout, _ in _worlds(problem, free)]
     return (
-        f"{' and '.join(asked)}, but of {problem.cluster.num_gpus} GPUs {' or '.join(ways)}; use as many "
+        f"{' and '.join(requested)}, but of {problem.cluster.num_gpus} GPUs {' or '.join(ways)}; use as many "
         "ranks, or other GPUs"
     )
 
 
 def _worlds(problem: Problem, allowed: Allowed) -> Iterator[tuple[int, int, Placement]]:
-    """(ranks that train, ranks that sample, where), but for those of which the asked layouts are not."""
+    """(ranks that train, ranks that sample, where), but for those of which the requested layouts are not."""
     total = problem.cluster.num_gpus
     divided = [(total, total, Placement.COLOCATED)] if Placement.COLOCATED in allowed.placements else []
     if Placement.APART in allowed.placements:
@@ -139,8 +139,8 @@ def _worlds(problem: Problem, allowed: Allowed) -> Iterator[tuple[int, int, Plac
         parts = {max(unit, round(total * share / unit) * unit) for share in (0.25, 0.5, 0.75)}
         divided += [(one, total - one, Placement.APART) for one in sorted(parts) if 0 < one < total]
     for train, rollout, placement in divided:
-        asked = ((allowed.train_layout, train), (allowed.rollout_layout, rollout))
-        if all(layout is None or layout.world == ranks for layout, ranks in asked):
+        requested = ((allowed.train_layout, train), (allowed.rollout_layout, rollout))
+        if all(layout is None or layout.world == ranks for layout, ranks in requested):
             yield train, rollout, placement
 
 
@@ -277,7 +277,7 @@ def _pairs(
     """The ``FINAL`` fastest arrangements that fit of every way to hold the base, refit and switches not
     counted; and why a way came to nothing.
 
-    Pairs come in the order of what they take with all seats that a sampler has by itself: beside a trainer
+    Pairs come in the order of what they take with all slots that a sampler has by itself: beside a trainer
     it has no more of them, and is taken to be no faster. So the first pairs say when to stop.
     """
     priced: dict[Setup, float] = {}

@@ -4,7 +4,7 @@
                               the memory's bandwidth, whichever is longer, of the parts that a rank keeps
     messages                  ``plan.comm``'s bytes over the link that a group of ranks shares, and a latency
     bubble                    the way through the stages that other microbatches do not fill
-    decode                    every step reads weights, caches of whoever is still answering, and adapters;
+    decode                    every step reads weights, caches of the sequences still running, and adapters;
                               as many steps as the longest answers take (``plan.decode``)
 
 Nothing overlaps but what our code overlaps: messages wait for products and products for messages (exposed
@@ -28,7 +28,7 @@ from ostinato.plan.sampling import rollout_seconds
 from ostinato.plan.training import local_bytes, train_seconds
 from ostinato.plan.training import trained_values as trained_of
 
-# Relative standard deviations of what a term depends on and nobody has measured.
+# Relative standard deviations of what a term depends on and that have not been measured.
 SPREAD: Mapping[str, float] = MappingProxyType(
     {"train": 0.20, "logprobs": 0.20, "rollout": 0.25, "refit": 0.5, "switch": 0.4}
 )

@@ -129,7 +129,7 @@ class Steps:
 
 
 def published_values(config: ModelConfig, adapter: AdapterSpec | None, layout: Layout) -> int:
-    """Trained values that come to the first rank when the whole is asked for (a publish, a checkpoint), each
+    """Trained values that come to the first rank when the whole is requested (a publish, a checkpoint), each
     sent once by a rank that keeps it: all but those that the first rank has itself."""
     whole = sum(gradient_sizes(config, adapter, Layout(), 0).values())
     own = sum(gradient_sizes(config, adapter, replace(layout, shard=1), 0).values())

@@ -248,7 +248,7 @@ def _mounts(folder: str, hidden: Sequence[str]) -> None:
 
 
 def _unix_sockets() -> list[str]:
-    """Where programs outside listen: a network namespace keeps nobody from these."""
+    """Where programs outside listen: a network namespace keeps nothing from these."""
     names = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()[1:]

@@ -1,7 +1,7 @@
 """``protocols.Grader`` over several workers: a group goes to the one with the fewest, and is never lost.
 
 A worker gets no more groups than it grades at once, so whatever waits is here when it is lost. Of the groups
-that it had then one is suspected, the oldest: the others go to whoever has room, and this one is judged once
+that it had then one is suspected, the oldest: the others go to workers with room, and this one is judged once
 more, alone, elsewhere where there is another. What fails then too has no verdict, by name: a fault is not a
 reward of 0.
 """
@@ -42,7 +42,7 @@ class GraderServer:
 
     def __init__(self, grader: Counting, name: str) -> None:
         self._grader, self._name, self._reported = grader, name, Counter[str]()
-        self._until = 0.0  # which it has said that it was busy
+        self._until = 0.0  # which it has reported to be busy
 
     async def ready(self) -> None:
         """Answers once there is something to answer."""
@@ -110,9 +110,9 @@ class GraderLink:
         lean, causes, index = without_routes(group), list[str](), -1
         while len(causes) < 2:
             index = await self._room(index, alone=bool(causes))
-            place, taken = self._places[index], self._slots if causes else 1
+            place, num_slots = self._places[index], self._slots if causes else 1
             try:
-                graded = await self._call(place, lean, taken)
+                graded = await self._call(place, lean, num_slots)
             except WorkerLost as gone:
                 self._replace(index, place, gone)
                 if place.suspect is lean:
@@ -150,8 +150,8 @@ class GraderLink:
             if not turn.done():
                 turn.set_result(None)
 
-    async def _call(self, place: _Place, group: Group, taken: int) -> Graded:
-        place.free -= taken
+    async def _call(self, place: _Place, group: Group, num_slots: int) -> Graded:
+        place.free -= num_slots
         place.running.append(group)
         try:
             return await place.worker.call("grade", group, within_s=self._within_s)
@@ -161,7 +161,7 @@ class GraderLink:
             raise
         finally:
             place.running.remove(group)
-            place.free += taken
+            place.free += num_slots
             self._wake()
 
     def _replace(self, index: int, lost: _Place, cause: WorkerLost) -> None:
@@ -174,8 +174,8 @@ class GraderLink:
         self._wake()
 
     def take_spans(self) -> Sequence[Span]:
-        taken, self._spans = self._spans, []
-        return taken
+        spans, self._spans = self._spans, []
+        return spans
 
     def status(self) -> list[dict[str, Any]]:
         """A row for each worker, as those of ``EnginePool.status``."""

@@ -126,8 +126,8 @@ def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[f
     verdicts: list[float | None] = []
     for completion, target in zip(completions, answer, strict=True):
         text = text_of(completion)
-        said = {final_answer(text), after_thinking(text).strip()}
-        verdicts.append(None if target is None else float(str(target).strip() in said))
+        sampled = {final_answer(text), after_thinking(text).strip()}
+        verdicts.append(None if target is None else float(str(target).strip() in sampled))
     return verdicts
 
 
@@ -215,10 +215,10 @@ def _math_verdict(gold: list[Any], text: str) -> float:
     marked = marked_answer(text)
     try:
         with _time_limit(MEMBER_LIMIT_S):
-            said = parse(text, parsing_timeout=0)
-            if not said and marked:
-                said = parse(f"${marked}$", parsing_timeout=0)
-            return float(verify(gold, said, timeout_seconds=0))
+            sampled = parse(text, parsing_timeout=0)
+            if not sampled and marked:
+                sampled = parse(f"${marked}$", parsing_timeout=0)
+            return float(verify(gold, sampled, timeout_seconds=0))
     except _OutOfTime:
         return math.nan
 
@@ -234,17 +234,17 @@ def gym_score(completions: Sequence[Any], gym: Sequence[Any], entry: Sequence[An
     for completion, task, item in zip(completions, gym, entry, strict=True):
         score = _gym_scorer(task["name"], json.dumps(task["config"], sort_keys=True))
         text = after_thinking(text_of(completion))
-        said = [final_answer(text)]
+        sampled = [final_answer(text)]
         if marked_answer(text) is None and (number := _last_match(text)):
-            said.append(number.group().lstrip("$"))
-        scores = [_gym_verdict(score, candidate, item) for candidate in said]
+            sampled.append(number.group().lstrip("$"))
+        scores = [_gym_verdict(score, candidate, item) for candidate in sampled]
         verdicts.append(max((score for score in scores if not math.isnan(score)), default=math.nan))
     return verdicts
 
 
-def _gym_verdict(score: Callable[[str, dict[str, Any]], float], said: str, item: dict[str, Any]) -> float:
+def _gym_verdict(score: Callable[[str, dict[str, Any]], float], sampled: str, item: dict[str, Any]) -> float:
     try:
-        return float(score(said, item))
+        return float(score(sampled, item))
     except ValueError:
         return 0.0
     except (TypeError, AttributeError, LookupError, ArithmeticError):

@@ -294,7 +294,7 @@ def main(fd: int) -> None:
         for spec in hello["functions"]:
             functions[spec] = verify.resolve(spec)
     except BaseException as error:  # importing a user's file can raise anything: it becomes one sentence
-        named = f"importing the reward {spec!r} raised {_described(error, confined)}; mend it"
+        named = f"importing the reward {spec!r} raised {_described(error, confined)}; fix it"
         ours = type(error) is ValueError and _frames(error)[-1].filename == verify.__file__
         sentence = str(error) if ours else f"{named}\n{trace(error)}"
         send(sock, json.dumps({"error": sentence}).encode())

@@ -253,8 +253,8 @@ class WorkerGrader:
                 continue
             _, fault, detail = verdicts[0]
             note = f"{trace}\nprompt {prompt.uid}, completions {texts!r}".lstrip()
-            if mend := _refusal(name, fault, detail, self._timeout_s):
-                raise _with_note(mend, note)
+            if fix := _refusal(name, fault, detail, self._timeout_s):
+                raise _with_note(fix, note)
             warnings.append(
                 f"reward {name} gave no verdict on a dry run ({fault}: {detail}); the run ends if it gives "
                 f"none to any answer of the first evaluation or step\n{note}"
@@ -271,7 +271,7 @@ class WorkerGrader:
         columns["env_reward"] = [trajectory.env_reward for trajectory in played]
         loop = asyncio.get_running_loop()
         functions, names, weights = zip(*self._of(group.prompt), strict=True)
-        texts = ["".join(said) for said, _ in answers]
+        texts = ["".join(words) for words, _ in answers]
         calls = [
             self._scored(self._scorers[function], group.prompt, texts)
             if function in self._scorers
@@ -391,21 +391,21 @@ def _refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:
         case Fault.TIMEOUT:
             return (
                 f"reward {name} gave two completions no verdict in reward.timeout_s={timeout_s:g} s on a dry "
-                "run; mend it or raise the limit"
+                "run; fix it or raise the limit"
             )
         case Fault.DIED:
-            return f"reward {name} ended its process on a dry run ({detail}); mend it"
+            return f"reward {name} ended its process on a dry run ({detail}); fix it"
         case Fault.SIGNATURE:
             lacks = "missing a required" in detail
-            mend = "add the column to the rows or choose another reward" if lacks else "give it **columns"
-            return f"reward {name} does not take the row ({detail}); {mend}"
+            fix = "add the column to the rows or choose another reward" if lacks else "give it **columns"
+            return f"reward {name} does not take the row ({detail}); {fix}"
         case Fault.NO_COLUMN:
             return (
                 f"reward {name} looks up a column that the row does not have ({detail}); add the column to "
                 "the rows or choose another reward"
             )
         case Fault.UNDEFINED:
-            return f"reward {name} uses what does not exist ({detail}); mend it"
+            return f"reward {name} uses what does not exist ({detail}); fix it"
     return ""
 
 
@@ -440,7 +440,7 @@ def _answers(trajectory: Trajectory) -> tuple[list[str], list[int]]:
 
 
 def _columns(prompt: Prompt, answers: Sequence[tuple[list[str], list[int]]]) -> dict[str, Any]:
-    """What TRL hands to a reward function, all as lists: the row's columns and what was said.
+    """What TRL hands to a reward function, all as lists: the row's columns and the answers.
 
     For a chat prompt a completion is a chat too: the policy's messages, one per turn.
     """

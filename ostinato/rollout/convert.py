@@ -42,12 +42,12 @@ def _sample(
         raise ValueError(f"sample {uid} has an advantage but no turns; give it NaN")
     tokens, masks, logprobs, versions = [], [], [], []
     for turn in turns:
-        said, context_len = turn.completion, len(turn.context)
-        tokens += [turn.context, said.tokens]
-        sampled = np.ones(len(said.tokens), bool) if said.injected is None else ~said.injected
+        answer, context_len = turn.completion, len(turn.context)
+        tokens += [turn.context, answer.tokens]
+        sampled = np.ones(len(answer.tokens), bool) if answer.injected is None else ~answer.injected
         masks += [np.zeros(context_len, bool), sampled]
-        logprobs += [np.zeros(context_len, np.float32), said.logprobs]
-        versions += [np.full(context_len, -1, np.int32), said.versions]
+        logprobs += [np.zeros(context_len, np.float32), answer.logprobs]
+        versions += [np.full(context_len, -1, np.int32), answer.versions]
     loss_mask = np.concatenate(masks)
     return Sample(
         tokens=np.concatenate(tokens).astype(np.int32, copy=False),
@@ -72,8 +72,8 @@ def _support(turns: Sequence[Turn]) -> Support | None:
         return None
     parts: list[Support] = []
     for turn in turns:
-        said = turn.completion
-        drawn = Support.whole(len(said.tokens)) if said.support is None else said.support
+        answer = turn.completion
+        drawn = Support.whole(len(answer.tokens)) if answer.support is None else answer.support
         parts += [Support.whole(len(turn.context)), drawn]
     return Support.concatenate(parts)
 
@@ -90,10 +90,10 @@ def _routes(turns: Sequence[Turn]) -> np.ndarray | None:
     """
     records: list[np.ndarray] = []
     for turn in turns:
-        prompt, said = turn.completion.prompt_experts, turn.completion.experts
-        if prompt is None or said is None:
+        prompt, answer = turn.completion.prompt_experts, turn.completion.experts
+        if prompt is None or answer is None:
             return None
-        records.append(np.concatenate([prompt, said]))
+        records.append(np.concatenate([prompt, answer]))
     lengths = [len(turn.context) + len(turn.completion.tokens) for turn in turns]
     routes = np.full((sum(lengths), *records[0].shape[1:]), NO_EXPERT, records[0].dtype)
     for record, end in zip(records, np.cumsum(lengths).tolist(), strict=True):

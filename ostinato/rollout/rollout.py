@@ -1,6 +1,6 @@
 """Play episodes, and grade siblings as soon as the last of them has ended.
 
-    play            one task per prompt, all at once: the engine batches what it is asked
+    play            one task per prompt, all at once: the engine batches the requests
       rollout_group    G episodes; their first turns are one call, so the engine computes their prompt once;
                     every later turn is a call of its own, made the moment the environment has answered
         grade       while other groups are still being generated
@@ -107,7 +107,8 @@ async def play(
     asks: Sequence[RolloutRequest],
     on_group: Callable[[int, RolloutResult], None] = lambda index, played: None,
 ) -> list[RolloutResult]:
-    """Play all groups at once and return them in the order asked; ``on_group`` sees each as it finishes.
+    """Play all groups at once and return them in the order of the requests; ``on_group`` sees each as it
+    finishes.
 
     A cancelled or failed call leaves no episode running.
     """
@@ -243,7 +244,7 @@ class _Episode:
     def close(self) -> None:
         """End the environment, whether or not the episode has ended."""
         if isinstance(self._starting, Coroutine):
-            self._starting.close()  # nobody waits for it any more
+            self._starting.close()  # it has no caller any more
         close = getattr(self._env, "close", None)
         try:
             if close is not None:
@@ -253,7 +254,7 @@ class _Episode:
                 self._fail(_sentence(Fault.ENV, error))
 
     async def answer(self, engine: Engine) -> Completion | None:
-        """What the engine gives for ``request``; None where whoever requested it has left before the end."""
+        """What the engine gives for ``request``; None where the caller has left before the end."""
         assert self.request is not None
         left = getattr(self._env, "left", None)
         if left is None:
@@ -267,7 +268,7 @@ class _Episode:
             await end_tasks([whole, gone])
 
     async def instead(self) -> None:
-        """Nobody waits for the answer to ``request`` any more: what is requested next."""
+        """The answer to ``request`` has no caller any more: what is requested next."""
         self.request = self._begun = None
         try:
             reply = await getattr(self._env, "instead")()  # noqa: B009  of environments that have ``left``
@@ -276,17 +277,17 @@ class _Episode:
         if reply is not None:
             self._ask(reply)
 
-    async def hear(self, said: Completion) -> None:
+    async def hear(self, part: Completion) -> None:
         """Take the answer to ``request``: a whole one, then the environment says what comes next, or the
         part before or behind an interruption."""
         assert self.request is not None
-        asked, completion = self._whole(self.request, said)
+        requested, completion = self._whole(self.request, part)
         if completion is None:
             return
-        context = asked.tokens[len(self._history) :]
+        context = requested.tokens[len(self._history) :]
         self._turns.append(Turn(context=context, completion=completion, new_row=self._new_row))
         self._new_row = False
-        self._history = np.concatenate([asked.tokens, completion.tokens])
+        self._history = np.concatenate([requested.tokens, completion.tokens])
         self.request, self._stop = None, completion.stop
         if completion.stop is Stop.ERROR:
             return self._fail(f"{Fault.ENGINE}: {completion.error or 'no reason given'}")
@@ -301,19 +302,19 @@ class _Episode:
         if reply is not None:
             self._ask(reply)
 
-    def _whole(self, asked: Request, said: Completion) -> tuple[Request, Completion | None]:
-        """(what the turn asked first, its whole answer); the answer is None while a part is to come."""
+    def _whole(self, requested: Request, part: Completion) -> tuple[Request, Completion | None]:
+        """(what the turn requested first, its whole answer); the answer is None while a part is to come."""
         interruption, stage = self._stage.interruption, self._stage
         if interruption is None:
-            return asked, said
+            return requested, part
         if self._begun is not None:
             (first, thought), self._begun = self._begun, None
-            return first, interruption.joined(first, thought, asked, said)
-        again = interruption.second(asked, said, stage.sampling, stage.context_limit)
+            return first, interruption.joined(first, thought, requested, part)
+        again = interruption.second(requested, part, stage.sampling, stage.context_limit)
         if again is None:
-            return asked, said
-        self._begun, self.request = (asked, said), again
-        return asked, None
+            return requested, part
+        self._begun, self.request = (requested, part), again
+        return requested, None
 
     def _ask(self, context: Any) -> None:
         seed = self._seed
@@ -360,8 +361,8 @@ class _Episode:
 
 async def _play_together(engine: Engine, episodes: Sequence[_Episode]) -> None:
     """First turns in one call; each episode goes on by itself as soon as its own answer is there."""
-    asked = [episode for episode in episodes if episode.request is not None]
-    requests = [episode.request for episode in asked if episode.request is not None]
+    requested = [episode for episode in episodes if episode.request is not None]
+    requests = [episode.request for episode in requested if episode.request is not None]
     tasks: list[asyncio.Task[None]] = []
 
     async def start(episode: _Episode) -> None:
@@ -374,11 +375,11 @@ async def _play_together(engine: Engine, episodes: Sequence[_Episode]) -> None:
 
     late = [asyncio.create_task(start(episode)) for episode in episodes if episode.starting]
     try:
-        if asked:
+        if requested:
             async for index, completion in engine.generate(requests):
-                tasks.append(asyncio.create_task(go_on(asked[index], completion)))
-        if len(tasks) != len(asked):
-            raise RuntimeError(f"the engine gave {len(tasks)} completions for {len(asked)} requests")
+                tasks.append(asyncio.create_task(go_on(requested[index], completion)))
+        if len(tasks) != len(requested):
+            raise RuntimeError(f"the engine gave {len(tasks)} completions for {len(requested)} requests")
         await asyncio.gather(*tasks, *late)
     finally:
         await end_tasks([*tasks, *late])
@@ -401,7 +402,7 @@ async def _only(engine: Engine, request: Request) -> Completion:
 
 
 async def end_tasks(tasks: Sequence[asyncio.Task[Any]], limit_s: float = END_S) -> None:
-    """Cancel what still runs and wait for it: nobody may go on behind the back of a failed call. A user's
+    """Cancel what still runs and wait for it: no task may go on behind a failed call. A user's
     code that will not be cancelled is left behind after ``limit_s``."""
     for task in tasks:
         task.cancel()

@@ -284,7 +284,7 @@ def _fill(
 ) -> tuple[tuple[int, int], ...]:
     """(job, worker): who goes home first; then, as long as there is room, the least loaded takes siblings.
 
-    It takes of a group that it has, whose prompt is in its cache; else of the first that nobody has, or of
+    It takes of a group that it has, whose prompt is in its cache; else of the first that no worker has, or of
     which a ``piece`` waits; else of any: reading a prompt once more costs less than idling. It takes a piece.
     """
     team = {one.id: _Filling(one, load, count) for one, load in zip(workers, loads, strict=True)}

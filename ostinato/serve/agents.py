@@ -51,7 +51,7 @@ from ostinato.serve.toolcalls import CallForm, arguments_of, for_equals, for_tem
 from ostinato.types import Completion, Emitted, NewRow, Prompt, Stop
 
 log = logging.getLogger(__name__)
-END_S = 5.0  # for an agent that was told to end
+END_S = 5.0  # for an agent that has been told to end
 Agent = Callable[[str, Mapping[str, Any]], Any]
 
 
@@ -162,8 +162,8 @@ class AgentEpisode:
         """What the agent requests next, given the answer to the request before; None when it has ended."""
         assert self._now is not None
         answer = self._answered(self._now.call, completion)
-        said = message_of(answer)
-        self._said.append({key: said[key] for key in ("role", "content", "tool_calls") if key in said})
+        message = message_of(answer)
+        self._said.append({key: message[key] for key in ("role", "content", "tool_calls") if key in message})
         self._chat.append({"role": "assistant", "content": completion.text})
         self._answer_tokens = completion.tokens
         self._context = np.concatenate([self._context, completion.tokens])
@@ -351,7 +351,7 @@ class AgentServer:
         self._loop.close()
 
     async def _end_all(self) -> None:
-        """Agents, and requests that nobody answers any more."""
+        """Agents, and requests that are not answered any more."""
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -370,8 +370,8 @@ class AgentServer:
         if self._calls == "json":
             return read_calls(completion.text, number)
         ended = completion.stop is Stop.STRING  # with a string that is a part of the call
-        said = self.renderer.decode(completion.tokens) if ended else completion.text
-        content, calls = read_equals(said, call.tools, number)
+        text = self.renderer.decode(completion.tokens) if ended else completion.text
+        content, calls = read_equals(text, call.tools, number)
         return (content, calls) if calls else (completion.text, ())
 
     def begin(self, episode: AgentEpisode, agent: Agent, row: Mapping[str, Any], id_: str = "") -> str:

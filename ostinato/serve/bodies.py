@@ -110,7 +110,7 @@ class Called(Lenient):
 
 
 class CalledTool(Lenient):
-    """A call in a message that the assistant is said to have written."""
+    """A call in a message that the assistant has written, it says."""
 
     function: Called
 

@@ -53,11 +53,11 @@ class Elsewhere:
         self._client: httpx2.AsyncClient | None = None
 
     async def fetched(self, base_url: str, row: Mapping[str, Any]) -> float | None:
-        """Played by a worker: its reward. RuntimeError for one that fails, or that nobody has fetched."""
-        taken = asyncio.get_running_loop().create_future()
-        self._waiting.put_nowait((self._order(base_url, row), taken))
+        """Played by a worker: its reward. RuntimeError for one that fails, or that no worker has fetched."""
+        fetched = asyncio.get_running_loop().create_future()
+        self._waiting.put_nowait((self._order(base_url, row), fetched))
         try:
-            await asyncio.wait_for(taken, self._wait_s)
+            await asyncio.wait_for(fetched, self._wait_s)
         except TimeoutError:
             raise RuntimeError(
                 f"no worker has fetched the rollout for {self._wait_s:g} s (task.agent_wait_s)"
@@ -114,26 +114,26 @@ class Elsewhere:
         until = time.monotonic() + POLL_S
         while (left := until - time.monotonic()) > 0:
             try:
-                order, taken = await asyncio.wait_for(self._waiting.get(), left)
+                order, fetched = await asyncio.wait_for(self._waiting.get(), left)
             except (TimeoutError, asyncio.CancelledError):  # the latter when the server closes
                 break
-            if taken.done():
+            if fetched.done():
                 continue  # its episode is over
             if await request.is_disconnected():
-                self._waiting.put_nowait((order, taken))
+                self._waiting.put_nowait((order, fetched))
                 break
-            taken.set_result(None)
+            fetched.set_result(None)
             self._end(order["rollout"])
             self._begun(order["rollout"])
             return Response(to_text(order), media_type="application/json")
         return Response(status_code=204)
 
     async def end(self, request: Request) -> Response:
-        """The agent of a rollout has ended, with its reward or an error; 409 where nobody waits for that."""
+        """The agent of a rollout has ended, with its reward or an error; 409 where that is not awaited."""
         body, id_ = await request.body(), request.path_params["id"]
         end = self._ends.get(id_)
         if end is None or end.done():
-            raise ApiError(f"nobody waits for the end of rollout {id_!r}", status=409, code="not_awaited")
+            raise ApiError(f"the end of rollout {id_!r} is not awaited", status=409, code="not_awaited")
         reward, error = _reward_of(body), parse_json(body or b"{}").get("error")
         if error:
             end.set_exception(RuntimeError(str(error)[:500]))

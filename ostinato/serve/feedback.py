@@ -107,7 +107,7 @@ class Feedback:
         return counted | {"refused": sorted(refused, key=lambda row: row["index"])}
 
     def _read(self, documents: list[Any], single: bool) -> tuple[list[tuple[int, Event]], list[Any]]:
-        """(index, event) of those that can be read, and what is said of the others."""
+        """(index, event) of those that can be read, and the errors of the others."""
         events, refused = [], []
         for index, document in enumerate(documents):
             try:

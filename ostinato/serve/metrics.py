@@ -46,7 +46,7 @@ class Metrics:
         """Show the engine's queue, cache and counters as they are when they are read."""
         for name, help_, read in (
             ("running_sequences", "Sequences in the batch", lambda: engine.queue[0]),
-            ("waiting_sequences", "Sequences that wait for a seat", lambda: engine.queue[1]),
+            ("waiting_sequences", "Sequences that wait for a slot", lambda: engine.queue[1]),
             ("kv_blocks_free", "KV blocks free or evictable", lambda: engine.free_blocks),
             ("engine_passes", "Passes of the model", lambda: engine.counters.steps),
             ("preemptions", "Sequences that lost their blocks", lambda: engine.counters.preempted),

@@ -73,10 +73,10 @@ def description(bodies: Mapping[str, type[BaseModel]], version: str) -> Schema:
             continue  # a server without a store of feedback
         error = _ANTHROPIC if path.startswith("/v1/messages") else _OPENAI
         content = _json(answer) | ({"text/event-stream": {}} if streams else {})
-        said = {"200": {"description": "the answer", "content": content}}
+        described = {"200": {"description": "the answer", "content": content}}
         for status, what in (("4XX", "refused, in one sentence"), ("504", "took too long")):
-            said[status] = {"description": what, "content": _json(error)}
-        operation: Schema = {"responses": said}
+            described[status] = {"description": what, "content": _json(error)}
+        operation: Schema = {"responses": described}
         if path in bodies:
             body = known[bodies[path], "validation"]
             operation["requestBody"] = {"required": True, "content": _json(body)}

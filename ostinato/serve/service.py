@@ -202,7 +202,7 @@ class Service:
 
     async def prompt_logprobs(self, call: Call) -> list[dict[str, Any] | None] | None:
         """As vLLM has them: of each token of the prompt but the first, by the base's or adapter's own
-        distribution at temperature 1, and of the likeliest. None where the call has not asked."""
+        distribution at temperature 1, and of the likeliest. None where the call does not request them."""
         if (top := call.prompt_logprobs) is None:
             return None
         tokens, policy = self.prompt(call), self.model(call.model).policy

@@ -29,7 +29,7 @@ class _Post:
         self._waiting: deque[tuple[asyncio.Queue[Any], Any]] = deque()
 
     def send(self, loop: asyncio.AbstractEventLoop, to: asyncio.Queue[Any], event: Any) -> None:
-        if loop.is_closed():  # nobody reads there any more, nor what was left on its way
+        if loop.is_closed():  # it has no reader any more, nor what was left on its way
             self._waiting.clear()
             return
         self._waiting.append((to, event))

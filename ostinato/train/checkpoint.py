@@ -39,7 +39,7 @@ MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or the one that was asked for cannot be read."""
+    """A checkpoint could not be written, or the one that was requested cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,7 +71,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> P
     if reserved := {MANIFEST, STATE, TENSORS} & checkpoint.files.keys():
         raise ValueError(f"checkpoint file {min(reserved)} is written by save_checkpoint; use another name")
     path = folder / f"step-{checkpoint.step:08d}"
-    mend(folder)
+    repair(folder)
     try:
         with atomic_folder(path) as temporary:
             _write(temporary, checkpoint)
@@ -86,9 +86,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> P
     return path
 
 
-def mend(folder: Path) -> None:
+def repair(folder: Path) -> None:
     """Put right what a killed process left: a checkpoint that it had moved aside is back under its name,
-    what it had half written or half deleted is gone. Only for whoever holds the lock of the run."""
+    what it had half written or half deleted is gone. Only for the holder of the run's lock."""
     for path in checkpoints(folder):
         if path.suffix == ASIDE:
             path.rename(folder / _name(path))
@@ -108,20 +108,20 @@ def load_checkpoint(
     meanwhile: where it deletes a checkpoint that is being read, its newer ones are looked at.
 
     Raises:
-        CheckpointError: the step that was asked for is missing or damaged, or every checkpoint is damaged.
+        CheckpointError: the step that was requested is missing or damaged, or every checkpoint is damaged.
         ValueError: the checkpoint was made with another ``identity``.
     """
     while True:
-        found, said = checkpoints(folder), list[str]()
+        found, lines = checkpoints(folder), list[str]()
         try:
-            checkpoint = _load(folder, found, identity, step, said.append)
+            checkpoint = _load(folder, found, identity, step, lines.append)
         except (OSError, CheckpointError):
             if all(map(Path.exists, found)):
                 raise
             continue
-        if said and not all(map(Path.exists, found)):
+        if lines and not all(map(Path.exists, found)):
             continue
-        for sentence in said:
+        for sentence in lines:
             logger.warning(sentence)
         return checkpoint
 

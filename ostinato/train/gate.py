@@ -36,7 +36,7 @@ from ostinato.model.config import MoEConfig
 from ostinato.model.moe import routing_fault
 from ostinato.types import NO_EXPERT, Batch, Microbatch
 
-_MEND = ": mend what records them, or train without (trainer.replay=false)"
+_MEND = ": fix what records them, or train without (trainer.replay=false)"
 _NOTHING = "nothing was learned from them"
 
 
@@ -130,14 +130,14 @@ def refusal(
             carried.append(microbatch.experts[rows])
     overlaps = np.fmin.reduce(seen.overlaps, axis=1)  # of the worse part
     found = misaligned(native, carried, overlaps, threshold, seen.uids, seen.at_fault(threshold))
-    taken, planned = steps
-    learned = f"{taken} of {planned} optimizer steps of this batch had been taken" if taken else _NOTHING
-    return Misaligned(f"{found}; {learned}{_MEND}", found.diagnosis, found.uids, steps_taken=taken)
+    done, planned = steps
+    learned = f"{done} of {planned} optimizer steps of this batch had been taken" if done else _NOTHING
+    return Misaligned(f"{found}; {learned}{_MEND}", found.diagnosis, found.uids, steps_taken=done)
 
 
 def unreplayable(microbatches: Sequence[Microbatch], moe: MoEConfig) -> Misaligned | None:
     """What to raise where the experts that microbatches carry cannot be replayed by any model: a buffer that
-    nobody filled, physical instead of logical ids, rows known in part. It names the sequences; None where all
+    not filled, physical instead of logical ids, rows known in part. It names the sequences; None where all
     can be. One look at each array, before any pass."""
     broken = [(one, fault) for one in microbatches if (fault := _fault(one, slice(None), moe))]
     if not broken:

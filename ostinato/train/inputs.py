@@ -80,14 +80,16 @@ def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
     passes = (lengths.cumsum() - lengths) // max(1, len(part.tokens) // 2)
     for chosen in np.split(np.arange(len(spans)), np.flatnonzero(np.diff(passes)) + 1):
         bounds = np.concatenate(([0], lengths[chosen].cumsum())).tolist()
-        taken = np.concatenate([np.r_[first:last, start:stop] for start, stop, first, last in spans[chosen]])
+        selected = np.concatenate(
+            [np.r_[first:last, start:stop] for start, stop, first, last in spans[chosen]]
+        )
         rows = [offset + places(targets[i], spans[i]) for i, offset in zip(chosen, bounds[:-1], strict=True)]
         scored = slice(edges[chosen[0]], edges[chosen[-1] + 1])
         yield replace(
             part,
             source=replace(part.source, support=None if support is None else support.take(np.r_[scored])),
-            tokens=part.tokens[taken],
-            positions=part.positions[taken],
+            tokens=part.tokens[selected],
+            positions=part.positions[selected],
             segments=tuple(Segment(start=start, stop=stop) for start, stop in pairwise(bounds)),
             rows=torch.from_numpy(np.concatenate(rows)).to(part.rows),
             targets=part.targets[scored],

@@ -69,10 +69,10 @@ def sharded_trainer(
     )
     shapes = _shapes(config, None if adapters is None else adapters.spec)
     leaves = ShardedLeaves(mesh, links, config, named, shapes, pieces=pieces, placement=placement)
-    base = ""  # nobody asks where all parameters are trained; else once, since all ranks have to be asked
+    base = ""  # unused where all parameters are trained; else computed once, by all ranks together
     if adapters is not None:
         base = sharded_fingerprint(mesh, links, decoders, pieces=pieces, placement=placement)
-    links.traffic.taken()  # the first step reports its own
+    links.traffic.take()  # the first step reports its own
     owner = _owner(layout.expert, config, placement)
     backend = Backend(passes=passes, leaves=leaves, fingerprint=lambda: base, owner=owner, mirror=mirror)
     return PolicyTrainer(

@@ -56,7 +56,7 @@ class WholeLeaves:
 
 
 def trained_parameters(decoder: Decoder, adapters: Adapters | None) -> dict[str, Tensor]:
-    """The leaves that a trainer updates, by name. Raises ValueError where they are not what was asked for."""
+    """The leaves that a trainer updates, by name. Raises ValueError where they are not what was requested."""
     if adapters is not None:
         if any(parameter.requires_grad for parameter in decoder.parameters()):
             raise ValueError(

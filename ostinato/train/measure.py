@@ -48,14 +48,14 @@ def scored(passes: Passes, parts: Sequence[Inputs], *, floor: bool, replay: bool
     again = iter(passes.score([*chain(*packed)], ScoreOptions()))
     found = []
     for part, one, pieces in zip(parts, native, packed, strict=True):
-        taken = next(replayed) if replay and part.carried is not None else None
-        work = part.work if taken is None else part.work + part.work
+        replayed_part = next(replayed) if replay and part.carried is not None else None
+        work = part.work if replayed_part is None else part.work + part.work
         found.append(
             Scored(
                 source=part.source,
                 work=sum((piece.work for piece in pieces), work),
                 native=_logprobs([one]),
-                replay=None if taken is None else _logprobs([taken]),
+                replay=None if replayed_part is None else _logprobs([replayed_part]),
                 floor=_logprobs([next(again) for _ in pieces]) if pieces else None,
                 chosen=None if one.native is None else one.native.cpu().numpy(),
                 margins=None if one.margins is None else one.margins.cpu().numpy(),

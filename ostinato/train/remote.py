@@ -192,8 +192,8 @@ class TrainerLink:
         self._restarts.lose(cause, "a step", "the memory of its host")
 
     def take_spans(self) -> Sequence[Span]:
-        taken, self._spans = self._spans, []
-        return taken
+        spans, self._spans = self._spans, []
+        return spans
 
     def status(self) -> list[dict[str, Any]]:
         """A row, as those of ``EnginePool.status``."""

@@ -210,7 +210,7 @@ class ShardedPasses:
 
     def metrics(self) -> dict[str, float]:
         """What went over the links (of this rank, sent), and rows that were padding, over all data ranks."""
-        found = self._links.traffic.taken().metrics()
+        found = self._links.traffic.take().metrics()
         found |= {"parallel/idle_passes": float(self._idle), "parallel/padding_rows": float(self._padding)}
         self._idle = self._padding = 0
         return found

@@ -99,15 +99,15 @@ class TeacherAt:
     def score(self, parts: Sequence[Inputs]) -> tuple[list[Inputs], float]:
         """Raises TeacherFailed."""
         self._model = self._model or self._models()[0]
-        asked = [list(_sequences(part.source)) for part in parts]
+        requested = [list(_sequences(part.source)) for part in parts]
         with ThreadPoolExecutor(TOGETHER) as pool:
             try:
-                found = list(pool.map(self.logprobs, [tokens for one in asked for tokens, _ in one]))
+                found = list(pool.map(self.logprobs, [tokens for one in requested for tokens, _ in one]))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         answers, scored = iter(found), []
-        for part, one in zip(parts, asked, strict=True):
+        for part, one in zip(parts, requested, strict=True):
             flat = np.concatenate([next(answers)[at] for _, at in one])
             scored.append(replace(part, teacher=torch.from_numpy(flat).to(part.targets.device)))
         return scored, 0.0
@@ -122,7 +122,7 @@ class TeacherAt:
             found = [float(one[str(token)]["logprob"]) for token, one in pairs]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise TeacherFailed(
-                f"an answer has no prompt_logprobs of the {len(tokens)} tokens that were asked ({error!r})"
+                f"an answer has no prompt_logprobs of the {len(tokens)} requested tokens ({error!r})"
             ) from error
         if not all(map(math.isfinite, found)):
             raise TeacherFailed("an answer has a log-probability that is not finite")

@@ -322,9 +322,9 @@ class PolicyTrainer:
                 f"{self._refused_in_a_row} optimizer steps in a row had a loss or gradient that is not "
                 f"finite, the last with samples {', '.join(uids)}; look at these samples and lower trainer.lr"
             )
-        refused, taken = metrics["refused_steps"], metrics["optimizer_steps"]
+        refused, done = metrics["refused_steps"], metrics["optimizer_steps"]
         skipped = (
-            f"{refused:.0f} of {refused + taken:.0f} optimizer steps were refused: "
+            f"{refused:.0f} of {refused + done:.0f} optimizer steps were refused: "
             f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}"
         )
         return StepReport(metrics=metrics, skipped=skipped, uids=uids)

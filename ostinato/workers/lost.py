@@ -59,9 +59,9 @@ class Restarts:
         """The budget is whole again."""
         self.in_a_row = 0
 
-    def lose(self, lost: WorkerLost, work: str, mend: str) -> None:
+    def lose(self, lost: WorkerLost, work: str, fix: str) -> None:
         """Count a loss. Raises ``lost`` itself where it is final, and a final one when the budget is spent;
-        ``work`` was not done in between, ``mend`` is what to look at."""
+        ``work`` was not done in between, ``fix`` is what to look at."""
         if lost.final:
             raise lost
         self.in_a_row += 1
@@ -69,7 +69,7 @@ class Restarts:
             raise WorkerLost(
                 lost.kind,
                 f"{self.in_a_row} {lost.kind}s in a row were lost without {work} in between, at last: "
-                f"{lost}; look at {mend} and at cluster.max_restarts",
+                f"{lost}; look at {fix} and at cluster.max_restarts",
                 final=True,
             ) from lost
 

@@ -7,7 +7,7 @@
 A worker is one async actor of ``host.Host``. Ray restarts nothing by itself: who calls a worker decides what
 becomes of its work, and asks for a new one. Actors and reservations die with this process. Ray aborts a
 process that cannot reach its head for a minute; the watch notices sooner, so that a run can save and say why.
-Of the loss of its daemon on this host Ray tells nobody: it ends the process on the spot; a witness speaks.
+Of the loss of its daemon on this host Ray tells nothing: it ends the process on the spot; a witness speaks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ostinato.workers.remote import (
 
 HEAD_S = 15  # seconds without an answer of the head, after which it is lost; Ray itself aborts after 60
 STORE_BYTES = 1 << 29  # of shared memory for messages, on a cluster of our own; what does not fit is spilt
-LEAN = {  # of a Ray of our own: no workers ahead of time, whose environment fits nobody, and none yields
+LEAN = {  # of a Ray of our own: no workers ahead of time, whose environment fits nothing, and none yields
     "prestart_worker_first_driver": False,
     "worker_niceness": 0,
 }
@@ -119,9 +119,11 @@ class Cluster:
         self._group = placement_group(bundles, strategy="PACK" if self._folder else "SPREAD")
         if not self._group.wait(start_s):
             has = ray.cluster_resources()
-            asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
+            requested = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
             needed = ", ".join(
-                f"{asked[kind]:g} of {has.get(kind, 0):g} {kind}s" for kind in asked if asked[kind]
+                f"{requested[kind]:g} of {has.get(kind, 0):g} {kind}s"
+                for kind in requested
+                if requested[kind]
             )
             raise ValueError(
                 f"the workers of [cluster] found no place in cluster.start_s={start_s:g} s: they need "
@@ -355,7 +357,7 @@ def check_one_host(nodes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def reach(address: str) -> None:
-    """Is there somebody at "host:port"? Ray itself asks for minutes. Raises ValueError where nobody is."""
+    """Is there somebody at "host:port"? Ray itself asks for minutes. Raises ValueError where no server is."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         raise ValueError(

@@ -115,7 +115,7 @@ class Remote(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it, at once; nothing is said when it is gone already."""
+        """End it, at once; silent when it is gone already."""
         ...
 
 
@@ -123,7 +123,7 @@ class Patience:
     """How long an answer is waited for: until for ``within_s`` the worker's object has made no progress, or
     for ``silence_s`` the worker has given no sign of life, which ``ask`` asks it for.
 
-    Seconds are counted as slices in which somebody waited: while the event loop is blocked nobody is late.
+    Seconds are counted as slices in which somebody waited: while the event loop is blocked no worker is late.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Patience:
         self._ask, self._name, self._what = ask, name, what
         self._within_s, self._silence_s = within_s, silence_s
         self._idle, self._silent, self._progress = 0.0, 0.0, 0.0
-        self._sign: Future[float] | None = None  # nobody is asked in the first slice, where most answers come
+        self._sign: Future[float] | None = None  # no query in the first slice, where most answers come
 
     def wear(self, seconds: float = SLICE_S) -> None:
         """A slice has passed in vain. Raises WorkerLost when it was the last."""

@@ -107,11 +107,11 @@ class Suspects:
 def isolated(
     waiting: Sequence[int], cells: Mapping[Key, int], held: Mapping[int, Collection[Key]]
 ) -> tuple[dict[int, int], frozenset[int]]:
-    """(worker of each cell that may begin now, workers that nobody else may go to).
+    """(worker of each cell that may begin now, workers that are reserved).
 
     waiting: cells of which calls wait, the eldest first; cells: of all suspects; held: prompts that each
-    living worker has. A cell goes on where it is alone, and begins where nobody is. Where all are busy, the
-    least busy worker takes nobody until it is empty.
+    living worker has. A cell goes on where it is alone, and begins where no server is. Where all are busy,
+    the least busy worker takes nothing until it is empty.
     """
     found = {worker: {cells.get(key) for key in keys} for worker, keys in held.items()}
     alone = {worker: cell for worker, [*few] in found.items() for cell in few[:1] if len(few) == 1}

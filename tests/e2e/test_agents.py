@@ -217,7 +217,7 @@ class Silent:
 
 
 def test_an_agent_that_hangs_up_frees_its_sequence_and_goes_on(world: World) -> None:
-    """What nobody waited for was computed to its end, and its tokens were trained on."""
+    """What had no caller any more was computed to its end, and its tokens were trained on."""
     engine, world.engine = world.engine, Silent(world.engine, 2)  # type: ignore[assignment]
     for seed in (4, 5):  # a stream, and none
         prompt = Prompt(uid="p", messages=PROMPT.messages, columns={"seed": seed})

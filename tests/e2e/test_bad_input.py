@@ -1,5 +1,5 @@
 """What a user can write wrongly, through the command line: exit code 2, one sentence that names the field,
-the value and the mend, nothing printed before it and no run folder left behind.
+the value and the fix, nothing printed before it and no run folder left behind.
 
 The commands run in this process, as ``main`` would in a new one; the last test has a process of its own.
 """

@@ -399,9 +399,9 @@ const until = async (what) => { for (let i = 0; i < 200 && !what(); i++) await w
   seen.wide = root.scrollWidth - innerWidth;
   seen.pwned = root.dataset.pwned ?? null;
   seen.error = root.dataset.error ?? null;
-  const told = document.createElement("output");
-  told.textContent = JSON.stringify(seen);
-  document.body.append(told);
+  const reported = document.createElement("output");
+  reported.textContent = JSON.stringify(seen);
+  document.body.append(reported);
 })();
 """
 
@@ -413,10 +413,10 @@ def test_a_reader_follows_a_run(tmp_path: Path, width: int) -> None:
         assert isinstance(server.board, Board)
         state = server.board.routes["/state"]
 
-        def when_asked(asked: Mapping[str, list[str]]) -> dict[str, Any]:
-            if "ready" in asked:
+        def when_asked(requested: Mapping[str, list[str]]) -> dict[str, Any]:
+            if "ready" in requested:
                 ready.set()
-            return state(asked)
+            return state(requested)
 
         server.board.routes["/state"] = when_asked
 

@@ -135,8 +135,8 @@ def test_export_for_other_servers(
         "pathlib.Path(sys.argv[3]).write_bytes((folder / 'model.safetensors').read_bytes())\n"
     )
     converter.chmod(0o755)
-    told = here("export", str(folder), "out/gguf", "--gguf")
-    assert "ollama create" in told and (place / "out/gguf/Modelfile").read_text() == "FROM ./model.gguf\n"
+    reported = here("export", str(folder), "out/gguf", "--gguf")
+    assert "ollama create" in reported and (place / "out/gguf/Modelfile").read_text() == "FROM ./model.gguf\n"
     assert (place / "out/gguf/model.gguf").is_file()
 
 

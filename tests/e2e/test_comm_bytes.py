@@ -2,7 +2,7 @@
 collective.
 
 Where rows go to experts follows from the routes that the batches carry: every row of them is replayed.
-Layouts with e are such that no row is padding, whose experts nobody has written down.
+Layouts with e are such that no row is padding, whose experts are not recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def counted(rank: int, world: int, layout: str, case: Case) -> list[Counted]:
     return [{name: n for name, n in row.items() if name.startswith(kept)} for row in rows]
 
 
-def said(layout: Layout, rank: int, case: Case, step: int) -> dict[tuple[str, str], Sent]:
+def output(layout: Layout, rank: int, case: Case, step: int) -> dict[tuple[str, str], Sent]:
     """What the planner says of one step of ``layout_runs``: each minibatch but the first is scored
     beforehand."""
     decoder, adapters = whole_model(case)
@@ -104,7 +104,7 @@ def check(layout: str, case: Case) -> None:
     plan = Layout.parse(layout)
     for rank, rows in enumerate(on_ranks(plan.world, counted, layout, case, timeout_s=120)):
         for step, row in enumerate(rows):
-            expected = said(plan, rank, case, step)
+            expected = output(plan, rank, case, step)
             names = {"/".join(key) for key, sent in expected.items() if sent.bytes} | {
                 name.split("/", 2)[2] for name in row
             }
@@ -148,7 +148,7 @@ def test_recomputing_says_it_again() -> None:
 
 
 def published(rank: int, world: int, layout: str, case: Case) -> float:
-    """Bytes that this rank sends when all adapters are asked for."""
+    """Bytes that this rank sends when all adapters are gathered."""
     trainer = new_trainer(layout, case)
     trainer.adapters()
     return trainer.step(batch_of(case, 0)).metrics.get("comm/bytes/send_recv/all", 0.0)

@@ -91,7 +91,7 @@ def test_a_teacher_at_an_address_teaches_as_one_here(teacher: Path, tmp_path: Pa
         faults = [
             ({"rollout__temperature": 0.7}, r"rollout\.temperature is 0\.7, and a server scores the plain"),
             ({"teacher__adapter": teacher}, "which serves its own; drop one"),
-            ({"teacher__model": "nobody"}, r"teacher\.model is 'nobody'"),
+            ({"teacher__model": "nothing"}, r"teacher\.model is 'nothing'"),
             (
                 {"model__path": "smollm2-135m", "adapter__targets": '["attn"]'},
                 "has other tokens than the student",

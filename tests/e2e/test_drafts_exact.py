@@ -63,9 +63,9 @@ def requests(name: str, sampling: Sampling, siblings: int = 3, seed: int = 0) ->
     ]
 
 
-def pasts(asked: Sequence[Request], done: Sequence[Completion]) -> dict[str, list[HistoryEntry]]:
+def pasts(requested: Sequence[Request], done: Sequence[Completion]) -> dict[str, list[HistoryEntry]]:
     by_uid: dict[str, list[HistoryEntry]] = {}
-    for request, completion in zip(asked, done, strict=True):
+    for request, completion in zip(requested, done, strict=True):
         assert completion.edges is not None
         past = HistoryEntry(
             context=request.tokens[-8:],
@@ -86,9 +86,9 @@ def history_of(past: dict[str, list[HistoryEntry]], rotate: int = 0) -> History:
     return history
 
 
-def scripted(kind: str, asked: Sequence[Request], done: Sequence[Completion]) -> ScriptedDrafter:
+def scripted(kind: str, requested: Sequence[Request], done: Sequence[Completion]) -> ScriptedDrafter:
     """Drafts that need no history: right, random, or wrong on purpose where it hurts most."""
-    answers = {r.seed: np.concatenate([r.tokens, c.tokens]) for r, c in zip(asked, done, strict=True)}
+    answers = {r.seed: np.concatenate([r.tokens, c.tokens]) for r, c in zip(requested, done, strict=True)}
     rng = np.random.default_rng(5)
 
     def script(request: Request, tokens: np.ndarray) -> np.ndarray:
@@ -110,12 +110,12 @@ SETTINGS = ((0.0, "plain"), (0.6, "top_p"), (0.6, "min_p"), (1.0, "plain"))
 KINDS = ("history", "live", "random", "adversarial", "oracle", "another prompt's")
 
 
-def drafter_of(kind: str, asked: Sequence[Request], done: Sequence[Completion]) -> Drafter:
+def drafter_of(kind: str, requested: Sequence[Request], done: Sequence[Completion]) -> Drafter:
     if kind in ("random", "adversarial", "oracle"):
-        return scripted(kind, asked, done)
+        return scripted(kind, requested, done)
     if kind == "live":
         return HistoryDrafter(None)
-    return HistoryDrafter(history_of(pasts(asked, done), rotate=kind != "history"))
+    return HistoryDrafter(history_of(pasts(requested, done), rotate=kind != "history"))
 
 
 def same(plain: Sequence[Completion], drafted: Sequence[Completion]) -> None:
@@ -134,18 +134,18 @@ def test_tokens_do_not_depend_on_drafts(temperature: float, filters: str) -> Non
         sampling = Sampling(
             temperature=temperature, max_tokens=28, min_tokens=3, stop_tokens=stop, **SAMPLINGS[filters]
         )
-        asked = requests("asset:seed-moe", sampling)
-        plain = answers(engine("asset:seed-moe", torch.float32, None), asked)
+        requested = requests("asset:seed-moe", sampling)
+        plain = answers(engine("asset:seed-moe", torch.float32, None), requested)
         for kind in KINDS:
-            drafter = drafter_of(kind, asked, plain)
+            drafter = drafter_of(kind, requested, plain)
             ours = engine("asset:seed-moe", torch.float32, drafter, max_batch=4)
-            same(plain, answers(ours, asked))
+            same(plain, answers(ours, requested))
             if kind == "oracle":
                 assert ours.counters.accepted > 2 * ours.counters.passes
                 assert stop or all(c.stop == Stop.LENGTH for c in plain)
-            tight = engine("asset:seed-moe", torch.float32, drafter_of(kind, asked, plain), max_batch=6)
+            tight = engine("asset:seed-moe", torch.float32, drafter_of(kind, requested, plain), max_batch=6)
             tight._scheduler.cache = type(tight._scheduler.cache)(11)
-            same(plain, answers(tight, asked))
+            same(plain, answers(tight, requested))
             if kind == "oracle" and not stop:
                 assert tight.counters.preempted > 0
 
@@ -154,10 +154,12 @@ def test_tokens_do_not_depend_on_drafts(temperature: float, filters: str) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_string_inside_a_draft(kind: str) -> None:
     sampling = Sampling(max_tokens=40, stop_strings=("####", "= "))
-    asked = requests("asset:seed-moe", sampling)
-    plain = answers(engine("asset:seed-moe", torch.float32, None), asked)
+    requested = requests("asset:seed-moe", sampling)
+    plain = answers(engine("asset:seed-moe", torch.float32, None), requested)
     assert any(c.stop == Stop.STRING for c in plain)
-    same(plain, answers(engine("asset:seed-moe", torch.float32, drafter_of(kind, asked, plain)), asked))
+    same(
+        plain, answers(engine("asset:seed-moe", torch.float32, drafter_of(kind, requested, plain)), requested)
+    )
 
 
 @pytest.mark.skipif(NATIVE is None, reason="bit for bit needs the native kernels")
@@ -168,9 +170,9 @@ def test_a_pretrained_model(dtype: torch.dtype) -> None:
     except ValueError as error:
         pytest.skip(str(error))
     for temperature, kind in ((1.0, "history"), (0.6, "oracle"), (0.0, "adversarial")):
-        asked = requests("smollm2-135m", Sampling(temperature=temperature, max_tokens=24), siblings=2)
-        plain = answers(engine("smollm2-135m", dtype, None), asked)
-        same(plain, answers(engine("smollm2-135m", dtype, drafter_of(kind, asked, plain)), asked))
+        requested = requests("smollm2-135m", Sampling(temperature=temperature, max_tokens=24), siblings=2)
+        plain = answers(engine("smollm2-135m", dtype, None), requested)
+        same(plain, answers(engine("smollm2-135m", dtype, drafter_of(kind, requested, plain)), requested))
 
 
 # ---- the law, on a real engine
@@ -204,11 +206,11 @@ def drawn(
     )
     ours.publish(adapters, 1)
     sampling = Sampling(max_tokens=3)
-    asked = [
+    requested = [
         Request(tokens=np.array(PROMPT, np.int32), sampling=sampling, seed=(step, k), uid="w")
         for k in range(n)
     ]
-    return [tuple(c.tokens.tolist()) for c in answers(ours, asked)]
+    return [tuple(c.tokens.tolist()) for c in answers(ours, requested)]
 
 
 def test_chi_square_at_30000_draws_passes_and_two_published_rules_fail() -> None:

@@ -186,8 +186,8 @@ def test_each_reward_fault_is_told_counted_and_survived(tmp_path: Path) -> None:
         assert row["tokens/trained"] + row["tokens/wasted"] == row["tokens/sampled"], (
             "each token is somewhere"
         )
-    told = [line.partition(" (told once")[0] for line in out.splitlines() if "(told once" in line]
-    assert told == [
+    reported = [line.partition(" (reported once")[0] for line in out.splitlines() if "(reported once" in line]
+    assert reported == [
         "step 2: timeout: graded: no verdict in 0.5 s",
         f"step 4: raised: graded: KeyError: 'a column that is not there' (reward.py:{RAISES})",
         "step 5: non_finite: graded: nan",
@@ -223,7 +223,9 @@ def test_a_policy_that_has_diverged_is_named_and_scores_nothing(
     code = place.command("train", "tiny.toml", *overrides)
     printed = capsys.readouterr()
     assert (code, printed.err) == (0, "")
-    assert "step 2: engine: the logits are not finite (told once; faults/engine counts them)" in printed.out
+    assert (
+        "step 2: engine: the logits are not finite (reported once; faults/engine counts them)" in printed.out
+    )
     assert [row.get("faults/engine", 0) for row in place.rows("metrics.jsonl")] == [0, 12, 12]
     evals = [row for row in place.rows("eval.jsonl") if row["set"] == "eval"]
     assert [(row["pass@1"], row["excluded"]) for row in evals] == [(0.0, 0), (None, 2)]
@@ -347,9 +349,9 @@ def test_a_run_into_head_refuses_a_second_one_is_hung_up_and_resumed(
                 break
         capsys.readouterr()
         assert place.command("resume", str(place.run)) == 2
-        told = capsys.readouterr().err
+        reported = capsys.readouterr().err
         assert re.match(
-            rf"ostinato: run folder \S+ is in use by process {process.pid} on .*; wait until", told
+            rf"ostinato: run folder \S+ is in use by process {process.pid} on .*; wait until", reported
         )
         process.stdout.close()
         (place.path / "go").touch()

@@ -203,7 +203,7 @@ def test_no_gradient_is_counted_below_the_lowest_adapter(
     ids=lambda how: "+".join(how),
 )
 def test_a_whole_step_with_its_further_passes(family: str, spec: str, how: dict[str, Any]) -> None:
-    """Old log-probabilities, reference and measurement are told in forwards of the batch."""
+    """Old log-probabilities, reference and measurement are counted in forwards of the batch."""
     if spec == "full" and "kl_coef" in how:
         pytest.skip("full-parameter training keeps no reference")
     decoder = Decoder(parse_config(FAMILIES[family])).init_weights(0)
@@ -214,7 +214,7 @@ def test_a_whole_step_with_its_further_passes(family: str, spec: str, how: dict[
 
 
 def episode(turns: Sequence[tuple[np.ndarray, Completion]]) -> Trajectory:
-    parts = tuple(Turn(context=context, completion=said) for context, said in turns)
+    parts = tuple(Turn(context=context, completion=answer) for context, answer in turns)
     return Trajectory(turns=parts, stop=parts[-1].completion.stop, seed=())
 
 
@@ -225,11 +225,11 @@ def two_turns(engine: LocalEngine, vocab: int) -> list[Group]:
     for n in range(2):
         prompt = rng.integers(0, vocab, 21 + 8 * n).astype(np.int32)
         first = [Request(tokens=prompt, sampling=sampling, seed=(n, k)) for k in range(3)]
-        said = answers(engine, first)
+        answer = answers(engine, first)
         replies = [rng.integers(0, vocab, 5 + k).astype(np.int32) for k in range(3)]
-        whole = [np.concatenate([prompt, c.tokens, r]) for c, r in zip(said, replies, strict=True)]
+        whole = [np.concatenate([prompt, c.tokens, r]) for c, r in zip(answer, replies, strict=True)]
         more = answers(engine, [replace(r, tokens=t) for r, t in zip(first, whole, strict=True)])
-        turns = zip(said, replies, more, strict=True)
+        turns = zip(answer, replies, more, strict=True)
         groups.append(group_of(*(episode([(prompt, a), (reply, b)]) for a, reply, b in turns)))
     return groups
 
@@ -243,8 +243,8 @@ def test_a_rollout_of_every_family(family: str, spec: AdapterSpec | None) -> Non
     engine.publish(None if spec is None else init_adapters(decoder.config, spec), 1)
     counted, groups = profiled(decoder.config, lambda: two_turns(engine, decoder.config.vocab_size))
     work = rollout_work(groups)
-    said = [turn.completion for g in groups for t in g.trajectories for turn in t.turns]
-    assert sum(c.cached_tokens for c in said) > 100 and len({len(c.tokens) for c in said}) > 3
+    answer = [turn.completion for g in groups for t in g.trajectories for turn in t.turns]
+    assert sum(c.cached_tokens for c in answer) > 100 and len({len(c.tokens) for c in answer}) > 3
     assert counted == FlopModel.of(decoder.config, spec).forward(work.total)
     assert not work.refused.tokens
 
@@ -269,8 +269,10 @@ def test_drafts_that_fail_are_work_too() -> None:
 
     drafter = ScriptedDrafter(script, length=6)
     engine = LocalEngine(decoder, kv_memory_mb=4, context_limit=96, drafter=drafter, cost=DRAFTS_PAY)
-    counted, said = profiled(decoder.config, lambda: answers(engine, requests))
-    work = rollout_work([group_of(*(episode([(r.tokens, c)]) for r, c in zip(requests, said, strict=True)))])
-    assert [c.tokens.tolist() for c in said] == [c.tokens.tolist() for c in plain]
-    assert work.refused.tokens >= sum(c.drafted - c.accepted for c in said) > 20
+    counted, answer = profiled(decoder.config, lambda: answers(engine, requests))
+    work = rollout_work(
+        [group_of(*(episode([(r.tokens, c)]) for r, c in zip(requests, answer, strict=True)))]
+    )
+    assert [c.tokens.tolist() for c in answer] == [c.tokens.tolist() for c in plain]
+    assert work.refused.tokens >= sum(c.drafted - c.accepted for c in answer) > 20
     assert counted == pytest.approx(FlopModel.of(decoder.config, None).forward(work.total), rel=0.01)

@@ -240,9 +240,9 @@ def refused_routes(rank: int, world: int, layout: str, case: Case) -> str:
 @pytest.mark.parametrize("layout", ["d2t2", "c2p2"])
 def test_wrong_routes_are_refused_by_all_in_the_same_words(layout: str) -> None:
     case = Case(dtype=torch.float64, options={"replay_threshold": 0.9})
-    said = refused_routes(0, 1, "1", case)
-    assert "probable cause" in said
-    assert on_ranks(4, refused_routes, layout, case) == [said] * 4
+    output = refused_routes(0, 1, "1", case)
+    assert "probable cause" in output
+    assert on_ranks(4, refused_routes, layout, case) == [output] * 4
 
 
 def mirrored(rank: int, world: int, layout: str, case: Case) -> dict[str, Any]:

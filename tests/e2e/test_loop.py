@@ -61,8 +61,8 @@ class Even:
     """The share of even tokens."""
 
     async def grade(self, group: Group) -> list[Reward]:
-        said = [np.concatenate([turn.completion.tokens for turn in t.turns]) for t in group.trajectories]
-        return [Reward(value=float((tokens % 2 == 0).mean())) for tokens in said]
+        output = [np.concatenate([turn.completion.tokens for turn in t.turns]) for t in group.trajectories]
+        return [Reward(value=float((tokens % 2 == 0).mean())) for tokens in output]
 
 
 def build(path: Path, *, steps: int, **plan: Any) -> Loop:

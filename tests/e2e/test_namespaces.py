@@ -57,8 +57,8 @@ def started(hosts: Hosts, folder: Path, ranks: int, *command: str) -> Iterator[l
     processes = []
     try:
         for i in range(2):
-            told = torchrun(hosts, i, ranks, *command)
-            processes.append(hosts.start(i, told, folder / f"host{i}.log", environment))
+            reported = torchrun(hosts, i, ranks, *command)
+            processes.append(hosts.start(i, reported, folder / f"host{i}.log", environment))
         yield processes
     finally:
         for process in processes:
@@ -119,13 +119,13 @@ def test_a_host_that_is_cut_off_ends_all_by_name_and_the_run_goes_on(hosts: Host
         assert all(ended(processes, 90, cut)), logs(cut)
         took = time.monotonic() - at
     assert took < 40, f"{took:.1f} s:\n{logs(cut)}"
-    said = (cut / "host0.log").read_text()
-    line = next(line for line in said.splitlines() if line.startswith("WorkerLost: "))
+    output = (cut / "host0.log").read_text()
+    line = next(line for line in output.splitlines() if line.startswith("WorkerLost: "))
     assert f"rank 2 on {hosts.names[1]}" in line and f"rank 3 on {hosts.names[1]}" in line
     assert "gave no sign of life for" in line and "last seen in step" in line
     assert 3 <= steps_of(cut) < 8
 
-    hosts.mend(1)
+    hosts.reconnect(1)
     with started(hosts, cut, 2, script, str(cut), "8", "0.0") as processes:
         assert ended(processes, 120, cut) == [0, 0], logs(cut)
     ends = [torch.load(folder / "state.pt") for folder in (whole, cut)]
@@ -184,14 +184,18 @@ def test_a_run_over_two_hosts_loses_one_and_nothing_else(hosts: Hosts, tmp_path:
     print(f"all ranks of both hosts had ended {took:.1f} s after the cut")
     assert took < 60, f"{took:.1f} s:\n{logs(cut)}"
     assert rows_of(cut) < STEPS
-    told = [line for line in (cut / "host0.log").read_text().splitlines() if line.startswith("ostinato: ")]
-    assert any("gave no sign of life for" in line and "ostinato resume" in line for line in told), logs(cut)
-    assert all(f"rank {rank} on {hosts.names[1]}" in told[-1] for rank in (2, 3)), logs(cut)
-    assert "rank 0 in step" in told[-1], told
+    reported = [
+        line for line in (cut / "host0.log").read_text().splitlines() if line.startswith("ostinato: ")
+    ]
+    assert any("gave no sign of life for" in line and "ostinato resume" in line for line in reported), logs(
+        cut
+    )
+    assert all(f"rank {rank} on {hosts.names[1]}" in reported[-1] for rank in (2, 3)), logs(cut)
+    assert "rank 0 in step" in reported[-1], reported
     away = (cut / "host1.log").read_text()
     assert f"rank 0 on {hosts.names[0]}" in away and "could not be reached from" in away
 
-    hosts.mend(1)
+    hosts.reconnect(1)
     (run,) = [path.parent for path in cut.glob("*/recipe.toml")]
     with started(hosts, cut, 2, "-m", "ostinato", "resume", str(run)) as processes:
         assert ended(processes, 240, cut) == [0, 0], logs(cut)
@@ -202,8 +206,8 @@ def test_a_run_over_two_hosts_loses_one_and_nothing_else(hosts: Hosts, tmp_path:
 def ray_started(hosts: Hosts, folder: Path) -> Iterator[dict[str, str]]:
     """A Ray over both hosts, whose head has no CPU to place a worker on; the environment of who joins it."""
     clean = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    told = clean | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    told |= {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    reported = clean | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    reported |= {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     begin = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
     short = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # for the names of sockets
     head = ["--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={short}"]
@@ -213,9 +217,9 @@ def ray_started(hosts: Hosts, folder: Path) -> Iterator[dict[str, str]]:
         for i, role in enumerate((head, further)):
             log = folder / f"ray{i}.log"
             where = [f"--node-ip-address={hosts.address(i)}", "--object-store-memory=200000000"]
-            processes.append(hosts.start(i, [*begin, *role, *where], log, told))
+            processes.append(hosts.start(i, [*begin, *role, *where], log, reported))
             until(lambda log=log: log.exists() and "Ray runtime started" in log.read_text(), 120, folder)
-        yield told
+        yield reported
     finally:
         hosts.clear()
         for process in processes:
@@ -238,8 +242,8 @@ def test_the_sampler_may_be_on_the_other_host(hosts: Hosts, tmp_path: Path) -> N
     address = [f"cluster.address={hosts.address(0)}:6379", "cluster.samplers=1"]
     with ray_started(hosts, tmp_path) as environment:
         for folder, further in ((here, []), (apart, address)):
-            told = [*command, f"log.dir={folder}", *further]
-            process = hosts.start(0, told, folder / "host0.log", environment)
+            reported = [*command, f"log.dir={folder}", *further]
+            process = hosts.start(0, reported, folder / "host0.log", environment)
             assert ended([process], 240, folder) == [0], logs(folder)
     (workers,) = apart.glob("*/workers.json")
     assert [row["host"] for row in json.loads(workers.read_text())] == [hosts.names[1]]

@@ -82,7 +82,7 @@ def shape_of(part: Tensor) -> tuple[int, int]:
     return len(part), WIDTH
 
 
-def seat(layout: Layout) -> tuple[Stages[Tensor], Collectives]:
+def stage_of(layout: Layout) -> tuple[Stages[Tensor], Collectives]:
     mesh = Mesh(layout)
     links = Collectives(mesh)
     return Stages.at(mesh, links, shape=shape_of, dtype=torch.float64), links
@@ -106,11 +106,11 @@ def trained(rank: int, world: int, layouts: list[str], counts: list[int]) -> lis
     """By layout, by number of microbatches: (gradients, losses, extras, bytes sent)."""
     found = []
     for layout in map(Layout.parse, layouts):
-        stages, links = seat(layout)
+        stages, links = stage_of(layout)
         for count in counts:
             toy = Toy.fresh(layout)
             losses, extras = step(stages, toy, microbatches(count))
-            sent = links.traffic.taken().bytes["send_recv", "p"]
+            sent = links.traffic.take().bytes["send_recv", "p"]
             found.append((toy.gradients(), losses, extras, sent))
     return found
 
@@ -162,7 +162,7 @@ class Mark(torch.autograd.Function):
 
 
 def most_graphs(rank: int, world: int, layout: str, count: int) -> int:
-    stages, toy = seat(Layout.parse(layout))[0], Toy.fresh(Layout.parse(layout))
+    stages, toy = stage_of(Layout.parse(layout))[0], Toy.fresh(Layout.parse(layout))
     alive, most = weakref.WeakSet[Token](), 0
 
     def forward(chunk: int, part: Tensor, x: Tensor | None) -> tuple[Tensor, Any]:
@@ -208,7 +208,7 @@ def loses(rank: int, world: int, layout: str, lost: int, dies: bool) -> str:
 
     with pytest.raises(PipelineBroken) as broken:
         stages.train(microbatches(8), forward, lambda part, hidden, _: toy.loss(part, hidden))
-    assert of_connection(broken.value)  # so it is told from what a rank does wrong itself
+    assert of_connection(broken.value)  # so it is distinguished from what a rank does wrong itself
     return str(broken.value)
 
 
@@ -216,7 +216,7 @@ def loses(rank: int, world: int, layout: str, lost: int, dies: bool) -> str:
 @pytest.mark.parametrize(("layout", "lost"), [("p2v2", 0), ("p4", 2)])
 def test_a_lost_rank_ends_the_others_with_a_named_error_in_time(layout, lost, dies):
     world = Layout.parse(layout).world
-    said = on_ranks(world, loses, layout, lost, dies, timeout_s=15 * TIMEOUT_S, lost=[lost])
-    del said[lost]  # it says nothing; on a busy machine, that others gave up before it came to that
-    for rank, sentence in zip((n for n in range(world) if n != lost), said, strict=True):
+    output = on_ranks(world, loses, layout, lost, dies, timeout_s=15 * TIMEOUT_S, lost=[lost])
+    del output[lost]  # it says nothing; on a busy machine, that others gave up before it came to that
+    for rank, sentence in zip((n for n in range(world) if n != lost), output, strict=True):
         assert re.match(rf"stage {rank} waited \d+\.\d s for .*microbatch \d.*, in vain: ", sentence)

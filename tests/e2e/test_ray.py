@@ -1,4 +1,4 @@
-"""Runs over Ray equal runs in one process, to the last bit, whoever is killed meanwhile.
+"""Runs over Ray equal runs in one process, to the last bit, whichever process is killed meanwhile.
 
 One Ray for all tests here, with a folder of its own; runs find it and leave it as it is.
 """
@@ -73,7 +73,7 @@ def run(folder: Path, *overrides: str) -> Outcome:
     return learn(Recipe.load("quickstart", *SMALL, f"log.dir={folder}", *overrides), quiet=True)
 
 
-def told(outcome: Outcome) -> dict[str, Any]:
+def reported(outcome: Outcome) -> dict[str, Any]:
     """All of a run that has to be equal: tokens, figures, weights."""
     folder = RunFolder.open(outcome.folder)
     rows = [{k: v for k, v in row.items() if not k.startswith(OURS)} for row in folder.metrics.rows()]
@@ -97,7 +97,7 @@ def assert_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run in one process, that all others have to equal."""
-    return told(run(tmp_path_factory.mktemp("here")))
+    return reported(run(tmp_path_factory.mktemp("here")))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_ten_steps_over_ray_are_those_of_one_process(
     cluster: None, here: dict[str, Any], tmp_path: Path, workers: tuple[str, ...]
 ) -> None:
     outcome = run(tmp_path, *workers)
-    assert_equal(told(outcome), here)
+    assert_equal(reported(outcome), here)
     assert sum("loss" in row for row in here["metrics"]) >= 3  # there was something to learn from
     rows = json.loads((outcome.folder / "workers.json").read_text())
     assert {row["worker"] for row in rows} >= {"sampler-0"}
@@ -125,7 +125,7 @@ def test_rounds_played_ahead_are_those_of_one_process(cluster: None, tmp_path: P
     over = run(
         tmp_path / "b", *ahead, "cluster.samplers=3", "cluster.graders=1", "cluster.remote_trainer=true"
     )
-    assert_equal(told(alone), told(over))
+    assert_equal(reported(alone), reported(over))
 
 
 def test_weights_that_are_all_trained_travel_as_a_file(cluster: None, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_worker_that_is_killed_changes_nothing(
     killer = Killer(tmp_path, worker, after_step=3)
     outcome = run(tmp_path, "cluster.samplers=2", "cluster.remote_trainer=true", "cluster.graders=1")
     assert killer.killed
-    assert_equal(told(outcome), here)
+    assert_equal(reported(outcome), here)
     rows = RunFolder.open(outcome.folder).metrics.rows()
     assert sum(row.get("workers/restarts", 0) for row in rows) == 1
 
@@ -217,7 +217,7 @@ def of_driver(pid: int, name: str) -> int:
 
 @pytest.mark.parametrize("program", ["gcs_server", "raylet"])
 def test_the_loss_of_ray_itself_ends_the_run_by_name(tmp_path: Path, program: str) -> None:
-    """Ray aborts whoever cannot reach its head for a minute, and ends at once, without a word, a process
+    """Ray aborts what cannot reach its head for a minute, and ends at once, without a word, a process
     whose daemon on its host dies. Either way somebody has to say what was saved."""
     endless = ("trainer.steps=1000", "trainer.lr=1e-9", "rollout.group_size=16")  # never solved, never empty
     arguments = command(tmp_path, *endless, "cluster.samplers=1")
@@ -228,12 +228,12 @@ def test_the_loss_of_ray_itself_ends_the_run_by_name(tmp_path: Path, program: st
                 assert time.monotonic() < until and driver.poll() is None
                 time.sleep(0.1)
             os.kill(of_driver(driver.pid, program), signal.SIGKILL)
-            _, said = driver.communicate(timeout=400)
+            _, output = driver.communicate(timeout=400)
         finally:
             driver.kill()
-    assert driver.returncode == 1, said
+    assert driver.returncode == 1, output
     (folder,) = tmp_path.iterdir()
-    last = said.strip().splitlines()[-1]
+    last = output.strip().splitlines()[-1]
     assert last.startswith("ostinato: ") and "Ray" in last
     assert last.endswith(f"to go on: ostinato resume {folder}")
     done = max(row["step"] for row in RunFolder.open(folder).metrics.rows())

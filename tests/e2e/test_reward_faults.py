@@ -107,9 +107,9 @@ FAULTS = {name: value for name, value in globals().items() if callable(value)}
 
 
 def group(fault: Any, pids: Path) -> Group:
-    asked = Prompt(uid="p", text="?", columns={"fault": fault, "pids": str(pids)})
-    said = [episode(completion(1, text="a"), seed=(k,)) for k in range(3)]
-    return replace(group_of(*said), prompt=asked, step=0)
+    requested = Prompt(uid="p", text="?", columns={"fault": fault, "pids": str(pids)})
+    output = [episode(completion(1, text="a"), seed=(k,)) for k in range(3)]
+    return replace(group_of(*output), prompt=requested, step=0)
 
 
 def grade(grader: WorkerGrader, group: Group) -> list[Reward]:

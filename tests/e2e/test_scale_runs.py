@@ -74,7 +74,7 @@ def scores(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """(folder of a run that nobody interrupted, what it printed)."""
+    """(folder of an undisturbed run, what it printed)."""
     place = tmp_path_factory.mktemp("whole")
     out = run(place, "train", "quickstart", *OVERRIDES)
     return only_run(place), out
@@ -119,11 +119,11 @@ def test_killed_and_resumed_it_says_the_same(step: int, whole: tuple[Path, str],
 PLANTED = """
 import hashlib
 
-asked = {}
+requested = {}
 
 def planted(completions, prompts, **columns):
     greedy = len(completions) == 1
-    t = asked[str(prompts[0])] = asked.get(str(prompts[0]), -1) + (not greedy)
+    t = requested[str(prompts[0])] = requested.get(str(prompts[0]), -1) + (not greedy)
     share = 0.2 + (0.5 / (1 + (2 / t) ** 2) if t else 0.0)
     return [float(drawn(f"{prompts[0]} {'' if t else text}") < share) for text in completions]
 
@@ -133,7 +133,7 @@ def drawn(text):
 
 
 def test_a_forecast_that_stops_the_run_ends_it_in_order(tmp_path: Path) -> None:
-    """A run whose score saturates, by rewards that look at how often a prompt has been asked. No gain is
+    """A run whose score saturates, by rewards that look at how often a prompt has been requested. No gain is
     enough for these terms, so it ends as soon as two looks in a row know its curve: in the middle, with every
     set scored at the end. Rewards that the policy has to earn left it to chance whether anything stopped."""
     (tmp_path / "planted.py").write_text(PLANTED)
@@ -186,9 +186,9 @@ def test_ctrl_c_and_the_same_command_again(tmp_path: Path) -> None:
     while not metrics.exists() and time.monotonic() < limit and first.poll() is None:
         time.sleep(0.05)
     first.send_signal(signal.SIGINT)
-    told, _ = first.communicate(timeout=400)
-    assert first.returncode == 130, told
-    assert "the same command goes on with it" in told
+    reported, _ = first.communicate(timeout=400)
+    assert first.returncode == 130, reported
+    assert "the same command goes on with it" in reported
     sessions = {row["session"] for row in RunFolder(out / "recipe-s0").ledger.rows()}
     assert sessions == {1}
 

@@ -156,21 +156,21 @@ def test_completions_take_texts_and_token_ids(at: At, client: Any) -> None:
 
 
 def test_responses_and_messages_answer_as_chat_does(at: At, client: Any) -> None:
-    said = chat(client, seed=3).choices[0].message.content
+    output = chat(client, seed=3).choices[0].message.content
     body = {"extra_body": {"seed": 3}}
-    asked = {"model": MODEL, "input": QUESTION[0]["content"], "max_output_tokens": 24}
-    assert client.responses.create(**asked, **body).output_text == said
-    with client.responses.stream(**asked, **body) as stream:
+    requested = {"model": MODEL, "input": QUESTION[0]["content"], "max_output_tokens": 24}
+    assert client.responses.create(**requested, **body).output_text == output
+    with client.responses.stream(**requested, **body) as stream:
         kinds = [event.type for event in stream]
-        assert stream.get_final_response().output_text == said
+        assert stream.get_final_response().output_text == output
     assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
     with anthropic.Anthropic(base_url=at.url, api_key="none", max_retries=0) as theirs:
-        asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 24}
-        whole = theirs.messages.create(**asked, **body)
-        assert whole.content[0].text == said and whole.usage.output_tokens > 0
-        with theirs.messages.stream(**asked, **body) as stream:
+        requested = {"model": MODEL, "messages": QUESTION, "max_tokens": 24}
+        whole = theirs.messages.create(**requested, **body)
+        assert whole.content[0].text == output and whole.usage.output_tokens > 0
+        with theirs.messages.stream(**requested, **body) as stream:
             final = stream.get_final_message()
-        assert final.content[0].text == said and final.stop_reason == whole.stop_reason
+        assert final.content[0].text == output and final.stop_reason == whole.stop_reason
         count = theirs.messages.count_tokens(model=MODEL, messages=QUESTION).input_tokens
         assert count == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 
@@ -204,7 +204,7 @@ def test_adapters_are_served_by_name_in_one_batch(tmp_path: Any) -> None:
 
 
 def test_a_policy_that_is_not_finite_is_refused_counted_and_the_old_one_goes_on(tmp_path: Any) -> None:
-    """It ended the task that follows the run: nothing newer was served any more, and nobody was told."""
+    """It ended the task that follows the run: nothing newer was served any more, without a message."""
     policy = load_policy("asset:seed-moe", "model.dtype=float32")
     first, broken, good = (adapters_of(policy.decoder, seed, 0.1, rank=4) for seed in (1, 2, 3))
     save_peft(first, policy.decoder, tmp_path / "learns")
@@ -364,12 +364,12 @@ def test_a_run_is_served_while_it_learns_and_the_server_drains_at_sigterm(tmp_pa
         lines = iter(serving.stdout.readline, "")
         url = next(line for line in lines if "OpenAI address" in line).split()[2].removesuffix("/v1,")
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            asked = {"model": "learns", "seed": 1, "logprobs": True}
-            before = chat(client, **asked)
+            requested = {"model": "learns", "seed": 1, "logprobs": True}
+            before = chat(client, **requested)
             assert before.system_fingerprint == "learns@1" and chat(client, model=MODEL).choices
             run(tmp_path, "resume", str(folder), "trainer.steps=3")
             until(lambda: client.models.retrieve("learns").version == 3, 60)
-            after = chat(client, **asked)
+            after = chat(client, **requested)
             assert after.system_fingerprint == "learns@3"
             assert after.choices[0].logprobs != before.choices[0].logprobs
             with ThreadPoolExecutor(1) as pool:

@@ -59,7 +59,7 @@ def ask(litellm: Any, at: At, **fields: Any) -> Any:
     return litellm.completion(**{**defaults, **where, **fields})
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of clients, which are not ours to mend
+pytestmark = pytest.mark.filterwarnings("ignore")  # of clients, which are not ours to fix
 
 
 def test_litellm_streams_what_it_gets_whole_with_seed_n_and_logprobs(litellm: Any, at: At) -> None:
@@ -86,10 +86,10 @@ def test_litellm_stops_and_its_errors_are_its_own(litellm: Any, at: At) -> None:
 
 def test_litellm_calls_tools_and_gets_json(litellm: Any, at: At) -> None:
     pytest.importorskip("llguidance")
-    said = ask(litellm, at, tools=TOOLS, tool_choice="required", max_tokens=300).choices[0].message
-    assert said.tool_calls[0].function.name == "add" and json.loads(said.tool_calls[0].function.arguments)
-    replies = [*QUESTION, said.model_dump(exclude_none=True)]
-    replies += [{"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "68"}]
+    reply_ = ask(litellm, at, tools=TOOLS, tool_choice="required", max_tokens=300).choices[0].message
+    assert reply_.tool_calls[0].function.name == "add" and json.loads(reply_.tool_calls[0].function.arguments)
+    replies = [*QUESTION, reply_.model_dump(exclude_none=True)]
+    replies += [{"role": "tool", "tool_call_id": reply_.tool_calls[0].id, "content": "68"}]
     assert ask(litellm, at, messages=replies, tools=TOOLS).choices[0].message is not None
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": TOOLS[0]["function"]["parameters"]}}
     assert "a" in json.loads(
@@ -138,20 +138,20 @@ def test_llm_prompts_streamed_and_not_with_a_seed(tmp_path: Path, at: At) -> Non
 def test_llm_gets_json_of_a_schema_and_refusals_as_errors(tmp_path: Path, at: At) -> None:
     pytest.importorskip("llguidance")
     schema = json.dumps(TOOLS[0]["function"]["parameters"])
-    said = said_by_llm(
+    reply_ = said_by_llm(
         tmp_path / "u", at, "--schema", schema, "-o", "seed", "5", "-o", "max_tokens", "300", "a?"
     )
-    assert said.returncode == 0, said.stderr
-    assert 0 <= json.loads(said.stdout)["a"] <= 9
+    assert reply_.returncode == 0, reply_.stderr
+    assert 0 <= json.loads(reply_.stdout)["a"] <= 9
     refused = said_by_llm(tmp_path / "u", at, "-o", "frequency_penalty", "1", "a?")
     assert refused.returncode != 0 and "frequency_penalty is not supported" in refused.stderr
 
 
 def test_llm_runs_a_tool_that_the_policy_calls(tmp_path: Path, at: At) -> None:
-    """The seed model calls no tool by itself: what it was asked for is the list that was sent."""
+    """The seed model calls no tool by itself: what it answers to is the list that was sent."""
     function = "def add(a: int) -> int:\n    'The sum.'\n    return a\n"
-    said = said_by_llm(
+    reply_ = said_by_llm(
         tmp_path / "u", at, "--functions", function, "-o", "seed", "5", "-o", "max_tokens", "24", "a?"
     )
-    assert said.returncode == 0, said.stderr
-    assert shutil.which("llm") is None or said.stdout
+    assert reply_.returncode == 0, reply_.stderr
+    assert shutil.which("llm") is None or reply_.stdout

@@ -62,8 +62,10 @@ def event(id_: str, response: str, **fields: Any) -> dict[str, Any]:
 
 def test_an_answer_is_recorded_as_it_was_sampled(at: At, where: Path) -> None:
     who = {"user": "u7", "metadata": {"session_id": "s", "tenant": "t"}}
-    said = post(at, "/v1/chat/completions", CHAT | who | {"n": 2, "logprobs": True, "return_token_ids": True})
-    reply = said.json()
+    stated = post(
+        at, "/v1/chat/completions", CHAT | who | {"n": 2, "logprobs": True, "return_token_ids": True}
+    )
+    reply = stated.json()
     for choice in reply["choices"]:
         k = choice["index"]
         found = recorded(where, reply["id"] + (f".{k}" if k else ""))
@@ -290,8 +292,8 @@ def test_a_user_of_the_chat_page(
         first, second = [each for each in store.joined() if each.exchange.user.startswith("page-")]
     assert seen["dropped"] == seen["refused"] == 0 and seen["sent"] >= 7
     assert seen["text"] == "68" and seen["wide"] <= 0
-    told = [(e.kind.value, e.value, e.after) for e in first.events if e.kind is not Kind.DWELL]
-    assert sorted(told, key=str) == [
+    reported = [(e.kind.value, e.value, e.after) for e in first.events if e.kind is not Kind.DWELL]
+    assert sorted(reported, key=str) == [
         ("copy", None, None),
         ("edit", None, "68"),
         ("rating", -1.0, None),

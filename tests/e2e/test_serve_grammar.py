@@ -95,10 +95,10 @@ def test_an_object_the_text_format_and_a_completion(client: Any) -> None:
     else:
         raise AssertionError("no object ended")
     text: Any = {"format": {"type": "json_schema", "name": "p", "schema": POINT, "strict": True}}
-    said = client.responses.create(
+    output = client.responses.create(
         model=MODEL, input="1+1=", text=text, max_output_tokens=600, extra_body={"seed": 3}
     )
-    assert is_point(said.output_text)
+    assert is_point(output.output_text)
     plain = client.completions.create(
         model=MODEL, prompt="1+1=", max_tokens=600, extra_body={"response_format": FORMAT}
     )
@@ -107,9 +107,9 @@ def test_an_object_the_text_format_and_a_completion(client: Any) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}])
 def test_a_forced_tool_is_called_with_arguments_of_its_schema(client: Any, choice: Any) -> None:
-    (said,) = chat(client, tools=TOOLS, tool_choice=choice).choices
-    (call,) = said.message.tool_calls
-    assert said.finish_reason == "tool_calls" and is_point(call.function.arguments)
+    (output,) = chat(client, tools=TOOLS, tool_choice=choice).choices
+    (call,) = output.message.tool_calls
+    assert output.finish_reason == "tool_calls" and is_point(call.function.arguments)
     assert call.function.name in (("add", "move") if choice == "required" else ("move",))
 
 
@@ -118,11 +118,11 @@ def test_messages_force_a_tool_too(at: At) -> None:
     tools: Any = [{"name": "add", "description": "The sum.", "input_schema": POINT}]
     with anthropic.Anthropic(base_url=at.url, api_key="none", max_retries=0) as client:
         for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
-            said = client.messages.create(
+            output = client.messages.create(
                 model=MODEL, messages=QUESTION, max_tokens=300, tools=tools, tool_choice=choice
             )
-            (block,) = [block for block in said.content if block.type == "tool_use"]
-            assert said.stop_reason == "tool_use" and is_point(json.dumps(block.input))
+            (block,) = [block for block in output.content if block.type == "tool_use"]
+            assert output.stop_reason == "tool_use" and is_point(json.dumps(block.input))
 
 
 REFUSED: list[tuple[Any, str]] = [

@@ -48,7 +48,7 @@ def test_the_description_names_every_path_and_every_body(at: At) -> None:
 
 
 @pytest.mark.slow  # hundreds of requests
-@pytest.mark.filterwarnings("ignore")  # of the library, which are not ours to mend
+@pytest.mark.filterwarnings("ignore")  # of the library, which are not ours to fix
 def test_requests_from_the_description_are_answered_as_it_says(at: At) -> None:
     schemathesis = pytest.importorskip("schemathesis")
     from schemathesis.checks import not_a_server_error

@@ -31,9 +31,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "rows.jsonl").open("w") as sft, (folder / "pairs.jsonl").open("w") as dpo:
         for prompt in load_tasks("arithmetic", "train", 0, 96, {"families": ["sum"], "digits": 2}):
             chat, right = list(prompt.messages or ()), str(prompt.columns["answer"])
-            said = [{"role": "assistant", "content": text} for text in (right, right + "0")]
-            sft.write(json.dumps({"messages": [*chat, said[0]]}) + "\n")
-            dpo.write(json.dumps({"prompt": chat, "chosen": said[:1], "rejected": said[1:]}) + "\n")
+            output = [{"role": "assistant", "content": text} for text in (right, right + "0")]
+            sft.write(json.dumps({"messages": [*chat, output[0]]}) + "\n")
+            dpo.write(json.dumps({"prompt": chat, "chosen": output[:1], "rejected": output[1:]}) + "\n")
     for name, wrong in (("rows", "silent"), ("pairs", "equal")):
         few = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()[:4]]
         bad = {"rejected": few[2]["chosen"]} if name == "pairs" else {"messages": few[2]["messages"][:1]}

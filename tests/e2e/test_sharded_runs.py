@@ -49,7 +49,7 @@ def run(rank: int, world: int, port: int, folder: str, steps: int, trouble: Trou
     if rank:
         if trouble.what == "late":
             return {}
-        following(place, lambda told, ready: Toy(rank, trouble), leaves(folder, rank), ANSWERS)
+        following(place, lambda reported, ready: Toy(rank, trouble), leaves(folder, rank), ANSWERS)
         return {"ended": True}
     terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, recipe="the recipe")
     with leading(place, meet(place), terms, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
@@ -78,7 +78,7 @@ def caught(rank: int, world: int, port: int, folder: str, steps: int, trouble: T
         gone = [trouble.rank] if trouble.what in ("kill", "stop") else []
         for other in range(1, world):  # all end when this rank has
             if other not in gone and trouble.what != "late":
-                said(Path(folder) / f"left-{other}")
+                output(Path(folder) / f"left-{other}")
         return found
 
 
@@ -95,11 +95,11 @@ def troubled(tmp_path: Path, trouble: Trouble, world: int = 3, lost: tuple[int, 
     return results[0], {rank: tmp_path / f"left-{rank}" for rank in range(1, world)}
 
 
-def said(path: Path) -> str:
+def output(path: Path) -> str:
     deadline = time.monotonic() + 120
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return path.read_text() if path.exists() else "it said nothing"
+    return path.read_text() if path.exists() else "no output"
 
 
 def test_all_ranks_do_the_same(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_all_ranks_do_the_same(tmp_path: Path) -> None:
     assert found["reports"] == [{"sum": total, "rank": 0.0}] * 3
     assert torch.equal(found["value"], torch.arange(4, dtype=torch.float64) * 6 * 3 * 3 * 2)
     assert found["counters"] == {"steps": 40}
-    assert others == [{"ended": True}] * 2  # by themselves, and nobody left
+    assert others == [{"ended": True}] * 2  # by themselves, and none is left
     assert not list(tmp_path.iterdir())
 
 
@@ -127,7 +127,7 @@ def test_a_lost_rank_ends_all_by_name(tmp_path: Path, what: str, rank: int, step
     assert found["text"].startswith(f"rank {rank} on ") and why in found["text"]
     assert f"rank 0 in step {step} at " in found["text"]
     gone = {rank} if what in ("kill", "stop") else set()
-    assert all(said(path) == found["text"] for other, path in left.items() if other not in gone)
+    assert all(output(path) == found["text"] for other, path in left.items() if other not in gone)
     assert not any(left[other].exists() for other in gone)
 
 
@@ -138,7 +138,7 @@ def test_what_rank_0_raises_comes_as_itself(tmp_path: Path) -> None:
         found, left = troubled(folder, Trouble(what="raise", rank=who, step=2))
         assert (found["error"], found["text"]) == ("ValueError", "step 2 does not suit rank 0")
         for path in left.values():
-            assert "rank 0 on " in said(path) and "ValueError: step 2 does not suit rank 0" in said(path)
+            assert "rank 0 on " in output(path) and "ValueError: step 2 does not suit rank 0" in output(path)
 
 
 def test_without_rank_0_nobody_stays(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_without_rank_0_nobody_stays(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"rank [12] of 3 died .exit code 1."):
         on_ranks(3, caught, free_port(), folder, 3, trouble, timeout_s=300, lost=[0], group=False)
     for rank in (1, 2):
-        assert said(tmp_path / f"left-{rank}").startswith("rank 0 on ")
+        assert output(tmp_path / f"left-{rank}").startswith("rank 0 on ")
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def refused(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
     """Of three steps the second is refused, by all."""
     place, trouble = local_place(world, port, rank, KEY), Trouble(what="refuse", rank=-1, step=2)
     if rank:
-        following(place, lambda told, ready: Toy(rank, trouble), leaves(folder, rank), ANSWERS)
+        following(place, lambda reported, ready: Toy(rank, trouble), leaves(folder, rank), ANSWERS)
         return {"ended": True}
     terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, recipe="")
     with leading(place, meet(place), terms, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
@@ -172,7 +172,7 @@ def refused(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
         first = trainer.step(batch).metrics
         with pytest.raises(Misaligned, match="step 2 has routes of others"):
             trainer.step(batch)
-        time.sleep(GRACE_S + 3)  # nobody is blamed for it
+        time.sleep(GRACE_S + 3)  # no rank is blamed for it
         saved = {"first": first, "failed": trainer.failed, "tensors": dict(trainer.tensors())}
         return saved | {"second": trainer.step(batch).metrics, "counters": trainer.counters()}
 
@@ -195,11 +195,11 @@ def test_what_only_some_refuse_ends_all_by_name(tmp_path: Path, who: int) -> Non
         assert found["error"] == "WorkerLost"
         assert "has refused 1 of its calls where rank 0 refused 0" in found["text"]
         assert found["text"].startswith("rank 1 on ")
-        assert said(left[2]) == found["text"]
+        assert output(left[2]) == found["text"]
         return
     assert (found["error"], found["text"]) == ("Misaligned", "step 2 has routes of others")
     for path in left.values():
-        assert "rank 0 on " in said(path) or "rank 1 on " in said(path)
+        assert "rank 0 on " in output(path) or "rank 1 on " in output(path)
 
 
 class Bandit(BanditTrainer):
@@ -236,7 +236,7 @@ def looped(rank: int, world: int, port: int, folder: str, refuses: int, saved: A
     """A run over the ranks, from what was ``saved``; and what it has saved last."""
     place = local_place(world, port, rank, KEY)
     if rank:
-        following(place, lambda told, ready: Bandit(refuses), leaves(folder, rank), ANSWERS)
+        following(place, lambda reported, ready: Bandit(refuses), leaves(folder, rank), ANSWERS)
         return {}
     terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, recipe="")
     with leading(place, meet(place), terms, lambda ready: Bandit(refuses), answers=ANSWERS) as trainer:
@@ -289,7 +289,7 @@ def loaded(rank: int, world: int, port: int, folder: str, cold_s: float, fault: 
         return Toy(rank)
 
     if rank:
-        following(place, lambda told, ready: new(ready), leaves(folder, rank))
+        following(place, lambda reported, ready: new(ready), leaves(folder, rank))
         return "ended"
     terms = Terms(backend="gloo", timeout_s=bound.total_seconds(), silence_s=3.0, recipe="")
     try:
@@ -415,10 +415,10 @@ def test_a_run_survives_the_loss_of_any_rank(tmp_path: Path) -> None:
         (follower,) = followers(process)
         follower.kill()
         assert process.wait(60) == 1, (hurt / "log").read_text()
-    said = (hurt / "log").read_text().splitlines()[-1]
+    output = (hurt / "log").read_text().splitlines()[-1]
     name = r"ostinato: rank 1 on \S+ \(process \d+\) ended: killed by signal 9, last seen "
-    assert re.match(name, said), said
-    assert said.endswith(f"to go on: ostinato resume {run_of(hurt)}")
+    assert re.match(name, output), output
+    assert output.endswith(f"to go on: ostinato resume {run_of(hurt)}")
     assert rows(hurt) < STEPS
 
     with started(hurt, "resume", run_of(hurt)) as process:

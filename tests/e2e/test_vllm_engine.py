@@ -116,18 +116,18 @@ def test_temperatures_and_filters_are_in_the_log_probabilities(world: Subject) -
     engine_of(world).publish(world.policies[0], 1)
     for settings in ({"temperature": 0.5}, {"temperature": 2.0}, {"temperature": 1.0, "top_k": 5}):
         requests = world.many(4, max_tokens=1, **settings)
-        for request, said in zip(requests, world.run(requests), strict=True):
+        for request, completion in zip(requests, world.run(requests), strict=True):
             assert world.score is not None
-            whole = np.array([[*request.tokens, token] for token in said.tokens])[0].astype(np.int32)
+            whole = np.array([[*request.tokens, token] for token in completion.tokens])[0].astype(np.int32)
             raw = world.score(world.policies[0], whole)[-1]
             if settings.get("top_k"):
-                assert said.logprobs[0] > raw  # over five tokens instead of all
+                assert completion.logprobs[0] > raw  # over five tokens instead of all
             else:
-                assert said.logprobs[0] != pytest.approx(raw, abs=1e-3)  # at 1, it would be
+                assert completion.logprobs[0] != pytest.approx(raw, abs=1e-3)  # at 1, it would be
 
 
 def test_running_requests_go_on_under_the_new_adapter_with_the_keys_that_they_have(world: Subject) -> None:
-    """vLLM 0.32, asked to load an adapter in the place of another, lets running requests go on under the old
+    """vLLM 0.32, called to load an adapter in the place of another, lets running requests go on under the old
     one and calls it the new one. Here every token has the log-probability that our decoder gives it, with the
     keys and values of before the publish by the old adapter and all that follow by the new one."""
 
@@ -140,14 +140,20 @@ def test_running_requests_go_on_under_the_new_adapter_with_the_keys_that_they_ha
         return await running
 
     engine, requests = engine_of(world), world.many(4, max_tokens=120)
-    for request, said in zip(requests, asyncio.run(publish_under_way()), strict=True):
-        assert set(said.versions.tolist()) == {1, 2}
-        first = len(request.tokens) + int((said.versions == 1).sum()) - 1  # row that gave the first new token
-        whole, cache, rows = np.concatenate([request.tokens, said.tokens]), NaiveCache(), list[np.ndarray]()
+    for request, completion in zip(requests, asyncio.run(publish_under_way()), strict=True):
+        assert set(completion.versions.tolist()) == {1, 2}
+        first = (
+            len(request.tokens) + int((completion.versions == 1).sum()) - 1
+        )  # row that gave the first new token
+        whole, cache, rows = (
+            np.concatenate([request.tokens, completion.tokens]),
+            NaiveCache(),
+            list[np.ndarray](),
+        )
         for policy, some in zip(world.policies, (slice(0, first), slice(first, len(whole) - 1)), strict=True):
             rows.append(scored(engine, policy, cache, whole, some))
         expected = np.concatenate(rows)[len(request.tokens) - 1 :]
-        np.testing.assert_allclose(said.logprobs, expected, atol=2e-3)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-3)
 
 
 def scored(engine: VllmEngine, policy: Any, cache: NaiveCache, whole: np.ndarray, some: slice) -> np.ndarray:
@@ -171,7 +177,7 @@ def test_a_server_killed_under_way_costs_seconds_and_no_answer(world: Subject) -
     engine, requests = engine_of(world), world.many(6, max_tokens=60)
     start = time.perf_counter()
     answers = asyncio.run(kill_under_way())
-    assert all(said.stop is Stop.LENGTH and (said.versions == 5).all() for said in answers)
+    assert all(completion.stop is Stop.LENGTH and (completion.versions == 5).all() for completion in answers)
     assert engine.served == (5, fingerprint(world.policies[0]))
     assert time.perf_counter() - start < 300
 
@@ -202,8 +208,8 @@ def test_a_server_given_by_address_serves_the_next_engine(world: Subject, tmp_pa
     server = VllmAt(first._server.address, key=first._server.key)
     second = VllmEngine(server, first._decoder, folder=tmp_path, decode=world.decode)
     second.publish(world.policies[1], 70)
-    taken = replace(world, engine=second)
-    assert all((said.versions == 70).all() for said in taken.run(world.many(4)))
+    chosen = replace(world, engine=second)
+    assert all((completion.versions == 70).all() for completion in chosen.run(world.many(4)))
     second.close()
     first.publish(world.policies[0], 12)
-    assert all((said.versions == 12).all() for said in world.run(world.many(4)))
+    assert all((completion.versions == 12).all() for completion in world.run(world.many(4)))

@@ -19,14 +19,14 @@ from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
 _EXPERTS = 97  # a prime: neighbours, layers and slots differ
 
 Policy = Callable[[Any, Request, Sequence[int]], np.ndarray]
-"""(published adapters, request, tokens said so far) -> logits of the next token [V]."""
+"""(published adapters, request, tokens sampled so far) -> logits of the next token [V]."""
 
 
 class FakeEngine:
     """Draws from softmax(logits / temperature) of ``policy`` with the addressed noise.
 
     ``moe`` (layers, top_k) adds routes that are a function of (token, position); ``delay_s`` passes before
-    each completion is handed out. ``calls`` keeps the requests of every call, to see who asked together.
+    each completion is handed out. ``calls`` keeps the requests of every call, to see which came together.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ def scripted(answer: Callable[[Request], Sequence[int]], vocab_size: int) -> Pol
     The answer must be as long as ``max_tokens`` or end in a stop token; running out of words is an error.
     """
 
-    def policy(adapters: Any, request: Request, said: Sequence[int]) -> np.ndarray:
+    def policy(adapters: Any, request: Request, output: Sequence[int]) -> np.ndarray:
         scores = np.full(vocab_size, -np.inf)
-        scores[answer(request)[len(said)]] = 0.0
+        scores[answer(request)[len(output)]] = 0.0
         return scores
 
     return policy

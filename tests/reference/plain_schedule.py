@@ -45,7 +45,7 @@ def timing(
     transfer: float = 0.0,
 ) -> Timing:
     """How long a schedule takes where computations take ``seconds`` and what is sent is there ``transfer``
-    later, while its sender goes on. Stages and microbatches may differ: ``seconds`` is asked about each
+    later, while its sender goes on. Stages and microbatches may differ: ``seconds`` is called for each
     computation. Raises ValueError as ``orders`` does."""
     busy, last = [0.0] * ranks, 0.0
     order = orders(name, ranks=ranks, virtual=virtual, parts=parts)
@@ -94,7 +94,7 @@ def rendezvous(lists: Sequence[Sequence[Action]]) -> None:
     """Play the lists where nothing is buffered: a send waits for its receive, a receive for its send, and
     both must name the same tensor. The proof that a schedule ends on every transport.
 
-    Raises Deadlock when nobody can go on, ValueError where a rank computes from what it does not have yet.
+    Raises Deadlock when no rank can go on, ValueError where a rank computes from what it does not have yet.
     """
     ranks, place = len(lists), [0] * len(lists)
     have: list[set[Compute]] = [set() for _ in lists]

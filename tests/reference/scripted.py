@@ -63,8 +63,8 @@ class ScriptedDrafter:
 
     def _draft(self, handle: int, depth: int) -> list[int]:
         sequence = self._open[handle]
-        said = self.script(sequence.request, np.array(sequence.tokens, np.int32))
-        return list(itertools.takewhile(lambda token: token >= 0, said.tolist()))[: max(depth, 0)]
+        output = self.script(sequence.request, np.array(sequence.tokens, np.int32))
+        return list(itertools.takewhile(lambda token: token >= 0, output.tolist()))[: max(depth, 0)]
 
 
 __all__ = ["Script", "ScriptedDrafter"]

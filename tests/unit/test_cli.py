@@ -84,7 +84,7 @@ def test_without_a_terminal_every_step_is_a_plain_line() -> None:
 
 
 def test_a_score_that_cannot_be_reached_is_said_once_and_early() -> None:
-    """With a second reward that never gives full marks pass@1 stayed 0.000 to the end, and nothing said why:
+    """With a second reward that never gives full marks pass@1 stayed 0.000 to the end, without a reason:
     the first evaluation knows that no answer came near."""
     row = {**BEFORE, "pass@1": 0.0, "stderr": 0.0, "reward_max": 1.25, "solved_at": 1.999999}
     console, out = plain_console()

@@ -102,9 +102,9 @@ def test_a_library_that_is_not_whole_is_compiled_again(code: NativeCode, how: st
     """A truncated library ended the run with SIGBUS, and an empty one kept the slow twins for ever."""
     library = built(code)
     damaged(library, how)
-    with pytest.warns(UserWarning, match=why) as said:
+    with pytest.warns(UserWarning, match=why) as output:
         assert build(code) == library
-    assert len(said) == 1 and load(library).answer() == 42
+    assert len(output) == 1 and load(library).answer() == 42
     assert build(code) == library  # without a warning, which would be an error
 
 

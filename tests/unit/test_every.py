@@ -69,7 +69,7 @@ def test_times_grow_with_what_is_spent(unit: Axis, amount: float, sums: list[flo
 
 
 def test_device_hours_have_one_name_and_papers_another() -> None:
-    """`scale ledger` told device-hours and a forecast asked for them, `scale fit --axis device-hours` refused
+    """`scale ledger` reported device-hours and a forecast took them, `scale fit --axis device-hours` refused
     them, and a recipe refused gpu-hours."""
     for name in ("device-hours", "gpu-hours"):
         assert axis_of(name) is Axis(name) is Axis.DEVICE_HOURS
@@ -84,8 +84,8 @@ def test_what_can_be_counted_is_one_list() -> None:
 
 
 def test_what_is_no_axis_is_refused_with_all_that_are() -> None:
-    said = "--axis is 'parsecs'; use one of device-hours, hours, flops, tokens, steps, money"
-    with pytest.raises(ValueError, match=f"^{said}$"):
+    output = "--axis is 'parsecs'; use one of device-hours, hours, flops, tokens, steps, money"
+    with pytest.raises(ValueError, match=f"^{output}$"):
         Axis.parse("parsecs", "--axis")
-    with pytest.raises(typer.BadParameter, match=said):
+    with pytest.raises(typer.BadParameter, match=output):
         axis_of("parsecs")

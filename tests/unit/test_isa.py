@@ -57,7 +57,7 @@ def test_a_cap_that_does_not_exist_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("output", "name"),
     [
         (
             "machdep.cpu.brand_string: Apple M2\nhw.optional.neon: 1\nhw.optional.arm.FEAT_BF16: 1\n",
@@ -71,7 +71,7 @@ def test_a_cap_that_does_not_exist_is_one_sentence() -> None:
         ),
     ],
 )
-def test_a_mac_names_its_processor_by_sysctl(said: str, name: str) -> None:
-    """Written after Apple's documentation; nobody has run it on a Mac."""
-    assert instruction_set({}, of_sysctl(said)) == name
-    assert of_sysctl(said).splitlines()[0].split(" : ")[1] in said
+def test_a_mac_names_its_processor_by_sysctl(output: str, name: str) -> None:
+    """Written after Apple's documentation; it was never run on a Mac."""
+    assert instruction_set({}, of_sysctl(output)) == name
+    assert of_sysctl(output).splitlines()[0].split(" : ")[1] in output

@@ -144,7 +144,7 @@ def test_what_is_not_known_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_agrees_with_its_data(repository: Path, page: str) -> None:
-    """The README's tables were typed in by hand: it said 1398 tokens/s where the lab notes said 1183."""
+    """The README's tables were typed in by hand: they gave 1398 tokens/s where the lab notes gave 1183."""
     file = repository / page
     text = file.read_text(encoding="utf-8")
     assert readme.written(text, file.parent) == text, f"run: ostinato bench readme --page {page}"

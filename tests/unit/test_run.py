@@ -142,8 +142,8 @@ def test_a_text_of_a_whole_file_is_always_written(tmp_path: Path) -> None:
 
 
 def make_group(step: int) -> Group:
-    said = completion([5, 2], text="7", experts=np.zeros((2, 1, 2), np.int16))
-    turn = Turn(context=np.array([1, 4], np.int32), completion=said)
+    answer = completion([5, 2], text="7", experts=np.zeros((2, 1, 2), np.int16))
+    turn = Turn(context=np.array([1, 4], np.int32), completion=answer)
     graded = Trajectory(turns=(turn,), stop=Stop.EOS, seed=(0, step, 0, 0), reward=Reward(value=1.0))
     failed = Trajectory(turns=(), stop=Stop.ERROR, seed=(0, step, 0, 1), error="the engine gave up")
     prompt = Prompt(uid="sum/3", text="3+4=", columns={"answer": "7"})

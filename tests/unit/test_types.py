@@ -1,4 +1,4 @@
-"""The nouns: what holds arrays is told briefly."""
+"""The nouns: what holds arrays has a brief repr."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class FusedStep:
         )
 
     def _grow(self, wanted: int) -> None:
-        """What the pass asked for: bytes of workspace, or with a minus the rotations of more positions."""
+        """What the pass needs: bytes of workspace, or with a minus the rotations of more positions."""
         if wanted > 0:
             self._workspace = torch.empty(wanted, dtype=torch.uint8)
             return

@@ -251,7 +251,7 @@ def _in_vain(
     return dict(found)
 
 
-# paid for by whoever sampled first
+# paid for by the run that sampled first
 SAMPLED = ("prefilled", "sampled", "drafted", "accepted", "injected", "recomputed")
 
 

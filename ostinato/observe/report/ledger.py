@@ -42,11 +42,11 @@ def torn(run: RunFolder) -> bool:
     return path.exists() and bool(content := path.read_bytes()) and not content.endswith(b"\n")
 
 
-def tables(books: Books) -> list[Table]:
+def tables(accounts: Books) -> list[Table]:
     """A column for each run, values with their shares; without lines that no run has a value for. Sums come
     last."""
     found: dict[str, dict[str, dict[str, str]]] = {}  # by title, line and run
-    for run, one in books.items():
+    for run, one in accounts.items():
         for title, name, value, whole, form in _entries(one):
             cells = found.setdefault(title, {}).setdefault(name, {})
             if value is not None:
@@ -55,8 +55,8 @@ def tables(books: Books) -> list[Table]:
     made = []
     for title, lines in found.items():
         last = sorted(lines.items(), key=lambda line: line[0].partition("\n")[0] == "all")
-        rows = [(name, *(cells.get(run, "") for run in books)) for name, cells in last if cells]
-        made.append(Table(title=title, head=list(books), rows=rows, note=NOTES.get(title, "")))
+        rows = [(name, *(cells.get(run, "") for run in accounts)) for name, cells in last if cells]
+        made.append(Table(title=title, head=list(accounts), rows=rows, note=NOTES.get(title, "")))
     return [table for table in made if table.rows]
 
 

@@ -353,10 +353,10 @@ def played(decoder: Decoder, sampling: Sampling, kernels: Kernels | None = None)
     engine = LocalEngine(decoder, kernels=kernels, kv_memory_mb=4, context_limit=128)
     rng, made = np.random.default_rng(3), []
     prompts = [rng.integers(0, 61, 5 + n).astype(np.int32) for n in range(3)]
-    asked = [Request(tokens=prompts[n // 3], sampling=sampling, seed=(5, n)) for n in range(9)]
+    requests = [Request(tokens=prompts[n // 3], sampling=sampling, seed=(5, n)) for n in range(9)]
     done = [
         Trajectory(turns=(Turn(context=request.tokens, completion=one),), stop=Stop.LENGTH, seed=request.seed)
-        for request, one in zip(asked, answers(engine, asked), strict=True)
+        for request, one in zip(requests, answers(engine, requests), strict=True)
     ]
     for g in range(3):
         group = Group(

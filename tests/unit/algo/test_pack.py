@@ -149,7 +149,7 @@ def test_every_optimizer_step_has_its_share_of_the_groups(
     samples: list[Sample], budget: int, share: bool, wanted: int
 ) -> None:
     """Whole groups, numbers that differ by at most one, in their order; as many steps as groups where more
-    are asked for, however few microbatches they would fit into."""
+    are requested, however few microbatches they would fit into."""
     weights, options = token_weights(samples), {"tokens_per_microbatch": budget, "share_prompts": share}
     batch = pack(samples, weights, minibatches=wanted, **options)
     assert loss_entries(batch) == loss_entries(pad(samples, weights))
@@ -218,7 +218,7 @@ def test_siblings_with_other_prompts_do_not_share() -> None:
 
 def test_siblings_whose_prompt_met_other_experts_do_not_share() -> None:
     """Between two siblings a policy was published, or the prompt evicted and run again: the second answer was
-    trained behind the routes of the first one's prompt, and nothing said so."""
+    trained behind the routes of the first one's prompt, without a message."""
     first, second, third = (make_sample([1, 2], [3, n], [1, 1], uid=f"p#{n}") for n in range(3))
     assert first.experts is not None
     changed = first.experts.copy()

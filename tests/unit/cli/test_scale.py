@@ -1,4 +1,5 @@
-"""``ostinato scale``: what is asked comes out, what may not be told does not, mistakes are one sentence."""
+"""``ostinato scale``: what is requested comes out, what may not be reported does not, mistakes are one
+sentence."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ def test_a_run_that_is_given_twice_is_refused(long: Path, capsys: pytest.Capture
     assert "keep one of these runs" in capsys.readouterr().err
 
 
-# -- the books
+# -- the accounts
 
 
 @pytest.mark.slow
@@ -196,7 +197,7 @@ def csv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+def reported(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     """The JSON object of a command that is no error."""
     code, found = answered(capsys, *arguments)
     assert code in (0, 10, 20)
@@ -214,9 +215,9 @@ COMMANDS = (
 @pytest.mark.parametrize("name", CURVES)
 def test_every_answer_is_strict_json(name: str, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command, *options in COMMANDS:
-        assert told(capsys, command, csv / f"{name}.csv", *options)["series"] == name
+        assert reported(capsys, command, csv / f"{name}.csv", *options)["series"] == name
     other = "short" if name == "long" else "long"
-    compared = told(capsys, "compare", csv / f"{name}.csv", csv / f"{other}.csv")
+    compared = reported(capsys, "compare", csv / f"{name}.csv", csv / f"{other}.csv")
     assert [arm["arm"] for arm in compared["arms"]] == [name, other]
 
 
@@ -225,14 +226,14 @@ def test_a_curve_that_carries_nothing_tells_no_number(
     name: str, csv: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a flat curve the intervals of B and C_mid were those of the prior."""
-    fitted = told(capsys, "fit", csv / f"{name}.csv")
+    fitted = reported(capsys, "fit", csv / f"{name}.csv")
     for key in ("A", "B", "C_mid", "least_squares", "C_max_over_C_mid"):
         assert fitted[key] is None
     assert fitted["laws"] == []
-    predicted = told(capsys, "forecast", csv / f"{name}.csv", "--at", "1e5", "--target", "0.6")
+    predicted = reported(capsys, "forecast", csv / f"{name}.csv", "--at", "1e5", "--target", "0.6")
     assert predicted["at"] == [{"compute": 1e5, "score": None, "measured": None}]
     assert predicted["targets"] == [{"target": 0.6, "probability": None, "compute": None}]
-    decided = told(capsys, "decide", csv / f"{name}.csv", "--budget", "50k")
+    decided = reported(capsys, "decide", csv / f"{name}.csv", "--budget", "50k")
     assert (decided["action"], decided["gain"]) == ("undecided", None)
 
 
@@ -276,15 +277,15 @@ def test_several_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "output"),
     [
         ([], "run run has no row in ledger.jsonl; it has finished no step yet"),
         ([{"step": 1, "wall_s": 2.0}], "line 1 of "),
     ],
 )
 def test_what_cannot_be_added_up_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[dict[str, Any]], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[dict[str, Any]], output: str
 ) -> None:
     assert scale("ledger", run_of(tmp_path / "run", *rows).path) == 2
     captured = capsys.readouterr()
-    assert said in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    assert output in captured.err and captured.err.count("\n") == 1 and captured.out == ""

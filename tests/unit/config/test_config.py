@@ -282,8 +282,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "recipe.md"
 
 
 def test_the_page_is_generated() -> None:
-    mend = "run: python -m ostinato.config.reference > docs/recipe.md"
-    assert PAGE.read_text(encoding="utf-8") == reference(), mend
+    fix = "run: python -m ostinato.config.reference > docs/recipe.md"
+    assert PAGE.read_text(encoding="utf-8") == reference(), fix
 
 
 def test_keys_and_defaults_of_algo_are_those_of_the_class() -> None:

@@ -1,4 +1,4 @@
-"""Constraints of answers: drawn from what they leave, scored under it, and nobody else's matter."""
+"""Constraints of answers: drawn from what they leave, scored under it, and no other answer's matter."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def naive(request: Request) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_constrained_answers_are_those_of_the_naive_generator_under_the_mask(kernels: Kernels | None) -> None:
-    for asked, done in zip(requests(), answers(engine(kernels), requests()), strict=True):
-        tokens, logprobs = naive(asked)
+    for asking, done in zip(requests(), answers(engine(kernels), requests()), strict=True):
+        tokens, logprobs = naive(asking)
         assert done.tokens.tolist() == tokens
         assert done.logprobs == pytest.approx(logprobs, abs=1e-4)
         free = [not thirds(done.tokens[:n])[token] for n, token in enumerate(done.tokens.tolist())]
         assert all(free)
-        if asked.sampling.filtered:
+        if asking.sampling.filtered:
             assert done.support is not None and int(done.support.counts.max()) <= VOCAB // 3 + 1
 
 

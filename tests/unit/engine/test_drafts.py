@@ -25,7 +25,7 @@ VOCAB = 31
 DECODER = tiny_decoder(vocab_size=VOCAB)
 
 
-def asked(n: int = 4, **sampling: Any) -> list[Request]:
+def requested(n: int = 4, **sampling: Any) -> list[Request]:
     rng = np.random.default_rng(0)
     return [
         Request(
@@ -48,7 +48,7 @@ def oracle(requests: Sequence[Request], done: Sequence[Completion], **options: A
 
 
 def test_right_drafts_save_passes_and_change_nothing() -> None:
-    requests = asked()
+    requests = requested()
     plain = answers(engine(), requests)
     ours = engine(oracle(requests, plain, length=7))
     for a, b in zip(plain, answers(ours, requests), strict=True):
@@ -66,7 +66,7 @@ def test_whatever_is_drafted_the_tokens_are_the_same(data: st.DataObject) -> Non
     stop = data.draw(st.sampled_from([(), (3,), (3, 4, 5)]))
     filters = data.draw(st.sampled_from([{}, {"top_p": 0.8}, {"top_k": 5, "min_p": 0.1, "temperature": 0.7}]))
     sampling = {"stop_tokens": stop, "min_tokens": data.draw(st.integers(0, 4)), **filters}
-    requests = asked(data.draw(st.integers(1, 5)), **sampling)
+    requests = requested(data.draw(st.integers(1, 5)), **sampling)
     plain = answers(engine(), requests)
     whole = {r.seed: np.concatenate([r.tokens, c.tokens]) for r, c in zip(requests, plain, strict=True)}
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
@@ -93,12 +93,12 @@ def test_whatever_is_drafted_the_tokens_are_the_same(data: st.DataObject) -> Non
 
 
 def test_a_caller_that_goes_away_closes_its_handles() -> None:
-    requests = asked(4)
+    requests = requested(4)
     drafter = oracle(requests, answers(engine(), requests), length=2)
     ours = engine(drafter)
 
     async def leave() -> None:
-        async for _ in ours.generate([*requests, *asked(3, max_tokens=3)]):
+        async for _ in ours.generate([*requests, *requested(3, max_tokens=3)]):
             break
 
     asyncio.run(leave())
@@ -106,7 +106,7 @@ def test_a_caller_that_goes_away_closes_its_handles() -> None:
 
 
 def test_drafts_never_preempt_anybody() -> None:
-    requests = asked(3)
+    requests = requested(3)
     plain = answers(engine(), requests)
     ours = engine(oracle(requests, plain, length=9))
     ours._scheduler.cache = KVCache(9)  # exactly what the three need in the end: 29, 33 and 37 tokens
@@ -117,7 +117,7 @@ def test_drafts_never_preempt_anybody() -> None:
 
 def test_logits_that_are_not_finite_end_a_request_inside_a_draft() -> None:
     decoder = tiny_decoder(seed=2, vocab_size=VOCAB)
-    requests = asked(2)
+    requests = requested(2)
     plain = answers(LocalEngine(decoder, kv_memory_mb=4, context_limit=128), requests)
     token = int(plain[0].tokens[3])
     decoder.embed.data[token] = torch.nan  # known at the head too: from the first step on
@@ -131,7 +131,7 @@ def test_logits_that_are_not_finite_end_a_request_inside_a_draft() -> None:
 
 
 def test_an_error_leaves_no_block_of_a_draft_behind() -> None:
-    requests = asked(2)
+    requests = requested(2)
     plain = answers(engine(), requests)
     ours = engine(oracle(requests, plain))
     heard = 0
@@ -152,7 +152,7 @@ def test_an_error_leaves_no_block_of_a_draft_behind() -> None:
 
 
 def test_blocks_that_failed_drafts_have_taken_are_given_back_before_anybody_is_preempted() -> None:
-    requests = asked(3)
+    requests = requested(3)
     plain = answers(engine(), requests)
     wrong = ScriptedDrafter(lambda request, tokens: (tokens[-1:].repeat(30) + 1) % VOCAB, length=30)
     ours = engine(wrong)
@@ -164,12 +164,12 @@ def test_blocks_that_failed_drafts_have_taken_are_given_back_before_anybody_is_p
 
 def test_a_block_added_before_others_are_given_back_is_in_the_table() -> None:
     """Giving back surplus blocks noted all of a sequence's blocks as shown, the one just added too: its place
-    in the table kept what a former occupant of the seat had there."""
+    in the table kept what a former occupant of the slot had there."""
     ours = engine()
     ours._scheduler.cache = KVCache(5)
     scheduler = ours._scheduler
     table, cache = scheduler.table, scheduler.cache
-    first, second = asked(2)
+    first, second = requested(2)
     for request in (first, second):
         scheduler.waiting.append(new_sequence(request, ours._limits, results=asyncio.Queue()))
     ours._copy_blocks(scheduler.admit())

@@ -151,9 +151,9 @@ def test_an_interrupted_agent_runs_every_token_once_and_trains_on_its_own_routes
 ) -> None:
     ours = LocalEngine(model(), kernels=kernels, decode=renderer().decode, kv_memory_mb=32, context_limit=400)
     groups = played(ours, rule(4, 9, 6), turns=3, stop_tokens=(1, *range(20, 60)))
-    told = [answer for answer in answers(groups) if answer.injected is not None]
-    assert len(told) > 8 and {answer.stop for answer in told} >= {Stop.LENGTH, Stop.EOS}
-    for answer in told:
+    reported = [answer for answer in answers(groups) if answer.injected is not None]
+    assert len(reported) > 8 and {answer.stop for answer in reported} >= {Stop.LENGTH, Stop.EOS}
+    for answer in reported:
         assert answer.text == renderer().decode(answer.tokens[: -1 if answer.stop is Stop.EOS else None])
         assert " time's up\n####" in answer.text
     sequences = [one for i, group in enumerate(groups) for one in samples(group, i, np.ones(SIBLINGS))]
@@ -190,8 +190,8 @@ def test_drafts_from_interrupted_pasts_change_no_token_and_are_taken() -> None:
     drafter = HistoryDrafter(history)
     kept, skipped = pasts(plain)
     assert skipped == 0 and sum(map(len, kept.values())) > len(answers(plain))
-    for uid, told in kept.items():
-        history.add(uid, 1, told)
+    for uid, reported in kept.items():
+        history.add(uid, 1, reported)
     ours = engine(drafter=drafter, cost=DRAFTS_PAY)
     again = played(ours, interruption)
     for one, two in zip(answers(plain), answers(again), strict=True):

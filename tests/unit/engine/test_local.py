@@ -70,8 +70,8 @@ def test_the_engine_is_the_naive_generator(kernels: Kernels | None, adapted: boo
     adapters = adapters_of(DECODER, 3) if adapted else None
     ours = engine(kernels)
     ours.publish(adapters, 5)
-    for asked, done in zip(REQUESTS, answers(ours, REQUESTS), strict=True):
-        tokens, logprobs = naive(asked, adapters)
+    for asking, done in zip(REQUESTS, answers(ours, REQUESTS), strict=True):
+        tokens, logprobs = naive(asking, adapters)
         assert done.tokens.tolist() == tokens and done.stop == Stop.LENGTH
         assert done.logprobs == pytest.approx(logprobs, abs=1e-4)
         assert set(done.versions.tolist()) == {5}
@@ -79,8 +79,8 @@ def test_the_engine_is_the_naive_generator(kernels: Kernels | None, adapted: boo
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_routes_are_those_of_a_forward_over_the_finished_sequence(kernels: Kernels | None) -> None:
-    for asked, done in zip(REQUESTS, answers(engine(kernels), REQUESTS), strict=True):
-        row = torch.from_numpy(np.concatenate([asked.tokens, done.tokens])).long()
+    for asking, done in zip(REQUESTS, answers(engine(kernels), REQUESTS), strict=True):
+        row = torch.from_numpy(np.concatenate([asking.tokens, done.tokens])).long()
         _, routing = DECODER(row, torch.arange(len(row)), CausalAttention())
         assert routing is not None and done.experts is not None and done.prompt_experts is not None
         recorded = np.concatenate([done.prompt_experts, done.experts])
@@ -97,7 +97,7 @@ def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels, dtyp
         return LocalEngine(decoder, kernels=kernels, **{"kv_memory_mb": 4, "context_limit": 256, **options})
 
     requests = [*REQUESTS, *FILTERED]
-    alone = [answers(fresh(), [asked])[0] for asked in requests]
+    alone = [answers(fresh(), [asking])[0] for asking in requests]
     assert [done.support is not None for done in alone] == [False] * 5 + [True] * 3 + [False]
     for a, b in zip(alone, answers(fresh(), requests), strict=True):
         same(a, b)
@@ -106,7 +106,7 @@ def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels, dtyp
     for a, b in zip(alone, answers(fresh(step_tokens=7, max_batch=3), requests), strict=True):
         same(a, b)
     growing = [request(5 + i, i, max_tokens=60, top_p=(1.0, 0.8, 0.9)[i]) for i in range(3)]
-    alone = [answers(fresh(), [asked])[0] for asked in growing]
+    alone = [answers(fresh(), [asking])[0] for asking in growing]
     tight = fresh()
     tight._scheduler.cache = KVCache(9)  # 144 positions for three sequences that want 198
     for a, b in zip(alone, answers(tight, growing), strict=True):
@@ -119,7 +119,7 @@ def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels, dtyp
 @pytest.mark.parametrize(("blocks", "step_tokens"), [(9, 2048), (7, 9), (8, 40)])
 def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens: int) -> None:
     """It stood in no book: 64 answers in a pool for a third of them were preempted 47 times, and the passes
-    computed 1.27 times what the answers told of. Here against the passes themselves, row by row."""
+    computed 1.27 times what the answers showed. Here against the passes themselves, row by row."""
     ours = engine(None, step_tokens=step_tokens)
     ours._scheduler.cache = KVCache(blocks)
     forward, ran = ours._runner.run, Counter[str]()
@@ -130,13 +130,14 @@ def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens
 
     ours._runner.run = counted  # type: ignore[method-assign]
     asks = [request(5 + i, i, max_tokens=60) for i in range(4)]
-    said = answers(ours, asks)
-    parts = [completion_work(len(one.tokens), done) for one, done in zip(asks, said, strict=True)]
+    sampled = answers(ours, asks)
+    parts = [completion_work(len(one.tokens), done) for one, done in zip(asks, sampled, strict=True)]
     works = [part.total for part in parts]
     assert ran == {"tokens": sum(one.tokens for one in works), "pairs": sum(one.pairs for one in works)}
     assert sum(part.recomputed.tokens for part in parts) > 50
     assert (
-        sum(len(done.recomputed) for done in said if done.recomputed is not None) == ours.counters.preempted
+        sum(len(done.recomputed) for done in sampled if done.recomputed is not None)
+        == ours.counters.preempted
     )
     assert all(done.recomputed is None for done in answers(engine(None), asks))
 
@@ -146,8 +147,8 @@ def test_supports_are_what_the_filters_keep_of_a_forward_over_the_finished_seque
     kernels: Kernels | None,
 ) -> None:
     """The ids by definition, in fp64 from the whole sequence: min-p, then banned stop tokens beside top-k."""
-    asked = [request(20, 0, min_p=0.3), request(21, 1, top_k=4, stop_tokens=(3,), min_tokens=12)]
-    for wish, done in zip(asked, answers(engine(kernels), asked), strict=True):
+    asking = [request(20, 0, min_p=0.3), request(21, 1, top_k=4, stop_tokens=(3,), min_tokens=12)]
+    for wish, done in zip(asking, answers(engine(kernels), asking), strict=True):
         row = torch.from_numpy(np.concatenate([wish.tokens, done.tokens])).long()
         hidden, _ = DECODER(row, torch.arange(len(row)), CausalAttention())
         p = DECODER.logits(hidden)[len(wish.tokens) - 1 : -1].double().softmax(-1).detach().numpy()
@@ -163,8 +164,8 @@ def test_supports_are_what_the_filters_keep_of_a_forward_over_the_finished_seque
 
 
 def test_supports_are_recorded_where_they_are_wanted() -> None:
-    asked = [request(9, 0, top_p=0.7), request(9, 1)]
-    with_, without = answers(engine(None), asked), answers(engine(None, record_support=False), asked)
+    asking = [request(9, 0, top_p=0.7), request(9, 1)]
+    with_, without = answers(engine(None), asking), answers(engine(None, record_support=False), asking)
     assert [done.support is None for done in (*with_, *without)] == [False, True, True, True]
     assert [d.tokens.tolist() for d in with_] == [d.tokens.tolist() for d in without]
 
@@ -176,8 +177,8 @@ def test_siblings_prefill_their_prompt_once(kernels: Kernels | None) -> None:
     together = answers(ours, siblings)
     assert ours.counters.prefilled == 37 - 1  # the last prompt token of each is its first decode row
     assert [c.cached_tokens for c in together] == [0, 36, 36, 36, 36, 36]
-    for asked, done in zip(siblings, together, strict=True):
-        (apart,) = answers(engine(kernels), [asked])
+    for asking, done in zip(siblings, together, strict=True):
+        (apart,) = answers(engine(kernels), [asking])
         assert apart.tokens.tolist() == done.tokens.tolist()
         if kernels is not None:
             same(apart, done)
@@ -241,9 +242,9 @@ def test_a_partial_block_may_be_the_only_one_left() -> None:
     ever."""
     ours = engine(None)
     ours._scheduler.cache = KVCache(2)
-    asked = request(20)  # 32 tokens in the end: both blocks
-    first, again = answers(ours, [asked]), answers(ours, [asked])
-    assert first[0].tokens.tolist() == again[0].tokens.tolist() == naive(asked)[0]
+    asking = request(20)  # 32 tokens in the end: both blocks
+    first, again = answers(ours, [asking]), answers(ours, [asking])
+    assert first[0].tokens.tolist() == again[0].tokens.tolist() == naive(asking)[0]
     assert again[0].cached_tokens == 19
     ours._scheduler.cache.check([])
 
@@ -251,7 +252,7 @@ def test_a_partial_block_may_be_the_only_one_left() -> None:
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_broken_numbers_stay_with_their_request(kernels: Kernels | None) -> None:
     """In the torch twin a masked NaN was still NaN: one broken request broke every shorter one of its batch,
-    whose block tables are filled up with block 0, and whoever got its blocks later."""
+    whose block tables are filled up with block 0, and the next owner of its blocks."""
     decoder = tiny_decoder(tie_word_embeddings=False)
     decoder.embed.data[3] = torch.nan
 
@@ -270,7 +271,7 @@ def test_tokens_carry_the_version_that_sampled_them_even_if_a_callback_publishes
     """The version was read token by token: after a publish by the callback of one sequence the others of the
     same step were marked with the policy to come."""
     ours = engine(None)
-    asked, seen = [request(5 + i, i, max_tokens=4) for i in range(3)], 0
+    asking, seen = [request(5 + i, i, max_tokens=4) for i in range(3)], 0
 
     def publish_once(index: int, emitted: Emitted) -> None:
         nonlocal seen
@@ -279,7 +280,7 @@ def test_tokens_carry_the_version_that_sampled_them_even_if_a_callback_publishes
             ours.publish(None, 1)
 
     async def go() -> list[list[int]]:
-        return [c.versions.tolist() async for _, c in ours.generate(asked, on_tokens=publish_once)]
+        return [c.versions.tolist() async for _, c in ours.generate(asking, on_tokens=publish_once)]
 
     assert asyncio.run(go()) == [[0, 0, 1, 1]] * 3
 
@@ -298,7 +299,7 @@ def test_an_engine_outlives_a_closed_event_loop() -> None:
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused_by_name() -> None:
-    """It reached the embedding, whose IndexError named nobody and ended every other request too."""
+    """It reached the embedding, whose IndexError named no request and ended every other request too."""
     bad = Request(tokens=np.array([1, VOCAB], np.int32), sampling=Sampling(max_tokens=3), seed=(0,))
     with pytest.raises(ValueError, match=f"token {VOCAB}, but the model's are 0 to {VOCAB - 1}"):
         answers(engine(None), [bad])

@@ -52,9 +52,9 @@ def request(length: int, index: int, policy: str, **sampling: Any) -> Request:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("tight", [{}, {"step_tokens": 7, "max_batch": 5}], ids=["wide", "tight"])
 def test_every_policy_answers_among_others_as_alone(kernels: Kernels | None, tight: dict[str, int]) -> None:
-    asked = [request(20, i, name, top_p=0.9 if i % 2 else 1.0) for i in range(3) for name in NAMES]
-    together = answers(engine(kernels, **tight), asked)
-    for one, done in zip(asked, together, strict=True):
+    requests = [request(20, i, name, top_p=0.9 if i % 2 else 1.0) for i in range(3) for name in NAMES]
+    together = answers(engine(kernels, **tight), requests)
+    for one, done in zip(requests, together, strict=True):
         number = NAMES.index(one.policy)
         alone = LocalEngine(DECODER, kernels=kernels, kv_memory_mb=4, context_limit=256)
         alone.publish(ADAPTERS[number], number)
@@ -99,16 +99,16 @@ def test_an_unknown_policy_is_named() -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_listener_gets_the_likeliest_tokens_beside_each(kernels: Kernels | None) -> None:
-    asked = [replace(request(9, i, ""), top_logprobs=n) for i, n in enumerate([3, 0, 2])]
+    requests = [replace(request(9, i, ""), top_logprobs=n) for i, n in enumerate([3, 0, 2])]
     heard: dict[int, list[Emitted]] = {0: [], 1: [], 2: []}
-    done = answers(engine(kernels), asked, lambda index, emitted: heard[index].append(emitted))
+    done = answers(engine(kernels), requests, lambda index, emitted: heard[index].append(emitted))
     for index, one in enumerate(done):
         assert np.concatenate([e.tokens for e in heard[index]]).tolist() == one.tokens.tolist()
         assert np.concatenate([e.logprobs for e in heard[index]]).tolist() == one.logprobs.tolist()
         top = [pair for e in heard[index] for pair in e.top]
-        assert len(top) == (len(one.tokens) if asked[index].top_logprobs else 0)
+        assert len(top) == (len(one.tokens) if requests[index].top_logprobs else 0)
         for token, logprob, (ids, logprobs) in zip(one.tokens, one.logprobs, top, strict=False):
-            assert len(ids) == asked[index].top_logprobs and (np.diff(logprobs) <= 0).all()
+            assert len(ids) == requests[index].top_logprobs and (np.diff(logprobs) <= 0).all()
             if token in ids:
                 assert logprobs[ids.tolist().index(token)] == pytest.approx(logprob, abs=1e-5)
 

@@ -1,4 +1,4 @@
-"""The pool: whoever works, wherever, whatever breaks, the same answers, each once, within a bound."""
+"""The pool: whatever works, wherever, whatever breaks, the same answers, each once, within a bound."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from small_pool import (
     group,
     mixed,
     publication,
-    said,
     token_at,
+    tokens_of,
 )
 
 from ostinato.engine.pool_worker import Call
@@ -83,7 +83,7 @@ async def test_with_any_workers_placement_and_kills_all_is_answered_by_the_polic
     await publishing
     await pool.close()
     assert pool.gauges()["workers/calls_waiting"] == 0
-    assert not pool._open, "calls are on their way that nobody asked for"
+    assert not pool._open, "calls are on their way that were not made"
     for version, requests, completions in found:
         for request, one in zip(requests, completions, strict=True):
             if one.stop is Stop.ERROR:
@@ -127,7 +127,7 @@ async def test_a_worker_that_fails_is_named_replaced_and_its_calls_are_answered(
     found = await answers(pool, group(0))
     at, status = now(), pool.status()[0]
     await pool.close()
-    assert said(found) == [expected(request, 7) for request in group(0)]
+    assert tokens_of(found) == [expected(request, 7) for request in group(0)]
     assert at < 90, "longer than silence, a start and the answers together"
     assert cause in status["cause"]
     assert pool.counters["workers/restarts"] == 1
@@ -151,7 +151,7 @@ async def test_a_policy_that_cannot_be_sent_is_refused_and_the_old_one_stays() -
         pool.publish(-1, 2)
     found = await answers(pool, group(0))
     await pool.close()
-    assert said(found) == [expected(request, 7) for request in group(0)]
+    assert tokens_of(found) == [expected(request, 7) for request in group(0)]
     assert {version for one in found for version in one.versions.tolist()} == {1}
 
 
@@ -185,18 +185,18 @@ async def test_one_bad_place_does_not_end_a_run_whose_others_are_at_work() -> No
     pool = world.pool(2, max_restarts=3)
     found = await answers(pool, [request])
     await pool.close()
-    assert said(found) == [expected(request)]
+    assert tokens_of(found) == [expected(request)]
     assert pool.counters["workers/restarts"] > 3
 
 
 @jumping
 async def test_whoever_still_waits_when_the_pool_is_closed_is_told() -> None:
     pool = World().pool(1)
-    asked = asyncio.create_task(answers(pool, group(0, longest=1000)))
+    requested = asyncio.create_task(answers(pool, group(0, longest=1000)))
     await asyncio.sleep(5)
     await pool.close()
     with pytest.raises(RuntimeError, match="the pool was closed"):
-        await asked
+        await requested
     with pytest.raises(RuntimeError, match="the pool was closed"):
         await pool.ready()
     assert [row["state"] for row in pool.status()] == ["lost"]
@@ -208,14 +208,14 @@ async def test_nobody_joins_a_suspect_that_runs_alone() -> None:
     world = World({(0, 0): Fault("raise", at=4), (0, 1): Fault("raise", at=4)})
     first, second = (group(place, 2, longest=200, step=1) for place in (0, 1))
     pool = world.pool(1)
-    asked = [asyncio.create_task(answers(pool, requests)) for requests in (first, second)]
+    requested = [asyncio.create_task(answers(pool, requests)) for requests in (first, second)]
     await asyncio.sleep(21)
-    asked.append(asyncio.create_task(answers(pool, group(2, 2))))
+    requested.append(asyncio.create_task(answers(pool, group(2, 2))))
     engine = world.links[0][2].engine
-    while not all(task.done() for task in asked):
+    while not all(task.done() for task in requested):
         assert len({request.uid for request, _ in engine.running.values()}) <= 1
         await asyncio.sleep(1)
-    assert [said(await task) for task in asked] == [
+    assert [tokens_of(await task) for task in requested] == [
         [expected(request) for request in requests] for requests in (first, second, group(2, 2))
     ]
     await pool.close()
@@ -249,10 +249,10 @@ async def test_a_worker_that_runs_dry_takes_over_what_runs_elsewhere() -> None:
     await pool.ready()
     found = await answers(pool, requests)
     await pool.close()
-    assert said(found) == [expected(request) for request in requests]
+    assert tokens_of(found) == [expected(request) for request in requests]
     assert pool.counters["workers/migrated"] >= 1
     sampled = sum(link.engine.counters["decoded"] for [link] in world.links.values())
-    assert sampled == sum(map(len, said(found))), "what had been sampled was sampled again"
+    assert sampled == sum(map(len, tokens_of(found))), "what had been sampled was sampled again"
     assert pool.work["decoded"] == sampled
 
 
@@ -268,7 +268,7 @@ async def test_who_goes_away_leaves_nothing_behind() -> None:
     await asyncio.sleep(5)
     assert pool.gauges()["workers/calls_waiting"] == 0
     assert all(not link.engine.running for [link] in world.links.values())
-    assert said(await answers(pool, group(1))) == [expected(request) for request in group(1)]
+    assert tokens_of(await answers(pool, group(1))) == [expected(request) for request in group(1)]
     assert pool.counters["workers/restarts"] == 0
     await pool.close()
 
@@ -293,7 +293,7 @@ async def test_publications_are_booked_when_all_have_proved_them() -> None:
     assert all(row["version"] == 3 or row["running"] == 0 for row in pool.status())
     await pool.close()
     for [link] in world.links.values():
-        assert [told for one in link.sent for told in one.answers] == [("p0", 1, ())], "sent once"
+        assert [reported for one in link.sent for reported in one.answers] == [("p0", 1, ())], "sent once"
     kinds = {(span.worker, span.kind) for span in pool.take_spans()}
     assert {(f"sampler-{n}", Kind.START) for n in range(3)} <= kinds
     assert ("sampler-1", Kind.PUBLISH) in kinds
@@ -315,7 +315,7 @@ async def test_a_placement_that_fails_is_told_to_those_who_wait() -> None:
 def test_a_pool_that_was_closed_lives_again_in_another_event_loop() -> None:
     pool = World().pool(1)
     for place in (0, 1):
-        assert said(run(answers(pool, group(place)))) == [expected(request) for request in group(place)]
+        assert tokens_of(run(answers(pool, group(place)))) == [expected(request) for request in group(place)]
 
 
 def test_sizes_are_checked_before_any_work() -> None:
@@ -335,13 +335,13 @@ keys = st.sampled_from([(uid, (0, 1)) for uid in "abcdef"])
 def test_suspects_run_in_cells_and_somebody_is_always_on_the_way(
     cells: dict[Key, int], waiting: set[Key], held: dict[int, list[Key]]
 ) -> None:
-    asked = sorted({cells[key] for key in waiting & cells.keys()}) or [*cells.values()][:1]
-    places, closed = isolated(asked, cells, held)
+    requested = sorted({cells[key] for key in waiting & cells.keys()}) or [*cells.values()][:1]
+    places, closed = isolated(requested, cells, held)
     assert len(set(places.values())) == len(places) and set(places.values()) <= closed <= set(held)
     found = {worker: {cells.get(key) for key in keys} for worker, keys in held.items()}
     assert closed >= {worker for worker, of in found.items() if len(of) == 1 and None not in of}
     for cell, worker in places.items():
-        assert cell in asked and found[worker] <= {cell}
+        assert cell in requested and found[worker] <= {cell}
     assert closed, "all workers stay open while a suspect waits"
 
 
@@ -351,11 +351,11 @@ async def test_a_training_step_that_holds_the_event_loop_up_makes_nobody_silent(
     some minutes in the same process all workers were lost."""
     world = World()
     pool = world.pool(2)
-    asked = asyncio.create_task(answers(pool, group(0, 8, longest=100)))
+    requested = asyncio.create_task(answers(pool, group(0, 8, longest=100)))
     for _ in range(3):
         await asyncio.sleep(4.4)
         hold_up(300.0)
-    assert said(await asked) == [expected(request) for request in group(0, 8, longest=100)]
+    assert tokens_of(await requested) == [expected(request) for request in group(0, 8, longest=100)]
     await pool.close()
     assert pool.counters["workers/restarts"] == 0
 
@@ -407,7 +407,7 @@ async def test_every_placement_of_a_recipe_gives_the_same_answers(name: str) -> 
     found = await asyncio.gather(*(answers(pool, requests) for requests in groups))
     await pool.close()
     for requests, one in zip(groups, found, strict=True):
-        assert said(one) == [expected(request) for request in requests]
+        assert tokens_of(one) == [expected(request) for request in requests]
 
 
 def test_a_seed_path_says_who_are_siblings() -> None:
@@ -418,5 +418,5 @@ def test_a_seed_path_says_who_are_siblings() -> None:
 
     assert (job(0, 4, 11, 2).step, job(0, 4, 11, 2).place) == (4, 11)
     assert job(0, -1, 3, 11, 2).place == 11, "an evaluation in lanes"
-    assert job(5, 2).place == 7, "nobody's sibling"
+    assert job(5, 2).place == 7, "without siblings"
     assert job(0, 4, 11, 2).predicted == float("inf")

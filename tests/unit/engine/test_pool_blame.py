@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from loops import jumping, now
-from small_pool import Fault, Link, SlowEngine, World, answers, expected, group, mixed, said
+from small_pool import Fault, Link, SlowEngine, World, answers, expected, group, mixed, tokens_of
 
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
@@ -44,19 +44,19 @@ async def test_eight_prompts_that_break_workers_do_not_use_up_the_budget_of_the_
 ) -> None:
     """Each kills a worker several times before it is found, which ended the run as five workers lost."""
     places = [place for place in range(99) if len(expected(group(place, 1)[0])) > 2][:16]
-    guilty = {f"p{place}" for place in places[::2]}
+    breaking = {f"p{place}" for place in places[::2]}
 
     place = least_loaded if placement is None else mixed(placement)
-    pool = World(make=lambda: SlowEngine(poison=guilty)).pool(workers, place=place, slots=slots)
-    asked = [answers(pool, group(one, 1), 0.0 if at_once else 2.0 * one) for one in places]
-    found = await asyncio.gather(*asked)
+    pool = World(make=lambda: SlowEngine(poison=breaking)).pool(workers, place=place, slots=slots)
+    calls = [answers(pool, group(one, 1), 0.0 if at_once else 2.0 * one) for one in places]
+    found = await asyncio.gather(*calls)
     await pool.close()
     for place, [one] in zip(places, found, strict=True):
-        if f"p{place}" in guilty:
+        if f"p{place}" in breaking:
             assert one.stop is Stop.ERROR and f"prompt p{place} is quarantined" in one.error
         else:
             assert one.tokens.tolist() == expected(group(place, 1)[0])
-    assert pool.counters["workers/quarantined"] == len(guilty) == 8
+    assert pool.counters["workers/quarantined"] == len(breaking) == 8
 
 
 @pytest.mark.parametrize("blips", [1, 2, 3, 4])
@@ -67,7 +67,7 @@ async def test_workers_that_are_lost_together_blame_nobody(blips: int) -> None:
     groups = [group(place, 1, longest=60) for place in range(18)]
     pool = world.pool(3)
     found = await asyncio.gather(*(answers(pool, requests) for requests in groups))
-    assert [said(one) for one in found] == [[expected(request) for request in one] for one in groups]
+    assert [tokens_of(one) for one in found] == [[expected(request) for request in one] for one in groups]
     assert pool.counters["workers/quarantined"] == 0
     at = now()
     await pool.close()
@@ -84,7 +84,7 @@ async def test_a_prompt_whose_host_was_killed_twice_is_not_guilty() -> None:
     pool = world.pool(1)
     found = await answers(pool, [request])
     await pool.close()
-    assert said(found) == [expected(request)]
+    assert tokens_of(found) == [expected(request)]
 
 
 @jumping
@@ -98,7 +98,7 @@ async def test_a_prompt_is_quarantined_in_its_round_and_may_come_again() -> None
     poison.clear()
     found = await answers(pool, later)
     await pool.close()
-    assert said(found) == [expected(request) for request in later]
+    assert tokens_of(found) == [expected(request) for request in later]
     assert pool.counters["workers/quarantined"] == 1
 
 
@@ -125,13 +125,13 @@ async def test_a_worker_that_is_lost_to_a_policy_blames_no_prompt() -> None:
 
     request = long_answer(30)
     pool = EnginePool(spawn, 1, publication=numbered)
-    asked = asyncio.create_task(answers(pool, [request]))
+    calls = asyncio.create_task(answers(pool, [request]))
     for version in range(4):
         pool.publish(0, version)
         await asyncio.sleep(20.0)
-    found = await asked
+    found = await calls
     await pool.close()
-    assert said(found) == [expected(request)] and len(lives) == 4
+    assert tokens_of(found) == [expected(request)] and len(lives) == 4
 
 
 def numbered(weight: int, version: int) -> Publication:
@@ -160,22 +160,22 @@ def test_a_verdict_waits_until_a_cause_that_others_share_has_shown() -> None:
 @settings(max_examples=50, deadline=None)
 @given(count=st.integers(1, 64), data=st.data())
 def test_the_guilty_one_of_n_is_found_in_log2_n_losses(count: int, data: st.DataObject) -> None:
-    guilty = key(data.draw(st.integers(0, count - 1)))
+    breaking = key(data.draw(st.integers(0, count - 1)))
     suspects, lost, held = Suspects(0.0), 0, [key(place) for place in range(count)]
-    while guilty not in suspects.quarantined:
+    while breaking not in suspects.quarantined:
         suspects.blame(0, float(lost), held, "out of memory")
         suspects.judge(float(lost))
         lost += 1
-        if suspects.cells:  # the cell of the guilty one breaks its worker, the others answer
-            held = [one for one in held if suspects.cells[one] == suspects.cells[guilty]]
-    assert lost <= 2 + max(1, (count - 1).bit_length()) and [*suspects.quarantined] == [guilty]
-    suspects.forget(guilty)
-    assert guilty not in suspects.cells and not suspects.accused
+        if suspects.cells:  # the cell of the breaking one breaks its worker, the others answer
+            held = [one for one in held if suspects.cells[one] == suspects.cells[breaking]]
+    assert lost <= 2 + max(1, (count - 1).bit_length()) and [*suspects.quarantined] == [breaking]
+    suspects.forget(breaking)
+    assert breaking not in suspects.cells and not suspects.accused
 
 
 @jumping
 async def test_a_sampler_that_never_comes_up_is_named_while_another_serves() -> None:
-    """The run waited for it for ever, where nobody works before all are ready."""
+    """The run waited for it for ever, where no worker starts before all are ready."""
     world = World({(1, life): Fault("stillborn") for life in range(99)})
     pool = world.pool(2, max_restarts=2)
     with pytest.raises(WorkerLost, match=r"1 of 2 samplers .* more than 2 times") as error:
@@ -188,7 +188,7 @@ async def test_a_sampler_that_never_comes_up_is_named_while_another_serves() -> 
 @pytest.mark.parametrize("when", ["starts", "works"])
 @jumping
 async def test_what_no_worker_survives_ends_the_run_as_itself(when: str) -> None:
-    """The loss of Ray's head was told as that of so many samplers."""
+    """The loss of Ray's head was reported as that of so many samplers."""
     world = World()
 
     def lost() -> bool:
@@ -209,8 +209,8 @@ async def test_what_no_worker_survives_ends_the_run_as_itself(when: str) -> None
         return link
 
     pool = EnginePool(spawn, 3, publication=numbered)
-    asked = [asyncio.create_task(answers(pool, group(place, longest=90))) for place in range(4)]
-    for one in await asyncio.gather(*asked, return_exceptions=True):
+    calls = [asyncio.create_task(answers(pool, group(place, longest=90))) for place in range(4)]
+    for one in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(one, WorkerLost) and one.kind is WorkerKind.CLUSTER
     assert now() < 10
     await pool.close()
@@ -229,8 +229,8 @@ class Loading(Link):
 
 @jumping
 async def test_a_policy_is_booked_when_those_who_serve_have_proved_it() -> None:
-    """One that was starting had minutes to do so: they were told as the seconds of a publication. They are
-    a part of its start."""
+    """One that was starting had minutes to do so: they were reported as the seconds of a publication. They
+    are a part of its start."""
     clock, lives = time.time(), [0, 0]
 
     async def spawn(number: int) -> Link:

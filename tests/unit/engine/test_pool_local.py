@@ -32,7 +32,7 @@ def engine(name: str = "engine") -> LocalEngine:
 
 
 class Mortal:
-    """A sampler that is asked between any two passes, and dies when it is asked for the n-th time."""
+    """A sampler that is called between any two passes, and dies at the n-th call."""
 
     def __init__(self, server: SamplerServer, collects: int) -> None:
         self._server, self._left = server, collects

@@ -1,4 +1,4 @@
-"""The choice of a dtype: what is measured, what is kept and what is said, whatever this machine is."""
+"""The choice of a dtype: what is measured, what is kept and what is printed, whatever this machine is."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Routes live with keys and values: turns get those of a reused prefix without running it, and nobody gets
-another policy's. What is right is told by ``ran``: the decoder itself, piece by piece, policy by policy."""
+"""Routes live with keys and values: turns get those of a reused prefix without running it, and none gets
+another policy's. What is right comes from ``ran``: the decoder itself, piece by piece, policy by policy."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def ran(tokens: np.ndarray, *pieces: tuple[int, Adapters | None]) -> np.ndarray:
     return np.concatenate(routes)
 
 
-def whole(asked: Request, done: Completion) -> tuple[np.ndarray, np.ndarray]:
+def whole(asking: Request, done: Completion) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, routes of all but the last, which has none)."""
     assert done.experts is not None and done.prompt_experts is not None
     routes = np.concatenate([done.prompt_experts, done.experts])
     assert routes.dtype == np.int8 and (routes[-1] == NO_EXPERT).all()
-    return np.concatenate([asked.tokens, done.tokens]), routes[:-1]
+    return np.concatenate([asking.tokens, done.tokens]), routes[:-1]
 
 
 class Talk:
@@ -92,8 +92,8 @@ class Talk:
     def say(self, context: int, answer: int, *others: Request, on_tokens: Any = None) -> Completion:
         heard = text(context, 1000 * self.seed + len(self.turns))
         tokens = np.concatenate([self.history, heard])
-        asked = request(tokens, answer, self.seed, max(0, len(self.history) - 1))
-        done = run(self.engine, asked, *others, on_tokens=on_tokens)[0]
+        asking = request(tokens, answer, self.seed, max(0, len(self.history) - 1))
+        done = run(self.engine, asking, *others, on_tokens=on_tokens)[0]
         self.turns.append(Turn(context=heard, completion=done))
         self.history = np.concatenate([tokens, done.tokens])
         return done
@@ -151,7 +151,7 @@ def test_turns_merged_are_one_capture(lengths: list[tuple[int, int]], seed: int)
 @given(shared=st.integers(0, 40), own=st.tuples(LENGTHS, LENGTHS), answer=st.integers(1, 20))
 def test_a_hit_is_a_miss(shared: int, own: tuple[int, int], answer: int) -> None:
     """A prefix that another request has run (whole blocks shared, part of one copied) gives the routes of one
-    that nobody has; and the other one keeps its own."""
+    that no sequence has; and the other one keeps its own."""
     prefix = text(shared, 1)
     first, second = (
         request(np.concatenate([prefix, text(length, 2 + i)]), answer, i) for i, length in enumerate(own)
@@ -168,7 +168,7 @@ def test_a_hit_is_a_miss(shared: int, own: tuple[int, int], answer: int) -> None
 def test_drafts_that_failed_leave_no_route_behind() -> None:
     """Their rows stand behind the end of the answer, in a block whose beginning the next turn copies."""
     rng = np.random.default_rng(0)
-    drafter = ScriptedDrafter(lambda asked, tokens: rng.integers(0, VOCAB, 9), length=9)
+    drafter = ScriptedDrafter(lambda asking, tokens: rng.integers(0, VOCAB, 9), length=9)
     talk, plain = Talk(engine(drafter=drafter, cost=DRAFTS_PAY)), Talk(engine())
     for context, answer in [(17, 9), (1, 12), (20, 20)]:
         assert talk.say(context, answer).drafted > 0
@@ -221,10 +221,10 @@ class Publisher:
 def test_a_publish_in_flight_leaves_the_rows_that_have_run(kernels: Kernels | None) -> None:
     """Keys, values and routes of the old policy stay, the rows to come see them under the new one."""
     ours = engine(kernels)
-    asked = request(text(20), 24)
-    (done,) = run(ours, asked, on_tokens=Publisher(ours, lambda heard: heard == 9, POLICIES[1], 1))
+    asking = request(text(20), 24)
+    (done,) = run(ours, asking, on_tokens=Publisher(ours, lambda heard: heard == 9, POLICIES[1], 1))
     assert done.versions.tolist() == [0] * 9 + [1] * 15
-    tokens, routes = whole(asked, done)
+    tokens, routes = whole(asking, done)
     # the ninth token was sampled by the old policy and has run under the new one
     np.testing.assert_array_equal(routes, ran(tokens, (20 + 9 - 1, None), (len(tokens) - 1, POLICIES[1])))
 
@@ -234,9 +234,9 @@ def test_a_preempted_sequence_keeps_the_routes_that_it_was_sampled_through() -> 
     in training, tokens of the old policy went through the experts of the new one."""
     ours = engine(blocks=9)  # 144 positions for three sequences that want 198
     publish = Publisher(ours, lambda heard: ours.counters.preempted > 0, POLICIES[1], 1)
-    asked = [request(text(5 + i, i), 60, i) for i in range(3)]
+    asking = [request(text(5 + i, i), 60, i) for i in range(3)]
     mixed = 0
-    for one, done in zip(asked, run(ours, *asked, on_tokens=publish), strict=True):
+    for one, done in zip(asking, run(ours, *asking, on_tokens=publish), strict=True):
         tokens, routes = whole(one, done)
         assert set(done.versions.tolist()) == {0, 1}
         old = len(one.tokens) + int((done.versions == 0).sum()) - 1  # rows up to its last token's
@@ -245,7 +245,7 @@ def test_a_preempted_sequence_keeps_the_routes_that_it_was_sampled_through() -> 
         anew = ran(tokens, (len(tokens) - 1, POLICIES[1]))[old:]
         assert np.array_equal(routes[old:], in_place) or np.array_equal(routes[old:], anew)
         mixed += not np.array_equal(routes[old:], in_place)
-    assert mixed, "nobody was computed again"
+    assert mixed, "nothing was computed again"
 
 
 # ---- policies
@@ -254,11 +254,11 @@ def test_a_preempted_sequence_keeps_the_routes_that_it_was_sampled_through() -> 
 def test_a_policy_may_be_published_under_the_number_of_the_last_one() -> None:
     """The tree took in what was begun under the same number: keys, values and routes of other weights."""
     ours = engine()
-    asked = request(text(30), 20)
-    run(ours, asked, on_tokens=Publisher(ours, lambda heard: heard == 5, POLICIES[1], 0))
-    (done,) = run(ours, asked)
+    asking = request(text(30), 20)
+    run(ours, asking, on_tokens=Publisher(ours, lambda heard: heard == 5, POLICIES[1], 0))
+    (done,) = run(ours, asking)
     assert done.cached_tokens == 0
-    tokens, routes = whole(asked, done)
+    tokens, routes = whole(asking, done)
     np.testing.assert_array_equal(routes, ran(tokens, (len(tokens) - 1, POLICIES[1])))
 
 
@@ -270,7 +270,7 @@ def test_nobody_is_handed_the_routes_of_another_policy(data: st.DataObject) -> N
     ours = engine(blocks=data.draw(st.integers(6, 14)), step_tokens=data.draw(st.sampled_from([11, 256])))
     family, serving = text(40, 3), 0
     for number in range(data.draw(st.integers(2, 4))):
-        asked = [
+        asking = [
             request(np.concatenate([family[:shared], text(own, 10 * number + i)]), 14, i)
             for i, (shared, own) in enumerate(
                 data.draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), min_size=1, max_size=4))
@@ -278,7 +278,7 @@ def test_nobody_is_handed_the_routes_of_another_policy(data: st.DataObject) -> N
         ]
         then, when = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 60))
         publish = Publisher(ours, lambda heard, when=when: heard == when, POLICIES[then], number + 1)
-        for one, done in zip(asked, run(ours, *asked, on_tokens=publish), strict=True):
+        for one, done in zip(asking, run(ours, *asking, on_tokens=publish), strict=True):
             _check_policy(one, done, serving, number)
         serving = then if publish.after is None else serving
         if data.draw(st.booleans()):
@@ -286,10 +286,10 @@ def test_nobody_is_handed_the_routes_of_another_policy(data: st.DataObject) -> N
             ours.publish(POLICIES[serving], number + 1)
 
 
-def _check_policy(asked: Request, done: Completion, serving: int, number: int) -> None:
+def _check_policy(asking: Request, done: Completion, serving: int, number: int) -> None:
     """All rows up to those that gave a token of the policy of the start, versions up to ``number``, are its
     own: all there are, unless it was overtaken by a publish."""
-    tokens, routes = whole(asked, done)
+    tokens, routes = whole(asking, done)
     if old := int((done.versions <= number).sum()):
-        rows = len(asked.tokens) + old - 1
+        rows = len(asking.tokens) + old - 1
         np.testing.assert_array_equal(routes[:rows], ran(tokens[: rows + 1], (rows, POLICIES[serving])))

@@ -133,7 +133,7 @@ FILTERS = [
 def test_a_token_was_drawn_from_its_support(values: dict[str, float], vocab: int, kernels: Kernels) -> None:
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(0, 3, (64, vocab)).astype(np.float32))
-    told = []
+    reported = []
     for kernel in (kernels, None):
         drawn = sample(logits, settings(64, **values), rng.random(64), kernel, want_support=True)
         assert drawn.support is not None and drawn.support.holds(drawn.tokens).all()
@@ -144,8 +144,8 @@ def test_a_token_was_drawn_from_its_support(values: dict[str, float], vocab: int
             # division, shift, logarithm and difference are each rounded at the size of a logit
             assert drawn.logprobs[row] == pytest.approx(float(log_p), abs=rounding(torch.float32, 4, scaled))
             assert piece.ids.tolist() == sorted(set(piece.ids.tolist()))
-        told.append([piece.ids.tolist() for piece in drawn.support.split(1)])
-    assert told[0] == told[1]
+        reported.append([piece.ids.tolist() for piece in drawn.support.split(1)])
+    assert reported[0] == reported[1]
 
 
 def test_without_a_cut_the_support_is_the_whole_vocabulary(kernels: Kernels) -> None:

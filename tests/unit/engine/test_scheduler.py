@@ -46,17 +46,17 @@ def one_pass(scheduler: Scheduler) -> list[Sequence]:
     scheduler.admit()
     chosen, counts = scheduler.schedule()
     table, ended = scheduler.table, []
-    for seat in chosen[scheduler.computed(chosen, counts)].tolist():
-        table.text[seat, table.length[seat]] = 7
-        table.length[seat] += 1
-        if table.length[seat] == table.limit[seat]:
-            scheduler.keep_prefix(seat)
-            ended.append(scheduler.remove(seat))
+    for slot in chosen[scheduler.computed(chosen, counts)].tolist():
+        table.text[slot, table.length[slot]] = 7
+        table.length[slot] += 1
+        if table.length[slot] == table.limit[slot]:
+            scheduler.keep_prefix(slot)
+            ended.append(scheduler.remove(slot))
     return ended
 
 
 def owned(scheduler: Scheduler) -> list[list[int]]:
-    return [scheduler.table.at(seat).blocks for seat in scheduler.table.order]
+    return [scheduler.table.at(slot).blocks for slot in scheduler.table.order]
 
 
 def test_it_needs_no_torch() -> None:
@@ -167,12 +167,12 @@ def test_the_next_turn_finds_everything_that_was_said() -> None:
     cache = KVCache(8)
     prompt = list(range(20))
     blocks = fill(cache, prompt)
-    said = prompt + [90, 91, 92, 93] * 4
+    output = prompt + [90, 91, 92, 93] * 4
     blocks += [cache.allocate()]
-    cache.insert(said, blocks)  # the partial leaf of the prompt grows into a full block
+    cache.insert(output, blocks)  # the partial leaf of the prompt grows into a full block
     cache.release(blocks)
     cache.check([])
-    assert cache.match([*said, 7, 7]).tokens == len(said)
+    assert cache.match([*output, 7, 7]).tokens == len(output)
     assert cache.match([*prompt, 5, 5]).tokens == len(prompt)
 
 
@@ -274,8 +274,8 @@ def test_no_block_is_lost_or_shared_by_mistake(events: list[tuple[str, list[int]
             except OutOfBlocks:
                 assert cache.available < 4  # no sequence here needs more
         elif event == "end" and alive:
-            said, blocks = alive.pop()
-            cache.insert(said, blocks)
+            output, blocks = alive.pop()
+            cache.insert(output, blocks)
             cache.release(blocks)
         elif event == "forget":
             cache.forget()

@@ -25,12 +25,12 @@ def server(engine: Any, **options: Any) -> SamplerServer:
 async def all_of(sampler: Sampler, count: int) -> tuple[dict[int, Completion], list[PollResult]]:
     """The answers to ``count`` calls, and what came with them."""
     found: dict[int, Completion] = {}
-    told = []
+    reported = []
     while len(found) < count:
-        told.append(await sampler.collect(2.0))
-        assert not found.keys() & dict(told[-1].done).keys(), "answered twice"
-        found |= dict(told[-1].done)
-    return found, told
+        reported.append(await sampler.collect(2.0))
+        assert not found.keys() & dict(reported[-1].done).keys(), "answered twice"
+        found |= dict(reported[-1].done)
+    return found, reported
 
 
 @jumping
@@ -39,13 +39,15 @@ async def test_calls_are_answered_under_their_ids_with_proof_of_what_is_served()
     assert await ours.publish(publication(7, 3)) == publication(7, 3).fingerprint
     await ours.start([(40 + n, request) for n, request in enumerate(group(0, 3))])
     await ours.start([(50, group(1, 1)[0])])
-    found, told = await all_of(ours, 4)
+    found, reported = await all_of(ours, 4)
     for id, request in zip((40, 41, 42, 50), [*group(0, 3), *group(1, 1)], strict=True):
         assert found[id].tokens.tolist() == expected(request, 7)
-    assert {(one.version, one.fingerprint) for one in told} == {(3, publication(7, 3).fingerprint)}
-    assert told[-1].running == 0 and told[-1].sampled == sum(len(one.tokens) for one in found.values())
-    assert told[-1].counters["decoded"] == told[-1].sampled
-    assert [span.kind for one in told for span in one.spans] == [Kind.PUBLISH]
+    assert {(one.version, one.fingerprint) for one in reported} == {(3, publication(7, 3).fingerprint)}
+    assert reported[-1].running == 0 and reported[-1].sampled == sum(
+        len(one.tokens) for one in found.values()
+    )
+    assert reported[-1].counters["decoded"] == reported[-1].sampled
+    assert [span.kind for one in reported for span in one.spans] == [Kind.PUBLISH]
 
 
 @jumping
@@ -54,8 +56,8 @@ async def test_collect_waits_as_long_as_it_may_and_no_longer_than_it_must() -> N
     assert (await ours.collect(5.0)).done == () and now() == pytest.approx(5.0)
     request = group(0, 1)[0]
     await ours.start([(1, request)])
-    told = await ours.collect(1e6)
-    assert [id for id, _ in told.done] == [1] and now() == pytest.approx(5.0 + len(expected(request)))
+    reported = await ours.collect(1e6)
+    assert [id for id, _ in reported.done] == [1] and now() == pytest.approx(5.0 + len(expected(request)))
 
 
 @jumping
@@ -105,10 +107,10 @@ async def test_an_engine_that_cannot_give_parts_ends_what_is_dropped_as_a_whole_
     await ours.start([*enumerate(group(0, 3))], drop=[0])
     await ours.start([(3, group(1, 1)[0])])
     await ours.start([], drop=[3])
-    found, told = await all_of(ours, 4)
+    found, reported = await all_of(ours, 4)
     assert [found[n].stop for n in range(4)] == [Stop.LENGTH] * 3 + [Stop.ABORT]
     assert len(found[3].tokens) == 0
-    assert told[-1].sampled == -1, "it cannot tell"
+    assert reported[-1].sampled == -1, "it cannot tell"
 
 
 @jumping
@@ -140,8 +142,8 @@ async def test_a_policy_that_cannot_be_read_leaves_the_old_one() -> None:
         await ours.publish(Publication(version=2, fingerprint="x", payload=b"torn"))
     with pytest.raises(RuntimeError, match="cannot load all weights"):
         await ours.publish(Publication(version=2, fingerprint="x", path="/somewhere"))
-    told = await ours.collect(0.1)
-    assert (told.version, told.fingerprint) == (1, publication(7, 1).fingerprint)
+    reported = await ours.collect(0.1)
+    assert (reported.version, reported.fingerprint) == (1, publication(7, 1).fingerprint)
 
 
 @jumping

@@ -1,4 +1,4 @@
-"""The choice of threads: who is asked first, what is cached, which candidates there are; the cost table."""
+"""The choice of threads: what is tried first, what is cached, which candidates there are; the cost table."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def test_measured_it_predicts_what_was_not_measured() -> None:
 
 
 def test_a_slow_machine_is_not_measured_for_ever() -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def slow(rows: int, context: int) -> float:
-        asked.append(rows)
+        requested.append(rows)
         return 0.1 * rows
 
     table = CostTable.measured(slow)
-    assert max(asked) == 8
+    assert max(requested) == 8
     assert float(table.seconds(1000, 0)) == pytest.approx(100, rel=0.3)
 
 

@@ -70,10 +70,10 @@ def score(adapters: Any, tokens: np.ndarray) -> np.ndarray:
     return logprobs.gather(1, rows[1:, None])[:, 0].numpy()
 
 
-def is_of(said: Completion, adapters: Any) -> None:
+def is_of(completion: Completion, adapters: Any) -> None:
     """What answered ``ask()`` was sampled by this policy."""
-    expected = score(adapters, np.concatenate([ask().tokens, said.tokens]))[len(ask().tokens) - 1 :]
-    np.testing.assert_allclose(said.logprobs, expected, atol=1e-4)
+    expected = score(adapters, np.concatenate([ask().tokens, completion.tokens]))[len(ask().tokens) - 1 :]
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 @pytest.fixture
@@ -130,8 +130,8 @@ def test_the_local_engine_keeps_the_contract(promise: Callable[[Subject], None])
 
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
 def test_the_fake_engine_keeps_the_contract(promise: Callable[[Subject], None]) -> None:
-    def logits(adapters: Any, request: Request, said: Any) -> np.ndarray:
-        near = [*request.tokens.tolist(), *said][-1] + 31 * (adapters is POLICIES[0])
+    def logits(adapters: Any, request: Request, completion: Any) -> np.ndarray:
+        near = [*request.tokens.tolist(), *completion][-1] + 31 * (adapters is POLICIES[0])
         return 2.0 * np.sin(np.arange(VOCAB) * (near + 1.0))
 
     if promise.__name__ != "what_can_never_be_answered_is_refused":  # it has no model to refuse for
@@ -152,12 +152,12 @@ def test_running_requests_go_on_under_the_new_adapter_and_say_from_where(
         return (await running)[0]
 
     server.token_s = 0.01
-    said = asyncio.run(publish_under_way())
-    assert set(said.versions.tolist()) == {1, 2}
-    whole = np.concatenate([ask().tokens, said.tokens])
+    completion = asyncio.run(publish_under_way())
+    assert set(completion.versions.tolist()) == {1, 2}
+    whole = np.concatenate([ask().tokens, completion.tokens])
     first, second = (score(one, whole)[len(ask().tokens) - 1 :] for one in POLICIES)
-    expected = np.where(said.versions == 1, first, second)
-    np.testing.assert_allclose(said.logprobs, expected, atol=1e-4)
+    expected = np.where(completion.versions == 1, first, second)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 def test_a_request_that_began_on_the_base_ends_on_it_and_its_tokens_say_so(
@@ -173,9 +173,9 @@ def test_a_request_that_began_on_the_base_ends_on_it_and_its_tokens_say_so(
 
     server.token_s = 0.01
     engine.publish(None, 1)
-    said = asyncio.run(publish_under_way())
-    assert (said.versions == 1).all()
-    is_of(said, None)
+    completion = asyncio.run(publish_under_way())
+    assert (completion.versions == 1).all()
+    is_of(completion, None)
 
 
 def test_what_is_served_is_told_and_old_folders_go(engine: VllmEngine, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_server_that_ignores_an_adapter_is_found_by_its_log_probabilities(
 
 
 def test_a_policy_is_told_of_once_and_only_when_it_was_judged(engine: VllmEngine) -> None:
-    """The row of a step whose policy nobody had judged yet said ``publish/k3`` of an older one, or of a few
+    """The row of a step whose policy had not been judged yet had ``publish/k3`` of an older one, or of a few
     tokens."""
     base = engine.take_verdict()
     assert base is not None and base.version == 0 and base.tokens == 39
@@ -278,10 +278,10 @@ def test_nothing_is_sampled_between_a_new_adapter_and_its_label(server: FakeVllm
     elsewhere = Elsewhere(server)
     engine = new_engine(elsewhere, tmp_path)
     server.token_s = 0.005
-    said = asyncio.run(cut_off())
+    completion = asyncio.run(cut_off())
     assert elsewhere.sampled_meanwhile == 0
-    assert (said.versions == 2).all()  # what had begun before was asked again
-    is_of(said, POLICIES[1])
+    assert (completion.versions == 2).all()  # what had begun before was sent again
+    is_of(completion, POLICIES[1])
 
 
 def test_a_server_that_was_left_paused_is_woken(server: FakeVllm, tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_server_that_dies_is_started_anew_and_asked_again(
     server.token_s, lives = 0.01, server.lives
     answers = asyncio.run(killed_under_way())
     assert server.lives == lives + 1 and len(caplog.messages) == 1 and "started anew (1 of 2)" in caplog.text
-    assert all(said.stop is Stop.LENGTH and (said.versions == 1).all() for said in answers)
+    assert all(completion.stop is Stop.LENGTH and (completion.versions == 1).all() for completion in answers)
     assert engine.served == (1, fingerprint(POLICIES[0]))
     spans = engine.take_spans()
     assert [span.kind for span in spans].count(Kind.START) == 2
@@ -372,9 +372,9 @@ def test_an_answer_of_another_policy_is_never_used(engine: VllmEngine, server: F
         server.adapter, server.label = POLICIES[1], "7:somebody"
     else:
         server.broken = "forgetful"
-    said = run(engine, ask())[0]
-    assert server.lives == lives + 1 and (said.versions == 1).all()
-    is_of(said, POLICIES[0])
+    completion = run(engine, ask())[0]
+    assert server.lives == lives + 1 and (completion.versions == 1).all()
+    is_of(completion, POLICIES[0])
 
 
 def test_a_request_that_breaks_on_a_sound_server_fails_alone(engine: VllmEngine, server: FakeVllm) -> None:
@@ -395,11 +395,11 @@ def crowd(*firsts: int) -> list[Request]:
 
 
 def test_a_prompt_that_kills_servers_is_found_and_ends_alone(engine: VllmEngine, server: FakeVllm) -> None:
-    """It was asked again in every new life of the server, until the run ended with "lost in a row", or for
-    ever where others were answered in between; and nobody said which prompt it was."""
+    """It was sent again in every new life of the server, until the run ended with "lost in a row", or for
+    ever where others were answered in between; without a word on which prompt it was."""
     server.deadly, server.token_s = 13, 0.005
     answers = run(engine, *crowd(5, 13, 7, 8))
-    assert [said.stop for said in answers] == [Stop.LENGTH, Stop.ERROR, Stop.LENGTH, Stop.LENGTH]
+    assert [completion.stop for completion in answers] == [Stop.LENGTH, Stop.ERROR, Stop.LENGTH, Stop.LENGTH]
     assert "prompt p1 is quarantined" in answers[1].error and engine.counters["workers/quarantined"] == 1
     assert run(engine, *crowd(5))[0].stop is Stop.LENGTH
 
@@ -411,25 +411,25 @@ def test_prompts_that_kill_servers_are_named_when_a_run_ends(server: FakeVllm, t
         run(new_engine(server, tmp_path, max_quarantined=0), *crowd(13))
     engine = new_engine(server, tmp_path, max_restarts=1)
     server.victims = 1
-    with pytest.raises(WorkerLost, match=r"lost 2 times in a row: .* while these were asked: .*p1"):
+    with pytest.raises(WorkerLost, match=r"lost 2 times in a row: .* while these were in flight: .*p1"):
         run(engine, *crowd(5, 13))
 
 
 @pytest.mark.parametrize("later", range(6))
 def test_a_request_that_comes_when_the_last_one_goes_is_watched_anew(engine: VllmEngine, later: int) -> None:
     """The last request cancels the watch over the server, which ends in the next iteration of the event loop;
-    one that came just then took it up, and ended as cancelled though nobody had cancelled anything."""
+    one that came just then took it up, and ended as cancelled though no caller had cancelled anything."""
 
-    async def said(seconds: float) -> Reply:
+    async def completion(seconds: float) -> Reply:
         await asyncio.sleep(seconds)
         return Reply(status=200, body=None)
 
     async def one_after_another() -> Reply:
         desk = engine._desk_here()
-        await engine._watched(desk, said(0.001))
+        await engine._watched(desk, completion(0.001))
         for _ in range(later):
             await asyncio.sleep(0)
-        return await engine._watched(desk, said(0.01))
+        return await engine._watched(desk, completion(0.01))
 
     assert asyncio.run(one_after_another()).status == 200
 
@@ -449,7 +449,7 @@ def test_a_call_that_is_given_up_closes_its_connections(engine: VllmEngine, serv
 
 
 @pytest.mark.parametrize(
-    ("path", "mend"),
+    ("path", "fix"),
     [
         ("/v1/models", "0.32 or newer"),
         ("/weight_info", "VLLM_SERVER_DEV_MODE=1"),
@@ -459,10 +459,10 @@ def test_a_call_that_is_given_up_closes_its_connections(engine: VllmEngine, serv
     ],
 )
 def test_a_server_that_cannot_do_it_is_refused_in_words(
-    server: FakeVllm, tmp_path: Path, path: str, mend: str
+    server: FakeVllm, tmp_path: Path, path: str, fix: str
 ) -> None:
     server.missing = {path}
-    with pytest.raises(ValueError, match=f"; start it with .*{mend}"):
+    with pytest.raises(ValueError, match=f"; start it with .*{fix}"):
         new_engine(server, tmp_path)
 
 
@@ -514,22 +514,24 @@ def test_what_filters_had_kept_and_who_computed_a_token_come_with_the_answer() -
     routes = np.arange(4 * 2 * 1, dtype=np.uint8).reshape(4, 2, 1)  # of the 5 tokens but the last
     buffer = io.BytesIO()
     np.save(buffer, routes)
-    told = choice(sampling_mask=[[9, 8], [9]], routed_experts=base64.b64encode(buffer.getvalue()).decode())
+    reported = choice(
+        sampling_mask=[[9, 8], [9]], routed_experts=base64.b64encode(buffer.getvalue()).decode()
+    )
     versions = np.ones(2, np.int32)
-    said = answer(ask(top_k=2), told, versions, None, num_experts=8)
-    assert said.support is not None and said.support.ids.tolist() == [8, 9, 9]
-    assert said.prompt_experts is not None and np.array_equal(said.prompt_experts, routes[:3])
-    assert said.experts is not None and said.experts[0].tolist() == routes[3].tolist()
-    assert (said.experts[1] == NO_EXPERT).all()
-    assert answer(ask(), told, versions, None).support is None
+    completion = answer(ask(top_k=2), reported, versions, None, num_experts=8)
+    assert completion.support is not None and completion.support.ids.tolist() == [8, 9, 9]
+    assert completion.prompt_experts is not None and np.array_equal(completion.prompt_experts, routes[:3])
+    assert completion.experts is not None and completion.experts[0].tolist() == routes[3].tolist()
+    assert (completion.experts[1] == NO_EXPERT).all()
+    assert answer(ask(), reported, versions, None).support is None
     with pytest.raises(ValueError, match="experts of 4 tokens for an answer that ends at 6"):
-        answer(ask(5, 6, 7, 8), told, versions, None, num_experts=8)
+        answer(ask(5, 6, 7, 8), reported, versions, None, num_experts=8)
 
 
 def test_an_answer_without_log_probabilities_is_an_error() -> None:
     broken = choice(logprobs={"content": [{"logprob": -0.5}, {"logprob": -9999.0}]})
-    said = answer(ask(), broken, np.ones(2, np.int32), None)
-    assert said.stop is Stop.ERROR and "not finite" in said.error
+    completion = answer(ask(), broken, np.ones(2, np.int32), None)
+    assert completion.stop is Stop.ERROR and "not finite" in completion.error
 
 
 def test_a_server_that_asks_for_another_key_is_named(server: FakeVllm) -> None:

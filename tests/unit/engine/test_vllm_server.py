@@ -102,9 +102,9 @@ def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(tmp_path: 
 
 
 def test_a_server_elsewhere_is_waited_for_no_longer_than_the_run_lasts() -> None:
-    """A run that was asked to stop while its server did not answer stayed for ``start_s``, minutes: the
+    """A run that was ordered to stop while its server did not answer stayed for ``start_s``, minutes: the
     thread that waits for the server kept the event loop from ending."""
-    server = VllmAt("http://127.0.0.1:9", start_s=60.0)  # nobody listens there
+    server = VllmAt("http://127.0.0.1:9", start_s=60.0)  # nothing listens there
     threading.Timer(0.05, server.close).start()
     with pytest.raises(WorkerLost, match="waited for no longer"):
         server.revive()
@@ -118,7 +118,7 @@ def test_nobody_there_is_said_the_same_way_in_a_thread_and_in_a_loop() -> None:
 
 
 def test_every_path_of_a_server_asks_for_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In development mode vLLM lets whoever reaches its port call any method of its workers
+    """In development mode vLLM lets everyone who reaches its port call any method of its workers
     (/collective_rpc), pause it and change its weights; with its own --api-key too."""
     monkeypatch.setenv("VLLM_API_KEY", "right")
     reached, sent = [], []
@@ -152,7 +152,7 @@ def test_a_key_is_the_runs_alone_and_in_no_command_line(tmp_path: Path) -> None:
     assert one.key not in " ".join(command)
 
 
-# ---- who is asked of one server together, when some of them break it
+# ---- which requests one server has together, when some of them break it
 
 
 @given(st.integers(1, 12), st.sets(st.integers(0, 11), max_size=3))
@@ -161,7 +161,7 @@ def test_exactly_those_who_break_a_server_are_found(prompts: int, deadly: set[in
     async def lives() -> tuple[set[str], int]:
         company, epoch = Company(), 0
 
-        async def asked(number: int) -> None:
+        async def requested(number: int) -> None:
             nonlocal epoch
             key = (str(number), ())
             with company.member(key):
@@ -176,7 +176,7 @@ def test_exactly_those_who_break_a_server_are_found(prompts: int, deadly: set[in
                         return
 
         async with asyncio.timeout(120):
-            await asyncio.gather(*map(asked, range(prompts)))
+            await asyncio.gather(*map(requested, range(prompts)))
         return {uid for uid, _ in company.quarantined}, epoch
 
     found, losses = asyncio.run(lives())

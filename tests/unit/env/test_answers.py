@@ -93,16 +93,16 @@ def test_held_out_rows_ask_nothing_that_is_trained_on(tmp_path: Path) -> None:
     rows = [{"prompt": f"{k // 2}", "completion": f"{k}"} for k in range(200)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def asked(split: str, n: int | None = None, **params: Any) -> list[str]:
+    def requested(split: str, n: int | None = None, **params: Any) -> list[str]:
         return [str(row["prompt"]) for _, row in load_rows(str(file), split, 0, n, params)]
 
-    train, held_out = asked("train", holdout=0.2), asked("eval", holdout=0.2)
+    train, held_out = requested("train", holdout=0.2), requested("eval", holdout=0.2)
     assert len(train) + len(held_out) == 200 and held_out and not {*train} & {*held_out}
-    assert len(asked("train")) == 200 and asked("eval") == [] and len(asked("train", 50)) == 50
+    assert len(requested("train")) == 200 and requested("eval") == [] and len(requested("train", 50)) == 50
     with pytest.raises(ValueError, match=r"task\.params\.holdout is 1"):
-        asked("train", holdout=1.0)
+        requested("train", holdout=1.0)
     with pytest.raises(ValueError, match=r"task\.params\.hold is unknown"):
-        asked("train", hold=0.5)
+        requested("train", hold=0.5)
 
 
 def test_a_procedural_source_gives_its_reference_answers(renderer: Renderer) -> None:

@@ -28,7 +28,7 @@ ASK = Prompt(uid="p", messages=({"role": "user", "content": "2*3?"},))
 
 
 class Letters:
-    """A renderer of one token per character; remembers what it was asked for."""
+    """A renderer of one token per character; remembers what it rendered."""
 
     def __init__(self) -> None:
         self.prompts: list[Prompt] = []
@@ -106,8 +106,8 @@ def test_half_an_answer_ends_the_episode(stop: Stop) -> None:
 def test_the_tools_are_described_in_the_system_message() -> None:
     letters = Letters()
     rules = {"role": "system", "content": "Be brief."}
-    asked = Prompt(uid="p", messages=(rules, *(ASK.messages or ())), columns={"answer": 6})
-    Dialogue(asked, letters, {"calculator": calculator}, 2).start()
+    requested = Prompt(uid="p", messages=(rules, *(ASK.messages or ())), columns={"answer": 6})
+    Dialogue(requested, letters, {"calculator": calculator}, 2).start()
     (prompt,) = letters.prompts
     assert prompt.messages is not None
     assert prompt.messages[0]["content"].startswith("Be brief.\n\n")
@@ -154,20 +154,20 @@ def test_whatever_goes_wrong_is_an_ordinary_reply_and_counted(text: str, reply: 
     }
     tools["floods"] = lambda: "x" * 10_000_000
     counters: Counter[str] = Counter()
-    (said, over), _ = play(tools, text, "done", tool_timeout_s=0.05, counters=counters)
-    assert said is not None
-    assert said.startswith(reply)
-    assert len(said) < 5000
+    (done_, over), _ = play(tools, text, "done", tool_timeout_s=0.05, counters=counters)
+    assert done_ is not None
+    assert done_.startswith(reply)
+    assert len(done_) < 5000
     assert over is None
     assert counters == {"tools/calls": 1, f"tools/{kind}": 1}
 
 
 def test_a_reply_that_is_no_unicode_is_made_readable_and_counted() -> None:
-    """A policy that wrote half of a surrogate pair into a call had it said back, which no tokenizer takes."""
+    """A policy that wrote half of a surrogate pair into a call got it back, which no tokenizer takes."""
     counters: Counter[str] = Counter()
     text = '<tool_call>{"name": "echo", "arguments": {"text": "a\\ud83d"}}</tool_call>'
-    (said, _), _ = play({"echo": lambda text: text}, text, "done", counters=counters)
-    assert said == "a\ufffd"
+    (done_, _), _ = play({"echo": lambda text: text}, text, "done", counters=counters)
+    assert done_ == "a\ufffd"
     assert counters == {"tools/calls": 1, "tools/replaced": 1}
 
 
@@ -177,9 +177,9 @@ def test_a_call_that_is_nested_too_deeply_is_an_ordinary_reply() -> None:
 
 def test_a_flood_of_calls_is_cut_and_counted() -> None:
     counters: Counter[str] = Counter()
-    (said, _), _ = play({"calculator": calculator}, call() * 50, "done", counters=counters)
-    assert said is not None
-    assert said.endswith("Error: only the first 8 calls of an answer are made.")
+    (done_, _), _ = play({"calculator": calculator}, call() * 50, "done", counters=counters)
+    assert done_ is not None
+    assert done_.endswith("Error: only the first 8 calls of an answer are made.")
     assert counters == {"tools/calls": 8, "tools/refused": 42}
 
 
@@ -260,7 +260,7 @@ RENDERER = Renderer(Path(ostinato.__file__).parent / "assets" / "seed-moe")
 ROW = Prompt(uid="p", messages=({"role": "user", "content": "2 + 3 = ?"},), columns={"answer": "5"})
 
 
-def said(text: str, stop: Stop = Stop.EOS) -> Completion:
+def done_(text: str, stop: Stop = Stop.EOS) -> Completion:
     tokens = RENDERER.encode(text)
     zeros = np.zeros(len(tokens))
     return Completion(
@@ -276,7 +276,7 @@ def heard_of(episode: EnvEpisode, *answers: str) -> list[str]:
     """What the policy reads, turn by turn, as far as the episode goes."""
     heard = [RENDERER.decode(episode.start())]
     for answer in answers:
-        context = asyncio.run(episode.step(said(answer)))
+        context = asyncio.run(episode.step(done_(answer)))
         if context is None:
             break
         assert isinstance(context, np.ndarray)
@@ -334,13 +334,13 @@ def test_a_lookup_is_made_at_its_stop_string_and_the_right_price_is_worth_1() ->
     price = str(shop.lookup(shop._item))
     episode = EnvEpisode(prompt, RENDERER, PriceList, 3)
     assert f"price of {shop._item}?" in RENDERER.decode(episode.start())
-    reply = asyncio.run(episode.step(said(f"{shop._item}=", Stop.STRING)))
+    reply = asyncio.run(episode.step(done_(f"{shop._item}=", Stop.STRING)))
     assert (
         isinstance(reply, np.ndarray)
         and price in RENDERER.decode(reply)
         and episode.reward == pytest.approx(0.3)
     )
-    assert asyncio.run(episode.step(said(f"#### {price}"))) is None and episode.reward == pytest.approx(1.0)
+    assert asyncio.run(episode.step(done_(f"#### {price}"))) is None and episode.reward == pytest.approx(1.0)
     guess = EnvEpisode(prompt, RENDERER, PriceList, 3)
     assert len(heard_of(guess, price)) == 1 and guess.reward == 0.0
 
@@ -376,8 +376,8 @@ def test_what_an_environment_raises_is_raised_and_a_cut_answer_never_reaches_it(
     episode = EnvEpisode(prompt, RENDERER, Shop, 3)
     episode.start()
     with pytest.raises(RuntimeError, match="the shop burns"):
-        asyncio.run(episode.step(said("broken")))
-    assert asyncio.run(episode.step(said("10", Stop.LENGTH))) is None and episode.reward == 0.0
+        asyncio.run(episode.step(done_("broken")))
+    assert asyncio.run(episode.step(done_("10", Stop.LENGTH))) is None and episode.reward == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Several tasks as one stream: a pure function of (seed, index), shares by weights, nobody left out."""
+"""Several tasks as one stream: a pure function of (seed, index), shares by weights, nothing left out."""
 
 from __future__ import annotations
 

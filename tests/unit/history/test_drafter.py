@@ -38,7 +38,7 @@ CONTEXT = [7, 8, 9, 10]
 
 @pytest.mark.parametrize("count", [2, 50])  # more than 32 are looked at around the uniform only
 def test_the_token_whose_interval_holds_the_uniform_is_drafted(count: int) -> None:
-    """Answers told apart by the uniform alone: of two [0, 0.5) was 20 and [0.5, 1) was 21."""
+    """Answers distinguished by the uniform alone: of two [0, 0.5) was 20 and [0.5, 1) was 21."""
     history = History()
     history.add("p", 1, [past(CONTEXT, [20 + n], probs=1 / count, edges=n / count) for n in range(count)])
     for seed in range(20):
@@ -81,13 +81,13 @@ def test_matches_longer_than_the_order_of_a_suffix_array_are_followed() -> None:
     text = [10 + n % 90 for n in range(200)]
     history.add("p", 1, [past(CONTEXT, text), past(CONTEXT, [*text, 5])])
     drafter = HistoryDrafter(history)
-    handle, said = drafter.open(request(CONTEXT)), 0
-    while said < len(text):
+    handle, generated = drafter.open(request(CONTEXT)), 0
+    while generated < len(text):
         drafts = drafter.propose(running(handle)).tokens.tolist()
-        assert drafts[: len(text) - said] == text[said : said + len(drafts)]
+        assert drafts[: len(text) - generated] == text[generated : generated + len(drafts)]
         assert drafts
         drafter.observe(emitted(handle, drafts))
-        said += len(drafts)
+        generated += len(drafts)
 
 
 def test_siblings_are_drafted_from_while_they_run_and_until_they_are_forgotten() -> None:
@@ -120,7 +120,7 @@ def test_other_prompts_help_those_that_have_no_history() -> None:
 
 
 def test_greedy_sequences_do_not_look_at_the_noise() -> None:
-    """A greedy token comes whatever the uniform is, and is stored as [0, 1) whatever is said of it."""
+    """A greedy token comes whatever the uniform is, and is stored as [0, 1) whatever is recorded of it."""
     for seed in range(10):
         drafter = HistoryDrafter(None, only(Source.SIBLING))
         first, second = (drafter.open(request(CONTEXT, seed=(seed, n), temperature=0)) for n in (0, 1))
@@ -149,10 +149,10 @@ def test_history_may_change_while_a_drafter_follows_it() -> None:
 # ---- how much
 
 
-def chance(history: History, asked: Request) -> float:
-    """What a drafter gives its best token for the first place of a request, by its books."""
+def chance(history: History, asking: Request) -> float:
+    """What a drafter gives its best token for the first place of a request, by its accounts."""
     drafter = HistoryDrafter(history, only(Source.HISTORY))
-    handle = drafter.open(asked)
+    handle = drafter.open(asking)
     drafter.propose(running(handle, room=1))
     drafter.observe(emitted(handle, [1]))
     return sum(drafter.stats().predicted)
@@ -173,12 +173,12 @@ def test_the_budget_is_where_tokens_per_second_are_the_most(
     history = History()
     for number, (prob, edge) in enumerate(pasts):
         history.add(f"p{number}", 1, [past(CONTEXT, [20], probs=prob, edges=edge)])
-    asked = [request(CONTEXT, seed=(number,), uid=f"p{number}") for number in range(len(pasts))]
-    gains = np.array([chance(history, one) for one in asked]) * weights[: len(asked)]
+    asking = [request(CONTEXT, seed=(number,), uid=f"p{number}") for number in range(len(pasts))]
+    gains = np.array([chance(history, one) for one in asking]) * weights[: len(asking)]
     drafter = HistoryDrafter(history, only(Source.HISTORY))
-    query = running(*map(drafter.open, asked), room=1, seconds=seconds)
-    drafts = drafter.propose(replace(query, weights=np.array(weights[: len(asked)], np.float32)))
-    worth, offered = sum(weights[: len(asked)]), gains[gains >= FAINT * np.array(weights[: len(asked)])]
+    query = running(*map(drafter.open, asking), room=1, seconds=seconds)
+    drafts = drafter.propose(replace(query, weights=np.array(weights[: len(asking)], np.float32)))
+    worth, offered = sum(weights[: len(asking)]), gains[gains >= FAINT * np.array(weights[: len(asking)])]
     best = np.cumsum([worth, *sorted(offered, reverse=True)])[: len(seconds)]
     rates = best / seconds[: len(best)]
     kept = (worth + gains[drafts.counts > 0].sum()) / seconds[drafts.counts.sum()]
@@ -314,7 +314,7 @@ def test_what_is_drafted_was_said_after_the_same_words(game: Any, source: Source
 
     def check(speaker: Speaker, path: list[int]) -> None:
         uid = speaker.request.uid
-        said = {
+        generated = {
             Source.HISTORY: lambda: [block.text.tolist() for block in history.blocks(uid)],
             Source.SIBLING: lambda: [
                 one.text for one in played.speakers if one.request.uid == uid and one is not speaker
@@ -323,7 +323,7 @@ def test_what_is_drafted_was_said_after_the_same_words(game: Any, source: Source
             Source.OTHER: lambda: [one.text for one in played.speakers],
         }[source]()
         wanted = [*speaker.text, *path][-words:]
-        assert any(wanted == one[n : n + words] for one in said for n in range(len(one))), (uid, path)
+        assert any(wanted == one[n : n + words] for one in generated for n in range(len(one))), (uid, path)
 
     drafter = HistoryDrafter(history, rules)
     played = game(drafter=drafter, history=history, free=True, on_draft=check)

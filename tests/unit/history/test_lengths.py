@@ -129,10 +129,10 @@ def test_reuse_is_its_definition(past: list[list[int]], new: list[list[int]], co
             tuple(tokens[at - context : at + 1]) for tokens in padded for at in range(context, len(tokens))
         ]
 
-    seen, asked = set(grams(past)), grams(new)
+    seen, queried = set(grams(past)), grams(new)
     reuse = token_reuse(arrays(*past), arrays(*new), context)
-    if asked:
-        assert reuse == pytest.approx(sum(gram in seen for gram in asked) / len(asked))
+    if queried:
+        assert reuse == pytest.approx(sum(gram in seen for gram in queried) / len(queried))
     else:
         assert math.isnan(reuse)
 

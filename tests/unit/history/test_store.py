@@ -25,7 +25,7 @@ Span = tuple[int, int]  # places [low, high) of ``Block.order``
 
 
 def past(tokens: Sequence[int], context: Sequence[int] = (), reward: float | None = None) -> HistoryEntry:
-    """A response whose intervals are told by its tokens."""
+    """A response whose intervals are identified by its tokens."""
     array = np.array(tokens, np.int32)
     return HistoryEntry(
         context=np.array(context, np.int32),
@@ -46,8 +46,8 @@ def pasts(draw: st.DrawFn) -> list[HistoryEntry]:
     )
     response = st.tuples(st.lists(st.integers(0, 2), max_size=11), st.one_of(tokens, loops))
     return [
-        past([wide + token for token in said], [wide + token for token in context])
-        for context, said in draw(st.lists(response, min_size=1, max_size=4))
+        past([wide + token for token in responses], [wide + token for token in context])
+        for context, responses in draw(st.lists(response, min_size=1, max_size=4))
     ]
 
 
@@ -97,10 +97,10 @@ def _int32(tokens: Sequence[int]) -> ctypes.Array[ctypes.c_int32]:
     return (ctypes.c_int32 * len(tokens))(*tokens)
 
 
-def searched(said: Sequence[HistoryEntry]) -> tuple[Block, Native]:
+def searched(responses: Sequence[HistoryEntry]) -> tuple[Block, Native]:
     """A sorted block of these responses, and its search."""
     history = History()
-    history.add("p", 1, said)
+    history.add("p", 1, responses)
     [block] = history.blocks("p")
     return block, Native(history, "p", 1)
 
@@ -110,14 +110,14 @@ def searched(said: Sequence[HistoryEntry]) -> tuple[Block, Native]:
 
 @EXAMPLES
 @given(pasts())
-def test_documents_are_context_response_end(said: list[HistoryEntry]) -> None:
-    block = blocks.lay_out(3, said)
-    assert documents(block) == [[*p.context[-CONTEXT:].tolist(), *p.tokens.tolist(), END] for p in said]
-    assert block.wide == any((p.tokens >= 70_000).any() for p in said)
-    assert block.num_sampled == sum(len(p.tokens) for p in said)
+def test_documents_are_context_response_end(responses: list[HistoryEntry]) -> None:
+    block = blocks.lay_out(3, responses)
+    assert documents(block) == [[*p.context[-CONTEXT:].tolist(), *p.tokens.tolist(), END] for p in responses]
+    assert block.wide == any((p.tokens >= 70_000).any() for p in responses)
+    assert block.num_sampled == sum(len(p.tokens) for p in responses)
     ends = block.starts[1:] - 1
-    inside = [slice(end - len(p.tokens), end) for p, end in zip(said, ends, strict=True)]
-    for p, part in zip(said, inside, strict=True):
+    inside = [slice(end - len(p.tokens), end) for p, end in zip(responses, ends, strict=True)]
+    for p, part in zip(responses, inside, strict=True):
         assert abs(block.edges[part] * blocks.EDGE_STEP - p.edges).max() <= blocks.EDGE_STEP / 2
         assert (PROBS[block.probs[part]] > 0).all()
     assert np.count_nonzero(block.probs) == block.num_sampled  # context and END have no probability
@@ -125,8 +125,8 @@ def test_documents_are_context_response_end(said: list[HistoryEntry]) -> None:
 
 @EXAMPLES
 @given(pasts())
-def test_order_is_sorted_to_the_depth_and_then_by_position(said: list[HistoryEntry]) -> None:
-    block, _ = searched(said)
+def test_order_is_sorted_to_the_depth_and_then_by_position(responses: list[HistoryEntry]) -> None:
+    block, _ = searched(responses)
     keys = [(suffix(block, place)[:DEPTH], int(block.order[place])) for place in range(block.size)]
     assert keys == sorted(keys)
     assert sorted(block.order.tolist()) == np.flatnonzero(block.text != END).tolist()
@@ -134,20 +134,20 @@ def test_order_is_sorted_to_the_depth_and_then_by_position(said: list[HistoryEnt
 
 @EXAMPLES
 @given(
-    said=pasts(),
+    responses=pasts(),
     context=st.lists(st.integers(0, 2), min_size=1, max_size=90),
     start=st.none() | st.integers(0, 30),
     least=st.integers(1, 4),
 )
 def test_the_search_finds_what_brute_force_finds(
-    said: list[HistoryEntry], context: list[int], start: int | None, least: int
+    responses: list[HistoryEntry], context: list[int], start: int | None, least: int
 ) -> None:
     """All places of a context and no other, at once and token by token; the longest suffix that goes on; and
     what comes next. Contexts are of the text (from ``start`` on) or of anywhere."""
-    block, search = searched(said)
+    block, search = searched(responses)
     context = [token + 70_000 * block.wide for token in context]
     if start is not None:
-        context = said[0].tokens.tolist()[start:] or context
+        context = responses[0].tokens.tolist()[start:] or context
     tails = {place: suffix(block, place) for place in range(block.size)}
     places, span = [*tails], (0, block.size)
     for depth, token in enumerate(context[: DEPTH - 1]):
@@ -300,7 +300,7 @@ def test_a_saved_history_comes_back(tmp_path: Path) -> None:
 def test_a_run_that_goes_back_has_not_yet_sampled_what_followed(tmp_path: Path) -> None:
     """The history is in no checkpoint: where the newest one was damaged, the run went on from an older one
     with drafts from answers that it had yet to sample, and its ``draft/reuse`` was not that of a run that
-    nobody had killed."""
+    was never killed."""
 
     def after(steps: int) -> History:
         history = History(epochs=4)

@@ -33,12 +33,12 @@ Propose = Callable[[list[list[int]], np.ndarray, np.ndarray], list[list[int]]]
 
 @dataclass
 class Notes:
-    """A drafter that notes what it is told and proposes what ``says`` says of a text."""
+    """A drafter that notes what it observes and proposes what ``says`` says of a text."""
 
     says: Callable[[list[int]], list[int]] = lambda text: []
     texts: dict[int, list[int]] = field(default_factory=dict)
     uids: dict[int, str] = field(default_factory=dict)
-    asked: list[int] = field(default_factory=list)  # handles of the last propose
+    requested: list[int] = field(default_factory=list)  # handles of the last propose
 
     def open(self, request: Request) -> int:
         handle = len(self.uids)
@@ -46,12 +46,14 @@ class Notes:
         return handle
 
     def propose(self, running: DraftQuery) -> Drafts:
-        self.asked = running.handles.tolist()
+        self.requested = running.handles.tolist()
         rooms = running.room.tolist()
-        said = [self.says(self.texts[handle])[:room] for handle, room in zip(self.asked, rooms, strict=True)]
+        output = [
+            self.says(self.texts[handle])[:room] for handle, room in zip(self.requested, rooms, strict=True)
+        ]
         return Drafts(
-            counts=np.array([len(draft) for draft in said], np.int32),
-            tokens=np.array([token for draft in said for token in draft], np.int32),
+            counts=np.array([len(draft) for draft in output], np.int32),
+            tokens=np.array([token for draft in output for token in draft], np.int32),
         )
 
     def observe(self, emitted: SampledTokens) -> None:
@@ -134,7 +136,7 @@ def hashed(text: list[int]) -> int:
 @given(st.integers(0, 10_000))
 def test_every_row_is_continued_by_a_sequence_that_has_read_it(seed: int) -> None:
     """Requests begin, end, are left out for some passes and come back in other rows; vLLM now and then does
-    not ask. Whatever happened, the handle asked for a row has read exactly the row's text."""
+    not ask. Whatever happened, the handle used for a row has read exactly the row's text."""
     rng = random.Random(seed)
     notes = Notes(says=lambda text: [hashed(text), rng.randrange(3)])
     rows, engine = drafter_of_rows(notes), Engine(hashed)
@@ -160,7 +162,7 @@ def test_every_row_is_continued_by_a_sequence_that_has_read_it(seed: int) -> Non
         engine.step(propose if asks else None)
         if asks:
             assert len(shown) == before
-            assert [notes.texts[handle] for handle in notes.asked] == shown
+            assert [notes.texts[handle] for handle in notes.requested] == shown
 
 
 def test_siblings_share_the_prompt_of_their_group_wherever_their_rows_go() -> None:
@@ -172,13 +174,13 @@ def test_siblings_share_the_prompt_of_their_group_wherever_their_rows_go() -> No
     engine.remove(0)
     engine.step(rows.propose)
     assert list(notes.uids.values()) == [prompt_uid([1, 2, 3])] * 2 + [prompt_uid([2, 2, 2, 2])]
-    assert notes.asked[0] == 2  # the last row filled the hole
-    assert len(notes.asked) == 2 and len(notes.uids) == 3  # and nobody was opened twice
+    assert notes.requested[0] == 2  # the last row filled the hole
+    assert len(notes.requested) == 2 and len(notes.uids) == 3  # and nothing was opened twice
 
 
 def test_prompts_that_differ_in_their_beginning_only_are_not_taken_for_one_another() -> None:
-    """Chat templates end long prompts alike: by their last tokens two rows could not be told apart, and one
-    prompt's answers would have become the other's history."""
+    """Chat templates end long prompts alike: by their last tokens two rows could not be distinguished, and
+    one prompt's answers would have become the other's history."""
     notes, learnt = Notes(), []
     rows, engine = drafter_of_rows(notes, learnt), Engine(lambda text: 5)
     first, second = [1] + [9] * 40, [2] + [9] * 40
@@ -190,7 +192,7 @@ def test_prompts_that_differ_in_their_beginning_only_are_not_taken_for_one_anoth
         kept.reverse()
     for _ in range(3):
         engine.step(rows.propose)
-    assert notes.asked == [1, 0]
+    assert notes.requested == [1, 0]
 
 
 def test_what_ended_is_learnt_once_and_whole_when_it_has_been_gone_for_a_while() -> None:
@@ -286,7 +288,7 @@ def test_a_stall_is_no_cost_and_a_change_is_followed() -> None:
     times = PassTimes()
     for _ in range(50):
         times.observe(8, 0, 0.01)
-    times.observe(8, 0, 60.0)  # nobody asked for anything for a minute
+    times.observe(8, 0, 60.0)  # no request for a minute
     assert times.table(8, 0)[0] < 0.011
     for _ in range(200):
         times.observe(8, 0, 0.03)

@@ -53,29 +53,29 @@ def test_what_workers_elsewhere_cannot_do_is_refused(sections: dict[str, Any], w
     ],
 )
 def test_what_does_nothing_is_told(sections: dict[str, Any], words: str) -> None:
-    told = recipe(**sections)
-    assert any(words in line for line in caveats(told, check(told)))
+    reported = recipe(**sections)
+    assert any(words in line for line in caveats(reported, check(reported)))
 
 
 def test_everybody_has_a_place_and_a_pool() -> None:
-    told = recipe(cluster={"samplers": 2, "graders": 1, "remote_trainer": True, "cpus_per_worker": 3})
-    wants = cluster.places(told)
+    reported = recipe(cluster={"samplers": 2, "graders": 1, "remote_trainer": True, "cpus_per_worker": 3})
+    wants = cluster.places(reported)
     assert [want.name for want in wants] == ["trainer", "sampler-0", "sampler-1", "grader-0"]
     assert {want.cpus for want in wants} == {3} and not any(want.gpus for want in wants)
-    assert cluster.pools(told) == {"samplers": 2, "trainer": 1, "graders": 1}
-    (line,) = cluster.lines(told)
+    assert cluster.pools(reported) == {"samplers": 2, "trainer": 1, "graders": 1}
+    (line,) = cluster.lines(reported)
     assert "2 samplers, 1 grader, 1 trainer on a Ray of its own" in line and "3 threads each" in line
 
 
 class Pool:
-    """What the books see of an EnginePool."""
+    """What the accounts see of an EnginePool."""
 
     def __init__(self) -> None:
         self.work = {"decoded": 7.0, "seconds": 1.5, "unheard_of": 3.0}
-        self.told: list[tuple[str, int, int]] = []
+        self.reported: list[tuple[str, int, int]] = []
 
     def remember(self, uid: str, step: int, pasts: list[HistoryEntry]) -> None:
-        self.told.append((uid, step, len(pasts)))
+        self.reported.append((uid, step, len(pasts)))
 
     def gauges(self) -> dict[str, float]:
         return {"workers/alive": 2.0}
@@ -97,7 +97,7 @@ def test_figures_of_all_workers_are_added_up() -> None:
 
 
 def test_a_signal_while_the_workers_begin_ends_the_run_by_name(tmp_path: Path) -> None:
-    """SIGTERM killed it without a word; it is told as anywhere else, and Ctrl-C as at once as it was."""
+    """SIGTERM killed it without a word; it is handled as anywhere else, and Ctrl-C as at once as it was."""
     ended: list[str] = []
 
     async def ready() -> None:
@@ -107,8 +107,8 @@ def test_a_signal_while_the_workers_begin_ends_the_run_by_name(tmp_path: Path) -
     async def end() -> None:
         ended.append("end")
 
-    nobody: Any = None
-    components = RunComponents(trainer=nobody, engine=nobody, ready=ready, end=end)
+    unused: Any = None
+    components = RunComponents(trainer=unused, engine=unused, ready=ready, end=end)
     loop: Any = SimpleNamespace(state=LoopState(step=3))
     number = signal.SIGTERM
     finished = asyncio.run(components.run(loop, tmp_path))
@@ -131,9 +131,9 @@ def test_the_last_rows_of_the_workers_are_those_of_the_run(tmp_path: Path) -> No
     async def end() -> None:
         written.extend(json.loads((tmp_path / "workers.json").read_text()))
 
-    nobody: Any = None
+    unused: Any = None
     components = RunComponents(
-        trainer=nobody, engine=nobody, status=lambda: [{"worker": "sampler-0", **place}], end=end
+        trainer=unused, engine=unused, status=lambda: [{"worker": "sampler-0", **place}], end=end
     )
     loop: Any = SimpleNamespace(run=run)
     asyncio.run(components.run(loop, tmp_path))
@@ -152,16 +152,16 @@ def test_a_worker_sweeps_its_own_host(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_reward_that_only_the_driver_has_is_told_when_the_grader_is_built() -> None:
     """The driver's own check had passed, and every group of the run had no verdict."""
-    told = recipe(reward={"functions": ["nowhere_at_all:reward"]})
+    reported = recipe(reward={"functions": ["nowhere_at_all:reward"]})
     with pytest.raises(WorkerFault, match=r"grader-0 on .*: .*nowhere_at_all"):
-        graders.grader(dump_toml(told), "grader-0")
+        graders.grader(dump_toml(reported), "grader-0")
 
 
 # ---- Ray
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("output", "words"),
     [
         (
             "The actor died unexpectedly before finishing this task.\n\tclass_name: Host\nThe actor is dead "
@@ -176,8 +176,8 @@ def test_a_reward_that_only_the_driver_has_is_told_when_the_grader_is_built() ->
         ("", "RuntimeError: "),
     ],
 )
-def test_rays_words_become_a_sentence(said: str, words: str) -> None:
-    assert ray_cluster.words(RuntimeError(said)) == words
+def test_rays_words_become_a_sentence(output: str, words: str) -> None:
+    assert ray_cluster.words(RuntimeError(output)) == words
 
 
 @pytest.mark.parametrize("address", ["somewhere", "ray://host:10001", "host:port", ":6379"])
@@ -200,12 +200,12 @@ def test_nobody_at_an_address_is_told_at_once() -> None:
         ray_cluster.reach("127.0.0.1:9")
 
 
-@pytest.mark.parametrize(("end", "said"), [("os._exit(1)", ["last words"]), ("pass", [])])
-def test_a_witness_speaks_only_for_who_cannot(tmp_path: Path, end: str, said: list[str]) -> None:
+@pytest.mark.parametrize(("end", "output"), [("os._exit(1)", ["last words"]), ("pass", [])])
+def test_a_witness_speaks_only_for_who_cannot(tmp_path: Path, end: str, output: list[str]) -> None:
     """A process that Ray ends has no time for a word."""
     code = f"import os; from ostinato.workers.process import witness\nwith witness('last words', None): {end}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
-    assert done.stderr.splitlines() == said
+    assert done.stderr.splitlines() == output
 
 
 def test_workers_are_given_their_threads_and_this_path() -> None:

@@ -97,10 +97,10 @@ def test_keys_that_nothing_would_use_are_refused(engine: dict[str, Any], sentenc
     ],
 )
 def test_a_server_that_cannot_be_is_refused(engine: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    asked, decoder = recipe(engine=engine), moe(layers=())
+    requested, decoder = recipe(engine=engine), moe(layers=())
     places: dict[str, Any] = {"model": tmp_path, "folder": tmp_path, "prompt": None}
     rest: dict[str, Any] = {"renderer": None, **places}
-    with pytest.raises(ValueError, match=sentence), vllm_engine(asked, decoder, **rest):
+    with pytest.raises(ValueError, match=sentence), vllm_engine(requested, decoder, **rest):
         pass
 
 
@@ -118,9 +118,9 @@ def test_experts_need_routes_and_an_adapter_that_vllm_can_read() -> None:
 
 
 def test_what_is_not_as_with_the_engine_here_is_said() -> None:
-    asked = recipe(model={"path": "smollm2-135m", "dtype": "bfloat16", "fp32_head": True})
-    told = " ".join(caveats(asked, check(asked), moe=False))
-    assert "noise is its own" in told and "draft.enabled" in told and "fp32_head" in told
+    requested = recipe(model={"path": "smollm2-135m", "dtype": "bfloat16", "fp32_head": True})
+    reported = " ".join(caveats(requested, check(requested), moe=False))
+    assert "noise is its own" in reported and "draft.enabled" in reported and "fp32_head" in reported
 
 
 def test_a_run_can_begin_where_the_servers_log_is(tmp_path: Path) -> None:
@@ -137,13 +137,13 @@ class Loaded(Worker):
     """As much of vLLM's worker as the extension asks of it."""
 
     def __init__(self, *adapters: int) -> None:
-        self.adapters, self.asked = set(adapters), list[Any]()
+        self.adapters, self.requested = set(adapters), list[Any]()
 
     def list_loras(self) -> set[int]:
         return self.adapters
 
     def add_lora(self, request: Any) -> bool:
-        self.asked.append(request)
+        self.requested.append(request)
         return True
 
 
@@ -165,7 +165,7 @@ def test_the_worker_replaces_the_one_adapter_and_tells_what_it_read(
     (tmp_path / "adapter_model.safetensors").write_bytes(b"tensors")
     worker = Loaded(7)
     assert worker.ostinato_publish(str(tmp_path)) == digest(tmp_path)
-    assert worker.asked[0].fields["lora_int_id"] == 7 and worker.asked[0].fields["load_inplace"]
+    assert worker.requested[0].fields["lora_int_id"] == 7 and worker.requested[0].fields["load_inplace"]
     (tmp_path / "adapter_config.json").write_text('{"r": 8}')
     assert worker.ostinato_publish(str(tmp_path)) == digest(tmp_path)
     for wrong in (Loaded(), Loaded(1, 2)):
@@ -250,17 +250,17 @@ def test_the_backend_fits_the_device() -> None:
 def test_a_rank_is_ready_before_groups_are_made_and_not_before_its_part_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     class Enough(Exception):
         """The rest needs the other rank."""
 
     def loaded(*args: Any, **options: Any) -> Any:
-        told.append("loaded")
+        reported.append("loaded")
         return load(*args, **options)
 
     def grouped(*args: Any, **options: Any) -> Any:
-        told.append("groups")
+        reported.append("groups")
         raise Enough
 
     load = parts.load_decoder
@@ -268,8 +268,8 @@ def test_a_rank_is_ready_before_groups_are_made_and_not_before_its_part_is_there
     monkeypatch.setattr(parts, "Mesh", grouped)
     recipe = Recipe.load("quickstart", "parallel.layout=d2", "model.device=cpu", "model.dtype=float32")
     with pytest.raises(Enough):
-        new_sharded_trainer(recipe, 1, ready=lambda: told.append("ready"))
-    assert told == ["loaded", "ready", "groups"]
+        new_sharded_trainer(recipe, 1, ready=lambda: reported.append("ready"))
+    assert reported == ["loaded", "ready", "groups"]
 
 
 # ---- the history of a run in its folder: it comes back with the run, and losing it is one note

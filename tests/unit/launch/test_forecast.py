@@ -1,4 +1,4 @@
-"""What a run is told of its own future: never more than its curve carries, and the same after a restart."""
+"""What a run reports of its own future: never more than its curve carries, and the same after a restart."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def test_an_identified_curve_is_told_whole() -> None:
 
 
 def test_a_law_that_fits_better_is_heard() -> None:
-    """Of a score that grows with the logarithm of compute the forecast was told without a word, 0.633 [0.608,
-    0.665] at four times the compute where 0.708 came; only ``scale fit`` said that another law is better."""
+    """Of a score that grows with the logarithm of compute the forecast was reported without a word, 0.633
+    [0.608, 0.665] at four times the compute where 0.708 came; only ``scale fit`` showed that another law is
+    better."""
     C = np.linspace(800, 20_000, 25)
     noise = 0.002 * np.random.default_rng(0).standard_normal(25)
     row = outlook(series("log", C, 0.3 + 0.08 * np.log(C / 300) + noise, R0=0.3), 80_000, TERMS)
@@ -84,8 +85,8 @@ def test_a_law_that_fits_better_is_heard() -> None:
 )
 def test_what_a_stop_takes(changes: dict[str, Any], before: tuple[str, str], why: str) -> None:
     row = {"step": 9, "gate": "identified", "compute": 3.0, "budget": 10.0, "verdict": "stop"} | changes
-    told = [row | {"step": 3}, row | {"step": 6, "verdict": before[0], "gate": before[1]}, row]
-    assert goes_on(row, told) == why
+    reported = [row | {"step": 3}, row | {"step": 6, "verdict": before[0], "gate": before[1]}, row]
+    assert goes_on(row, reported) == why
     assert goes_on(row, [])
 
 
@@ -110,7 +111,7 @@ def numbers(value: Any) -> list[float]:
     ids=["early", "few", "none", "fallen", "flat"],
 )
 def test_what_a_curve_does_not_carry_is_not_told(run: Series, words: str) -> None:
-    """No median anywhere, and of a curve that refutes the model no interval; whatever was asked for."""
+    """No median anywhere, and of a curve that refutes the model no interval; whatever was requested."""
     row = json.loads(to_json(outlook(run, 1e5, ForecastSection(stop=True, min_gain=1.0))))
     assert (row["gate"], row["verdict"]) == ("not identified", "no forecast")
     assert words in row["sentence"]
@@ -131,8 +132,8 @@ def test_every_row_is_json_with_ordered_quantiles(reach: float, n: int, seed: in
     run = run_of(reach * SCALERL.C_mid, n=n, seed=seed)
     row = json.loads(to_json(outlook(run, times * float(run.compute[-1]), TERMS)))
     for name in ("A", "B", "C_mid", "at_budget", "gain"):
-        told = [value for value in row[name] or () if value is not None]
-        assert told == sorted(told)
+        reported = [value for value in row[name] or () if value is not None]
+        assert reported == sorted(reported)
     if row["curve"]:
         assert row["curve"]["compute"] == sorted(row["curve"]["compute"])
         assert all(low <= high for low, high in zip(row["curve"]["q05"], row["curve"]["q95"], strict=True))
@@ -235,9 +236,9 @@ def test_a_score_that_is_missing_is_told_and_ends_nothing(
     assert should_stop is not None and should_stop(1600) is False
     (row,) = run.forecast.rows()
     whole = look(recipe, a_run(tmp_path / "whole", recipe, 1500), 1500)
-    told = "1 evaluation without a score left out"
-    assert row["reasons"] == [*whole["reasons"], told] and row["A"] == whole["A"]
-    assert caplog.messages == [f"step 1600: forecast: {whole['sentence']}; {told}"]
+    reported = "1 evaluation without a score left out"
+    assert row["reasons"] == [*whole["reasons"], reported] and row["A"] == whole["A"]
+    assert caplog.messages == [f"step 1600: forecast: {whole['sentence']}; {reported}"]
 
 
 def test_why_nothing_can_be_foretold_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

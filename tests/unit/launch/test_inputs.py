@@ -110,17 +110,17 @@ def test_what_is_not_exact_is_said_before_the_run(tree: dict, words: list[str]) 
     """Tokens of a cut distribution were scored by the trainer over the whole vocabulary: a ratio below 1
     on the first minibatch looked like a defect."""
     recipe = Recipe.parse(tree)
-    said = list(caveats(recipe, check(recipe)))
-    assert len(said) == len(words)
-    assert all(word in sentence for word, sentence in zip(words, said, strict=True))
+    output = list(caveats(recipe, check(recipe)))
+    assert len(output) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, output, strict=True))
 
 
 def test_keys_of_replay_are_said_to_do_nothing_where_nothing_is_routed() -> None:
     recipe = Recipe.parse(
         {"trainer": {"replay": "auto", "replay_threshold": 0.8}, "log": {"mismatch_every": 0}}
     )
-    (said,) = caveats(recipe, check(recipe), moe=False)
-    assert "trainer.replay and trainer.replay_threshold change nothing" in said
+    (output,) = caveats(recipe, check(recipe), moe=False)
+    assert "trainer.replay and trainer.replay_threshold change nothing" in output
     assert not list(caveats(Recipe(), check(Recipe()), moe=False))
 
 

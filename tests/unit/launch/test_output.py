@@ -1,4 +1,4 @@
-"""How a run ends whose output nobody reads, or that is interrupted while it begins."""
+"""How a run ends whose output has no reader, or that is interrupted while it begins."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def test_ctrl_c_while_a_session_begins_says_where_the_run_is(
     recipe = Recipe.load("quickstart")
     RunFolder.create(tmp_path / "run", dump_toml(recipe))
 
-    def ends(said: KeyboardInterrupt) -> None:
+    def ends(stated: KeyboardInterrupt) -> None:
         def fake(*given: Any, **more: Any) -> None:
-            raise said
+            raise stated
 
         monkeypatch.setattr(session, "_session", fake)
         session._train(recipe, tmp_path / "run", Console(quiet=True), again=False, workers="")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nouns import completion as said
+from nouns import completion as done_
 from nouns import sample_of
 from reference.plain_layers import segment_mask
 from worlds import KINDS, SIZES
@@ -97,12 +97,12 @@ def test_laws_of_adapters(data: st.DataObject) -> None:
 def test_what_is_described_adds_up(family: str) -> None:
     for spec in (None, AdapterSpec(rank=2, targets=("attn", "mlp", "experts"))):
         flops = flops_of(family, spec)
-        told = flops.describe()
-        backward, pairs = told.pop("backward"), (told.pop("pair"), told.pop("backward_pair"))
-        assert sum(told.values()) == flops.forward(Work(tokens=1, logits=1))
+        reported = flops.describe()
+        backward, pairs = reported.pop("backward"), (reported.pop("pair"), reported.pop("backward_pair"))
+        assert sum(reported.values()) == flops.forward(Work(tokens=1, logits=1))
         assert backward == flops.backward(Work(tokens=1, logits=1))
         assert pairs == (flops.forward(Work(pairs=1)), flops.backward(Work(pairs=1)))
-        assert ("lora" in told) == (spec is not None) and ("experts" in told) == (family != "dense")
+        assert ("lora" in reported) == (spec is not None) and ("experts" in reported) == (family != "dense")
 
 
 # ---- batches
@@ -157,7 +157,7 @@ def test_an_answer_is_as_many_rows_as_an_engine_runs(data: st.DataObject) -> Non
     cached = data.draw(st.integers(0, prompt - 1))
     injected = data.draw(st.none() | st.lists(st.booleans(), min_size=length, max_size=length))
     marks = None if injected is None else np.array(injected, bool)
-    completion = said(length, cached_tokens=cached, injected=marks)
+    completion = done_(length, cached_tokens=cached, injected=marks)
     work = completion_work(prompt, completion)
     assert work == row_by_row(prompt, completion)
     assert work.total.logits == length - sum(injected or [])
@@ -166,19 +166,19 @@ def test_an_answer_is_as_many_rows_as_an_engine_runs(data: st.DataObject) -> Non
 def test_drafts_in_vain_are_counted_from_the_passes() -> None:
     """Ten tokens by three passes with four drafts each: of 3 + 12 rows ten gave a token. Where an engine
     counts no passes, what was not accepted is known."""
-    plain = completion_work(6, said(10, passes=10))
-    drafts = completion_work(6, said(10, passes=3, drafted=12, accepted=7))
+    plain = completion_work(6, done_(10, passes=10))
+    drafts = completion_work(6, done_(10, passes=3, drafted=12, accepted=7))
     assert plain.refused == Work() and drafts.refused == Work(5, 5 * 11, 5)
     assert (drafts.prefill, drafts.decode) == (plain.prefill, plain.decode)
-    assert completion_work(6, said(10, drafted=12, accepted=7)).refused.tokens == 5
+    assert completion_work(6, done_(10, drafted=12, accepted=7)).refused.tokens == 5
     # the last token was a draft itself: accepted, but no row follows from it
-    assert completion_work(6, said(10, passes=2, drafted=9, accepted=9)).refused.tokens == 1
+    assert completion_work(6, done_(10, passes=2, drafted=9, accepted=9)).refused.tokens == 1
 
 
 def test_a_prefix_that_was_lost_in_the_middle_of_an_answer_is_work() -> None:
     """An interrupted answer takes what its second request had to run again from ``cached_tokens``, which may
     fall below 0."""
-    lost = completion_work(8, said(10, cached_tokens=-5)).prefill
+    lost = completion_work(8, done_(10, cached_tokens=-5)).prefill
     assert lost.tokens == 8 + 5 and lost.pairs == 36 + 15
 
 
@@ -186,11 +186,11 @@ def test_turns_and_siblings_add_up() -> None:
     """A second turn begins behind what the first has computed; a sibling behind the prompt but its last
     token."""
     contexts = [np.zeros(10, np.int32), np.zeros(4, np.int32)]
-    first, second = said(5), said(3, cached_tokens=14)
+    first, second = done_(5), done_(3, cached_tokens=14)
     turns = tuple(Turn(context=c, completion=s) for c, s in zip(contexts, (first, second), strict=True))
     episode = Trajectory(turns=turns, stop=Stop.EOS, seed=())
     sibling = Trajectory(
-        turns=(Turn(context=contexts[0], completion=said(2, cached_tokens=9)),), stop=Stop.EOS, seed=()
+        turns=(Turn(context=contexts[0], completion=done_(2, cached_tokens=9)),), stop=Stop.EOS, seed=()
     )
     failed = Trajectory(turns=(), stop=Stop.ERROR, seed=(), error="env: broken")
     work = trajectory_work(episode)

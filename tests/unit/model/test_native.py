@@ -70,7 +70,7 @@ def test_norms_rope_and_silu(kernels: Kernels, dtype: torch.dtype, width: int) -
 
 
 def test_the_norm_of_a_single_head_reads_its_own_rows(kernels: Kernels) -> None:
-    """With one key-value head, reshape keeps the strided view instead of copying it. The kernel was told that
+    """With one key-value head, reshape keeps the strided view instead of copying it. The kernel assumed that
     rows are one width apart, so it normalised the neighbours of the head, and log-probabilities were off by
     0.6."""
     heads, weight = draw(5, 4, 24), draw(24, seed=1)
@@ -208,9 +208,9 @@ def test_what_keeps_kernels_from_being_built_is_a_named_error(
         monkeypatch.setattr(Path, "mkdir", locked)
     else:
         monkeypatch.setenv("PATH", str(tmp_path) if trouble == "broken compiler" else "")
-    said = {"no home": "XDG_CACHE_HOME", "locked home": "Permission denied"}
-    said |= {"broken compiler": "error: no such flag$", "no compiler": "install one"}
-    with pytest.raises(BuildError, match=said[trouble]):
+    output = {"no home": "XDG_CACHE_HOME", "locked home": "Permission denied"}
+    output |= {"broken compiler": "error: no such flag$", "no compiler": "install one"}
+    with pytest.raises(BuildError, match=output[trouble]):
         load_library()
 
 

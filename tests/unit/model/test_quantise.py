@@ -215,10 +215,10 @@ def test_the_engine_samples_from_quantised_weights(
     there up to a near-tie; and the torch twin's engine begins with the same tokens."""
     sampler = quantise(tiny(moe=False), kind)
     adapters = adapters_of(sampler, 1, 0.1) if adapted else None
-    asked = requests(temperature)
-    ours = answers(engine_of(sampler, kernels, adapters), asked)
-    twins = answers(engine_of(sampler, None, adapters), asked)
-    for request, answer in zip(asked, ours, strict=True):
+    requested = requests(temperature)
+    ours = answers(engine_of(sampler, kernels, adapters), requested)
+    twins = answers(engine_of(sampler, None, adapters), requested)
+    for request, answer in zip(requested, ours, strict=True):
         logits = twin_logits(sampler, request, answer, adapters)
         chosen = logits.gather(1, torch.from_numpy(answer.tokens.astype(np.int64))[:, None]).squeeze(1)
         if temperature:
@@ -243,10 +243,10 @@ def test_answers_of_quantised_experts_are_alike_in_any_batch(kernels: Kernels, k
     """Bit for bit. Against the twin engine only the middle is close: where rounding flips an expert, a
     log-probability may differ by more than 1, which is what routing replay is for."""
     sampler = quantise(tiny(), kind)
-    adapters, asked = adapters_of(sampler, 1, 0.1), requests(1.0)
-    ours = answers(engine_of(sampler, kernels, adapters), asked)
-    twins = answers(engine_of(sampler, None, adapters), asked)
-    for request, answer in zip(asked, ours, strict=True):
+    adapters, requested = adapters_of(sampler, 1, 0.1), requests(1.0)
+    ours = answers(engine_of(sampler, kernels, adapters), requested)
+    twins = answers(engine_of(sampler, None, adapters), requested)
+    for request, answer in zip(requested, ours, strict=True):
         alone = answers(engine_of(sampler, kernels, adapters), [request])[0]
         assert np.array_equal(alone.tokens, answer.tokens) and np.array_equal(alone.logprobs, answer.logprobs)
     first = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(ours, twins, strict=True)]

@@ -93,7 +93,7 @@ def test_it_is_swept_when_nobody_holds_it(source: Path, folder: Path) -> None:
 
 
 def test_a_folder_of_weights_is_swept_when_its_process_was_killed(folder: Path) -> None:
-    """The driver kept up to three copies of all weights in memory, which nobody knew once it was gone."""
+    """The driver kept up to three copies of all weights in memory, unknown to all once it was gone."""
     with own_folder(folder) as mine:
         (child := os.fork()) or _killed_in_a_folder(folder)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -156,9 +156,9 @@ def test_a_file_that_is_not_to_be_trusted_is_written_again(
     shared_model(source, folder=folder)
     (path,) = folder.iterdir()
     spoilt(path, how)
-    with pytest.warns(UserWarning, match=f"are written again, since the file {why}") as said:
+    with pytest.warns(UserWarning, match=f"are written again, since the file {why}") as output:
         again = shared_model(source, folder=folder)
-    assert len(said) == 1 and torch.equal(hidden(again), hidden(load_model(source)))
+    assert len(output) == 1 and torch.equal(hidden(again), hidden(load_model(source)))
     assert path.stat(follow_symlinks=False).st_mode & 0o7777 == 0o600
     shared_model(source, folder=folder)  # without a warning, which would be an error
 
@@ -190,7 +190,7 @@ def test_a_file_of_another_user_is_not_mapped(source: Path, folder: Path) -> Non
 def test_what_cannot_be_removed_is_left_for_the_next_folder(
     source: Path, folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In /dev/shm nobody removes what is another's; here it is a folder that stands in the way."""
+    """In /dev/shm no user removes what is another's; here it is a folder that stands in the way."""
     folder.mkdir()
     monkeypatch.setattr("ostinato.model.shared._SHM", folder)
     name = shared_file(source).name
@@ -227,7 +227,7 @@ def test_a_broken_checkpoint_leaves_nothing(source: Path, folder: Path) -> None:
 def test_without_room_it_is_in_the_cache(
     source: Path, folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """/dev/shm is 64 MB in many containers: room is asked for before anything is written, since a write to
+    """/dev/shm is 64 MB in many containers: room is checked before anything is written, since a write to
     a mapping without room behind it is a SIGBUS. Who comes later finds the file where it is."""
     folder.mkdir()
     monkeypatch.setattr("ostinato.model.shared._SHM", folder)

@@ -132,8 +132,8 @@ def test_shares_put_together_are_the_model(family: str, layout: str, folders: Ca
 class Counted:
     """A safetensors file, or a tensor in it, that counts the bytes that are taken from it."""
 
-    def __init__(self, inner: Any, taken: list[int]) -> None:
-        self._inner, self._taken = inner, taken
+    def __init__(self, inner: Any, chosen: list[int]) -> None:
+        self._inner, self._taken = inner, chosen
         self.keys = getattr(inner, "keys", None)
         self.get_shape = getattr(inner, "get_shape", None)
 
@@ -157,13 +157,13 @@ def test_bytes_read_are_those_kept(
 ) -> None:
     """Over all ranks: what is cut once, what several keep once for each of them; other files stay closed."""
     opened: list[str] = []
-    taken: list[int] = []
+    chosen: list[int] = []
 
     @contextmanager
     def counting(path: Path, framework: str) -> Iterator[Counted]:
         opened.append(path.name)
         with safe_open(path, framework=framework) as file:
-            yield Counted(file, taken)
+            yield Counted(file, chosen)
 
     monkeypatch.setattr(hf, "safe_open", counting)
     config, folder = config_of(family), folders(family)
@@ -185,8 +185,8 @@ def test_bytes_read_are_those_kept(
         for path in folder.glob("*.safetensors")
         for name, tensor in load_file(path).items()
     }
-    assert sum(taken) == read == kept == sum(round(replicas[name], 6) * size[name] for name in size)
-    if layout in ("p2", "p4") and not config.tie_embeddings:  # nobody keeps what another one does
+    assert sum(chosen) == read == kept == sum(round(replicas[name], 6) * size[name] for name in size)
+    if layout in ("p2", "p4") and not config.tie_embeddings:  # no rank keeps what another one does
         assert read == sum(size.values())
 
 
@@ -214,7 +214,7 @@ def test_experts_in_one_tensor(family: str, layout: str, tmp_path: Path) -> None
 
 
 def test_missing_is_told_by_whoever_keeps_it(tmp_path: Path) -> None:
-    """A tensor of the second stage is nothing to the first; one that nobody knows is refused by all."""
+    """A tensor of the second stage is nothing to the first; one that no rank knows is refused by all."""
     folder = saved(model_of("qwen3_moe"), tmp_path)
     path = folder / "model.safetensors"
     state = load_file(path)

@@ -151,7 +151,7 @@ def test_a_fingerprint_is_the_plain_tree(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_refused_by_name_at_both_ends(value: float) -> None:
-    """A policy that broke is sent by nobody; and who gets one from elsewhere does not take it."""
+    """A policy that broke is never sent; and who gets one from elsewhere does not take it."""
     broken = adapters()
     broken.tensors["layers.1.attn.o"][1].detach()[3, 1] = value
     with pytest.raises(NotFinite, match=r"layers\.1\.attn\.o\.B is not finite"):
@@ -190,8 +190,8 @@ def test_all_weights_arrive_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path:
 
 
 def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
-    """Another dtype, another shape, a value that is not finite, a file that ends early: said before the first
-    tensor is written."""
+    """Another dtype, another shape, a value that is not finite, a file that ends early: refused before the
+    first tensor is written."""
     path, own = tmp_path / "weights", tiny("softmax")
     before = fingerprint_weights(own)
     pack_weights(tiny("softmax", torch.bfloat16), path)
@@ -228,7 +228,7 @@ def engine(decoder: Decoder) -> LocalEngine:
 
 
 def test_an_engine_says_what_it_serves() -> None:
-    """Not what it was told: the trainer's own tensors may move on after they were published."""
+    """A copy: the trainer's own tensors may move on after they were published."""
     one, served = adapters(), engine(QWEN)
     assert served.served == (0, "")
     served.publish(one, 3)

@@ -466,9 +466,9 @@ def get(where: tuple[str, int], path: str, **headers: str) -> tuple[int, dict[st
         connection.putheader(name, value)
     connection.endheaders()
     reply = connection.getresponse()
-    told = reply.status, dict(reply.getheaders()), reply.read()
+    reported = reply.status, dict(reply.getheaders()), reply.read()
     connection.close()
-    return told
+    return reported
 
 
 def test_the_page_and_its_policy(run: RunFolder) -> None:
@@ -510,9 +510,9 @@ def test_what_has_not_changed_is_not_sent_again(run: RunFolder) -> None:
     began(run)
     a_step(run, 1)
     with served(run) as where:
-        told = json.loads(get(where, "/charts?metric=loss")[2])
-        assert told["charts"]
-        again = json.loads(get(where, f"/charts?metric=loss&revision={told['revision']}")[2])
+        reported = json.loads(get(where, "/charts?metric=loss")[2])
+        assert reported["charts"]
+        again = json.loads(get(where, f"/charts?metric=loss&revision={reported['revision']}")[2])
         assert "charts" not in again
         shown = json.loads(get(where, "/timeline?seconds=60")[2])
         assert shown["picture"]["lanes"]
@@ -530,11 +530,11 @@ def test_what_a_model_said_is_data(run: RunFolder) -> None:
 
 def test_many_ask_at_once(run: RunFolder) -> None:
     began(run)
-    shared, told = Board(run), list[int]()
+    shared, reported = Board(run), list[int]()
 
     def ask() -> None:
         for _ in range(5):
-            told.append(shared.routes["/state"]({})["progress"]["step"])
+            reported.append(shared.routes["/state"]({})["progress"]["step"])
             shared.routes["/charts"]({"metric": ["loss"]})
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
@@ -544,7 +544,7 @@ def test_many_ask_at_once(run: RunFolder) -> None:
         a_step(run, step)
     for thread in threads:
         thread.join()
-    assert len(told) == 40
+    assert len(reported) == 40
 
 
 def test_the_board_writes_nothing(run: RunFolder) -> None:

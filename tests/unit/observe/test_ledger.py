@@ -234,30 +234,32 @@ def work(**changes: Any) -> Row:
 
 def test_the_rows_of_a_session(tmp_path: Path) -> None:
     clock = Clock(100.0)
-    books = ledger(folder(tmp_path), clock, devices=8, price_per_device_hour=2.5, currency="EUR", recipe="ab")
-    with books.session(0), books.session(0):  # the loop's is that of the one around it
+    accounts = ledger(
+        folder(tmp_path), clock, devices=8, price_per_device_hour=2.5, currency="EUR", recipe="ab"
+    )
+    with accounts.session(0), accounts.session(0):  # the loop's is that of the one around it
         clock.now = 110.0
-        books.step(1, 6.0, {"sample": 3.0, "train": 2.0}, work())
-        books.evaluation(1, "eval", 2.0, {"tokens": {"sampled": 9}})
-        books.saved(1, 0.5)
-        books.why = "interrupted"
-    first, step, scored, saved, end = read(books.folder)
+        accounts.step(1, 6.0, {"sample": 3.0, "train": 2.0}, work())
+        accounts.evaluation(1, "eval", 2.0, {"tokens": {"sampled": 9}})
+        accounts.saved(1, 0.5)
+        accounts.why = "interrupted"
+    first, step, scored, saved, end = read(accounts.folder)
     assert (first["session"], first["process_started"], first["recipe"]) == (1, 100.0, "ab")
     assert step["pools"]["local"] == {"devices": 8, "busy": {"sample": 3.0, "train": 2.0}, "idle": 1.0}
     assert (scored["set"], scored["pools"]["local"]["busy"]) == ("eval", {"eval": 2.0})
     assert (saved["seconds"], end["why"], end["step"]) == (0.5, "interrupted", 1)
-    assert summary(read(books.folder)).currency == "EUR"
+    assert summary(read(accounts.folder)).currency == "EUR"
 
 
 def test_work_that_an_exception_ends_is_lost_and_the_session_says_why(tmp_path: Path) -> None:
     clock = Clock()
-    books = ledger(folder(tmp_path), clock)
-    with pytest.raises(ZeroDivisionError), books.session(0):
-        books.step(1, 0.0, {}, work())
-        with books.work():
+    accounts = ledger(folder(tmp_path), clock)
+    with pytest.raises(ZeroDivisionError), accounts.session(0):
+        accounts.step(1, 0.0, {}, work())
+        with accounts.work():
             clock.now = 7.0
             raise ZeroDivisionError
-    rows = read(books.folder)
+    rows = read(accounts.folder)
     assert [row["event"] for row in rows] == ["start", "step", "lost", "end"]
     assert rows[2]["seconds"] == 7.0 and rows[3]["why"] == "failed: ZeroDivisionError"
     assert summary(rows).wall["lost"] == 7.0 and summary(rows).wall["between"] == 0.0
@@ -294,7 +296,7 @@ def test_who_resumes_tells_what_the_killed_one_still_did(tmp_path: Path) -> None
 
 def test_a_folder_that_was_copied_has_lost_what_it_had_lost(tmp_path: Path) -> None:
     """`cp -r` gives every file the time of copying, logs first and checkpoints after: the seconds between the
-    ledger and the last file of its folder were told as lost work, hours of them for a large one."""
+    ledger and the last file of its folder were reported as lost work, hours of them for a large one."""
     run, there = folder(tmp_path / "here"), tmp_path / "there"
     killed(run, 1000.0, sign(1000.0, 1007.5))
     (run.path / "checkpoints").mkdir()
@@ -378,11 +380,11 @@ def test_a_process_tells_that_it_lives_and_leaves_no_trace_of_it(tmp_path: Path)
     clock, run = Clock(5.0), folder(tmp_path)
     with Life(run.path / BEAT, clock, clock.started, every_s=0.001) as life:
         assert json.loads((run.path / BEAT).read_text()) == sign(5.0, 5.0, "load"), "at once"
-        books = replace(ledger(run, clock), life=life)
-        with books.session(0):
+        accounts = replace(ledger(run, clock), life=life)
+        with accounts.session(0):
             assert json.loads((run.path / BEAT).read_text())["part"] == "train"
             clock.now = 7.0
-            with books.evaluating():
+            with accounts.evaluating():
                 while (beat := json.loads((run.path / BEAT).read_text()))["part"] != "eval":
                     pass
             assert beat == sign(5.0, 7.0, "eval")
@@ -392,13 +394,13 @@ def test_a_process_tells_that_it_lives_and_leaves_no_trace_of_it(tmp_path: Path)
 def test_an_evaluation_that_is_given_up_is_no_compute(tmp_path: Path) -> None:
     """A SIGTERM in the middle of one booked it as lost, and all that is lost counted as training."""
     clock = Clock()
-    books = ledger(folder(tmp_path), clock, devices=4)
-    with pytest.raises(ZeroDivisionError), books.session(0):
-        books.step(1, 0.0, {}, work())
-        with books.work(), books.evaluating():
+    accounts = ledger(folder(tmp_path), clock, devices=4)
+    with pytest.raises(ZeroDivisionError), accounts.session(0):
+        accounts.step(1, 0.0, {}, work())
+        with accounts.work(), accounts.evaluating():
             clock.now = 36.0
             raise ZeroDivisionError
-    rows = read(books.folder)
+    rows = read(accounts.folder)
     found = summary(rows)
     assert (rows[2]["event"], rows[2]["part"], found.wall["lost"]) == ("lost", "eval", 36.0)
     assert found.compute["hours"] == found.compute["device-hours"] == 0.0
@@ -417,12 +419,12 @@ def test_an_evaluation_that_a_kill_ended_is_no_compute_either(tmp_path: Path) ->
 def test_step_rows_that_an_earlier_process_has_written(tmp_path: Path) -> None:
     run = folder(tmp_path)
     run.ledger.append(start(1, 0.0), a_step(1, 1, 10.0), a_step(1, 2, 20.0))
-    books = ledger(run)
-    with books.session(1):
-        assert [books.has((1, step)) for step in (1, 2, 3)] == [True, True, False]
-        assert books.coming == (2, 2)
-        books.step(2, 1.0, {}, work())
-        assert books.coming == (2, 3) and not books.has((2, 2))
+    accounts = ledger(run)
+    with accounts.session(1):
+        assert [accounts.has((1, step)) for step in (1, 2, 3)] == [True, True, False]
+        assert accounts.coming == (2, 2)
+        accounts.step(2, 1.0, {}, work())
+        assert accounts.coming == (2, 3) and not accounts.has((2, 2))
 
 
 def test_the_ledger_forgets_nothing_when_a_run_goes_back(tmp_path: Path) -> None:
@@ -490,7 +492,7 @@ def test_a_ledger_without_flops_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "output"),
     [
         ("not json", "line 2 of .* is not JSON"),
         ('{"step":1,"wall_s":2.0}', "line 2 of .* has no 'event': .* damaged, or of a version"),
@@ -502,14 +504,16 @@ def test_a_ledger_without_flops_says_so() -> None:
         (json.dumps(a_step(1, 1, 10.0) | {"tokens": {}}), "does not say how many tokens were sampled"),
     ],
 )
-def test_a_ledger_that_breaks_in_the_middle_is_refused_in_words(tmp_path: Path, line: str, said: str) -> None:
+def test_a_ledger_that_breaks_in_the_middle_is_refused_in_words(
+    tmp_path: Path, line: str, output: str
+) -> None:
     run = folder(tmp_path)
     run.ledger.append(start(1, 0.0))
     with run.ledger.path.open("a") as file:
         file.write(line + "\n" + json.dumps(a_step(1, 1, 10.0)) + "\n")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=output):
         read(run)
-    with pytest.raises(ValueError, match=said), ledger(run).session(0):
+    with pytest.raises(ValueError, match=output), ledger(run).session(0):
         pass
 
 

@@ -76,8 +76,8 @@ def test_an_arm_is_what_its_definitions_say(tokens: int, sequences: int, scale: 
     assert [tau for tau, _ in found["tails"]] == list(TAUS)
     for below in ([share for _, share in found["cdf"]], [-share for _, share in found["tails"]]):
         assert below == sorted(below)
-    told = {name: value for name, value in found.items() if name not in ("k3_low", "k3_high")}
-    assert json.loads(json.dumps(told)) == told, "plain numbers"
+    reported = {name: value for name, value in found.items() if name not in ("k3_low", "k3_high")}
+    assert json.loads(json.dumps(reported)) == reported, "plain numbers"
     assert math.isnan(found["k3_low"]) == math.isnan(found["k3_high"]) == (found["sequences"] < 5)
 
 
@@ -113,8 +113,8 @@ def test_the_interval_is_of_sequences_and_covers() -> None:
 
 
 def test_few_sequences_have_no_interval() -> None:
-    """One sequence had an interval without width, low = k3 = high, and the report said of two such that their
-    intervals do not overlap."""
+    """One sequence had an interval without width, low = k3 = high, and the report claimed of two such that
+    their intervals do not overlap."""
     log_ratio = 0.1 * np.random.default_rng(0).standard_normal(40)
     for count, known in ((1, False), (4, False), (5, True)):
         found = arm(log_ratio, np.arange(40) % count, bootstrap=50)
@@ -222,8 +222,8 @@ def samples_of(rng: np.random.Generator, groups: int) -> list[Sample]:
 
 @given(seed=st.integers(0, 9999), budget=st.sampled_from([1, 12, 40, 500]), shared=st.booleans())
 def test_the_rows_of_a_sequence_are_found_in_a_microbatch(seed: int, budget: int, shared: bool) -> None:
-    """Its answer and its prompt, whoever else uses that: together the inputs of that sample. An answer begins
-    behind the row that predicts its first token, also where the sequence has a segment for itself."""
+    """Its answer and its prompt, whatever else uses that: together the inputs of that sample. An answer
+    begins behind the row that predicts its first token, also where the sequence has a segment for itself."""
     rng = np.random.default_rng(seed)
     samples = samples_of(rng, groups=4)
     weights = aggregation_weights(samples, Aggregation.TOKEN)
@@ -266,7 +266,7 @@ def test_lowest_sequence_is_what_the_gate_judges() -> None:
     assert found["lowest_sequence"] == 1, "30 routers are too few to say anything by themselves"
 
 
-# ---- the section on sampler against trainer, the same in a terminal and as JSON, and what the watch said
+# ---- the section on sampler against trainer, the same in a terminal and as JSON, and what the watch reported
 
 
 ALARM = {
@@ -357,12 +357,12 @@ def test_the_plots() -> None:
 
 @pytest.mark.parametrize(("replay", "gated"), [(True, True), ("auto", True), (False, False)])
 def test_no_gate_is_told_of_where_nothing_is_replayed(replay: bool | str, gated: bool) -> None:
-    """With replay off the report said that the gate asks for 90 % and refuses less."""
+    """With replay off the report claimed that the gate asks for 90 % and refuses less."""
     section = mismatch_section(data(mismatch_row(1), recipe={"trainer": {"replay": replay}}))
     (common,) = (fact for fact in section.facts if fact.name == "Experts in common")
     chart = charts(section)["agreement"]
-    told = ["the gate" in common.note, "the gate" in chart.note, chart.mark is not None]
-    assert told == [gated] * 3
+    reported = ["the gate" in common.note, "the gate" in chart.note, chart.mark is not None]
+    assert reported == [gated] * 3
 
 
 def test_too_few_answers_have_no_interval() -> None:
@@ -376,18 +376,20 @@ def test_too_few_answers_have_no_interval() -> None:
 
 
 def test_the_correction_is_told_with_the_run_s_own_bounds() -> None:
-    def told(**keys: Any) -> list[str]:
+    def reported(**keys: Any) -> list[str]:
         starts = [{"algorithm": plain(asdict(algorithm("grpo", **keys)))}]
         rows = [{"step": 80, "sampling/masked": 0.01, "sampling/truncated": 0.02}]
         facts = mismatch_section(data(mismatch_row(1), starts=starts, metrics=rows)).facts
         return [f"{fact.value} ({fact.note})" for fact in facts if fact.name == "Correction of the ratio"]
 
-    assert told() == []
-    assert told(correction="token_mask") == [
+    assert reported() == []
+    assert reported(correction="token_mask") == [
         "token_mask, outside 0.5 to 5 (1% of the tokens of the last step)"
     ]
-    assert told(correction="token_mask", correction_high=3)[0].startswith("token_mask, outside 0.5 to 3 (1%")
-    assert told(correction="token_truncate")[0].startswith("token_truncate, above 2 (2%")
+    assert reported(correction="token_mask", correction_high=3)[0].startswith(
+        "token_mask, outside 0.5 to 3 (1%"
+    )
+    assert reported(correction="token_truncate")[0].startswith("token_truncate, above 2 (2%")
 
 
 def test_replay_of_another_step_is_not_shown() -> None:
@@ -442,14 +444,14 @@ def test_a_damaged_row_loses_what_is_damaged_and_no_more(draw: st.DataObject) ->
 def test_replay_that_makes_it_worse_is_a_warning() -> None:
     """Routes shifted by one raise k3 from 1e-5 to 0.1 (reference pilot), while everything else looks fine."""
 
-    def said(row: Mapping[str, Any]) -> list[str]:
+    def output(row: Mapping[str, Any]) -> list[str]:
         found = concerns(data(row))
         return [one.text for one in found if one.level is Level.BAD and "Replay made" in one.text]
 
     row = mismatch_row(25)
-    assert not said(row)
+    assert not output(row)
     row["arms"] = {"native": row["arms"]["replay"], "replay": row["arms"]["native"]}
-    assert "misaligned" in said(row)[0]
+    assert "misaligned" in output(row)[0]
 
 
 def test_rows_without_a_route_are_a_concern() -> None:
@@ -470,8 +472,8 @@ def test_best_and_collapse_are_facts_marks_and_words() -> None:
     assert any("The run collapsed at step 44: F(2) is 0.15" in one.text for one in concerns(run))
     sign = data(alarms=[{**ALARM, "rule": "gradient", "collapse": False}])
     assert milestones(sign) == [] and marked_steps(sign) == []
-    (said,) = (one for one in concerns(sign) if "stability watch" in one.text)
-    assert said.level is Level.LOOK
+    (output,) = (one for one in concerns(sign) if "stability watch" in one.text)
+    assert output.level is Level.LOOK
 
 
 def new_run(path: Path) -> RunFolder:
@@ -496,8 +498,8 @@ def test_the_command_prints_one_screen_or_one_object_and_writes_nothing(tmp_path
     for words in ("Step 25", "with replay", "F(1.1)", "floor", "replay is on", "24 bytes"):
         assert words in shown.stdout
     assert len(shown.stdout.splitlines()) <= 48 and max(map(len, shown.stdout.splitlines())) <= 100
-    told = CliRunner().invoke(app, ["report", str(run.path), "--mismatch", "--json"])
-    found = json.loads(told.stdout)
+    reported = CliRunner().invoke(app, ["report", str(run.path), "--mismatch", "--json"])
+    found = json.loads(reported.stdout)
     assert found["direction"] == "KL(sampler || trainer)" and [row["step"] for row in found["measured"]] == [
         1,
         25,

@@ -190,7 +190,7 @@ def test_a_mixture_is_compared_task_by_task() -> None:
 
 
 def test_scores_of_the_sampler_are_kept_from_that_of_what_is_exported(tmp_path: Path) -> None:
-    """With an int8 sampler the last held-out score was the sampler's, and nothing said so."""
+    """With an int8 sampler the last held-out score was the sampler's, unlabelled."""
     run = RunFolder.create(tmp_path / "run", dump_toml(Recipe.parse({"engine": {"weights": "int8"}})))
     rows = [score(0, 0.3) | {"weights": "int8"}, score(9, 0.8) | {"weights": "int8"}]
     run.eval.append(*rows, score(9, 0.9) | {"weights": "model"})
@@ -346,12 +346,12 @@ def test_rewards_and_routes_reach_the_page(tmp_path: Path, tokenizer: Renderer) 
 def test_what_was_put_in_is_shown_as_such(tmp_path: Path) -> None:
     """It has no log-probability: its 0 would have looked like certainty, and its version -1 like a policy."""
     run = new_run(tmp_path)
-    told = trajectory([5, 6, 7, 8], "hi")
+    reported = trajectory([5, 6, 7, 8], "hi")
     injected = np.array([False, True, True, False])
     completion = replace(
-        told.turns[0].completion, injected=injected, versions=np.where(injected, -1, 3).astype(np.int32)
+        reported.turns[0].completion, injected=injected, versions=np.where(injected, -1, 3).astype(np.int32)
     )
-    log_group(run, 1, replace(told, turns=(replace(told.turns[0], completion=completion),)))
+    log_group(run, 1, replace(reported, turns=(replace(reported.turns[0], completion=completion),)))
     (turn,) = opened(pack_samples(run.trajectories, None).chunks[0])["answers"][0]["turns"]
     assert (turn["injected"], turn["versions"]) == ([1, 2], [3])
     assert turn["logprobs"] == [-0.123, None, None, -0.123]

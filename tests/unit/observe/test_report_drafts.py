@@ -73,11 +73,11 @@ def test_the_lead_says_what_it_comes_to() -> None:
 
 
 def test_drafts_that_cost_more_than_they_save_are_a_concern() -> None:
-    def said(saved: float) -> list[str]:
+    def output(saved: float) -> list[str]:
         return [one.text for one in concerns(data([row(1, seconds_saved=saved)])) if "drafts" in one.text]
 
-    assert said(0.5) == said(-0.02) == []
-    (text,) = said(-0.2)
+    assert output(0.5) == output(-0.02) == []
+    (text,) = output(-0.2)
     assert "20% longer" in text and "draft.enabled" in text
 
 

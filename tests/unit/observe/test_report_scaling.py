@@ -1,4 +1,4 @@
-"""Curves over compute, forecasts, sets and tables of a ledger: what may not be told is not drawn."""
+"""Curves over compute, forecasts, sets and tables of a ledger: what may not be reported is not drawn."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_compute_as_text(C: float, text: str) -> None:
 # -- the ledger
 
 
-def books(rows: list[dict[str, Any]]) -> dict[str, Summary]:
+def accounts(rows: list[dict[str, Any]]) -> dict[str, Summary]:
     return {"run": summary(rows)}
 
 
 def shares(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[str, ...]]:
-    found = tables(books(rows))
+    found = tables(accounts(rows))
     return {
         (table.title, name.partition("\n")[0]): tuple(cells) for table in found for name, *cells in table.rows
     }

@@ -45,7 +45,7 @@ def span(worker: str, kind: Kind, start: float, stop: float, **more: int) -> Spa
 
 @st.composite
 def timelines(draw: st.DrawFn) -> list[Span]:
-    """Of up to three workers, each doing one thing at a time, told in turn; hundredths of seconds."""
+    """Of up to three workers, each doing one thing at a time, reported in turn; hundredths of seconds."""
     made: list[Span] = []
     for worker in ("sampler-0", "sampler-1", "trainer")[: draw(st.integers(1, 3))]:
         at = draw(st.integers(0, 100))

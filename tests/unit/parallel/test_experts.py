@@ -182,7 +182,7 @@ def test_in_fp32_within_rounding(scheme: str, rows: tuple[int, ...], skewed: boo
 
 
 def test_no_row_anywhere() -> None:
-    """Nothing to do is done together, forward and backward: nobody waits for a rank that has left."""
+    """Nothing to do is done together, forward and backward: no rank waits for one that has left."""
     case = Case(rows=(0, 0), num=4, top_k=2, ranks=2, dtype=torch.float32)
     found = on_all_threads(case)
     assert found["out"].shape == (0, HIDDEN)

@@ -99,7 +99,7 @@ def test_chunks_are_all_layers_in_order(layout: Layout, more: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("d2q4", "use each of"),
         ("d2d2", "use each of"),
@@ -111,13 +111,13 @@ def test_chunks_are_all_layers_in_order(layout: Layout, more: int) -> None:
         ("v2", "without stages"),
     ],
 )
-def test_what_does_not_fit_is_said_in_a_sentence(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_does_not_fit_is_said_in_a_sentence(text: str, output: str) -> None:
+    with pytest.raises(ValueError, match=output):
         Layout.parse(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("t3", "num_attention_heads"),
         ("t4", "num_key_value_heads"),
@@ -125,10 +125,10 @@ def test_what_does_not_fit_is_said_in_a_sentence(text: str, said: str) -> None:
         ("d2e2", "has none"),
     ],
 )
-def test_a_model_that_cannot_be_cut_so_is_refused(text: str, said: str) -> None:
+def test_a_model_that_cannot_be_cut_so_is_refused(text: str, output: str) -> None:
     config = parse_config(tiny_dense(vocab_size=60, num_hidden_layers=3))
     Layout.parse("d2t2p3").refuse(config)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=output):
         Layout.parse(text).refuse(config)
 
 
@@ -217,9 +217,9 @@ def splits(experts: tuple[int, ...], each: int) -> Iterator[list[tuple[int, ...]
         yield []
         return
     for others in itertools.combinations(experts[1:], each - 1):
-        taken = (experts[0], *others)
-        for rest in splits(tuple(one for one in experts if one not in taken), each):
-            yield [taken, *rest]
+        chosen = (experts[0], *others)
+        for rest in splits(tuple(one for one in experts if one not in chosen), each):
+            yield [chosen, *rest]
 
 
 def optimum(loads: np.ndarray, ranks: int) -> float:

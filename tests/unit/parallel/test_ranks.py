@@ -78,7 +78,7 @@ def test_ranks_end_with_the_context(tmp_path: Path) -> None:
         assert [log.read_text() for log in logs] == ["1 3\n", "2 3\n"]
         assert not ranks.ended()
         children = [child for child in psutil.Process().children() if SAYS in " ".join(child.cmdline())]
-        ranks.close(within_s=0.1)  # they were told nothing
+        ranks.close(within_s=0.1)  # they got no order
         assert set(ranks.ended()) == {1, 2}
     assert len(children) == 2 and not any(child.is_running() for child in children)
 
@@ -127,7 +127,7 @@ def test_the_interface_towards_this_host_is_its_own() -> None:
     assert interface_towards("256.0.0.1") is None
 
 
-# ---- who may tell a rank what to do: whoever has the key of the run, and nobody by an old message
+# ---- who may tell a rank what to do: a process with the key of the run, and none by an old message
 
 
 TERMS = Terms(backend="gloo", timeout_s=60.0, silence_s=30.0, recipe="the recipe")
@@ -449,7 +449,7 @@ class Watched:
         )
 
     def hear(self, sentence: str) -> None:
-        assert not self.heard.is_set(), "told twice"
+        assert not self.heard.is_set(), "reported twice"
         self.sentence = sentence
         self.heard.set()
 
@@ -496,7 +496,7 @@ def test_idle_time_counts_while_a_call_does_not_get_on() -> None:
     assert [doing.sign(beat, 5.0).idle_s for beat in (2, 3, 4)] == [0, 5, 10]
     steps[0] += 1
     assert [doing.sign(beat, 5.0).idle_s for beat in (5, 6)] == [0, 5]
-    doing.progress = None  # nobody can tell
+    doing.progress = None  # unknown
     assert [doing.sign(beat, 5.0).idle_s for beat in (7, 8)] == [0, 0]
 
 
@@ -518,14 +518,14 @@ def test_nobody_is_in_the_store_any_more_once_it_was_stopped() -> None:
 
         def set(self, key: str, value: str, /) -> None:
             self.inside += 1
-            asked.set()
+            requested.set()
             time.sleep(0.3)
             super().set(key, value)
             self.inside -= 1
 
-    asked, table = threading.Event(), Slow()
+    requested, table = threading.Event(), Slow()
     watched = Watched(table, 1, silence_s=30)
-    assert asked.wait(120)
+    assert requested.wait(120)
     watched.watch.stop()
     assert table.inside == 0
     assert not any(thread.is_alive() for thread in watched.watch._heart._threads)

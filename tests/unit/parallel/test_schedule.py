@@ -186,14 +186,14 @@ def test_a_ring_of_ranks_that_wait_is_found_and_named():
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "said"),
+    ("name", "changed", "output"),
     [
-        ("1f1b", {"virtual": 2}, "1f1b was asked for with 2 chunks per rank; use interleaved"),
+        ("1f1b", {"virtual": 2}, "1f1b was requested with 2 chunks per rank; use interleaved"),
         ("gpipe", {}, "'gpipe'; use one of 1f1b, interleaved, forward"),
         ("1f1b", {"parts": 0}, "parts 0; use at least 1"),
         ("forward", {"ranks": 0}, "ranks 0; use at least 1"),
     ],
 )
-def test_what_is_refused(name, changed, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_is_refused(name, changed, output):
+    with pytest.raises(ValueError, match=output):
         orders(name, **{"ranks": 2, "virtual": 1, "parts": 3, **changed})

@@ -1,4 +1,5 @@
-"""The rule of the feed by itself: whatever ends first and whoever is killed, nobody too old is trained on."""
+"""The rule of the feed by itself: whatever ends first and whatever is killed, nothing too old is trained
+on."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ TURN = st.tuples(st.lists(COUNTS, min_size=1, max_size=4), st.lists(st.booleans(
 GROUP = st.lists(st.lists(TURN, max_size=3), max_size=4)
 
 
-def said(injected: Sequence[bool], **of_the_engine: Any) -> Completion:
+def answer(injected: Sequence[bool], **of_the_engine: Any) -> Completion:
     return completion(len(injected), injected=np.array(injected, bool), **of_the_engine)
 
 
@@ -160,7 +160,7 @@ def group_of(episodes: Sequence[Sequence[tuple[Sequence[int], Sequence[bool]]]])
     trajectories = tuple(
         Trajectory(
             turns=tuple(
-                Turn(context=np.array(text, np.int32), completion=said(marks)) for text, marks in turns
+                Turn(context=np.array(text, np.int32), completion=answer(marks)) for text, marks in turns
             ),
             stop=Stop.EOS,
             seed=(),
@@ -227,7 +227,7 @@ def test_an_engine_with_a_perfect_cache_and_no_drafts_runs_just_that() -> None:
     whole = group_of([[([1] * 10, marks), ([2] * 4, marks)], [([1] * 10, marks)]])
     (first, second), (sibling,) = (one.turns for one in whole.trajectories)
     second, sibling = (
-        replace(turn, completion=said(marks, cached_tokens=cached))
+        replace(turn, completion=answer(marks, cached_tokens=cached))
         for turn, cached in ((second, 14), (sibling, 9))
     )
     trajectories = tuple(
@@ -272,7 +272,7 @@ def guessed(tokens: Sequence[int], **changes: Any) -> Completion:
 
 def siblings(uid: str, *answers: Completion, step: int = 1) -> Group:
     """Siblings of one turn each, rewarded 0, 1, 2 ..."""
-    played = (nouns.episode(said, reward=float(k), stop=Stop.EOS) for k, said in enumerate(answers))
+    played = (nouns.episode(answer, reward=float(k), stop=Stop.EOS) for k, answer in enumerate(answers))
     return nouns.group_of(*played, uid=uid, step=step)
 
 

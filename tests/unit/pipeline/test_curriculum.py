@@ -67,7 +67,7 @@ def test_places_and_what_was_passed_over_against_the_slow_twin(
     choices = rounds.choices(cursor, found[-1] + 1, (), rates)
     passed = sum(choices[name] for name in PASSED_OVER)
     assert passed == found[-1] + 1 - cursor - count and choices.total() == passed + count
-    assert rounds.places(cursor, (), count) == list(range(cursor, cursor + count))  # nobody asks for rates
+    assert rounds.places(cursor, (), count) == list(range(cursor, cursor + count))  # rates are not needed
 
 
 def test_nobody_is_lost_for_ever() -> None:

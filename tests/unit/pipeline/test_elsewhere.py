@@ -102,7 +102,7 @@ def elsewhere(
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_trainer_killed_late_in_a_long_step_is_made_anew(tmp_path: Path, overlap: bool) -> None:
     """The watch had the bound of the trainer's own wait: a step done twice, each time within it, was taken
-    for one that nothing ends. What the loop does meanwhile is to wait, and is told so."""
+    for one that does not end. What the loop does meanwhile is to wait, and is reported so."""
     changes = {"steps": 3, "watch_s": 0.2, "overlap": overlap}
     bench, link = elsewhere(tmp_path, lambda life, step: (life, step) == (0, 2), seconds=0.15, **changes)
     assert bench.run().why is Finish.DONE

@@ -52,11 +52,11 @@ class SaysOne:
 
     async def grade(self, group: Group) -> list[Reward]:
         mute = group.prompt.uid == "mute"
-        said = [trajectory.turns[0].completion.tokens[0] for trajectory in group.trajectories]
-        return [Reward(value=None if mute else float(token == 1), reason="mute") for token in said]
+        answer = [trajectory.turns[0].completion.tokens[0] for trajectory in group.trajectories]
+        return [Reward(value=None if mute else float(token == 1), reason="mute") for token in answer]
 
 
-def uniform(adapters: Any, request: Request, said: Sequence[int]) -> np.ndarray:
+def uniform(adapters: Any, request: Request, answer: Sequence[int]) -> np.ndarray:
     return np.zeros(2)
 
 
@@ -169,11 +169,11 @@ def test_the_score_before_training_has_the_later_answers_among_its_own() -> None
     of every later evaluation."""
     measure = Evaluation(split="eval", prompts=prompts(16), sampling=SAMPLING, samples=2, k=2, start_factor=4)
 
-    def said(step: int) -> tuple[dict[str, Any], list[list[int]]]:
+    def answer(step: int) -> tuple[dict[str, Any], list[list[int]]]:
         found, groups = asyncio.run(evaluate_groups(stage(), measure, step))
         return found, [[int(t.turns[0].completion.tokens[0]) for t in group.trajectories] for group in groups]
 
-    (first, before), (later, after) = said(0), said(7)
+    (first, before), (later, after) = answer(0), answer(7)
     assert (first["samples"], later["samples"], first["k"], later["k"]) == (8, 2, 2, 2)
     assert [answers[:2] for answers in before] == after
     assert first["held_out"] == later["held_out"]
@@ -231,7 +231,7 @@ def test_what_does_not_change_it_does_not(change: dict[str, Any]) -> None:
 
 def test_the_prompts_have_a_name_of_their_own() -> None:
     """An arm that samples, answers or is judged by other rules has another held-out name, and what it is
-    scored on could not be told from other prompts."""
+    scored on could not be distinguished from other prompts."""
     others: list[dict[str, Any]] = [
         {"sampling": Sampling(max_tokens=2, temperature=0.5)},
         {"rules": "another reward"},
@@ -275,7 +275,7 @@ def test_a_schedule_in_compute(costs: list[float], amount: float, skipped: set[i
         assert later is None or later in made_up
 
 
-# ---- reward functions that fail: what ends a run, what is kept and told of the others
+# ---- reward functions that fail: what ends a run, what is kept and reported of the others
 
 
 TRACE = "Traceback (most recent call last):\n  File \"/rewards.py\", line 3, in graded\nKeyError: 'gold'"
@@ -300,13 +300,14 @@ class Failing(IsRight):
 
 
 def test_a_reward_that_fails_for_all_of_the_first_evaluation_ends_the_run(tmp_path: Path) -> None:
-    """It ran to its end, wrote an adapter and returned 0; the cause was told once, without file or line."""
+    """It ran to its end, wrote an adapter and returned 0; the cause was reported once, without file or
+    line."""
     bench = Bench(tmp_path, grader=Failing(lambda number: True))
     with pytest.raises(RewardFails) as caught:
         bench.run()
     assert str(caught.value) == (
         "reward graded gave no verdict to any of the 32 answers of the evaluation of the set eval at step 0 "
-        f"({TOLD}); mend it"
+        f"({TOLD}); fix it"
     )
     assert caught.value.__notes__ == [f"{TRACE}\nprompt e7, completion '1 6'"]
     assert not bench.rows and not bench.saved and not list(bench.folder.eval.rows())
@@ -314,7 +315,7 @@ def test_a_reward_that_fails_for_all_of_the_first_evaluation_ends_the_run(tmp_pa
     assert (row["step"], row["part"], row["count"], row["of"], row["stopped"]) == (0, "eval", 32, 32, True)
     again = Bench(tmp_path, steps=1)
     again.run()
-    assert [row["step"] for row in again.folder.eval.rows()] == [0, 1], "mended, it is scored after all"
+    assert [row["step"] for row in again.folder.eval.rows()] == [0, 1], "fixed, it is scored after all"
     assert not list(again.folder.failed.rows())
 
 
@@ -330,9 +331,9 @@ def test_a_reward_that_fails_later_is_counted_and_its_last_traceback_kept(
     ]
     assert rows[1]["function"] == "graded" and rows[1]["trace"] == TRACE
     assert rows[1]["detail"] == TOLD and not rows[1]["stopped"]
-    told = [note for note in caplog.messages if "told once" in note]
-    assert told == [
-        "step 0: raised: graded: KeyError: 'gold' (rewards.py:3) (told once; faults/raised counts them)"
+    reported = [note for note in caplog.messages if "reported once" in note]
+    assert reported == [
+        "step 0: raised: graded: KeyError: 'gold' (rewards.py:3) (reported once; faults/raised counts them)"
     ]
     assert TRACE in caplog.messages
     later = Bench(tmp_path, state=LoopState(step=0), steps=1)

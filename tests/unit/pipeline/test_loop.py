@@ -1,4 +1,4 @@
-"""The loop on a bandit (``small_loop``): its books, its ends, and what it does when something fails."""
+"""The loop on a bandit (``small_loop``): its accounts, its ends, and what it does when something fails."""
 
 from __future__ import annotations
 
@@ -156,9 +156,9 @@ def test_a_run_goes_on_once_the_recorder_is_mended(tmp_path: Path, steps_taken: 
     with pytest.raises(Misaligned):
         bench.run()
     assert bench.saved[-1][0]["step"] == (2 if steps_taken else 3)
-    mended = Bench(tmp_path, steps=5, **as_saved(bench))
-    assert mended.run().why is Finish.DONE
-    assert [row["rollout/from_spool"] for row in mended.rows] == ([4, 0, 0] if steps_taken else [0, 0])
+    fixed = Bench(tmp_path, steps=5, **as_saved(bench))
+    assert fixed.run().why is Finish.DONE
+    assert [row["rollout/from_spool"] for row in fixed.rows] == ([4, 0, 0] if steps_taken else [0, 0])
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError])
@@ -180,9 +180,9 @@ def test_a_checkpoint_that_fails_hides_no_refusal(
         bench.run()
     assert caplog.messages == ["step 3 could not be saved: no more room"]
     assert bench.saved[-1][0]["step"] == 2
-    mended = Bench(tmp_path, steps=5, **as_saved(bench))
-    assert mended.run().why is Finish.DONE
-    assert [row["rollout/from_spool"] for row in mended.rows] == [4, 0, 0]
+    fixed = Bench(tmp_path, steps=5, **as_saved(bench))
+    assert fixed.run().why is Finish.DONE
+    assert [row["rollout/from_spool"] for row in fixed.rows] == [4, 0, 0]
 
 
 def test_what_was_measured_has_a_file_and_a_pool_of_seconds_of_its_own(
@@ -303,8 +303,8 @@ def test_the_loop_tells_a_collapse_once_and_stops_where_it_was_asked_to(
 ) -> None:
     bench = Bench(tmp_path / "goes-on", steps=40, grader=GoesWrong(), max_empty_steps=99)
     assert bench.run().why is Finish.DONE
-    told = zip(bench.folder.watch.rows(), caplog.messages, strict=True)
-    early, (alarm, note) = told  # a bandit never ends an answer by itself
+    reported = zip(bench.folder.watch.rows(), caplog.messages, strict=True)
+    early, (alarm, note) = reported  # a bandit never ends an answer by itself
     assert early[0]["rule"] == "truncated_early" and "look: the run begins" in early[1]
     assert alarm["rule"] == "reward" and alarm["collapse"] and "collapse: the reward is" in note
     assert [row["watch/collapsed"] for row in bench.rows] == [
@@ -361,11 +361,11 @@ def test_an_evaluation_that_a_signal_left_out_is_made_when_the_run_goes_on(tmp_p
 
 def test_a_run_that_is_not_worth_the_rest_ends_with_all_its_scores(tmp_path: Path) -> None:
     """The main set is due every 2 steps and the other never: it is scored when the forecast ends the run. The
-    forecast is asked after scores of the main set alone, before training not at all."""
-    asked: list[int] = []
+    forecast is made after scores of the main set alone, before training not at all."""
+    requested: list[int] = []
 
     def should_stop(step: int) -> bool:
-        asked.append(step)
+        requested.append(step)
         return step >= 4
 
     def bench(state: LoopState | None = None, logits: Any = None) -> Bench:
@@ -376,10 +376,10 @@ def test_a_run_that_is_not_worth_the_rest_ends_with_all_its_scores(tmp_path: Pat
 
     first = bench()
     finished = first.run()
-    assert (finished.why, finished.state.step, asked) == (Finish.ENOUGH, 4, [2, 4])
+    assert (finished.why, finished.state.step, requested) == (Finish.ENOUGH, 4, [2, 4])
     rows = [(row["step"], row["set"]) for row in first.folder.eval.rows()]
     assert rows == [(0, "hard"), (0, "eval"), (2, "eval"), (4, "eval"), (4, "hard")]
     (saved, logits) = first.saved[-1]
-    again = bench(LoopState(**saved), logits)  # asked again, it says the same
-    assert again.run().why is Finish.ENOUGH and asked == [2, 4, 4]
+    again = bench(LoopState(**saved), logits)  # called again, it gives the same
+    assert again.run().why is Finish.ENOUGH and requested == [2, 4, 4]
     assert [(row["step"], row["set"]) for row in first.folder.eval.rows()] == rows

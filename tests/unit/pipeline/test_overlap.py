@@ -77,7 +77,7 @@ def adds_up(state: LoopState) -> None:
 
 @pytest.mark.parametrize("late", list(Late))
 def test_without_staleness_it_is_the_synchronous_loop(tmp_path: Path, late: Late) -> None:
-    """k = 0: the same bits as in lockstep, whoever is slow."""
+    """k = 0: the same bits as in lockstep, whatever is slow."""
     plain = Bench(tmp_path / "plain", steps=5, checkpoint_every=2, trajectories_every=1)
     plain.run()
     other = Bench(

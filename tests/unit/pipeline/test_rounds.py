@@ -135,7 +135,7 @@ def test_a_stale_run_that_was_killed_is_the_run_that_was_not(
     tmp_path: Path, staleness: int, dies_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The policies that sampled the queue are gone; their groups are in the spool, their rounds in the
-    checkpoint, and who had left the stream when each was asked for is known again."""
+    checkpoint, and who had left the stream when each was admitted is known again."""
     options: dict[str, Any] = {**EASY, "steps": 12, "checkpoint_every": 3}
     whole = stale(tmp_path / "whole", staleness, grader=GetsEasy(), **options)
     whole.run()
@@ -186,8 +186,8 @@ def test_a_lost_queue_is_played_anew_and_told(tmp_path: Path, caplog: pytest.Log
     saved, logits = interrupted.saved[-1]
     resumed = stale(tmp_path / "cut", 2, steps=9, state=LoopState(**saved), logits=logits)
     resumed.run()
-    told = "does not have 8, which policies 2 to 3 sampled; policy 4 plays them anew"
-    assert caplog.text.count(told) == 1
+    reported = "does not have 8, which policies 2 to 3 sampled; policy 4 plays them anew"
+    assert caplog.text.count(reported) == 1
     assert [row.get("groups/played_anew") for row in resumed.rows] == [8, None, None, None, None]
     assert resumed.trainer.ages == [{0}, {1}, {2}, {2}, {2}]
     assert resumed.loop.state.cursor == 36  # no prompt is lost
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_an_older_version_is_refused_in_words() -> None:
         LoopState(step=4, ahead=ahead)  # type: ignore[arg-type]
 
 
-# ---- the stream of prompts: who is solved leaves for good, and nobody else notices
+# ---- the stream of prompts: who is solved leaves for good, and no other prompt changes
 
 
 PROMPTS = 7
@@ -288,7 +288,7 @@ def test_who_left_never_comes_again_and_the_others_keep_their_order(
 
 def test_nobody_left_is_an_empty_step() -> None:
     """From the second place of an epoch to the last but one of the next, more places than an epoch has may be
-    of prompts that left, though one is there yet: only twice as many prove that nobody is."""
+    of prompts that left, though one is there yet: only twice as many prove that nothing is."""
     seed, late = next(  # first in epoch 0 and last in epoch 1
         (seed, first)
         for seed in range(100)
@@ -387,9 +387,13 @@ def test_round_trip(tmp_path_factory, seed: int, reward: float | None, routed: b
     played = spooled(np.random.default_rng(seed), 1, reward, routed)
     a_spool(path).put("here", played)
     found = a_spool(path)
-    taken = found.take("here", ask(), 7.0)
-    assert taken is not None and taken.spooled and (taken.generated_at, taken.graded_at) == (7.0, 7.0)
-    assert same(taken.group, played)
+    train_batch = found.take("here", ask(), 7.0)
+    assert (
+        train_batch is not None
+        and train_batch.spooled
+        and (train_batch.generated_at, train_batch.graded_at) == (7.0, 7.0)
+    )
+    assert same(train_batch.group, played)
     assert found.take("here", ask(), 7.0) is None  # given once
     assert a_spool(path).take("there", ask(), 0.0) is None
 
@@ -417,8 +421,8 @@ def test_what_the_trainer_refused_is_dropped_alone(tmp_path: Path) -> None:
     again = a_spool(path)
     again.reject(["step 2"])
     for found in (again, a_spool(path)):
-        taken = [found.take(f"step {step}", ask(step), 0.0) is not None for step in (1, 2, 3)]
-        assert taken == [True, False, True]
+        train_batch = [found.take(f"step {step}", ask(step), 0.0) is not None for step in (1, 2, 3)]
+        assert train_batch == [True, False, True]
 
 
 def test_a_group_that_a_later_policy_went_on_with_is_not_given_back(tmp_path: Path) -> None:

@@ -60,13 +60,13 @@ def group(name: str, answers: Sequence[Answer], logits: Sequence[float] = LOGITS
             0.0 if rho is None else log_p(logits, y) - math.log(rho)
             for y, rho in zip(answer.tokens, answer.ratios, strict=True)
         ]
-        said = completion(
+        done_ = completion(
             answer.tokens,
             logprobs=np.array(logprobs, np.float32),
             versions=np.where(sampled, 0, -1).astype(np.int32),
             injected=None if sampled.all() else ~sampled,
         )
-        members.append(episode(said, 2, answer.reward, seed=(number,)))
+        members.append(episode(done_, 2, answer.reward, seed=(number,)))
     return group_of(*members, uid=name)
 
 

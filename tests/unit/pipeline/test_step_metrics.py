@@ -1,4 +1,4 @@
-"""The books of a step: what it computed, what of it was in vain and why; who pays for what, and once."""
+"""The accounts of a step: what it computed, what of it was in vain and why; who pays for what, and once."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_a_step_by_hand() -> None:
 def test_what_the_engine_ran_again_is_wasted() -> None:
     """Preempted after 9 of its rows, of which 5 were still cached."""
     one = answer(8)
-    said = replace(one.turns[0].completion, recomputed=np.array([[5, 9]], np.int32))
-    groups = [group(replace(one, turns=(replace(one.turns[0], completion=said),)))]
+    done_ = replace(one.turns[0].completion, recomputed=np.array([[5, 9]], np.int32))
+    groups = [group(replace(one, turns=(replace(one.turns[0], completion=done_),)))]
     costs = step_costs(TEN, groups, credit(), batch(12, 8), report())
     assert costs.flops["sample"] == 120 + 40 and everything(costs) == 520
     assert costs.wasted == {"recomputed": 40} and costs.useful == 120 + 360
@@ -135,10 +135,10 @@ def steps(draw: st.DrawFn) -> tuple[Sequence[Group], Credit, Batch | None, StepR
         left -= wasted[name]
     if not left:
         return [group(*answers)], credit(**wasted), None, None
-    refused, taken = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    refused, done = draw(st.integers(0, 4)), draw(st.integers(0, 4))
     passes = {f"passes__{name}": draw(st.floats(0, 3)) for name in ("extra", "measure", "repeated")}
-    told = report(refused_steps=float(refused), optimizer_steps=float(taken), **passes)
-    return [group(*answers)], credit(**wasted), batch(left + draw(st.integers(0, 30)), left), told
+    reported = report(refused_steps=float(refused), optimizer_steps=float(done), **passes)
+    return [group(*answers)], credit(**wasted), batch(left + draw(st.integers(0, 30)), left), reported
 
 
 @given(steps(), st.floats(1e-3, 1e15), st.floats(0, 1e15), st.floats(0, 1e15))
@@ -153,15 +153,15 @@ def test_useful_and_wasted_are_all(
     model = FlopModel(parts={Part.MLP: rates}, backward_rates=rates + rates)
     costs = step_costs(model, *step)
     everything(costs)
-    groups, told, made, _ = step
-    shares = sum(n for name, n in costs.wasted.items() if name in told.wasted_tokens)
+    groups, reported, made, _ = step
+    shares = sum(n for name, n in costs.wasted.items() if name in reported.wasted_tokens)
     sampling, vain = sampling_flops(model, groups)
     assert costs.wasted.get("refused_drafts", 0) == vain.total()
     if made is None:
         assert costs.useful == 0
     else:  # in proportion to tokens, but for rounding
-        part = told.wasted_tokens.total() / token_counts(groups)["sampled"]
-        assert abs(shares - part * sampling) <= len(told.wasted_tokens) + 1e-9 * sampling
+        part = reported.wasted_tokens.total() / token_counts(groups)["sampled"]
+        assert abs(shares - part * sampling) <= len(reported.wasted_tokens) + 1e-9 * sampling
 
 
 def test_tokens_of_a_refused_step_have_trained_nothing(tmp_path: Path) -> None:
@@ -181,23 +181,23 @@ def test_tokens_of_a_refused_step_have_trained_nothing(tmp_path: Path) -> None:
 
 def test_device_seconds_and_money_are_those_of_the_devices_and_prices_of_each_step(tmp_path: Path) -> None:
     """They were all seconds so far, times the devices of now."""
-    books = Ledger(folder=RunFolder(tmp_path), terms=Terms(price_per_device_hour=2.0))
+    accounts = Ledger(folder=RunFolder(tmp_path), terms=Terms(price_per_device_hour=2.0))
     first = Bench(tmp_path, steps=6)
-    first.loop.ledger = books
+    first.loop.ledger = accounts
     send(first, signal.SIGINT, after_steps=2)
     first.run()
     saved, logits = first.saved[-1]
     for devices, price, known in ((8, 3.0, True), (1, 0.0, False)):
         again = Bench(tmp_path, steps=6, state=LoopState(**saved), logits=logits)
         again.loop.ledger = replace(
-            books, terms=Terms(devices=devices, price_per_device_hour=price), clock=SteadyClock()
+            accounts, terms=Terms(devices=devices, price_per_device_hour=price), clock=SteadyClock()
         )
         again.run()
         seconds = [sum(row["step_time"] for row in rows) for rows in (first.rows, again.rows)]
         total, last = again.rows[-1], list(again.folder.eval.rows())[-1]["spent"]
         assert total["total/device_seconds"] == pytest.approx(seconds[0] + devices * seconds[1])
         assert 3600 * last["device_hours"] == pytest.approx(total["total/device_seconds"])
-        assert ("money/USD" in last) == known  # steps without a price have cost nobody knows what
+        assert ("money/USD" in last) == known  # steps without a price have an unknown cost
         money = 2.0 * seconds[0] + price * devices * seconds[1]
         assert 3600 * last.get("money/USD", 0.0) == pytest.approx(known * money)
 
@@ -236,11 +236,11 @@ spans = st.builds(
 def test_pools_are_never_too_busy_and_no_second_is_lost(
     steps: list[tuple[list[Span], float]],
 ) -> None:
-    """Spans that are told late are booked in the steps that have room for them."""
+    """Spans that are reported late are booked in the steps that have room for them."""
     over: dict[str, dict[str, float]] = {}
     booked = 0.0
-    for told, seconds in steps:
-        busy, over = busy_by_pool(told, over, POOLS, seconds)
+    for reported, seconds in steps:
+        busy, over = busy_by_pool(reported, over, POOLS, seconds)
         assert all(sum(parts.values()) <= seconds * (1 + 1e-9) for parts in busy.values())
         booked += sum(POOLS[pool] * sum(parts.values()) for pool, parts in busy.items())
         row = pipeline_row(busy, POOLS, seconds)
@@ -250,14 +250,14 @@ def test_pools_are_never_too_busy_and_no_second_is_lost(
     at_work = {Kind.PREFILL, Kind.DECODE, Kind.GRADE, Kind.PACK, Kind.TRAIN}
     told_s = sum(
         span.seconds
-        for told, _ in steps
-        for span in told
+        for reported, _ in steps
+        for span in reported
         if span.kind in at_work and pool_of(span.worker) in POOLS
     )
     assert booked == pytest.approx(told_s)
 
 
-# ---- what the loop books: groups from the spool once, whoever played them; evaluation apart
+# ---- what the loop accounts: groups from the spool once, whichever process played them; evaluation apart
 
 
 SIZES: dict[str, Any] = {"steps": 4, "checkpoint_every": 2, "prompts_per_step": 2, "group_size": 4}
@@ -412,7 +412,7 @@ def each_row_adds_up(rows: list[dict[str, Any]]) -> Summary:
 def test_compute_is_counted_when_the_device_computes_it(staleness: int, steps: int, ends: int) -> None:
     """Sampling was booked by the step that trained on it: with a staleness of 8, a run that its forecast
     ended after step 4 had sampled 768 tokens, of which the ledger had 256, and the time of all of them.
-    Evaluations lacked up to 8 rounds of compute, in favour of whoever plays ahead."""
+    Evaluations lacked up to 8 rounds of compute, in favour of a loop that plays ahead."""
     with tempfile.TemporaryDirectory() as folder:
         bench, grader = counted(Path(folder), staleness=staleness, steps=steps, eval_every=1)
         bench.observer.should_stop = lambda step: step >= ends

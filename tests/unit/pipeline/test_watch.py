@@ -77,7 +77,7 @@ def alarms(rows: list[dict[str, Any]], limits: Limits | None = None) -> list[Ala
     return [alarm for row in rows for alarm in watch.see(row)]
 
 
-def told(rows: list[dict[str, Any]]) -> list[tuple[Rule, int, int]]:
+def reported(rows: list[dict[str, Any]]) -> list[tuple[Rule, int, int]]:
     return [(alarm.rule, alarm.since, alarm.step) for alarm in alarms(rows)]
 
 
@@ -90,10 +90,10 @@ def test_a_run_that_learns_sets_off_nothing() -> None:
 def test_the_two_definitions_of_the_studies() -> None:
     """F(2) above 0.1 for 5 steps; half of what the reward had lost for 20 (means of 5 steps)."""
     tail = run(tail=lambda step: 0.15 if step >= 31 else 0.02)
-    assert told(tail) == [(Rule.TAIL, 31, 35)]
-    assert told([row for row in tail if row["step"] < 35]) == []
+    assert reported(tail) == [(Rule.TAIL, 31, 35)]
+    assert reported([row for row in tail if row["step"] < 35]) == []
     reward = run(reward=lambda step: 0.8 if step < 21 else 0.1)
-    ((rule, since, step),) = told(reward)
+    ((rule, since, step),) = reported(reward)
     assert rule is Rule.REWARD and step == since + 19 and 22 <= since <= 25
 
 
@@ -108,37 +108,37 @@ def test_a_small_gain_that_is_lost_again_is_no_collapse() -> None:
 
 def test_k3_is_measured_on_the_scale_of_the_run() -> None:
     jump = run(k3=lambda step: 1e-5 if step < 30 else 0.2)
-    assert told(jump) == [(Rule.KL, 30, 34)]
+    assert reported(jump) == [(Rule.KL, 30, 34)]
     (alarm,) = alarms(jump)
     assert alarm.collapse and "its first steps had a median of 1e-05" in alarm.sentence
-    assert told(run(k3=lambda step: 1e-5 if step < 30 else 0.04)) == []  # 4000 times next to nothing
-    assert told(run(k3=lambda step: 0.01 if step < 30 else 0.2)) == []  # 20 times of a loose engine
-    assert told(run(k3=lambda step: 0.0 if step < 30 else 0.2)) == [(Rule.KL, 30, 34)]  # after exact fp32
+    assert reported(run(k3=lambda step: 1e-5 if step < 30 else 0.04)) == []  # 4000 times next to nothing
+    assert reported(run(k3=lambda step: 0.01 if step < 30 else 0.2)) == []  # 20 times of a loose engine
+    assert reported(run(k3=lambda step: 0.0 if step < 30 else 0.2)) == [(Rule.KL, 30, 34)]  # after exact fp32
 
 
 def test_a_gradient_beyond_fifty_times_its_median_is_a_sign_and_no_collapse() -> None:
     burst = run(norm=lambda step: 2.0 if 40 <= step < 43 else 0.02)
-    assert told(burst) == [(Rule.GRADIENT, 40, 42)]
+    assert reported(burst) == [(Rule.GRADIENT, 40, 42)]
     assert not alarms(burst)[0].collapse
-    assert told(run(norm=lambda step: 2.0 if 40 <= step < 42 else 0.02)) == []  # two steps are a spike
-    assert told(run(norm=lambda step: 0.02 * 1.06**step)) == []  # it may grow, 30-fold here
-    assert told(run(norm=lambda step: 0.0 if step % 2 else 0.02)) == []  # steps without gradients
+    assert reported(run(norm=lambda step: 2.0 if 40 <= step < 42 else 0.02)) == []  # two steps are a spike
+    assert reported(run(norm=lambda step: 0.02 * 1.06**step)) == []  # it may grow, 30-fold here
+    assert reported(run(norm=lambda step: 0.0 if step % 2 else 0.02)) == []  # steps without gradients
 
 
 def test_entropy() -> None:
     def narrowed(step: int) -> float:
         return 1.0 if step < 30 else 0.01
 
-    assert told(run(entropy=narrowed)) == []  # the reward is at its best: the task is solved
-    (found,) = told(run(entropy=narrowed, reward=lambda step: 0.6 if step < 30 else 0.4))
+    assert reported(run(entropy=narrowed)) == []  # the reward is at its best: the task is solved
+    (found,) = reported(run(entropy=narrowed, reward=lambda step: 0.6 if step < 30 else 0.4))
     assert found[0] is Rule.ENTROPY_LOW
     dissolving = run(entropy=lambda step: 0.5 + 0.1 * max(0, step - 20))
-    assert [rule for rule, _, _ in told(dissolving)] == [Rule.ENTROPY_HIGH]
-    assert told(run(entropy=lambda step: 0.02 if step < 20 else 0.1)) == []  # 5 times next to nothing
+    assert [rule for rule, _, _ in reported(dissolving)] == [Rule.ENTROPY_HIGH]
+    assert reported(run(entropy=lambda step: 0.02 if step < 20 else 0.1)) == []  # 5 times next to nothing
 
 
 def cut_short(*shares: float) -> list[tuple[Rule, int]]:
-    """What is told of a run whose share of truncated answers goes through these, ten steps each."""
+    """What is reported of a run whose share of truncated answers goes through these, ten steps each."""
     column = [share for share in shares for _ in range(10)]
     rows = [{"step": n, "completions/clipped_ratio": share} for n, share in enumerate(column, start=1)]
     found = alarms(rows)
@@ -147,7 +147,7 @@ def cut_short(*shares: float) -> list[tuple[Rule, int]]:
 
 
 def test_truncation_warns_above_ten_percent_and_alarms_above_fifteen() -> None:
-    """Means of ten steps, each told once; 10 % and 15 % themselves are not above."""
+    """Means of ten steps, each reported once; 10 % and 15 % themselves are not above."""
     assert cut_short(0.02, 0.07, 0.10) == []
     assert cut_short(0.02, 0.12, 0.14) == [(Rule.TRUNCATED, 19)]  # 1 x 0.02 + 9 x 0.12 = 1.1 of 10
     assert cut_short(0.02, 0.20, 0.02, 0.20) == [(Rule.TRUNCATED, 15), (Rule.TRUNCATED_MUCH, 18)]
@@ -163,7 +163,7 @@ def test_a_policy_that_begins_truncated_is_told_so_and_may_unlearn_it() -> None:
 
 
 def test_a_policy_that_begins_truncated_may_still_come_apart() -> None:
-    """A run that rose from 18 % to 95 % was told that it begins so, and nothing more."""
+    """Of a run that rose from 18 % to 95 % it was reported that it begins so, and nothing more."""
     early = (Rule.TRUNCATED_EARLY, 10)
     assert cut_short(0.18, 0.3, 0.95) == [early, (Rule.TRUNCATED_MUCH, 21)]
     assert cut_short(0.18, 0.3, 0.32) == [early], "not 15 points more"
@@ -171,7 +171,7 @@ def test_a_policy_that_begins_truncated_may_still_come_apart() -> None:
 
 def test_noise_of_a_rare_reward_is_no_fall() -> None:
     """Answers are right by luck, 32 in a step. Without the demand that a fall exceed its noise, 58 of 60 such
-    runs of 200 steps at a rate of 0.005 were told to have collapsed."""
+    runs of 200 steps at a rate of 0.005 were reported to have collapsed."""
     for seed in range(20):
         dice = random.Random(seed)
         rate = (0.005, 0.02)[seed % 2]
@@ -238,8 +238,8 @@ def test_a_reward_that_is_a_penalty_can_fall() -> None:
         rise = [min(1.0, step / 30) if step < 60 else 0.0 for step in range(1, 120)]
         return [{"step": step, "reward": zero + 0.9 * share} for step, share in enumerate(rise, start=1)]
 
-    assert [rule for rule, _, _ in told(course(-1.0))] == [Rule.REWARD]
-    assert told(course(-1.0)) == told(course(0.0))
+    assert [rule for rule, _, _ in reported(course(-1.0))] == [Rule.REWARD]
+    assert reported(course(-1.0)) == reported(course(0.0))
 
 
 def test_a_run_that_began_high_and_gained_little_may_lose_it_again() -> None:
@@ -247,15 +247,15 @@ def test_a_run_that_began_high_and_gained_little_may_lose_it_again() -> None:
 
     def after(level: float) -> list[Rule]:
         rows = run(90, reward=lambda step: 0.5 if step < 20 else 0.55 if step < 40 else level)
-        return [rule for rule, _, _ in told(rows)]
+        return [rule for rule, _, _ in reported(rows)]
 
     assert after(0.45) == [] and after(0.15) == [Rule.REWARD]
 
 
 @given(tables, st.integers(0, 60))
 def test_only_the_past_counts(rows: list[dict[str, Any]], cut: int) -> None:
-    """What a run was told after n steps is what is said of the first n steps of the whole; a watch that was
-    rebuilt from them goes on as if it had never stopped."""
+    """What is reported of a run after n steps is what is reported of the first n steps of the whole; a watch
+    that was rebuilt from them goes on as if it had never stopped."""
     whole = alarms(rows, QUICK)
     assert alarms(rows[:cut], QUICK) == [alarm for alarm in whole if alarm.step <= cut]
     rebuilt = watch_after(rows[:cut], QUICK)

@@ -201,16 +201,16 @@ def test_models_by_name(tmp_path: Any) -> None:
 # ---- the schedule of continuous batching, against a plain one that goes a step at a time
 
 
-def plain(lengths: list[int], seats: int) -> list[tuple[int, float]]:
-    """(sequences, mean tokens that they have said, in the middle of the step) of every decode step."""
+def plain(lengths: list[int], slots: int) -> list[tuple[int, float]]:
+    """(sequences, mean tokens that they have generated, in the middle of the step) of every decode step."""
     waiting, running, steps = list(lengths), list[list[int]](), []
     while waiting or running:
-        while waiting and len(running) < seats:
+        while waiting and len(running) < slots:
             running.append([waiting.pop(0), 0])
-        steps.append((len(running), float(np.mean([said for _, said in running])) + 0.5))
-        for seat in running:
-            seat[1] += 1
-        running = [seat for seat in running if seat[1] < seat[0]]
+        steps.append((len(running), float(np.mean([generated for _, generated in running])) + 0.5))
+        for slot in running:
+            slot[1] += 1
+        running = [slot for slot in running if slot[1] < slot[0]]
     return steps
 
 
@@ -218,17 +218,17 @@ answers = st.lists(st.integers(1, 30), min_size=1, max_size=24)
 
 
 @given(answers, st.integers(1, 26))
-def test_equals_the_plain_schedule(lengths: list[int], seats: int) -> None:
-    rooms, steps = occupancy(lengths, seats), plain(lengths, seats)
+def test_equals_the_plain_schedule(lengths: list[int], slots: int) -> None:
+    rooms, steps = occupancy(lengths, slots), plain(lengths, slots)
     assert rooms.longest == len(steps)
     assert rooms.tokens == sum(lengths) == sum(n for n, _ in steps)
-    said = decode_seconds(rooms, lambda sequences, said: sequences * said)
-    assert said == pytest.approx(sum(n * mean for n, mean in steps))
+    generated = decode_seconds(rooms, lambda sequences, generated: sequences * generated)
+    assert generated == pytest.approx(sum(n * mean for n, mean in steps))
 
 
 @given(answers, st.integers(1, 26))
-def test_more_seats_never_take_more_steps_than_one_after_the_other(lengths: list[int], seats: int) -> None:
-    longest = occupancy(lengths, seats).longest
+def test_more_seats_never_take_more_steps_than_one_after_the_other(lengths: list[int], slots: int) -> None:
+    longest = occupancy(lengths, slots).longest
     assert max(lengths) <= longest <= sum(lengths)
     assert occupancy(lengths, len(lengths)).longest == max(lengths)
 
@@ -244,10 +244,10 @@ def test_who_has_the_longest_answer_is_dealt_like_all_others_but_for_it() -> Non
     assert dealt((7,), number=9, replicas=2) == (7,) * 5
 
 
-@pytest.mark.parametrize(("lengths", "seats"), [([], 1), ([3], 0), ([0], 1)])
-def test_nothing_to_decode_is_refused(lengths: list[int], seats: int) -> None:
+@pytest.mark.parametrize(("lengths", "slots"), [([], 1), ([3], 0), ([0], 1)])
+def test_nothing_to_decode_is_refused(lengths: list[int], slots: int) -> None:
     with pytest.raises(ValueError, match="at least 1 of each"):
-        occupancy(lengths, seats)
+        occupancy(lengths, slots)
 
 
 # ---- what an engine makes of a layout: which it has, where experts are cut, who gets which answers
@@ -304,10 +304,10 @@ def test_a_server_is_those_ranks_that_share_experts() -> None:
 
 def test_a_group_over_several_replicas_has_its_prompt_in_each() -> None:
     work = Work(prompts=4, group=8, prompt_tokens=1000, answers=(100,))
-    said = tokens_in_flight(replace(work, prompt_tokens=0))
-    assert tokens_in_flight(work) == tokens_in_flight(work, 4) == said + 1000 / 8
-    assert tokens_in_flight(work, 8) == said + 1000 / 4  # four answers of a group on each
-    assert tokens_in_flight(work, 64) == said + 1000  # one answer at most
+    generated = tokens_in_flight(replace(work, prompt_tokens=0))
+    assert tokens_in_flight(work) == tokens_in_flight(work, 4) == generated + 1000 / 8
+    assert tokens_in_flight(work, 8) == generated + 1000 / 4  # four answers of a group on each
+    assert tokens_in_flight(work, 64) == generated + 1000  # one answer at most
     few, many = (
         rollout_seconds(problem(gpus=f"{n}xH100-80", work=work), setup(f"d{n}"), Efficiency())["prefill"]
         for n in (4, 8)

@@ -77,10 +77,10 @@ def test_ours_starts_the_engine_that_was_planned() -> None:
 
 
 def test_ours_says_what_ostinato_has_not() -> None:
-    said = lacking(launch.ostinato(KIMI, PLAN))
-    assert "not in Ostinato yet: a base that waits in host memory" in said
-    assert "not in Ostinato yet: a vLLM server over hosts: start its 64 ranks by hand" in said
-    assert 'unless adapter.targets is ["attn"]' in said
+    stated = lacking(launch.ostinato(KIMI, PLAN))
+    assert "not in Ostinato yet: a base that waits in host memory" in stated
+    assert "not in Ostinato yet: a vLLM server over hosts: start its 64 ranks by hand" in stated
+    assert 'unless adapter.targets is ["attn"]' in stated
     narrow = Precision(base=DType.FP8, sampler=DType.FP8)
     host = replace(PLAN, base=Base.SHARED)
     text = launch.ostinato(replace(KIMI, precision=narrow), host)
@@ -169,7 +169,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def told(*arguments: str) -> str:
+def reported(*arguments: str) -> str:
     done = CliRunner().invoke(app, [*arguments], catch_exceptions=False, env={"COLUMNS": "250"})
     assert done.exit_code == 0, done.output
     return done.output
@@ -178,7 +178,7 @@ def told(*arguments: str) -> str:
 def slow_run(folder: Path, times: float) -> RunFolder:
     """A run that was planned, and takes so many times longer than its plan says."""
     run = RunFolder.create(folder, 'name = "planned"\n\n[parallel]\nlayout = "d4"\n')
-    told(*ASKED, "--record", str(folder))
+    reported(*ASKED, "--record", str(folder))
     seconds = json.loads((folder / FILE).read_bytes())["seconds"]
     took = {phase: times * sum(terms.values()) for phase, terms in seconds.items()}
     train = took["train"] + took["logprobs"] + took["refit"]
@@ -194,24 +194,24 @@ def changed(run: RunFolder, **more: Any) -> RunFolder:
 
 
 def seconds_of_a_step() -> tuple[str, float]:
-    found = json.loads(told(*ASKED, "--json", "-"))
+    found = json.loads(reported(*ASKED, "--json", "-"))
     return found["efficiency"], found["plans"][0]["seconds_total"]
 
 
 def test_runs_teach_later_plans(tmp_path: Path) -> None:
     run, before = slow_run(tmp_path / "run", 2.0), seconds_of_a_step()
     assert "nothing measured" in before[0]
-    said = told("plan", "fit", str(run.path))
-    assert said.count("2.00 times") == 2 and "kept for later plans of H100-80: rollout 2.00" in said
+    stated = reported("plan", "fit", str(run.path))
+    assert stated.count("2.00 times") == 2 and "kept for later plans of H100-80: rollout 2.00" in stated
     after = seconds_of_a_step()
     assert after == ("data sheets, phases by factors of 1 runs", pytest.approx(2 * before[1], rel=0.01))
 
 
 def test_factors_that_a_plan_was_made_with_are_divided_out(tmp_path: Path) -> None:
     """A run whose plan had been right gave factors of 1, and the next plan forgot what was known."""
-    told("plan", "fit", str(slow_run(tmp_path / "run", 2.0).path))
+    reported("plan", "fit", str(slow_run(tmp_path / "run", 2.0).path))
     right = slow_run(tmp_path / "other", 1.0)
-    told("plan", "fit", str(right.path))
+    reported("plan", "fit", str(right.path))
     found = kept(kept_file("H100-80"))
     assert found is not None and set(found.phases) >= {"rollout", "train", "refit"}
     assert all(factor == pytest.approx(2.0) for factor in found.phases.values())
@@ -260,13 +260,13 @@ def test_a_run_that_teaches_nothing_is_refused(tmp_path: Path, more: dict[str, A
 def test_devices_of_several_kinds_and_folders_without_a_plan_are_refused(tmp_path: Path) -> None:
     one, other = slow_run(tmp_path / "one", 1.0), changed(slow_run(tmp_path / "other", 1.0), device="cpu")
     with pytest.raises(ValueError, match="planned for H100-80 and cpu; fit the runs of one kind"):
-        told("plan", "fit", str(one.path), str(other.path))
+        reported("plan", "fit", str(one.path), str(other.path))
     (one.path / FILE).write_text("{")
     with pytest.raises(ValueError, match=r"plan\.json is no JSON .*; plan the run anew"):
-        told("plan", "fit", str(one.path))
+        reported("plan", "fit", str(one.path))
     (one.path / FILE).unlink()
     with pytest.raises(ValueError, match=r"plan\.json does not exist; plan the run first, with --record"):
-        told("plan", "fit", str(one.path))
+        reported("plan", "fit", str(one.path))
 
 
 def test_what_is_no_file_of_factors_is_not_used() -> None:
@@ -312,8 +312,8 @@ def test_a_placement_and_what_it_is_worth(tmp_path: Path, capsys: pytest.Capture
     folder, routes = run_of(tmp_path / "run")
     out = tmp_path / "placement.json"
     command(folder.path, 4, out)
-    said = capsys.readouterr().out
-    assert "neighbours" in said and "placed" in said and f"parallel.placement={out}" in said
+    stated = capsys.readouterr().out
+    assert "neighbours" in stated and "placed" in stated and f"parallel.placement={out}" in stated
     neighbours = imbalance(loads_of(routes), contiguous(LAYERS, EXPERTS, 4), 4).straggler
     assert straggler(out, routes) < 1.05 < neighbours
 

@@ -92,10 +92,10 @@ def every(case: Problem, clock: Toy) -> list[Plan]:
                     bare = Arrangement(train=setup, logprobs=setup, rollout=Setup(layout=rollout), base=base)
                     room = memory.memory(case, bare, Phase.ROLLOUT)
                     free = memory.margin(case, room) + room.terms["KV cache"]
-                    seats = memory.sequences_for(case, bare.rollout, free)
-                    full = replace(bare, rollout=replace(bare.rollout, sequences=seats))
+                    slots = memory.sequences_for(case, bare.rollout, free)
+                    full = replace(bare, rollout=replace(bare.rollout, sequences=slots))
                     sizes = {phase: memory.memory(case, full, phase) for phase in Phase}
-                    if seats and all(memory.margin(case, one) >= 0 for one in sizes.values()):
+                    if slots and all(memory.margin(case, one) >= 0 for one in sizes.values()):
                         plans.append(Plan(arrangement=full, memory=sizes, times=clock.step(case, full)))
     return plans
 
@@ -153,7 +153,7 @@ def test_what_fits_is_found(model: str, gpus: str, adapter: AdapterSpec | None) 
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("requested", "words"),
     [
         ({"train_layout": "t3"}, "train-layout: layout t3 cuts num_attention_heads"),
         ({"rollout_layout": "p4"}, "rollout-layout: layout p4 has p4, but vllm samples without it"),
@@ -163,8 +163,8 @@ def test_what_fits_is_found(model: str, gpus: str, adapter: AdapterSpec | None) 
         ({"train_layout": "d4", "rollout_layout": "d2"}, "and rollout-layout is d2 of 2 ranks"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(asked: dict[str, str], words: str) -> None:
-    given: dict[str, Any] = {name: Layout.parse(text) for name, text in asked.items()}
+def test_a_layout_that_cannot_be_is_refused(requested: dict[str, str], words: str) -> None:
+    given: dict[str, Any] = {name: Layout.parse(text) for name, text in requested.items()}
     allowed = Allowed(**given)
     with pytest.raises(ValueError, match=words) as caught:
         search(question(), Toy(), allowed)
@@ -232,7 +232,7 @@ def run(*arguments: str) -> str:
 
 
 def test_tables_say_what_was_asked_what_won_and_why() -> None:
-    told = run(*ARGUMENTS, *SHORT)
+    reported = run(*ARGUMENTS, *SHORT)
     for words in (
         "qwen3-30b-a3b",
         "LoRA r=16",
@@ -242,7 +242,7 @@ def test_tables_say_what_was_asked_what_won_and_why() -> None:
         "fragmentation",
         "2 is ",
     ):
-        assert words in told
+        assert words in reported
 
 
 def test_a_folder_is_a_model(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def is_locked(place: Path) -> bool:
 
 
 def wait_for_lock(place: Path) -> None:
-    """Until nobody holds it: an alarm ends the wait, long after any process has died."""
+    """Until no process holds it: an alarm ends the wait, long after any process has died."""
     signal.alarm(60)
     try:
         with place.open() as file:
@@ -132,7 +132,7 @@ def test_rewards_judge_and_do_nothing_else(
     file: Path, port: int, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reward read HF_TOKEN from its environment, sent it over the network, wrote into the run folder and
-    left a process of its own session behind, which nobody ended."""
+    left a process of its own session behind, which went on."""
     if not means() >= {"namespaces"} and not means() >= {"seccomp", "landlock"}:
         pytest.skip("this kernel gives this user neither namespaces nor seccomp and landlock")
     monkeypatch.setenv("HF_TOKEN", "much too secret")

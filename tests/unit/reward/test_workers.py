@@ -53,8 +53,8 @@ async def later(completions, **columns):
 
 def trajectory(*texts: str, stop: Stop = Stop.EOS) -> Trajectory:
     """One turn per text; context tokens are 10 each, answer tokens 1 each."""
-    said = [completion([1, 1, 1], stop=stop, text=text) for text in texts]
-    turns = tuple(Turn(context=np.full(2, 10, np.int32), completion=one) for one in said)
+    answer = [completion([1, 1, 1], stop=stop, text=text) for text in texts]
+    turns = tuple(Turn(context=np.full(2, 10, np.int32), completion=one) for one in answer)
     return Trajectory(turns=turns, stop=stop, seed=(0,), error="boom" if stop is Stop.ERROR else "")
 
 
@@ -297,12 +297,12 @@ def test_the_dry_run_warns_refuses_and_shows_what_it_gave(file: str) -> None:
 
 
 def test_a_failure_of_a_file_while_it_is_imported_has_its_line(tmp_path: Path) -> None:
-    """A ValueError that the file raised was told as if it were ours, without file and line."""
+    """A ValueError that the file raised was reported as if it were ours, without file and line."""
     path = tmp_path / "odd.py"
     path.write_text("import json\n\njson.loads('')\n")
     with (
         WorkerGrader([f"{path}:f"]) as grader,
-        pytest.raises(ValueError, match=r"\(odd.py:3\); mend") as caught,
+        pytest.raises(ValueError, match=r"\(odd.py:3\); fix") as caught,
     ):
         grader.check()
     assert "odd.py" in caught.value.__notes__[0]

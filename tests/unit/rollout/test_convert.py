@@ -63,10 +63,10 @@ def test_the_worked_example() -> None:
 def test_token_identity_masks_and_alignment(lengths: list[tuple[int, int]], advantage: float) -> None:
     played = trajectory(lengths)
     (sample,) = samples(group(played), 0, np.array([advantage]))
-    said = np.concatenate([turn.completion.tokens for turn in played.turns])
+    done_ = np.concatenate([turn.completion.tokens for turn in played.turns])
     heard = np.concatenate([turn.context for turn in played.turns])
-    assert len(sample.tokens) == len(said) + len(heard)
-    np.testing.assert_array_equal(sample.tokens[sample.loss_mask], said)
+    assert len(sample.tokens) == len(done_) + len(heard)
+    np.testing.assert_array_equal(sample.tokens[sample.loss_mask], done_)
     np.testing.assert_array_equal(sample.tokens[~sample.loss_mask], heard)
     np.testing.assert_array_equal(sample.logprobs, np.where(sample.loss_mask, -sample.tokens, 0))
     np.testing.assert_array_equal(sample.advantages, np.where(sample.loss_mask, advantage, 0))
@@ -94,7 +94,7 @@ def test_the_route_that_a_token_was_sampled_through_wins() -> None:
 def test_turns_may_hand_out_only_the_routes_that_are_new(
     lengths: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """From any row up to that of the last answer's last token, which nobody has yet."""
+    """From any row up to that of the last answer's last token, which no record has yet."""
     played, turns, known = trajectory(lengths), [], 0
     for turn in played.turns:
         prompt = turn.completion.prompt_experts
@@ -125,7 +125,7 @@ def test_a_part_without_routes_means_no_routes() -> None:
     assert second.completion.prompt_experts is not None
     late = replace(second.completion, prompt_experts=second.completion.prompt_experts[4:])
     gap = Trajectory(turns=(first, replace(second, completion=late)), stop=Stop.EOS, seed=(0,))
-    assert samples(group(gap), 0, np.array([1.0]))[0].experts is None  # nobody has the answer's last token
+    assert samples(group(gap), 0, np.array([1.0]))[0].experts is None  # no record has the answer's last token
 
 
 def test_supports_are_merged_over_turns_and_context_is_free() -> None:

@@ -90,7 +90,7 @@ def test_nothing_played_is_nan_and_not_zero() -> None:
 
 
 def test_prefill_counts_what_the_cache_did_not_hold() -> None:
-    """Turn 0: 3 of prompt, 1 cached. Turn 1: history 3 + 2 + 3 = 8, of which 1 is said to be cached."""
+    """Turn 0: 3 of prompt, 1 cached. Turn 1: history 3 + 2 + 3 = 8, of which 1 is recorded as cached."""
     twice = Trajectory(turns=member(1).turns * 2, stop=Stop.EOS, seed=(0,))
     assert prefilled_tokens(twice) == 2 + 7
 

@@ -77,18 +77,18 @@ def markov(seed: int, moe: tuple[int, int] | None = None) -> FakeEngine:
     """A policy that looks at the last token alone, wherever a request begins."""
     table = np.random.default_rng(seed).normal(0, 1.5, (len(LETTERS), len(LETTERS)))
     return FakeEngine(
-        lambda _, request, said: table[[*request.tokens, *said][-1]], decode=WORDS.decode, moe=moe
+        lambda _, request, sampled: table[[*request.tokens, *sampled][-1]], decode=WORDS.decode, moe=moe
     )
 
 
 def says(*answers: str) -> FakeEngine:
     """Says ``answers`` one after the other: one for each request."""
-    told = iter(answers)
+    reported = iter(answers)
     scripts: dict[int, list[int]] = {}  # by the length of the prompt
 
     def answer(request: Request) -> list[int]:
         if len(request.tokens) not in scripts:
-            scripts[len(request.tokens)] = WORDS.encode(next(told)).tolist()
+            scripts[len(request.tokens)] = WORDS.encode(next(reported)).tolist()
         return scripts[len(request.tokens)]
 
     return FakeEngine(scripted(answer, len(LETTERS)), decode=WORDS.decode, moe=(2, 1))
@@ -117,36 +117,36 @@ def by_hand(
     table: np.ndarray, rule: Interruption, seed: tuple[int, ...], sampling: Sampling
 ) -> dict[str, Any]:
     """The slow twin: one token after the other, with the rule as the recipe's page tells it."""
-    context, said, put_in = WORDS.encode("abc").tolist(), [], []
+    context, sampled, put_in = WORDS.encode("abc").tolist(), [], []
     logprobs: list[float] = []
 
     def go_on(most: int, since: int) -> tuple[Stop, str]:
         for _ in range(most):
-            tokens = [*context, *said]
+            tokens = [*context, *sampled]
             noise = float(uniform(key(seed), len(tokens)))
-            banned = sampling.stop_tokens if len(said) - sum(put_in) < sampling.min_tokens else ()
+            banned = sampling.stop_tokens if len(sampled) - sum(put_in) < sampling.min_tokens else ()
             token, logprob = draw(table[tokens[-1]], 1.0, noise, banned)
-            said.append(token)
+            sampled.append(token)
             put_in.append(False)
             logprobs.append(logprob)
-            text = WORDS.decode(said[since:])
+            text = WORDS.decode(sampled[since:])
             if token in sampling.stop_tokens:
                 return Stop.EOS, text
             if cuts := [text.index(string) for string in sampling.stop_strings if string in text]:
                 return Stop.STRING, text[: min(cuts)]
-        return Stop.LENGTH, WORDS.decode(said[since:])
+        return Stop.LENGTH, WORDS.decode(sampled[since:])
 
     stop, text = go_on(rule.budget(seed, len(context)), 0)
     if stop is Stop.LENGTH:
         before = ""
         if not (rule.think_end and rule.think_end in text):
-            said += rule.phrase.tolist()
+            sampled += rule.phrase.tolist()
             put_in += [True] * len(rule.phrase)
             logprobs += [0.0] * len(rule.phrase)
-            before = WORDS.decode(said)
-        stop, text = go_on(rule.answer_tokens, len(said) if before else 0)
+            before = WORDS.decode(sampled)
+        stop, text = go_on(rule.answer_tokens, len(sampled) if before else 0)
         text = before + text
-    return {"tokens": said, "put_in": put_in, "logprobs": logprobs, "stop": stop, "text": text}
+    return {"tokens": sampled, "put_in": put_in, "logprobs": logprobs, "stop": stop, "text": text}
 
 
 @given(
@@ -301,8 +301,10 @@ def test_a_phrase_is_no_past_of_anybody() -> None:
         for turn in played.turns
     )
     kept, skipped = pasts([group_of(replace(played, turns=turns))])
-    told = [(WORDS.decode(one.context), WORDS.decode(one.tokens, skip_special=False)) for one in kept["p"]]
-    assert skipped == 0 and told == [
+    reported = [
+        (WORDS.decode(one.context), WORDS.decode(one.tokens, skip_special=False)) for one in kept["p"]
+    ]
+    assert skipped == 0 and reported == [
         ("abc", "ddd"),
         ("abcdddfg", "aah"),
         ("dfgaabb", "eee"),
@@ -314,10 +316,10 @@ def test_a_phrase_is_no_past_of_anybody() -> None:
 
 
 def test_health_says_how_many_were_told_and_what_came_of_it() -> None:
-    told, _ = interrupted_twice()
+    reported, _ = interrupted_twice()
     ended = episode(stage(says("dh"), interruption=interruption(3, 3)))
     cut = episode(stage(says("ddd", "aa"), interruption=interruption(3, 3, 2)))
-    row = health([group_of(told, ended, cut)])
+    row = health([group_of(reported, ended, cut)])
     assert row["interrupt/rate"] == 3 / 4  # of four answers
     assert row["interrupt/answered"] == pytest.approx(2 / 3)
     assert row["interrupt/answer_length"] == pytest.approx((3 + 2 + 2) / 3)

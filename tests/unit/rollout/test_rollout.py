@@ -104,17 +104,17 @@ def test_later_turns_carry_the_whole_history_as_it_was() -> None:
     group = play_one(stage(engine, lambda prompt: Talk([5, 6], [[7], [8, 8]])), 2)
     assert [len(call) for call in engine.calls] == [2, 1, 1, 1, 1]
     for trajectory in group.trajectories:
-        asked = [call[0] for call in engine.calls[1:] if call[0].seed == trajectory.seed]
-        said = trajectory.turns[0].completion.tokens.tolist()
-        assert asked[0].tokens.tolist() == [5, 6, *said, 7]
-        assert asked[1].tokens.tolist() == [5, 6, *said, 7, *said, 8, 8]
+        requested = [call[0] for call in engine.calls[1:] if call[0].seed == trajectory.seed]
+        answer = trajectory.turns[0].completion.tokens.tolist()
+        assert requested[0].tokens.tolist() == [5, 6, *answer, 7]
+        assert requested[1].tokens.tolist() == [5, 6, *answer, 7, *answer, 8, 8]
         assert [turn.context.tolist() for turn in trajectory.turns] == [[5, 6], [7], [8, 8]]
         assert trajectory.stop is Stop.EOS
 
 
 def test_an_episode_alone_is_the_episode_in_its_group() -> None:
     """The twin: siblings share a call, never a token of noise."""
-    uniform = lambda adapters, request, said: np.zeros(10)  # noqa: E731
+    uniform = lambda adapters, request, answer: np.zeros(10)  # noqa: E731
     setting = stage(FakeEngine(uniform), lambda prompt: Talk([5, 6], [[7], [8]]))
     group = play_one(setting, 4)
     for member in group.trajectories:

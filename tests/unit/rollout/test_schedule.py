@@ -1,4 +1,4 @@
-"""Placements: every answer once, equal workers alike, nobody overfull, tiers feasible, migrations of use."""
+"""Placements: every answer once, equal workers alike, nothing overfull, tiers feasible, migrations of use."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_answer_is_placed_once_or_waits(policy: str, waiting: list[Job], t
     got = Counter(worker for _, worker in plan.starts)
     room = {worker.id: max(0, worker.slots - len(worker.jobs)) for worker in team}
     assert all(got[id] <= most for id, most in room.items())
-    assert len(plan.starts) == min(sum(room.values()), len(waiting)), "nobody waits while there is room"
+    assert len(plan.starts) == min(sum(room.values()), len(waiting)), "no call waits while there is room"
 
 
 @settings(max_examples=40, deadline=None)

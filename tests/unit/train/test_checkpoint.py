@@ -33,7 +33,7 @@ from ostinato.train.checkpoint import (
     checkpoints,
     find_damage,
     load_checkpoint,
-    mend,
+    repair,
     save_checkpoint,
 )
 from ostinato.train.optimizer import (
@@ -135,7 +135,7 @@ def another_format(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "reported"),
     [
         (truncate, "tensors.safetensors has"),
         (flip, "tensors.safetensors has changed"),
@@ -145,7 +145,7 @@ def another_format(path: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_with_a_sentence_or_named(
-    tmp_path: Path, harm, told: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, harm, reported: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path, checkpoint_of(step))
@@ -154,8 +154,8 @@ def test_a_damaged_checkpoint_is_skipped_with_a_sentence_or_named(
     assert loaded is not None
     assert loaded.step == 1
     (warned,) = caplog.messages
-    assert told in warned
-    with pytest.raises(CheckpointError, match=f"step-00000002 is damaged .*{told}"):
+    assert reported in warned
+    with pytest.raises(CheckpointError, match=f"step-00000002 is damaged .*{reported}"):
         load(tmp_path, step=2)
     harm(tmp_path / "step-00000001")
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
@@ -191,7 +191,7 @@ def test_a_replacement_that_was_killed_between_two_renames_is_found(
         assert (found.step, caplog.messages) == (1, [])
     assert not path.exists(), "who only reads, beside a run, moves nothing"
     (tmp_path / ".step-00000002.abc").mkdir()
-    mend(tmp_path)
+    repair(tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -382,7 +382,7 @@ def sampled(fp32_head: bool, kernels: Kernels | None) -> list[Completion]:
     return answers(LocalEngine(decoder_of(fp32_head), kernels=kernels, kv_memory_mb=1), REQUESTS)
 
 
-def furthest(said: Sequence[Completion], fp32_head: bool, kernels: Kernels | None) -> float:
+def furthest(completion: Sequence[Completion], fp32_head: bool, kernels: Kernels | None) -> float:
     """The largest |log p| between sampler and trainer, whose head is in fp32 or not."""
     samples = [
         sample_of(
@@ -391,7 +391,7 @@ def furthest(said: Sequence[Completion], fp32_head: bool, kernels: Kernels | Non
             logprobs=np.append(np.float32(0), done.logprobs),
             group=number,
         )
-        for number, (request, done) in enumerate(zip(REQUESTS, said, strict=True))
+        for number, (request, done) in enumerate(zip(REQUESTS, completion, strict=True))
     ]
     decoder = decoder_of(fp32_head)
     adapters = init_adapters(decoder.config, AdapterSpec(rank=2, targets=("attn",)), seed=0)
@@ -411,7 +411,7 @@ def furthest(said: Sequence[Completion], fp32_head: bool, kernels: Kernels | Non
 def test_with_the_flag_both_sides_score_alike_and_one_without_it_does_not(kernels: Kernels | None) -> None:
     """Logits of 8 bits are off by more than a tenth of a nat here, so one switch is for both sides. The test
     before this one compared a softmax with another, and never set the flag."""
-    said = sampled(True, kernels)
-    assert furthest(said, True, kernels) < 1e-4
-    assert furthest(said, False, kernels) > 0.1
+    completion = sampled(True, kernels)
+    assert furthest(completion, True, kernels) < 1e-4
+    assert furthest(completion, False, kernels) > 0.1
     assert furthest(sampled(False, kernels), True, kernels) > 0.1

@@ -168,8 +168,10 @@ def test_gradients_are_those_of_training(name: str, scheme: str) -> None:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCAB, size).astype(np.int32) for size in (21, 21, 5)]
     prompts[1] = prompts[0]
-    asked = [Request(tokens=p, sampling=Sampling(max_tokens=9), seed=(0, k)) for k, p in enumerate(prompts)]
-    samples = samples_of(asked, sampled(decoder, adapters, asked, 4), [0, 0, 1])
+    requested = [
+        Request(tokens=p, sampling=Sampling(max_tokens=9), seed=(0, k)) for k, p in enumerate(prompts)
+    ]
+    samples = samples_of(requested, sampled(decoder, adapters, requested, 4), [0, 0, 1])
     moe = decoder.config.moe is not None
     (part,) = parts_of(samples, 400, moe=moe, replay=True)
     found = []

@@ -83,7 +83,7 @@ def test_improbability_bounds_the_binomial_tail(n: int, p: float, data: st.DataO
 
 @given(seed=st.integers(0, 9999), rows=st.integers(1, 48), share=st.floats(0.93, 1.0))
 def test_ordinary_answers_are_never_refused(seed: int, rows: int, share: float) -> None:
-    """However short: a lone answer of one row, pooled with nobody, had 5 of 6 ids and ended a run."""
+    """However short: a lone answer of one row, pooled with no other, had 5 of 6 ids and ended a run."""
     overlaps = overlaps_of(np.random.default_rng(seed), rows, share)
     assert not seen(overlaps, rows).at_fault(THRESHOLD).any()
     assert not seen(overlaps[:1], rows).at_fault(THRESHOLD).any(), "alone in its batch"
@@ -143,7 +143,7 @@ def test_a_shuffled_sequence_is_found_however_far_away() -> None:
 def test_one_shifted_sequence_is_not_another_one() -> None:
     """Among many sequences one may fit as well; what needs no search is the likelier bug."""
     native = native_routes()
-    native[2] = native[0].copy()  # a sibling that said the same
+    native[2] = native[0].copy()  # a sibling that wrote the same
     carried = [ids.copy() for ids in native]
     carried[0][1:] = native[0][:-1]
     carried[0][5, 0, 1] = (carried[0][5, 0].sum() + 1) % 16  # and a flip, as there always is one

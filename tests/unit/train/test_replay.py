@@ -135,7 +135,7 @@ def test_routes_of_another_policy_are_seen() -> None:
 
 def test_the_routes_of_an_older_policy_are_its_own() -> None:
     """pipeline.staleness = 16 with a large learning rate ended after step 28 as "routes of 32 of 32 sequences
-    ..., probable cause: stale": what the run had asked for. A batch with one fresh sequence among the old is
+    ..., probable cause: stale": what the recipe had set. A batch with one fresh sequence among the old is
     still refused for that one, and so is an old batch whose routes are a row late."""
     decoder = decoder_of()
     adapters, other = adapters_of(decoder, "attn", "router"), adapters_of(decoder, "attn", "router")
@@ -221,17 +221,20 @@ def spoilt_but_the_first(samples: list[Sample], minibatches: int) -> Batch:
 
 @pytest.mark.parametrize("rule", [GRPO, BYPASS])
 def test_every_minibatch_is_judged(rule: Any) -> None:
-    """The gate looked at the first minibatch alone: 6 of 8 sequences were shifted by a row, and the step said
-    routing/overlap = 1. Old log-probabilities are of all minibatches before any weight moves; without them,
-    a minibatch is refused before its own optimizer step, and the sentence says what was learned before."""
+    """The gate looked at the first minibatch alone: 6 of 8 sequences were shifted by a row, and the step
+    reported routing/overlap = 1. Old log-probabilities are of all minibatches before any weight moves;
+    without them, a minibatch is refused before its own optimizer step, and the sentence says what was
+    learned before."""
     decoder = decoder_of()
     adapters = adapters_of(decoder)
     samples = samples_of(decoder, adapters, groups=8, siblings=1, answer=30)
     batch = spoilt_but_the_first(samples, minibatches=4)
     trainer = trainer_of(decoder, adapters, algorithm=rule)
     before = bytes_of(trainer)
-    told = "nothing was learned" if rule.decoupled else "1 of 4 optimizer steps of this batch had been taken"
-    with pytest.raises(Misaligned, match=told) as caught:
+    reported = (
+        "nothing was learned" if rule.decoupled else "1 of 4 optimizer steps of this batch had been taken"
+    )
+    with pytest.raises(Misaligned, match=reported) as caught:
         trainer.step(batch)
     assert caught.value.diagnosis.cause is Cause.SHIFTED
     assert caught.value.steps_taken == (0 if rule.decoupled else 1)
@@ -256,7 +259,7 @@ def test_what_a_batch_itself_moved_is_no_misalignment(lr: float) -> None:
 @pytest.mark.parametrize("siblings", [1, 4])
 def test_a_long_prompt_vouches_for_no_wrong_answer(prompt: int, answer: int, bug: str, siblings: int) -> None:
     """A prompt of 60 rows that was right, counted once more for each sibling, made 0.9 of answers of 10 rows
-    that were drawn by chance, and the lowest sequence was said to be above the mean."""
+    that were drawn by chance, and the lowest sequence was reported to be above the mean."""
     decoder = decoder_of({**RAW, "max_position_embeddings": 256})
     adapters = adapters_of(decoder)
     right = samples_of(
@@ -300,7 +303,7 @@ def broken(kind: str, ids: np.ndarray) -> np.ndarray:
 def test_routes_that_cannot_be_replayed_name_their_samples(kind: str, measure_every: int) -> None:
     """They ended the run as a ValueError from inside a pass, without a name and without a checkpoint; or in a
     step that measured, as shapes (149,) and (189,) that could not be broadcast. Without replay they end
-    nothing: nobody needs them."""
+    nothing: no caller needs them."""
     decoder = decoder_of()
     adapters = adapters_of(decoder)
     samples = samples_of(decoder, adapters)
@@ -319,7 +322,7 @@ def test_routes_that_cannot_be_replayed_name_their_samples(kind: str, measure_ev
     assert report.note.startswith("the batch carries routes that cannot be replayed")
     assert report.metrics["routing/coverage"] == 0 and "routing/overlap" not in report.metrics
     assert report.mismatch is None or "replay" not in report.mismatch["arms"]
-    assert not trainer.step(batch).note, "told once"
+    assert not trainer.step(batch).note, "reported once"
 
 
 def test_auto_judges_what_is_carried_whatever_it_decides() -> None:
@@ -335,7 +338,7 @@ def test_auto_judges_what_is_carried_whatever_it_decides() -> None:
 
 def test_routes_that_are_missing_are_told() -> None:
     """With replay=true and an engine that records nothing, training went on natively without a word; with
-    nine rows in ten unknown, every metric said 1."""
+    nine rows in ten unknown, every metric was 1."""
     decoder = decoder_of()
     adapters = adapters_of(decoder)
     samples = samples_of(decoder, adapters)
@@ -470,7 +473,7 @@ def auto(decoder: Decoder, **options: Any) -> PolicyTrainer:
 
 
 def test_replay_is_decided_by_measurement_and_told() -> None:
-    """Off while sampler and trainer agree, on from the batch that does not, told when it changes."""
+    """Off while sampler and trainer agree, on from the batch that does not, reported when it changes."""
     decoder = decoder_of()
     samples = samples_of(decoder, adapters_of(decoder))
     doubtful = [replace(one, logprobs=np.where(one.loss_mask, one.logprobs - 1, 0)) for one in samples]

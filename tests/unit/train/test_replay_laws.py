@@ -66,7 +66,7 @@ def shaken(decoder: Decoder, **spec: Any) -> Any:
 
 
 class Call(NamedTuple):
-    """What one router was asked and answered, and whose experts were run with it."""
+    """What one router was given and answered, and whose experts were run with it."""
 
     logits: Tensor
     bias: Tensor | None
@@ -78,18 +78,18 @@ class Call(NamedTuple):
 def watched() -> tuple[Ops, list[Call]]:
     """Ops that remember the routers and experts of a forward, layer after layer."""
     calls: list[Call] = []
-    asked: list[tuple[Tensor, Tensor | None]] = []
+    requested: list[tuple[Tensor, Tensor | None]] = []
 
     def watched_route(
         logits: Tensor, moe: MoEConfig, bias: Tensor | None, given: Tensor | None
     ) -> tuple[Tensor, ...]:
-        asked.append((logits, bias))
+        requested.append((logits, bias))
         return TORCH_OPS.route(logits, moe, bias, given)
 
     def watched_experts(
         x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: Any
     ) -> Tensor:
-        calls.append(Call(*asked[-1], ids, weights, gate_up))
+        calls.append(Call(*requested[-1], ids, weights, gate_up))
         return TORCH_OPS.experts(x, ids, weights, gate_up, down, lora)
 
     return replace(TORCH_OPS, route=watched_route, experts=watched_experts), calls
@@ -150,7 +150,7 @@ def test_recording_changes_no_token(kind: str) -> None:
 @torch.no_grad()
 def test_given_experts_run_in_their_own_layer_and_order(kind: str) -> None:
     """[4, 11, 21] Column l of a routing belongs to the l-th mixture layer, wherever dense layers stand; its
-    ids come out as they went in; every router is asked once, and none is gone round."""
+    ids come out as they went in; every router is called once, and none is bypassed."""
     decoder = tiny(kind)
     routing, (ops, calls) = random_routes(decoder, ROWS), watched()
     run(decoder, routing, ops=ops)
@@ -230,12 +230,12 @@ def test_any_router_replays_any_choice(moe: MoEConfig, seed: int, biased: bool, 
     x = (2 * torch.randn(rows, moe.num_experts, generator=generator(seed)).double()).requires_grad_()
     bias = torch.randn(moe.num_experts, generator=generator(seed + 1)) if biased else None
     order = torch.rand(rows, moe.num_experts, generator=generator(seed + 2)).argsort(-1)
-    asked = torch.where(torch.tensor(known, dtype=torch.bool)[:, None], order[:, : moe.top_k], NO_EXPERT)
-    ids, weights, native = route(x, moe, bias, asked)
+    requested = torch.where(torch.tensor(known, dtype=torch.bool)[:, None], order[:, : moe.top_k], NO_EXPERT)
+    ids, weights, native = route(x, moe, bias, requested)
     free, _, alone = route(x, moe, bias)
     assert torch.equal(free, alone) and torch.equal(native, free)
     assert [set(row) for row in native.tolist()] == native_choice(x.detach(), bias, moe)
-    assert torch.equal(ids, torch.where(asked == NO_EXPERT, native, asked))
+    assert torch.equal(ids, torch.where(requested == NO_EXPERT, native, requested))
     expected = closed_form(x, ids, moe)
     torch.testing.assert_close(weights, expected)
     upstream = torch.rand(weights.shape, generator=generator(seed + 3)).double()
@@ -365,7 +365,7 @@ def test_no_rows_are_no_work(kind: str) -> None:
 @torch.no_grad()
 def test_the_last_row_may_be_unknown(kind: str) -> None:
     """[10] T tokens have T - 1 recorded rows, for the last token sampled was never an input. Its row is
-    nobody's context: what it chooses changes no other row."""
+    in no context: what it chooses changes no other row."""
     decoder = tiny(kind)
     whole = random_routes(decoder, ROWS)
     recorded = whole.clone()

@@ -79,9 +79,9 @@ class Direct:
 def test_a_refused_batch_is_refused_as_itself_from_afar() -> None:
     """Exceptions are rebuilt from their message alone unless they say otherwise: Misaligned, which carries a
     diagnosis, came back as a TypeError about its own arguments."""
-    told = Misaligned("routes of others", diagnosis(), ("a#0",), steps_taken=2)
+    reported = Misaligned("routes of others", diagnosis(), ("a#0",), steps_taken=2)
     with pytest.raises(Misaligned, match="routes of others") as caught:
-        outcome(refusal(told, "trainer"))
+        outcome(refusal(reported, "trainer"))
     assert caught.value.uids == ("a#0",) and caught.value.steps_taken == 2
     assert caught.value.diagnosis == diagnosis()
     assert caught.value.__notes__[0].startswith("in trainer:\n")
@@ -315,7 +315,9 @@ class Fragile(Direct):
         self.most = max(self.most, self._now)
         try:
             await asyncio.sleep(0.001)
-            lengths = [len(one.turns[0].completion.tokens) for told in arguments for one in told.trajectories]
+            lengths = [
+                len(one.turns[0].completion.tokens) for reported in arguments for one in reported.trajectories
+            ]
             if self._poison in lengths:
                 self.kill()
             await asyncio.sleep(0.001)
