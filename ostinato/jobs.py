@@ -38,10 +38,9 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What begins where, and what moves."""
+    """What begins where."""
 
     starts: tuple[tuple[int, int], ...] = ()  # (job, worker) in the order to start; the others wait centrally
-    moves: tuple[tuple[int, int], ...] = ()  # (running job, worker that is to go on with it)
 
 
 Placement = Callable[[Sequence[Job], Sequence[Worker]], Plan]

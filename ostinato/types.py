@@ -165,7 +165,6 @@ class Request:
     seed: tuple[int, ...]
     uid: str = ""  # of the Prompt: whose history may be drafted from; empty: unknown
     routes_from: int = 0  # the caller has the routes of the tokens before it: they are not returned again
-    partial: Completion | None = None  # by an engine that gave it up: go on behind it, return both
     policy: str = ""  # by name, of those that the engine serves; "": the one that is trained
     top_logprobs: int = 0  # listeners get so many of the likeliest tokens beside each that was drawn
     constraint: Constraint | None = None  # where it leaves nothing, the answer ends as an ERROR
@@ -254,7 +253,7 @@ class Publication:
 class PollResult:
     """What a sampler reports: answers that ended, and proof of what it serves."""
 
-    done: tuple[tuple[int, Completion], ...]  # (id of the call, answer); dropped calls end as ABORT, in part
+    done: tuple[tuple[int, Completion], ...]  # (id of the call, answer); dropped calls end as ABORT
     version: int
     fingerprint: str  # of the weights that it serves, computed from these
     running: int  # calls that have not ended

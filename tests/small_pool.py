@@ -72,7 +72,7 @@ class SlowEngine:
             raise ValueError(f"a prompt of {len(requests[0].tokens)} tokens is refused")
         results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
         for request in requests:
-            sampled = [] if request.partial is None else request.partial.tokens.tolist()
+            sampled = list[int]()
             self.running[id(request)] = (request, sampled)
         self.most = max(self.most, len(self.running))
         tasks = [asyncio.create_task(self._one(i, r, results)) for i, r in enumerate(requests)]
@@ -90,7 +90,7 @@ class SlowEngine:
 
     async def _one(self, index: int, request: Request, results: asyncio.Queue[Any]) -> None:
         tokens = self.running[id(request)][1]
-        versions = [] if request.partial is None else request.partial.versions.tolist()
+        versions = list[int]()
         stop = Stop.LENGTH
         try:
             while len(tokens) < request.sampling.max_tokens:
@@ -252,17 +252,12 @@ def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
 
 
 def mixed(seed: int) -> Placement:
-    """A placement full of whims: it may wait, deal more than there is room for, and move anything."""
+    """A placement full of whims: it may wait, and deal more than there is room for."""
 
     def place(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
         assert workers, "a placement is called for where somebody can work"
         rng = np.random.default_rng([seed, len(waiting), *(len(worker.jobs) for worker in workers)])
         ids = [worker.id for worker in workers]
-        starts = [(job.id, int(rng.choice(ids))) for job in waiting if rng.random() < 0.7]
-        running = [job.id for worker in workers for job in worker.jobs]
-        return Plan(
-            starts=tuple(starts),
-            moves=tuple((id, int(rng.choice(ids))) for id in running if rng.random() < 0.1),
-        )
+        return Plan(starts=tuple((job.id, int(rng.choice(ids))) for job in waiting if rng.random() < 0.7))
 
     return place

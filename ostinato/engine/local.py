@@ -159,8 +159,7 @@ class LocalEngine:
             self._drop(mine)
 
     def cut(self, requests: Collection[Request]) -> None:
-        """End these now, between two passes: they come back as ABORT with what they have, and go on wherever
-        that is given as ``Request.partial``, to the same answer bit for bit (as far as passes are)."""
+        """End these now, between two passes: they come back as ABORT with what they have."""
         slots, waiting = self._scheduler.of(requests)
         ended = [*map(self._scheduler.table.at, slots), *waiting]
         for slot in slots:
@@ -310,7 +309,6 @@ class LocalEngine:
             vocab_size=self.decoder.config.vocab_size,
             blocks=self._scheduler.cache.num_blocks,
             has_text=self._decode is not None,
-            records_support=self._record_support,
             policies=self.policies.numbers,
         )
 

@@ -152,7 +152,7 @@ class EnginePool:
         self._planned, self._plan_again = False, 0.0
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._publications = Publications(publication)
-        names = ("restarts", "redispatched", "quarantined", "migrated")
+        names = ("restarts", "redispatched", "quarantined")
         self.counters: Counter[str] = Counter({f"workers/{name}": 0 for name in names})
         self.work: dict[str, float] = {}  # the workers' own counters, summed over all lives
         self._new_open = partial(OpenCalls, place, lambda: self._fleet.serving, self._window_s, self.counters)

@@ -2,7 +2,7 @@
 
     add -> waiting --place--> dealt to a worker -> answered
               ^                     |
-              +---- the worker is lost (take_back), or placement has the rest of it elsewhere
+              +---- the worker is lost (take_back)
 
 Prompts that were on two workers that were lost run by themselves, fewer and fewer; a prompt with which alone
 one more is lost is quarantined: it ends as ERROR (``workers.suspects``).
@@ -62,7 +62,7 @@ class OpenCalls:
         for call in calls:
             if call.wanted:
                 self._leave(call)
-                for worker in workers if call.going_to is None else ():
+                for worker in workers:
                     worker.drop(call)
 
     def fail(self, error: Exception) -> None:
@@ -86,10 +86,9 @@ class OpenCalls:
     # ---- placement
 
     def place(self) -> None:
-        """Deal what waits, and move what the placement would have elsewhere: given up where it runs, and
-        continued there."""
+        """Deal what waits."""
         workers = self._serving()
-        if not workers or (not self.waiting and all(worker.all_calls for worker in workers.values())):
+        if not workers or not self.waiting:
             return
         cells, waiting = self.suspects.cells, sorted(self.waiting.values(), key=lambda call: call.id)
         closed = frozenset[int]()
@@ -116,14 +115,6 @@ class OpenCalls:
     def _follow(self, plan: Plan, workers: Mapping[int, Worker]) -> None:
         for id, worker in plan.starts:
             self._deal(self.waiting[id], workers[worker])
-        holders = {call.id: (call, worker) for worker in workers.values() for call in worker.all_calls}
-        for id, target in plan.moves:
-            call, worker = holders[id]
-            if worker.id == target or not call.may_move:
-                continue
-            call.going_to = target
-            if worker.drop(call):
-                self._deal(call, workers[target])
         for worker in workers.values():
             worker.fill()
 
@@ -140,29 +131,14 @@ class OpenCalls:
             raise sampler_lost(f"answered call {id}, which it does not have", by_calls=False)
         if wrong := fault(call, completion, worker.versions(call)):
             raise sampler_lost(wrong, by_calls=False)
-        if completion.stop is Stop.ABORT and call.wanted and call.going_to is None:
+        if completion.stop is Stop.ABORT and call.wanted:
             raise sampler_lost(f"gave prompt {call.prompt} up unasked")
         del worker.calls[id]
-        if completion.stop is Stop.ABORT and call.wanted:
-            self._continue(call, completion)
-            return False
         if len(self._homes) >= HOMES:
             self._homes.pop(next(iter(self._homes)))
         self._homes[call.request.seed] = worker.id
         self._end(call, completion)
         return completion.stop is not Stop.ERROR
-
-    def _continue(self, call: Call, part: Completion) -> None:
-        """It moves: on to where it was to go, if that worker is still there."""
-        call.go_on(part)
-        assert call.going_to is not None
-        self._counters["workers/migrated"] += 1
-        worker, call.going_to = self._serving().get(call.going_to), None
-        if worker is not None and not self.suspects.cells:
-            self._deal(call, worker)
-            worker.fill()
-        else:
-            self.waiting[call.id] = call
 
     def take_back(self, worker: Worker, lost: WorkerLost, now: float) -> bool:
         """What it had not ended waits again. True: it was lost to its calls."""
@@ -170,7 +146,6 @@ class OpenCalls:
         self._counters["workers/redispatched"] += sum(call.wanted for call in handed)
         for call in worker.all_calls:
             if call.wanted:
-                call.going_to = None
                 self.waiting[call.id] = call
         keys = [*dict.fromkeys(call.key for call in handed)]
         blamed = keys if lost.by_calls and not worker.publishing else []

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-import numpy as np
-
 from ostinato import jobs
 from ostinato.jobs import Job
 from ostinato.observe.timeline import Kind, Span
@@ -43,7 +41,6 @@ class Call:
     after: int = 0  # the number of the publication that its worker had been sent before it
     handed: bool = False  # its worker has heard of it
     generated: int = 0  # tokens, as its worker reported last
-    going_to: int | None = None  # the worker that is to go on with it, while it is given up where it is
     wanted: bool = True  # somebody waits for it
 
     @property
@@ -56,18 +53,6 @@ class Call:
         """What it is named by in failures."""
         return name(self.key)
 
-    @property
-    def partial_len(self) -> int:
-        """Tokens of its answer that it brings along."""
-        return 0 if self.request.partial is None else len(self.request.partial.tokens)
-
-    @property
-    def may_move(self) -> bool:
-        """Not while it is on its way, and not before it has got on where it is: it could move for ever."""
-        return (
-            self.wanted and self.going_to is None and (not self.handed or self.generated > self.partial_len)
-        )
-
     def job(self) -> Job:
         """As placements see it. A seed path is (run, round, ..., place in the stream, sample); where it is
         shorter, it has no sibling."""
@@ -79,22 +64,14 @@ class Call:
             place=place,
             predicted=self.expected or math.inf,
             prompt=len(self.request.tokens),
-            generated=max(self.generated, self.partial_len),
+            generated=self.generated,
             home=self.home,
         )
-
-    def go_on(self, part: Completion) -> None:
-        """Keep what was sampled so far for the worker that gets the call next."""
-        if len(part.tokens):
-            self.request = replace(self.request, partial=part)
 
 
 def fault(call: Call, answer: Completion, versions: Collection[int]) -> str:
     """What is wrong with an answer of a worker that was sent these versions for it; "" if nothing is."""
-    before, brought = call.partial_len, call.request.partial
-    if brought is not None and not np.array_equal(answer.tokens[:before], brought.tokens):
-        return f"did not continue what it was given of prompt {call.prompt}"
-    if unknown := set(answer.versions[before:].tolist()) - set(versions):
+    if unknown := set(answer.versions.tolist()) - set(versions):
         return (
             f"answered prompt {call.prompt} with tokens of version {min(unknown)}, "
             f"where {' or '.join(map(str, sorted(versions)))} was to be sampled from"
@@ -198,7 +175,7 @@ class Worker:
         return {version for n, (version, _) in self._policies.items() if call.after <= n <= self._sent}
 
     def deal(self, call: Call) -> None:
-        call.home, call.going_to, call.generated, call.handed = self.id, None, 0, False
+        call.home, call.generated, call.handed = self.id, 0, False
         self.dealt.append(call)
 
     def fill(self) -> None:
@@ -214,19 +191,18 @@ class Worker:
                 self.calls[call.id] = call
                 letter.calls.append(call)
 
-    def drop(self, call: Call) -> bool:
-        """Ask for ``call`` back, if it is here. True: it is back, for the worker has not heard of it yet."""
+    def drop(self, call: Call) -> None:
+        """Give ``call`` up, if it is here."""
         if call in self.dealt:
             self.dealt.remove(call)
-            return True
+            return
         for letter in self._outbox:
             if call in letter.calls:
                 letter.calls.remove(call)
                 del self.calls[call.id]
-                return True
+                return
         if self.calls.get(call.id) is call:
             self._letter().drop.append(call.id)
-        return False
 
     def _letter(self) -> _Letter:
         """To be sent after all that was posted."""
@@ -330,7 +306,7 @@ class Worker:
         return jobs.Worker(
             id=self.id,
             slots=self.slots,
-            jobs=tuple(call.job() for call in self.all_calls if call.going_to is None),
+            jobs=tuple(call.job() for call in self.all_calls),
             pass_s=lambda batch, attended: mean,
         )
 

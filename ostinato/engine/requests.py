@@ -26,7 +26,6 @@ class Limits:
     vocab_size: int
     blocks: int  # of the KV cache
     has_text: bool  # token ids can be decoded
-    records_support: bool
     policies: Mapping[str, int]  # numbers by name
 
 
@@ -38,13 +37,9 @@ def new_sequence(
     results: Results,
     on_tokens: Callable[[int, Emitted], None] | None = None,
 ) -> Sequence:
-    """The request as a sequence that waits. Raises ValueError where it can never fit.
-
-    What another engine has sampled of it (``request.partial``) is where it stands, as after a preemption: its
-    keys and values will be computed again, its tokens and all that was recorded with them stay.
-    """
+    """The request as a sequence that waits. Raises ValueError where it can never fit."""
     check(request, limits)
-    sequence = Sequence(
+    return Sequence(
         index=index,
         request=request,
         results=results,
@@ -54,9 +49,6 @@ def new_sequence(
         policy=limits.policies[request.policy],
         text=np.array(request.tokens, np.int32),
     )
-    if request.partial is not None and len(request.partial.tokens):
-        _take_up(sequence, request.partial, limits)
-    return sequence
 
 
 def check(request: Request, limits: Limits) -> None:
@@ -86,39 +78,6 @@ def check(request: Request, limits: Limits) -> None:
         )
     if sampling.stop_strings and not limits.has_text:
         raise ValueError("sampling.stop_strings need a tokenizer; give the engine decode=")
-
-
-def _take_up(sequence: Sequence, completion: Completion, limits: Limits) -> None:
-    """Put the sequence where another engine has left it."""
-    sequence.text = np.concatenate([sequence.text, completion.tokens]).astype(np.int32, copy=False)
-    if len(sequence.text) >= sequence.limit:
-        raise ValueError(
-            f"{len(completion.tokens)} tokens of an answer are there, and more than "
-            f"{sequence.limit - sequence.prompt_len} are not allowed: nothing is left to continue"
-        )
-    if completion.edges is None:
-        raise ValueError("a part of an answer comes without edges, so it cannot be continued; ask anew")
-    if limits.records_support and sequence.request.sampling.filtered and completion.support is None:
-        raise ValueError("a part of an answer comes without the supports that are recorded here; ask anew")
-    sequence.sampled = (completion.logprobs, completion.edges, completion.versions)
-    sequence.computed = len(sequence.text) - 1  # all but the newest token have been an input
-    sequence.kept = [] if completion.support is None else kept_ids(completion.support)
-    if completion.experts is not None and completion.prompt_experts is not None:
-        sequence.routes = np.concatenate([completion.prompt_experts, completion.experts[:-1]])
-    sequence.cached = completion.cached_tokens
-    sequence.again = (
-        [] if completion.recomputed is None else [(int(a), int(b)) for a, b in completion.recomputed]
-    )
-    sequence.drafted, sequence.accepted, sequence.passes = (
-        completion.drafted,
-        completion.accepted,
-        completion.passes,
-    )
-
-
-def kept_ids(support: Support) -> list[np.ndarray]:
-    """The ids of each token."""
-    return np.split(support.ids, np.cumsum(support.counts)[:-1]) if len(support) else []
 
 
 Decode = Callable[[Seq[int]], str]

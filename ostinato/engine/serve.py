@@ -1,7 +1,7 @@
 """Samplers of a pool: any engine behind ``protocols.Sampler``, in this process or in a worker elsewhere.
 
     start    -> engine.generate  -> answers, kept until they are collected
-    drop     -> engine.cut           (what it had so far comes back, to be continued elsewhere)
+    drop     -> engine.cut           (what it had so far comes back)
     publish  -> engine.publish   -> the fingerprint of what the engine serves then
     collect  <- answers, spans, counters, and what is served: version and fingerprint
 
@@ -40,7 +40,7 @@ class Serving(Engine, Protocol):
 
 @runtime_checkable
 class Interruptible(Protocol):
-    """An engine whose running requests can be given up and continued elsewhere (``Request.partial``)."""
+    """An engine whose running requests can be given up."""
 
     def cut(self, requests: Collection[Request]) -> None:
         """End these now: ``generate`` yields them as ABORT, with what they have."""

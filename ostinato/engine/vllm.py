@@ -101,7 +101,6 @@ class VllmEngine:
                 vocab_size=decoder.config.vocab_size,
                 blocks=sys.maxsize,  # vLLM's own care
                 has_text=decode is not None,
-                records_support=False,
                 policies={"": 0},  # none by name
             )
             self._served.install(self._policy)

@@ -24,8 +24,6 @@ def refuse(request: Request, limits: Limits) -> None:
     """Raises ValueError for what never fits, and for what vLLM would answer otherwise than our own engine."""
     sampling = request.sampling
     check(request, limits)
-    if request.partial is not None:
-        raise ValueError("a request brings a part of its answer, which vLLM cannot go on with")
     if request.constraint is not None:
         raise ValueError("a request has a constraint, which only the engine in its own process can apply")
     if 0 < sampling.temperature < COLDEST:

@@ -28,9 +28,6 @@ from ostinato.jobs import Job, Placement, Plan, Worker
 
 RANKS = 2  # ranking groups of histopipe: more were worse in every simulation (docs/histopipe.md)
 READ_SHARE = 0.02  # of the tokens that are sampled: what may be read again for the sake of balance
-GAIN = 0.1  # of the time until the later of two workers ends: what a migration has to save
-TRIED = 8  # answers with most to go that may move alone, and times that an idle worker takes over
-PREFILL = 64  # tokens that are computed again in the time of a pass
 
 
 class Policy(StrEnum):
@@ -61,18 +58,15 @@ def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
 
 
 def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
-    """In each round the longest first, each to the worker with the least predicted tokens to go. When nothing
-    waits, outliers migrate."""
+    """In each round the longest first, each to the worker with the least predicted tokens to go."""
     ordered, sizes = by_length(waiting)
     loads = [float(remaining(worker.jobs).sum()) for worker in workers]
-    starts = _fill(ordered, sizes, workers, loads)
-    return Plan(starts=starts, moves=() if waiting else migrations(workers))
+    return Plan(starts=_fill(ordered, sizes, workers, loads))
 
 
 def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
     """Each round that waits along the line of workers (``lanes``), forth and back in turn. What was there
-    before (a later turn, an answer whose worker was lost) goes to who has the least. When nothing waits,
-    outliers migrate."""
+    before (a later turn, an answer whose worker was lost) goes to who has the least."""
     if not workers:
         return Plan()
     line = sorted(workers, key=lambda worker: worker.id)
@@ -84,7 +78,7 @@ def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
     ordered, sizes = by_length(back)
     loads = [float(remaining(worker.jobs).sum()) for worker in workers]
     starts += _fill(ordered, sizes, workers, loads)
-    return Plan(starts=tuple(starts), moves=() if waiting else migrations(workers))
+    return Plan(starts=tuple(starts))
 
 
 def _along(jobs: Sequence[Job], line: Sequence[Worker], step: int) -> list[tuple[int, int]]:
@@ -186,67 +180,6 @@ def tiers(
     return counts
 
 
-def makespan(left: Iterable[float], pass_s: Callable[[int, float], float], context: float = 0.0) -> float:
-    """Seconds in which one worker decodes answers of so many tokens to go, together from now on: with the
-    longest first, sum over j of L_j (T(j) - T(j - 1)) (TailSieve, 2026). context: positions of each."""
-    total, before = 0.0, 0.0
-    for j, tokens in enumerate(sorted(left, reverse=True), start=1):
-        now = pass_s(j, j * context)
-        total, before = total + tokens * (now - before), now
-    return total
-
-
-def migrations(workers: Sequence[Worker]) -> tuple[tuple[int, int], ...]:
-    """Running answers that idle workers take over: (job, worker), each job at most once.
-
-    An idle worker takes from the one that is predicted to end last: one of its TRIED longest answers, or
-    every second one, whichever lets the later of the two end earliest; and again, while that is earlier by
-    GAIN. What an answer has is computed anew where it goes, PREFILL tokens in the time of a pass. So nothing
-    prolongs the predicted makespan, and where a pass takes the same time whatever is in it, nothing moves.
-    """
-    left = {w.id: list(zip(w.jobs, outgrown(w.jobs).tolist(), strict=True)) for w in workers}
-    moves = dict[int, int]()
-    for idle in sorted((worker for worker in workers if not worker.jobs), key=lambda worker: worker.id):
-        spent = 0.0  # on what it has taken over and has to compute anew
-        for _ in range(TRIED):
-            ends = {w.id: makespan([n for _, n in left[w.id]], w.pass_s) for w in workers}
-            ends[idle.id] += spent
-            busy = max(workers, key=lambda worker: (ends[worker.id], -worker.id))
-            if busy.id == idle.id or not left[busy.id]:
-                break
-            left[busy.id].sort(key=lambda one: (-one[1], one[0].id))
-            end, chosen = _best_move(busy, idle, left, spent)
-            if end > (1 - GAIN) * ends[busy.id]:
-                break
-            gone = [left[busy.id].pop(at) for at in reversed(chosen)]
-            left[idle.id] += gone
-            spent += sum(_again(job, idle) for job, _ in gone)
-            moves |= {job.id: idle.id for job, _ in gone}
-    return tuple(moves.items())
-
-
-def _best_move(
-    busy: Worker, idle: Worker, left: dict[int, list[tuple[Job, float]]], spent: float
-) -> tuple[float, list[int]]:
-    """(the later end of the two, places of the answers that move). What ``busy`` has is the longest first."""
-    has, room = left[busy.id], idle.slots - len(left[idle.id])
-    sets = [[at] for at in range(min(TRIED, len(has)))] + [[*range(1, len(has), 2)]]
-    best = math.inf, list[int]()
-    for chosen in (some for some in sets if 0 < len(some) <= room):
-        gone = set(chosen)
-        stay = [n for at, (_, n) in enumerate(has) if at not in gone]
-        come = [n for _, n in left[idle.id]] + [has[at][1] for at in chosen]
-        again = spent + sum(_again(has[at][0], idle) for at in chosen)
-        end = max(makespan(stay, busy.pass_s), again + makespan(come, idle.pass_s))
-        best = min(best, (end, chosen))
-    return best
-
-
-def _again(job: Job, worker: Worker) -> float:
-    """Seconds in which a worker computes anew what an answer has."""
-    return (job.prompt + job.generated) / PREFILL * worker.pass_s(1, 0.0)
-
-
 def by_length(jobs: Sequence[Job]) -> tuple[list[Job], list[float]]:
     """(jobs by round and, in it, by predicted tokens to go, the longest first; these tokens)."""
     sizes = remaining(jobs).tolist()
@@ -261,13 +194,6 @@ def remaining(jobs: Iterable[Job]) -> np.ndarray:
     known = np.isfinite(left)
     left[~known] = left[known].mean() if known.any() else 1.0
     return np.maximum(left, 1.0)
-
-
-def outgrown(jobs: Sequence[Job]) -> np.ndarray:
-    """[J] as ``remaining``, but what has come near its prediction has a Pareto tail of index 2: as much
-    again as 0.41 of what it has (``history.lengths``)."""
-    had = np.array([job.generated for job in jobs], np.float64)
-    return np.maximum(remaining(jobs), (math.sqrt(2) - 1) * had)
 
 
 def _in_stream(job: Job) -> tuple[int, int, int]:
@@ -348,9 +274,6 @@ __all__ = [
     "lanes",
     "least_loaded",
     "longest_first",
-    "makespan",
-    "migrations",
-    "outgrown",
     "piece",
     "placement",
     "remaining",

@@ -21,7 +21,6 @@ LOSSES = {
     "workers/restarts": ("replaced workers", "--red"),
     "workers/redispatched": ("answers begun again", "--orange"),
     "workers/quarantined": ("prompts set aside", "--purple"),
-    "workers/migrated": ("answers moved", "--teal"),
 }
 LINES = 16  # of workers in the table; more are joined by pool
 LOCAL = "local"  # the pool of a run in one process

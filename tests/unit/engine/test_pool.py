@@ -63,7 +63,7 @@ async def test_with_any_workers_placement_and_kills_all_is_answered_by_the_polic
     placement: int | None,
     slots: int,
 ) -> None:
-    """In flight too, over moves; calls hear what came before them, and nothing that was never published."""
+    """In flight too; calls hear what came before them, and nothing that was never published."""
     world, place = World(faults), least_loaded if placement is None else mixed(placement)
     pool = world.pool(workers, place=place, slots=slots, max_restarts=50)
     pool.publish(7, 0)
@@ -228,32 +228,6 @@ async def test_too_many_prompts_that_break_workers_end_the_run_by_name() -> None
     with pytest.raises(WorkerLost, match="2 prompts broke samplers"):
         await asyncio.gather(*(answers(pool, group(place)) for place in range(3)))
     await pool.close()
-
-
-@jumping
-async def test_a_worker_that_runs_dry_takes_over_what_runs_elsewhere() -> None:
-    """The calls go on where they were, token by token, and are answered once."""
-    world = World()
-    requests = group(1, 6, longest=60)
-
-    def share(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
-        if waiting:
-            return Plan(starts=tuple((job.id, 0) for job in waiting))
-        busy = max(workers, key=lambda worker: len(worker.jobs))
-        idle = min(workers, key=lambda worker: len(worker.jobs))
-        if busy.jobs and not idle.jobs and max(job.generated for job in busy.jobs) >= 5:
-            return Plan(moves=tuple((job.id, idle.id) for job in busy.jobs[::2]))
-        return Plan()
-
-    pool = world.pool(2, place=share)
-    await pool.ready()
-    found = await answers(pool, requests)
-    await pool.close()
-    assert tokens_of(found) == [expected(request) for request in requests]
-    assert pool.counters["workers/migrated"] >= 1
-    sampled = sum(link.engine.counters["decoded"] for [link] in world.links.values())
-    assert sampled == sum(map(len, tokens_of(found))), "what had been sampled was sampled again"
-    assert pool.work["decoded"] == sampled
 
 
 @jumping

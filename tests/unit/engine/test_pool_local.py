@@ -70,10 +70,8 @@ REQUESTS = [ask(place, sample) for place in range(4) for sample in range(4)]
 
 
 def crowded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
-    """All to the first worker; what has run there for a while moves on, if its number is odd."""
-    first, last = workers[0], workers[-1]
-    moves = [(job.id, last.id) for job in first.jobs if job.generated >= 3 and job.id % 2]
-    return Plan(starts=tuple((job.id, first.id) for job in waiting), moves=tuple(moves))
+    """All to the first worker."""
+    return Plan(starts=tuple((job.id, workers[0].id) for job in waiting))
 
 
 @pytest.mark.skipif(NATIVE is None, reason="only row-wise kernels give the same bits in any batch")
@@ -97,8 +95,6 @@ def test_any_number_of_samplers_is_one_engine_bit_for_bit(
     for mine, theirs in zip(found, alone, strict=True):
         same(mine, theirs)
     assert ours.counters["workers/restarts"] == len(deaths) <= ours.counters["workers/redispatched"]
-    if not deaths:  # with them, all may be suspects for the rest of it, and run alone
-        assert (ours.counters["workers/migrated"] > 0) == (place is crowded and count > 1)
     assert {span.kind for span in ours.take_spans()} >= {Kind.START, Kind.PUBLISH}
 
 

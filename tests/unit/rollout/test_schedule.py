@@ -1,4 +1,4 @@
-"""Placements: every answer once, equal workers alike, nothing overfull, tiers feasible, migrations of use."""
+"""Placements: every answer once, equal workers alike, nothing overfull, tiers feasible."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from hypothesis import strategies as st
 
 from ostinato.jobs import Job, Worker, least_loaded
 from ostinato.rollout.schedule import (
-    PREFILL,
     Policy,
     lanes,
-    makespan,
-    migrations,
-    outgrown,
     placement,
     remaining,
     tiers,
@@ -235,61 +231,7 @@ def test_forth_and_back_leave_no_bubble_where_times_are_linear(
     assert max(ends) == pytest.approx(min(ends))
 
 
-def passes_until_all_have_ended(left: list[float]) -> float:
-    """The twin of ``makespan``: pass by pass."""
-    seconds, to_go = 0.0, [round(n) for n in left]
-    while to_go := [n for n in to_go if n > 0]:
-        seconds += affine(len(to_go), 0.0)
-        to_go = [n - 1 for n in to_go]
-    return seconds
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 200).map(float), max_size=12))
-def test_makespan_is_what_the_passes_add_up_to(left: list[float]) -> None:
-    assert makespan(left, affine) == pytest.approx(passes_until_all_have_ended(left))
-
-
-@settings(max_examples=50, deadline=None)
-@given(teams(), st.integers(1, 2))
-def test_no_migration_prolongs_what_is_predicted(team: list[Worker], idle: int) -> None:
-    """Counting what is computed again where it goes: the later end of all is not later, move by move."""
-    team = [replace(worker, jobs=()) if worker.id < idle else worker for worker in team]
-    left = {w.id: dict(zip(w.jobs, outgrown(w.jobs).tolist(), strict=True)) for w in team}
-    again = dict.fromkeys(left, 0.0)
-
-    def end() -> float:
-        return max(again[id] + makespan(some.values(), affine) for id, some in left.items())
-
-    moves = migrations(team)
-    assert len({job for job, _ in moves}) == len(moves)
-    before = end()
-    for id, there in moves:
-        here, job = next((w, job) for w, some in left.items() for job in some if job.id == id)
-        left[there][job] = left[here].pop(job)
-        again[there] += (job.prompt + job.generated) / PREFILL * affine(1, 0.0)
-    assert end() <= before + 1e-6
-
-
-def test_an_idle_worker_takes_over_what_holds_the_others_up_unless_passes_cost_the_same() -> None:
-    jobs = tuple(
-        Job(id=i, step=1, place=i, predicted=tokens, prompt=20, generated=10)
-        for i, tokens in enumerate([400.0, 500.0, 600.0, 700.0])
-    )
-
-    def slow(batch: int, attended: float) -> float:
-        return 1.0 * batch
-
-    team = [Worker(id=0, slots=8, jobs=jobs, pass_s=slow), Worker(id=1, slots=8, pass_s=slow)]
-    plan = placement("longest-first")([], team)
-    assert len(plan.moves) == 2, "every second one"
-    free = [replace(worker, pass_s=lambda batch, attended: 1.0) for worker in team]
-    assert placement("longest-first")([], free).moves == ()
-
-
 def test_what_is_not_known_is_taken_to_be_as_the_rest() -> None:
     jobs = [Job(id=0, step=1, place=0, predicted=100.0, generated=40), Job(id=1, step=1, place=1)]
     assert remaining(jobs).tolist() == [60.0, 60.0]
     assert remaining(jobs[1:]).tolist() == [1.0]
-    late = Job(id=2, step=1, place=2, predicted=100.0, generated=1000)
-    assert outgrown([late])[0] == pytest.approx(414.2, abs=0.1)
