@@ -184,13 +184,3 @@ def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A table of a page."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def written_between(text: str, begin: str, end: str, new: str) -> str:
-    """``text`` with what stands between its two marks replaced, so that what people wrote stays. Raises
-    ValueError where it lacks them."""
-    before, found, rest = text.partition(begin)
-    _, ended, after = rest.partition(end)
-    if not found or not ended:
-        raise ValueError(f"the page lacks the marks {begin} and {end}; put them where the results belong")
-    return f"{before}{begin}\n\n{new}\n\n{end}{after}"

@@ -36,19 +36,13 @@ class Worker:
     pass_s: Callable[[int, float], float] = one_second  # (batch, positions attended in all) -> seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What begins where."""
-
-    starts: tuple[tuple[int, int], ...] = ()  # (job, worker) in the order to start; the others wait centrally
-
-
-Placement = Callable[[Sequence[Job], Sequence[Worker]], Plan]
-"""(jobs that wait, living workers) -> plan. Pure; called whenever jobs have come or ended, or workers
+Starts = tuple[tuple[int, int], ...]  # (job, worker) in the order to start; the others wait centrally
+Placement = Callable[[Sequence[Job], Sequence[Worker]], Starts]
+"""(jobs that wait, living workers) -> starts. Pure; called whenever jobs have come or ended, or workers
 have."""
 
 
-def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     """Siblings together, in the order in which they wait, to the worker with the most free slots; a group
     that fits nowhere whole is divided."""
     free = {worker.id: worker.slots - len(worker.jobs) for worker in workers}
@@ -66,7 +60,7 @@ def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
             now, left = left[: free[best]], left[free[best] :]
             free[best] -= len(now)
             starts += [(job.id, best) for job in now]
-    return Plan(starts=tuple(starts))
+    return tuple(starts)
 
 
-__all__ = ["Job", "Placement", "Plan", "Worker", "least_loaded", "one_second"]
+__all__ = ["Job", "Placement", "Starts", "Worker", "least_loaded", "one_second"]

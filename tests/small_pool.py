@@ -13,7 +13,7 @@ from loops import now
 
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
-from ostinato.jobs import Job, Placement, Plan, Worker
+from ostinato.jobs import Job, Placement, Starts, Worker
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling, Stop
 
 WORDS = 50
@@ -254,10 +254,10 @@ def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
 def mixed(seed: int) -> Placement:
     """A placement full of whims: it may wait, and deal more than there is room for."""
 
-    def place(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+    def place(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
         assert workers, "a placement is called for where somebody can work"
         rng = np.random.default_rng([seed, len(waiting), *(len(worker.jobs) for worker in workers)])
         ids = [worker.id for worker in workers]
-        return Plan(starts=tuple((job.id, int(rng.choice(ids))) for job in waiting if rng.random() < 0.7))
+        return tuple((job.id, int(rng.choice(ids))) for job in waiting if rng.random() < 0.7)
 
     return place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from ostinato.jobs import Job, Placement, Plan, Worker
+from ostinato.jobs import Job, Placement, Starts, Worker
 from ostinato.rollout import schedule
 
 
@@ -20,11 +20,11 @@ def placement(policy: Policy) -> Placement:
     return static if policy is Policy.STATIC else schedule.placement(policy)
 
 
-def static(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+def static(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     """All at once, round robin by place."""
     ids = sorted(worker.id for worker in workers)
     ordered = sorted(waiting, key=lambda job: (job.step, job.place, job.id))
-    return Plan(starts=tuple((job.id, ids[job.place % len(ids)]) for job in ordered) if ids else ())
+    return tuple((job.id, ids[job.place % len(ids)]) for job in ordered) if ids else ()
 
 
 __all__ = ["Policy", "placement", "static"]

@@ -107,7 +107,7 @@ class PlainQueue:
     def _follow(self) -> None:
         jobs = [self._job(answer, 0) for answer in self._waiting]
         workers = [self._worker(sampler) for sampler in self._samplers]
-        for answer, at in self._place(jobs, workers).starts:
+        for answer, at in self._place(jobs, workers):
             self._waiting.remove(answer)
             self._dealt[at].append(answer)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ostinato.engine.pool_worker import Call, Results, Worker, fault, sampler_lost
 from ostinato.engine.serve import failed
-from ostinato.jobs import Placement, Plan, least_loaded
+from ostinato.jobs import Placement, Starts, least_loaded
 from ostinato.types import Completion, Request, Stop
 from ostinato.workers.lost import WorkerLost
 from ostinato.workers.suspects import Key, Suspects, isolated
@@ -97,10 +97,10 @@ class OpenCalls:
             closed = self._place_suspects([call for call in waiting if call.key in cells], workers)
         open = [worker.as_job_worker() for id, worker in workers.items() if id not in closed]
         jobs = [call.job() for call in waiting if call.key not in cells]
-        plan = self._placement(jobs, open) if open else Plan()
-        if jobs and not plan.starts and open and not any(worker.jobs for worker in open):
-            plan = least_loaded(jobs, open)  # whatever a placement waits for, nothing will happen by itself
-        self._follow(plan, workers)
+        starts = self._placement(jobs, open) if open else ()
+        if jobs and not starts and open and not any(worker.jobs for worker in open):
+            starts = least_loaded(jobs, open)  # whatever a placement waits for, nothing will happen by itself
+        self._follow(starts, workers)
 
     def _place_suspects(self, waiting: Sequence[Call], workers: Mapping[int, Worker]) -> frozenset[int]:
         """Deal them by cells; the workers reserved for one cell."""
@@ -112,8 +112,8 @@ class OpenCalls:
                 self._deal(call, workers[places[cell]])
         return closed
 
-    def _follow(self, plan: Plan, workers: Mapping[int, Worker]) -> None:
-        for id, worker in plan.starts:
+    def _follow(self, starts: Starts, workers: Mapping[int, Worker]) -> None:
+        for id, worker in starts:
             self._deal(self.waiting[id], workers[worker])
         for worker in workers.values():
             worker.fill()

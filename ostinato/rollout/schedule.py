@@ -24,7 +24,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from ostinato.jobs import Job, Placement, Plan, Worker
+from ostinato.jobs import Job, Placement, Starts, Worker
 
 RANKS = 2  # ranking groups of histopipe: more were worse in every simulation (docs/histopipe.md)
 READ_SHARE = 0.02  # of the tokens that are sampled: what may be read again for the sake of balance
@@ -50,25 +50,25 @@ def placement(name: str) -> Placement:
     return known[name]
 
 
-def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     """In the order of the stream, each to the worker with the fewest answers."""
     ordered = sorted(waiting, key=_in_stream)
     loads = [float(len(worker.jobs)) for worker in workers]
-    return Plan(starts=_fill(ordered, remaining(ordered).tolist(), workers, loads, count=True))
+    return _fill(ordered, remaining(ordered).tolist(), workers, loads, count=True)
 
 
-def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     """In each round the longest first, each to the worker with the least predicted tokens to go."""
     ordered, sizes = by_length(waiting)
     loads = [float(remaining(worker.jobs).sum()) for worker in workers]
-    return Plan(starts=_fill(ordered, sizes, workers, loads))
+    return _fill(ordered, sizes, workers, loads)
 
 
-def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     """Each round that waits along the line of workers (``lanes``), forth and back in turn. What was there
     before (a later turn, an answer whose worker was lost) goes to who has the least."""
     if not workers:
-        return Plan()
+        return ()
     line = sorted(workers, key=lambda worker: worker.id)
     fresh = [job for job in waiting if job.home is None and not job.generated]
     starts = list[tuple[int, int]]()
@@ -78,7 +78,7 @@ def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
     ordered, sizes = by_length(back)
     loads = [float(remaining(worker.jobs).sum()) for worker in workers]
     starts += _fill(ordered, sizes, workers, loads)
-    return Plan(starts=tuple(starts))
+    return tuple(starts)
 
 
 def _along(jobs: Sequence[Job], line: Sequence[Worker], step: int) -> list[tuple[int, int]]:

@@ -126,8 +126,6 @@ def test_a_constraint_that_leaves_nothing_ends_its_own_answer_only(kernels: Kern
 
 
 def test_an_engine_elsewhere_refuses_a_constraint() -> None:
-    limits = Limits(
-        context=99, vocab_size=VOCAB, blocks=9, has_text=True, records_support=True, policies={"": 0}
-    )
+    limits = Limits(context=99, vocab_size=VOCAB, blocks=9, has_text=True, policies={"": 0})
     with pytest.raises(ValueError, match="has a constraint"):
         refuse(requests()[0], limits)

@@ -27,7 +27,7 @@ from small_pool import (
 )
 
 from ostinato.engine.pool_worker import Call
-from ostinato.jobs import Job, Plan, Worker, least_loaded
+from ostinato.jobs import Job, Starts, Worker, least_loaded
 from ostinato.observe.timeline import Kind
 from ostinato.rollout.schedule import placement
 from ostinato.types import Completion, Request, Sampling, Stop
@@ -278,7 +278,7 @@ async def test_publications_are_booked_when_all_have_proved_them() -> None:
 async def test_a_placement_that_fails_is_told_to_those_who_wait() -> None:
     """It is called from the event loop, which would only log what it raises: everybody waited for ever."""
 
-    def broken(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+    def broken(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
         raise KeyError("no such worker")
 
     pool = World().pool(1, place=broken)
@@ -341,10 +341,10 @@ async def test_a_training_step_that_holds_the_event_loop_up_makes_nobody_silent(
 async def test_calls_wait_in_the_pool_where_placement_can_still_choose() -> None:
     """Longest first by prediction, with one slot: the order of the answers is that of the predictions."""
 
-    def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+    def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
         order = sorted(waiting, key=lambda job: -job.predicted)
         free = [worker.id for worker in workers for _ in range(worker.slots - len(worker.jobs))]
-        return Plan(starts=tuple((job.id, to) for job, to in zip(order, free, strict=False)))
+        return tuple((job.id, to) for job, to in zip(order, free, strict=False))
 
     pool = World().pool(
         1, slots=1, place=longest_first, expect=lambda request: float(request.seed[2] % 4 + 1)

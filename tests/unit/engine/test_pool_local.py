@@ -16,7 +16,7 @@ from worlds import NATIVE, VOCAB, adapters_of, decode, same, tiny_decoder
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
-from ostinato.jobs import Job, Plan, Worker, least_loaded
+from ostinato.jobs import Job, Starts, Worker, least_loaded
 from ostinato.model.wire import fingerprint, unpack
 from ostinato.observe.timeline import Kind
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling
@@ -69,16 +69,16 @@ def ask(place: int, sample: int, **sampling: Any) -> Request:
 REQUESTS = [ask(place, sample) for place in range(4) for sample in range(4)]
 
 
-def crowded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+def crowded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     """All to the first worker."""
-    return Plan(starts=tuple((job.id, workers[0].id) for job in waiting))
+    return tuple((job.id, workers[0].id) for job in waiting)
 
 
 @pytest.mark.skipif(NATIVE is None, reason="only row-wise kernels give the same bits in any batch")
 @pytest.mark.parametrize("place", [least_loaded, crowded])
 @pytest.mark.parametrize(("count", "deaths"), [(1, ()), (3, ()), (3, (3, 5))])
 def test_any_number_of_samplers_is_one_engine_bit_for_bit(
-    place: Callable[..., Plan], count: int, deaths: tuple[int, ...]
+    place: Callable[..., Starts], count: int, deaths: tuple[int, ...]
 ) -> None:
     one = engine()
     one.publish(adapters_of(DECODER, 1), 5)

@@ -27,9 +27,7 @@ ONLY = {"": 0}
 
 
 def sequence(prompt: int, *, tokens: int = 8, uid: str = "p", first: int = 1) -> Sequence:
-    limits = Limits(
-        context=CONTEXT, vocab_size=1000, blocks=1000, has_text=False, records_support=False, policies={"": 0}
-    )
+    limits = Limits(context=CONTEXT, vocab_size=1000, blocks=1000, has_text=False, policies={"": 0})
     ids = np.arange(first, first + prompt, dtype=np.int32)
     sampling = Sampling(max_tokens=tokens)
     return new_sequence(
