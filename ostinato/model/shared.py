@@ -217,8 +217,7 @@ def _mapped_at(
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with _opened(path) as file:
-            # to write it if no other process does, to map it once it is whole: that changes while others are
-            # at it
+            # to write it if no other does, to map it once it is whole: that changes while others are at it
             wanted = fcntl.LOCK_SH if _is_finished(file) else fcntl.LOCK_EX
             if _has_locked(file.fileno(), wanted) and _is_named(file.fileno(), path):
                 if not _is_finished(file):
