@@ -94,7 +94,7 @@ def test_it_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "output"),
     [
         ("raise SystemExit('no such model')", "peer ended; .* no such model"),
         ("print('Loading weights')", "peer answered what is no JSON"),

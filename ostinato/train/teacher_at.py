@@ -122,7 +122,7 @@ class TeacherAt:
             found = [float(one[str(token)]["logprob"]) for token, one in pairs]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise TeacherFailed(
-                f"an answer has no prompt_logprobs of the {len(tokens)} requested tokens ({error!r})"
+                f"an answer has no prompt_logprobs of the {len(tokens)} tokens sent ({error!r})"
             ) from error
         if not all(map(math.isfinite, found)):
             raise TeacherFailed("an answer has a log-probability that is not finite")
