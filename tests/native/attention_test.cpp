@@ -44,14 +44,12 @@ template <class T> void attention(const char* name, const Shape& s) {
   const auto k = random.vector<T>(tokens * ldk), v = random.vector<T>(tokens * ldv);
   std::vector<T> keys(blocks * s.Hkv * s.Dk * BLOCK), values(blocks * s.Hkv * s.Dv * BLOCK);
   std::vector<int64_t> slots(tokens);
-  std::vector<int32_t> writers(tokens);
-  for (long i = 0; i < tokens; i++) {  // slot of position i % most of sequence i / most, written by row tokens - 1 - i
+  for (long i = 0; i < tokens; i++) {  // slot of position i % most of sequence i / most, written by row i
     const long position = i % most;
     slots[i] = tables[i / most * width + position / BLOCK] * BLOCK + position % BLOCK;
-    writers[i] = int32_t(tokens - 1 - i);
   }
   omp_set_num_threads(3);
-  Kernels<T>::write_cache(k.data(), ldk, v.data(), ldv, slots.data(), writers.data(), keys.data(), values.data(), tokens,
+  Kernels<T>::write_cache(k.data(), ldk, v.data(), ldv, slots.data(), keys.data(), values.data(), tokens,
                           s.Hkv, s.Dk, s.Dv);
 
   const long rows = 24, ldq = s.H * s.Dk + 3;
@@ -77,7 +75,7 @@ template <class T> void attention(const char* name, const Shape& s) {
   for (long t = 0; t < rows; t++)
     for (long h = 0; h < s.H; h++) {
       const long head = h / (s.H / s.Hkv);
-      auto row = [&](long j) { return long(writers[sequence[t] * most + j]); };
+      auto row = [&](long j) { return long(sequence[t] * most + j); };
       auto key = [&](long j, long i) { return wide(k[row(j) * ldk + head * s.Dk + i]); };
       auto value = [&](long j, long i) { return wide(v[row(j) * ldv + head * s.Dv + i]); };
       for (long d = 0; d < s.Dv; d += 5)

@@ -22,8 +22,7 @@ struct Experts {  // of experts.py
   void add_rms_norm_##SUFFIX(const T*, const T*, const T*, T*, T*, long, long, double);                               \
   void rope_##SUFFIX(const T*, long, const T*, const T*, T*, long, long, long);                                       \
   void silu_mul_##SUFFIX(const T*, T*, long, long);                                                                   \
-  void write_cache_##SUFFIX(const T*, long, const T*, long, const int64_t*, const int32_t*, T*, T*, long, long, long, \
-                            long);                                                                                    \
+  void write_cache_##SUFFIX(const T*, long, const T*, long, const int64_t*, T*, T*, long, long, long, long);          \
   void paged_attention_##SUFFIX(const T*, long, const T*, const T*, const int32_t*, long, const int32_t*,             \
                                 const int32_t*, T*, float*, long, long, long, long, long, double);                    \
   long experts_##SUFFIX(const Experts*, const T*, const int32_t*, const float*, T*, long, long, char*);

@@ -41,7 +41,7 @@ _SIGNATURES = {
     "add_rms_norm": "ppppplld",
     "rope": "plppplll",
     "silu_mul": "ppll",
-    "write_cache": "plplppppllll",
+    "write_cache": "plplpppllll",
     "paged_attention": "plppplpppp" + "lllll" + "d",
 }
 _PLAIN = {
@@ -359,7 +359,6 @@ def _write_cache(functions: dict[str, Callable[..., None]]) -> Callable[..., Non
             v.data_ptr(),
             v.stride(0),
             slots.data_ptr(),
-            None,
             keys.data_ptr(),
             values.data_ptr(),
             slots.shape[0],

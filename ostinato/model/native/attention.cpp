@@ -212,13 +212,12 @@ INSTANCES(float)
 INSTANCES(bf16)
 
 #define FOR_TYPE(SUFFIX, T)                                                                                           \
-  /* Slot i takes row rows[i], or row i without rows. */                                                              \
-  void write_cache_##SUFFIX(const T* k, long ldk, const T* v, long ldv, const int64_t* slots, const int32_t* rows,    \
-                            T* keys, T* values, long n, long Hkv, long Dk, long Dv) {                                 \
+  /* Slot i takes row i. */                                                                                           \
+  void write_cache_##SUFFIX(const T* k, long ldk, const T* v, long ldv, const int64_t* slots, T* keys, T* values,     \
+                            long n, long Hkv, long Dk, long Dv) {                                                     \
     const Cache<T> cache{keys, values, Hkv, Dk, Dv};                                                                  \
     _Pragma("omp parallel for schedule(static) if (n > 64)") for (long i = 0; i < n; i++) {                           \
-      const long row = rows ? rows[i] : i;                                                                            \
-      write_slot(cache, k + row * ldk, v + row * ldv, slots[i]);                                                      \
+      write_slot(cache, k + i * ldk, v + i * ldv, slots[i]);                                                          \
     }                                                                                                                 \
   }                                                                                                                   \
   void paged_attention_##SUFFIX(const T* q, long ldq, const T* keys, const T* values, const int32_t* tables,          \

@@ -82,9 +82,9 @@ class _Model(ctypes.Structure):
 
 class _Batch(ctypes.Structure):
     _fields_ = [
-        *_pointers("tokens", "positions", "slots", "writers", "tables", "sequence", "lengths"),
+        *_pointers("tokens", "positions", "slots", "tables", "sequence", "lengths"),
         *_pointers("keys", "values", "hidden", "routing"),
-        *_longs("rows", "writes", "table_width", "moe_layers", "key_layer", "value_layer"),
+        *_longs("rows", "table_width", "moe_layers", "key_layer", "value_layer"),
         *_pointers("spans"),
         *_longs("num_spans"),
     ]
@@ -163,7 +163,6 @@ class FusedStep:
             tokens=tokens.data_ptr(),
             positions=positions.data_ptr(),
             slots=rows.slots.data_ptr(),
-            writers=None,
             tables=rows.tables.data_ptr(),
             sequence=rows.sequence.data_ptr(),
             lengths=rows.lengths.data_ptr(),
@@ -172,7 +171,6 @@ class FusedStep:
             hidden=hidden.data_ptr(),
             routing=None if routing is None else routing.data_ptr(),
             rows=total,
-            writes=rows.slots.shape[0],
             table_width=rows.tables.stride(0),
             moe_layers=config.num_moe_layers,
             key_layer=keys.stride(0),

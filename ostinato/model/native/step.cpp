@@ -41,14 +41,13 @@ struct Model {
 };
 struct Batch {
   const int64_t *tokens, *places;
-  const int64_t* slots;   // [W]
-  const int32_t* writers;  // [W] the row whose key and value go there; null: slot i is of row i
+  const int64_t* slots;  // [T] where the key and value of a row go
   const int32_t* tables;
   const int32_t *sequence, *lengths;
   void *keys, *values;  // [layers, ...]
   void* hidden;         // [T, D]
   int16_t* routing;     // [T, MoE layers, K]
-  long T_, W, ldt, moe_layers;
+  long T_, ldt, moe_layers;
   long key_layer, value_layer;  // elements from layer to layer
   const Span* spans;            // [num_spans] which rows are of which policy
   long num_spans;
@@ -246,18 +245,16 @@ template <class T> class Pass {
     for (long t = first; t < last; t++) turn(qkv + t * layer.qkv.out, layer.q_norm, t, model.H, q + t * width);
   }
 
-  // A row of a draft tree may go to several slots: whoever fills a slot turns the key again.
   void cache_keys(const Layer& layer, const Cache<T>& cache) {
     static thread_local std::vector<T> key;
     const long width = model.Hkv * model.Dk;
     key.resize(width);
     long first, last;
-    share(batch.W, first, last);
-    for (long i = first; i < last; i++) {
-      const long t = batch.writers ? batch.writers[i] : i;
+    share(batch.T_, first, last);
+    for (long t = first; t < last; t++) {
       const T* k = qkv + t * layer.qkv.out + model.H * model.Dk;
       turn(k, layer.k_norm, t, model.Hkv, key.data());
-      write_slot(cache, key.data(), k + width, batch.slots[i]);
+      write_slot(cache, key.data(), k + width, batch.slots[t]);
     }
   }
 
