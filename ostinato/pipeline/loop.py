@@ -211,10 +211,8 @@ class Loop:
         if self.drafting is not None and not overlap:
             self.drafting.begin()
         with clock.doing("rollout" if overlap else "", Kind.WAIT):
-            train_batch = await self._feed.batch(self.state.step, self.state.version)
-        groups, stale = (
-            [of_step(step, item.group) for item in some] for some in (train_batch.batch, train_batch.stale)
-        )
+            due = await self._feed.batch(self.state.step, self.state.version)
+        groups, stale = ([of_step(step, item.group) for item in some] for some in (due.batch, due.stale))
         self._failures.see(step, groups, first=step == 1)
         learned = await self._learned(groups, clock)
         version = self.state.version
@@ -222,15 +220,13 @@ class Loop:
             version += 1
             with clock.doing("publish" if overlap else "train", Kind.PUBLISH):
                 self.stage.engine.publish(self.trainer.adapters(), version)
-        learned = replace(learned, credit=with_stale(learned.credit, stale, train_batch.num_stale))
+        learned = replace(learned, credit=with_stale(learned.credit, stale, due.num_stale))
         fresh = self._feed.fresh()
         if not overlap:
             clock.rollouts(fresh)
         drafted = self._drafted(fresh, clock)
-        row = self._recorder.record(
-            clock, self._feed, [*groups, *stale], fresh, train_batch, learned, drafted
-        )
-        self._end_step(step, version, train_batch, learned, row)
+        row = self._recorder.record(clock, self._feed, [*groups, *stale], fresh, due, learned, drafted)
+        self._end_step(step, version, due, learned, row)
         row |= self.state.totals
         ended = self._why is not None
         self._why = self._recorder.report(step, row, groups, learned, ended) or self._why
@@ -281,7 +277,7 @@ class Loop:
         return replace(prepared, report=report, look=look)
 
     def _end_step(
-        self, step: int, version: int, train_batch: TrainBatch, learned: Learned, row: dict[str, float]
+        self, step: int, version: int, due: TrainBatch, learned: Learned, row: dict[str, float]
     ) -> None:
         """The step has happened; ``row`` gets what the new state has."""
         self._feed.trained()
@@ -296,16 +292,16 @@ class Loop:
             rates=self._feed.rates,
             empty_in_a_row=0 if learned.credit.samples else before.empty_in_a_row + 1,
             ahead=self._feed.ahead,
-            admitted=before.admitted + train_batch.num_admitted,
-            trained=before.trained + len(train_batch.batch) + train_batch.num_stale - gone.total(),
+            admitted=before.admitted + due.num_admitted,
+            trained=before.trained + len(due.batch) + due.num_stale - gone.total(),
             dropped=dict(sorted(dropped.items())),
             totals=add_totals(before.totals, row, self._ledger.terms),
         )
         self._between_steps = False
         row |= self.state.left(before, len(self.tasks)) if self.plan.solved_for_good else {}
         row |= self.state.accounted()
-        if train_batch.num_anew:
-            row["groups/played_anew"] = float(train_batch.num_anew)
+        if due.num_anew:
+            row["groups/played_anew"] = float(due.num_anew)
 
     def _nobody_left(self) -> Finish | None:
         """Is this the end, because every prompt has left the stream?"""
