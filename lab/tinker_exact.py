@@ -197,10 +197,12 @@ class InProcess:
         return digest(Path(folder))
 
 
-def trained(url: str, seed: int, steps: int) -> tuple[str, float, float]:
-    """In a process of its own: the path of the adapter, and when it began and ended."""
+def trained(url: str, seed: int, steps: int, ready: Any) -> tuple[str, float, float]:
+    """In a process of its own: the path of the adapter, and when it began and ended. With the barrier
+    ``ready`` none is timed while another one warms up."""
     client = Client(url, seed)
     client.step(0)  # connections and compilers
+    ready.wait()
     start = time.time()
     for number in range(1, steps + 1):
         client.step(number)
@@ -208,17 +210,19 @@ def trained(url: str, seed: int, steps: int) -> tuple[str, float, float]:
 
 
 def pair(model: str, rounds: int, steps: int = 6) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, CHILDREN.Manager() as manager:
         server = Server(model, Path(folder))
         found: dict[str, Any] = {"alone": [], "at_once": [], "adapters": []}
         for _ in range(rounds):
+            ready = [manager.Barrier(parties) for parties in (1, 2)]
             with ProcessPoolExecutor(1, CHILDREN) as one:
-                alone = [one.submit(trained, server.url, seed, steps).result() for seed in (1, 2)]
+                alone = [one.submit(trained, server.url, seed, steps, ready[0]).result() for seed in (1, 2)]
             with ProcessPoolExecutor(2, CHILDREN) as two:
-                asked = [two.submit(trained, server.url, seed, steps) for seed in (1, 2)]
+                asked = [two.submit(trained, server.url, seed, steps, ready[1]) for seed in (1, 2)]
                 both = [future.result() for future in asked]
             found["alone"].append(sum(end - start for _, start, end in alone))
             found["at_once"].append(max(end for *_, end in both) - min(start for _, start, _ in both))
+            print(found["alone"], found["at_once"], file=sys.stderr, flush=True)
             found["adapters"].append([[server.adapter(path) for path, *_ in arm] for arm in (alone, both)])
         server.end()
     equal = all(one == other for one, other in found["adapters"])
