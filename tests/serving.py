@@ -11,8 +11,10 @@ from typing import Any
 
 import uvicorn
 
+from ostinato.launch.memory import Keeping, open_memory
 from ostinato.launch.panel import judged_by
 from ostinato.launch.served import Served, Serving, open_service
+from ostinato.memory import refill
 from ostinato.serve.app import new_app
 from ostinato.serve.feedback import open_feedback
 from ostinato.serve.server import address, bound
@@ -35,6 +37,7 @@ def server(
     adapters: dict[str, str] | None = None,
     feedback: str = "",
     judge: str = "",
+    memory: Keeping | None = None,
     **limits: Any,
 ) -> Iterator[At]:
     """Serve ``target`` while the context lasts; ``judge`` is one of ``adapters``."""
@@ -46,9 +49,12 @@ def server(
         open_service(serving) as served,
         open_feedback(feedback, served.service) as kept,
         bound("127.0.0.1", 0) as listening,
+        contextlib.ExitStack() as stack,
     ):
-        judged = judged_by(judge, served) if judge else None
-        app = new_app(served.service, key=key, feedback=kept, judge=judged)
+        judged, url = judged_by(judge, served) if judge else None, address(listening)
+        itself = refill.At(f"{url}/v1", key=key)
+        remembered = stack.enter_context(open_memory(memory, served.service.renderer, itself))
+        app = new_app(served.service, key=key, feedback=kept, judge=judged, memory=remembered)
         runner = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         thread = threading.Thread(target=lambda: runner.run(sockets=[listening]), daemon=True)
         thread.start()

@@ -146,10 +146,18 @@ def serve(
     product: Annotated[
         Path | None, typer.Option(help="The folder of a product's loop, whose policy is served first.")
     ] = None,
+    memory: Annotated[
+        int, typer.Option(min=0, metavar="TOKENS", help="Keep chats of a session within (docs/memory.md).")
+    ] = 0,
+    memory_file: Annotated[Path, typer.Option(help="Where these are kept.")] = Path("runs/memory.sqlite"),
+    memory_refill: Annotated[
+        str, typer.Option(metavar="extract|model", help="Who shortens them: no model, or this one.")
+    ] = "extract",
 ) -> None:
     """Serve a policy at an OpenAI-compatible address, with a chat page; a run's while it learns."""
     from ostinato.cli.serve import Address, named_adapters
     from ostinato.cli.serve import serve as command
+    from ostinato.launch.memory import Keeping
 
     command(
         target,
@@ -160,6 +168,7 @@ def serve(
         limits={"sequences": max_sequences, "max_tokens": max_tokens, "timeout_s": timeout_s},
         feedback=feedback,
         product=product,
+        memory=Keeping(budget=memory, file=memory_file, refill=memory_refill) if memory else None,
     )
 
 
@@ -192,6 +201,14 @@ def tinker(
     from ostinato.cli.tinker import tinker as command
 
     command(target, overrides or [], Address(host=host, port=port, key=api_key, drain_s=3.0), state)
+
+
+@app.command("memory", **PASSED_ON)
+def memory_(ctx: typer.Context) -> None:
+    """Chats of any program within a budget of tokens: memory serve URL (see memory --help)."""
+    from ostinato.cli.memory import app as memory_app
+
+    memory_app(args=ctx.args, prog_name="ostinato memory")
 
 
 @app.command(**PASSED_ON)

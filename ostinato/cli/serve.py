@@ -16,6 +16,7 @@ from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
 
 if TYPE_CHECKING:
+    from ostinato.launch.memory import Keeping
     from ostinato.launch.served import Served
 
 
@@ -50,9 +51,10 @@ def serve(
     feedback: str = "",
     product: Path | None = None,
     judge: str = "",
+    memory: Keeping | None = None,
 ) -> None:
-    """Serve until a signal; with POST /v1/judge by ``judge``, whose base is ``target``. Raises ValueError for
-    what cannot be served."""
+    """Serve until a signal; with POST /v1/judge by ``judge``, whose base is ``target``, and chats of sessions
+    within the budget of ``memory``. ValueError for what cannot be served."""
     try:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
@@ -65,8 +67,10 @@ def serve(
     with listening:
         recipe, _ = recipe_of(target, *overrides)
         threads.configure(recipe)
+        from ostinato.launch.memory import open_memory
         from ostinato.launch.panel import judged_by
         from ostinato.launch.served import Serving, open_service
+        from ostinato.memory.refill import At
         from ostinato.serve.app import new_app
         from ostinato.serve.feedback import open_feedback
         from ostinato.serve.service import Limits
@@ -82,6 +86,9 @@ def serve(
         with contextlib.ExitStack() as stack:
             served = stack.enter_context(open_service(serving))
             kept = stack.enter_context(open_feedback(feedback, served.service, where.origins))
+            base = address(listening)
+            itself = At(f"{base}/v1", key=key)
+            remembered = stack.enter_context(open_memory(memory, served.service.renderer, itself))
             app = new_app(
                 served.service,
                 key=key,
@@ -89,8 +96,8 @@ def serve(
                 feedback=kept,
                 lifespan=_following(served, product),
                 judge=judged_by(judge, served) if judge else None,
+                memory=remembered,
             )
-            base = address(listening)
             for model in served.service.models.values():
                 typer.echo(f"{model.name:24} version {model.version}")
             typer.echo(f"OpenAI address {base}/v1, chat page {base}/ (Ctrl-C ends it)")

@@ -27,6 +27,7 @@ from ostinato.config.sections import (
     ForgettingSection,
     LedgerSection,
     LogSection,
+    MemorySection,
     MixedTask,
     ModelSection,
     OneTask,
@@ -52,6 +53,7 @@ class Recipe(Section):
     adapter: AdapterSection = AdapterSection()
     teacher: TeacherSection = TeacherSection()
     task: TaskSection = TaskSection()
+    memory: MemorySection = MemorySection()
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
     curriculum: CurriculumSection = CurriculumSection()

@@ -81,6 +81,7 @@ class OneTask(Section):
     tools: Names = ()  # built-in names, "module:function" or "file.py:function"
     env: str = ""  # an environment of your own, "module:Class" or "file.py:Class" (docs/guide/environment.md)
     env_params: dict[str, Any] = Field(default_factory=dict)  # what the class is made with
+    memory: bool = False  # contexts of an episode stay within memory.budget (docs/memory.md)
     agent: str = ""  # "module:function", "file.py:function" or "remote", with an OpenAI client
     agent_command: Names = ()  # the same as a command line
     agent_url: str = ""  # of a service that plays a rollout for each POST
@@ -139,6 +140,15 @@ class TaskSection(OneTask):
                     f"task.{key} is {value!r} beside task.mix, whose tasks have their own; move it into one"
                 )
         return self
+
+
+class MemorySection(Section):
+    """How long the contexts of episodes with ``task.memory`` may be: beyond that older turns are shortened or
+    left out, by what they matter, and a row begins anew with them (docs/memory.md)."""
+
+    budget: Positive = 1024  # tokens of a context, before the answer
+    recent: Count = 0  # of them the newest turns, verbatim; 0: a third
+    importance: str = ""  # weights of ``ostinato.memory.importance``; empty: those by hand
 
 
 class RewardSection(Section):

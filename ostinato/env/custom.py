@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ostinato.env.dialogue import Words
 from ostinato.env.tools import Message, Toolbox, imported, in_thread
-from ostinato.render import Renderer
 from ostinato.types import Completion, NewRow, Prompt, Stop
 
 SEEDS = "seeds"  # as task.source: rows are numbers for ``reset``
@@ -101,7 +101,7 @@ class EnvEpisode:
     def __init__(
         self,
         prompt: Prompt,
-        renderer: Renderer,
+        renderer: Words,
         make: Factory,
         max_turns: int,
         *,

@@ -19,11 +19,13 @@ from typing import Protocol
 import numpy as np
 
 from ostinato.env.tools import Message, Tool, Toolbox
-from ostinato.types import Completion, Prompt, Stop
+from ostinato.types import Completion, NewRow, Prompt, Stop
 
 
 class Words(Protocol):
-    """What a dialogue needs of ``render.Renderer``."""
+    """What a dialogue needs of ``render.Renderer``, or of what keeps its contexts within a budget."""
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str: ...
 
     def prompt(self, prompt: Prompt) -> np.ndarray: ...
 
@@ -32,7 +34,7 @@ class Words(Protocol):
         messages: Sequence[Message],
         new_messages: Sequence[Message],
         answer: Sequence[int] | np.ndarray = (),
-    ) -> np.ndarray: ...
+    ) -> np.ndarray | NewRow: ...
 
 
 class Dialogue:
@@ -75,7 +77,7 @@ class Dialogue:
         """[P] int32: the context of turn 0."""
         return self._renderer.prompt(self._prompt)
 
-    async def step(self, completion: Completion) -> np.ndarray | None:
+    async def step(self, completion: Completion) -> np.ndarray | NewRow | None:
         """[C] int32: the replies to the answer's tool calls, or None when the episode is over."""
         self._turns_left -= 1
         if not self._turns_left or completion.stop not in (Stop.EOS, Stop.STRING):

@@ -29,9 +29,11 @@ from ostinato.launch.checks import check, check_solvable
 from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
 from ostinato.launch.graders import new_grader
+from ostinato.launch.memory import Conversations, conversations
 from ostinato.launch.models import load_decoder
 from ostinato.launch.panel import scorers
 from ostinato.launch.teacher import check_teacher
+from ostinato.memory.chat import Words
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.protocols import Engine, Env, Grader, Tasks
@@ -211,6 +213,11 @@ def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, co
             f"an answer has up to {longest} tokens ({keys}), but the context of {recipe.model.path} "
             f"is {context} tokens; lower {keys}, so that a prompt fits in front"
         )
+    if recipe.memory.budget > room and any(task.memory for task in recipe.task.by_name.values()):
+        raise ValueError(
+            f"memory.budget is {recipe.memory.budget}; with an answer of {longest} ({keys}) it exceeds the "
+            f"context of {context}: lower one of them"
+        )
     episode = environment(recipe, renderer)
     sizes = [_bytes(row) for row in rows]
     # the longest prompt is rendered in any case: it bounds what the template adds, if there is one
@@ -291,10 +298,12 @@ def stage_identity(recipe: Recipe) -> str:
     tree = recipe.model_dump(mode="json")
     if not recipe.task.mix:
         del tree["task"]["mix"]  # groups of older runs are found
+    kept = [one.pop("memory") for one in (tree["task"], *tree["task"].get("mix", ()))]
     reward, weights, rollout = tree["reward"], tree["engine"]["weights"], tree["rollout"]
     keys = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
     interruption = [rollout[key] for key in keys]
     played = [tree["model"], tree["task"], reward["functions"], reward["weights"], weights, interruption]
+    played += [kept, tree["memory"]] if any(kept) else []
     if any(name.startswith(JUDGE) for name in reward["functions"]):  # with their revisions
         played.append(reward["judge_pairs"])
     return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()[:12]
@@ -308,26 +317,40 @@ def environment(
 ) -> Callable[[Prompt], Env]:
     """A fresh episode per prompt: of an environment of one's own, one turn, or a conversation with tools,
     whose calls ``counters`` counts."""
+    counters = Counter() if counters is None else counters
     made = {
-        name: _episodes(task, renderer, counters, agents if task.has_agent else None)
+        name: _episodes(recipe, task, renderer, counters, agents if task.has_agent else None)
         for name, task in recipe.task.by_name.items()
     }
     return lambda prompt: made[prompt.task](prompt)
 
 
 def _episodes(
-    task: OneTask, renderer: Renderer, counters: Counter[str] | None, agents: AgentServer | None
+    recipe: Recipe, task: OneTask, renderer: Renderer, counters: Counter[str], agents: AgentServer | None
 ) -> Callable[[Prompt], Env]:
     tools, turns = resolve_tools(task.tools), task.max_turns
+    budget = recipe.memory.budget
+    new_chat = conversations(recipe.memory, renderer, counters) if task.memory else None
     if agents is not None:
-        return _agent_episodes(task, agents, Counter() if counters is None else counters)
-    if task.env:
-        make = factory(task.env, task.env_params)
-        return lambda prompt: EnvEpisode(prompt, renderer, make, turns, counters=counters)
-    return lambda prompt: Dialogue(prompt, renderer, tools=tools, max_turns=turns, counters=counters)
+        return _agent_episodes(task, agents, counters, new_chat, budget)
+    make = factory(task.env, task.env_params) if task.env else None
+
+    def episode(prompt: Prompt) -> Env:
+        words = Words(renderer, new_chat(), budget) if new_chat else renderer
+        if make is not None:
+            return EnvEpisode(prompt, words, make, turns, counters=counters)
+        return Dialogue(prompt, words, tools=tools, max_turns=turns, counters=counters)
+
+    return episode
 
 
-def _agent_episodes(task: OneTask, agents: AgentServer, counters: Counter[str]) -> Callable[[Prompt], Env]:
+def _agent_episodes(
+    task: OneTask,
+    agents: AgentServer,
+    counters: Counter[str],
+    new_chat: Conversations | None,
+    budget: int,
+) -> Callable[[Prompt], Env]:
     from ostinato.serve.agents import AgentEpisode, agent_of
 
     if task.agent == REMOTE:
@@ -346,6 +369,7 @@ def _agent_episodes(task: OneTask, agents: AgentServer, counters: Counter[str]) 
             silence_s=task.agent_silence_s,
             counters=counters,
             queued=task.agent == REMOTE,
+            **({"chat": new_chat(), "budget": budget} if new_chat else {}),
         )
 
     return episode

@@ -1,8 +1,8 @@
 """How many tokens each masked block gets: the best levels within the room that is left, exactly.
 
 The worth of b tokens of a block of n is concave, u(b) = s (1 - exp(-b / tau)) with tau = 0.3 n: the first
-tokens of a block are worth most. ``water_filling`` is the optimum where every number of tokens is allowed,
-``allocate`` the one over the levels that a block may have, by dynamic programming over the room.
+tokens of a block are worth most. Where every number of tokens is allowed, water-filling is the optimum (the
+tests have it); over the levels that a block may have it is found by dynamic programming over the room.
 """
 
 from __future__ import annotations
@@ -17,30 +17,6 @@ COMPRESSIBILITY = 0.3  # tau as a share of the tokens of the whole
 def utility(score: float, whole: int, tokens: float | np.ndarray) -> float | np.ndarray:
     """What ``tokens`` of a block of ``whole`` tokens and importance ``score`` are worth."""
     return score * -np.expm1(-np.asarray(tokens, np.float64) / (COMPRESSIBILITY * max(whole, 1)))
-
-
-def water_filling(scores: Sequence[float], wholes: Sequence[int], room: float) -> np.ndarray:
-    """[n] float64: b = clip(tau ln(s / (level tau)), 0, whole), with the water level at which they add up to
-    ``room`` (bisection), or all of every block where there is room for it. No feasible b is worth more."""
-    s, n = np.asarray(scores, np.float64), np.asarray(wholes, np.float64)
-    tau = COMPRESSIBILITY * np.maximum(n, 1)
-    if n.sum() <= room:
-        return n
-
-    def filled(log_level: float) -> np.ndarray:
-        with np.errstate(divide="ignore"):
-            return np.clip(tau * (np.log(s / tau) - log_level), 0, n)
-
-    with np.errstate(divide="ignore"):
-        slopes = np.log(s / tau)
-    real = slopes[np.isfinite(slopes)]
-    if not len(real):
-        return np.zeros(len(n))
-    low, high = float((slopes - n / tau)[np.isfinite(slopes)].min()), float(real.max())
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if filled(middle).sum() > room else (low, middle)
-    return filled(high)
 
 
 def allocate(
@@ -83,4 +59,4 @@ def uniform(options: Sequence[Sequence[int]], room: int) -> list[int]:
     return [len(mine) - 1 for mine in options]
 
 
-__all__ = ["COMPRESSIBILITY", "allocate", "uniform", "utility", "water_filling"]
+__all__ = ["COMPRESSIBILITY", "allocate", "uniform", "utility"]

@@ -33,6 +33,7 @@ class Block:
 
     id: int  # in order of time
     turn: int
+    part: int = 0  # of its turn
     speaker: str
     day: str
     text: str
@@ -124,16 +125,3 @@ class Kept:
 
 def source_of(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-__all__ = [
-    "LEVELS",
-    "Block",
-    "Kept",
-    "MemoryState",
-    "Originals",
-    "Turn",
-    "block_from_row",
-    "line",
-    "source_of",
-]

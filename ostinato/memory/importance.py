@@ -188,19 +188,3 @@ def leave_one_out(state: MemoryState, loss: Callable[[str], float]) -> np.ndarra
     lines = [block.line for block in state.blocks]
     whole = loss("".join(lines))
     return np.array([loss("".join(lines[:k] + lines[k + 1 :])) - whole for k in range(len(lines))])
-
-
-__all__ = [
-    "FEATURES",
-    "LEXICAL",
-    "Importance",
-    "Weighted",
-    "equal",
-    "features",
-    "fit",
-    "leave_one_out",
-    "lexical",
-    "novelty",
-    "spoken_of",
-    "static_features",
-]

@@ -21,7 +21,7 @@ from ostinato.memory.allocate import allocate, uniform
 from ostinato.memory.blocks import LEVELS, Block, MemoryState, Originals, Turn, line
 from ostinato.memory.facts import absolute, day_of, unsupported
 from ostinato.memory.importance import Importance, lexical, spoken_of, static_features
-from ostinato.memory.refill import AsyncRefiller, Refiller, extract
+from ostinato.memory.refill import Refiller, extract
 
 GONE = len(LEVELS) - 1
 SIGHT = 200  # characters of the originals beside a gap that a refiller sees
@@ -34,17 +34,24 @@ class Sizes:
     budget: int
     recent: int  # the newest turns, verbatim
     piece: int = 96  # turns are cut into pieces of so many at most
-    per_block: int = 0  # that the caller's form adds to each block: a chat template's marks
-    least: int = 8  # a block is not shortened to fewer
+    per_block: int = 0  # that the caller's form adds to each verbatim block: a chat template's marks
+    least: int = 12  # a block is not shortened to fewer
     slack: float = 0.1  # of the budget, that is freed beyond what is needed
     at_once: int = 8  # blocks that are masked, if so many are enough
     half_life: float = 200.0  # turns after which a block counts half
 
+    @classmethod
+    def of(cls, budget: int, recent: int = 0, per_block: int = 0) -> Sizes:
+        """A window of a third unless it is given, pieces of an eighth and 96 tokens at most."""
+        recent = recent or budget // 3
+        return cls(budget=budget, recent=recent, piece=min(96, budget // 8, recent), per_block=per_block)
+
     def __post_init__(self) -> None:
-        if self.piece > self.recent or self.budget < self.recent + self.piece:
+        if not self.least <= self.piece <= self.recent <= self.budget - self.piece:
             raise ValueError(
                 f"memory.budget is {self.budget} tokens with a recent window of {self.recent} and pieces of "
-                f"{self.piece}; use a budget of at least both, and a window of at least a piece"
+                f"{self.piece}; use a budget of at least both, a window of at least a piece, and pieces of "
+                f"{self.least} or more"
             )
         if not 0 <= self.slack < 1 or self.at_once < 1 or self.half_life <= 0 or self.per_block < 0:
             raise ValueError(
@@ -125,6 +132,8 @@ class Memory:
     refiller: Refiller | None = None  # None: extracts
     decide: Decide | None = None  # None: ``best_levels``
     parts: Parts = field(default_factory=Parts)
+    whole: Callable[[MemoryState], int] | None = None  # tokens of a state in the caller's own form
+    on_block: Callable[[Block], None] = lambda block: None  # hears of every piece when it comes
     counters: Counter[str] = field(default_factory=Counter)
 
     # -- what a caller does
@@ -156,23 +165,10 @@ class Memory:
 
     def fit(self, state: MemoryState, keep: frozenset[int] = frozenset()) -> MemoryState:
         """Within the budget; blocks of ``keep`` (one piece at most) stay as they are."""
-        steps, texts = self._fitting(state, keep), None
-        try:
-            while True:
-                gaps = steps.send(texts)
-                texts = [self._refilled(gap) for gap in gaps]
-        except StopIteration as end:
-            return end.value
-
-    async def append_async(self, state: MemoryState, turn: Turn, refill: AsyncRefiller) -> MemoryState:
-        """``append`` with a refiller that has to be waited for."""
-        steps, texts = self._fitting(self.joined(state, turn), frozenset()), None
-        try:
-            while True:
-                gaps = steps.send(texts)
-                texts = [await refill(gap.left, gap.original, gap.right, gap.room) for gap in gaps]
-        except StopIteration as end:
-            return end.value
+        while self.measure(state) > self.sizes.budget:
+            gaps = self.plan(state, keep)
+            state = self.apply(state, gaps, [self._refilled(gap) for gap in gaps if gap.budget])
+        return state
 
     def _refilled(self, gap: Gap) -> str:
         return self.refiller(gap.left, gap.original, gap.right, gap.room) if self.refiller else ""
@@ -187,7 +183,7 @@ class Memory:
             replace(one, uses=one.uses + 1, used_at=state.turns) if one.id in used else one
             for one in state.blocks
         ]
-        pieces = split(turn.text, lambda text: self._cost(turn.speaker, text, turn.day) <= self.sizes.piece)
+        pieces = split(turn.text, lambda text: self._verbatim_cost(turn, text) <= self.sizes.piece)
         sources = [self.originals.put(piece) for piece in pieces]
         last = old[-1] if old and old[-1].id == state.next_id - 1 else None
         if last is not None and sources:
@@ -196,10 +192,11 @@ class Memory:
             Block(
                 id=state.next_id + k,
                 turn=state.turns,
+                part=k,
                 speaker=turn.speaker,
                 day=turn.day,
                 text=piece,
-                tokens=(cost := self._cost(turn.speaker, piece, turn.day)),
+                tokens=(cost := self._verbatim_cost(turn, piece)),
                 whole=cost,
                 source=sources[k],
                 before=sources[k - 1] if k else last.source if last else "",
@@ -211,12 +208,17 @@ class Memory:
             for k, piece in enumerate(pieces)
         ]
         self._check_pins([*old, *new])
+        for block in new:
+            self.on_block(block)
         return MemoryState(blocks=(*old, *new), turns=state.turns + 1, next_id=state.next_id + len(new))
 
     def measure(self, state: MemoryState) -> int:
-        """Tokens of the context: of the lines together, or one by one where these are more."""
-        together = self._count(state.text) + self.sizes.per_block * len(state.blocks)
-        return max(state.tokens, together)
+        """Tokens of the context in the caller's form; without one of the lines together, or one by one where
+        these are more."""
+        if self.whole is not None:
+            return self.whole(state)
+        verbatim = sum(not one.level for one in state.blocks)
+        return max(state.tokens, self._count(state.text) + self.sizes.per_block * verbatim)
 
     def recent(self, state: MemoryState) -> set[int]:
         """Ids of the window: the newest blocks, none missing or shortened, of ``sizes.recent`` tokens at
@@ -256,7 +258,7 @@ class Memory:
             raise ValueError(
                 f"count gives {total} tokens for a memory of {len(state.blocks)} blocks that have "
                 f"{state.tokens} one by one, which the budget of {self.sizes.budget} cannot hold; "
-                "use a count that grows with the text"
+                "raise it, or use a count that grows with the text"
             )
         room = max(0, sum(one.block.tokens for one in candidates) - need)
         decide = self.decide or (best_levels if self.parts.allocation else same_levels)
@@ -285,20 +287,11 @@ class Memory:
 
     # -- how
 
-    def _fitting(
-        self, state: MemoryState, keep: frozenset[int]
-    ) -> Generator[list[Gap], Sequence[str] | None, MemoryState]:
-        while self.measure(state) > self.sizes.budget:
-            gaps = self.plan(state, keep)
-            texts = yield [gap for gap in gaps if gap.budget]
-            state = self.apply(state, gaps, texts or ())
-        return state
-
     def _candidate(self, block: Block, score: float) -> Candidate:
         levels, options = [block.level], [block.tokens]
         for level in range(block.level + 1, GONE if self.parts.refill else 0):
             tokens = math.ceil(LEVELS[level] * block.whole)
-            if self.sizes.least + self.sizes.per_block <= tokens < options[-1]:
+            if self.sizes.least <= tokens < options[-1]:
                 levels.append(level)
                 options.append(tokens)
         return Candidate(block=block, score=score, levels=(*levels, GONE), options=(*options, 0))
@@ -361,8 +354,11 @@ class Memory:
                 f"(its budget of {self.sizes.budget} less the recent window and one piece); pin less"
             )
 
-    def _cost(self, speaker: str, text: str, day: str = "") -> int:
-        return self._count(line(speaker, text, day)) + self.sizes.per_block
+    def _verbatim_cost(self, turn: Turn, text: str) -> int:
+        return self._count(line(turn.speaker, text, turn.day)) + self.sizes.per_block
+
+    def _cost(self, speaker: str, text: str) -> int:
+        return self._count(line(speaker, text))
 
     def _count(self, text: str) -> int:
         tokens = self.count(text)
@@ -400,17 +396,3 @@ def _places(text: str, mark: str, low: int, high: int) -> Generator[int]:
     while at >= 0:
         yield at
         at = text.find(mark, at + 1, high)
-
-
-__all__ = [
-    "GONE",
-    "Candidate",
-    "Decide",
-    "Gap",
-    "Memory",
-    "Parts",
-    "Sizes",
-    "best_levels",
-    "same_levels",
-    "split",
-]

@@ -4,13 +4,16 @@ it; ``keep.Memory`` checks what it writes, and takes an extract of the original 
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from ostinato.memory.facts import PLAIN, dates, listed, names, numbers
+from ostinato.memory.facts import MONTHS, PLAIN, dates, listed, names, numbers
 
 _SENTENCE = re.compile(r"[^.!?\n]*(?:[.!?](?=\S)[^.!?\n]*)*[.!?]*\n*\s*")
 FILLER = frozenset(
@@ -24,24 +27,13 @@ FILLER = frozenset(
 )  # no word that denies
 
 
+FEWEST = 3  # words of an extract that is less than a sentence
+
+
 class Refiller(Protocol):
     """``budget``: tokens of the answer at most. The same arguments give the same text."""
 
     def __call__(self, left: str, original: str, right: str, budget: int) -> str: ...
-
-
-class AsyncRefiller(Protocol):
-    async def __call__(self, left: str, original: str, right: str, budget: int) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Extractive:
-    """Sentences of the original, those with most facts for their length first, and no model."""
-
-    count: Callable[[str], int]
-
-    def __call__(self, left: str, original: str, right: str, budget: int) -> str:
-        return extract(original, lambda text: self.count(text) <= budget)
 
 
 def extract(original: str, fits: Callable[[str], bool]) -> str:
@@ -64,20 +56,26 @@ def extract(original: str, fits: Callable[[str], bool]) -> str:
 
 
 def _leading_words(sentence: str, fits: Callable[[str], bool]) -> str:
-    """The words that matter most, as many as fit, in their order; "" without any that matters."""
+    """The words that matter most, as many as fit, in their order; "" for fewer than ``FEWEST``."""
     parts = sentence.split()
     ranks = [_rank(part, first=not k) for k, part in enumerate(parts)]
+    for k, part in enumerate(parts):
+        if part.casefold().strip(",.") in MONTHS:  # the day before it, or behind
+            ranks[max(0, k - 1) : k + 2] = [min(rank, 1) for rank in ranks[max(0, k - 1) : k + 2]]
     order = sorted((k for k, rank in enumerate(ranks) if rank), key=lambda k: (-ranks[k], k))
     low, high = 0, len(order)
     while low < high:
         middle = (low + high + 1) // 2
         text = " ".join(parts[k] for k in sorted(order[:middle]))
         low, high = (middle, high) if fits(text) else (low, middle - 1)
-    return " ".join(parts[k] for k in sorted(order[:low]))
+    return " ".join(parts[k] for k in sorted(order[:low])) if low >= FEWEST else ""
 
 
 def _rank(word: str, first: bool) -> int:
+    """3: who, how many and not; 2: what; 1: when; 0: fillers."""
     plain = word.casefold().strip(",.!?;:\"'()")
+    if plain in MONTHS or re.fullmatch(r"(?:19|20)\d\d", plain):
+        return 1
     if (
         any(char.isdecimal() for char in word)
         or plain in ("no", "not", "never", "none")
@@ -86,7 +84,7 @@ def _rank(word: str, first: bool) -> int:
         return 3
     if plain in PLAIN or plain in FILLER:
         return 0
-    return 2 if word[:1].isupper() and not first else 1
+    return 3 if word[:1].isupper() and not first else 2
 
 
 def _density(sentence: str) -> float:
@@ -130,4 +128,39 @@ def cleaned(answer: str) -> str:
     return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] == '"' else text
 
 
-__all__ = ["AsyncRefiller", "Extractive", "Refiller", "cleaned", "extract", "messages", "terse"]
+@dataclass(frozen=True, slots=True)
+class ByModel:
+    """By a chat model, greedily. One that fails writes nothing, which leaves the gap to an extract; how often
+    is counted (``memory/failed``)."""
+
+    chat: Callable[[list[dict[str, str]], int], str]  # messages, tokens of the answer at most
+    counters: Counter[str]
+
+    def __call__(self, left: str, original: str, right: str, budget: int) -> str:
+        try:
+            return cleaned(self.chat(messages(left, original, right, budget), budget))
+        except (OSError, ValueError, LookupError, TypeError):  # of the network, or no such answer
+            self.counters["memory/failed"] += 1
+            return ""
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """The model at ``url`` (".../v1"); ``key`` is sent where there is one."""
+
+    url: str
+    model: str = ""
+    key: str = ""
+    timeout_s: float = 60.0
+
+    def __call__(self, messages: list[dict[str, str]], max_tokens: int) -> str:
+        body: dict[str, Any] = {"messages": messages, "max_tokens": max(1, max_tokens), "temperature": 0}
+        body |= {"model": self.model} if self.model else {}
+        headers = {"Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        asked = urllib.request.Request(
+            f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
+        )
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(asked, timeout=self.timeout_s) as reply:
+            return str(json.load(reply)["choices"][0]["message"]["content"])

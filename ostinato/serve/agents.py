@@ -18,6 +18,7 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ from starlette.routing import Route
 
 from ostinato.env.tools import imported
 from ostinato.inputs import parse_json
+from ostinato.memory.chat import Chat
 from ostinato.render import Renderer
 from ostinato.serve.anthropic_messages import MessagesBody, error_body, message
 from ostinato.serve.anthropic_messages import events as message_events
@@ -135,12 +138,15 @@ class AgentEpisode:
         counters: Counter[str],
         queued: bool = False,
         id_: str = "",
+        chat: Chat | None = None,
+        budget: float = math.inf,
     ) -> None:
         self.reward: float | None = None
         self._heard_at = time.monotonic()
         self._server, self._agent, self._prompt = server, agent, prompt
         self._calls_left, self._silence_s, self._counters = max_calls, silence_s, counters
         self._queued, self._id = queued, id_
+        self._memory, self._budget = chat, budget  # of a context
         self._events: asyncio.Queue[Waiting | BaseException | _Begun | None] = asyncio.Queue()
         self._now: Waiting | None = None
         self._context = np.zeros(0, np.int32)
@@ -241,7 +247,11 @@ class AgentEpisode:
     def _whole(self, call: Call) -> np.ndarray:
         """The prompt of a request by itself."""
         assert call.messages is not None
-        chat, native = self._server.for_template(call.messages, call.tools)
+        messages: Sequence[Message] = call.messages
+        if self._memory is not None:
+            self._memory.measure = partial(self._server.measure, tools=call.tools)
+            messages = self._memory.shortened(messages)
+        chat, native = self._server.for_template(messages, call.tools)
         self._chat, self._said, self._native = list(chat), [*call.messages], native
         self._tools, self._context = call.tools, self._server.renderer.chat(chat, tools=native)
         self._counters["agent/rows"] += 1
@@ -259,6 +269,8 @@ class AgentEpisode:
                     self._chat, chat, self._answer_tokens, tools=self._native
                 )
             except ValueError:
+                return NewRow(self._whole(call))
+            if len(self._context) + len(bridge) > self._budget:
                 return NewRow(self._whole(call))
             self._chat += chat
             self._said += new
@@ -364,6 +376,11 @@ class AgentServer:
         if self._calls == "equals":
             return for_equals(messages, tools), []
         return for_template(self.renderer, messages, tools)
+
+    def measure(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
+        """Tokens of a prompt."""
+        chat, native = self.for_template(messages, tools)
+        return len(self.renderer.chat(chat, tools=native))
 
     def read(self, completion: Completion, call: Call, number: str) -> tuple[str, tuple[ToolCall, ...]]:
         """(content, tool calls) of an answer; ``number`` begins the ids of the calls."""

@@ -1,8 +1,8 @@
 """The HTTP side: routes, keys, limits, errors in the dialect of the request, and clients that hang up.
 
 POST /v1/chat/completions  /v1/completions  /v1/responses  /v1/messages  /v1/messages/count_tokens
-POST /tokenize  /detokenize  /feedback
-GET  /v1/models  /v1/models/{name}  /health  /metrics  /openapi.json  /feedback.js  /
+POST /tokenize  /detokenize  /feedback  /v1/memory/{session}
+GET  /v1/models  /v1/models/{name}  /v1/memory/{session}  /health  /metrics  /openapi.json  /feedback.js  /
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +34,7 @@ from ostinato.serve import anthropic_messages, openai_responses
 from ostinato.serve.bodies import ChatBody, ChatMessage, CompletionBody, Id, Lenient, Sampled, parsed
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.serve.feedback import Asker, Feedback
+from ostinato.serve.memory import Remembered
 from ostinato.serve.openai_chat import Shape, sse
 from ostinato.serve.openapi import description
 from ostinato.serve.server import check_key, unless_gone
@@ -50,9 +53,15 @@ class Door:
     """The handlers of one service. ``key``: what clients have to send; empty: nothing."""
 
     def __init__(
-        self, service: Service, key: str = "", feedback: Feedback | None = None, judge: Judged | None = None
+        self,
+        service: Service,
+        key: str = "",
+        feedback: Feedback | None = None,
+        judge: Judged | None = None,
+        memory: Remembered | None = None,
     ) -> None:
         self._service, self._key, self._feedback, self._judge = service, key, feedback, judge
+        self._memory = memory
 
     # ---- dialects
 
@@ -65,7 +74,7 @@ class Door:
         return await self._openai(request, body, body.to_calls(), chat=False)
 
     async def _openai(self, request: Request, body: Sampled, calls: list[Call], *, chat: bool) -> Response:
-        calls = [self._assigned(call, body) for call in calls]
+        calls = [await self._assigned(call, body) for call in calls]
         model = self._service.model(calls[0].model)
         id_ = _id("chatcmpl" if chat else "cmpl")
         shape = Shape(
@@ -89,7 +98,7 @@ class Door:
 
     async def responses(self, request: Request) -> Response:
         body = parsed(openai_responses.ResponsesBody, await self._body(request))
-        call, id_ = self._assigned(body.to_call(), body), _id("resp")
+        call, id_ = await self._assigned(body.to_call(), body), _id("resp")
         model, parts = self._service.model(call.model).name, await self._parts([call], id_, body)
         if body.stream:
             return await _stream(parts, lambda parts: openai_responses.events(id_, model, parts))
@@ -98,7 +107,7 @@ class Door:
 
     async def messages(self, request: Request) -> Response:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
-        call, id_ = self._assigned(body.to_call(), body), secrets.token_hex(12)
+        call, id_ = await self._assigned(body.to_call(), body), secrets.token_hex(12)
         model, parts = self._service.model(call.model).name, await self._parts([call], f"msg_{id_}", body)
         if body.stream:
             return await _stream(parts, lambda parts: anthropic_messages.events(id_, model, parts))
@@ -109,8 +118,22 @@ class Door:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
         return JSONResponse({"input_tokens": len(self._service.prompt(body.to_call()))})
 
-    def _assigned(self, call: Call, body: Lenient) -> Call:
-        return self._service.assigned(call, Asker.of(body.model_extra or {}).user)
+    async def _assigned(self, call: Call, body: Lenient) -> Call:
+        """With the model of its user, and of a session the messages that its memory has."""
+        asker = Asker.of(body.model_extra or {})
+        if self._memory is not None and asker.session and call.messages:
+            tools = () if call.tool_choice == "none" else call.tools
+            measure = partial(self._service.measure, tools=tools)
+            _, messages = await self._memory.shortened(asker.session, call.messages, measure)
+            call = replace(call, messages=tuple(messages))
+        return self._service.assigned(call, asker.user)
+
+    async def memory(self, request: Request) -> Response:
+        assert self._memory is not None
+        name = request.path_params["name"]
+        if request.method == "POST":
+            return JSONResponse(await self._memory.change(name, await self._body(request)))
+        return JSONResponse(await self._memory.view(name))
 
     async def _parts(self, calls: list[Call], id_: str, body: Lenient) -> Parts:
         """All answers of all calls at once, numbered on from call to call, and recorded under ``id_``. What
@@ -192,6 +215,8 @@ class Door:
         text = PAGE.read_text(encoding="utf-8")
         if self._feedback is not None:
             text = text.replace("<!-- feedback -->", SCRIPT)
+        if self._memory is not None:
+            text = text.replace("const REMEMBERS = false", "const REMEMBERS = true")
         return HTMLResponse(text, headers=headers)
 
     # ---- around all of them
@@ -352,11 +377,14 @@ def new_app(
     feedback: Feedback | None = None,
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
     judge: Judged | None = None,
+    memory: Remembered | None = None,
 ) -> Starlette:
     """The application. ``key``: what clients have to send; ``origins``: web pages that may call it;
     ``feedback``: keeps what users did with answers; ``lifespan``: what goes on beside it, in its event
-    loop; ``judge``: what POST /v1/judge answers."""
-    door = Door(service, key, feedback, judge)
+    loop; ``judge``: what POST /v1/judge answers; ``memory``: keeps the chats of sessions within a budget."""
+    door = Door(service, key, feedback, judge, memory)
+    if memory is not None:
+        memory.show(service.metrics)
 
     def route(path: str, handler: Handler, method: str = "POST", dialect: str = "openai") -> Route:
         return Route(path, door.guarded(handler, path, dialect), methods=[method])
@@ -380,6 +408,7 @@ def new_app(
             route("/tokenize", door.tokenize),
             route("/detokenize", door.detokenize),
             *([route("/v1/judge", door.judge)] if judge is not None else []),
+            *([route("/v1/memory/{name:path}", door.memory, m) for m in ("GET", "POST")] if memory else []),
             Route("/openapi.json", door.openapi),
             Route("/metrics", door.metrics),
             Route("/health", door.health),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,6 +129,11 @@ class Service:
                 code="context_length_exceeded",
             )
         return tokens.astype(np.int32)
+
+    def measure(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Tokens of a chat as the model reads it."""
+        chat, native = for_template(self.renderer, messages, tools)
+        return len(self.renderer.chat(chat, tools=native))
 
     def sampling(self, call: Call, prompt: np.ndarray) -> Sampling:
         """ApiError for what cannot be sampled so."""

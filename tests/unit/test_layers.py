@@ -60,15 +60,15 @@ ARROWS: dict[str, set[str]] = {
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
     "scaling": {"axis", "run", "observe.ledger", "observe.report"},
     "product": {"types", "inputs", "observe.bets"},  # no torch; ``launch`` brings models and runs
-    "memory": set(),  # pure: whoever has a model, an engine or a chat brings it
+    "memory": {"types"},  # pure: whoever has a model, an engine or a chat brings it
     "serve": {"types", "inputs", "render", "run", "engine", "env", "algo", "model", "train", "product"}
-    | {"observe.ledger"},
+    | {"observe.ledger", "memory"},
     "launch": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
-    | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", "serve", "product", ""},
+    | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", "serve", "product", "memory", ""},
     "cli": LEAVES
     | {"model", "engine", "pipeline", "launch", "observe.report", "observe.board", "interop", "ablate"}
-    | {"scaling", "isa", "parallel", "plan", "reward", "compiler", "serve", "product", ""},
+    | {"scaling", "isa", "parallel", "plan", "reward", "compiler", "serve", "product", "memory", ""},
     "": {"config", "cli", "launch"},  # the lazy names of __init__, and __main__
 }
 

@@ -9,13 +9,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.memory.allocate import allocate, uniform, utility, water_filling
+from ostinato.memory.allocate import COMPRESSIBILITY, allocate, uniform, utility
 
 blocks = st.lists(
     st.tuples(st.floats(0.01, 10), st.integers(1, 40), st.sets(st.integers(1, 40), max_size=4)),
     min_size=1,
     max_size=5,
 )
+
+
+def water_filling(scores: list[float], wholes: list[int], room: float) -> np.ndarray:
+    """[n] float64: b = clip(tau ln(s / (level tau)), 0, whole), with the water level at which they add up to
+    ``room`` (bisection), or all of every block where there is room for it. No feasible b is worth more."""
+    s, n = np.asarray(scores, np.float64), np.asarray(wholes, np.float64)
+    tau = COMPRESSIBILITY * np.maximum(n, 1)
+    if n.sum() <= room:
+        return n
+
+    def filled(log_level: float) -> np.ndarray:
+        with np.errstate(divide="ignore"):
+            return np.clip(tau * (np.log(s / tau) - log_level), 0, n)
+
+    with np.errstate(divide="ignore"):
+        slopes = np.log(s / tau)
+    real = slopes[np.isfinite(slopes)]
+    if not len(real):
+        return np.zeros(len(n))
+    low, high = float((slopes - n / tau)[np.isfinite(slopes)].min()), float(real.max())
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if filled(middle).sum() > room else (low, middle)
+    return filled(high)
 
 
 def worth(scores: list[float], wholes: list[int], tokens: list[int]) -> float:

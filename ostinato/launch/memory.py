@@ -1,0 +1,98 @@
+"""Memories put together: for episodes, ``ostinato serve --memory`` and ``ostinato memory serve``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ostinato.config.sections import MemorySection
+from ostinato.memory.blocks import Kept
+from ostinato.memory.chat import Chat, Message, chat_sizes
+from ostinato.memory.importance import Weighted, lexical
+from ostinato.memory.keep import Memory
+from ostinato.memory.refill import At, ByModel
+from ostinato.memory.sessions import Sessions
+from ostinato.render import Renderer
+
+if TYPE_CHECKING:
+    from ostinato.serve.memory import Remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What a server keeps chats with. ``refill``: "extract", or "model": the one that is served."""
+
+    budget: int
+    recent: int = 0
+    file: Path | None = None  # None: in this process alone
+    refill: str = "extract"
+    importance: Path | None = None  # weights that were fitted; None: by hand
+
+
+@contextmanager
+def open_memory(keeping: Keeping | None, renderer: Renderer | None, at: At) -> Iterator[Remembered | None]:
+    """While the context lasts; None for None. ``at``: the model that is served. ValueError for a budget, a
+    file or a refiller that cannot be."""
+    if keeping is None:
+        yield None
+        return
+    from ostinato.serve.memory import Remembered
+
+    if keeping.refill not in ("extract", "model"):
+        raise ValueError(f'the refiller of a memory is {keeping.refill!r}; use "extract" or "model"')
+    counters, (count, measure) = Counter[str](), counted(renderer)
+    with closing(Sessions(keeping.file)) as sessions:
+        yield Remembered(
+            sessions=sessions,
+            budget=keeping.budget,
+            recent=keeping.recent,
+            count=count,
+            measure=measure,
+            refiller=ByModel(at, counters) if keeping.refill == "model" else None,
+            importance=importance_of(keeping.importance),
+            counters=counters,
+        )
+
+
+def importance_of(file: Path | None) -> Weighted:
+    return lexical() if file is None else Weighted.load(file)
+
+
+def counted(renderer: Renderer | None) -> tuple[Callable[[str], int], Callable[[Sequence[Message]], int]]:
+    """(tokens of a text, tokens of messages) by a tokenizer and its chat template; without one a token for
+    every three bytes, and four for each message."""
+
+    def count(text: str) -> int:
+        return (
+            -(-len(text.encode("utf-8", "replace")) // 3) if renderer is None else len(renderer.encode(text))
+        )
+
+    def measure(messages: Sequence[Message]) -> int:
+        if renderer is not None and renderer.has_chat_template:
+            return len(renderer.chat(messages))
+        return 4 + sum(4 + count(str(message.get("content") or "")) for message in messages)
+
+    return count, measure
+
+
+Conversations = Callable[[], Chat]
+
+
+def conversations(section: MemorySection, renderer: Renderer, counters: Counter[str]) -> Conversations:
+    """What makes the memory of an episode. ValueError for a budget in which no chat can be kept."""
+    count, measure = counted(renderer)
+    sizes = chat_sizes(section.budget, section.recent, measure)
+    weights = importance_of(Path(section.importance) if section.importance else None)
+
+    def made() -> Chat:
+        memory = Memory(sizes=sizes, count=count, originals=Kept(), importance=weights, counters=counters)
+        return Chat(memory=memory, measure=measure)
+
+    return made
+
+
+__all__ = ["Conversations", "Keeping", "conversations", "counted", "importance_of", "open_memory"]
