@@ -98,12 +98,16 @@ def serve(
                 judge=judged_by(judge, served) if judge else None,
                 memory=remembered,
             )
-            for model in served.service.models.values():
-                typer.echo(f"{model.name:24} version {model.version}")
-            typer.echo(f"OpenAI address {base}/v1, chat page {base}/ (Ctrl-C ends it)")
-            if kept is not None:
-                typer.echo(f"Feedback {base}/feedback, kept in {feedback.rpartition('@')[2]}")
+            _announce(served, base, feedback)
             HttpServer(app, listening, where.drain_s).serve_until_signal()
+
+
+def _announce(served: Served, base: str, feedback: str) -> None:
+    for model in served.service.models.values():
+        typer.echo(f"{model.name:24} version {model.version}")
+    typer.echo(f"OpenAI address {base}/v1, chat page {base}/ (Ctrl-C ends it)")
+    if feedback:
+        typer.echo(f"Feedback {base}/feedback, kept in {feedback.rpartition('@')[2]}")
 
 
 def _following(

@@ -288,10 +288,11 @@ class Memory:
     # -- how
 
     def _candidate(self, block: Block, score: float) -> Candidate:
-        levels, options = [block.level], [block.tokens]
+        """Its levels are those at which there is an extract at least."""
+        levels, options, text = [block.level], [block.tokens], self._text(block)
         for level in range(block.level + 1, GONE if self.parts.refill else 0):
             tokens = math.ceil(LEVELS[level] * block.whole)
-            if self.sizes.least <= tokens < options[-1]:
+            if self.sizes.least <= tokens < options[-1] and extract(text, self._within(block, tokens)):
                 levels.append(level)
                 options.append(tokens)
         return Candidate(block=block, score=score, levels=(*levels, GONE), options=(*options, 0))
@@ -311,7 +312,6 @@ class Memory:
 
     def _gap(self, one: Candidate, option: int) -> Gap:
         block, get = one.block, self.originals.get
-        text = get(block.source) if self.parts.drift_guard else block.text
         budget = one.options[option]
         return Gap(
             block=block,
@@ -319,14 +319,20 @@ class Memory:
             budget=budget,
             room=max(0, budget - self._cost(block.speaker, "")),
             left=get(block.before)[-SIGHT:] if block.before else "",
-            original=absolute(text, day_of(block.day)),
+            original=self._text(block),
             right=get(block.after)[:SIGHT] if block.after else "",
         )
 
-    def _filled(self, gap: Gap, text: str) -> Block | None:
-        def fits(text: str) -> bool:
-            return self._cost(gap.block.speaker, text) <= gap.budget
+    def _text(self, block: Block) -> str:
+        """What is shortened, with absolute dates."""
+        text = self.originals.get(block.source) if self.parts.drift_guard else block.text
+        return absolute(text, day_of(block.day))
 
+    def _within(self, block: Block, tokens: int) -> Callable[[str], bool]:
+        return lambda text: self._cost(block.speaker, text) <= tokens
+
+    def _filled(self, gap: Gap, text: str) -> Block | None:
+        fits = self._within(gap.block, gap.budget)
         self.counters["memory/read"] += sum(map(self._count, (gap.left, gap.original, gap.right)))
         text = " ".join(text.split())
         self.counters["memory/wrote"] += self._count(text) if text else 0

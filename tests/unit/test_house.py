@@ -66,7 +66,7 @@ BUDGETS = {
     "engine": 5_600,
     "model": 5_870,  # 5,650 and the trainer's forward on the sampler's kernels
     "plan": 4_350,
-    "cli": 1_590,  # 1,000 and the options of serve, proxy, tinker, sft, judge, product and memory
+    "cli": 1_595,  # 1,000 and the options of serve, proxy, tinker, sft, judge, product and memory
     "serve": 5_740,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 290; Tinker 1,990
     # sessions and the proxy of a memory 310
     "ablate": 780,

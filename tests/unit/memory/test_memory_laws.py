@@ -174,7 +174,7 @@ def test_many_compressions_equal_one_from_the_original(text: str, levels: list[i
 
 
 def test_without_the_drift_guard_compressions_compound() -> None:
-    seen: list[str] = []
+    seen, sizes = list[str](), Sizes(budget=900, recent=200, piece=160)
 
     def refiller(left: str, original: str, right: str, budget: int) -> str:
         seen.append(original)
@@ -182,7 +182,7 @@ def test_without_the_drift_guard_compressions_compound() -> None:
 
     for guard in (True, False):
         seen.clear()
-        keeper, state = memory(refiller=refiller, parts=Parts(drift_guard=guard)), MemoryState()
+        keeper, state = memory(refiller=refiller, parts=Parts(drift_guard=guard), sizes=sizes), MemoryState()
         for turn in chat(60):
             state = keeper.append(state, replace(turn, text=turn.text.replace("yesterday", "there")))
         assert isinstance(keeper.originals, Kept)
