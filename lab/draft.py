@@ -260,8 +260,8 @@ def _learn(contender: _Seated, step: Step) -> float:
     if contender.history is not None:
         for uid, pasts in step.pasts.items():
             contender.history.add(uid, step.number, pasts)
-        for uid, ended in step.lengths.items():
-            contender.history.lengths.observe(uid, [n for n, _ in ended], [cut for _, cut in ended])
+        for uid, lengths in step.lengths.items():
+            contender.history.lengths.observe(uid, lengths)
         contender.history.build_now()
     contender.forget()
     return time.perf_counter() - start

@@ -34,7 +34,7 @@ from ostinato.pipeline.draft_metrics import pasts
 from ostinato.render import Renderer
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
 from ostinato.train.trainer import PolicyTrainer
-from ostinato.types import Completion, Group, HistoryEntry, Request, Sampling, Stop
+from ostinato.types import Completion, Group, HistoryEntry, Request, Sampling
 
 Say = Callable[[str], None]
 
@@ -70,11 +70,11 @@ class Step:
     reward: float  # mean over the step
 
     @property
-    def lengths(self) -> dict[str, list[tuple[int, bool]]]:
-        """(tokens, whether it was truncated) of every answer, by prompt."""
-        found: dict[str, list[tuple[int, bool]]] = {}
+    def lengths(self) -> dict[str, list[int]]:
+        """Tokens of every answer, by prompt."""
+        found: dict[str, list[int]] = {}
         for request, answer in zip(self.requests, self.answers, strict=True):
-            found.setdefault(request.uid, []).append((len(answer.tokens), answer.stop is Stop.LENGTH))
+            found.setdefault(request.uid, []).append(len(answer.tokens))
         return found
 
 

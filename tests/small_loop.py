@@ -210,7 +210,7 @@ class FakeMemory:
         assert len(pasts) == 8 and pasts[0].context.tolist() == [7, 8, 9]
         self.added.append((step, uid))
 
-    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool], *, step: int) -> None:
+    def observe(self, uid: str, lengths: Sequence[int], *, step: int) -> None:
         self.observed += sum(lengths)
 
     def forget(self, uids: list[str] | None = None) -> None:

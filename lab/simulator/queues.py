@@ -38,9 +38,8 @@ class Answers:
         self._prompts: list[int] = stream.prompts.tolist()
         self._totals: list[int] = stream.lengths.sum(axis=1).tolist()
         self._past = Lengths()
-        self._cut = np.zeros(self.size, bool)
         for uid, lengths in stream.history.items():
-            self._past.observe(uid, lengths.tolist(), [False] * len(lengths))
+            self._past.observe(uid, lengths.tolist())
 
     def prompt(self, group: int) -> int:
         return self._prompts[group]
@@ -60,9 +59,7 @@ class Answers:
 
     def ended(self, group: int) -> None:
         if not self.oracle:
-            self._past.observe(
-                self.stream.uids[group], self.stream.lengths[group].tolist(), self._cut.tolist()
-            )
+            self._past.observe(self.stream.uids[group], self.stream.lengths[group].tolist())
 
     def to_go(self, answer: int) -> float:
         """Predicted tokens of an answer that has not begun; see ``schedule.remaining``."""

@@ -30,17 +30,12 @@ CLOSE_S = 5.0  # for calls that were cancelled to end
 
 
 class Serving(Engine, Protocol):
-    """An engine that knows what it serves."""
+    """An engine that knows what it serves, and whose running requests can be given up."""
 
     @property
     def served(self) -> tuple[int, str]:
         """(version, fingerprint of the weights that are served, computed from these)."""
         ...
-
-
-@runtime_checkable
-class Interruptible(Protocol):
-    """An engine whose running requests can be given up."""
 
     def cut(self, requests: Collection[Request]) -> None:
         """End these now: ``generate`` yields them as ABORT, with what they have."""
@@ -60,13 +55,8 @@ class Reloadable(Protocol):
 
 def failed(sentence: str) -> Completion:
     """No answer, and why."""
-    return empty(Stop.ERROR, sentence)
-
-
-def empty(stop: Stop, error: str = "") -> Completion:
-    """An answer without a token."""
-    logprobs, tokens = np.zeros(0, np.float32), np.zeros(0, np.int32)
-    return Completion(tokens=tokens, logprobs=logprobs, versions=tokens, stop=stop, error=error)
+    none, tokens = np.zeros(0, np.float32), np.zeros(0, np.int32)
+    return Completion(tokens=tokens, logprobs=none, versions=tokens, stop=Stop.ERROR, error=sentence)
 
 
 class SamplerServer:
@@ -88,7 +78,7 @@ class SamplerServer:
     ) -> None:
         self._engine, self._name, self._read, self._remember = engine, name, read, remember
         self._running: dict[int, Request] = {}
-        self._tasks: dict[asyncio.Task[None], set[int]] = {}  # calls that each has not answered yet
+        self._tasks: set[asyncio.Task[None]] = set()
         self._done: list[tuple[int, Completion]] = []
         self._spans: list[Span] = []
         self._broken: Exception | None = None
@@ -101,7 +91,7 @@ class SamplerServer:
             self._begin(dict(calls))
         if drop:
             await asyncio.sleep(0)  # what was begun just before reaches the engine first
-            self._give_up([id for id in drop if id in self._running])
+            self._engine.cut([self._running[id] for id in drop if id in self._running])
 
     async def collect(self, wait_s: float) -> PollResult:
         """What has ended since the last time; waits ``wait_s`` at most. Raises what the engine has raised,
@@ -146,13 +136,12 @@ class SamplerServer:
     # ---- calls
 
     def _begin(self, calls: Mapping[int, Request]) -> None:
-        left = set(calls)
-        task = asyncio.create_task(self._answer(calls, left))
-        self._tasks[task] = left
-        task.add_done_callback(lambda task: self._tasks.pop(task, None))
+        task = asyncio.create_task(self._answer(calls))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, calls: Mapping[int, Request], left: set[int]) -> None:
-        ids = list(calls)
+    async def _answer(self, calls: Mapping[int, Request]) -> None:
+        ids, left = list(calls), set(calls)
         try:
             async for index, completion in self._engine.generate(list(calls.values())):
                 left.discard(ids[index])
@@ -172,16 +161,6 @@ class SamplerServer:
             self._done.append((id, completion))
             self._news.set()
 
-    def _give_up(self, ids: Sequence[int]) -> None:
-        if isinstance(self._engine, Interruptible):
-            self._engine.cut([self._running[id] for id in ids])
-            return
-        for task, left in list(self._tasks.items()):  # no parts to be had: calls that are wanted go on
-            if left and left <= set(ids):
-                task.cancel()
-                for id in sorted(left):
-                    self._end(id, empty(Stop.ABORT))
-
     # ---- what is sent to it
 
     def _report(self) -> PollResult:
@@ -199,7 +178,7 @@ class SamplerServer:
         )
 
     def _progress(self) -> tuple[tuple[int, int], ...]:
-        if not isinstance(self._engine, Interruptible) or not self._running:
+        if not self._running:
             return ()
         ids = {id(request): call for call, request in self._running.items()}
         known = ((ids.get(id(request)), tokens) for request, tokens in self._engine.under_way())

@@ -66,15 +66,6 @@ class History:
         """Pointer to the ``Store`` of native/blocks.h, alive as long as this object is."""
         return self._store.pointer
 
-    @property
-    def num_prompts(self) -> int:
-        return len(self._blocks)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """All that the history takes, per token that was sampled; 0 when it is empty."""
-        return self.num_bytes / self.num_tokens if self.num_tokens else 0.0
-
     def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:
         """Remember what prompt ``uid`` was answered in ``step``, instead of what was there for that step.
 

@@ -121,17 +121,6 @@ class FlopModel:
         """FLOPs of one forward without adapters: the reference policy's."""
         return _sum(rates for part, rates in self.parts.items() if part is not Part.LORA).of(work)
 
-    def describe(self) -> dict[str, float]:
-        """FLOPs of one token by part of the forward, where there are any, and in "backward". What attention
-        adds for a (query, key) pair, in all heads and layers, is "pair" and "backward_pair"."""
-        parts = {str(part): rates.tokens + rates.logits for part, rates in self.parts.items()}
-        back = self.backward_rates
-        return {name: flops for name, flops in parts.items() if flops} | {
-            "pair": _sum(self.parts.values()).pairs,
-            "backward": back.tokens + back.logits,
-            "backward_pair": back.pairs,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRates:

@@ -72,7 +72,6 @@ class Imbalance:
     ranks: int
     straggler: float  # of all layers together: the sum of their largest rank loads over that of their means
     worst_straggler: float  # of the worst layer
-    worst_layer: int  # its place among the MoE layers
     capacity: float  # of single experts, in the worst layer: the capacity factor that drops no token
 
     @property
@@ -95,6 +94,5 @@ def imbalance(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Imbalance:
         ranks=ranks,
         straggler=float(by_rank.max(axis=-1).sum() / mean) if mean > 0 else 1.0,
         worst_straggler=float(factors.max()),
-        worst_layer=int(factors.argmax()),
         capacity=float(stragglers(loads).max()),
     )

@@ -45,7 +45,7 @@ class Store(Protocol):
 class Lengths(Protocol):
     """Answer lengths by prompt: ``history.lengths.Lengths``."""
 
-    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool], *, step: int) -> None: ...
+    def observe(self, uid: str, lengths: Sequence[int], *, step: int) -> None: ...
 
 
 class Drafter(Protocol):
@@ -107,8 +107,7 @@ class Drafting:
         for uid, answers in kept.items():
             self.store.add(uid, step, answers)
         for uid, completions in _by_prompt(groups).items():
-            ended = [(_sampled(one), one.stop is Stop.LENGTH) for one in completions]
-            self.lengths.observe(uid, [n for n, _ in ended], [cut for _, cut in ended], step=step)
+            self.lengths.observe(uid, [_sampled(one) for one in completions], step=step)
         self.forget(group.prompt for group in groups)
         skipped = {"draft/not_remembered": float(num_skipped)} if num_skipped else {}
         return {

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from loops import jumping, now
-from small_pool import SlowEngine, answer, expected, group, publication, read, token_at
+from small_pool import SlowEngine, expected, group, publication, read, token_at
 
 from ostinato.engine.serve import SamplerServer
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Sampler
-from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request, Stop
+from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Stop
 
 
 def server(engine: Any, **options: Any) -> SamplerServer:
@@ -85,32 +85,6 @@ async def test_what_is_dropped_comes_back_with_what_it_has() -> None:
     await ours.start([(5, requests[0])], drop=[5])  # before it has begun
     found, _ = await all_of(ours, 1)
     assert found[5].stop is Stop.ABORT
-
-
-class Plain:
-    """An engine that knows the protocol and no more; it answers a call after as many seconds as it has
-    requests."""
-
-    served = (0, "")
-
-    def publish(self, adapters: Any, version: int) -> None: ...
-
-    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
-        await asyncio.sleep(len(requests))
-        for index in range(len(requests)):
-            yield index, answer([1, 2], [0, 0], Stop.LENGTH)
-
-
-@jumping
-async def test_an_engine_that_cannot_give_parts_ends_what_is_dropped_as_a_whole_or_goes_on() -> None:
-    ours = server(Plain())
-    await ours.start([*enumerate(group(0, 3))], drop=[0])
-    await ours.start([(3, group(1, 1)[0])])
-    await ours.start([], drop=[3])
-    found, reported = await all_of(ours, 4)
-    assert [found[n].stop for n in range(4)] == [Stop.LENGTH] * 3 + [Stop.ABORT]
-    assert len(found[3].tokens) == 0
-    assert reported[-1].sampled == -1, "it cannot tell"
 
 
 @jumping

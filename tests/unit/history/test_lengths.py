@@ -15,45 +15,37 @@ from ostinato.history.similarity import length_rank_correlation, rank_shift, tok
 
 EXAMPLES = settings(max_examples=50, deadline=None)
 LENGTHS = st.lists(st.integers(1, 500), max_size=12)
-QUANTILES = st.floats(0.01, 0.99)
 
 
 def known(**groups: list[int]) -> Lengths:
     lengths = Lengths()
     for uid, group in groups.items():
-        lengths.observe(uid, group, [False] * len(group))
+        lengths.observe(uid, group)
     return lengths
 
 
-def slow(own: list[int], everyone: list[int], generated: int, quantile: float) -> float:
-    """The definition: the least length up to which the quantile of the weight beyond ``generated`` lies."""
+def slow(own: list[int], everyone: list[int]) -> float:
+    """The definition: the least length up to which half of the weight lies."""
     weighted = [(length, 1.0) for length in own] + [(length, PRIOR / len(everyone)) for length in everyone]
-    longer = sorted((length, weight) for length, weight in weighted if length > generated)
-    reached = np.cumsum([weight for _, weight in longer])
-    return longer[min(int(np.searchsorted(reached, quantile * reached[-1] - 1e-9)), len(longer) - 1)][0]
+    ordered = sorted(weighted)
+    reached = np.cumsum([weight for _, weight in ordered])
+    return ordered[int(np.searchsorted(reached, 0.5 * reached[-1] - 1e-9))][0]
 
 
 @EXAMPLES
-@given(LENGTHS, LENGTHS, LENGTHS, st.integers(0, 499), QUANTILES)
-def test_prediction_is_its_definition(
-    own: list[int], others: list[int], siblings: list[int], generated: int, quantile: float
-) -> None:
-    predicted = known(p=own, q=others).predict("p", generated=generated, siblings=siblings, quantile=quantile)
-    if not own + others + siblings:
-        assert predicted == math.inf
-    elif generated >= max(own + others + siblings):
-        assert predicted == generated / math.sqrt(1 - quantile)
-    else:
-        assert predicted == slow(own + siblings, own + others, generated, quantile)
+@given(LENGTHS, LENGTHS)
+def test_prediction_is_its_definition(own: list[int], others: list[int]) -> None:
+    predicted = known(p=own, q=others).predict("p")
+    assert predicted == (slow(own, own + others) if own + others else math.inf)
 
 
 @EXAMPLES
 @given(st.integers(1, OWN))
 def test_a_prompt_is_shrunk_towards_all_by_how_little_is_known(count: int) -> None:
     lengths = Lengths()
-    lengths.observe("other", [100] * ALL, [False] * ALL)
+    lengths.observe("other", [100] * ALL)
     assert lengths.mean("p") == lengths.predict("p") == 100  # unknown: as all of them
-    lengths.observe("p", [20] * count, [False] * count)
+    lengths.observe("p", [20] * count)
     everyone = (20 * count + 100 * (ALL - count)) / ALL
     assert lengths.mean("p") == pytest.approx((20 * count + PRIOR * everyone) / (count + PRIOR))
     assert lengths.predict("p") == (20 if count >= PRIOR else 100)  # the median follows the majority
@@ -61,20 +53,8 @@ def test_a_prompt_is_shrunk_towards_all_by_how_little_is_known(count: int) -> No
 
 def test_a_newer_policy_displaces_the_older_lengths() -> None:
     lengths = known(p=[10] * OWN)
-    lengths.observe("p", [90] * OWN, [True] * OWN)
-    assert lengths.predict("p", quantile=0.01) == 10  # of all prompts, PRIOR remains
-    assert lengths.predict("p", quantile=0.2) == 90 and lengths.truncated_share("p") == 1
-
-
-@pytest.mark.parametrize("quantile", [0.0, 1.0, float("nan")])
-def test_a_quantile_that_is_none_is_refused(quantile: float) -> None:
-    with pytest.raises(ValueError, match="quantile is"):
-        known(p=[1]).predict("p", quantile=quantile)
-
-
-def test_lengths_and_flags_come_in_pairs() -> None:
-    with pytest.raises(ValueError, match="give one each"):
-        Lengths().observe("p", [1, 2], [False])
+    lengths.observe("p", [90] * OWN)
+    assert lengths.predict("p") == 90 and lengths.mean("p") < 90  # of all prompts, PRIOR remains
 
 
 @pytest.mark.slow
@@ -83,7 +63,7 @@ def test_lengths_and_flags_come_in_pairs() -> None:
 def test_state_comes_back(groups: dict[str, list[int]]) -> None:
     old, new = Lengths(), Lengths()
     for uid, group in groups.items():
-        old.observe(uid, group, [length % 2 == 0 for length in group])
+        old.observe(uid, group)
     new.restore(old.state())
     assert new.state() == old.state()
     assert all(new.predict(uid) == old.predict(uid) for uid in groups)
@@ -102,11 +82,9 @@ def test_what_was_learned_after_a_step_can_be_forgotten(
     whole, part = Lengths(), Lengths()
     for step, (uid, group) in enumerate(steps, start=1):
         for lengths in (whole, part) if step <= kept else (whole,):
-            lengths.observe(uid, group, [length > 250 for length in group], step=step)
+            lengths.observe(uid, group, step=step)
     whole.forget_after(kept)
-    assert whole.ranks("abc") == part.ranks("abc")
     for uid in "abc":
-        assert whole.truncated_share(uid) == part.truncated_share(uid)
         assert whole.predict(uid) == part.predict(uid) and whole.mean(uid) == part.mean(uid)
 
 

@@ -217,7 +217,7 @@ def test_a_prompt_keeps_its_newest_epochs() -> None:
     for step in (1, 5, 9, 7):
         history.add("p", step, [past([step, 2, 3])])
     assert [block.step for block in history.blocks("p")] == [9, 7]
-    assert history.num_prompts == 1 and history.num_tokens == 6
+    assert history.num_tokens == 6
     assert history.counters["outdated_blocks"] == 2 and history.counters["outdated_tokens"] == 6
     assert history.blocks("another") == []
 
@@ -284,7 +284,7 @@ def test_a_saved_history_comes_back(tmp_path: Path) -> None:
     history.add("p", 1, [past([1, 2, 3], context=[4], reward=1.0), past([1, 2], reward=0.0)])
     history.add("p", 2, [past([70_000, 2])])
     history.add("q", 2, [past([9])])
-    history.lengths.observe("p", [3, 2], [False, True])
+    history.lengths.observe("p", [3, 2])
     history.build_now()
     history.save(tmp_path / "history")
     again = History.load(tmp_path / "history")
@@ -307,7 +307,7 @@ def test_a_run_that_goes_back_has_not_yet_sampled_what_followed(tmp_path: Path) 
         for step in range(1, steps + 1):
             for uid in ("p", "q" if step < 3 else "r"):
                 history.add(uid, step, [past([step, 2, 3])])
-                history.lengths.observe(uid, [3 * step], [step == 2], step=step)
+                history.lengths.observe(uid, [3 * step], step=step)
         return history
 
     after(4).save(tmp_path / "history")

@@ -93,18 +93,6 @@ def test_laws_of_adapters(data: st.DataObject) -> None:
     assert entropy.backward(WORK) == flops.backward(WORK) + flops.forward(Work(logits=WORK.logits))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_described_adds_up(family: str) -> None:
-    for spec in (None, AdapterSpec(rank=2, targets=("attn", "mlp", "experts"))):
-        flops = flops_of(family, spec)
-        reported = flops.describe()
-        backward, pairs = reported.pop("backward"), (reported.pop("pair"), reported.pop("backward_pair"))
-        assert sum(reported.values()) == flops.forward(Work(tokens=1, logits=1))
-        assert backward == flops.backward(Work(tokens=1, logits=1))
-        assert pairs == (flops.forward(Work(pairs=1)), flops.backward(Work(pairs=1)))
-        assert ("lora" in reported) == (spec is not None) and ("experts" in reported) == (family != "dense")
-
-
 # ---- batches
 
 
