@@ -59,38 +59,38 @@ def test_classes_can_be_read() -> None:
     assert not long, "\n".join(long)
 
 
-# Lines of Python: what was reached on 2026-11-23. The aims are 40,000 for the wheel, 8,000 for the lab
+# Lines of Python: what was reached on 2026-11-24. The aims are 40,000 for the wheel, 8,000 for the lab
 # and 32,000 for the tests (with those of the lab), so these come down.
 BUDGETS = {
     "observe": 5_255,  # 4,970, the page of a product, pictures 33; bets (from product), abilities kept
-    "engine": 5_600,
-    "model": 5_870,  # 5,650 and the trainer's forward on the sampler's kernels
+    "engine": 5_480,
+    "model": 5_860,  # 5,650 and the trainer's forward on the sampler's kernels
     "plan": 4_350,
     "cli": 1_595,  # 1,000 and the options of serve, proxy, tinker, sft, judge, product and memory
     "serve": 5_740,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 290; Tinker 1,990
     # sessions and the proxy of a memory 310
     "ablate": 780,
-    "parallel": 3_550,
+    "parallel": 3_510,
     "launch": 6_130,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
     # the loop of a product 1,000, what the forgetting watch asks 120, memories 120
     "pipeline": 3_660,  # 3,150, a curriculum, the forgetting watch 360
     "scaling": 2_620,  # with its commands
     "train": 3_260,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO
-    "(files of their own)": 2_400,
+    "(files of their own)": 2_290,
     "algo": 2_202,  # and log-probabilities by the sampler's kernel
-    "interop": 1_600,
+    "interop": 1_585,
     "reward": 1_710,
-    "workers": 1_200,
-    "rollout": 1_300,
-    "history": 1_200,
+    "workers": 1_180,
+    "rollout": 1_220,
+    "history": 1_020,
     "env": 1_645,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
     "product": 3_270,  # feedback in 1,250; rewards, pairs, judge 590, gates, detectors, the loop
     "memory": 1_500,  # a context within a budget: blocks, facts, importance, allocation, refills, sessions
     "config": 1_275,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
-    11_830,  # 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback, 440 SFT and DPO
-    51_800,
+    11_730,  # 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback, 440 SFT and DPO
+    51_500,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,230 memory, 2,800 product: as many as its room, 390 the simulated one; 480 judges
 
