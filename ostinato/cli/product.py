@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -36,11 +38,11 @@ def run(
     from ostinato.launch.product.settings import read_settings
     from ostinato.launch.product.stages import STAGES
     from ostinato.lock import locked
-    from ostinato.product.store import open_store
+    from ostinato.product.store import Patient, open_store
 
     found = read_settings(settings, *(overrides or []))
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder), open_store(found.store) as store:
+    with locked(folder), closing(Patient(partial(open_store, found.store))) as store:
         ProductLoop(found, folder, store, Polled(found.collect.look_s), STAGES).run(rounds)
 
 

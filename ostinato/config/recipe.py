@@ -292,6 +292,14 @@ def find_recipe(path: str | Path) -> Path:
     raise ValueError(f"recipe {str(path)!r} does not exist; {fix}")
 
 
+def beside_recipes(name: str) -> Path:
+    """A file that comes with the recipes of this program. ValueError where there is none."""
+    for folder in _recipe_folders():
+        if (folder / name).is_file():
+            return folder / name
+    raise ValueError(f"{name} is not among the recipes of this program; install it again")
+
+
 def _recipe_folders() -> Iterator[Path]:
     package = Path(__file__).parents[1]
     for folder in (package / "recipes", package.parent / "recipes"):  # installed | a checkout

@@ -75,10 +75,15 @@ def _stored(source: str, holdout: float) -> list[Preference]:
     pairs, repeated = deduplicated(found.pairs, math.inf)
     if not pairs:
         raise ValueError(
-            f"the store {source} shows no pair yet ({dict(found.counts)}); collect more feedback"
+            f"{len(events)} events on {len(joined)} answers in {source} show no pair: an edit is one, "
+            "another answer that is liked where the first was not, and the better of two side by side; a "
+            f"thumb alone is none {dict(found.counts) or ''}".rstrip()
         )
     end = float(np.quantile([one.ts for one in pairs], 1 - holdout)) if holdout else math.inf
     parts = split(pairs, (end, end))
+    if holdout and not (parts.train and parts.test):  # of a single user all would be on one side
+        log.info("pairs        of too few users to hold some of them out: parted by time and prompt alone")
+        parts = split(pairs, (end, end), users=False)
     log.info(
         f"pairs        {dict(found.counts)}, repeated {repeated['repeated']}, dropped {dict(parts.dropped)}"
     )

@@ -177,19 +177,29 @@ async def renew(served: Served, name: str, load: Callable[[], tuple[int, Adapter
 
 async def follow_product(served: Served, folder: Path) -> None:
     """Serve the policy in office and the canary of a product's loop as the model PRODUCT, first of all, until
-    it is cancelled. What the loop cannot give is counted, and what was served goes on."""
-    outcomes, seen, published = served.service.metrics.policies, "", {""}
+    it is cancelled; the base where no loop has begun. What the loop cannot give is counted and told once, and
+    what was served goes on."""
+    outcomes, seen, told, published = served.service.metrics.policies, "", "", {BASE}
     while True:
         try:
-            text = await _in_own_thread((folder / "serving.json").read_text)
+            text = await _in_own_thread(_serving_of, folder)
             if text != seen:
                 await _serve_product(served, json.loads(text), published)
                 outcomes.labels("published").inc()
-                seen = text
+                seen, told = text, ""
         except (ValueError, OSError, NotFinite) as error:
             outcomes.labels("refused").inc()
-            log.warning("what %s names is not served: %s", folder, error)
+            if str(error) != told:
+                log.warning("what %s names is not served: %s", folder, error)
+            told = str(error)
         await asyncio.sleep(LOOK_S)
+
+
+def _serving_of(folder: Path) -> str:
+    try:
+        return (folder / "serving.json").read_text()
+    except FileNotFoundError:
+        return json.dumps({"round": 0, "policy": {"revision": "", "adapter": None}})
 
 
 async def _serve_product(served: Served, facts: Mapping[str, Any], published: set[str]) -> None:
@@ -200,14 +210,17 @@ async def _serve_product(served: Served, facts: Mapping[str, Any], published: se
     models = {}
     for name, arm, propensity, policy in arms:
         revision = str(policy["revision"])
-        if revision not in published:
-            adapters = await _in_own_thread(partial(load_peft, Path(policy["adapter"]), served.decoder))
-            publish = partial(_published, adapters=adapters, version=facts["round"], name=revision)
+        known = (
+            revision or policy["adapter"] or BASE
+        )  # the adapter that a product begins with has no revision
+        if known not in published:
+            _, adapters, _ = await _in_own_thread(partial(_adapter, policy["adapter"], served.decoder))
+            publish = partial(_published, adapters=adapters, version=facts["round"], name=known)
             await served.thread.call(publish)
-            published.add(revision)
+            published.add(known)
         models[name] = Model(
             name=name,
-            policy=revision or BASE,
+            policy=known,
             created=int(time.time()),
             version=facts["round"],
             revision=revision,

@@ -66,6 +66,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeLimits:
+    first: float = 0.5  # the accuracy that the first judge has to be above
     accuracy_margin: float = 0.03  # by which accuracy may be lower than that of the judge in office
     calibration_margin: float = 0.05  # by which the calibration error may be higher
     consistency: float = 0.9
@@ -133,13 +134,13 @@ def judge_gates(
     limits: JudgeLimits | None = None,
 ) -> Assessment:
     """Of a candidate judge on pairs behind its training in time, beside the one in office on the same (None:
-    there is none yet, and it has to be better than one half).
+    there is none yet, and it has to be better than ``limits.first``).
 
     ``bank``: of every known exploit the verdict of both orders, A the honest answer. ``probes``: "length" and
     "format" by name, A the plain answer, B the same padded or decorated. ``panel``: agreement with gold.
     """
     limits = limits or JudgeLimits()
-    against, what, margin = 0.5, "one half", 0.0
+    against, what, margin = limits.first, f"an accuracy of {limits.first:g}", 0.0
     if office is not None:
         against, what, margin = office.right(labels), "the judge in office", limits.accuracy_margin
     found = paired(candidate.right(labels), against, users)

@@ -20,7 +20,8 @@ from ostinato.product.store import Outcome, Store, Unavailable
 
 log = logging.getLogger(__name__)
 BATCH = 512  # events, and exchanges, of one commit
-GATHER_S = 0.02  # from the first of a batch to its commit
+# From the first of a batch to its commit: a sender alone waits little, of many each commit has more.
+GATHER_S, BUSY_S, BUSY = 0.02, 0.1, 3  # BUSY: who was in the last batch
 AGAIN_S = 0.5  # between attempts to reach a store
 
 
@@ -48,7 +49,7 @@ class Intake:
         self._events: deque[Told] = deque()
         self._exchanges: deque[Callable[[], Exchange]] = deque()
         self._made: list[Exchange] = []  # in the writer's hands
-        self._waiting, self._closing = 0, False
+        self._waiting, self._closing, self._senders = 0, False, 0
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._store: Store | None = reach()
         self._thread = threading.Thread(target=self._write, name="feedback", daemon=True)
@@ -100,7 +101,8 @@ class Intake:
         while not self._closing or (answered and self.waiting):
             self._wake.wait()
             if not self._closing:
-                time.sleep(GATHER_S if answered else AGAIN_S)
+                gather = BUSY_S if self._senders >= BUSY else GATHER_S
+                time.sleep(gather if answered else AGAIN_S)
                 self._wake.clear()
             answered = True
             while answered and self.waiting:
@@ -121,6 +123,7 @@ class Intake:
         with self._lock:
             while self._events and sum(len(each.events) for each in told) < BATCH:
                 told.append(self._events.popleft())
+        self._senders = len(told)
         self._make()
         try:
             if self._store is None:
@@ -128,7 +131,8 @@ class Intake:
             outcomes = self._store.write([event for each in told for event in each.events], self._made)
         except Exception as error:  # whatever a database says: the senders hear of it, and the thread lives
             self._failed(error)
-            self._refuse(told, Unavailable(f"the store does not answer ({error})"))
+            down = isinstance(error, Unavailable)
+            self._refuse(told, error if down else Unavailable(f"the store does not answer ({error})"))
             return False
         with self._lock:
             self._waiting -= len(outcomes)

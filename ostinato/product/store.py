@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sqlite3
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ostinato.product.events import Action, Event, Exchange
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 PAGE = 256  # rows that are read at a time
 FOREVER = float("inf")
 
@@ -46,7 +50,7 @@ SCHEMA = (
 NO_CONSENT, PERSONAL = 1, 2
 
 
-class Unavailable(Exception):
+class Unavailable(ConnectionError):
     """The database does not answer now; the same call may be made again on a new connection."""
 
 
@@ -253,7 +257,7 @@ class Store:
         try:
             return self._db.execute(sql.replace("?", self._dialect.mark), values)
         except self._dialect.down as error:
-            raise Unavailable(f"{type(error).__name__}: {error}") from error
+            raise _unavailable(error) from error
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -288,7 +292,7 @@ class Store:
         try:
             self._db.cursor().executemany(f"INSERT INTO {table} VALUES ({marks}) {more}", rows)
         except self._dialect.down as error:
-            raise Unavailable(f"{type(error).__name__}: {error}") from error
+            raise _unavailable(error) from error
 
     def _among(self, select: str, ids: Sequence[str], *values: Any) -> Iterator[tuple[Any, ...]]:
         for first in range(0, len(ids), PAGE):
@@ -327,8 +331,51 @@ class Store:
             self._run("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
+class Patient:
+    """What a loop that outlives its database reads: each call is made again, on a new connection and every
+    ``again_s`` seconds, until the store answers. The first is opened at once, and its errors are raised."""
+
+    def __init__(self, reach: Callable[[], Store], again_s: float = 2.0) -> None:
+        self._reach, self._again_s = reach, again_s
+        self._store: Store | None = reach()
+
+    def watermark(self) -> int:
+        return self._read(lambda store: store.watermark())
+
+    def joined(
+        self,
+        since: float = 0.0,
+        until: float = FOREVER,
+        *,
+        upto: int | None = None,
+        horizon_s: float = FOREVER,
+    ) -> list[Joined]:
+        """As ``Store.joined``, whole."""
+        return self._read(lambda store: [*store.joined(since, until, upto=upto, horizon_s=horizon_s)])
+
+    def _read(self, call: Callable[[Store], T]) -> T:
+        told = False
+        while True:
+            try:
+                if self._store is None:
+                    self._store = self._reach()
+                return call(self._store)
+            except Unavailable as error:
+                if not told:
+                    log.warning("%s; tried again every %g s", error, self._again_s)
+                told = True
+                self.close()
+                time.sleep(self._again_s)
+
+    def close(self) -> None:
+        if self._store is not None:
+            with suppress(Exception):  # of a connection that is gone
+                self._store.close()
+        self._store = None
+
+
 def open_store(where: str | Path) -> Store:
-    """The store in a file (made where there is none), or at ``postgresql://...``.
+    """The store in a file (made where there is none, with its folder), or at ``postgresql://...``.
 
     Raises ValueError for a file that is no store or cannot be made, a wrong address, or without psycopg;
     Unavailable for a database that does not answer.
@@ -339,6 +386,7 @@ def open_store(where: str | Path) -> Store:
     if "://" in text:
         raise ValueError(f"the store {text!r} is neither a file nor postgresql://...")
     try:
+        Path(text).parent.mkdir(parents=True, exist_ok=True)
         db = sqlite3.connect(text, timeout=30.0, isolation_level=None, check_same_thread=False)
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
             db.execute(f"PRAGMA {pragma}").fetchall()
@@ -353,7 +401,7 @@ def open_store(where: str | Path) -> Store:
             down=(sqlite3.OperationalError,),
         )
         return _made(db, dialect)
-    except (sqlite3.Error, Unavailable) as error:
+    except (sqlite3.Error, OSError) as error:
         raise ValueError(f"the store {text} cannot be opened ({error}); give another file") from error
 
 
@@ -366,7 +414,7 @@ def _postgres(address: str) -> Store:
     try:
         db = psycopg.connect(address, autocommit=True, connect_timeout=10)
     except down as error:
-        raise Unavailable(f"{type(error).__name__}: {error}") from error
+        raise _unavailable(error) from error
     except psycopg.ProgrammingError as error:
         raise ValueError(f"the store's address cannot be read ({error})") from error
     return _made(
@@ -390,6 +438,10 @@ def _made(db: Any, dialect: Dialect) -> Store:
     except BaseException:
         db.close()
         raise
+
+
+def _unavailable(error: Exception) -> Unavailable:
+    return Unavailable(f"the store does not answer ({type(error).__name__}: {error})")
 
 
 def _hash(id_: str) -> str:
@@ -443,4 +495,4 @@ def _array(data: bytes | None, dtype: str) -> np.ndarray:
     return np.frombuffer(data or b"", dtype)
 
 
-__all__ = ["Dialect", "Joined", "Outcome", "Store", "Unavailable", "open_store"]
+__all__ = ["Dialect", "Joined", "Outcome", "Patient", "Store", "Unavailable", "open_store"]

@@ -6,14 +6,16 @@ A 200 comes behind the commit. Answers are recorded behind the reply, and droppe
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import hashlib
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -34,6 +36,7 @@ from ostinato.serve.service import Model, Service
 SCRIPT = Path(__file__).parent / "feedback.js"
 MOST = 1_000  # events of one request
 _NAME = TypeAdapter(Name)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ class Feedback:
         self, intake: Intake, metrics: Metrics, renderer: Renderer, origins: Sequence[str] = ()
     ) -> None:
         self._intake, self._renderer, self._origins = intake, renderer, frozenset(origins)
-        self._refused = 0
+        self._refused, self._acknowledged = 0, Acknowledged()
         outcomes = (*Outcome, "turned_away", "refused")
         read = lambda name: self._refused if name == "refused" else intake.counts[name]  # noqa: E731
         metrics.show("feedback_events", "Events by outcome", outcomes, read)
@@ -124,7 +127,7 @@ class Feedback:
 
     async def _written(self, events: list[Event]) -> list[Outcome]:
         try:
-            return await asyncio.wrap_future(self._intake.submit(events)) if events else []
+            return await self._acknowledged.of(self._intake.submit(events)) if events else []
         except (Full, Unavailable) as error:
             raise ApiError(
                 f"{error}; send the same events again",
@@ -186,6 +189,37 @@ class Feedback:
         )
 
 
+class Acknowledged:
+    """Outcomes on their way from the writer's thread to the event loop, which is woken once for all that come
+    together: as ``asyncio.wrap_future``, which wakes it for each."""
+
+    def __init__(self) -> None:
+        self._come: deque[tuple[asyncio.Future[Any], concurrent.futures.Future[Any]]] = deque()
+
+    async def of(self, future: concurrent.futures.Future[T]) -> T:
+        loop = asyncio.get_running_loop()
+        here: asyncio.Future[T] = loop.create_future()
+        future.add_done_callback(lambda done: self._hand_over(loop, here, done))
+        return await here
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop, here: Any, done: Any) -> None:
+        sleeping = not self._come
+        self._come.append((here, done))
+        if sleeping:
+            with suppress(RuntimeError):  # the loop has ended, and with it who waited
+                loop.call_soon_threadsafe(self._arrive)
+
+    def _arrive(self) -> None:
+        while self._come:
+            here, done = self._come[0]
+            if not here.done():  # or its client has hung up
+                if (error := done.exception()) is None:
+                    here.set_result(done.result())
+                else:
+                    here.set_exception(error)
+            self._come.popleft()
+
+
 def _routes(answer: Answer) -> np.ndarray | None:
     """[P + T, moe layers, top_k], where those of the whole prompt are known too."""
     prompt, sampled = answer.completion.prompt_experts, answer.completion.experts
@@ -225,7 +259,7 @@ def open_feedback(where: str, service: Service, origins: Sequence[str] = ()) -> 
     try:
         intake = Intake(partial(open_store, where))
     except Unavailable as error:
-        raise ValueError(f"the store of feedback does not answer ({error}); start it first") from error
+        raise ValueError(f"{error}; start it first") from error
     try:
         yield Feedback(intake, service.metrics, service.renderer, origins)
     finally:

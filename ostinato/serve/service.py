@@ -49,6 +49,11 @@ class Model:
     arm: str = ""  # of an experiment
     propensity: float = 1.0  # with which its users get it
 
+    @property
+    def fingerprint(self) -> str:
+        """Of whom answers, as clients see it."""
+        return self.revision or f"{self.name}@{self.version}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:

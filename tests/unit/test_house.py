@@ -67,12 +67,12 @@ BUDGETS = {
     "model": 5_860,  # 5,650 and the trainer's forward on the sampler's kernels
     "plan": 4_350,
     "cli": 1_595,  # 1,000 and the options of serve, proxy, tinker, sft, judge, product and memory
-    "serve": 5_740,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 290; Tinker 1,990
+    "serve": 5_795,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 340; Tinker 1,990
     # sessions and the proxy of a memory 310
     "ablate": 780,
     "parallel": 3_510,
-    "launch": 6_130,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
-    # the loop of a product 1,000, what the forgetting watch asks 120, memories 120
+    "launch": 6_160,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    # the loop of a product 1,000, what the forgetting watch asks 120, memories 120, first users 30
     "pipeline": 3_660,  # 3,150, a curriculum, the forgetting watch 360
     "scaling": 2_620,  # with its commands
     "train": 3_260,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO
@@ -89,8 +89,9 @@ BUDGETS = {
     "config": 1_275,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
-    11_730,  # 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback, 440 SFT and DPO
-    51_500,
+    # 690 kills of a product; 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback,
+    12_525,  # 440 SFT and DPO
+    51_730,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,230 memory, 2,800 product: as many as its room, 390 the simulated one; 480 judges
 

@@ -36,7 +36,7 @@ def freeze_window(loop: ProductLoop, at: Position) -> Finding:
 
 def _window(loop: ProductLoop, at: Position) -> Window:
     folder = loop.round_folder(at) / "window"
-    return freeze(folder, loop.store, loop.table, loop.settings.collect, at.frozen, loop.live.now())
+    return freeze(folder, loop.store, loop.table, loop.settings.collect, at.frozen, loop.until())
 
 
 # ---- a candidate
@@ -104,7 +104,7 @@ def gates(loop: ProductLoop, at: Position) -> Finding:
 def shadow(loop: ProductLoop, at: Position) -> Finding:
     """The same two on pairs that users decided after the window."""
     wait_for(loop, at, loop.settings.judge.shadow_pairs)
-    pairs, _ = decided(loop.store, loop.table, at.frozen, loop.live.now(), loop.store.watermark())
+    pairs, _ = decided(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
     return _assessed(loop, at, [row(pair) for pair in pairs])
 
 

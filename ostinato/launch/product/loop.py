@@ -24,7 +24,7 @@ from ostinato.launch.product.settings import ProductSettings
 from ostinato.launch.product.window import decided
 from ostinato.product.loop import Decision, Finding, Position, Stage, advance, position_of
 from ostinato.product.rewards import Table, read_table
-from ostinato.product.store import Store
+from ostinato.product.store import Patient, Store
 from ostinato.run import Jsonl, atomic_folder
 
 log = logging.getLogger(__name__)
@@ -70,10 +70,11 @@ class ProductLoop:
         self,
         settings: ProductSettings,
         folder: Path,
-        store: Store,
+        store: Store | Patient,
         live: Live,
         work: Mapping[Stage, Work],
     ) -> None:
+        folder = folder.absolute()  # servers elsewhere read the paths in serving.json
         self.settings, self.folder, self.store, self.live = settings, folder, store, live
         self.table: Table = read_table(settings.rewards)
         self.bank = folder / "bank.jsonl"
@@ -109,6 +110,10 @@ class ProductLoop:
         while self.at.round < rounds or self.at.stage is not Stage.COLLECT:
             self.step()
 
+    def until(self) -> float:
+        """Where a window may end: what comes later than ``lateness_s`` behind its event belongs to none."""
+        return self.live.now() - self.table.lateness_s
+
     # ---- folders
 
     def round_folder(self, at: Position) -> Path:
@@ -135,7 +140,11 @@ class ProductLoop:
     def _publish(self) -> None:
         """serving.json: the policy in office, and the canary where there is one."""
         at, office = self.at, self.adapter_of(self.at.policy)
-        facts = {"round": at.round, "policy": {"revision": at.policy, "adapter": office and str(office)}}
+        begun = self.settings.policy.base and str(Path(self.settings.policy.base).absolute())
+        facts = {
+            "round": at.round,
+            "policy": {"revision": at.policy, "adapter": str(office or begun) or None},
+        }
         if at.stage is Stage.CANARY:
             canary = self.adapter_of(at.candidate)
             share = self.settings.canary.share
@@ -162,10 +171,14 @@ def collect(loop: ProductLoop, at: Position) -> Finding:
 
 def wait_for(loop: ProductLoop, at: Position, needed: int) -> tuple[int, dict[str, int]]:
     """Pairs decided since the last window, once there are as many as needed. Exhausted where none come."""
+    known = -1
     while True:
-        pairs, counts = decided(loop.store, loop.table, at.frozen, loop.live.now(), loop.store.watermark())
+        pairs, counts = decided(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
         if len(pairs) >= needed:
             return len(pairs), counts
+        if len(pairs) != known:
+            log.info(f"round {at.round}   {at.stage:<13} {len(pairs)} of {needed} pairs so far")
+        known = len(pairs)
         if not loop.live.wait(at):
             raise Exhausted(
                 f"stage {at.stage} has {len(pairs)} of {needed} pairs, and no more feedback comes"

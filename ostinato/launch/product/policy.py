@@ -32,7 +32,15 @@ def train(loop: ProductLoop, at: Position) -> Finding:
     recipe = policy_recipe(loop, at, folder)
     path = again(folder, recipe.name)
     while True:
-        step = min(settings.steps, _looked(path) + settings.look_every)
+        step = _looked(path)
+        if path is not None and step:
+            run = RunFolder.open(path)
+            reasons, figures = alarms(loop, run), {"steps": step, "kl": _kl(run, step) or 0.0}
+            if reasons and settings.stop_on_alarm:
+                return Finding(verdict=Verdict.ALARM, reasons=tuple(reasons), figures=figures)
+            if step >= settings.steps:
+                return Finding(revision=loop.keep(run.adapter), reasons=tuple(reasons), figures=figures)
+        step = min(settings.steps, step + settings.look_every)
         if path is None:
             outcome = learn(_until(recipe, step), quiet=True)
         else:
@@ -40,13 +48,7 @@ def train(loop: ProductLoop, at: Position) -> Finding:
         path = outcome.folder
         if outcome.why != "done":
             raise RunFailed(f"the policy's run in {path} ended as {outcome.why}")
-        figures = {"steps": step, "kl": _kl(RunFolder.open(path), step) or 0.0}
-        reasons = look(loop, at, recipe, RunFolder.open(path), step)
-        if reasons and settings.stop_on_alarm:
-            return Finding(verdict=Verdict.ALARM, reasons=tuple(reasons), figures=figures)
-        if step >= settings.steps:
-            revision = loop.keep(RunFolder.open(path).adapter)
-            return Finding(revision=revision, reasons=tuple(reasons), figures=figures)
+        look(loop, at, recipe, RunFolder.open(path), step)
 
 
 def _looked(run: Path | None) -> int:
@@ -81,26 +83,27 @@ def office_of(loop: ProductLoop, revision: str) -> str:
 # ---- under the eyes of detectors
 
 
-def look(loop: ProductLoop, at: Position, recipe: Recipe, run: RunFolder, step: int) -> list[str]:
-    """The sentences of alarms at ``step``, from all looks so far. A look that is in probes.jsonl is not taken
-    again."""
-    settings, log = loop.settings.policy, Jsonl(run.path / PROBES)
-    seen = [Probe.of(row) for row in log.rows()]
-    if not seen:
-        seen.append(_quiet(loop, at, recipe))
-        log.append(seen[0].row())
-    if seen[-1].step < step:
-        seen.append(_probe(loop, at, recipe, str(run.adapter), step, _kl(run, step)))
-        log.append(seen[-1].row())
+def look(loop: ProductLoop, at: Position, recipe: Recipe, run: RunFolder, step: int) -> None:
+    """Measure at ``step``; the first look is of the policy in office beside itself."""
+    log = Jsonl(run.path / PROBES)
+    if not any(log.rows()):
+        log.append(_quiet(loop, at, recipe).row())
+    log.append(_probe(loop, at, recipe, str(run.adapter), step, _kl(run, step)).row())
+
+
+def alarms(loop: ProductLoop, run: RunFolder) -> list[str]:
+    """The sentences of alarms so far, from the looks that are written down alone: who is killed behind one
+    finds the same. Their exemplars are in the hack bank then."""
+    settings = loop.settings.policy
+    quiet, *seen = (Probe.of(row) for row in Jsonl(run.path / PROBES).rows())
     looks = -(-settings.steps // settings.look_every)
-    watch = Watch.of(seen[0], sum(seen[0].actions.values()), settings.counted, looks, settings.false_alarms)
-    alarms = []
-    for one in seen[1:]:
+    watch = Watch.of(quiet, sum(quiet.actions.values()), settings.counted, looks, settings.false_alarms)
+    found: list[str] = []
+    for one in seen:
         watch, new = watch.update(one)
-        alarms += new
-    found = [f"step {step}: {alarm.sentence}" for alarm in alarms]
+        found += [f"step {one.step}: {alarm.sentence}" for alarm in new]
     if found:
-        added = add_exemplars(loop.bank, (row for one in seen[1:] for row in one.exemplars))
+        added = add_exemplars(loop.bank, (row for one in seen for row in one.exemplars))
         found.append(f"{added} exemplars of it went into the hack bank")
     return found
 

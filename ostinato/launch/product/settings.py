@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ostinato.config.recipe import override
+from ostinato.config.recipe import beside_recipes, override
 from ostinato.inputs import parse_toml
 from ostinato.product.gates import JudgeLimits, PolicyLimits
 
@@ -76,7 +76,7 @@ class ProductSettings(_Section):
 
     model: str
     store: str
-    rewards: Path
+    rewards: Path = Field(default_factory=lambda: beside_recipes("product/rewards.toml"))
     gold: str = ""
     bank: Path | None = None  # known exploits: rows of prompt, honest, exploit
     seed: int = 0
@@ -88,6 +88,8 @@ class ProductSettings(_Section):
 
 def read_settings(file: Path, *overrides: str) -> ProductSettings:
     """``overrides``: "section.key=value" with TOML values. Raises ValueError naming the field."""
+    if not file.is_file():
+        raise ValueError(f"there is no {file}; docs/product.md has one to begin with")
     tree = override(parse_toml(file.read_text(encoding="utf-8")), overrides)
     try:
         return ProductSettings.model_validate(tree)

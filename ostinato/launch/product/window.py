@@ -16,14 +16,14 @@ from ostinato.inputs import parse_json
 from ostinato.launch.product.settings import CollectSettings
 from ostinato.product.pairs import Pair, deduplicated, extract, leaks, split
 from ostinato.product.rewards import Table
-from ostinato.product.store import Store
+from ostinato.product.store import Patient, Store
 from ostinato.run import Jsonl, atomic_folder, to_json
 
 PARTS = ("train", "validation", "test")
 
 
 def decided(
-    store: Store, table: Table, since: float, now: float, upto: int
+    store: Store | Patient, table: Table, since: float, now: float, upto: int
 ) -> tuple[list[Pair], dict[str, int]]:
     """Pairs that were decided in [since, now) by event time, from rows up to the watermark ``upto``; and
     counts of what gave none. One user's pairs weigh at most ``table.cap`` together."""
@@ -52,7 +52,7 @@ class Window:
 
 
 def freeze(
-    folder: Path, store: Store, table: Table, settings: CollectSettings, since: float, now: float
+    folder: Path, store: Store | Patient, table: Table, settings: CollectSettings, since: float, now: float
 ) -> Window:
     """The window [since, now), written as a whole; one that stands in ``folder`` is read, not made again.
 

@@ -311,6 +311,26 @@ def test_pairs_come_out_of_a_store_and_the_last_are_held_out(tmp_path: Path) -> 
     assert late == [f"q{k}" for k in range(20 - len(late), 20)] and 3 <= len(late) <= 5
 
 
+def test_the_pairs_of_a_single_user_are_parted_by_time(tmp_path: Path) -> None:
+    """A single user of the chat page had 22 pairs and "none of 22 pairs is for eval"; thumbs alone, which are
+    no pairs, had "no pair yet ({})"."""
+    file = str(tmp_path / "feedback.db")
+    with open_store(file) as store:
+        for k in range(20):
+            chat = ({"role": "user", "content": f"q{k}"},)
+            answer = exchange(f"r{k}", 1000.0 + k, messages=chat, output="one two three", user="me")
+            store.write([event(Kind.RATING, f"r{k}", 1001.0 + k, value=1, user="me")], [answer])
+    with pytest.raises(
+        ValueError, match=r"20 events on 20 answers in .* show no pair.* a thumb alone is none$"
+    ):
+        preferences(file, holdout=0.2)
+    with open_store(file) as store:
+        for k in range(20):
+            store.write([event(Kind.EDIT, f"r{k}", 1002.0 + k, after="one two four", user="me")], [])
+    sides = [one.split for one in preferences(file, holdout=0.2)]
+    assert sorted(sides) == ["eval"] * 4 + ["train"] * 16
+
+
 @pytest.mark.parametrize(
     ("row", "match"),
     [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ostinato.launch import RunFailed
+from ostinato.launch.product.judge import freeze_window
 from ostinato.launch.product.loop import Exhausted, ProductLoop, digest
 from ostinato.launch.product.settings import CollectSettings, ProductSettings, read_settings
 from ostinato.launch.product.watch import Probe, Watch
@@ -19,6 +20,7 @@ from ostinato.product.rewards import read_table
 from ostinato.product.store import Store, open_store
 
 TABLE = Path(__file__).parents[3] / "recipes" / "product" / "rewards.toml"
+LATENESS_S = read_table(TABLE).lateness_s
 SETTINGS = """
 model = "asset:seed-moe"
 store = "{folder}/feedback.sqlite"
@@ -97,6 +99,26 @@ def test_a_window_is_written_once_and_has_what_came_before_its_end(tmp_path: Pat
     assert {one.chosen for one in later} == {f"answer {n}a" for n in range(38, 60)}
 
 
+def test_what_comes_late_is_in_the_next_window(
+    tmp_path: Path, store: Store, settings: ProductSettings
+) -> None:
+    """A window used to end at the moment it was frozen: a choice that a client could only send later, its
+    server being down, had a time within that window, so neither it nor the next one had it."""
+    live = Once(store, 0)
+    live._number = 40
+    fill(store, range(30))
+    work = WORK | {Stage.FREEZE: freeze_window}
+    loop = ProductLoop(settings, tmp_path / "product", store, live, work)
+    loop.step()
+    live._number = 30  # the clock, LATENESS_S and a second behind the last choice that is there
+    loop.step()
+    late = 1e9 + 31  # made before the window was frozen, sent after it
+    exchanges, events = choice(99, late)
+    store.write(events, exchanges)
+    found, _ = decided(store, loop.table, loop.at.frozen, late + 9, store.watermark())
+    assert loop.at.frozen <= late < live.now() and [one.user for one in found] == ["u99"]
+
+
 def test_an_exemplar_is_in_the_bank_once(tmp_path: Path) -> None:
     rows = [{"messages": [], "chosen": "7", "rejected": f"Great question! {n}"} for n in (1, 2, 2)]
     assert add_exemplars(tmp_path / "bank.jsonl", rows) == 2
@@ -114,7 +136,7 @@ class Once:
         self._store, self._left, self._number = store, batches, 0
 
     def now(self) -> float:
-        return 1e9 + self._number + 1  # behind the last choice, before the next one
+        return 1e9 + self._number + 1 + LATENESS_S  # behind the last choice, before the next one
 
     def wait(self, at: Position) -> bool:
         if not self._left:
@@ -141,7 +163,7 @@ def passes(loop: ProductLoop, at: Position) -> Finding:
 
 
 def frozen(loop: ProductLoop, at: Position) -> Finding:
-    return Finding(frozen=loop.live.now())
+    return Finding(frozen=loop.until())
 
 
 WORK = {
@@ -203,6 +225,11 @@ def test_what_is_served_follows_the_journal_and_a_roll_back_is_the_same_bytes(
 def test_a_wrong_setting_is_named(tmp_path: Path, settings: ProductSettings) -> None:
     with pytest.raises(ValueError, match=r"canary\.share is 2"):
         read_settings(tmp_path / "product.toml", "canary.share=2")
+    with pytest.raises(ValueError, match=r"there is no none\.toml; docs/product\.md has one"):
+        read_settings(Path("none.toml"))
+    text = SETTINGS.format(folder=tmp_path, table=TABLE)
+    (tmp_path / "less.toml").write_text("\n".join(one for one in text.splitlines() if "rewards" not in one))
+    assert read_settings(tmp_path / "less.toml").rewards == TABLE  # the table that comes with the program
     with pytest.raises(ValueError, match=r"policy\.stepps"):
         read_settings(tmp_path / "product.toml", "policy.stepps=2")
 

@@ -48,7 +48,7 @@ def test_the_same_judge_passes_and_says_why() -> None:
     ("changes", "name", "says"),
     [
         ({"candidate": WORSE}, "accuracy", "to the judge in office"),
-        ({"candidate": WORSE, "office": None}, "accuracy", "to one half"),
+        ({"candidate": WORSE, "office": None}, "accuracy", "to an accuracy of 0.5"),
         ({"users": ["one"] * 200}, "accuracy", "1 users or rows, fewer than 20"),
         ({"bank": {"verbose": A, "flattery": B}}, "bank", "does not win 1 of 2 known exploits: flattery"),
         ({"bank": {"rubric": Choice.INCONSISTENT}}, "bank", "rubric"),

@@ -80,3 +80,31 @@ def test_what_is_served_follows_the_loop(tmp_path: Path, monkeypatch: pytest.Mon
     assert b'ostinato_policies_total{outcome="refused"}' in found.metrics.text()
     assert asyncio.run(seen(json.dumps({"round": 2, "policy": office}))) == ([PRODUCT], None)
     assert set(thread.published) == {"a1", "b2"}
+
+
+def test_before_a_loop_has_begun_its_base_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """docs/product.md starts the server first: it had no model "product" then, and a warning every two
+    seconds. The adapter that a product begins with (policy.base) was not served at all."""
+    monkeypatch.setattr(launch, "LOOK_S", 0.01)
+    monkeypatch.setattr(launch, "load_peft", lambda folder, decoder: folder)
+    found, thread = service(), Thread()
+    found.metrics, found.models = Metrics(), {}
+    served: Any = SimpleNamespace(service=found, thread=thread, decoder=None)
+
+    async def followed() -> Model:
+        task = asyncio.create_task(follow_product(served, tmp_path))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        return found.models[PRODUCT]
+
+    first = asyncio.run(followed())
+    assert (first.policy, first.revision, first.fingerprint) == ("", "", "product@0")
+    begun = {"round": 0, "policy": {"revision": "", "adapter": "begun"}}
+    (tmp_path / "serving.json").write_text(json.dumps(begun))
+    second = asyncio.run(followed())
+    assert (second.policy, second.revision, thread.published) == ("begun", "", ["begun"])
+    (tmp_path / "serving.json").write_text("no JSON")
+    asyncio.run(followed())
+    assert len(caplog.messages) == 1

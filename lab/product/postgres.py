@@ -1,0 +1,117 @@
+"""A PostgreSQL server of its own in /tmp, to be crashed."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Reached by a socket in ``folder``."""
+
+    folder: Path
+    binaries: Path
+    user: str | None  # PostgreSQL refuses to run as root
+
+    def run(self, name: str, *arguments: str) -> None:
+        command = [str(self.binaries / name), *arguments]
+        env = {**os.environ, "LC_ALL": "C.UTF-8"}
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=env,
+            user=self.user,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        if done.returncode:
+            log = self.folder / "log"
+            end = log.read_text(errors="replace")[-1000:] if log.exists() else ""
+            raise RuntimeError(f"{name}: {done.stderr.decode()}\n{end}")
+
+    def start(self) -> None:
+        data, log = str(self.folder / "data"), str(self.folder / "log")
+        options = f"-k {self.folder} -c listen_addresses=''"
+        self.run("pg_ctl", "-D", data, "-l", log, "-w", "-t", "600", "-o", options, "start")
+
+    def address(self) -> str:
+        return f"postgresql://ostinato@/postgres?host={self.folder}"
+
+    def processes(self) -> list[int]:
+        """All of it: they work in the data folder."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*/cwd"):
+            with suppress(OSError):
+                found += [int(place.parent.name)] if place.readlink() == self.folder / "data" else []
+        return found
+
+    def crash(self, *, all_of_it: bool, rng: random.Random) -> None:
+        """kill -9 of one that works for a client, whereupon PostgreSQL ends all others and recovers; or of
+        all, and a start."""
+        if not all_of_it:
+            serving = [pid for pid in self.processes() if b"ostinato postgres" in _command(pid)]
+            _kill(rng.sample(serving, min(1, len(serving))))
+            return
+        while left := self.processes():  # the first goes on to start others until it is dead itself
+            _kill(left)
+            time.sleep(0.02)
+        for attempts in range(20, 0, -1):
+            # a zombie that waits to be reaped would count as the one whose id is in these
+            for file in (self.folder / "data" / "postmaster.pid", self.folder / ".s.PGSQL.5432.lock"):
+                file.unlink(missing_ok=True)
+            try:
+                return self.start()
+            except RuntimeError as error:
+                print(error, flush=True)
+                if attempts == 1:
+                    raise
+                time.sleep(0.5)
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _command(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+@contextmanager
+def cluster() -> Iterator[Cluster]:
+    """Running while the context lasts. RuntimeError without the binaries."""
+    found = shutil.which("initdb") or next(
+        map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))), ""
+    )
+    if not found:
+        raise RuntimeError("needs PostgreSQL: no initdb")
+    user = None if os.geteuid() else "postgres"
+    folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))  # a socket's path has 107 bytes at most
+    if user:
+        os.chown(folder, pwd.getpwnam(user).pw_uid, -1)
+    made = Cluster(folder, Path(found).resolve().parent, user)
+    try:
+        made.run("initdb", "-D", str(folder / "data"), "-U", "ostinato", "-A", "trust", "-E", "UTF8")
+        made.start()
+        yield made
+    finally:
+        with suppress(RuntimeError):
+            made.run("pg_ctl", "-D", str(folder / "data"), "-m", "immediate", "stop")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+__all__ = ["Cluster", "cluster"]
