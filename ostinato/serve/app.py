@@ -38,7 +38,7 @@ from ostinato.serve.feedback import Asker, Feedback
 from ostinato.serve.memory import Remembered
 from ostinato.serve.openai_chat import Shape, sse
 from ostinato.serve.openapi import description
-from ostinato.serve.server import check_key, unless_gone
+from ostinato.serve.server import check_key, read_body, unless_gone
 from ostinato.serve.service import Model, Service
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -245,12 +245,7 @@ class Door:
         return guarded
 
     async def _body(self, request: Request) -> bytes:
-        most, data = self._service.limits.body_bytes, bytearray()
-        async for part in request.stream():
-            data += part
-            if len(data) > most:
-                raise ApiError(f"the body has more than {most} bytes, this server's limit", status=413)
-        return bytes(data)
+        return await read_body(request, self._service.limits.body_bytes)
 
 
 class _Tokenize(Lenient):

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from ostinato.serve.calls import ApiError
 
 BACKLOG = 2048
+IDLE_S = 75  # of a connection: longer than the pools of clients keep one, or a request meets its end
 KEY = "OSTINATO_API_KEY"
 T = TypeVar("T")
 
@@ -58,17 +59,27 @@ def address(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def check_key(request: Request, key: str) -> None:
+def check_key(request: Request, key: str, fix: str = "send it as 'Authorization: Bearer KEY'") -> None:
     """ApiError 401 where a request has another key, in OpenAI's header or Anthropic's; "": none is needed."""
     given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
     given = given or request.headers.get("x-api-key", "")
     if key and not hmac.compare_digest(given.encode(), key.encode()):
         raise ApiError(
-            "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+            f"the API key is missing or wrong; {fix}",
             status=401,
             kind="authentication_error",
             code="invalid_api_key",
         )
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """ApiError 413 for more than ``most`` bytes, once they have come."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > most:
+            raise ApiError(f"the body has more than {most} bytes, this server's limit", status=413)
+    return bytes(data)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -102,7 +113,8 @@ class HttpServer(uvicorn.Server):
         drain_s: float,
         ending: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(drain_s)))
+        options: dict[str, Any] = {"log_level": "warning", "timeout_keep_alive": IDLE_S}
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=int(drain_s), **options))
         self._listening, self._ending = listening, ending
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -114,4 +126,4 @@ class HttpServer(uvicorn.Server):
             self.run(sockets=[self._listening])
 
 
-__all__ = ["HttpServer", "address", "bound", "check_key", "is_loopback", "unless_gone"]
+__all__ = ["HttpServer", "address", "bound", "check_key", "is_loopback", "read_body", "unless_gone"]

@@ -18,11 +18,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ostinato.serve.calls import ApiError
-from ostinato.serve.server import check_key
-from ostinato.serve.tinker.futures import SAMPLE, Futures, UserError
-from ostinato.serve.tinker.listings import Listings, NotFound
+from ostinato.serve.server import check_key, read_body
+from ostinato.serve.tinker.futures import SAMPLE, Futures
+from ostinato.serve.tinker.listings import Listings
 from ostinato.serve.tinker.models import MODEL
-from ostinato.serve.tinker.registry import FAILED, PENDING, Registry
+from ostinato.serve.tinker.registry import FAILED, PENDING, Registry, UserError
 from ostinato.serve.tinker.wire import (
     MOST_BYTES,
     Body,
@@ -106,14 +106,16 @@ class Door:
         return JSONResponse({"session_id": id, "type": "create_session"})
 
     async def heartbeat(self, request: Request) -> Response:
-        session = self._session(parsed(SessionBody, await _body(request)).session_id)
+        session = self._registry.found(SESSION, parsed(SessionBody, await _body(request)).session_id)
         if session.get("finished"):
             return _refusal("this session has finished", 410)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
         id = request.path_params["session"]
-        self._registry.put(SESSION, id, {**self._session(id), "finished": await _json(request)})
+        self._registry.put(
+            SESSION, id, {**self._registry.found(SESSION, id), "finished": await _json(request)}
+        )
         await self._work.finish_session(id)
         return Response(status_code=204)
 
@@ -134,14 +136,14 @@ class Door:
     async def create_model(self, request: Request) -> Response:
         data = await _body(request)
         body = parsed(CreateId, data)
-        self._session(body.session_id)
+        self._registry.found(SESSION, body.session_id)
         return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "create_model", data)
 
     async def load_weights(self, request: Request) -> Response:
         data = await _body(request)
         body = parsed(LoadId, data)
         if body.session_id is not None and body.model_seq_id is not None:
-            self._session(body.session_id)
+            self._registry.found(SESSION, body.session_id)
             return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "load_weights", data)
         if body.model_id is None or body.seq_id is None:
             raise UserError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
@@ -163,8 +165,7 @@ class Door:
         return handler
 
     def _of_model(self, model: str, seq: int, kind: str, data: bytes) -> Response:
-        if self._registry.get(MODEL, model) is None:
-            raise NotFound(f"there is no model {model!r} here; create it first")
+        self._registry.found(MODEL, model)
         if seq < 1:
             raise UserError(f"seq_id is {seq}; the requests of a model count from 1")
         return self._promise(model, seq, kind, data)
@@ -211,8 +212,6 @@ class Door:
 
     async def get_info(self, request: Request) -> Response:
         id = parsed(ModelBody, await _body(request)).model_id
-        if self._registry.get(MODEL, id) is None:
-            raise NotFound(f"there is no model {id!r} here; create it first")
         base, rank = self._work.base, self._work.models.spec(id).rank
         data = {
             "arch": base.decoder.config.model_type,
@@ -231,7 +230,7 @@ class Door:
 
     async def create_sampler(self, request: Request) -> Response:
         body = parsed(SamplerBody, await _body(request))
-        self._session(body.session_id)
+        self._registry.found(SESSION, body.session_id)
         if body.model_path is None:
             self._work.models.check_base(body.base_model or "")
         id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
@@ -240,16 +239,8 @@ class Door:
 
     async def sampler(self, request: Request) -> Response:
         id = request.path_params["sampler"]
-        if (document := self._registry.get(SAMPLER, id)) is None:
-            raise NotFound(f"there is no sampling session {id!r} here")
-        return JSONResponse(
-            {"sampler_id": id, "base_model": self._work.base.name, "model_path": document["path"]}
-        )
-
-    def _session(self, id: str) -> dict[str, Any]:
-        if (session := self._registry.get(SESSION, id)) is None:
-            raise NotFound(f"there is no session {id!r} here; create one")
-        return session
+        path = self._registry.found(SAMPLER, id)["path"]
+        return JSONResponse({"sampler_id": id, "base_model": self._work.base.name, "model_path": path})
 
     # ---- around all of them
 
@@ -258,16 +249,12 @@ class Door:
 
         async def guarded(request: Request) -> Response:
             try:
-                check_key(request, self._key)
+                check_key(request, self._key, "set TINKER_API_KEY")
                 return await handler(request)
-            except ApiError:
-                return _refusal("the API key is missing or wrong; set TINKER_API_KEY", 401)
             except ClientDisconnect:
                 return Response(status_code=499)
-            except NotFound as error:
-                return _refusal(str(error), 404)
-            except UserError as error:
-                return _refusal(str(error), 422)
+            except (ApiError, UserError) as error:
+                return _refusal(str(error), error.status)
             except Exception as error:
                 log.exception("a request failed")
                 return _refusal(f"{type(error).__name__}: {error}", 500, "server")
@@ -280,12 +267,7 @@ def _refusal(sentence: str, status: int, category: str = "user") -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > MOST_BYTES:
-            raise UserError(f"the body has more than {MOST_BYTES} bytes; send fewer datums at once")
-    return bytes(data)
+    return await read_body(request, MOST_BYTES)
 
 
 async def _json(request: Request) -> dict[str, Any]:

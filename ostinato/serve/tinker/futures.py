@@ -18,10 +18,6 @@ SAMPLE = "sample"
 log = logging.getLogger(__name__)
 
 
-class UserError(ValueError):
-    """What the client wrote wrongly: one sentence."""
-
-
 class Futures:
     """The requests of a registry, run by ``run`` in the event loop that calls ``resume``."""
 
@@ -44,11 +40,7 @@ class Futures:
 
     def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> None:
         """Promise it; again what was promised already changes nothing. UserError for a number in use."""
-        try:
-            is_new = self._registry.submit(id, owner, seq, kind, body)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        if is_new:
+        if self._registry.submit(id, owner, seq, kind, body):
             stored = self._registry.request(id)
             assert stored is not None
             self._start(stored)
@@ -112,4 +104,4 @@ class Futures:
             event.set()
 
 
-__all__ = ["SAMPLE", "Futures", "UserError"]
+__all__ = ["SAMPLE", "Futures"]

@@ -11,9 +11,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from ostinato.serve.tinker.futures import UserError
 from ostinato.serve.tinker.models import MODEL
-from ostinato.serve.tinker.registry import Registry
+from ostinato.serve.tinker.registry import NotFound, Registry, UserError
 from ostinato.serve.tinker.wire import Body, parsed
 from ostinato.serve.tinker.work import CHECKPOINT, SAMPLER, Work
 
@@ -21,12 +20,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 RUNS, ONE = "/training_runs", "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
-class NotFound(ValueError):
-    """There is nothing of this id: one sentence."""
-
-
 class PathBody(Body):
     tinker_path: str
+
+
+class ProjectBody(Body):
+    project_id: str | None = None
 
 
 class CopyBody(Body):
@@ -105,7 +104,7 @@ class Listings:
         folder = self._work.folder_of(path)
         base = str(request.url).removesuffix("/external_weights_urls")
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-        expires = (self._registry.get(CHECKPOINT, path) or {})["expires"] or 4102444800.0  # the year 2100
+        expires = self._registry.found(CHECKPOINT, path)["expires"] or 4102444800.0  # the year 2100
         return JSONResponse(
             {"urls": {name: f"{base}/files/{name}" for name in files}, "expires": _time(expires)}
         )
@@ -120,7 +119,7 @@ class Listings:
     async def weights_info(self, request: Request) -> Response:
         path = parsed(PathBody, await request.body()).tinker_path
         self._work.folder_of(path)
-        model = (self._registry.get(CHECKPOINT, path) or {})["model"]
+        model = self._registry.found(CHECKPOINT, path)["model"]
         lora = (self._registry.get(MODEL, model) or {}).get("lora", {})
         kept = ("train_unembed", "train_mlp", "train_attn")
         facts = {"base_model": self._work.base.name, "is_lora": True, "lora_rank": lora.get("rank")}
@@ -147,8 +146,7 @@ class Listings:
 
     async def session(self, request: Request) -> Response:
         id = request.path_params["session"]
-        if (document := self._registry.get("session", id)) is None:
-            raise NotFound(f"there is no session {id!r} here")
+        document = self._registry.found("session", id)
         return JSONResponse(
             {
                 "training_run_ids": [model for model, _, _ in self._registry.all(MODEL, id)],
@@ -160,10 +158,9 @@ class Listings:
 
     async def project(self, request: Request) -> Response:
         """Kept, and without effect: all is yours here."""
-        id, body = request.path_params["session"], await request.json()
-        if (document := self._registry.get("session", id)) is None:
-            raise NotFound(f"there is no session {id!r} here")
-        self._registry.put("session", id, {**document, "project_id": body.get("project_id")})
+        id, body = request.path_params["session"], parsed(ProjectBody, await request.body())
+        document = self._registry.found("session", id)
+        self._registry.put("session", id, {**document, "project_id": body.project_id})
         return Response(status_code=204)
 
     def _run(self, id: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
@@ -190,9 +187,7 @@ class Listings:
     def _changed(self, request: Request, **fields: Any) -> Response:
         path = self._path(request)
         self._work.folder_of(path)
-        document = self._registry.get(CHECKPOINT, path)
-        if document is None:
-            raise UserError(f"there is no checkpoint {path} here")
+        document = self._registry.found(CHECKPOINT, path)
         self._registry.put(CHECKPOINT, path, {**document, **fields})
         return Response(status_code=204)
 
@@ -225,4 +220,4 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-__all__ = ["Listings", "NotFound"]
+__all__ = ["Listings"]

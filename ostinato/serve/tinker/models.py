@@ -19,9 +19,8 @@ from typing import Any
 from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.serve.thread import EngineThread
-from ostinato.serve.tinker.futures import UserError
 from ostinato.serve.tinker.records import Record, Start
-from ostinato.serve.tinker.registry import FAILED, Registry, Stored
+from ostinato.serve.tinker.registry import FAILED, Registry, Stored, UserError
 from ostinato.serve.tinker.samplers import Base, identity, spec_of
 from ostinato.serve.tinker.wire import Body, loss_of, parsed, rows_of, training_request
 from ostinato.train.accumulate import Accumulator, Adam, Scored, drained
@@ -109,7 +108,7 @@ class Models:
         self._models: dict[str, Model] = {}
 
     async def get(self, id: str) -> Model:
-        """UserError for a model that was never made."""
+        """NotFound for a model that was never made."""
         if id not in self._models:
             self._models[id] = await self._thread.call(lambda _: self._taken_up(id))
         return self._models[id]
@@ -120,7 +119,7 @@ class Models:
             await self._thread.call(lambda _: self._left(model, "done"))
 
     def spec(self, id: str) -> AdapterSpec:
-        return spec_of(self._document(id)["spec"])
+        return spec_of(self._registry.found(MODEL, id)["spec"])
 
     async def create(self, stored: Stored) -> None:
         """Fresh adapters. A seed that the client leaves open is drawn from the id of the model."""
@@ -229,7 +228,7 @@ class Models:
 
     def _taken_up(self, id: str) -> Model:
         """From its last snapshot, and from what came behind it."""
-        document = self._document(id)
+        document = self._registry.found(MODEL, id)
         spec, config = spec_of(document["spec"]), self._base.decoder.config
         adapters = init_adapters(config, spec, document["seed"], self._base.decoder.device)
         trained = Accumulator(self._base.decoder, adapters, ops=self._base.ops)
@@ -289,12 +288,6 @@ class Models:
         folder = self._folder / "models" / slug(id)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def _document(self, id: str) -> dict[str, Any]:
-        document = self._registry.get(MODEL, id)
-        if document is None:
-            raise UserError(f"there is no model {id!r} here; create it first")
-        return document
 
     def _write(
         self,

@@ -25,6 +25,18 @@ create index if not exists by_state on requests (state);
 _COLUMNS = "id, owner, seq, kind, body, state, result, media"
 
 
+class UserError(ValueError):
+    """What the client wrote wrongly: one sentence."""
+
+    status = 422  # of the response, where a request is refused at once
+
+
+class NotFound(UserError):
+    """There is nothing of this id."""
+
+    status = 404
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A request and what came of it. ``body`` is None once nothing can need it any more."""
@@ -74,7 +86,7 @@ class Registry:
     # ---- requests
 
     def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> bool:
-        """Write it down; False where this very request is there already. ValueError for another one."""
+        """Write it down; False where this very request is there already. UserError for another one."""
         digest = hashlib.sha256(kind.encode() + body).hexdigest()
         row = self._db.execute("select digest from requests where id = ?", (id,)).fetchone()
         if row is None:
@@ -85,7 +97,7 @@ class Registry:
                 values,
             )
         elif row[0] != digest:
-            raise ValueError(f"seq_id {seq} of {owner} was used for another request; count on")
+            raise UserError(f"seq_id {seq} of {owner} was used for another request; count on")
         return row is None
 
     def request(self, id: str) -> Stored | None:
@@ -150,6 +162,12 @@ class Registry:
         row = self._db.execute("select body from things where kind = ? and id = ?", (kind, id)).fetchone()
         return None if row is None else json.loads(row[0])
 
+    def found(self, kind: str, id: str) -> dict[str, Any]:
+        """NotFound where there is none."""
+        if (body := self.get(kind, id)) is None:
+            raise NotFound(f"there is no {kind} {id!r} here; create it first")
+        return body
+
     def delete(self, kind: str, id: str) -> None:
         self._db.execute("delete from things where kind = ? and id = ?", (kind, id))
 
@@ -160,4 +178,15 @@ class Registry:
         return [(id, created, json.loads(body)) for id, created, body in rows]
 
 
-__all__ = ["DONE", "FAILED", "JSON", "PENDING", "PROTO", "Registry", "Result", "Stored"]
+__all__ = [
+    "DONE",
+    "FAILED",
+    "JSON",
+    "PENDING",
+    "PROTO",
+    "NotFound",
+    "Registry",
+    "Result",
+    "Stored",
+    "UserError",
+]

@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tinker.proto import tinker_public_pb2 as pb  # pyright: ignore[reportMissingImports]
 
 from ostinato.algo.token_losses import TokenLoss, token_loss
-from ostinato.serve.tinker.futures import UserError
-from ostinato.serve.tinker.registry import PROTO, Result
+from ostinato.serve.tinker.registry import PROTO, Result, UserError
 from ostinato.train.accumulate import Row, Scored
 from ostinato.types import Completion, Emitted, Sampling, Stop
 

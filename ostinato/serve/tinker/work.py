@@ -17,10 +17,9 @@ from ostinato.model.lora import Adapters
 from ostinato.model.peft_io import save_peft
 from ostinato.run import atomic_folder
 from ostinato.serve.thread import EngineThread
-from ostinato.serve.tinker.futures import UserError
 from ostinato.serve.tinker.models import MODEL, Models, slug
 from ostinato.serve.tinker.records import Start
-from ostinato.serve.tinker.registry import Registry, Result, Stored
+from ostinato.serve.tinker.registry import Registry, Result, Stored, UserError
 from ostinato.serve.tinker.samplers import Base, Samplers, identity
 from ostinato.serve.tinker.wire import (
     Body,
@@ -119,8 +118,8 @@ class Work:
         if body.path is not None:
             path = await self._written(stored, body, "sampler_weights", self._peft(model.trained.adapters))
             return Result.of({"path": path, **kind})
-        session = self._registry.get(MODEL, stored.owner) or {}
-        id = f"{session.get('session', '')}:sample:{body.sampling_session_seq_id}"
+        session = self._registry.found(MODEL, stored.owner)["session"]
+        id = f"{session}:sample:{body.sampling_session_seq_id}"
         shared = body.kind == "inflight"
         policy = f"{stored.owner}:inflight" if shared else id
         folder = self._folder / "samplers" / slug(policy)
@@ -128,7 +127,7 @@ class Work:
         await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
         document = {"policy": policy, "folder": str(folder), "path": None, "steps": model.trained.steps}
         document["model"] = stored.owner
-        self._registry.put(SAMPLER, id, document, owner=session.get("session", ""))
+        self._registry.put(SAMPLER, id, document, owner=session)
         return Result.of({"sampling_session_id": id, **kind})
 
     async def _save_external(self, stored: Stored) -> Result:
@@ -137,8 +136,8 @@ class Work:
             raise UserError("age_encryption_recipients are not supported; files are on your own disk")
         model = await self.models.get(stored.owner)
         path = await self._written(stored, body, "external_weights", self._peft(model.trained.adapters))
-        document = self._registry.get(CHECKPOINT, path) or {}
-        return Result.of({"path": path, "size_bytes": document["size"], "type": "save_weights_external"})
+        size = self._registry.found(CHECKPOINT, path)["size"]
+        return Result.of({"path": path, "size_bytes": size, "type": "save_weights_external"})
 
     def _peft(self, adapters: Adapters) -> Callable[[Path], None]:
         return lambda folder: save_peft(adapters, self.base.decoder, folder, base_name=self.base.name)
@@ -188,7 +187,7 @@ class Work:
         if self._registry.get(CHECKPOINT, copied) is None:
             folder = self._folder / "checkpoints" / slug(run) / kind / name
             _replaced(folder, lambda temporary: shutil.copytree(source, temporary, dirs_exist_ok=True))
-            document = self._registry.get(CHECKPOINT, path) or {}
+            document = self._registry.found(CHECKPOINT, path)
             changed = {"folder": str(folder), "request": "", "expires": expires, "public": False}
             self._registry.put(CHECKPOINT, copied, {**document, **changed}, owner=run)
         return copied
@@ -267,9 +266,7 @@ class Work:
     async def _policy(self, body: SampleBody) -> tuple[dict[str, Any], Adapters | None]:
         """What a request samples from: with the engine's name for it, and its adapters."""
         if body.sampling_session_id is not None:
-            document = self._registry.get(SAMPLER, body.sampling_session_id)
-            if document is None:
-                raise UserError(f"there is no sampling session {body.sampling_session_id!r} here; create one")
+            document = self._registry.found(SAMPLER, body.sampling_session_id)
         elif body.model_path is not None:
             document = {"policy": body.model_path, "folder": str(self.folder_of(body.model_path)), "steps": 0}
         else:

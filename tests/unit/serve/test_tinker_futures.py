@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.serve.tinker.futures import SAMPLE, Futures, UserError
-from ostinato.serve.tinker.registry import DONE, FAILED, PENDING, Registry, Result, Stored
+from ostinato.serve.tinker.futures import SAMPLE, Futures
+from ostinato.serve.tinker.registry import DONE, FAILED, PENDING, Registry, Result, Stored, UserError
 
 
 def answer(stored: Stored) -> Result:
