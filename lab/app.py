@@ -32,6 +32,7 @@ BENCHES = {
     "replay": ("replay:Replay", "sampler against trainer with routes replayed and without; planted bugs"),
     "agents": ("agents:Agents", "seconds of an agent's episodes over those of the same environment built in"),
     "turns": ("turns:Turns", "conversations: what is run again, whether routes are complete, latency"),
+    "long-chat": ("long_chat:LongChat", "an answer late in a chat with a memory, beside an early one"),
     "pipeline": ("pipeline:Pipeline", "five ways of using two cores"),
     "simulate": ("simulate:Simulate", "placements on simulated samplers, against static and known lengths"),
     "publish": ("publish:Publish", "a new policy on its way to a sampler; memory of several samplers"),
@@ -63,6 +64,7 @@ OF_PROCESSES = {
     "warm-start",
     "preferences",
     "abilities",
+    "long-chat",
 }  # nothing here needs threads
 
 
