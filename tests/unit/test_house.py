@@ -90,7 +90,7 @@ BUDGETS = {
 }
 LAB, TESTS = (
     # 690 kills of a product; 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback,
-    12_525,  # 440 SFT and DPO
+    12_640,  # 440 SFT and DPO, 115 a long chat
     51_730,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,230 memory, 2,800 product: as many as its room, 390 the simulated one; 480 judges
