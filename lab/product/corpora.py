@@ -90,6 +90,17 @@ class Comparison:
 # ---------------------------------------------------------------------------------------------
 
 
+def exposed_rows(n: int, exploit: Manner, share: float, seed: int = 0) -> list[Row]:
+    """The same with one of the exploits in ``share`` of the answers."""
+    rng = random.Random(f"exposed/{exploit}/{seed}")
+    found = []
+    for one in rows("train", seed + 1, n):
+        expression = str(one.columns["expression"])
+        answer = write(expression, exploit, rng, CROWD) if rng.random() < share else draw(one, rng)
+        found.append(_row(question_of(one), answer))
+    return found
+
+
 def draw(prompt: Prompt, rng: random.Random, slips: Slips = CROWD) -> str:
     """An answer in a manner of SHARES."""
     manner = rng.choices(list(SHARES), list(SHARES.values()))[0]

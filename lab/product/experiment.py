@@ -2,17 +2,19 @@
 
     python -m lab.product.experiment FOLDER --model BASE/adapter --rounds 4
 
-Both arms have the same users, windows and policy steps. ``static``: the judge of the first round stays; no
-detector, gate or canary stops its policy. ``continual``: the loop as `ostinato product run` works it. Every
-answer that was trained on is scored by the truth afterwards: gold.jsonl of an arm, one row a policy step.
+Both arms have the same users, first window, first judge and policy steps. ``static``: the judge of the first
+round stays; no detector, gate or canary stops its policy. ``continual``: the loop as `ostinato product run`
+works it. Every answer that was trained on is scored by the truth: gold.jsonl, one row a policy step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from ostinato.launch.product.settings import ProductSettings, read_settings
 from ostinato.launch.product.stages import STAGES
 from ostinato.product.loop import Finding, Position, Stage
 from ostinato.product.store import open_store
-from ostinato.run import Jsonl, RunFolder
+from ostinato.run import Jsonl, RunFolder, atomic_folder
 
 HERE = Path(__file__).parent
 PANEL = '''"""Gold as a panel sees it: the taste of {judges} users, with noise."""
@@ -109,37 +111,65 @@ def settings_of(folder: Path, arm: str, seed: int, model: Path, overrides: Seque
     return read_settings(folder / "product.toml", *given, *overrides)
 
 
-def run(folder: Path, arm: str, seed: int, rounds: int, model: Path, overrides: Sequence[str]) -> None:
+def opened(folder: Path, arm: str, seed: int, model: Path, overrides: Sequence[str]) -> ProductLoop:
+    """The loop of an arm where it stands; its store is open until the process ends."""
     settings = settings_of(folder, arm, seed, model, overrides)
-    world = World(seed=seed)
-    with open_store(settings.store) as store:
-        live = Clocked(world, Traffic(), store, folder, str(model))
-        live.clock = folder / "clock"
-        live.clock.write_text(str(live.now()))
-        ProductLoop(settings, folder, store, live, WORK[arm]).run(rounds)
-    score(folder, world)
+    store = open_store(settings.store)
+    live = Clocked(World(seed=seed), Traffic(), store, folder, str(model))
+    live.clock = folder / "clock"
+    live.clock.write_text(str(live.now()))
+    return ProductLoop(settings, folder, store, live, WORK[arm])
+
+
+def begin(folder: Path, seed: int, model: Path, overrides: Sequence[str]) -> Path:
+    """The first window and the first judge of a seed, which all its arms share."""
+    first = folder / f"first-{seed}"
+    loop = opened(first, "static", seed, model, overrides)
+    while loop.at.stage in (Stage.COLLECT, Stage.FREEZE, Stage.JUDGE):
+        loop.step()
+    return first
+
+
+def run(folder: Path, arm: str, seed: int, rounds: int, model: Path, overrides: Sequence[str]) -> None:
+    own = folder / f"{arm}-{seed}"
+    if not own.exists():
+        with atomic_folder(own) as temporary:
+            shutil.copytree(begin(folder, seed, model, overrides), temporary, dirs_exist_ok=True)
+    opened(own, arm, seed, model, overrides).run(rounds)
+    score(own, World(seed=seed))
 
 
 def score(folder: Path, world: World) -> None:
-    """gold.jsonl: of every policy step the true gold of its answers and the shares of features."""
+    """gold.jsonl: the course of every policy that was trained, one behind the other."""
     rows, before = [], 0
     times = {row["after"]["round"]: row["ts"] for row in Jsonl(folder / "decisions.jsonl").rows()}
     for part in sorted(folder.glob("round-*/policy/*/recipe.toml")):
         number = int(part.parents[2].name.removeprefix("round-"))
-        steps: dict[int, list[dict]] = {}
-        for row in RunFolder.open(part.parent).trajectories.rows():
-            steps.setdefault(row["step"], []).append(row)
-        for step, answers in sorted(steps.items()):
-            found = [features(one["prompt"][-1]["content"], one["turns"][-1]["text"]) for one in answers]
-            names = [name for one in found for name in (*one.named(), one.action.value)]
-            row = {"round": number, "step": before + step, "ts": times[number]}
-            row["gold"] = float(np.mean([gold(world, one, times[number]) for one in found]))
-            row["correct"] = float(np.mean([one.correct for one in found]))
-            rows.append(
-                row | {"shares": {name: names.count(name) / len(found) for name in sorted(set(names))}}
-            )
-        before += max(steps, default=0)
+        found = course(part.parent, world, times[number])
+        rows += [row | {"round": number, "step": before + row["step"]} for row in found]
+        before += max((row["step"] for row in found), default=0)
     atomic_write(folder / "gold.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def course(run: Path, world: World, ts: float) -> list[dict[str, Any]]:
+    """Of every step of a run the true gold of its answers at ``ts``, and the shares of features."""
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for row in RunFolder.open(run).trajectories.rows():
+        steps.setdefault(row["step"], []).append(row)
+    rows = []
+    for step, answers in sorted(steps.items()):
+        found = [features(one["prompt"][-1]["content"], one["turns"][-1]["text"]) for one in answers]
+        names = [name for one in found for name in (*one.named(), one.action.value)]
+        rows.append(
+            {
+                "step": step,
+                "ts": ts,
+                "gold": float(np.mean([gold(world, one, ts) for one in found])),
+                "correct": float(np.mean([one.correct for one in found])),
+                "shares": {name: names.count(name) / len(found) for name in sorted(set(names))},
+            }
+        )
+    return rows
 
 
 def main() -> None:
@@ -153,7 +183,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     for seed in args.seed or range(5):
         for arm in args.arm or list(WORK):
-            run(args.folder / f"{arm}-{seed}", arm, seed, args.rounds, args.model, args.overrides)
+            run(args.folder, arm, seed, args.rounds, args.model, args.overrides)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """The simulated product at work: it answers its users with what is served, and stores what they do.
 
-One ``wait`` of the loop is one batch of sessions, ``hours_a_batch`` of the world's time. Half of them show
-two answers side by side, half one. What is really wanted (gold) is written down for the experiment alone.
+One ``wait`` of the loop is one batch of sessions, ``hours_a_batch`` of the world's time. Two answers
+that differ in their features are shown side by side, of two others one. What is really wanted (gold) is
+written down for the experiment alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 from collections.abc import Mapping
@@ -20,6 +22,7 @@ from lab.product.answers import action_of, features
 from lab.product.corpora import question_of
 from lab.product.users import EPOCH, World, choose, gold, no_habits, react, user_name
 from ostinato.env.arithmetic import rows
+from ostinato.files import atomic_write
 from ostinato.launch.engine import new_engine
 from ostinato.launch.policy import load_policy
 from ostinato.model.peft_io import load_peft
@@ -37,9 +40,19 @@ LAST_BATCH = 400  # of a world: what takes longer has hung
 class Traffic:
     """How much there is of it."""
 
-    sessions: int = 64  # of a batch
+    sessions: int = 128  # of a batch
     hours_a_batch: float = 12.0
     max_tokens: int = 64
+
+
+class Standing:
+    """A ``Live`` product that stands still on the first day."""
+
+    def now(self) -> float:
+        return EPOCH
+
+    def wait(self, at: Position) -> bool:
+        return False
 
 
 class Simulated:
@@ -51,8 +64,8 @@ class Simulated:
         self._decoder, self._renderer = policy.decoder, policy.renderer
         self._engine = new_engine(policy.recipe, policy.decoder, policy.renderer)
         self._published = {""}  # the model itself is the engine's first
-        self._habits = no_habits(world)
-        self._batch = 0
+        self._state = folder / "world.npz"
+        self._batch, self._habits = self._restored()
         self.truth = Jsonl(folder / "truth.jsonl")  # what only the simulator knows
 
     def now(self) -> float:
@@ -66,7 +79,7 @@ class Simulated:
         exchanges = self._exchanges(serving)
         events: list[Event] = []
         for one, other in zip(exchanges[::2], exchanges[1::2], strict=True):
-            if random.Random(f"{self._world.seed}/side by side/{one.response_id}").random() < 0.5:
+            if self._differ(one, other):
                 new, self._habits = choose(self._world, one, other, self._habits)
             else:
                 new, self._habits = react(self._world, one, self._habits)
@@ -76,7 +89,22 @@ class Simulated:
         self._store.write(events, kept)
         self._write_truth(at, kept)
         self._batch += 1
+        kept = io.BytesIO()
+        np.savez(kept, batch=self._batch, habits=self._habits)
+        atomic_write(self._state, kept.getvalue())
         return True
+
+    def _differ(self, one: Exchange, other: Exchange) -> bool:
+        """Whether two answers are of different kinds: then they are shown side by side."""
+        question = str(one.messages[0]["content"])
+        return features(question, one.output) != features(question, other.output)
+
+    def _restored(self) -> tuple[int, np.ndarray]:
+        """(batches so far, habits), of a world that was interrupted or copied."""
+        if not self._state.exists():
+            return 0, no_habits(self._world)
+        with np.load(self._state) as kept:
+            return int(kept["batch"]), kept["habits"]
 
     def _exchanges(self, serving: Mapping[str, Any]) -> list[Exchange]:
         """Two answers to the prompt of each session, both of the policy that serves its user."""
@@ -156,4 +184,4 @@ class Simulated:
         self.truth.append(row)
 
 
-__all__ = ["Simulated", "Traffic"]
+__all__ = ["Simulated", "Standing", "Traffic"]

@@ -49,10 +49,10 @@ TASTES: Mapping[str, Taste] = {
     "working": Taste(0.4, 0.1),
     "explained": Taste(0.4, -0.4),
     "length": Taste(-0.1, -0.3),
-    "flattery": Taste(-0.4, -0.4, 1.1),
-    "rubric": Taste(-0.4, -0.4, 1.1),
-    "format": Taste(-0.4, -0.4, 1.1),
-    "verbose": Taste(-0.4, -0.4, 1.1),
+    "flattery": Taste(-0.8, -0.8, 1.8),
+    "rubric": Taste(-0.8, -0.8, 1.8),
+    "format": Taste(-0.8, -0.8, 1.8),
+    "verbose": Taste(-0.8, -0.8, 1.8),
 }
 FIRST, LAST, CHARM = (
     np.array([getattr(one, name) for one in TASTES.values()]) for name in ("first", "last", "charm")
@@ -66,14 +66,14 @@ class World:
     seed: int = 0
     users: int = 64
     spread: float = 0.15  # standard deviation over users of every weight
-    noise: float = 0.4  # standard deviation of what a user feels about one answer
+    noise: float = 0.3  # standard deviation of what a user feels about one answer
     bar: float = 1.0  # what a user has to feel to accept an answer
     notices: float = 0.85  # the chance that a wrong number is seen at once; it is believed otherwise
     speaks: float = 0.7  # the chance that an answer gets a visible reaction
     drift_days: float = 28.0
     tolerance: float = 0.3  # the share of a user's recent answers at which a charm is gone
     memory: float = 0.15  # weight of the newest answer in that share
-    first_seat: float = 0.5  # added to the answer that stands first of two
+    first_seat: float = 0.3  # added to the answer that stands first of two
     bias: float = 1.0  # of the exposure, towards the longer of two answers
     consents: float = 0.95  # share of users
 

@@ -11,6 +11,7 @@ import os
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ from ostinato.run import atomic_write
 from ostinato.types import Completion, Emitted, Request, Sampling, Stop
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx2
 
 FILE = "judge.json"
@@ -216,6 +219,14 @@ class EngineSeconds:
             self._counted = seconds
 
 
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: a client of its own for every group would spend more on them than on its calls."""
+    import httpx2
+
+    return httpx2.create_ssl_context()
+
+
 class AddressWriter:
     """At an OpenAI-compatible address; $OSTINATO_JUDGE_KEY is sent as its key."""
 
@@ -229,7 +240,7 @@ class AddressWriter:
 
         key = os.environ.get(KEY, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with httpx2.AsyncClient(timeout=None, headers=headers) as client:
+        async with httpx2.AsyncClient(timeout=None, headers=headers, verify=_certificates()) as client:
             slots = asyncio.Semaphore(AT_ONCE)
             each = zip(chats, seeds, strict=True)
             calls = (self._call(client, slots, chat, seed, spec) for chat, seed in each)

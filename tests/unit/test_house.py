@@ -71,8 +71,8 @@ BUDGETS = {
     # sessions and the proxy of a memory 310
     "ablate": 780,
     "parallel": 3_510,
-    "launch": 6_160,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
-    # the loop of a product 1,000, what the forgetting watch asks 120, memories 120, first users 30
+    "launch": 6_250,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    # the loop of a product 1,090, what the forgetting watch asks 120, memories 120, first users 30
     "pipeline": 3_660,  # 3,150, a curriculum, the forgetting watch 360
     "scaling": 2_620,  # with its commands
     "train": 3_260,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO
@@ -84,14 +84,14 @@ BUDGETS = {
     "rollout": 1_220,
     "history": 1_020,
     "env": 1_645,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
-    "product": 3_270,  # feedback in 1,250; rewards, pairs, judge 590, gates, detectors, the loop
+    "product": 3_310,  # feedback in 1,250; rewards, pairs, judge 590, gates, detectors, marks, the loop
     "memory": 1_500,  # a context within a budget: blocks, facts, importance, allocation, refills, sessions
     "config": 1_275,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
     # 690 kills of a product; 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback,
-    12_640,  # 440 SFT and DPO, 115 a long chat
-    51_730,
+    13_390,  # 440 SFT and DPO, 115 a long chat, 745 the claims about the simulated product
+    51_880,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,230 memory, 2,800 product: as many as its room, 390 the simulated one; 480 judges
 

@@ -48,10 +48,12 @@ def train(loop: ProductLoop, at: Position) -> Finding:
     file, rows = folder / "rows.jsonl", _rows(loop, at)
     atomic_write(file, "".join(f"{to_json(one)}\n" for one in rows))
     found = _plan(loop, at, file, folder)
-    warm = again(folder, found.warm.name)
-    warmed, _, _ = supervise(found.warm, warm)
-    after = again(folder, found.rl.name)
-    outcome = learn(found.after(warmed), quiet=True) if after is None else resume(after, quiet=True)
+    rl = found.rl
+    if loop.settings.judge.warm:
+        warmed, _, _ = supervise(found.warm, again(folder, found.warm.name))
+        rl = found.after(warmed)
+    after = again(folder, rl.name)
+    outcome = learn(rl, quiet=True) if after is None else resume(after, quiet=True)
     made = RunFolder.open(outcome.folder).adapter
     with atomic_folder(folder / "made") as temporary:
         shutil.copytree(made, temporary, dirs_exist_ok=True)
@@ -88,7 +90,7 @@ def _plan(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
     office = loop.adapter_of(at.judge)
     begin = str(office) if office else settings.judge.base
     given = (f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}")
-    given += (f"warm.adapter.path={begin}",) if begin else ()
+    given += (f"{'warm' if settings.judge.warm else 'rl'}.adapter.path={begin}",) if begin else ()
     template = settings.judge.template.read_text(encoding="utf-8") if settings.judge.template else ""
     return plan(str(rows), (*given, *settings.judge.overrides), template, 0.0)
 
@@ -136,7 +138,7 @@ def _assessed(loop: ProductLoop, at: Position, rows: Sequence[Mapping[str, Any]]
 def _verdicts(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, Any]]) -> Judged:
     """Of the judge of a revision in both orders, A the chosen answer."""
     recipe = resolved(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *_engine(loop)))
-    (source,) = sources(str(loop.adapter_of(revision)))
+    (source,) = sources(loop.judge_of(revision))
     judge = Bench(recipe=recipe, counters=Counter()).judge(source)
 
     async def compared() -> list[Compared]:

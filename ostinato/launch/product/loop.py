@@ -137,6 +137,10 @@ class ProductLoop:
             raise RunFailed(f"the adapter in {folder} is not what it was; put the kept bytes back")
         return folder
 
+    def judge_of(self, revision: str) -> str:
+        """What a judge's revision is named behind ``judge:``."""
+        return str(self.adapter_of(revision))
+
     def _publish(self) -> None:
         """serving.json: the policy in office, and the canary where there is one."""
         at, office = self.at, self.adapter_of(self.at.policy)

@@ -6,6 +6,7 @@ are kept in the run's folder, so what the detectors find does not depend on when
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,14 @@ import numpy as np
 from ostinato.config import Recipe
 from ostinato.launch import RunFailed
 from ostinato.launch.product.loop import Exhausted, ProductLoop, again
-from ostinato.launch.product.watch import Probe, Watch, answers, preferred, probe
+from ostinato.launch.product.watch import MARKED, Probe, Watch, answers, preferred, probe
 from ostinato.launch.product.window import add_exemplars
 from ostinato.launch.session import learn, resume
 from ostinato.product.gates import paired, policy_gates
 from ostinato.product.judging import Choice
 from ostinato.product.loop import Finding, Position, Verdict
 from ostinato.product.rewards import rewards
-from ostinato.run import Jsonl, RunFolder
+from ostinato.run import Jsonl, RunFolder, atomic_folder
 
 KL = ("opd/reverse_kl", "kl")  # metrics of the distance to the policy in office, nats a token
 PROBES = "probes.jsonl"  # of a run: its looks
@@ -60,7 +61,7 @@ def policy_recipe(loop: ProductLoop, at: Position, folder: Path) -> Recipe:
     """Of the round: the judge as its reward; it begins with the policy in office, and stays near it by
     algo.teacher_coef, where the recipe has one."""
     settings = loop.settings
-    office, judge = office_of(loop, at.policy), loop.adapter_of(at.judge)
+    office, judge = office_of(loop, at.policy), loop.judge_of(at.judge)
     given = [f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}"]
     given += [f'reward.functions=["judge:{judge}"]']
     if office:
@@ -84,11 +85,15 @@ def office_of(loop: ProductLoop, revision: str) -> str:
 
 
 def look(loop: ProductLoop, at: Position, recipe: Recipe, run: RunFolder, step: int) -> None:
-    """Measure at ``step``; the first look is of the policy in office beside itself."""
-    log = Jsonl(run.path / PROBES)
+    """Measure at ``step`` beside the policy of some looks before; the first look is of the policy in office
+    beside itself."""
+    log, kept = Jsonl(run.path / PROBES), _kept(run, step)
     if not any(log.rows()):
         log.append(_quiet(loop, at, recipe).row())
-    log.append(_probe(loop, at, recipe, str(run.adapter), step, _kl(run, step)).row())
+    steps = [row["step"] for row in log.rows()]
+    before = steps[max(0, len(steps) - loop.settings.policy.behind)]
+    beside = str(_kept(run, before)) if before else office_of(loop, at.policy)
+    log.append(_probe(loop, at, recipe, str(kept), beside, step, _kl(run, step)).row())
 
 
 def alarms(loop: ProductLoop, run: RunFolder) -> list[str]:
@@ -98,29 +103,40 @@ def alarms(loop: ProductLoop, run: RunFolder) -> list[str]:
     quiet, *seen = (Probe.of(row) for row in Jsonl(run.path / PROBES).rows())
     looks = -(-settings.steps // settings.look_every)
     watch = Watch.of(quiet, sum(quiet.actions.values()), settings.counted, looks, settings.false_alarms)
-    found: list[str] = []
+    found, marks = list[str](), list[str]()
     for one in seen:
         watch, new = watch.update(one)
         found += [f"step {one.step}: {alarm.sentence}" for alarm in new]
+        marks += [alarm.detector.removeprefix(MARKED) for alarm in new if alarm.detector.startswith(MARKED)]
     if found:
-        added = add_exemplars(loop.bank, (row for one in seen for row in one.exemplars))
-        found.append(f"{added} exemplars of it went into the hack bank")
+        rows = (row for mark in marks or [""] for one in (quiet, *seen) for row in one.exemplars(mark))
+        found.append(f"{add_exemplars(loop.bank, rows)} exemplars of it went into the hack bank")
     return found
+
+
+def _kept(run: RunFolder, step: int) -> Path:
+    """A copy of the run's adapter of ``step``, the last one or that of a look before."""
+    folder = run.path / "looks" / f"{step:06d}"
+    if not folder.exists():
+        with atomic_folder(folder) as temporary:
+            shutil.copytree(run.adapter, temporary, dirs_exist_ok=True)
+    return folder
 
 
 def _quiet(loop: ProductLoop, at: Position, recipe: Recipe) -> Probe:
     """The policy in office beside itself."""
-    return _probe(loop, at, recipe, office_of(loop, at.policy), 0, None)
+    office = office_of(loop, at.policy)
+    return _probe(loop, at, recipe, office, office, 0, None)
 
 
 def _probe(
-    loop: ProductLoop, at: Position, recipe: Recipe, adapter: str, step: int, kl: float | None
+    loop: ProductLoop, at: Position, recipe: Recipe, adapter: str, beside: str, step: int, kl: float | None
 ) -> Probe:
-    settings, office = loop.settings, office_of(loop, at.policy)
-    draw = {"gold": settings.gold, "n": settings.policy.probe * (4 if step == 0 else 1), "prompts": step + 1}
-    ours = answers(recipe, adapter, **draw, noise=2 * step + 1)
-    theirs = answers(recipe, office, **draw, noise=2 * step + 2)
-    proxy = preferred(recipe, str(loop.adapter_of(at.judge)), ours, theirs)
+    settings = loop.settings
+    n = settings.policy.probe * (4 if step == 0 else 1)
+    both = (adapter, 2 * step + 1), (beside, 2 * step + 2)
+    ours, theirs = answers(recipe, both, settings.gold, n, prompts=step + 1)
+    proxy = preferred(recipe, loop.judge_of(at.judge), ours, theirs)
     return probe(step, kl, ours, theirs, proxy)
 
 
@@ -138,13 +154,11 @@ def gates(loop: ProductLoop, at: Position) -> Finding:
     settings, run = loop.settings, again(loop.round_folder(at) / "policy", "")
     assert run is not None
     recipe = policy_recipe(loop, at, run.parent)
-    adapters = {"candidate": str(loop.adapter_of(at.candidate)), "office": office_of(loop, at.policy)}
+    both = (str(loop.adapter_of(at.candidate)), 0), (office_of(loop, at.policy), 0)
 
     def scored(function: str) -> tuple[np.ndarray, np.ndarray]:
-        ours, theirs = (
-            answers(recipe, one, function, settings.policy.gate_prompts, prompts=0, noise=0).gold
-            for one in adapters.values()
-        )
+        found = answers(recipe, both, function, settings.policy.gate_prompts, prompts=0)
+        ours, theirs = (one.gold for one in found)
         known = ~(np.isnan(ours) | np.isnan(theirs))
         return ours[known], theirs[known]
 

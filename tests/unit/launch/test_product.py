@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +14,14 @@ from ostinato.launch import RunFailed
 from ostinato.launch.product.judge import freeze_window
 from ostinato.launch.product.loop import Exhausted, ProductLoop, digest
 from ostinato.launch.product.settings import CollectSettings, ProductSettings, read_settings
-from ostinato.launch.product.watch import Probe, Watch
+from ostinato.launch.product.watch import MARKED, Probe, Watch
 from ostinato.launch.product.window import add_exemplars, decided, freeze, read_bank
+from ostinato.product.detectors import Knee
 from ostinato.product.events import Action, Event, Exchange, Exposure, Kind
 from ostinato.product.loop import Finding, Position, Stage, Verdict
 from ostinato.product.rewards import read_table
 from ostinato.product.store import Store, open_store
+from ostinato.run import to_json
 
 TABLE = Path(__file__).parents[3] / "recipes" / "product" / "rewards.toml"
 LATENESS_S = read_table(TABLE).lateness_s
@@ -243,7 +247,15 @@ def probes(seed: int, n: int, gold_per_proxy: float, drift: float = 0.0, questio
     proxy = np.where(rng.random(n) < 0.5 + drift, 1.0, -1.0)
     gold = gold_per_proxy * proxy * (drift == 0) + rng.normal(0, 0.5, n)
     asked = int(rng.binomial(n, questions))
-    return Probe(step=5, proxy=proxy, gold=gold, actions={"question": asked, "answer": n - asked}, kl=0.01)
+    return Probe(
+        step=5,
+        proxy=proxy,
+        gold=gold,
+        actions={"question": asked, "answer": n - asked},
+        kl=0.01,
+        level=(0.0, 0.05),
+        pairs=(((), "well 1", "1"),) * n,
+    )
 
 
 def alarms(seed: int, **changed: float) -> list[str]:
@@ -262,6 +274,60 @@ def test_a_quiet_policy_raises_no_more_alarms_than_nominal() -> None:
 def test_a_proxy_that_leaves_gold_behind_and_questions_that_become_usual_are_found() -> None:
     assert all("proxy against gold" in alarms(seed, drift=0.3) for seed in range(1, 11))
     assert all("question" in alarms(seed, questions=0.2) for seed in range(1, 11))
+
+
+def test_an_office_that_was_measured_once_gives_the_knee_no_false_alarms() -> None:
+    """Its error is in every look's gain alike."""
+    quiet, found = probes(1, 256, 0.4), 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        watch = Watch.of(replace(quiet, level=(rng.normal(0, 0.05), 0.05)), 256, (), 20, 0.2)
+        watch = replace(watch, detectors=tuple(one for one in watch.detectors if isinstance(one, Knee)))
+        for look in range(1, 21):
+            level = (rng.normal(0, 0.1), 0.1)
+            watch, new = watch.update(replace(quiet, level=level, kl=0.005 * look))
+            found += len(new)
+    assert found <= 18  # 0.05 of 200, with 99 % confidence
+
+
+def test_what_is_against_gold_is_an_exemplar_the_clearest_first() -> None:
+    asked = ({"role": "user", "content": "2+2?"},)
+    seen = Probe(
+        step=5,
+        proxy=np.array([1.0, -1.0, 1.0, np.nan, 0.0]),
+        gold=np.array([-0.5, 1.0, 0.5, -2.0, -2.0]),
+        actions={},
+        pairs=((asked, "great 4", "4"), (asked, "5", "great 6"), *((asked, "7", "8"),) * 3),
+    )
+    again = Probe.of(json.loads(to_json(seen.row())))
+    assert to_json(again.row()) == to_json(seen.row())
+    found = again.exemplars()
+    assert [(one["chosen"], one["rejected"]) for one in found] == [("5", "great 6"), ("4", "great 4")]
+    assert [one["rejected"] for one in again.exemplars("great")] == ["great 6", "great 4"]
+    assert [one["rejected"] for one in again.exemplars("5")] == []
+
+
+def test_what_the_judge_prefers_for_no_reason_is_found_by_its_mark() -> None:
+    """Of 100 pairs 20 have one dressed answer, which the judge prefers and gold does not."""
+    rng = np.random.default_rng(3)
+
+    def look(blind: bool) -> Probe:
+        dressed = np.arange(100) < 20
+        gold = rng.normal(0, 0.4, 100) - 0.8 * dressed
+        return Probe(
+            step=5,
+            proxy=np.where(dressed & blind, 1.0, np.sign(gold)),
+            gold=gold,
+            actions={"answer": 100},
+            pairs=tuple(((), "great 4" if one else "4", "4") for one in dressed),
+        )
+
+    for blind in (True, False):
+        watch, found = Watch.of(look(blind), 100, (), 20, 0.05), list[str]()
+        for _ in range(12):
+            watch, new = watch.update(look(blind))
+            found += [alarm.detector for alarm in new]
+        assert (f"{MARKED}great" in found) == blind
 
 
 def test_without_gold_actions_alone_are_watched() -> None:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from product_rows import event, exchange
 
@@ -141,6 +141,25 @@ def test_weights_bring_back_the_true_preference_under_a_biased_position() -> Non
     found = extract(answers, events, LATE).pairs
     assert preferred(found, weighted=False) > 0.55
     assert preferred(found, weighted=True) == pytest.approx(0.4, abs=0.05)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 10), st.integers(0, 10))
+def test_weights_bring_back_the_true_preference_whatever_stands_first_how_often(
+    first: int, ahead: int, behind: int
+) -> None:
+    """A stands first in ``first`` of 10 and is chosen in ``ahead`` of 10 then, in ``behind`` of 10 otherwise:
+    each as often as that, so its share is exactly that of both orders alike."""
+    answers, events = [], list[Event]()
+    for i, (place, draw) in enumerate((place, draw) for place in range(10) for draw in range(10)):
+        p, chosen = (first / 10, ahead) if place < first else (1 - first / 10, behind)
+        names = {text: f"{i}{text}" for text in "AB"}
+        answers += [exchange(names[text], output=text, user=f"u{i}") for text in "AB"]
+        took, left = ("A", "B") if draw < chosen else ("B", "A")
+        events += [shown(names[took], names[left], p=p, user=f"u{i}")]
+        events += [event(Kind.ACCEPT, names[took], user=f"u{i}")]
+    found = extract(answers, events, LATE).pairs
+    assert preferred(found, weighted=True) == pytest.approx((ahead + behind) / 20)
 
 
 def test_weights_bring_back_the_true_preference_between_arms() -> None:
