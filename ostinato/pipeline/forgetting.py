@@ -1,23 +1,24 @@
 """The forgetting watch: does a policy lose what it could do and is not trained on?
 
 Before training the policy answers questions that the task does not ask (``launch.forgetting``), greedily.
-Its right answers are kept, and all of them where nothing is right or wrong. While it trains, a look scores
-some of them anew, by one forward. Of an answer y, with rho = p(y) / p_start(y),
+Its right answers are kept, and those that nobody judges. While it trains, a look scores some of them anew, by
+one forward. Of an answer y, with rho = p(y) / p_start(y),
 
     lost    1 - min(rho, 1): the share of its probability that is gone. What other answers gain makes up for
             nothing, so this grows before answers turn wrong
     kept    the mean of min(rho, 1)
     bets    (``observe.bets``) that the mean of what is lost is above ``tolerance``
 
-Where no answer is right or wrong rho is per token: its T-th root. Rows are looked at in turn, once in a pass.
+Of an answer that nobody judges rho is per token: its T-th root. Rows are looked at in turn, once in a pass.
 The training knows nothing of them, so whatever the policy has become they are fresh draws, and a pass is a
 fair game: pass j raises a false alarm with a probability of at most ALPHA / (j (j + 1)), all together ALPHA.
 
-Some answers are drawn as well, at the run's temperature: KL(start || now) per token is estimated on them.
+Some answers are drawn as well, at the run's temperature: KL(start || now) per token is estimated on them. A
+policy that has next to nothing right could do nothing of this: wrong answers are kept, and nothing is bet.
 
-A look is taken while all of the watch has cost no more than ``share`` of the FLOPs of the run, HEAD_START of
-that at its beginning: a learning rate that is too high forgets early. It is SLICE rows, and as many more as
-the bets go up, up to the end of the pass.
+A look is taken while all of the watch has cost no more than ``share`` of the FLOPs that the run has spent, or
+HEAD_START of what it will: a learning rate that is too high forgets early. It is SLICE rows, and as many more
+as the bets go up, up to the end of the pass.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from ostinato.types import Batch, Completion, Request, Sample, Sampling
 
 ALPHA = 0.05  # of a false alarm in a run, however long
 UNIT = 0.5  # of what is lost, in bets: more than that of one answer counts as that
-HEAD_START = 0.4  # of what the watch may cost in all
+HEAD_START = 0.6  # of what the watch may cost in all, supposing that coming steps cost half of those so far
 SLICE = 16  # rows of a look, and the fewest that a watch takes
 ROUND = 48  # questions at a time
 WANTED = 96  # rows, after which no more is asked
@@ -78,7 +79,7 @@ class Row:
     def gain(self, logprobs: np.ndarray) -> float:
         """ln rho; -inf where a log-probability is not finite."""
         change = float((logprobs.astype(float) - self.logprobs).sum())
-        change = change / len(self.logprobs) if self.right is None else change
+        change = change if self.right else change / len(self.logprobs)
         return change if math.isfinite(change) else -math.inf
 
 
@@ -182,8 +183,7 @@ class Forgetting:
                 self._gains |= dict(zip(line["places"], gains, strict=True))
 
     async def begin(self, engine: Engine) -> dict[str, Any] | None:
-        """Ask, and keep what is right: the line of the log. None where that was done before. Where next to
-        nothing is right, the policy is watched for what it says."""
+        """Ask, and keep what is right: the line of the log. None where that was done before."""
         if self._rows:
             return None
         started = time.perf_counter()
@@ -197,7 +197,8 @@ class Forgetting:
             found, work = found + new, work + sampled
             chosen = [one for one in found if one.right is not False]
         if len(chosen) < SLICE:
-            chosen = [replace(one, right=None) for one in found[:ROUND] if len(one.logprobs)]
+            chosen = [one for one in found[:ROUND] if len(one.logprobs)]
+            chosen = [replace(one, right=False) for one in chosen]
         judged = [one.right for one in found if one.right is not None]
         self._take([*chosen, *drawn])
         scores = {place: own for part in self._slices for place, own in self._scores(*part).items()}
@@ -237,8 +238,8 @@ class Forgetting:
             return None
         spent = sum(totals.get(f"total/{name}_flops", 0.0) for name in ("useful", "wasted", "pending"))
         own = 2 * self._price(batch) + self.flops.backward(batch_work(batch))  # sampled about as often
-        most = self.share * (spent + own) / step * self.steps
-        now = most * (HEAD_START + (1 - HEAD_START) * step / self.steps)
+        most = self.share * (spent + own) * (1 + 0.5 * (self.steps - step) / step)
+        now = max(self.share * (spent + own), HEAD_START * most)
         started, before, scores, gains, alarmed = time.perf_counter(), self._spent, {}, {}, False
         while self._spent + self._price(self._slices[self._state.at][1]) <= (most if scores else now):
             bets = self._state.bets
@@ -262,7 +263,9 @@ class Forgetting:
         scores |= found
         gains |= new
         self._gains |= new
-        self._state, alarmed = self._state.seen(losses(new.values(), self.tolerance), len(self._slices))
+        could = any(self._rows[n].right is not False for n in new)
+        x = losses(new.values(), self.tolerance) if could else np.empty(0)
+        self._state, alarmed = self._state.seen(x, len(self._slices))
         return alarmed
 
     def _metrics(self, scores: Mapping[int, np.ndarray]) -> dict[str, float]:
