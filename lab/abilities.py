@@ -34,7 +34,7 @@ SMALL = (
     "model.dtype=float32",
     "trainer.steps=24",
     "trainer.warmup_steps=0",
-    "forgetting.share=0.2",
+    "forgetting.share=0.4",  # looks as often as 2 % of a run of quickstart's size
     "eval.temperature=0.0",
 )
 BRIEF = ("trainer.steps=12", "rollout.prompts_per_step=4", "forgetting.share=1.0", "eval.n=1")
@@ -113,7 +113,9 @@ def figures(run: RunFolder) -> dict[str, Any]:
         "right": begin.get("right"),
         "rows": len(begin.get("rows", ())),
         "looks": [
-            {"step": one["step"], **{name: one.get(f"forgetting/{name}") for name in names}} for one in looks
+            {"step": one["step"], **{name: one.get(f"forgetting/{name}") for name in names}}
+            | {"gains": [gain if gain is None else round(gain, 3) for gain in one["gains"]]}
+            for one in looks
         ],
         "alarm": next((row["step"] for row in run.watch.rows() if row["rule"] == "forgetting"), None),
         "flops": sum(row["flops"] for row in (begin, *looks)),

@@ -42,6 +42,10 @@ class Every:
         """How many times the amount has been spent (``pipeline.evaluate.spent_in_steps``)."""
         return math.floor(self._of(spent) / self.amount) if self.amount else 0
 
+    def share(self, spent: Mapping[str, float]) -> float:
+        """How much of the amount has been spent; 0 for never."""
+        return self._of(spent) / self.amount if self.amount else 0.0
+
     def _of(self, spent: Mapping[str, float]) -> float:
         match self.unit:
             case Axis.HOURS:

@@ -1,4 +1,5 @@
-"""``ostinato ablate``: run a recipe and its arms: which choice moves the ceiling, which only B."""
+"""``ostinato ablate``: run a recipe and its arms: which choice moves the ceiling, which only B.
+``ostinato compare``: models and methods under one budget."""
 
 from __future__ import annotations
 
@@ -11,14 +12,22 @@ from rich.console import Console
 
 from ostinato.ablate import jobs as arms
 from ostinato.ablate.answer import answer, compared
+from ostinato.ablate.compare import compare as race
+from ostinato.ablate.compare import parse_budget, read_arms
+from ostinato.ablate.compared import answer as told
+from ostinato.ablate.compared import charts
 from ostinato.ablate.jobs import State, check, plan
 from ostinato.ablate.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
 from ostinato.axis import Axis
 from ostinato.config import Recipe, find_recipe
 from ostinato.launch.dtype import resolved
 from ostinato.launch.output import lasting
+from ostinato.observe.report.charts import Chart, to_plain
+from ostinato.observe.report.page.offline import render, script_json
+from ostinato.run import atomic_write
 from ostinato.scaling.commands import show
 from ostinato.scaling.reading import amount
+from ostinato.scaling.views import Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +110,36 @@ def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> 
         for sentence in (*notes, f"Nothing can be compared: {why}."):
             console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     return 1 if failed else 0
+
+
+def compare(source: Path, budget: str, study: Study, page: Path | None, json_file: Path | None) -> int:
+    """Sweep, choose and race the arms of a file under one budget; 1 where a run failed, 130 on Ctrl-C."""
+    file, terms = read_arms(source), parse_budget(budget)
+    out = study.out or Path("runs") / f"{source.stem}-compare"
+    console = Console(file=lasting(sys.stderr if str(json_file) == "-" else sys.stdout))
+
+    def run(jobs: Sequence[arms.Job]) -> Sequence[State]:
+        check(jobs)
+        console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
+        return arms.run(jobs, study.workers, progress(console))
+
+    try:
+        found = race(file, terms, range(study.seeds), out, run)
+    except KeyboardInterrupt:
+        console.print("stopped; what was done is kept, and the same command goes on with it")
+        return 130
+    answered = told(found, budget, file.threshold)
+    show(answered, json_file)
+    write_page(page or out / "compare.html", source.stem, answered, charts(found.lines))
+    return 1 if found.failed else 0
+
+
+def write_page(path: Path, name: str, answered: Answer, drawn: Sequence[Chart]) -> None:
+    """What was told as a file that opens offline, with the courses."""
+    data = script_json({chart.key: to_plain(chart) for chart in drawn if not chart.empty})
+    scripts = ("uplot.js", "charts.js")
+    parts = {"name": name, "lead": answered.lead, "tables": answered.tables, "charts": drawn}
+    atomic_write(path, render("compare.html.jinja", scripts, chart_data=data, **parts))
 
 
 def fit(source: Path, output: Output) -> int:

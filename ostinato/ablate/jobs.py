@@ -60,7 +60,7 @@ def plan(
         if not found or found in made:
             other = f"that of {made[found][0]!r}" if found else "empty"
             raise ValueError(f"the folder name of arm {name!r} would be {other}; give the arm another name")
-        made[found] = (name, _arm(source, overrides, name, own))
+        made[found] = (name, arm_recipe(source, overrides, name, own))
         same = made[found][1].model_copy(update={"name": base.name, "seed": base.seed}) == base
         if same and name != REFERENCE:
             raise ValueError(f"arm {name!r} of {source} changes nothing ({list(own)}); change it or drop it")
@@ -70,7 +70,7 @@ def plan(
             arm=name,
             seed=seed,
             folder=out / f"{found}-s{seed}",
-            recipe=_as_run(recipe, f"{found}-s{seed}", seed, out, threads),
+            recipe=as_run(recipe, f"{found}-s{seed}", seed, out, threads),
         )
         for seed in seeds
         for found, (name, recipe) in made.items()
@@ -90,7 +90,7 @@ def _chosen(base: Recipe, source: str | Path, arms: Sequence[str]) -> Mapping[st
     return {name: known[name] for name in arms or known}
 
 
-def _arm(source: str | Path, overrides: Sequence[str], name: str, own: Sequence[str]) -> Recipe:
+def arm_recipe(source: str | Path, overrides: Sequence[str], name: str, own: Sequence[str]) -> Recipe:
     try:
         return Recipe.load(source, *overrides, *own)
     except ValueError as error:
@@ -104,7 +104,7 @@ def _threads(base: Recipe, workers: int) -> int | None:
     return max(1, (os.cpu_count() or 1) // workers)
 
 
-def _as_run(recipe: Recipe, name: str, seed: int, out: Path, threads: int | None) -> Recipe:
+def as_run(recipe: Recipe, name: str, seed: int, out: Path, threads: int | None) -> Recipe:
     engine = recipe.engine if threads is None else recipe.engine.model_copy(update={"threads": threads})
     log = recipe.log.model_copy(update={"dir": str(out)})
     return recipe.model_copy(update={"name": name, "seed": seed, "engine": engine, "log": log})

@@ -71,6 +71,7 @@ class Algorithm:
     teacher_coef: float = 0.0  # of log p(teacher) - log p(policy) in the advantage of a token
     reward_coef: float = 1.0  # of the advantage by rewards; 0: rewards are measured only
     entropy_coef: float = 0.0
+    shuffled: bool = False  # a control: the rewards of a group are dealt anew among its answers
     overridden: tuple[str, ...] = ()  # the user's keys, in their order
 
     def __post_init__(self) -> None:

@@ -378,6 +378,28 @@ def ablate(
     raise typer.Exit(command(source, overrides or [], study, output, leave_one_out=leave_one_out))
 
 
+@app.command()
+def compare(
+    arms: Annotated[
+        Path, typer.Argument(metavar="ARMS.toml", help="Models and methods.", show_default=False)
+    ],
+    budget: Annotated[str, typer.Option(help='Of each run: "2e14 flops", interactions or seconds.')],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm.")] = 3,
+    workers: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs.")] = None,
+    page: Annotated[Path | None, typer.Option(help="By default compare.html in that folder.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="One JSON object into this file, - for standard output.")
+    ] = None,
+) -> None:
+    """A large prior with a small adapter, or a small model in full? Arms under exactly one budget."""
+    from ostinato.ablate.commands import Study
+    from ostinato.ablate.commands import compare as command
+
+    study = Study(seeds=seeds, workers=workers, out=out)
+    raise typer.Exit(command(arms, budget, study, page, json_file))
+
+
 @app.command(hidden=True)
 def rank() -> None:
     """A further rank of the run that has started this process; ends with it."""

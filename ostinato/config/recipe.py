@@ -105,6 +105,11 @@ class Recipe(Section):
                 "forecast.stop is true, but no scores come before and while the run trains; set eval.every, "
                 "and leave eval.at_start on"
             )
+        if self.eval.shares and not self.trainer.budget:
+            raise ValueError(
+                f"eval.shares is {list(self.eval.shares)} without trainer.budget, of which they are; set it, "
+                "or use eval.every"
+            )
         if self.forecast.axis == "money" and not self.ledger.price_per_device_hour:
             raise ValueError(
                 'forecast.axis is "money" without a price; set ledger.price_per_device_hour, or use '

@@ -368,6 +368,7 @@ class TrainerSection(Section):
     """AdamW and its schedule; ``steps`` are rollout batches, each of ``minibatches`` optimizer steps."""
 
     steps: Positive = 100
+    budget: Count | str = 0  # of training compute, as eval.every; the step that spends it is the last
     lr: Annotated[float, Field(gt=0)] = 1e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0
@@ -388,6 +389,7 @@ class TrainerSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainerSection:
+        Every.parse(self.budget, "trainer.budget")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(
                 f"trainer.betas is {list(self.betas)}; give two numbers in [0, 1), e.g. [0.9, 0.999]"
@@ -426,6 +428,7 @@ class EvalSection(Section):
     """
 
     every: Count | str = 20  # 0: only before and after
+    shares: Floats = ()  # of trainer.budget, at which it is scored beside that
     n: Positive = 256
     k: Positive = 1
     temperature: Annotated[float, Field(ge=0)] = 1.0  # 0: greedy
@@ -482,7 +485,7 @@ class ForgettingSection(Section):
     share: Annotated[float, Field(gt=0, le=1)] = (
         0.02  # of the run's FLOPs that it may cost; decides how often
     )
-    tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share of the ability whose loss is no alarm
+    tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.03  # share of the ability whose loss is no alarm
 
 
 class EngineSection(Section):

@@ -66,6 +66,8 @@ def evaluations(
             seed=recipe.seed,
             weights=weights,
             every=Every.parse(every, "every"),
+            budget=Every.parse(recipe.trainer.budget, "trainer.budget"),
+            shares=recipe.eval.shares if name == MAIN_SET else (),
             start_factor=recipe.eval.start_factor,
             rules=rules(recipe),
         )
@@ -90,7 +92,7 @@ def evaluations(
 
 def greedy(sampled: Evaluation) -> Evaluation:
     """One answer at temperature 0 to each prompt of ``sampled``, before and after training."""
-    one = {"samples": 1, "k": 1, "start_factor": 1, "every": NEVER}
+    one = {"samples": 1, "k": 1, "start_factor": 1, "every": NEVER, "shares": ()}
     return replace(sampled, name=GREEDY_SET, sampling=replace(sampled.sampling, temperature=0.0), **one)
 
 

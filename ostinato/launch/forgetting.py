@@ -7,13 +7,16 @@ another task                short arithmetic, and plain questions whose answers 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ostinato.axis import Axis
 from ostinato.config import Recipe
 from ostinato.env.arithmetic import Family
 from ostinato.env.tasks import load_tasks
+from ostinato.every import Every
 from ostinato.launch.inputs import RunInputs, sampling_of
 from ostinato.model.flops import FlopModel
 from ostinato.pipeline.forgetting import Forgetting, Question, Scorer, questions_for
@@ -42,6 +45,7 @@ def new_forgetting(
     if not count:
         return None
     about, prompts = asked(recipe, count)
+    budget = Every.parse(recipe.trainer.budget, "trainer.budget")
     sampling, renderer = sampling_of(recipe, prepared.renderer), prepared.renderer
     if not renderer.has_chat_template:
         prompts = [_as_text(one) for one in prompts]
@@ -55,6 +59,7 @@ def new_forgetting(
         flops=flops,
         log=run.forgetting,
         steps=recipe.trainer.steps,
+        budget=budget.amount if budget.amount and budget.unit is Axis.FLOPS else math.inf,
         tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
         seed=recipe.seed,
         share=section.share,

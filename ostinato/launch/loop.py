@@ -11,6 +11,7 @@ from typing import Any
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine.local import LocalEngine
+from ostinato.every import Every
 from ostinato.launch.checks import check, solved_at
 from ostinato.launch.components import RunComponents
 from ostinato.launch.drafts import Memory, save_history
@@ -95,6 +96,7 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         eval_at_start=recipe.eval.at_start,
         checkpoint_every=recipe.trainer.checkpoint_every,
         trajectories_every=recipe.log.trajectories_every,
+        budget=Every.parse(recipe.trainer.budget, "trainer.budget"),
         stop_on_collapse=recipe.trainer.stop_on_collapse,
         stop_on_forgetting=recipe.trainer.stop_on_forgetting,
         flops=flops,

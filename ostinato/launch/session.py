@@ -197,7 +197,14 @@ def _export(
 
     recipe, state = prepared.recipe, finished.state
     write_policy(prepared.decoder, adapters, prepared.folder, run.adapter, recipe.model.path)
-    if not own_weights(recipe) or finished.why not in ("done", "collapsed", "forgot", "solved", "enough"):
+    if not own_weights(recipe) or finished.why not in (
+        "done",
+        "collapsed",
+        "forgot",
+        "solved",
+        "spent",
+        "enough",
+    ):
         return
     known = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}
     if (state.step, MAIN_SET, "model") not in known:

@@ -5,6 +5,7 @@ Pure. Every sampled token ends in exactly one place: a sample, or a named entry 
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -102,6 +103,9 @@ def _shaped(
     penalty = overlong_penalty(
         lengths, max_tokens=answer_tokens, buffer=buffer, factor=algorithm.overlong_factor
     )
+    if algorithm.shuffled:
+        address = [group.step, zlib.crc32(group.prompt.uid.encode())]
+        rewards = np.random.default_rng(address).permutation(rewards)
     spared = (rewards < solved_at) & (algorithm.overlong_scope is Overlong.SOLVED)
     return rewards + np.where(spared, 0.0, penalty)
 

@@ -48,6 +48,8 @@ class Evaluation:
     seed: int = 0
     weights: str = "model"  # those of the base that the engine samples with (engine.weights)
     every: Every = NEVER  # beside before and after training
+    budget: Every = NEVER  # of the run
+    shares: Sequence[float] = ()  # of the budget: once at each of them
     start_factor: int = 1
     rules: str = ""  # what else decides the score that a policy has here: rewards, tools, interruption
 
@@ -117,7 +119,11 @@ def due(
     if last is not None and last["step"] == now["steps"]:
         return False
     before = {} if last is None else last.get("spent", {})
-    return ended or not now["steps"] or evaluation.every.times(now) > evaluation.every.times(before)
+    passed = [
+        sum(evaluation.budget.share(spent) >= share for share in evaluation.shares) for spent in (before, now)
+    ]
+    again = evaluation.every.times(now) > evaluation.every.times(before) or passed[1] > passed[0]
+    return ended or not now["steps"] or again
 
 
 async def evaluate(stage: RolloutContext, evaluation: Evaluation, step: int) -> dict[str, Any]:
@@ -150,6 +156,8 @@ async def evaluate_groups(
     about |= {"held_out": held_out(evaluation), "prompts": same_prompts(evaluation)}
     about |= {"weights": evaluation.weights, "samples": samples, "solved_at": evaluation.solved_at}
     groups = [item.group for item in played]
+    judged = [values[np.isfinite(values)] for values in map(verdicts, groups)]
+    about["each"] = [[len(one), int((one >= evaluation.solved_at).sum())] for one in judged]
     by_task = {name: task_score(score(own, evaluation)) for name, own in of_tasks(groups).items()}
     about |= {"tasks": by_task} if by_task else {}
     return {**about, **score(groups, evaluation), "seconds": seconds}, groups

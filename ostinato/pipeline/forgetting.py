@@ -41,7 +41,7 @@ from ostinato.run import Jsonl
 from ostinato.types import Batch, Completion, Request, Sample, Sampling
 
 ALPHA = 0.05  # of a false alarm in a run, however long
-UNIT = 0.5  # of what is lost, in bets: more than that of one answer counts as that
+UNIT = 10  # tolerances that one answer can lose in bets: what is lost beyond counts as that
 HEAD_START = 0.6  # of what the watch may cost in all, supposing that coming steps cost half of those so far
 SLICE = 16  # rows of a look, and the fewest that a watch takes
 ROUND = 48  # questions at a time
@@ -130,7 +130,7 @@ def ratios(gains: Iterable[float]) -> np.ndarray:
 def losses(gains: Iterable[float], tolerance: float) -> np.ndarray:
     """Observations for ``Bets``, in [-1, 1]: cut from above, which makes a mean smaller, so it is at most 0
     while no more than ``tolerance`` is lost."""
-    return np.minimum((1 - ratios(gains) - tolerance) / max(UNIT, tolerance), 1.0)
+    return np.minimum((1 - ratios(gains) - tolerance) / (UNIT * max(tolerance, 0.01)), 1.0)
 
 
 def kept(gains: Iterable[float]) -> tuple[float, float, float]:
@@ -164,8 +164,9 @@ class Forgetting:
     steps: int
     tokens_per_microbatch: int
     seed: int = 0
+    budget: float = math.inf  # FLOPs, where the run has such a budget
     share: float = 0.02
-    tolerance: float = 0.05
+    tolerance: float = 0.03
 
     def open(self) -> None:
         """Read what there is, after the log was cut to the finished steps."""
@@ -238,7 +239,7 @@ class Forgetting:
             return None
         spent = sum(totals.get(f"total/{name}_flops", 0.0) for name in ("useful", "wasted", "pending"))
         own = 2 * self._price(batch) + self.flops.backward(batch_work(batch))  # sampled about as often
-        most = self.share * (spent + own) * (1 + 0.5 * (self.steps - step) / step)
+        most = self.share * min(self.budget, (spent + own) * (1 + 0.5 * (self.steps - step) / step))
         now = max(self.share * (spent + own), HEAD_START * most)
         started, before, scores, gains, alarmed = time.perf_counter(), self._spent, {}, {}, False
         while self._spent + self._price(self._slices[self._state.at][1]) <= (most if scores else now):

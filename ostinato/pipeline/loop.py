@@ -31,7 +31,7 @@ from ostinato.observe.ledger import Ledger
 from ostinato.observe.timeline import Kind
 from ostinato.pipeline.buffer import TrainBatch
 from ostinato.pipeline.draft_metrics import Drafting
-from ostinato.pipeline.evaluate import Evaluation
+from ostinato.pipeline.evaluate import Evaluation, spent_in_steps
 from ostinato.pipeline.failed import Failures, RewardFails
 from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.observer import InProcess, Observer, Silent, Workers
@@ -143,7 +143,7 @@ class Loop:
             drafting=self.drafting,
             on_progress=lambda: self._dog.on_progress(),
         )
-        self._why = self._nobody_left()
+        self._why = self._at_its_end()
 
     async def _run(self) -> Finished:
         self._open()
@@ -230,7 +230,7 @@ class Loop:
         row |= self.state.totals
         ended = self._why is not None
         self._why = self._recorder.report(step, row, groups, learned, ended) or self._why
-        self._why = self._why or self._nobody_left()
+        self._why = self._why or self._at_its_end()
         if overlap and self._goes_on:
             self._feed.admit(step, version)
         self._dog.on_progress()
@@ -269,10 +269,8 @@ class Loop:
                 raise
         if report.mismatch is not None:
             clock.measured(report.mismatch["seconds"])
-        look, step = None, self.state.step + 1
-        if self.forgetting is not None and (
-            look := self.forgetting.look(step, self.state.totals, prepared.batch)
-        ):
+        watch, step = self.forgetting, self.state.step + 1
+        if (look := watch and watch.look(step, self.state.totals, prepared.batch)) is not None:
             clock.add("measure", look.cost["seconds"])
         return replace(prepared, report=report, look=look)
 
@@ -303,8 +301,10 @@ class Loop:
         if due.num_anew:
             row["groups/played_anew"] = float(due.num_anew)
 
-    def _nobody_left(self) -> Finish | None:
-        """Is this the end, because every prompt has left the stream?"""
+    def _at_its_end(self) -> Finish | None:
+        """Is this the end, because the budget is spent or every prompt has left the stream?"""
+        if self.plan.budget.share(spent_in_steps(self.state.step, self.state.totals)) >= 1:
+            return Finish.SPENT
         if not self._feed.is_dry:
             return None
         logger.info(f"step {self.state.step}: {EVERYTHING_SOLVED}")

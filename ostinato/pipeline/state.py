@@ -9,6 +9,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from ostinato.every import NEVER, Every
 from ostinato.model.flops import FlopModel
 from ostinato.pipeline.buffer import Late
 from ostinato.pipeline.curriculum import Curriculum, Rates
@@ -34,6 +35,7 @@ class Finish(StrEnum):
     COLLAPSED = "collapsed"  # by the stability watch, where the plan was to stop then
     FORGOT = "forgot"  # by the forgetting watch, where the plan was to stop then
     SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
+    SPENT = "spent"  # the budget of training compute, by the last step
     ENOUGH = "enough"  # the rest is not worth its compute, and the plan was to stop then
 
     @classmethod
@@ -51,6 +53,7 @@ class Plan:
     group_size: int
     answer_tokens: int  # longest answer allowed, all turns together
     tokens_per_microbatch: int
+    budget: Every = NEVER  # of training compute: the step that spends it is the last
     minibatches: int = 1  # optimizer steps per batch, as long as there are as many groups
     staleness: int = 0  # most steps between the policy that samples a token and the one that trains on it
     overlap: bool = False  # rollouts go on while the trainer learns, and take up its weights in flight

@@ -66,18 +66,18 @@ BUDGETS = {
     "engine": 5_480,
     "model": 5_860,  # 5,650 and the trainer's forward on the sampler's kernels
     "plan": 4_350,
-    "cli": 1_595,  # 1,000 and the options of serve, proxy, tinker, sft, judge, product and memory
+    "cli": 1_620,  # 1,000 and the options of serve, proxy, tinker, sft, judge, product and memory
     "serve": 5_795,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 340; Tinker 1,990
     # sessions and the proxy of a memory 310
-    "ablate": 780,
+    "ablate": 1_215,  # 780, arms under one budget 430
     "parallel": 3_510,
-    "launch": 6_250,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    "launch": 6_270,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
     # the loop of a product 1,090, what the forgetting watch asks 120, memories 120, first users 30
     "pipeline": 3_660,  # 3,150, a curriculum, the forgetting watch 360
-    "scaling": 2_620,  # with its commands
+    "scaling": 2_790,  # with its commands, gains of arms 165
     "train": 3_260,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO
     "(files of their own)": 2_290,
-    "algo": 2_202,  # and log-probabilities by the sampler's kernel
+    "algo": 2_203,  # and log-probabilities by the sampler's kernel
     "interop": 1_585,
     "reward": 1_710,
     "workers": 1_180,
@@ -86,12 +86,12 @@ BUDGETS = {
     "env": 1_645,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
     "product": 3_310,  # feedback in 1,250; rewards, pairs, judge 590, gates, detectors, marks, the loop
     "memory": 1_500,  # a context within a budget: blocks, facts, importance, allocation, refills, sessions
-    "config": 1_275,  # the reference of all keys is generated there; mixtures, curricula, teachers
+    "config": 1_285,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
     # 690 kills of a product; 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback,
     14_520,  # 440 SFT and DPO, 115 a long chat, 745 the claims about the simulated product, 1,130 HTML
-    52_350,
+    52_678,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,230 memory, 2,800 product: as many as its room, 390 the simulated one; 480 judges, 470 HTML
 

@@ -229,6 +229,7 @@ ENDS = {
     "collapsed": "stopped: the policy collapsed",
     "forgot": "stopped: the policy was losing what it could do before",
     "solved": "ended: every prompt is solved for good",
+    "spent": "ended: the budget is spent",
     "enough": "ended: the rest was not worth its compute",
 }
 

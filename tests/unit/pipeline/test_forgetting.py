@@ -60,7 +60,7 @@ def test_a_loss_is_a_fair_bet(gains: list[float], tolerance: float) -> None:
     found = losses(gains, tolerance)
     lost = 1 - ratios(gains)
     assert (found >= -1 - 1e-12).all() and (found <= 1).all()
-    assert found.mean() <= (lost.mean() - tolerance) / max(UNIT, tolerance) + 1e-9
+    assert found.mean() <= (lost.mean() - tolerance) / (UNIT * max(tolerance, 0.01)) + 1e-9
     mean, low, high = kept([*gains, 0.0])
     assert 0 <= low <= mean <= high or len(gains) == 0
 

@@ -1,0 +1,245 @@
+"""``ostinato compare``: arms (a model, a method, a rank each) under exactly one budget, with controls.
+
+    sweep     every learning rate of an arm at a tenth of the budget, one seed
+    choose    by the validation half of the held-out problems (those at odd places)
+    race      the chosen one at the whole budget, every seed, scored at log-spaced shares of it
+    told      by the test half (even places): ``scaling.gain``
+
+Runs are jobs of ``ablate.jobs``: child processes, resumed where they stopped. Runs of a seed share prompts,
+their order and noise, so what an arm's learning rates are changes nothing of another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from ostinato.ablate.jobs import Job, State, arm_recipe, as_run
+from ostinato.ablate.kept import ended, slug
+from ostinato.config import Recipe
+from ostinato.config.explain import explain
+from ostinato.config.sections import Floats, Names, Positive, Section
+from ostinato.inputs import parse_toml
+from ostinato.observe.report.reading import number
+from ostinato.run import MAIN_SET, RunFolder
+from ostinato.scaling.gain import Outcomes
+
+SWEEP = 0.1  # of the budget, for each learning rate
+SHARES = tuple(2.0**-n for n in range(6, 0, -1))  # of it, at which a run is scored beside before and after
+LONG = 10**6  # steps: more than any budget has
+CONTROLS: Mapping[str, Sequence[str]] = {
+    "": (),
+    "random reward": ("algo.shuffled=true",),
+    "own correct": ('algo.baseline="none"', 'algo.scale="none"'),  # only what was right is learned from
+}
+
+
+class ArmSpec(Section):
+    """``[arms.NAME]`` of an arms file."""
+
+    model: str = ""  # as model.path; empty: the recipe's
+    method: str = "lora"  # or full
+    rank: Positive = 16
+    lrs: Floats = ()  # to choose from; empty: those of the file
+    control: str = ""  # "random reward" or "own correct"
+    overrides: Names = ()
+
+
+class ArmsFile(Section):
+    recipe: str = "quickstart"
+    lrs: Floats = (1e-4, 3e-4, 1e-3)
+    threshold: float = 0.75  # of the best arm's gain: compute to it is told
+    overrides: Names = ()
+    arms: dict[str, ArmSpec] = Field(default_factory=dict)
+
+
+def read_arms(path: Path) -> ArmsFile:
+    """Raises ValueError with one sentence for what is wrong with the file."""
+    try:
+        found = ArmsFile.model_validate(parse_toml(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise ValueError(f"{path}: {explain(error, {})}") from None
+    if not found.arms:
+        raise ValueError(f"{path} has no arms; add tables [arms.NAME]")
+    for name, arm in found.arms.items():
+        if arm.method not in ("lora", "full") or arm.control not in CONTROLS:
+            raise ValueError(
+                f"{path}: arm {name!r} has method {arm.method!r} and control {arm.control!r}; use lora or "
+                f"full, and one of {', '.join(filter(None, CONTROLS))} or none"
+            )
+    return found
+
+
+def parse_budget(text: str) -> tuple[float, str]:
+    """ "2e14 flops", "20000 interactions" or "600 seconds": exactly one. Raises ValueError."""
+    amount, _, unit = text.strip().partition(" ")
+    try:
+        value = float(amount)
+    except ValueError:
+        value = math.nan
+    if unit not in ("flops", "interactions", "seconds") or not 0 < value < math.inf:
+        raise ValueError(
+            f'--budget is {text!r}; use one of "2e14 flops", "20000 interactions", "600 seconds"'
+        )
+    return value, unit
+
+
+def amount(recipe: Recipe, value: float, unit: str) -> int | str:
+    """``trainer.budget`` of a recipe. An interaction is an episode: whole steps of them."""
+    if unit == "interactions":
+        return max(1, math.ceil(value / (recipe.rollout.prompts_per_step * recipe.rollout.group_size)))
+    return f"{value:g} flops" if unit == "flops" else f"{value / 3600:.9g} hours"
+
+
+def job(file: ArmsFile, name: str, lr: float, seed: int, budget: tuple[float, str], out: Path) -> Job:
+    """A run of the whole budget; of a share of it, a sweep, where ``out`` is a folder of sweeps."""
+    arm = file.arms[name]
+    keys = [*file.overrides, *CONTROLS[arm.control], *arm.overrides, f'adapter.kind="{arm.method}"']
+    keys += [f'model.path="{arm.model}"'] if arm.model else []
+    keys += [f"adapter.rank={arm.rank}"] if arm.method == "lora" else ['model.dtype="float32"']
+    recipe = arm_recipe(file.recipe, keys, name, [f"trainer.lr={lr!r}"])
+    trainer = {"budget": amount(recipe, *budget), "steps": LONG}
+    recipe = recipe.model_copy(
+        update={
+            "trainer": recipe.trainer.model_copy(update=trainer),
+            "eval": recipe.eval.model_copy(update={"shares": SHARES, "every": 0}),
+            "forecast": recipe.forecast.model_copy(update={"enabled": False}),
+        }
+    )
+    folder = f"{slug(name)}-lr{lr:g}-s{seed}"
+    return Job(arm=name, seed=seed, folder=out / folder, recipe=as_run(recipe, folder, seed, out, None))
+
+
+def sweep(file: ArmsFile, budget: tuple[float, str], out: Path, seed: int = 0) -> dict[str, dict[float, Job]]:
+    """A job for each learning rate of each arm, at a tenth; none where there is nothing to choose."""
+    tenth = (SWEEP * budget[0], budget[1])
+    grids = {name: arm.lrs or file.lrs for name, arm in file.arms.items()}
+    return {
+        name: {lr: job(file, name, lr, seed, tenth, out / "sweep") for lr in grid}
+        for name, grid in grids.items()
+        if len(grid) > 1
+    }
+
+
+def choose(file: ArmsFile, swept: Mapping[str, Mapping[float, Job]]) -> dict[str, float]:
+    """The learning rate of each arm: the best of its sweep on the validation half, the lower of equals. A run
+    that failed has no score. Raises ValueError where none has one."""
+    found = {}
+    for name, arm in file.arms.items():
+        scores = {
+            lr: float(np.mean(rows[-1][1][1::2]))
+            for lr, one in swept.get(name, {}).items()
+            if (rows := course(one.folder))
+        }
+        if name in swept and not scores:
+            raise ValueError(f"no sweep of arm {name!r} has come to a score; look at its train.log")
+        found[name] = max(sorted(scores), key=scores.__getitem__) if scores else (arm.lrs or file.lrs)[0]
+    return found
+
+
+def race(
+    file: ArmsFile, chosen: Mapping[str, float], budget: tuple[float, str], seeds: Sequence[int], out: Path
+) -> list[Job]:
+    """Seed after seed, so that arms can be compared before all is done."""
+    return [job(file, name, lr, seed, budget, out) for seed in seeds for name, lr in chosen.items()]
+
+
+Course = list[tuple[float, np.ndarray]]
+
+
+def course(folder: Path) -> Course:
+    """(FLOPs spent, share of right answers of each problem) of every score of the main set; empty for a run
+    that has not come to its end."""
+    if not ended(folder):
+        return []
+    rows = [row for row in RunFolder(folder).eval.rows() if row["set"] == MAIN_SET and "each" in row]
+    return [
+        (row["spent"]["flops"], np.array([right / n if n else 0.0 for n, right in row["each"]]))
+        for row in rows
+    ]
+
+
+def line(one: Job, control: str) -> dict[str, Any] | None:
+    """A finished run as plain numbers: what tables are made of. None where it has not ended."""
+    points = course(one.folder)
+    if not points:
+        return None
+    folder = RunFolder(one.folder)
+    rows, ledger = [*folder.metrics.rows()], [*folder.ledger.rows()]
+    steps = [row for row in ledger if row["event"] == "step"]
+    first = next(row for row in folder.eval.rows() if row["set"] == MAIN_SET)
+    kept = [value for row in rows if (value := number(row, "forgetting/kept")) is not None]
+    cut = [value for row in rows if (value := number(row, "completions/clipped_ratio")) is not None]
+    parts = {name: sum(row["flops"][name] for row in steps) for name in ("sample", "train", "measure")}
+    return {
+        "arm": one.arm,
+        "seed": one.seed,
+        "lr": one.recipe.trainer.lr,
+        "control": control,
+        "compute": [flops for flops, _ in points],
+        "each": [right.tolist() for _, right in points],
+        "prompts": first["prompts"],
+        "k": first["k"],
+        "base_pass_k": first["pass@k"],
+        "kept": kept[-1] if kept else None,
+        "truncated": float(np.mean(cut)) if cut else None,
+        "flops": parts,
+        "seconds": sum(row["seconds"] for row in steps),
+        "interactions": sum(int(row.get("rollout/trajectories", 0)) for row in rows),
+        "steps": len(steps),
+    }
+
+
+def outcomes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Outcomes]:
+    """Of each arm on the test half. Raises ValueError for runs that were asked different problems."""
+    if len({one["prompts"] for one in lines}) > 1:
+        raise ValueError(
+            "the runs were scored on different problems, so they do not compare; use one eval set"
+        )
+    found = {}
+    for name in dict.fromkeys(one["arm"] for one in lines):
+        mine = [one for one in lines if one["arm"] == name]
+        each = [np.array(one["each"])[:, ::2] for one in mine]
+        found[name] = Outcomes(pre=each[0][0], post=np.stack([one[-1] for one in each]))
+    return found
+
+
+Run = Callable[[Sequence[Job]], Sequence[State]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """``lines`` of all finished runs, what was ``swept`` and ``chosen``, and why runs ``failed``."""
+
+    lines: Sequence[Mapping[str, Any]]
+    swept: Mapping[str, Mapping[float, float | None]]
+    chosen: Mapping[str, float]
+    failed: Sequence[str]
+
+
+def compare(file: ArmsFile, budget: tuple[float, str], seeds: Sequence[int], out: Path, run: Run) -> Compared:
+    """Sweep, choose, race. ``run`` lets jobs run that have not ended."""
+    swept = sweep(file, budget, out)
+    states = [*run([one for grid in swept.values() for one in grid.values()])]
+    chosen = choose(file, swept)
+    jobs = race(file, chosen, budget, seeds, out)
+    states += run(jobs)
+    lines = [found for one in jobs if (found := line(one, file.arms[one.arm].control)) is not None]
+    scores = {
+        name: {
+            lr: float(np.mean(rows[-1][1][1::2])) if (rows := course(one.folder)) else None
+            for lr, one in grid.items()
+        }
+        for name, grid in swept.items()
+    }
+    failed = [f"{state.job.folder.name} failed: {state.error}" for state in states if state.what == "failed"]
+    return Compared(lines=lines, swept=scores, chosen=chosen, failed=failed)
+
+
+__all__ = ["compare", "outcomes", "parse_budget", "read_arms"]

@@ -1,0 +1,145 @@
+"""What ``ostinato compare`` shows of finished runs: tables, JSON, and charts of their courses and front."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from ostinato.ablate.compare import Compared, outcomes
+from ostinato.observe.report.charts import COLORS, Chart, Series, plotted
+from ostinato.observe.report.facts import NONE, Table, compute_text, seconds_text
+from ostinato.scaling.gain import Gain, compute_to, front, gains
+from ostinato.scaling.views import Answer, both
+
+NOTE = (
+    "Test half of the held-out problems, which no learning rate was chosen by. Intervals: 90 %, paired "
+    "bootstrap over problems and seeds. H is the gain over the headroom, the relative reduction of the "
+    "error; near the ceiling it is unsteady, so raw and logit gains stand beside it."
+)
+
+
+def answer(of: Compared, budget: str, threshold: float) -> Answer:
+    """Raises ValueError where no run has come to its end."""
+    if not of.lines:
+        raise ValueError(" ".join(of.failed) or "no run has come to its end yet")
+    arms = outcomes(of.lines)
+    found = gains(arms)
+    best = max(float(one.post.median) for one in found.values())
+    target = {name: one.pre.median + threshold * (best - one.pre.median) for name, one in found.items()}
+    reached = {name: compute_to(*mean_course(of.lines, name), target[name]) for name in arms}
+    mine = {name: [one for one in of.lines if one["arm"] == name] for name in arms}
+    lead = [
+        f"{len(arms)} arms, {len(of.lines)} runs of {budget} each.",
+        *(f"{why}." for why in of.failed),
+        *sanity(found, mine),
+    ]
+    result = {
+        "budget": budget,
+        "swept": of.swept,
+        "chosen": of.chosen,
+        "arms": {name: asdict(one) for name, one in found.items()},
+        "compute_to": reached,
+        "front": [list(points(of.lines)[n][:2]) for n in front([one[:2] for one in points(of.lines)])],
+        "runs": of.lines,
+    }
+    tables = [_gained(found, mine, reached, threshold), _less(found), _spent(mine, of)]
+    return Answer(result=result, lead=lead, tables=[table for table in tables if table.rows])
+
+
+def sanity(found: Mapping[str, Gain], mine: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """A control that gains is told; so are arms whose answers were cut off unlike others'."""
+    said = [
+        f"{name} was rewarded at random and gained {both(one.raw, '{:+.3f}')}: what is gained without one "
+        "is elicited, not learned."
+        for name, one in found.items()
+        if mine[name][0]["control"] == "random reward" and one.raw.low > 0
+    ]
+    cut = {name: np.mean([one["truncated"] or 0.0 for one in some]) for name, some in mine.items()}
+    if max(cut.values()) - min(cut.values()) > 0.05:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in cut.items())
+        said.append(f"Shares of answers cut by length differ: {shares}.")
+    return said
+
+
+def mean_course(lines: Sequence[Mapping[str, Any]], arm: str) -> tuple[list[float], list[float]]:
+    """(mean compute, mean score on the test half) of an arm at each of its scores."""
+    mine = [one for one in lines if one["arm"] == arm]
+    count = min(len(one["compute"]) for one in mine)
+    compute = np.mean([one["compute"][:count] for one in mine], axis=0)
+    score = np.mean([np.array(one["each"])[:count, ::2].mean(1) for one in mine], axis=0)
+    return compute.tolist(), score.tolist()
+
+
+def points(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, str]]:
+    """(compute, score, arm) of all arms."""
+    arms = dict.fromkeys(one["arm"] for one in lines)
+    return [(C, score, arm) for arm in arms for C, score in zip(*mean_course(lines, arm), strict=True)]
+
+
+def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Courses of all arms over compute, and the front: what nobody beats with as much."""
+    every = points(lines)
+    steps = sorted({C for C, _, _ in every if C > 0})
+    best = dict(every[n][:2] for n in front([one[:2] for one in every]))
+    series = [
+        Series(
+            label=arm,
+            color=color,
+            marker="dot",
+            values=[next((s for c, s, a in every if a == arm and c == C), None) for C in steps],
+        )
+        for arm, color in zip(dict.fromkeys(one[2] for one in every), COLORS, strict=False)
+    ]
+    top = Series(label="front", color="--ink", values=[best.get(C) for C in steps], marker="dot")
+    note = "Mean over seeds on the test half; front: no arm has more with as much."
+    return [plotted("Score over compute", note, "", [*series, top], steps=steps, log_x=True, along="# FLOP")]
+
+
+def _gained(
+    found: Mapping[str, Gain],
+    mine: Mapping[str, Sequence[Mapping[str, Any]]],
+    reached: Mapping[str, float],
+    threshold: float,
+) -> Table:
+    rows = []
+    for name, one in found.items():
+        first, kept = mine[name][0], [each["kept"] for each in mine[name] if each["kept"] is not None]
+        best_of = f"{first['base_pass_k']:.3f} (k {first['k']:.0f})"
+        to = compute_text(reached[name]) if math.isfinite(reached[name]) else "not reached"
+        left = f"{np.mean(kept):.0%}" if kept else NONE
+        figures = (both(one.pre), best_of, both(one.post), both(one.raw, "{:+.3f}"), both(one.H))
+        rows.append((f"{name}\n{first['control']}", *figures, both(one.logit, "{:+.2f}"), to, left))
+    head = ("before", "best of k", "after", "raw gain", "H", "logit gain", f"FLOP to {threshold:.0%}", "kept")
+    return Table(title="Arm", head=head, rows=rows, note=NOTE)
+
+
+def _less(found: Mapping[str, Gain]) -> Table:
+    first = next(iter(found))
+    rows = [
+        (name, *(both(one.less[key], "{:+.3f}") for key in ("post", "raw", "H", "logit")))
+        for name, one in found.items()
+        if one.less
+    ]
+    return Table(title=f"Less {first}", head=("after", "raw gain", "H", "logit gain"), rows=rows)
+
+
+def _spent(mine: Mapping[str, Sequence[Mapping[str, Any]]], of: Compared) -> Table:
+    rows = []
+    for name, some in mine.items():
+        parts = {
+            part: np.mean([one["flops"][part] for one in some]) for part in ("sample", "train", "measure")
+        }
+        steps, seconds, played = (
+            np.mean([one[key] for one in some]) for key in ("steps", "seconds", "interactions")
+        )
+        grid = ", ".join(
+            f"{lr:g}: {NONE if s is None else f'{s:.3f}'}" for lr, s in of.swept.get(name, {}).items()
+        )
+        figures = (f"{steps:.0f}", f"{played:,.0f}", *(compute_text(float(n)) for n in parts.values()))
+        rows.append((name, f"{of.chosen[name]:g}", grid or NONE, *figures, seconds_text(float(seconds))))
+    head = ("lr", "sweep, validation half", "steps", "interactions", "sample", "train", "measure", "seconds")
+    return Table(title="Spent, FLOP", head=head, rows=rows, words=("sweep, validation half",))

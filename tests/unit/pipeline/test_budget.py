@@ -1,0 +1,95 @@
+"""A run of a budget ends with the step that spends it, whether it was killed meanwhile or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_loop import TEN_A_ROW, Bench, as_saved, raises_at
+
+from ostinato.algo.algorithms import algorithm
+from ostinato.every import Every
+from ostinato.pipeline.credit import assign
+from ostinato.pipeline.state import Finish
+from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+
+
+def spent(bench: Bench) -> dict[int, float]:
+    """FLOPs up to each step."""
+    rows = [*bench.folder.metrics.rows()]
+    return dict(
+        zip((row["step"] for row in rows), np.cumsum([row["flops/compute"] for row in rows]), strict=True)
+    )
+
+
+def test_the_step_that_spends_the_budget_is_the_last(tmp_path: Path) -> None:
+    free = Bench(tmp_path / "free", flops=TEN_A_ROW, steps=12)
+    free.run()
+    course = spent(free)
+    for budget, last in ((course[5], 5), (course[5] + 1, 6), (course[4] + 1, 5)):
+        bench = Bench(
+            tmp_path / str(budget), flops=TEN_A_ROW, steps=12, budget=Every.parse(f"{budget:.0f} flops", "")
+        )
+        finished = bench.run()
+        assert (finished.why, finished.state.step) == (Finish.SPENT, last)
+        assert spent(bench)[last] >= budget > spent(bench)[last - 1]
+
+
+def test_a_resumed_run_has_spent_what_it_has(tmp_path: Path) -> None:
+    options = {"flops": TEN_A_ROW, "steps": 12, "checkpoint_every": 2}
+    whole = Bench(tmp_path / "whole", **options)
+    whole.run()
+    budget = Every.parse(f"{spent(whole)[7]:.0f} flops", "")
+    begun = Bench(tmp_path / "begun", **options, budget=budget)
+    raises_at(begun, 5, RuntimeError("killed"))
+    with pytest.raises(RuntimeError, match="killed"):
+        begun.run()
+    again = Bench(tmp_path / "begun", **options, budget=budget, **as_saved(begun, -1))
+    finished = again.run()
+    assert (finished.why, finished.state.step) == (Finish.SPENT, 7)
+    over = Bench(tmp_path / "begun", **options, budget=budget, **as_saved(again, -1))
+    assert over.run().state.step == 7  # nothing is left to do
+
+
+def test_scores_come_at_shares_of_the_budget(tmp_path: Path) -> None:
+    budget = Every.parse("8 steps", "")
+    bench = Bench(tmp_path, steps=100, budget=budget)
+    (one,) = bench.loop.evaluations
+    bench.loop.evaluations = [
+        type(one)(**{**as_fields(one), "budget": budget, "shares": (1 / 8, 1 / 4, 1 / 2)})
+    ]
+    bench.run()
+    rows = [*bench.folder.eval.rows()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 4, 8]
+    assert all(len(row["each"]) == 8 and all(n == 4 for n, _ in row["each"]) for row in rows)
+    assert rows[-1]["pass@1"] == pytest.approx(np.mean([c / n for n, c in rows[-1]["each"]]))
+
+
+def as_fields(one: object) -> dict[str, object]:
+    return {name: getattr(one, name) for name in one.__dataclass_fields__}  # type: ignore[attr-defined]
+
+
+def test_shuffled_rewards_are_the_same_rewards_of_other_answers() -> None:
+    def answer(n: int) -> Trajectory:
+        said = Completion(
+            tokens=np.array([n], np.int32),
+            logprobs=np.zeros(1, np.float32),
+            versions=np.zeros(1, np.int32),
+            stop=Stop.EOS,
+        )
+        turn = Turn(context=np.array([1], np.int32), completion=said)
+        return Trajectory(turns=(turn,), stop=Stop.EOS, seed=(n,), reward=Reward(value=float(n < 4)))
+
+    groups = [
+        Group(prompt=Prompt(uid=f"p{k}", text="?"), trajectories=tuple(map(answer, range(8))), step=3)
+        for k in range(40)
+    ]
+
+    def advantages(**keys: bool) -> np.ndarray:
+        credit = assign(groups, algorithm("grpo", scale="none", **keys), min_verdicts=2, answer_tokens=4)
+        return np.array([sample.advantages[-1] for sample in credit.samples]).reshape(40, 8)
+
+    told, dealt = advantages(), advantages(shuffled=True)
+    assert (np.sort(told) == np.sort(dealt)).all() and (told != dealt).any()
+    assert abs(dealt.mean(0)).max() < 0.25 and (dealt == advantages(shuffled=True)).all()
