@@ -44,6 +44,7 @@ BENCHES = {
         "abilities:Abilities",
         "the forgetting watch: false alarms, planted forgetters, arms, cost",
     ),
+    "memory": ("forgetting.bench:MemoryBench", "accuracy against the budget of a context; what is forgotten"),
     "readme": ("readme:Readme", "write the figures of the README, or check them, from their data"),
 }
 INSTEAD = {
@@ -65,6 +66,7 @@ OF_PROCESSES = {
     "preferences",
     "abilities",
     "long-chat",
+    "memory",
 }  # nothing here needs threads
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from lab.forgetting.bench import page
 from lab.harness import Bench, Result, Say, markdown, option
 from lab.learning import Preferences, WarmStart
 
@@ -317,6 +318,7 @@ BLOCKS: dict[str, Callable[[Data], str]] = {
     "replay": _replay,
     "weights": _weights,
     "scaling": _scaling,
+    "memory": page,
 }
 
 

@@ -110,7 +110,13 @@ DATA: dict[str, dict[str, Any]] = {
         ]
     },
 }
-PAGES = ["README.md", "docs/measured.md", "docs/guide/sft.md", "docs/guide/distillation.md"]
+PAGES = [
+    "README.md",
+    "docs/measured.md",
+    "docs/guide/sft.md",
+    "docs/guide/distillation.md",
+    "docs/memory-bench.md",
+]
 WANTED = {
     "rollouts": "| 16 | 61 | 40 (ours is 1.53x) | 82 (0.75) |",
     "decode": "| 64 | 26.95 | 21.20 | 5.35 | 20.50 | 0.76 |",

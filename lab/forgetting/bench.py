@@ -1,0 +1,335 @@
+"""``ostinato bench memory``: accuracy against the budget of a context, beside baselines of the same budget.
+
+The world is procedural, its people and phrasings held out. What forgets is trained first, once for each seed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lab.forgetting import contenders
+from lab.forgetting.meaning import Vectors, fitted
+from lab.forgetting.measure import Read, View, area, tally
+from lab.forgetting.policy import Learning, Policy, Rules, learn, prepare
+from lab.forgetting.reader import counter, tokenizer
+from lab.forgetting.trained import Trained, remember
+from lab.forgetting.words import WordPolicy, learn_words, written
+from lab.forgetting.world import History, Question, history
+from lab.harness import Bench, Result, Say, columns, markdown, option, seeds
+from ostinato.memory.importance import equal, lexical
+from ostinato.memory.keep import Parts
+
+LEAST = 4  # tokens of a shortened line
+OFF = {
+    "mask order": Parts(mask=False),
+    "allocation": Parts(allocation=False),
+    "refill": Parts(refill=False),
+    "gate": Parts(gate=False),
+    "drift guard": Parts(drift_guard=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What one seed has learnt: vectors of words from training histories, words to keep, and levels."""
+
+    vectors: Vectors
+    words: WordPolicy
+    policy: Policy
+    log: dict[str, Any]
+
+    def save(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        names = list(self.vectors.of)
+        arrays = {"vectors": np.stack([self.vectors.of[name] for name in names])}
+        arrays |= {
+            "rarity": np.array([self.vectors.weight[name] for name in names]),
+            "names": np.array(names),
+        }
+        arrays |= {
+            "words": self.words.weights,
+            "levels": self.policy.weights,
+            "log": np.array(json.dumps(self.log)),
+        }
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+
+    @classmethod
+    def load(cls, file: Path, count: contenders.Count) -> Learnt:
+        with np.load(file) as found:
+            names = found["names"].tolist()
+            of = dict(zip(names, found["vectors"], strict=True))
+            vectors = Vectors(of, dict(zip(names, found["rarity"].tolist(), strict=True)))
+            words, policy = WordPolicy(count, found["words"]), Policy(found["levels"])
+            return cls(vectors, words, policy, json.loads(str(found["log"])))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBench(Bench):
+    """Memories within a budget of tokens on held-out histories: accuracy, evidence, false answers, cost."""
+
+    histories: int = option(20, "Held-out histories, 20 questions each.")
+    tokens: int = option(2048, "Of a history.")
+    shares: tuple[int, ...] = option((16, 8, 4, 2), "Budgets: the history over these.")
+    seed: tuple[int, ...] = option((0, 1, 2), "Of training.", "seeds", seeds)
+    train: int = option(120, "Training histories.")
+    word_steps: int = option(8_000, "Of learning which words to keep.")
+    levels_train: int = option(60, "Of the training histories, those that levels are learnt on.")
+    steps: int = option(300, "Of learning which level a block gets.")
+    learnt: str = option("", "Folder where what a seed has learnt is kept, and found again.")
+    only: tuple[str, ...] = option((), "Of the contenders those that begin so; nothing but learning: none.")
+    reader: str = option("", "Folder of a trained reader (python -m lab.forgetting.teach); it answers too.")
+    parts: bool = option(False, "Also without each part of the algorithm, of the first seed.")
+    growth: tuple[int, ...] = option((1, 10, 100), "Histories so many times as long, for tokens per turn.")
+    locomo: str = option("", "locomo10.json: evidence that is left, by category.")
+    longmemeval: str = option("", "longmemeval_s.json: the same.")
+    public_budgets: tuple[int, ...] = option((1024, 2048, 4096, 8192, 16384), "In words, on public data.")
+
+    def quick(self) -> MemoryBench:
+        small = {"histories": 3, "seed": (0,), "train": 12, "word_steps": 300, "steps": 10, "growth": (1, 3)}
+        return replace(self, **small)
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        if self.locomo or self.longmemeval:
+            from lab.forgetting.public import evidence_curves
+
+            return evidence_curves(self.locomo, self.longmemeval, self.public_budgets, say)
+        count = counter(tokenizer())
+        held_out = [history(at, "eval", tokens=self.tokens, count=count) for at in range(self.histories)]
+        learnt = [self._learnt(seed, count, say) for seed in self.seed]
+        budgets = [self.tokens // share for share in sorted(self.shares, reverse=True)]
+        read = self._read()
+        rows = []
+        for name, seed, make in self._contenders(count, learnt):
+            if self.only and not name.startswith(self.only):
+                continue
+            for budget in budgets:
+                found = tally(held_out, make(budget), count, read)
+                rows.append({"contender": name, "seed": seed, "budget": budget, **found})
+                say(f"{name:24} seed {seed} budget {budget:5}   {found['accuracy']:.3f}")
+        whole = {"full context": lambda found: lambda question: contenders.full(found, 0, count)}
+        whole["evidence alone"] = lambda found: lambda question: contenders.gold(found, question)
+        for name, view in whole.items():
+            if self.only and not name.startswith(self.only):
+                continue
+            rows.append(
+                {"contender": name, "seed": -1, "budget": self.tokens, **tally(held_out, view, count, read)}
+            )
+        areas = _areas(rows)
+        cost = (
+            []
+            if (self.only and "cost" not in self.only) or not learnt
+            else [self._cost(times, count, learnt[0]) for times in self.growth]
+        )
+        learning = [one.log for one in learnt]
+        about = {"eighth": self.tokens // 8, "seed_of_parts": self.seed[0] if self.seed else -1}
+        return about | {"rows": rows, "areas": areas, "learning": learning, "cost": cost}
+
+    def _learnt(self, seed: int, count: contenders.Count, say: Say) -> Learnt:
+        kept_at = Path(self.learnt) / f"seed-{seed}.npz"
+        if self.learnt and kept_at.is_file():
+            return Learnt.load(kept_at, count)
+        began = time.process_time()
+        first = 100_000 * (seed + 1)
+        found = [history(first + at, "train", count=count, questions=60) for at in range(self.train)]
+        vectors, words = fitted(found), WordPolicy(count)
+        kept = learn_words(words, found, seed, steps=self.word_steps)
+        ready = [
+            prepare(one, count, vectors, LEAST, partial(written, words)) for one in found[: self.levels_train]
+        ]
+        log: list[dict[str, float]] = []
+        settings = Learning(steps=self.steps)
+        policy = learn(
+            ready, shrinking, seed, settings, lambda row: (log.append(row), say(f"seed {seed} {row}"))[0]
+        )
+        took = round(time.process_time() - began, 1)
+        found_all = Learnt(
+            vectors, words, policy, {"seed": seed, "words": kept, "levels": log, "cpu_s": took}
+        )
+        if self.learnt:
+            found_all.save(kept_at)
+        return found_all
+
+    def _read(self) -> Read | None:
+        if not self.reader:
+            return None
+        from lab.forgetting.answering import ModelReader
+
+        return ModelReader(Path(self.reader))
+
+    def _contenders(
+        self, count: contenders.Count, learnt: Sequence[Learnt]
+    ) -> list[tuple[str, int, Callable[[int], View]]]:
+        rows: list[tuple[str, int, Callable[[int], View]]] = [
+            ("recency", -1, _fixed(contenders.recency, count)),
+            ("uniform summary", -1, _fixed(contenders.uniform, count)),
+            ("overwrite", -1, _fixed(contenders.overwrite, count)),
+            ("BM25", -1, _asked(contenders.bm25, count)),
+            ("hashed embedding", -1, _asked(contenders.by_hash, count)),
+            ("equal memory", -1, _memory(count, importance=equal)),
+            ("lexical memory", -1, _memory(count, importance=lexical())),
+        ]
+        rows += [
+            ("fitted embedding", -1, _asked(contenders.by_meaning(one.vectors), count)) for one in learnt[:1]
+        ]
+        for one in learnt:
+            seed = one.log["seed"]
+            rows.append(("trained memory", seed, _trained(count, one)))
+            if self.parts and one is learnt[0]:
+                rows.append(("all parts", seed, _trained(count, one)))
+                rows.append(
+                    ("without RL of levels", seed, _memory(count, importance=lexical(), refiller=one.words))
+                )
+                rows.append(("without RL of words", seed, _trained(count, one, refiller=None)))
+                rows += [
+                    (f"without {name}", seed, _trained(count, one, parts=parts))
+                    for name, parts in OFF.items()
+                ]
+        return rows
+
+    def _cost(self, times: int, count: contenders.Count, one: Learnt) -> dict[str, Any]:
+        """Tokens that the memory reads and writes for a turn, at one eighth of the shortest history."""
+        found = history(0, "eval", tokens=self.tokens * times, count=count)
+        rules = Rules(budget=self.tokens // 8)
+        began = time.process_time()
+        held = remember(
+            found, rules, count, refiller=one.words, trained=Trained(one.policy, one.vectors, count, rules)
+        )
+        moved = held.counters.get("memory/read", 0) + held.counters.get("memory/wrote", 0)
+        turns = len(found.turns)
+        return {
+            "history_tokens": sum(count(turn.line) for turn in found.turns),
+            "turns": turns,
+            "tokens_per_turn": round(moved / turns, 3),
+            "most_tokens": held.tokens,
+            "budget": rules.budget,
+            "ms_per_turn": round(1e3 * (time.process_time() - began) / turns, 3),
+        }
+
+    @staticmethod
+    def table(result: Result) -> Any:
+        if "public" in result:
+            from lab.forgetting.public import table
+
+            return table(result)
+        budgets = sorted({row["budget"] for row in result["rows"] if row["contender"] not in WHOLE})
+        names = list(dict.fromkeys(row["contender"] for row in result["rows"]))
+        lines = []
+        for name in names:
+            mine = [row for row in result["rows"] if row["contender"] == name]
+            cells = [
+                _mean([row["accuracy"] for row in mine if row["budget"] == budget]) for budget in budgets
+            ]
+            if name in WHOLE:
+                cells = [_mean([row["accuracy"] for row in mine])] * len(budgets)
+            last = [_mean([row[key] for row in mine]) for key in ("false", "unsupported")]
+            lines.append([name, *cells, f"{result['areas'].get(name, float('nan')):.3f}", *last])
+        return columns(
+            "accuracy by budget", ["context", *map(str, budgets), "area", "false", "unsupported"], lines
+        )
+
+
+WHOLE = ("full context", "evidence alone")
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{np.mean(values):.3f}" if values else ""
+
+
+def _areas(rows: Sequence[Result]) -> dict[str, float]:
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        found.setdefault(row["contender"], {}).setdefault(row["budget"], []).append(row["accuracy"])
+    return {
+        name: round(area([(budget, float(np.mean(some))) for budget, some in sorted(mine.items())]), 4)
+        for name, mine in found.items()
+        if len(mine) > 1
+    }
+
+
+def page(data: Result) -> str:
+    """The tables of docs/memory-bench.md."""
+    rows = data["rows"]
+    budgets = sorted({row["budget"] for row in rows if row["contender"] not in WHOLE})
+    part = ("all parts", "without")
+    main = [row["contender"] for row in rows if not row["contender"].startswith(part)]
+    parts = [row["contender"] for row in rows if row["contender"].startswith(part)]
+    head = ["context", *(f"{budget} tokens" for budget in budgets), "area", "false answers"]
+    table = markdown(head, [_line(data, name, budgets) for name in dict.fromkeys(main)])
+    if not parts:
+        return table
+    off = [_line(data, name, budgets) for name in dict.fromkeys(parts)]
+    what = f"The trained memory of seed {data['seed_of_parts']} without its parts:"
+    return f"{table}\n\n{what}\n\n{markdown(head, off)}"
+
+
+def _line(data: Result, name: str, budgets: Sequence[int]) -> list[str]:
+    mine = [row for row in data["rows"] if row["contender"] == name]
+    if name in WHOLE:
+        return [name, *[""] * (len(budgets) - 1), _range([row["accuracy"] for row in mine]), "", _mean([0.0])]
+    cells = [_range([row["accuracy"] for row in mine if row["budget"] == budget]) for budget in budgets]
+    false = [row["false"] for row in mine if row["budget"] == data["eighth"]]
+    return [name, *cells, f"{data['areas'][name]:.3f}", _mean(false)]
+
+
+def _range(values: Sequence[float]) -> str:
+    spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+    return _mean(values) + spread
+
+
+def shrinking(progress: float, rng: np.random.Generator, tokens: int) -> int:
+    """The curriculum of budgets: half and a quarter of the history first, a sixteenth last."""
+    shares = [2, 4, 8, 16] if progress > 0.4 else [2, 4, 8] if progress > 0.2 else [2, 4]
+    return max(96, int(tokens / rng.choice(shares)))
+
+
+def _fixed(make: Any, count: contenders.Count) -> Callable[[int], View]:
+    """Of a context that does not know the question."""
+
+    def at(budget: int) -> View:
+        def view(found: History) -> Callable[[Question], contenders.Lines]:
+            lines = make(found, budget, count)
+            return lambda question: lines
+
+        return view
+
+    return at
+
+
+def _asked(make: Callable[[History], contenders.Asks], count: contenders.Count) -> Callable[[int], View]:
+    """Of retrieval: the turns that are worth most for the question, within the budget."""
+
+    def at(budget: int) -> View:
+        def view(found: History) -> Callable[[Question], contenders.Lines]:
+            ask = make(found)
+            return lambda question: contenders.within(ask(question), budget, count)
+
+        return view
+
+    return at
+
+
+def _memory(count: contenders.Count, **how: Any) -> Callable[[int], View]:
+    def make(found: History, budget: int, count: contenders.Count) -> contenders.Lines:
+        return remember(found, Rules(budget=budget), count, **how).lines
+
+    return _fixed(make, count)
+
+
+def _trained(count: contenders.Count, one: Learnt, **how: Any) -> Callable[[int], View]:
+    def make(found: History, budget: int, count: contenders.Count) -> contenders.Lines:
+        rules = Rules(budget=budget)
+        trained = Trained(one.policy, one.vectors, count, rules)
+        return remember(found, rules, count, **({"refiller": one.words, "trained": trained} | how)).lines
+
+    return _fixed(make, count)
+
+
+__all__ = ["MemoryBench", "page", "shrinking"]

@@ -1,0 +1,105 @@
+"""Figures of a contender over held-out histories: accuracy by kind, evidence that is left, false answers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from lab.forgetting.contenders import Count, Lines
+from lab.forgetting.world import KINDS, UNKNOWN, History, Question, reply, supported, words_of
+from ostinato.memory.facts import unsupported
+
+View = Callable[[History], Callable[[Question], Lines]]  # a history read once, then its questions
+
+
+def wilson(right: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson 1927)."""
+    if not n:
+        return 0.0, 1.0
+    p, square = right / n, z * z / n
+    middle, half = p + square / 2, z * math.sqrt((p * (1 - p) + square / 4) / n)
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+
+
+@dataclass(slots=True)
+class Tally:
+    right: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    asked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    false: int = 0  # answers that are neither right nor "unknown"
+    evidence: float = 0.0
+    answerable: int = 0
+    lines: int = 0
+    unsupported: int = 0  # lines with a number, date or name that their turn lacks
+    most: int = 0  # tokens in the context
+    seconds: float = 0.0
+    right_by_model: int = -1  # of a trained reader, where there is one
+
+    def row(self) -> dict[str, Any]:
+        n, right = sum(self.asked.values()), sum(self.right.values())
+        return {
+            "accuracy": round(right / n, 4),
+            "interval": [round(one, 4) for one in wilson(right, n)],
+            "kinds": {kind: round(self.right[kind] / max(1, self.asked[kind]), 4) for kind in KINDS},
+            "evidence": round(self.evidence / max(1, self.answerable), 4),
+            "false": round(self.false / n, 4),
+            "unsupported": round(self.unsupported / max(1, self.lines), 4),
+            "questions": n,
+            "most_tokens": self.most,
+            "seconds": round(self.seconds, 2),
+        } | ({"by_model": round(self.right_by_model / n, 4)} if self.right_by_model >= 0 else {})
+
+
+Read = Callable[[Sequence[tuple[Lines, Question]]], list[str]]
+
+
+def tally(histories: Sequence[History], view: View, count: Count, read: Read | None = None) -> dict[str, Any]:
+    """``view`` over all ``histories``, read by a careful reader, who finds what is still said and nothing
+    else, and by the model ``read`` where it is given. ``seconds`` are processor time of ``view``."""
+    found = Tally()
+    shown: list[tuple[Lines, Question]] = []
+    for one in histories:
+        began = time.process_time()
+        ready = view(one)
+        found.seconds += time.process_time() - began
+        for question in one.questions:
+            began = time.process_time()
+            lines = ready(question)
+            found.seconds += time.process_time() - began
+            _add(found, lines, question, count)
+            shown.append((lines, question))
+    if read is not None:
+        answers = read(shown)
+        found.right_by_model = sum(
+            got == question.answer for got, (_, question) in zip(answers, shown, strict=True)
+        )
+    return found.row()
+
+
+def _add(found: Tally, lines: Lines, question: Question, count: Count) -> None:
+    got = reply(question.chain, supported(lines, question.chain))
+    found.asked[question.kind] += 1
+    found.right[question.kind] += got == question.answer
+    found.false += got not in (question.answer, UNKNOWN)
+    if question.evidence:
+        said = {turn.idx for turn, text in lines if turn.fact and turn.fact.words <= set(words_of(text))}
+        found.evidence += sum(at in said for at in question.evidence) / len(question.evidence)
+        found.answerable += 1
+    found.lines += len(lines)
+    found.unsupported += sum(bool(unsupported(text, turn.line)) for turn, text in lines if text != turn.line)
+    found.most = max(found.most, sum(count(text) for _, text in lines))
+
+
+def area(rows: Sequence[tuple[int, float]]) -> float:
+    """Under accuracy against the logarithm of the budget, as a share of its width: the mean over the
+    octaves."""
+    total = 0.0
+    for (low, a), (high, b) in pairwise(rows):
+        total += (a + b) / 2 * math.log(high / low)
+    return total / math.log(rows[-1][0] / rows[0][0])
+
+
+__all__ = ["Read", "Tally", "View", "area", "tally", "wilson"]
