@@ -180,10 +180,9 @@ class Arm:
             return
         self.struck.add(who)
         os.kill(self.pids[who], signal.SIGKILL)
-        roles: dict[Stage, str] = dict.fromkeys(JUDGE_STAGES, "judge") | dict.fromkeys(
-            TRAINER_STAGES, "trainer"
-        )
-        self.count(roles.get(at.stage, "loop") if who == "loop" else who, at)
+        if who == "loop":
+            who = "judge" if at.stage in JUDGE_STAGES else "trainer" if at.stage in TRAINER_STAGES else who
+        self.count(who, at)
 
     def strike(self, kills: int) -> None:
         while len(self.kills) < kills:

@@ -22,7 +22,7 @@ from ostinato.env.dialogue import Dialogue
 from ostinato.env.games import GuessNumber, PriceList
 from ostinato.env.tools import calculator, imported, parse_calls, resolve_tools
 from ostinato.render import Renderer
-from ostinato.types import Completion, Prompt, Stop
+from ostinato.types import Completion, NewRow, Prompt, Stop
 
 ASK = Prompt(uid="p", messages=({"role": "user", "content": "2*3?"},))
 
@@ -33,6 +33,9 @@ class Letters:
     def __init__(self) -> None:
         self.prompts: list[Prompt] = []
         self.turns: list[tuple[list[Any], list[Any], list[int]]] = []
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
+        return "".join(map(chr, tokens))
 
     def prompt(self, prompt: Prompt) -> np.ndarray:
         self.prompts.append(prompt)
@@ -62,8 +65,12 @@ def play(
     dialogue.start()
 
     async def replies() -> list[str | None]:
-        contexts = [await dialogue.step(says(text)) for text in texts]
-        return [None if context is None else "".join(map(chr, context)) for context in contexts]
+        found = list[str | None]()
+        for text in texts:
+            context = await dialogue.step(says(text))
+            assert not isinstance(context, NewRow), "no context is shortened here"
+            found.append(None if context is None else letters.decode(context))
+        return found
 
     return asyncio.run(replies()), letters
 

@@ -20,6 +20,7 @@ from ostinato.launch import session
 from ostinato.launch.output import lasting, logged
 from ostinato.launch.progress import Monitor
 from ostinato.observe.ledger import read
+from ostinato.pipeline.forgetting import Look
 from ostinato.pipeline.recorder import StepRecorder
 from ostinato.pipeline.signals import Ended, ending
 from ostinato.pipeline.state import Finish
@@ -52,9 +53,11 @@ def test_a_note_that_nobody_reads_loses_no_row(tmp_path: Path, monkeypatch: pyte
         bench = Bench(tmp_path)
         plain = StepRecorder._watched  # which logs what the stability watch has seen
 
-        def watched(self: StepRecorder, step: int, row: dict[str, float]) -> tuple[dict[str, float], bool]:
+        def watched(
+            self: StepRecorder, step: int, row: dict[str, float], look: Look | None
+        ) -> tuple[dict[str, float], Finish | None]:
             logging.getLogger("ostinato.pipeline.recorder").warning("look")
-            return plain(self, step, row)
+            return plain(self, step, row, look)
 
         monkeypatch.setattr(StepRecorder, "_watched", watched)
         monkeypatch.setattr(sys, "stdout", stream)
