@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -40,6 +41,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """What the SDK leaves open is collected under the filters of this file, not in whatever test comes next:
+    on a worker of xdist it was test_logprobs that failed by it."""
+    yield
+    gc.collect()
+
+
 KEY = "tml-local"
 MODEL = "asset:seed-moe"
 TEXT = [276, 28, 223, 19, 20, 262, 223, 21, 18, 266, 223, 22, 20]
