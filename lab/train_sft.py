@@ -30,7 +30,9 @@ class TrainSft(ModelBench):
     """One epoch of ``rows`` with prompts of 16 to 64 tokens and answers of 64 to 384, 8 rows a step (TRL,
     packed: 2 x 1024 tokens), LoRA r = 16 on all linear layers, AdamW; the first step warms up."""
 
-    peer_dtypes: tuple[str, ...] = ("float32", "bfloat16", "autocast")
+    peer_dtypes: tuple[str, ...] = option(
+        ("float32", "bfloat16", "autocast"), "TRL takes the one in which it is faster."
+    )
     rows: int = option(40, "Of an epoch.")
     rounds: int = option(3, "Runs of each, alternating.")
     tokens_per_microbatch: int = option(2048, "Of ours.")
