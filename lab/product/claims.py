@@ -1,9 +1,8 @@
 """The tables of issue 19's claims from kept runs, with intervals over seeds; a plot of proxy and gold.
 
-    python -m lab.product.claims --plain DIR --loop DIR --planted DIR --quiet FILE --json FILE --plot FILE
+    python -m lab.product.claims --runs DIR --planted DIR --quiet FILE --json FILE --plot FILE
 
-plain    lab.product.experiment --arm static --rounds 1, versus, looks: judges, RL against SFT
-loop     lab.product.experiment --arm continual, looks: the static judge against the continual one
+runs     lab.product.experiment, versus, looks: judges, RL against SFT, the static judge and the continual one
 planted  lab.product.planted, looks: delays of the detectors
 """
 
@@ -52,16 +51,24 @@ def versus(folder: Path) -> dict[str, Any]:
         found[f"trained less pretrained, {what}"] = interval(
             [of(one["trained"]) - of(one["pretrained"]) for one in judges]
         )
-    for name in policies[0] if policies else ():
-        found[f"gold {name}"] = interval([np.mean(one[name]["gold"]) for one in policies])
-        found[f"correct {name}"] = interval([one[name]["correct"] for one in policies])
-    for one, other in (("rl", "sft"), ("rl", "base"), ("sft", "base")):
-        gaps = [paired(np.array(p[one]["gold"]), np.array(p[other]["gold"])) for p in policies]
-        found[f"gold {one} less {other}"] = interval([gap for gap, _, _ in gaps])
-        found[f"gold {one} less {other}, each seed"] = [[round(g, 3), round(e, 3)] for g, e, _ in gaps]
     found["seconds"] = {
         name: [round(row[f"{name}_seconds"], 1) for row in rows] for name in ("rl", "sft") if rows
     }
+    return found | golds(policies)
+
+
+def golds(policies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """RL, SFT and the base, seed by seed on the same problems."""
+    found: dict[str, Any] = {}
+    for name in policies[0] if policies else ():
+        found[f"gold {name}"] = interval([np.mean(one[name]["gold"]) for one in policies])
+        found[f"correct {name}"] = interval([one[name]["correct"] for one in policies])
+    pairs = [("rl", "sft"), ("rl", "base"), ("sft", "base")]
+    pairs += [("rl", "static")] if policies and "static" in policies[0] else []
+    for one, other in pairs:
+        gaps = [paired(np.array(p[one]["gold"]), np.array(p[other]["gold"])) for p in policies]
+        found[f"gold {one} less {other}"] = interval([gap for gap, _, _ in gaps])
+        found[f"gold {one} less {other}, each seed"] = [[round(g, 3), round(e, 3)] for g, e, _ in gaps]
     return found
 
 
@@ -128,8 +135,7 @@ def planted(folder: Path) -> dict[str, Any]:
 
 
 def arm(run: Path) -> dict[str, Any]:
-    """The course of an arm's policies one behind the other, its looks, alarms and decisions, and what is
-    served at the end."""
+    """The course of an arm's policies one behind the other, its looks, alarms and decisions."""
     journal = list(Jsonl(run / "decisions.jsonl").rows())
     course = list(Jsonl(run / "gold.jsonl").rows())
     looks, before = [], 0
@@ -137,8 +143,6 @@ def arm(run: Path) -> dict[str, Any]:
         number = int(file.parents[2].name.removeprefix("round-"))
         rows = [{**row, "round": number, "at": before + row["step"]} for row in Jsonl(file).rows()]
         looks, before = looks + rows, before + rows[-1]["step"]
-    promoted = [row["before"]["round"] for row in journal if row["what"] == "policy promoted"]
-    served = [row for row in looks if promoted and row["round"] == promoted[-1]][-1:] or looks[:1]
     return {
         "gold by step": [round(row["gold"], 4) for row in course],
         "rounds": [row["round"] for row in course],
@@ -148,25 +152,20 @@ def arm(run: Path) -> dict[str, Any]:
         ],
         "alarms": [row["finding"]["reasons"][:1] for row in journal if row["finding"]["verdict"] == "alarm"],
         "decisions": [f"round {row['before']['round']}: {row['what']}" for row in journal],
-        "served": served[0]["gold"] if served else None,
     }
 
 
-def loop(folder: Path, static: Path) -> dict[str, Any]:
+def loop(folder: Path) -> dict[str, Any]:
     seeds = sorted(int(one.name.rpartition("-")[2]) for one in folder.glob("continual-*"))
     arms = {
-        name: {seed: arm(where / f"{name}-{seed}") for seed in seeds}
-        for name, where in (("static", static), ("continual", folder))
+        name: {seed: arm(folder / f"{name}-{seed}") for seed in seeds} for name in ("static", "continual")
     }
-    served = {name: [by[seed]["served"] for seed in seeds] for name, by in arms.items()}
+    in_the_end = [row["policies"] for row in Jsonl(folder / "versus-loop.jsonl").rows()]
     start = [arms["static"][seed]["looks"][0]["gold"] for seed in seeds]
     return {
         "seeds": seeds,
         "gold at the start": interval(start),
-        "gold served at the end": {name: interval(values) for name, values in served.items()},
-        "gold regret of the static judge": interval(
-            [b - a for a, b in zip(served["static"], served["continual"], strict=True)]
-        ),
+        "served at the end": golds(in_the_end),
         "arms": {name: {str(seed): one for seed, one in by.items()} for name, by in arms.items()},
     }
 
@@ -202,21 +201,20 @@ def plot(found: Mapping[str, Any], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("plain", "loop", "planted"):
+    for name in ("runs", "planted"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--quiet", type=Path, help="rows of lab.product.quiet")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {"machine": machine()}
-    found |= {"versus": versus(args.plain)} if args.plain else {}
-    found |= {"loop": loop(args.loop, args.plain)} if args.loop else {}
+    found |= {"versus": versus(args.runs), "loop": loop(args.runs)} if args.runs else {}
     found |= {"planted": planted(args.planted)} if args.planted else {}
     if args.quiet:
         runs = list(Jsonl(args.quiet).rows())
         paused = [one for one in runs if one["step"] is not None]
         found["quiet"] = {"runs of 1,000 steps": len(runs), "with a pause": len(paused), "pauses": paused}
-    if args.plot and args.loop:
+    if args.plot and args.runs:
         plot(found["loop"], args.plot)
     atomic_write(args.json, json.dumps(found, indent=1) + "\n")
 

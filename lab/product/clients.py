@@ -33,7 +33,7 @@ TIMEOUT_S = 30.0
 TWICE = 0.05  # share of the events that are sent again though they were acknowledged
 
 
-class Unlike(Exception):
+class Unanswered(Exception):
     """The server does not answer, or not yet with what is asked for."""
 
 
@@ -73,7 +73,7 @@ class Crowd:
             number += 1
             try:
                 shown = self._chat(prompt, user, 2 if rng.random() < 0.6 else 1)
-            except Unlike:
+            except Unanswered:
                 self.ended.wait(AGAIN_S)
                 continue
             for event in reactions(prompt, user, shown, self._like(shown[0][2]), rng):
@@ -86,9 +86,9 @@ class Crowd:
         """(id, text, fingerprint) of n answers."""
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}], "n": n}
         body |= {"max_tokens": 48, "user": user}
-        status, reply = self._post("/v1/chat/completions", body)
+        status, reply = self.post("/v1/chat/completions", body)
         if status != 200:
-            raise Unlike(status)
+            raise Unanswered(status)
         by = reply["system_fingerprint"]
         ids = [f"{reply['id']}.{k}" if k else reply["id"] for k in range(n)]
         for id_ in ids:
@@ -110,8 +110,8 @@ class Crowd:
         left = 1 + (rng.random() < TWICE)
         while left:
             try:
-                status, reply = self._post("/feedback", event)
-            except Unlike:
+                status, reply = self.post("/feedback", event)
+            except Unanswered:
                 status, reply = 503, {}
             if status >= 500:
                 time.sleep(AGAIN_S)
@@ -121,14 +121,15 @@ class Crowd:
             self._say(id=event["event_id"], outcome=outcome, late=time.time() - event["ts"])
             left -= 1
 
-    def _post(self, path: str, body: Any) -> tuple[int, Any]:
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        """(status, reply). Unanswered where there is no reply."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             reply = connection.getresponse()
             return reply.status, json.loads(reply.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Unlike(repr(error)) from error
+            raise Unanswered(repr(error)) from error
         finally:
             connection.close()
 

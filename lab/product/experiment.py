@@ -107,7 +107,7 @@ def settings_of(folder: Path, arm: str, seed: int, model: Path, overrides: Seque
     atomic_write(folder / "product.toml", text)
     given = [f"model={model}", f"store={folder / 'feedback.sqlite'}", f"seed={seed}"]
     given += [f"gold={folder.absolute() / 'panel.py'}:panel"]
-    given += [f"policy.stop_on_alarm={'false' if arm == 'static' else 'true'}"]
+    given += ["policy.stop_on_alarm=false", "policy.look_every=8"] if arm == "static" else []
     return read_settings(folder / "product.toml", *given, *overrides)
 
 

@@ -31,7 +31,7 @@ import ostinato.launch.product.stages
 import ostinato.launch.served
 import ostinato.serve.app  # noqa: F401  what a start would import
 from lab.product.audit import audit
-from lab.product.clients import Crowd
+from lab.product.clients import Crowd, Unanswered
 from lab.product.postgres import Cluster, cluster
 from lab.settings import machine
 from ostinato.cli.app import main as ostinato_main
@@ -239,7 +239,8 @@ def run(folder: Path, kind: str, model: Path, kills: int, seed: int, gap_s: floa
         logs = [folder / f"{name}.jsonl" for name in clients]
         arm.strike(kills)
         _settled(arm, clients)
-        served = arm.settle(lambda: _serves(arm))
+        arm.settle(lambda: not _unserved(arm))
+        unserved = _unserved(arm)
         for name in ("loop", "server"):
             arm.struck.add(name)
             os.kill(arm.pids[name], signal.SIGTERM)
@@ -249,7 +250,12 @@ def run(folder: Path, kind: str, model: Path, kills: int, seed: int, gap_s: floa
         **{"store": kind, "seconds": time.time() - begun},
         **{"kills": len(arm.kills), "by": dict(Counter(one["who"] for one in arm.kills))},
         "by_stage": dict(Counter(one["stage"] for one in arm.kills)),
-        **{"ended_by_themselves": arm.ended, "serves_the_office": served, **found},
+        **{
+            "ended_by_themselves": arm.ended,
+            "serves_the_office": not unserved,
+            "unserved": unserved,
+            **found,
+        },
     }
 
 
@@ -287,17 +293,17 @@ def _settled(arm: Arm, clients: dict[str, int]) -> None:
         raise RuntimeError(f"clients {left} wait for acknowledgements {SETTLE_S:g} s behind the last kill")
 
 
-def _serves(arm: Arm) -> bool:
-    """Does the server answer with the policy in office?"""
+def _unserved(arm: Arm) -> str:
+    """Why the server does not answer with the policy in office; "" where it does."""
+    office = arm.at().policy or f"product@{arm.at().round}"
     crowd = Crowd(port=arm.port, model="product", file=arm.folder / "none", seed=0)
+    body = {"model": "product", "messages": [{"role": "user", "content": "1 + 1 = ?"}], "max_tokens": 4}
     try:
-        _, reply = crowd._post(
-            "/v1/chat/completions",
-            {"model": "product", "messages": [{"role": "user", "content": "1 + 1 = ?"}], "max_tokens": 4},
-        )
-        return reply["system_fingerprint"] == (arm.at().policy or f"product@{arm.at().round}")
-    except Exception:
-        return False
+        status, reply = crowd.post("/v1/chat/completions", body)
+    except Unanswered as error:
+        return f"no answer: {error}"
+    by = reply.get("system_fingerprint")
+    return "" if by == office else f"status {status}, answered by {by}, in office is {office}"
 
 
 def _end(pids: dict[str, int]) -> None:

@@ -1,10 +1,12 @@
 """What a first window of feedback is worth: to a judge, and to a policy by that judge or by accepted answers.
 
-    python -m lab.product.versus FOLDER --model BASE/adapter        behind lab.product.experiment FOLDER
+    python -m lab.product.versus FOLDER --model BASE/adapter        after lab.product.experiment FOLDER
 
 Of every seed: the judge that was trained on the window and the pretrained one on the window's last fifth in
 time; true gold of the base, of the policy that was trained by RL with that judge (the first round of the arm
 ``static``) and of the base trained on accepted answers, with as many answers as RL was. Rows of versus.jsonl.
+``--arm continual``: gold of what the continual loop serves in the end, beside SFT on all that was accepted by
+then. Rows of versus-loop.jsonl.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +107,13 @@ def golds(recipe: Recipe, adapter: str, world: World, ts: float, seed: int) -> d
 
 
 def compare(folder: Path, seed: int, model: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The first judge, and the policy of the first round."""
     loop = opened(folder / f"static-{seed}", "static", seed, model, overrides)
     first = Jsonl(folder / f"static-{seed}" / "decisions.jsonl").rows()
     at = next(row for row in first if row["before"]["stage"] == "policy")
-    policy, judge, ts = at["after"]["candidate"], at["before"]["judge"], at["before"]["frozen"]
+    judge, ts = at["before"]["judge"], at["before"]["frozen"]
     window = loop.folder / "round-001" / "window"
-    (run,) = (loop.folder / "round-001" / "policy").glob("*/recipe.toml")
-    recipe, world = Recipe.load(run), World(seed=seed)
+    recipe = _recipe(loop)
     test = list(Jsonl(window / "test.jsonl").rows())
     spec = sources(loop.judge_of(judge))[0].spec
     row: dict[str, Any] = {"seed": seed, "pairs": len(list(Jsonl(window / "train.jsonl").rows()))}
@@ -120,14 +122,47 @@ def compare(folder: Path, seed: int, model: Path, overrides: Sequence[str]) -> d
         "trained": judged(recipe, loop.judge_of(judge), None, test),
         "pretrained": judged(recipe, str(model), spec, test),
     }
-    rows, start = accepted(loop, ts), time.process_time()
-    many = recipe.trainer.steps * recipe.rollout.prompts_per_step * recipe.rollout.group_size
-    imitated = imitate(loop.settings.model, rows, recipe, many, folder / f"sft-{seed}", seed)
-    row |= {"accepted": len(rows), "sft_seconds": time.process_time() - start}
     row["rl_seconds"] = at["finding"]["figures"]["seconds"]
-    adapters = {"base": "", "rl": str(loop.adapter_of(policy)), "sft": str(imitated)}
-    row["policies"] = {name: golds(recipe, one, world, ts, seed) for name, one in adapters.items()}
-    return row
+    trained = {"rl": str(loop.adapter_of(at["after"]["candidate"]))}
+    return row | against(loop, recipe, trained, recipe.trainer.steps, ts, seed, folder / f"sft-{seed}")
+
+
+def compare_loop(folder: Path, seed: int, model: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """What the continual loop serves in the end, beside what the static one does and SFT on all that the
+    users of the continual one had accepted by then; gold of all at one time."""
+    loop, static = (
+        opened(folder / f"{arm}-{seed}", arm, seed, model, overrides) for arm in ("continual", "static")
+    )
+    arms = {"rl": loop, "static": static}
+    served = {name: str(one.adapter_of(one.at.policy) or "") for name, one in arms.items()}
+    steps = sum(1 for _ in Jsonl(loop.folder / "gold.jsonl").rows())
+    row = {"seed": seed, "rounds": loop.at.round, "steps": steps, "promoted": bool(served["rl"])}
+    ts, to = loop.live.now(), folder / f"sft-all-{seed}"
+    return row | against(loop, _recipe(loop), served, steps, ts, seed, to)
+
+
+def _recipe(loop: ProductLoop) -> Recipe:
+    first, *_ = sorted((loop.folder / "round-001" / "policy").glob("*/recipe.toml"))
+    return Recipe.load(first)
+
+
+def against(
+    loop: ProductLoop,
+    recipe: Recipe,
+    trained: Mapping[str, str],
+    steps: int,
+    ts: float,
+    seed: int,
+    folder: Path,
+) -> dict[str, Any]:
+    """Gold at ``ts`` of the base, of adapters by name, and of SFT on as many answers as RL had."""
+    rows, start = accepted(loop, ts), time.process_time()
+    many = steps * recipe.rollout.prompts_per_step * recipe.rollout.group_size
+    imitated = imitate(loop.settings.model, rows, recipe, many, folder, seed)
+    took, world = time.process_time() - start, World(seed=seed)
+    adapters = {"base": "", **trained, "sft": str(imitated)}
+    policies = {name: golds(recipe, one, world, ts, seed) for name, one in adapters.items()}
+    return {"accepted": len(rows), "sft_seconds": took, "policies": policies}
 
 
 def main() -> None:
@@ -135,13 +170,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--seed", type=int, action="append")
+    parser.add_argument("--arm", choices=("static", "continual"), default="static", help="whose policy")
     parser.add_argument("overrides", nargs="*", help="of product.toml")
     args = parser.parse_intermixed_args()
-    kept = Jsonl(args.folder / "versus.jsonl")
+    work, name = (compare, "versus") if args.arm == "static" else (compare_loop, "versus-loop")
+    kept = Jsonl(args.folder / f"{name}.jsonl")
     done = {row["seed"] for row in kept.rows()}
     for seed in args.seed or range(5):
         if seed not in done:
-            kept.append(compare(args.folder, seed, args.model.absolute(), args.overrides))
+            kept.append(work(args.folder, seed, args.model.absolute(), args.overrides))
 
 
 if __name__ == "__main__":

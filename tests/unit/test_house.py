@@ -71,7 +71,7 @@ BUDGETS = {
     # sessions and the proxy of a memory 310
     "ablate": 1_215,  # 780, arms under one budget 430
     "parallel": 3_510,
-    "launch": 6_270,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    "launch": 6_300,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
     # the loop of a product 1,090, what the forgetting watch asks 120, memories 120, first users 30
     "pipeline": 3_660,  # 3,150, a curriculum, the forgetting watch 360
     "scaling": 2_790,  # with its commands, gains of arms 165

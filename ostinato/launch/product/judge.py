@@ -14,6 +14,7 @@ import numpy as np
 from ostinato.config import Recipe
 from ostinato.env.tools import imported
 from ostinato.files import atomic_write
+from ostinato.launch import RunFailed
 from ostinato.launch.dtype import resolved
 from ostinato.launch.judge_runs import Plan, plan
 from ostinato.launch.judges import sources, write_spec
@@ -26,6 +27,7 @@ from ostinato.product.gates import Judged, judge_gates
 from ostinato.product.judge import Compared
 from ostinato.product.judging import Choice, probability
 from ostinato.product.loop import Finding, Position, Verdict
+from ostinato.reward.verify import resolve
 from ostinato.run import RunFolder, atomic_folder, to_json
 
 
@@ -120,7 +122,7 @@ def _assessed(loop: ProductLoop, at: Position, rows: Sequence[Mapping[str, Any]]
     found = judge_gates(
         candidate,
         _verdicts(loop, at.judge, rows) if at.judge else None,
-        [Choice.A] * len(rows),
+        labels(rows, loop.settings.gold if settings.by_gold else ""),
         users=[one["user"] for one in rows],
         bank={
             f"{number} {one.get('name', '')}".strip(): choice
@@ -133,6 +135,29 @@ def _assessed(loop: ProductLoop, at: Position, rows: Sequence[Mapping[str, Any]]
     )
     verdict = Verdict.PASSED if found.passed else Verdict.FAILED
     return Finding(verdict=verdict, reasons=found.reasons, figures=found.figures)
+
+
+def labels(rows: Sequence[Mapping[str, Any]], gold: str) -> list[Choice]:
+    """The better answer of each pair, A the chosen one: as the user decided, or as the reward function
+    ``gold`` scores the two, where it has an opinion.
+
+    Raises RunFailed where ``gold`` cannot score a prompt and its answers alone.
+    """
+    if not gold:
+        return [Choice.A] * len(rows)
+    function, found = resolve(gold), list[Choice]()
+    for one in rows:
+        texts = [[{"role": "assistant", "content": one[side]}] for side in ("chosen", "rejected")]
+        try:
+            chosen, rejected = function(prompts=[one["messages"]] * 2, completions=texts)
+        except Exception as error:
+            raise RunFailed(
+                f"gold {gold!r} cannot score a pair of the window ({type(error).__name__}: {error}); give "
+                "one that needs prompts and completions alone, or set judge.by_gold to false"
+            ) from error
+        decided = chosen is not None and rejected is not None and chosen < rejected
+        found.append(Choice.B if decided else Choice.A)
+    return found
 
 
 def _verdicts(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, Any]]) -> Judged:

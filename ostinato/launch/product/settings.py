@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ostinato.config.recipe import beside_recipes, override
 from ostinato.inputs import parse_toml
@@ -39,6 +39,7 @@ class JudgeSettings(_Section):
     warm: bool = True  # False: RL alone, where the base writes verdicts already
     earlier_rounds: int = Field(default=3, ge=0)  # whose training pairs are shown again
     bank_copies: Positive = 4  # of each exemplar of the hack bank among the rows
+    by_gold: bool = False  # True: its gates go by gold's labels of the pairs, not by users' (docs/product.md)
     limits: JudgeLimits = JudgeLimits()
     shadow_pairs: Positive = 40  # newer than the window
 
@@ -74,7 +75,8 @@ class CanarySettings(_Section):
 
 class ProductSettings(_Section):
     """``gold``: a reward function ("file.py:function", TRL's signature) that stands for what is really
-    wanted: a panel, or a stronger judge of another family. It is watched and never trained on."""
+    wanted: a panel, or a stronger judge of another family. Detectors and gates go by it; nothing is trained
+    on it but pairs of the hack bank, about which it disagrees with the judge."""
 
     model: str
     store: str
@@ -86,6 +88,12 @@ class ProductSettings(_Section):
     judge: JudgeSettings = JudgeSettings()
     policy: PolicySettings
     canary: CanarySettings = CanarySettings()
+
+    @model_validator(mode="after")
+    def _gold_is_there(self) -> ProductSettings:
+        if self.judge.by_gold and not self.gold:
+            raise ValueError("judge.by_gold is true and gold is ''; name the function that stands for gold")
+        return self
 
 
 def read_settings(file: Path, *overrides: str) -> ProductSettings:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from ostinato.launch import RunFailed
-from ostinato.launch.product.judge import freeze_window
+from ostinato.launch.product.judge import freeze_window, labels
 from ostinato.launch.product.loop import Exhausted, ProductLoop, digest
 from ostinato.launch.product.settings import CollectSettings, ProductSettings, read_settings
 from ostinato.launch.product.watch import MARKED, Probe, Watch
 from ostinato.launch.product.window import add_exemplars, decided, freeze, read_bank
 from ostinato.product.detectors import Knee
 from ostinato.product.events import Action, Event, Exchange, Exposure, Kind
+from ostinato.product.judging import Choice
 from ostinato.product.loop import Finding, Position, Stage, Verdict
 from ostinato.product.rewards import read_table
 from ostinato.product.store import Store, open_store
@@ -81,6 +82,28 @@ def settings(tmp_path: Path) -> ProductSettings:
     file = tmp_path / "product.toml"
     file.write_text(SETTINGS.format(folder=tmp_path, table=TABLE))
     return read_settings(file, "collect.pairs=10")
+
+
+GOLD = """
+def short(prompts, completions, **columns):
+    return [None if "?" in one[-1]["content"] else -len(one[-1]["content"]) for one in completions]
+
+def of_rows(completions, answer, **columns):
+    return [0.0] * len(completions)
+"""
+
+
+def test_the_gates_of_a_judge_may_go_by_gold_instead_of_clicks(tmp_path: Path) -> None:
+    """Users accept an exploit while it is rare, so a judge that had unlearned it agreed less with clicks than
+    the one in office, and its gates dropped it."""
+    (tmp_path / "gold.py").write_text(GOLD)
+    texts = [("a good answer, in many words", "short"), ("short", "a long one"), ("what?", "a"), ("aa", "bb")]
+    asked = [{"role": "user", "content": "question"}]
+    rows = [{"messages": asked, "chosen": one, "rejected": other} for one, other in texts]
+    assert labels(rows, "") == [Choice.A] * 4
+    assert labels(rows, f"{tmp_path}/gold.py:short") == [Choice.B, Choice.A, Choice.A, Choice.A]
+    with pytest.raises(RunFailed, match=r"cannot score a pair of the window \(TypeError: .*judge.by_gold"):
+        labels(rows, f"{tmp_path}/gold.py:of_rows")
 
 
 # ---- windows
@@ -229,6 +252,8 @@ def test_what_is_served_follows_the_journal_and_a_roll_back_is_the_same_bytes(
 def test_a_wrong_setting_is_named(tmp_path: Path, settings: ProductSettings) -> None:
     with pytest.raises(ValueError, match=r"canary\.share is 2"):
         read_settings(tmp_path / "product.toml", "canary.share=2")
+    with pytest.raises(ValueError, match=r"judge\.by_gold is true and gold is ''; name the function"):
+        read_settings(tmp_path / "product.toml", "judge.by_gold=true")
     with pytest.raises(ValueError, match=r"there is no none\.toml; docs/product\.md has one"):
         read_settings(Path("none.toml"))
     text = SETTINGS.format(folder=tmp_path, table=TABLE)
