@@ -5,11 +5,10 @@ The world is procedural, its people and phrasings held out. What forgets is trai
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from ostinato.memory.importance import equal, lexical
 from ostinato.memory.keep import Parts
 
 LEAST = 4  # tokens of a shortened line
+Entries = list[tuple[str, int, Callable[[int], View]]]  # a contender, its seed, views within a budget
 OFF = {
     "mask order": Parts(mask=False),
     "allocation": Parts(allocation=False),
@@ -46,36 +46,13 @@ class Learnt:
     policy: Policy
     log: dict[str, Any]
 
-    def save(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        names = list(self.vectors.of)
-        arrays = {"vectors": np.stack([self.vectors.of[name] for name in names])}
-        arrays |= {
-            "rarity": np.array([self.vectors.weight[name] for name in names]),
-            "names": np.array(names),
-        }
-        arrays |= {
-            "words": self.words.weights,
-            "levels": self.policy.weights,
-            "log": np.array(json.dumps(self.log)),
-        }
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-
-    @classmethod
-    def load(cls, file: Path, count: contenders.Count) -> Learnt:
-        with np.load(file) as found:
-            names = found["names"].tolist()
-            of = dict(zip(names, found["vectors"], strict=True))
-            vectors = Vectors(of, dict(zip(names, found["rarity"].tolist(), strict=True)))
-            words, policy = WordPolicy(count, found["words"]), Policy(found["levels"])
-            return cls(vectors, words, policy, json.loads(str(found["log"])))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBench(Bench):
     """Memories within a budget of tokens on held-out histories: accuracy, evidence, false answers, cost."""
 
     histories: int = option(20, "Held-out histories, 20 questions each.")
+    first: int = option(1000, "Seed of the first of them. 0 to 19 were looked at while the world was made.")
     tokens: int = option(2048, "Of a history.")
     shares: tuple[int, ...] = option((16, 8, 4, 2), "Budgets: the history over these.")
     seed: tuple[int, ...] = option((0, 1, 2), "Of training.", "seeds", seeds)
@@ -83,18 +60,18 @@ class MemoryBench(Bench):
     word_steps: int = option(8_000, "Of learning which words to keep.")
     levels_train: int = option(60, "Of the training histories, those that levels are learnt on.")
     steps: int = option(300, "Of learning which level a block gets.")
-    learnt: str = option("", "Folder where what a seed has learnt is kept, and found again.")
-    only: tuple[str, ...] = option((), "Of the contenders those that begin so; nothing but learning: none.")
     reader: str = option("", "Folder of a trained reader (python -m lab.forgetting.teach); it answers too.")
     parts: bool = option(False, "Also without each part of the algorithm, of the first seed.")
     growth: tuple[int, ...] = option((1, 10, 100), "Histories so many times as long, for tokens per turn.")
+    refills: bool = option(False, "Instead: refills by two models, learnt first, on histories of their own.")
+    refill_steps: int = option(4000, "Of learning to refill, 64 rows each.")
     locomo: str = option("", "locomo10.json: evidence that is left, by category.")
     longmemeval: str = option("", "longmemeval_s.json: the same.")
     public_budgets: tuple[int, ...] = option((1024, 2048, 4096, 8192, 16384), "In words, on public data.")
 
     def quick(self) -> MemoryBench:
         small = {"histories": 3, "seed": (0,), "train": 12, "word_steps": 300, "steps": 10, "growth": (1, 3)}
-        return replace(self, **small)
+        return replace(self, **small, refill_steps=20)
 
     def measure(self, say: Say) -> dict[str, Any]:
         if self.locomo or self.longmemeval:
@@ -102,40 +79,42 @@ class MemoryBench(Bench):
 
             return evidence_curves(self.locomo, self.longmemeval, self.public_budgets, say)
         count = counter(tokenizer())
-        held_out = [history(at, "eval", tokens=self.tokens, count=count) for at in range(self.histories)]
         learnt = [self._learnt(seed, count, say) for seed in self.seed]
         budgets = [self.tokens // share for share in sorted(self.shares, reverse=True)]
+        about = {"eighth": self.tokens // 8, "seed_of_parts": self.seed[0] if self.seed else -1}
+        if self.refills:
+            return about | self._refilled(learnt, count, budgets, say)
+        held_out = self._held_out(self.first, count)
         read = self._read()
+        rows = self._rows(self._contenders(count, learnt), held_out, budgets, count, say, read)
+        whole = {"full context": lambda found: lambda question: contenders.full(found, 0, count)}
+        whole["evidence alone"] = lambda found: lambda question: contenders.gold(found, question)
+        for name, view in whole.items():
+            rows.append(
+                {"contender": name, "seed": -1, "budget": self.tokens, **tally(held_out, view, count, read)}
+            )
+        cost = [self._cost(times, count, learnt[0]) for times in self.growth] if learnt else []
+        learning = [one.log for one in learnt]
+        return about | {"rows": rows, "areas": _areas(rows), "learning": learning, "cost": cost}
+
+    def _held_out(self, first: int, count: contenders.Count) -> list[History]:
+        seeds = range(first, first + self.histories)
+        return [history(at, "eval", tokens=self.tokens, count=count) for at in seeds]
+
+    @staticmethod
+    def _rows(
+        entries: Entries, held_out: Sequence[History], budgets: Sequence[int], count: contenders.Count,
+        say: Say, read: Read | None = None,
+    ) -> list[dict[str, Any]]:  # fmt: skip
         rows = []
-        for name, seed, make in self._contenders(count, learnt):
-            if self.only and not name.startswith(self.only):
-                continue
+        for name, seed, make in entries:
             for budget in budgets:
                 found = tally(held_out, make(budget), count, read)
                 rows.append({"contender": name, "seed": seed, "budget": budget, **found})
                 say(f"{name:24} seed {seed} budget {budget:5}   {found['accuracy']:.3f}")
-        whole = {"full context": lambda found: lambda question: contenders.full(found, 0, count)}
-        whole["evidence alone"] = lambda found: lambda question: contenders.gold(found, question)
-        for name, view in whole.items():
-            if self.only and not name.startswith(self.only):
-                continue
-            rows.append(
-                {"contender": name, "seed": -1, "budget": self.tokens, **tally(held_out, view, count, read)}
-            )
-        areas = _areas(rows)
-        cost = (
-            []
-            if (self.only and "cost" not in self.only) or not learnt
-            else [self._cost(times, count, learnt[0]) for times in self.growth]
-        )
-        learning = [one.log for one in learnt]
-        about = {"eighth": self.tokens // 8, "seed_of_parts": self.seed[0] if self.seed else -1}
-        return about | {"rows": rows, "areas": areas, "learning": learning, "cost": cost}
+        return rows
 
     def _learnt(self, seed: int, count: contenders.Count, say: Say) -> Learnt:
-        kept_at = Path(self.learnt) / f"seed-{seed}.npz"
-        if self.learnt and kept_at.is_file():
-            return Learnt.load(kept_at, count)
         began = time.process_time()
         first = 100_000 * (seed + 1)
         found = [history(first + at, "train", count=count, questions=60) for at in range(self.train)]
@@ -150,12 +129,36 @@ class MemoryBench(Bench):
             ready, shrinking, seed, settings, lambda row: (log.append(row), say(f"seed {seed} {row}"))[0]
         )
         took = round(time.process_time() - began, 1)
-        found_all = Learnt(
-            vectors, words, policy, {"seed": seed, "words": kept, "levels": log, "cpu_s": took}
-        )
-        if self.learnt:
-            found_all.save(kept_at)
-        return found_all
+        return Learnt(vectors, words, policy, {"seed": seed, "words": kept, "levels": log, "cpu_s": took})
+
+    def _refilled(
+        self, learnt: Sequence[Learnt], count: contenders.Count, budgets: Sequence[int], say: Say
+    ) -> dict[str, Any]:
+        """The memory of each seed with refills by models, by words learnt by RL and by extracts; of the first
+        seed also without what guards a writer."""
+        from lab.forgetting.refills import extracts, judged, taught
+
+        held_out = self._held_out(self.first + 1000, count)
+        blocks, rows, learning = [], [], []
+        for one in learnt:
+            seed = one.log["seed"]
+            models, log = taught(seed, self.refill_steps, 2 * self.train, say)
+            learning += log
+            for name, refiller in ({"extracts": extracts(), "words by RL": one.words} | models).items():
+                row = judged(held_out, refiller, count, LEAST)
+                row |= models[name].per_block() if name in models else {}
+                blocks.append({"refill": name, "seed": seed, **row})
+                say(f"{name} seed {seed}: {row}")
+                kept = lru_cache(maxsize=None)(refiller)  # the same arguments give the same text
+                entries = [(name, seed, _trained(count, one, refiller=kept))]
+                if one is learnt[0] and name in ("autoregressive", "diffusion, a pass a token"):
+                    off = ("gate", "drift guard")
+                    entries += [
+                        (f"{name} without {part}", seed, _trained(count, one, refiller=kept, parts=OFF[part]))
+                        for part in off
+                    ]
+                rows += self._rows(entries, held_out, budgets, count, say)
+        return {"blocks": blocks, "rows": rows, "areas": _areas(rows), "learning": learning}
 
     def _read(self) -> Read | None:
         if not self.reader:
@@ -164,10 +167,8 @@ class MemoryBench(Bench):
 
         return ModelReader(Path(self.reader))
 
-    def _contenders(
-        self, count: contenders.Count, learnt: Sequence[Learnt]
-    ) -> list[tuple[str, int, Callable[[int], View]]]:
-        rows: list[tuple[str, int, Callable[[int], View]]] = [
+    def _contenders(self, count: contenders.Count, learnt: Sequence[Learnt]) -> Entries:
+        rows: Entries = [
             ("recency", -1, _fixed(contenders.recency, count)),
             ("uniform summary", -1, _fixed(contenders.uniform, count)),
             ("overwrite", -1, _fixed(contenders.overwrite, count)),
@@ -219,6 +220,8 @@ class MemoryBench(Bench):
             from lab.forgetting.public import table
 
             return table(result)
+        if "blocks" in result:
+            return page(result)
         budgets = sorted({row["budget"] for row in result["rows"] if row["contender"] not in WHOLE})
         names = list(dict.fromkeys(row["contender"] for row in result["rows"]))
         lines = []
@@ -263,6 +266,8 @@ def page(data: Result) -> str:
     parts = [row["contender"] for row in rows if row["contender"].startswith(part)]
     head = ["context", *(f"{budget} tokens" for budget in budgets), "area", "false answers"]
     table = markdown(head, [_line(data, name, budgets) for name in dict.fromkeys(main)])
+    if "blocks" in data:
+        return f"{_blocks(data)}\n\nThe trained memory of each seed with these refills:\n\n{table}"
     if not parts:
         return table
     off = [_line(data, name, budgets) for name in dict.fromkeys(parts)]
@@ -270,10 +275,30 @@ def page(data: Result) -> str:
     return f"{table}\n\n{what}\n\n{markdown(head, off)}"
 
 
+def _blocks(data: Result) -> str:
+    """What each refiller writes, block by block."""
+    names = {
+        "passed": "passes the gate", "new_words": "of these with a new word", "kept": "facts kept",
+        "passes": "passes", "tokens": "tokens run", "ms_per_block": "ms",
+    }  # fmt: skip
+    lines = []
+    for refill in dict.fromkeys(row["refill"] for row in data["blocks"]):
+        mine = [row for row in data["blocks"] if row["refill"] == refill]
+        cells = [_range([row[key] for row in mine]) if key in mine[0] else "" for key in names]
+        lines.append([refill, *cells])
+    return markdown(["refill", *names.values()], lines)
+
+
 def _line(data: Result, name: str, budgets: Sequence[int]) -> list[str]:
     mine = [row for row in data["rows"] if row["contender"] == name]
     if name in WHOLE:
-        return [name, *[""] * (len(budgets) - 1), _range([row["accuracy"] for row in mine]), "", _mean([0.0])]
+        return [
+            name,
+            *[""] * (len(budgets) - 1),
+            _range([row["accuracy"] for row in mine]),
+            "",
+            _mean([row["false"] for row in mine]),
+        ]
     cells = [_range([row["accuracy"] for row in mine if row["budget"] == budget]) for budget in budgets]
     false = [row["false"] for row in mine if row["budget"] == data["eighth"]]
     return [name, *cells, f"{data['areas'][name]:.3f}", _mean(false)]

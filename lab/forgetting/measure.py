@@ -11,18 +11,10 @@ from typing import Any
 
 from lab.forgetting.contenders import Count, Lines
 from lab.forgetting.world import KINDS, UNKNOWN, History, Question, reply, supported, words_of
+from lab.paired import wilson
 from ostinato.memory.facts import unsupported
 
 View = Callable[[History], Callable[[Question], Lines]]  # a history read once, then its questions
-
-
-def wilson(right: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927)."""
-    if not n:
-        return 0.0, 1.0
-    p, square = right / n, z * z / n
-    middle, half = p + square / 2, z * math.sqrt((p * (1 - p) + square / 4) / n)
-    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
 
 
 @dataclass(slots=True)
@@ -102,4 +94,4 @@ def area(rows: Sequence[tuple[int, float]]) -> float:
     return total / math.log(rows[-1][0] / rows[0][0])
 
 
-__all__ = ["Read", "Tally", "View", "area", "tally", "wilson"]
+__all__ = ["Read", "Tally", "View", "area", "tally"]

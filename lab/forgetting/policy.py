@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -82,7 +83,7 @@ def prepare(
     same = np.array([[a == b for b in subjects] for a in subjects])
     near = np.where(same, np.maximum(rows @ rows.T, 0.0), 0.0)
     again = np.maximum.accumulate(np.triu(near, 1), axis=1).astype(np.float32)
-    fixed = np.array([_fixed(turn, tokens[turn.idx, 0]) for turn in turns])
+    fixed = np.array([fixed_of(turn.speaker, turn.text, tokens[turn.idx, 0]) for turn in turns])
     return Prepared(
         found, tokens, rooms, says, texts, [hashed_words(turn.text) for turn in turns], fixed, again,
         np.concatenate([[0], np.cumsum(tokens[:, 0])]),
@@ -103,13 +104,13 @@ def _says(turn: Turn, text: str) -> bool:
     return turn.fact is not None and turn.fact.words <= set(words_of(text))
 
 
-def _fixed(turn: Turn, whole: int) -> tuple[float, float, float, float]:
-    found = words_of(turn.text)
+def fixed_of(speaker: str, text: str, whole: int) -> tuple[float, float, float, float]:
+    found = words_of(text)
     return (
         (whole - 12) / 6,
         float(sum(map(is_name, found))) / 2,
         float(sum(map(is_number, found))) / 2,
-        float(turn.speaker == "tool"),
+        float(speaker == "tool"),
     )
 
 
@@ -135,22 +136,17 @@ class Policy:
         words = np.stack([self.weights[:, at].sum(1) for at in one.words])
         return words + one.fixed @ self.weights[:, HASHED + 1 : HASHED + 5].T
 
-    def dynamic(self, one: Prepared, state: State, ids: np.ndarray, budget: int, need: int) -> np.ndarray:
-        """[k, D]: the features that change, the fixed ones 0."""
-        phi = np.zeros((len(ids), len(DYNAMIC)))
-        levels = np.array([state.level[i] for i in ids])
-        again = one.again[ids, state.now - 1]
-        phi[:, 0] = 1.0
-        phi[:, 5] = np.log1p(state.now - ids) / 4
-        phi[:, 6] = levels > 0
-        phi[:, 7] = again
-        phi[:, 8] = again > 0.75
-        phi[:, 9] = math.log2(max(1.0, one.seen[state.now] / budget)) / 4
-        phi[:, 10] = need / budget
-        return phi
 
-    def logits(self, fixed: np.ndarray, phi: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        return fixed[ids] + phi @ self.weights[:, HASHED:].T
+def changing(ages: Any, levels: np.ndarray, again: np.ndarray, over: float, room: float) -> np.ndarray:
+    """[k, D]: the features that change, the fixed ones 0. ``over``: tokens of the history, ``room``: those to
+    be freed, over the budget."""
+    phi = np.zeros((len(levels), len(DYNAMIC)))
+    phi[:, 0] = 1.0
+    phi[:, 5] = np.log1p(ages) / 4
+    phi[:, 6] = levels > 0
+    phi[:, 7], phi[:, 8] = again, again > 0.75
+    phi[:, 9], phi[:, 10] = math.log2(max(1.0, over)) / 4, room
+    return phi
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -195,11 +191,12 @@ class Replay:
         one, rules = self.one, self.rules
         need = state.tokens - math.floor(rules.budget * (1 - rules.slack))
         ids = np.array([i for i in state.level if i not in self._recent(state)])
-        phi = self.policy.dynamic(one, state, ids, rules.budget, need)
-        logits = self.policy.logits(fixed, phi, ids)
+        levels = np.array([state.level[i] for i in ids])
+        over, freed = one.seen[state.now] / rules.budget, need / rules.budget
+        phi = changing(state.now - ids, levels, one.again[ids, state.now - 1], over, freed)
+        logits = fixed[ids] + phi @ self.policy.weights[:, HASHED:].T
         sizes = np.array([one.tokens[i, state.level[i]] for i in ids])
         options = one.rooms[ids]  # [k, L]
-        levels = np.array([state.level[i] for i in ids])
         allowed = (
             (np.arange(GONE + 1) > levels[:, None]) & (options >= rules.least) & (options < sizes[:, None])
         )

@@ -16,9 +16,9 @@ from typing import Any
 
 from lab.forgetting import contenders
 from lab.forgetting.f1 import normal, stem
-from lab.forgetting.measure import wilson
 from lab.forgetting.world import History, Question, Turn
 from lab.harness import Result, Say, columns
+from lab.paired import wilson
 from ostinato.inputs import parse_json
 from ostinato.memory.blocks import Kept, MemoryState
 from ostinato.memory.blocks import Turn as Said
@@ -216,13 +216,8 @@ def evidence_curves(
     for load, file in ((locomo, locomo_file), (longmemeval, longmemeval_file)):
         if file:
             data = load(Path(file))
-            about = {
-                "name": data.name,
-                "sha256": data.sha256,
-                "counts": data.counts,
-                "dangling": data.dangling,
-            }
-            sources.append(about)
+            about = {"name": data.name, "sha256": data.sha256}
+            sources.append(about | {"counts": data.counts, "dangling": data.dangling})
             rows += _curves(data, budgets, say)
     return {"public": sources, "rows": rows}
 
@@ -242,22 +237,11 @@ def _curves(data: Public, budgets: Sequence[int], say: Say) -> list[dict[str, An
                         sums[kind] = [
                             a + b for a, b in zip(sums.get(kind, [0.0] * 5), [*kept, 1.0], strict=True)
                         ]
-            for kind, (there, verbatim, whole, words_kept, n) in sums.items():
-                interval = [round(one, 4) for one in wilson(whole, int(n))]
-                row = {
-                    "data": data.name,
-                    "contender": name,
-                    "budget": budget,
-                    "kind": kind,
-                    "questions": int(n),
-                }
-                row |= {"evidence": round(there / n, 4), "verbatim": round(verbatim / n, 4)}
-                row |= {
-                    "all_evidence": round(whole / n, 4),
-                    "interval": interval,
-                    "words": round(words_kept / n, 4),
-                }
-                rows.append(row)
+            for kind, (there, verbatim, whole, left, n) in sums.items():
+                shares = {"evidence": there, "verbatim": verbatim, "all_evidence": whole, "words": left}
+                row = {"data": data.name, "contender": name, "budget": budget, "kind": kind}
+                row |= {key: round(value / n, 4) for key, value in shares.items()} | {"questions": int(n)}
+                rows.append(row | {"interval": [round(one, 4) for one in wilson(int(whole), int(n))]})
             say(f"{data.name}: {name:18} budget {budget:6}   evidence {sums['all'][0] / sums['all'][4]:.3f}")
     return rows
 

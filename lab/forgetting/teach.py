@@ -28,14 +28,14 @@ OTHERS = 0.2  # weight of a token that is no answer
 
 
 class Rows:
-    """Attention within each of ``number`` rows of one length: one call, for rows are padded at their ends."""
+    """Attention within each of ``number`` rows of one length, padded at their ends where it is causal."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, causal: bool = True) -> None:
+        self.number, self.causal = number, causal
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         q, k, v = (one.unflatten(0, (self.number, -1)).transpose(1, 2) for one in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=scale)
         return out.transpose(1, 2).flatten(0, 1)
 
 

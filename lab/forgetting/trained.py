@@ -10,9 +10,19 @@ from typing import Any
 import numpy as np
 
 from lab.forgetting.contenders import Count, Lines
-from lab.forgetting.meaning import Vectors, about, is_name, is_number
-from lab.forgetting.policy import DYNAMIC, GONE, HASHED, Policy, Rules, hashed_words, offered, softmax
-from lab.forgetting.world import History, words_of
+from lab.forgetting.meaning import Vectors, about
+from lab.forgetting.policy import (
+    GONE,
+    HASHED,
+    Policy,
+    Rules,
+    changing,
+    fixed_of,
+    hashed_words,
+    offered,
+    softmax,
+)
+from lab.forgetting.world import History
 from ostinato.memory.blocks import Block, Kept, MemoryState, Turn
 from ostinato.memory.importance import Importance
 from ostinato.memory.keep import Candidate, Memory, Parts, Sizes
@@ -40,13 +50,9 @@ class Trained:
     seen: int = 0  # tokens that came
 
     def came(self, block: Block) -> None:
-        words = words_of(block.text)
-        tool = float(block.speaker == "tool")
-        numbers = [(block.whole - 12) / 6, sum(map(is_name, words)) / 2, sum(map(is_number, words)) / 2, tool]
-        weights = self.policy.weights
-        self.static[block.id] = (
-            weights[:, hashed_words(block.text)].sum(1) + weights[:, HASHED + 1 : HASHED + 5] @ numbers
-        )
+        weights, fixed = self.policy.weights, fixed_of(block.speaker, block.text, block.whole)
+        words = weights[:, hashed_words(block.text)].sum(1)
+        self.static[block.id] = words + weights[:, HASHED + 1 : HASHED + 5] @ fixed
         row, subject = self.vectors(block.text), about(block.speaker, block.text)
         for id, mine in self.subjects.items():
             if mine == subject:
@@ -58,14 +64,9 @@ class Trained:
 
     def logits(self, state: MemoryState, blocks: Sequence[Block], need: int) -> np.ndarray:
         """[blocks, L]."""
-        phi = np.zeros((len(blocks), len(DYNAMIC)))
         again = np.array([self.again[one.id] for one in blocks], np.float32)
-        phi[:, 0] = 1.0
-        phi[:, 5] = np.log1p([state.turns - one.turn for one in blocks]) / 4
-        phi[:, 6] = [one.level > 0 for one in blocks]
-        phi[:, 7], phi[:, 8] = again, again > 0.75
-        phi[:, 9] = math.log2(max(1.0, self.seen / self.rules.budget)) / 4
-        phi[:, 10] = need / self.rules.budget
+        ages, levels = [state.turns - one.turn for one in blocks], np.array([one.level for one in blocks])
+        phi = changing(ages, levels, again, self.seen / self.rules.budget, need / self.rules.budget)
         static = np.stack([self.static[one.id] for one in blocks])
         return static + phi @ self.policy.weights[:, HASHED:].T
 

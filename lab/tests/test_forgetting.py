@@ -17,12 +17,13 @@ import pytest
 from lab.forgetting import contenders, world
 from lab.forgetting.f1 import f1, score, stem
 from lab.forgetting.meaning import Vectors, about, fitted
-from lab.forgetting.measure import area, tally, wilson
+from lab.forgetting.measure import area, tally
 from lab.forgetting.policy import FEATURES, Learning, Policy, Replay, Rules, State, learn, prepare, reward
 from lab.forgetting.public import day_of, evidence_curves, locomo, longmemeval
 from lab.forgetting.reader import counter, lessons, tokenizer, view
 from lab.forgetting.trained import Trained, remember
 from lab.forgetting.words import WordPolicy, learn_words, written
+from lab.paired import wilson
 from ostinato.memory.blocks import LEVELS
 
 
@@ -230,12 +231,7 @@ def _locomo(folder: Path) -> tuple[Path, dict[str, int]]:
     }
     asked = [
         {"question": "What is the cat called?", "answer": "Moon", "evidence": ["D2:1"], "category": 4},
-        {
-            "question": "When was it adopted?",
-            "answer": "7 May 2023",
-            "evidence": ["D1:1; D9:9"],
-            "category": 2,
-        },
+        {"question": "When adopted?", "answer": "7 May 2023", "evidence": ["D1:1; D9:9"], "category": 2},
         {"question": "Which dog?", "adversarial_answer": "Rex", "evidence": ["D1:1"], "category": 5},
     ]
     file = folder / "locomo.json"
