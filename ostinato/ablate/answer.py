@@ -121,7 +121,7 @@ def _acted(found: Ablation, rows: Sequence[Row]) -> list[Table]:
     acts = [(arm, *(cell(some, name) for name in names)) for arm, some in each.items()]
     note = (
         "Means over the steps of all seeds: tokens capped or clipped, answers interrupted or cut off, groups"
-        " of equal rewards, prompts still asked in the end, age of what is trained on, effective sample size"
+        " of equal rewards, prompts still in use in the end, age of what is trained on, effective sample size"
         " of the sampler's answers. A part that never acts can make no difference here, whatever it does"
         " elsewhere."
     )

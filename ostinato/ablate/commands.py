@@ -14,9 +14,9 @@ from ostinato.ablate import jobs as arms
 from ostinato.ablate.answer import answer, compared
 from ostinato.ablate.compare import compare as race
 from ostinato.ablate.compare import parse_budget, read_arms
-from ostinato.ablate.compared import answer as told
+from ostinato.ablate.compared import answer as answer_of
 from ostinato.ablate.compared import charts
-from ostinato.ablate.jobs import State, check, plan
+from ostinato.ablate.jobs import Job, State, check, plan
 from ostinato.ablate.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
 from ostinato.axis import Axis
 from ostinato.config import Recipe, find_recipe
@@ -80,23 +80,9 @@ def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> 
     if base.model.dtype == "auto":  # one for all runs, which are compared
         overrides = [*overrides, f"model.dtype={resolved(base).model.dtype}"]
     out = study.out or Path(base.log.dir) / f"{base.name}-ablate"
-    first = base.seed
-    jobs = plan(
-        source,
-        overrides,
-        seeds=range(first, first + study.seeds),
-        arms=study.arms,
-        out=out,
-        workers=study.workers,
-    )
-    check(jobs)
-    console = Console(file=lasting(sys.stderr if str(output.json_file) == "-" else sys.stdout))
-    console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
-    try:
-        states = arms.run(jobs, study.workers, progress(console))
-    except KeyboardInterrupt:
-        console.print("stopped; what was done is kept, and the same command goes on with it")
-        return 130
+    seeds = range(base.seed, base.seed + study.seeds)
+    jobs = plan(source, overrides, seeds=seeds, arms=study.arms, out=out, workers=study.workers)
+    states = finished(jobs, study, out, output.json_file)
     failed = [state for state in states if state.what == "failed"]
     notes = [f"{state.job.folder.name} failed: {state.error}." for state in failed]
     done = [state.job.folder for state in states if state.what == "done"]
@@ -108,7 +94,7 @@ def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> 
             raise
         why = str(error).rstrip(".") if done else "no run has come to its end"
         for sentence in (*notes, f"Nothing can be compared: {why}."):
-            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+            screen(output.json_file).print(sentence, highlight=False, markup=False, soft_wrap=True)
     return 1 if failed else 0
 
 
@@ -116,26 +102,15 @@ def compare(source: Path, budget: str, study: Study, page: Path | None, json_fil
     """Sweep, choose and race the arms of a file under one budget; 1 where a run failed, 130 on Ctrl-C."""
     file, terms = read_arms(source), parse_budget(budget)
     out = study.out or Path("runs") / f"{source.stem}-compare"
-    console = Console(file=lasting(sys.stderr if str(json_file) == "-" else sys.stdout))
-
-    def run(jobs: Sequence[arms.Job]) -> Sequence[State]:
-        check(jobs)
-        console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
-        return arms.run(jobs, study.workers, progress(console))
-
-    try:
-        found = race(file, terms, range(study.seeds), out, run)
-    except KeyboardInterrupt:
-        console.print("stopped; what was done is kept, and the same command goes on with it")
-        return 130
-    answered = told(found, budget, file.threshold)
+    found = race(file, terms, range(study.seeds), out, lambda jobs: finished(jobs, study, out, json_file))
+    answered = answer_of(found, budget, file.threshold)
     show(answered, json_file)
     write_page(page or out / "compare.html", source.stem, answered, charts(found.lines))
     return 1 if found.failed else 0
 
 
 def write_page(path: Path, name: str, answered: Answer, drawn: Sequence[Chart]) -> None:
-    """What was told as a file that opens offline, with the courses."""
+    """The tables as a file that opens offline, with the courses."""
     data = script_json({chart.key: to_plain(chart) for chart in drawn if not chart.empty})
     scripts = ("uplot.js", "charts.js")
     parts = {"name": name, "lead": answered.lead, "tables": answered.tables, "charts": drawn}
@@ -143,7 +118,7 @@ def write_page(path: Path, name: str, answered: Answer, drawn: Sequence[Chart]) 
 
 
 def fit(source: Path, output: Output) -> int:
-    """Tell what the runs in a folder, or the lines of a file, come to."""
+    """Show what the runs in a folder, or the lines of a file, come to."""
     if source.is_dir():
         show_fits(*collect(folders_in(source), output.measure), output)
     else:
@@ -157,6 +132,23 @@ def show_fits(rows: Sequence[Row], notes: Sequence[str], output: Output) -> None
     if output.kept is not None:
         write_kept(output.kept, rows)
     show(answer(compared(rows, axis, first), notes), output.json_file)
+
+
+def screen(json_file: Path | None) -> Console:
+    return Console(file=lasting(sys.stderr if str(json_file) == "-" else sys.stdout))
+
+
+def finished(jobs: Sequence[Job], study: Study, out: Path, json_file: Path | None) -> list[State]:
+    """Let all jobs run that have not ended; ends with exit code 130 on Ctrl-C. ValueError for those that
+    cannot run."""
+    check(jobs)
+    console = screen(json_file)
+    console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
+    try:
+        return arms.run(jobs, study.workers, progress(console))
+    except KeyboardInterrupt:
+        console.print("stopped; what was done is kept, and the same command goes on with it")
+        raise SystemExit(130) from None
 
 
 def progress(console: Console) -> Callable[[Sequence[State]], None]:

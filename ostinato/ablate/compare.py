@@ -3,7 +3,7 @@
     sweep     every learning rate of an arm at a tenth of the budget, one seed
     choose    by the validation half of the held-out problems (those at odd places)
     race      the chosen one at the whole budget, every seed, scored at log-spaced shares of it
-    told      by the test half (even places): ``scaling.gain``
+    tables    by the test half (even places): ``scaling.gain``
 
 Runs are jobs of ``ablate.jobs``: child processes, resumed where they stopped. Runs of a seed share prompts,
 their order and noise, so what an arm's learning rates are changes nothing of another one.
@@ -21,12 +21,13 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from ostinato.ablate.jobs import Job, State, arm_recipe, as_run
-from ostinato.ablate.kept import ended, slug
+from ostinato.ablate.kept import ended, prompts, slug
 from ostinato.config import Recipe
 from ostinato.config.explain import explain
 from ostinato.config.sections import Floats, Names, Positive, Section
 from ostinato.inputs import parse_toml
-from ostinato.observe.report.reading import number
+from ostinato.observe.report.facts import kept
+from ostinato.observe.report.reading import mean
 from ostinato.run import MAIN_SET, RunFolder
 from ostinato.scaling.gain import Outcomes
 
@@ -54,7 +55,7 @@ class ArmSpec(Section):
 class ArmsFile(Section):
     recipe: str = "quickstart"
     lrs: Floats = (1e-4, 3e-4, 1e-3)
-    threshold: float = 0.75  # of the best arm's gain: compute to it is told
+    threshold: float = 0.75  # of the best arm's gain: compute to it is shown
     overrides: Names = ()
     arms: dict[str, ArmSpec] = Field(default_factory=dict)
 
@@ -127,19 +128,29 @@ def sweep(file: ArmsFile, budget: tuple[float, str], out: Path, seed: int = 0) -
     }
 
 
-def choose(file: ArmsFile, swept: Mapping[str, Mapping[float, Job]]) -> dict[str, float]:
-    """The learning rate of each arm: the best of its sweep on the validation half, the lower of equals. A run
-    that failed has no score. Raises ValueError where none has one."""
+Scores = Mapping[str, Mapping[float, float | None]]
+
+
+def validated(swept: Mapping[str, Mapping[float, Job]]) -> Scores:
+    """What each sweep scores on the validation half; None for a run that has not come to its end."""
+    return {
+        name: {
+            lr: float(np.mean(points[-1][1][1::2])) if (points := course(one.folder)) else None
+            for lr, one in grid.items()
+        }
+        for name, grid in swept.items()
+    }
+
+
+def choose(file: ArmsFile, scores: Scores) -> dict[str, float]:
+    """The learning rate of each arm: the best of its sweep, the lower of equals. Raises ValueError where none
+    has a score."""
     found = {}
     for name, arm in file.arms.items():
-        scores = {
-            lr: float(np.mean(rows[-1][1][1::2]))
-            for lr, one in swept.get(name, {}).items()
-            if (rows := course(one.folder))
-        }
-        if name in swept and not scores:
+        known = {lr: score for lr, score in scores.get(name, {}).items() if score is not None}
+        if name in scores and not known:
             raise ValueError(f"no sweep of arm {name!r} has come to a score; look at its train.log")
-        found[name] = max(sorted(scores), key=scores.__getitem__) if scores else (arm.lrs or file.lrs)[0]
+        found[name] = max(sorted(known), key=known.__getitem__) if known else (arm.lrs or file.lrs)[0]
     return found
 
 
@@ -171,11 +182,10 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
     if not points:
         return None
     folder = RunFolder(one.folder)
-    rows, ledger = [*folder.metrics.rows()], [*folder.ledger.rows()]
-    steps = [row for row in ledger if row["event"] == "step"]
+    rows = [*folder.metrics.rows()]
+    left = kept(rows)
+    steps = [row for row in folder.ledger.rows() if row["event"] == "step"]
     first = next(row for row in folder.eval.rows() if row["set"] == MAIN_SET)
-    kept = [value for row in rows if (value := number(row, "forgetting/kept")) is not None]
-    cut = [value for row in rows if (value := number(row, "completions/clipped_ratio")) is not None]
     parts = {name: sum(row["flops"][name] for row in steps) for name in ("sample", "train", "measure")}
     return {
         "arm": one.arm,
@@ -184,11 +194,11 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
         "control": control,
         "compute": [flops for flops, _ in points],
         "each": [right.tolist() for _, right in points],
-        "prompts": first["prompts"],
+        "prompts": prompts(folder, MAIN_SET),
         "k": first["k"],
         "base_pass_k": first["pass@k"],
-        "kept": kept[-1] if kept else None,
-        "truncated": float(np.mean(cut)) if cut else None,
+        "kept": left and left.value,
+        "truncated": mean(rows, "completions/clipped_ratio"),
         "flops": parts,
         "seconds": sum(row["seconds"] for row in steps),
         "interactions": sum(int(row.get("rollout/trajectories", 0)) for row in rows),
@@ -197,7 +207,7 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
 
 
 def outcomes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Outcomes]:
-    """Of each arm on the test half. Raises ValueError for runs that were asked different problems."""
+    """Of each arm on the test half. Raises ValueError for runs on different problems."""
     if len({one["prompts"] for one in lines}) > 1:
         raise ValueError(
             "the runs were scored on different problems, so they do not compare; use one eval set"
@@ -218,7 +228,7 @@ class Compared:
     """``lines`` of all finished runs, what was ``swept`` and ``chosen``, and why runs ``failed``."""
 
     lines: Sequence[Mapping[str, Any]]
-    swept: Mapping[str, Mapping[float, float | None]]
+    swept: Scores
     chosen: Mapping[str, float]
     failed: Sequence[str]
 
@@ -227,17 +237,11 @@ def compare(file: ArmsFile, budget: tuple[float, str], seeds: Sequence[int], out
     """Sweep, choose, race. ``run`` lets jobs run that have not ended."""
     swept = sweep(file, budget, out)
     states = [*run([one for grid in swept.values() for one in grid.values()])]
-    chosen = choose(file, swept)
+    scores = validated(swept)
+    chosen = choose(file, scores)
     jobs = race(file, chosen, budget, seeds, out)
     states += run(jobs)
     lines = [found for one in jobs if (found := line(one, file.arms[one.arm].control)) is not None]
-    scores = {
-        name: {
-            lr: float(np.mean(rows[-1][1][1::2])) if (rows := course(one.folder)) else None
-            for lr, one in grid.items()
-        }
-        for name, grid in swept.items()
-    }
     failed = [f"{state.job.folder.name} failed: {state.error}" for state in states if state.what == "failed"]
     return Compared(lines=lines, swept=scores, chosen=chosen, failed=failed)
 

@@ -51,8 +51,8 @@ def answer(of: Compared, budget: str, threshold: float) -> Answer:
 
 
 def sanity(found: Mapping[str, Gain], mine: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """A control that gains is told; so are arms whose answers were cut off unlike others'."""
-    said = [
+    """A control that gains is named; so are arms whose answers were cut off unlike others'."""
+    notes = [
         f"{name} was rewarded at random and gained {both(one.raw, '{:+.3f}')}: what is gained without one "
         "is elicited, not learned."
         for name, one in found.items()
@@ -61,8 +61,8 @@ def sanity(found: Mapping[str, Gain], mine: Mapping[str, Sequence[Mapping[str, A
     cut = {name: np.mean([one["truncated"] or 0.0 for one in some]) for name, some in mine.items()}
     if max(cut.values()) - min(cut.values()) > 0.05:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in cut.items())
-        said.append(f"Shares of answers cut by length differ: {shares}.")
-    return said
+        notes.append(f"Shares of answers cut by length differ: {shares}.")
+    return notes
 
 
 def mean_course(lines: Sequence[Mapping[str, Any]], arm: str) -> tuple[list[float], list[float]]:

@@ -1,7 +1,7 @@
 """Runs of a study as one JSON line each, of which tables are made.
 
 A run folder is megabytes and does not travel; its line holds the scores, and the compute spent at each of
-them on every axis that the ledger knows. Results are made from lines alone, whether they come from folders or
+them on every axis that the ledger has. Results are made from lines alone, whether they come from folders or
 from a file.
 
 Folders of a study are named <arm>-s<seed>, the arm in lower-case letters and digits joined by "-"; what
@@ -39,7 +39,7 @@ ACTED = {  # of metrics.jsonl: how often the parts of a recipe did something; a 
     "interrupt/rate": "interrupted",
     "completions/clipped_ratio": "cut off",
     "frac_reward_zero_std": "equal rewards",
-    "groups/left_share": "still asked",
+    "groups/left_share": "still in use",
     "staleness/mean": "updates old",
     "sampling/ess": "ESS",
 }
@@ -220,7 +220,7 @@ def read_kept(path: Path, measure: Measure = MEASURE) -> list[dict[str, Any]]:
         for key, given in asdict(measure).items():
             if row[key] != given:
                 raise ValueError(
-                    f"line {at} of {path} keeps scores of {key} {row[key]}, and {given} is asked for; use"
+                    f"line {at} of {path} keeps scores of {key} {row[key]}, and {given} is given; use"
                     f" --{key} {row[key]}, or collect the runs anew"
                 )
         rows.append(row)

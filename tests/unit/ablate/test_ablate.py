@@ -1,4 +1,4 @@
-"""``ostinato ablate``: what is run, kept and told, what may be said of runs, and what is refused in words."""
+"""``ostinato ablate``: what is run, kept and shown, what may be reported, and what is refused in words."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_two_never_train_into_one_folder(recipe: Path, tmp_path: Path) -> None:
     assert run(jobs, 1, ignore, command=child(DONE), pause=short)[0].what == "done"
 
 
-# -- what is kept and told
+# -- what is kept and shown
 
 
 def test_what_is_kept_is_written_again_byte_for_byte(kept: Path, tmp_path: Path) -> None:
@@ -232,9 +232,9 @@ def test_mistakes_are_one_sentence(
     (tmp_path / "broken.jsonl").write_text('{"step": 1}\n')
     named = {"KEPT": str(kept), "EMPTY": str(tmp_path), "BROKEN": str(tmp_path / "broken.jsonl")}
     assert ostinato("ablate", *[named.get(each, each) for each in arguments]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1
-    assert message in said[0]
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert message in errors[0]
 
 
 def test_a_line_gives_its_series_back(kept: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_line_gives_its_series_back(kept: Path) -> None:
         collect([])
 
 
-# ---- what an ablation may say of runs that died, saturated, answered other questions or never began
+# ---- what an ablation may report of runs that died, saturated, answered other questions or never began
 
 
 OTHER = "CISPO -> DAPO clip"
@@ -267,7 +267,7 @@ def flat(row: dict[str, Any], at: float, noise: float = 0.004) -> dict[str, Any]
     return row | {"score": [at + noise * each for each in drawn]}
 
 
-def told(rows: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
+def result_of(rows: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
     return answer.answer(answer.compared(rows, Axis.FLOPS)).result
 
 
@@ -276,7 +276,7 @@ def told(rows: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
 
 def test_an_edited_file_of_prompts_is_seen(tmp_path: Path) -> None:
     """Comparability was a hash of what the recipe says. Between two arms data.jsonl was edited: the recipe
-    said the same, and the difference of their scores was put down to how the arms sample."""
+    was the same, and the difference of their scores was put down to how the arms sample."""
     run = RunFolder(tmp_path)
     for step, found in ((0, "aaaaaaaaaaaa"), (8, "aaaaaaaaaaaa")):
         run.eval.append({"step": step, "set": "eval", "split": "eval", "prompts": found})
@@ -285,19 +285,19 @@ def test_an_edited_file_of_prompts_is_seen(tmp_path: Path) -> None:
     rows = rows_of(REFERENCE, OTHER)
     rows[3]["prompts"] = "cccccccccccc"  # of the last seed alone
     with pytest.raises(ValueError, match="held-out sets do not compare"):
-        told(rows)
+        result_of(rows)
     run.eval.append({"step": 16, "set": "eval", "split": "eval"})
     assert prompts(run, "eval") == ""  # not known to be one set
     rows[3]["prompts"] = ""
     with pytest.raises(ValueError, match="seed 1 does not say on which held-out prompts"):
-        told(rows)
+        result_of(rows)
 
 
 def test_other_rewards_do_not_compare() -> None:
     rows = rows_of(REFERENCE, OTHER)
     rows[2]["judged"] = '{"functions": ["close"]}'
     with pytest.raises(ValueError, match="scores of different rewards do not compare"):
-        told(rows)
+        result_of(rows)
 
 
 def test_seeds_that_sample_otherwise_are_named_one_by_one() -> None:
@@ -305,7 +305,7 @@ def test_seeds_that_sample_otherwise_are_named_one_by_one() -> None:
     rows = rows_of(REFERENCE, OTHER)
     rows[2]["held_out"] = "cool"
     rows[3]["unmeasured"] = 2
-    notes = " ".join(told(rows)["notes"])
+    notes = " ".join(result_of(rows)["notes"])
     assert f"{OTHER}, seed 1: 2 evaluations without a score are left out." in notes
     assert f"{OTHER}, seed 0: held-out prompts are answered otherwise than by the recipe, seed 0" in notes
 
@@ -318,7 +318,7 @@ def test_a_run_that_died_early_does_not_pull_the_others_down(n: int, shown: str)
     """The score of every arm was that at the compute which all had reached: one run that was killed after
     three evaluations put all arms side by side at a tenth of their compute."""
     rows = [*rows_of(REFERENCE, OTHER), cut(kept_row("a | pipe", 0, LAWS["a | pipe"]), n)]
-    found = told(rows)
+    found = result_of(rows)
     arms = {arm["arm"]: arm for arm in found["arms"]}
     end = rows[0]["compute"]["flops"][-1]
     assert found["common_compute"] == arms[REFERENCE]["reached_at"] == end
@@ -330,11 +330,11 @@ def test_a_run_that_died_early_does_not_pull_the_others_down(n: int, shown: str)
     assert [line[5].endswith(shown) for line in lines] == [False, False, True]
 
 
-def test_saturated_arms_are_not_said_to_have_the_same_steepness() -> None:
-    """Flat at 0.6 from the first evaluation on, curves have no B. "No difference seen" was said of B and
-    C_mid too, which had not been asked."""
+def test_saturated_arms_are_not_reported_to_have_the_same_steepness() -> None:
+    """Flat at 0.6 from the first evaluation on, curves have no B. "No difference seen" was reported of B and
+    C_mid too, which had not been tested."""
     rows = [flat(row, 0.6) for row in rows_of(REFERENCE, OTHER)]
-    arm = told(rows)["arms"][1]
+    arm = result_of(rows)["arms"][1]
     assert arm["verdict"] == "no difference in A seen; B not known"
     assert set(arm["lower"]) == {"A"}
 
@@ -342,7 +342,7 @@ def test_saturated_arms_are_not_said_to_have_the_same_steepness() -> None:
 # -- what acted
 
 
-def test_parts_that_never_act_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_that_never_act_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A cap that is never reached can only ever show "no difference seen": the table says so."""
     rows = rows_of(REFERENCE, OTHER)
     rows[0]["acted"]["interrupt/rate"] = 0.04  # the other seed has 0.02
@@ -376,33 +376,33 @@ def test_what_acted_is_the_mean_over_steps_and_the_last_of_what_adds_up(tmp_path
     assert acted(read_run(run)) == {}
 
 
-# -- what is asked for
+# -- scores that were not kept
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("measure", "message"),
     [
         (
             Measure(metric="reward"),
-            "keeps scores of metric pass@1, and reward is asked for; use --metric pass@1",
+            "keeps scores of metric pass@1, and reward is given; use --metric pass@1",
         ),
-        (Measure(split="hard"), "keeps scores of split eval, and hard is asked for"),
-        (Measure(low=-1.0), "keeps scores of low 0.0, and -1.0 is asked for"),
+        (Measure(split="hard"), "keeps scores of split eval, and hard is given"),
+        (Measure(low=-1.0), "keeps scores of low 0.0, and -1.0 is given"),
     ],
 )
-def test_kept_scores_are_those_that_are_asked_for(asked: Measure, message: str, tmp_path: Path) -> None:
+def test_kept_scores_are_those_that_are_named(measure: Measure, message: str, tmp_path: Path) -> None:
     """--metric and --split were read and ignored where the source is a file of kept runs."""
     path = tmp_path / "runs.jsonl"
     write_kept(path, rows_of(REFERENCE))
     with pytest.raises(ValueError, match=message):
-        read_kept(path, asked)
+        read_kept(path, measure)
 
 
 # -- where runs failed
 
 
 @pytest.mark.parametrize("surviving", [[], ["no-fp32-head-s0"]])
-def test_why_runs_failed_is_said_where_nothing_can_be_told(
+def test_why_runs_failed_is_printed_where_nothing_can_be_compared(
     surviving: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where all runs failed, or those of the recipe, the answer was "no run folder to read" with exit code
@@ -423,8 +423,8 @@ def test_why_runs_failed_is_said_where_nothing_can_be_told(
     monkeypatch.setattr(jobs_of, "run", lambda *_: [failed(job) for job in jobs])
     monkeypatch.setattr(commands, "collect", collected)
     code = commands.run(str(recipe), [], Study(seeds=1, out=tmp_path), Output())
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert code == 1
-    assert "recipe-s0 failed: no signal." in said
+    assert "recipe-s0 failed: no signal." in output
     why = "no run of 'the recipe' is there" if surviving else "no run has come to its end"
-    assert f"Nothing can be compared: {why}" in said
+    assert f"Nothing can be compared: {why}" in output

@@ -1,4 +1,4 @@
-"""Arms under one budget: who is run, what is chosen by, what is told."""
+"""Arms under one budget: who is run, what is chosen by, what is shown."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def fake(jobs: Sequence[Job]) -> list[State]:
             row = {
                 "step": step,
                 "set": "eval",
+                "split": "eval",
                 "k": 2,
                 "pass@k": 0.5,
                 "prompts": "p",
@@ -101,18 +102,18 @@ def test_learning_rates_of_one_arm_change_nothing_of_another(tmp_path: Path) -> 
     assert one == other and [each.recipe.trainer.lr for each in one.values()] == [1e-4, 1e-3]
 
 
-def test_a_comparison_sweeps_chooses_and_tells(tmp_path: Path) -> None:
+def test_a_comparison_sweeps_chooses_and_answers(tmp_path: Path) -> None:
     file = arms(tmp_path)
     found = compare(file, BUDGET, range(3), tmp_path / "out", fake)
     assert found.chosen == {"small, full": 1e-3, "large, LoRA": 1e-3, "coin": 1e-3}
     assert len(found.lines) == 9 and "coin" not in found.swept
-    told = answer(found, "1e12 flops", file.threshold)
-    coin = told.result["arms"]["coin"]
+    shown = answer(found, "1e12 flops", file.threshold)
+    coin = shown.result["arms"]["coin"]
     assert coin["raw"]["low"] <= 0 <= coin["raw"]["high"]
-    assert told.result["arms"]["large, LoRA"]["raw"]["low"] > 0
-    assert [table.title for table in told.tables] == ["Arm", "Less small, full", "Spent, FLOP"]
+    assert shown.result["arms"]["large, LoRA"]["raw"]["low"] > 0
+    assert [table.title for table in shown.tables] == ["Arm", "Less small, full", "Spent, FLOP"]
     page = tmp_path / "page.html"
-    write_page(page, "arms", told, charts(found.lines))
+    write_page(page, "arms", shown, charts(found.lines))
     text = page.read_text()
     assert "large, LoRA" in text and "Score over compute" in text
     again = compare(file, BUDGET, range(3), tmp_path / "out", fake)
@@ -121,8 +122,8 @@ def test_a_comparison_sweeps_chooses_and_tells(tmp_path: Path) -> None:
 
 def test_a_random_reward_that_gains_is_told(tmp_path: Path) -> None:
     file = arms(tmp_path, "lrs = [1e-4]\n[arms.a]\n[arms.chance]\ncontrol = 'random reward'\n")
-    told = answer(compare(file, BUDGET, range(2), tmp_path / "out", fake), "1e12 flops", 0.75)
-    assert any("rewarded at random and gained" in sentence for sentence in told.lead)
+    shown = answer(compare(file, BUDGET, range(2), tmp_path / "out", fake), "1e12 flops", 0.75)
+    assert any("rewarded at random and gained" in sentence for sentence in shown.lead)
 
 
 def test_nothing_finished_is_nothing_told(tmp_path: Path) -> None:
