@@ -102,11 +102,11 @@ class Agents(Bench):
             sampling=Sampling(max_tokens=self.answer_tokens, stop_tokens=stop),
             context_limit=engine.context_limit,
         )
-        asks = [
+        requests = [
             RolloutRequest(prompt=prompt, seed=(0, 1, number), group_size=self.siblings, step=1)
             for number, prompt in enumerate(seeds(Talk, "Talk", "train", 0, self.prompts))
         ]
-        return [one.group for one in asyncio.run(play(stage, asks))]
+        return [one.group for one in asyncio.run(play(stage, requests))]
 
     @staticmethod
     def table(result: Result) -> Table:

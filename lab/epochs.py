@@ -106,13 +106,13 @@ def record(recipe: Recipe, model: Model, epochs: int, say: Say) -> list[Step]:
         for step in range(1, steps + 1):
             policy = adapters.detach_copy()
             engine.publish(policy, step - 1)
-            asks = [
+            requests = [
                 RolloutRequest(
                     prompt=tasks.prompt(i), seed=(recipe.seed, step, i), group_size=size, step=step
                 )
                 for i in range((step - 1) * per_step, step * per_step)
             ]
-            groups = [one.group for one in asyncio.run(play(stage, asks))]
+            groups = [one.group for one in asyncio.run(play(stage, requests))]
             _train(recipe, trainer, rules, groups, step - 1)
             found.append(_step(groups, policy, step, (step - 1) // each + 1, stage.sampling))
             say(f"recorded step {step} of {steps}: reward {found[-1].reward:.3f}")

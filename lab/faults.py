@@ -138,7 +138,7 @@ FAULTS = (
         bound_s=60.0,
         overrides=TRAINER,
         named="the head of the Ray cluster|its daemon on this host was lost",
-        plan=lambda random: {"verdict_s": 2.0},  # a short run would end before anybody asks the head
+        plan=lambda random: {"verdict_s": 2.0},  # a short run would end before the next call of the head
     ),
     Fault(
         name="pause",

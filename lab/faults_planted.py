@@ -1,6 +1,6 @@
 """Faults that are planted in a run of ``ostinato bench faults`` before it begins, and strike from inside.
 
-    fault.json in the working folder of the run says which, and where; the file ``struck`` tells when.
+    fault.json in the working folder of the run says which, and where; the file ``struck`` has when.
 
 The reward function here is of every run of the bench, hurt or not; workers with a defect are made by
 ``lab.planted_workers``. Without a fault.json all of it is harmless.

@@ -32,7 +32,7 @@ Sign = Callable[[Mapping[str, Any]], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
-    """``sign`` tells the row of a step that was finished in spite of it, and counts it."""
+    """``sign`` finds the row of a step that was finished in spite of it, and counts it."""
 
     at: float  # ``time.time``
     how: str
@@ -147,12 +147,12 @@ def ballast(disk: Path) -> Path:
 
 
 @contextlib.contextmanager
-def small_disk(path: Path, wanted: bool) -> Iterator[None]:
+def small_disk(path: Path, small: bool) -> Iterator[None]:
     """A file system of its own at ``path`` where it may be mounted; a plain folder otherwise."""
     path.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "none", str(path)]
     try:
-        mounted = wanted and not subprocess.run(mount, capture_output=True, check=False).returncode
+        mounted = small and not subprocess.run(mount, capture_output=True, check=False).returncode
     except OSError:
         mounted = False
     try:

@@ -1,7 +1,7 @@
 """``ostinato bench long-chat``: what an answer late in a chat with a memory takes, beside an early one.
 
 A client of ``ostinato serve --memory`` sends all messages of a chat at every turn. The first and the last
-turns are asked in full; the memory hears of those between at once, as it would have turn by turn. Of the last
+turns are answered; the memory gets those between at once, as it would have turn by turn. Of the last
 20 of each the mean counts, as a turn that shortens costs more than others. A turn has about 78 tokens, so
 that a memory of 1,024 is full from turn 14 on. Answers are of a fixed length, the assistant's messages are
 made up.
@@ -36,7 +36,7 @@ class LongChat(Bench):
     model: str = option("smollm2-135m", "What is served.")
     memory: int = option(1024, "Tokens of the memory.")
     turns: int = option(300, "Of the chat.")
-    asked: int = option(30, "Turns at the beginning, and at the end, that are asked.")
+    answered: int = option(30, "Turns at the beginning, and at the end, that are answered.")
     tokens: int = option(16, "Of an answer.")
     threads: int = option(2, "Of the engine.")
 
@@ -59,7 +59,7 @@ class LongChat(Bench):
                     rows = self._chat(begun.split()[2].rstrip(","), say)
                 finally:
                     server.kill()
-        early, late = rows[: self.asked][-COUNTED:], rows[self.asked :][-COUNTED:]
+        early, late = rows[: self.answered][-COUNTED:], rows[self.answered :][-COUNTED:]
         found: dict[str, Any] = {"turns": rows, "most": MOST}
         for kind in (statistics.mean, statistics.median):
             ends = [kind([row["seconds"] for row in of]) for of in (early, late)]
@@ -80,21 +80,21 @@ class LongChat(Bench):
                 "friend."
             )
             messages.append({"role": "user", "content": text})
-            if not self.asked < turn <= self.turns - self.asked:
+            if not self.answered < turn <= self.turns - self.answered:
                 rows.append(self._asked(url, turn, messages))
                 say(f"turn {turn}: {rows[-1]['seconds']:.2f} s, {rows[-1]['prompt_tokens']} tokens")
-            said = f"That sounds like a good day. I will remember {who}, and the {many} boats too."
-            messages.append({"role": "assistant", "content": said})
+            text = f"That sounds like a good day. I will remember {who}, and the {many} boats too."
+            messages.append({"role": "assistant", "content": text})
         return rows
 
     def _asked(self, url: str, turn: int, messages: list[dict[str, str]]) -> dict[str, Any]:
         limits = {"max_tokens": self.tokens, "ignore_eos": True, "temperature": 0}
         body = {"messages": messages, "metadata": {"session_id": "bench"}, **limits}
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         start = time.perf_counter()
-        with urllib.request.urlopen(asked, timeout=600) as reply:
+        with urllib.request.urlopen(request, timeout=600) as reply:
             usage = json.load(reply)["usage"]
         seconds, cached = time.perf_counter() - start, usage["prompt_tokens_details"]["cached_tokens"]
         return {

@@ -13,7 +13,6 @@ within a round.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import tempfile
@@ -33,9 +32,7 @@ from lab.paired import Paired
 from lab.pipeline_work import SMOLLM2, Window, Work, figures, write_prompts
 from lab.settings import machine
 from lab.whole_runs import allowed_cores, trained
-from ostinato.engine.cores import Kept, kept, kept_file
 from ostinato.observe.timeline import pool_of
-from ostinato.run import atomic_write
 from ostinato.scaling.normal import student_90
 
 Trained = Callable[["Pipeline", Say], list[dict[str, Any]]]
@@ -101,8 +98,7 @@ class Pipeline(Bench):
     def measure(self, say: Say) -> dict[str, Any]:
         before, started = machine(), time.time()
         bench = balanced(as_possible(self, say), say)
-        result = summary(bench, trained_arms(bench, say)) | {"machine": before, "at": started}
-        keep(result, kept_file())
+        result = summary(bench, trained_arms(bench, say)) | {"machine": before}
         return result | {"seconds": round(time.time() - started, 1)}
 
     @staticmethod
@@ -111,7 +107,7 @@ class Pipeline(Bench):
 
 
 def overrides(arm: Arm, staleness: int) -> tuple[str, ...]:
-    """What an arm says to the recipe, to be repeated where it is wanted elsewhere."""
+    """What an arm changes of the recipe, to be repeated elsewhere."""
     overlap = ("pipeline.overlap=true", f"pipeline.staleness={staleness}")
     workers = ("engine.threads=1", "cluster.samplers=1", "cluster.remote_trainer=true", "cluster.pin=true")
     return {
@@ -208,7 +204,6 @@ def summary(bench: Pipeline, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any
         "reward": {str(arm): reward_against(by_arm, arm, Arm.SYNCHRONOUS) for arm in by_arm},
         "arms": arms,
         "best": best(bench, arms),
-        "train_s": [second for one in by_arm.get(Arm.PIPELINED, ()) for second in one["train_s"]],
         "runs": list(runs),
         "settings": asdict(bench),
     }
@@ -255,37 +250,12 @@ def reward_against(
 
 
 def best(bench: Pipeline, arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The simplest arm that is about as fast as the fastest, and how a recipe asks for it."""
+    """The simplest arm that is about as fast as the fastest, and how a recipe sets it."""
     speeds = {arm: arms[arm]["steps_per_s"] for arm in Arm if arm in arms}
     fastest = max(speeds.values())
     chosen = next(arm for arm, speed in speeds.items() if speed >= AS_FAST * fastest)
     reported = overrides(chosen, bench.staleness)  # all of them: it was measured so, and pinned
     return {"arm": str(chosen), "steps_per_s": speeds[chosen], "overrides": reported}
-
-
-# ---- kept for ``ostinato doctor``
-
-
-def keep(result: Mapping[str, Any], path: Path) -> None:
-    """Write what ``kept`` reads, unless more rounds than these are kept. A cache is a convenience: a
-    read-only home keeps nothing."""
-    load = result["machine"].get("load_average") or 0.0
-    found = Kept(
-        arm=result["best"]["arm"],
-        overrides=tuple(result["best"]["overrides"]),
-        at=result["at"],
-        speeds={name: arm["steps_per_s"] for name, arm in result["arms"].items()},
-        busy=load > result["machine"]["cores"] / 2,
-        rounds=len(result["settings"]["seeds"]),
-        train_s=tuple(result["train_s"]),
-    )
-    before = kept(path)
-    if before is not None and before.rounds > found.rounds:
-        return
-    try:
-        atomic_write(path, json.dumps(asdict(found)))
-    except OSError:
-        return
 
 
 # ---- for people

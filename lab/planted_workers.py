@@ -59,7 +59,7 @@ class Poisoned:
 
 
 class Spoilt:
-    """What ``cluster.trainer.TrainerLink`` asks, of a trainer that computes a NaN once."""
+    """What ``train.remote.TrainerLink`` calls, of a trainer that computes a NaN once."""
 
     def __init__(self, trainer: TrainerServer, step: int) -> None:
         self._trainer, self._left = trainer, step

@@ -194,7 +194,7 @@ class Setup:
             ),
             context_limit=engine.context_limit,
         )
-        asks = [
+        requests = [
             RolloutRequest(
                 prompt=rows.prompt(index),
                 seed=(self.bench.loaded.seed, SAMPLE_STEP + step, index),
@@ -204,7 +204,7 @@ class Setup:
             for index in range(step * count, (step + 1) * count)
         ]
         advantages = np.where(np.arange(rollout.group_size) % 2, 1.0, -1.0)
-        groups = [played.group for played in asyncio.run(play(stage, asks))]
+        groups = [played.group for played in asyncio.run(play(stage, requests))]
         return [
             sample
             for index, group in enumerate(groups, start=step * count)

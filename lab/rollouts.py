@@ -102,7 +102,7 @@ def _measure(
 
 
 def _task(bench: Rollouts, batch: int, seed: int, probe: bool = False) -> dict[str, Any]:
-    """Distinct random prompts: nothing to share, for anybody. A probe asks for few new tokens."""
+    """Distinct random prompts: nothing to share. A probe takes few new tokens."""
     vocab = min(40000, json.loads((bench.folder / "config.json").read_text())["vocab_size"])
     prompts = np.random.default_rng(1000 * batch + seed).integers(
         min(100, vocab // 2), vocab, (batch, PROMPT_TOKENS)

@@ -165,15 +165,15 @@ class InProcess:
         self._engine.publish(self._trained.adapters, number)
         prompts, rows = prompts_of(number, self._seed), []
         sampling = Sampling(max_tokens=TOKENS)
-        asked = [
+        requests = [
             Request(tokens=np.array(prompt, np.int32), sampling=sampling, seed=(100 * number + index, k))
             for index, prompt in enumerate(prompts)
             for k in range(SIBLINGS)
         ]
 
         async def answers() -> list[Any]:
-            found = {index: done async for index, done in self._engine.generate(asked)}
-            return [found[index] for index in range(len(asked))]
+            found = {index: done async for index, done in self._engine.generate(requests)}
+            return [found[index] for index in range(len(requests))]
 
         done = asyncio.run(answers())
         for index, prompt in enumerate(prompts):
@@ -218,8 +218,8 @@ def pair(model: str, rounds: int, steps: int = 6) -> dict[str, Any]:
             with ProcessPoolExecutor(1, CHILDREN) as one:
                 alone = [one.submit(trained, server.url, seed, steps, ready[0]).result() for seed in (1, 2)]
             with ProcessPoolExecutor(2, CHILDREN) as two:
-                asked = [two.submit(trained, server.url, seed, steps, ready[1]) for seed in (1, 2)]
-                both = [future.result() for future in asked]
+                futures = [two.submit(trained, server.url, seed, steps, ready[1]) for seed in (1, 2)]
+                both = [future.result() for future in futures]
             found["alone"].append(sum(end - start for _, start, end in alone))
             found["at_once"].append(max(end for *_, end in both) - min(start for _, start, _ in both))
             print(found["alone"], found["at_once"], file=sys.stderr, flush=True)

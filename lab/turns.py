@@ -165,7 +165,7 @@ class FullMarks:
 
 
 def conversations(bench: Turns, work: Work, engine: LocalEngine) -> list[Group]:
-    """The episodes of the bench, from an empty prefix tree: prompt i asks questions i, i + prompts, ..."""
+    """The episodes of the bench, from an empty prefix tree: prompt i has questions i, i + prompts, ..."""
     chosen = [work.questions[i :: bench.prompts][: bench.turns] for i in range(bench.prompts)]
     return _played(engine, work, chosen, bench.siblings, bench.answer_tokens)
 
@@ -192,11 +192,11 @@ def _played(
         sampling=Sampling(max_tokens=answer_tokens, stop_tokens=work.stop_tokens),
         context_limit=engine.context_limit,
     )
-    asks = [
+    requests = [
         RolloutRequest(prompt=p, seed=(0, 1, i), group_size=siblings, step=1) for i, p in enumerate(prompts)
     ]
     engine.publish(None, engine.version + 1)  # forgets the prefix tree
-    return [played.group for played in asyncio.run(play(stage, asks))]
+    return [played.group for played in asyncio.run(play(stage, requests))]
 
 
 def new_engine(bench: Turns, model: Model, work: Work, *, record_routing: bool) -> LocalEngine:

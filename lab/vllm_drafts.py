@@ -105,7 +105,7 @@ def contender(bench: VllmDrafts, method: str, logs: Path) -> Contender:
     if method in ("ngram", "suffix"):
         engine["worker_extension_cls"] = "lab.vllm_cured.Worker"
     code = Path(__file__).parents[1]
-    openmp = Path(bench.vllm_python).parent.parent / "lib" / "libiomp5.so"  # as vLLM asks for on CPU
+    openmp = Path(bench.vllm_python).parent.parent / "lib" / "libiomp5.so"  # as vLLM requires on CPU
     return Contender(
         method,
         [
@@ -144,7 +144,7 @@ def _measure(bench: VllmDrafts, contenders: Mapping[str, Contender], say: Say) -
 
 
 def prompts(bench: VllmDrafts) -> Iterator[list[int]]:
-    """Token ids of as many chats as ``plan`` asks for, no two alike."""
+    """Token ids of as many chats as ``plan`` needs, no two alike."""
     renderer = Renderer(bench.folder)
     for prompt in arithmetic.rows("train", 0, 2 * bench.rows * (bench.rounds + 1)):
         yield renderer.prompt(prompt).tolist()

@@ -49,7 +49,7 @@ def atomic_write(path: Path, content: str | bytes | Callable[[Path], object]) ->
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """The error of a write knows no file by itself: name it, for the user who has to free the disk."""
+    """The error of a write names no file by itself: add it, for the user who has to free the disk."""
     try:
         yield
     except OSError as error:

@@ -38,7 +38,7 @@ class Engine(Protocol):
 
 
 class Sampler(Protocol):
-    """A worker that samples, in this process or another. It hears calls in the order in which they are made.
+    """A worker that samples, in this process or another. It gets calls in the order in which they are made.
 
     Whatever it raises, and a wait longer than was agreed, means that the worker is lost.
     """

@@ -257,8 +257,8 @@ class PollResult:
     version: int
     fingerprint: str  # of the weights that it serves, computed from these
     running: int  # calls that have not ended
-    sampled: int  # tokens since it began: what stands still makes no progress; -1: it cannot tell
-    progress: tuple[tuple[int, int], ...] = ()  # (id, tokens so far) of calls that run, where it can tell
+    sampled: int  # tokens since it began: what stands still makes no progress; -1: unknown
+    progress: tuple[tuple[int, int], ...] = ()  # (id, tokens so far) of calls that run, where it is known
     spans: tuple[Any, ...] = ()  # ``timeline.Span``: what it did since it was last queried
     counters: Mapping[str, float] = field(default_factory=dict)  # of its engine, since it began
 

@@ -185,23 +185,18 @@ class Elsewhere:
     trainer_consistent: Callable[[], bool] = lambda: False
 
 
-@dataclass
-class Counted:
-    seconds: float = 0.0
-    seconds_without: float = 0.0
-
-
 class FakeMemory:
-    """Store, lengths, drafter and meter of ``Drafting``: notes the calls."""
+    """Store, lengths and drafter of ``Drafting``: notes the calls."""
 
     num_tokens, num_bytes = 7, 70
 
     def __init__(self) -> None:
         self.added: list[tuple[int, str]] = []
         self.forgotten: list[str] = []
-        self.observed = 0
-        self.counters = Counted()
-        self.accounts = Drafting(store=self, lengths=self, drafter=self, meter=self, past=self.past)
+        self.observed, self.looked = 0, 0.1
+        self.accounts = Drafting(
+            store=self, lengths=self, drafter=self, saved_s=lambda: 3 * self.looked, past=self.past
+        )
 
     def past(self, uid: str) -> list[np.ndarray]:
         return [np.array([RIGHT, RIGHT])] if (1, uid) in self.added else []
@@ -218,8 +213,7 @@ class FakeMemory:
 
     def stats(self) -> DraftStats:
         """Ten times as much at each look: 1, 10, 100 ..."""
-        self.looked = 10 * getattr(self, "looked", 0.1)
-        self.counters.seconds_without = 3 * self.looked
+        self.looked *= 10
         counts, zeros = {source: int(self.looked) for source in Source}, (0,) * 10
         return DraftStats(
             **dict.fromkeys(("passes", "naps", "looked", "slept", "emitted"), int(10 * self.looked)),

@@ -139,20 +139,20 @@ def _waited(function: Callable[..., Any], given: tuple[Any, ...], more: dict[str
 
 def probe(url: str) -> dict[str, str]:
     """Method -> "" where it works, else what was raised. The session is closed at the end."""
-    asked = Probe(url)
+    probed = Probe(url)
     names = sorted(methods(), key=lambda method: method == "ServiceClient.close")
-    return {method: asked.works(method) for method in names}
+    return {method: probed.works(method) for method in names}
 
 
 def table(found: dict[str, str]) -> str:
     """Share and methods by client, in Markdown. A name stands for its ``_async`` form too; refused where
     one of them is."""
-    works = sum(not said for said in found.values())
+    works = sum(not error for error in found.values())
     lines = [f"{works} of {len(found)} public methods of the four clients work.", ""]
     lines += ["| client | works | refused |", "|---|---|---|"]
     for client in CLIENTS:
-        mine = {method.split(".")[1]: said for method, said in found.items() if method.startswith(client)}
-        refused = {name.removesuffix("_async") for name, said in mine.items() if said}
+        mine = {method.split(".")[1]: error for method, error in found.items() if method.startswith(client)}
+        refused = {name.removesuffix("_async") for name, error in mine.items() if error}
         names = sorted({name.removesuffix("_async") for name in mine} - refused)
         cells = (", ".join(f"`{name}`" for name in some) for some in (names, sorted(refused)))
         lines.append(f"| `{client}` | {' | '.join(cells)} |")
@@ -165,7 +165,7 @@ if __name__ == "__main__":
     if "--table" in sys.argv:
         print(table(found))
         sys.exit()
-    broken = {method: said for method, said in found.items() if said}
+    broken = {method: error for method, error in found.items() if error}
     print(f"{len(found) - len(broken)} of {len(found)} methods work ({1 - len(broken) / len(found):.0%})")
-    for method, said in broken.items():
-        print(f"  {method}: {said}")
+    for method, error in broken.items():
+        print(f"  {method}: {error}")

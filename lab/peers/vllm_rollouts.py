@@ -12,7 +12,9 @@ import os
 import sys
 import time
 
-if os.environ.get("OSTINATO_MAX_ISA") == "avx2":  # vLLM asks torch for the processor, which no variable caps
+if (
+    os.environ.get("OSTINATO_MAX_ISA") == "avx2"
+):  # vLLM takes the processor from torch, which no variable caps
     import torch
 
     torch.cpu._is_avx512_supported = lambda: False

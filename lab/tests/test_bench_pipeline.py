@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lab.pipeline import Arm, Kept, Pipeline, balanced, keep, kept, overrides, summary, turns
+from lab.pipeline import Arm, Pipeline, balanced, overrides, summary, turns
 from lab.pipeline_work import Window, Work, figures, write_prompts
 from lab.whole_runs import allowed_cores, confined
 from ostinato.config import Recipe
@@ -157,7 +154,6 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert found["ratios"]["ratio_vs_sync"]["low"] == found["ratios"]["ratio_vs_sync"]["high"] == 2.0
     assert found["steps_per_s"] == 0.9 and found["bubble_share"] == 0.05
     assert found["utilisation"] == {"sampler-0": 0.96, "trainer": 0.94} and found["staleness_mean"] == 0.6
-    assert found["train_s"] == [1.0, 1.1] * 3
 
 
 def test_rewards_are_compared_seed_by_seed_with_their_interval() -> None:
@@ -174,31 +170,3 @@ def test_what_is_recommended_is_what_was_measured() -> None:
     """Workers were measured pinned, and recommended without ``cluster.pin``."""
     found = summary(Pipeline(), runs(SPEEDS))["best"]
     assert found["overrides"] == overrides(Arm.PIPELINED, 2) and "cluster.pin=true" in found["overrides"]
-
-
-# ---- kept for doctor
-
-
-def test_one_round_does_not_replace_three(tmp_path: Path) -> None:
-    """``--quick`` and ``doctor --measure`` took the place of a result that is known better."""
-    path, facts = tmp_path / "kept.json", {"machine": {"load_average": 0.1, "cores": 2}}
-    for seeds, at in (((0, 1, 2), 1.0), ((0,), 2.0), ((0, 1, 2), 3.0)):
-        plan = Pipeline(seeds=seeds)
-        keep(summary(plan, runs(SPEEDS)) | facts | {"at": at}, path)
-        found = kept(path)
-        assert found is not None and found.rounds == 3 and found.at == (at if len(seeds) == 3 else 1.0)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(None, "", "{}", '{"arm": "x"}', "[1]", '{"overrides": [], "train_s": 3}', "[" * 100_000),
-        json.dumps(asdict(Kept(arm="x", overrides=(), at=0.0)) | {"at": "today"}),
-        json.dumps(asdict(Kept(arm="x", overrides=(), at=0.0)) | {"speeds": {"x": math.inf}}),
-    ],
-)
-def test_what_cannot_be_read_was_not_measured(content: str | None, tmp_path: Path) -> None:
-    path = tmp_path / "kept.json"
-    if content is not None:
-        path.write_text(content)
-    assert kept(path) is None

@@ -11,8 +11,8 @@ With a ``support`` a row's distribution is normalised over the ids that the samp
 p(y) = z_y - logsumexp of z over the support, the entropy is that of the same distribution, and logits outside
 have gradient zero ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 
-Where the vocabulary is cut into parts (``Vocabulary``), V is that of the part, a chunk of n rows asks the
-other parts for n maxima and 3 n sums, and nothing of size V moves (Megatron-LM, arXiv 1909.08053 section 3).
+Where the vocabulary is cut into parts (``Vocabulary``), V is that of the part, a chunk of n rows takes
+n maxima and 3 n sums from the others, and nothing of size V moves (Megatron-LM, arXiv 1909.08053 section 3).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def linear_logprobs(
     if weight.requires_grad:
         raise ValueError("weight requires a gradient; linear_logprobs freezes the head, use chunked_logprobs")
     if entropy_grad and not want_entropy:
-        raise ValueError("entropy_grad is True but want_entropy is False; ask for both")
+        raise ValueError("entropy_grad is True but want_entropy is False; set both")
     if (matmul_nt is None) != (matmul_nn is None):
         raise ValueError("one of matmul_nt and matmul_nn is missing; give both or neither")
     if matmul_nt is None or matmul_nn is None:

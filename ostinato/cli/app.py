@@ -413,9 +413,7 @@ def rank() -> None:
 @app.command()
 def doctor(
     model: Annotated[str, typer.Argument(help="Threads are chosen by its products.")] = "asset:seed-moe",
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Time thread settings and the pipeline again.")
-    ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Time thread settings again.")] = False,
 ) -> None:
     """What this machine has, what is missing, and a short self-test."""
     from ostinato.cli.doctor import doctor as command

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from rich.table import Table
 
 from ostinato import __version__, compiler, isa
 from ostinato.engine import threads
-from ostinato.engine.cores import Kept, kept, kept_file
 from ostinato.launch.machine import memory_gib
 from ostinato.launch.output import logged
 from ostinato.reward import isolation
@@ -48,7 +45,6 @@ class Finding:
 def doctor(model: str, *, measure: bool) -> int:
     """Print the table, threads chosen by the products of ``model``; return the exit code, 1 when something
     that every run needs is at fault. Raises ValueError for a model that is none."""
-    console = Console()
     with logged(threads.__name__):
         work = threads.Products(model=model)
         choice = threads.measure(work) if measure else None
@@ -61,12 +57,11 @@ def doctor(model: str, *, measure: bool) -> int:
         *extras(),
         *arithmetic(choice, os.environ),
         self_test(),
-        pipeline(console, measure=measure),
     ]
     table = Table("", "", show_header=False, box=None)
     for finding in findings:
         table.add_row(finding.name, finding.value if finding.ok else f"[red]{finding.value}[/red]")
-    console.print(table)
+    Console().print(table)
     return 0 if all(finding.ok for finding in findings) else 1
 
 
@@ -139,32 +134,6 @@ def self_test() -> Finding:
     except (ValueError, RuntimeError, ImportError) as error:
         return Finding(name="self-test", value=f"failed: {error}", ok=False)
     return Finding(name="self-test", value=f"seed-moe samples {speed:,.0f} tokens/s in batches of {BATCH}")
-
-
-def pipeline(console: Console, *, measure: bool) -> Finding:
-    """How two cores are used best, as ``ostinato bench pipeline`` measured on this machine; never a guess."""
-    if measure and threads.logical_cores() > 1:
-        console.print("measuring one process, workers that wait and workers that overlap, some 3 minutes")
-        command = [sys.executable, "-m", "ostinato", "bench", "pipeline", "--quick"]
-        if code := subprocess.run(command, check=False).returncode:
-            return Finding(name="pipeline", value=f"not measured: the bench ended with {code}", ok=False)
-    known = kept(kept_file())
-    if known is None:
-        fix = "ostinato bench pipeline (12 minutes, or 3 with --quick) says what is best here"
-        return Finding(name="pipeline", value=f"not measured on this machine: {fix}")
-    return Finding(name="pipeline", value=recommendation(known))
-
-
-def recommendation(known: Kept) -> str:
-    """What was fastest, how to set it, the others, and how far that can be trusted."""
-    others = ", ".join(f"{arm} {speed:.2f}" for arm, speed in known.speeds.items() if arm != known.arm)
-    day = time.strftime("%Y-%m-%d", time.localtime(known.at))
-    caution = ", in one round" if known.rounds == 1 else ""
-    caution += ", while others used the machine: measure again" if known.busy else ""
-    return (
-        f"of two cores {known.arm} makes most ({' '.join(known.overrides)}): {known.speeds[known.arm]:.2f} "
-        f"steps/s of seed-moe, {others} (measured {day}{caution})"
-    )
 
 
 async def sampled_tokens_per_s(model: str, seconds: float) -> float:

@@ -37,7 +37,7 @@ def resume(path: Path, overrides: Sequence[str]) -> int:
 
 @logged()
 def run(recipe: Recipe, path: Path | None, ended: Callable[[Path], None] = lambda folder: None) -> int:
-    """Train in a new folder or in ``path``, which ``ended`` hears of. Returns the exit code."""
+    """Train in a new folder or in ``path``, and call ``ended`` with it. Returns the exit code."""
     threads.configure(recipe)
     from ostinato.launch.sft import supervise
 

@@ -44,7 +44,7 @@ class Match:
     tokens: int  # in all, copied ones included
     source: int = -1
     copied: int = 0
-    pending: bool = False  # part of it is being computed right now: ask again after this step
+    pending: bool = False  # part of it is being computed right now: look it up again after this step
 
 
 class KVCache:

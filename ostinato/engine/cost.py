@@ -105,7 +105,7 @@ class CostTable:
         if self._seen % 4 == 0:  # the median of the latest: some passes are slow because they are the first
             self._overhead = max(0.0, float(np.median(self._around)))
         if self._seen < _LATEST:
-            return  # the first passes tell of the engine more than of the model
+            return  # the first passes measure the engine more than the model
         now = float(self.seconds(rows, attended))
         low, high = _TRUST
         share = (min(max(seconds / now, low), high) - 1.0) * now * _GAIN

@@ -60,7 +60,7 @@ class OpenCalls:
         """Nothing waits for these any more."""
         workers = self._serving().values()
         for call in calls:
-            if call.wanted:
+            if call.awaited:
                 self._leave(call)
                 for worker in workers:
                     worker.drop(call)
@@ -71,12 +71,12 @@ class OpenCalls:
             call.results.put_nowait(error)
 
     def _end(self, call: Call, completion: Completion) -> None:
-        if call.wanted:
+        if call.awaited:
             self._leave(call)
             call.results.put_nowait((call.index, completion))
 
     def _leave(self, call: Call) -> None:
-        call.wanted = False
+        call.awaited = False
         self.waiting.pop(call.id, None)
         self._open[call.key].discard(call)
         if not self._open[call.key]:
@@ -131,7 +131,7 @@ class OpenCalls:
             raise sampler_lost(f"answered call {id}, which it does not have", by_calls=False)
         if wrong := fault(call, completion, worker.versions(call)):
             raise sampler_lost(wrong, by_calls=False)
-        if completion.stop is Stop.ABORT and call.wanted:
+        if completion.stop is Stop.ABORT and call.awaited:
             raise sampler_lost(f"gave prompt {call.prompt} up unasked")
         del worker.calls[id]
         if len(self._homes) >= HOMES:
@@ -143,9 +143,9 @@ class OpenCalls:
     def take_back(self, worker: Worker, lost: WorkerLost, now: float) -> bool:
         """What it had not ended waits again. True: it was lost to its calls."""
         handed = [call for call in worker.calls.values() if call.handed]
-        self._counters["workers/redispatched"] += sum(call.wanted for call in handed)
+        self._counters["workers/redispatched"] += sum(call.awaited for call in handed)
         for call in worker.all_calls:
-            if call.wanted:
+            if call.awaited:
                 self.waiting[call.id] = call
         keys = [*dict.fromkeys(call.key for call in handed)]
         blamed = keys if lost.by_calls and not worker.publishing else []

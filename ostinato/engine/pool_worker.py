@@ -39,9 +39,9 @@ class Call:
     expected: float  # tokens; 0: unknown
     home: int | None = None  # the worker that has it, or had what comes before it
     after: int = 0  # the number of the publication that its worker had been sent before it
-    handed: bool = False  # its worker has heard of it
+    handed: bool = False  # it was sent to its worker
     generated: int = 0  # tokens, as its worker reported last
-    wanted: bool = True  # somebody waits for it
+    awaited: bool = True  # its caller has not given it up
 
     @property
     def key(self) -> Key:
@@ -80,7 +80,7 @@ def fault(call: Call, answer: Completion, versions: Collection[int]) -> str:
 
 
 COLLECT_S = 2.0  # the longest that a collect waits where nothing happens: a sign of life
-HEAR_S = 0.02  # from one collect to the next: what ends meanwhile is heard of together
+HEAR_S = 0.02  # from one collect to the next: what ends meanwhile is reported together
 CLOSE_S = 10.0  # for a worker that is given up to end
 SLICES = 8  # that a bounded wait is counted in
 

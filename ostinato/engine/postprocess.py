@@ -52,7 +52,7 @@ class SamplingRows:
     u: np.ndarray  # [R] uniforms, addressed by sequence and position
     banned: list[tuple[int, list[int] | np.ndarray]]  # (which of the R, ids or a mask: not to be drawn)
     filtered: bool  # the ids that filters keep are recorded
-    top: int  # so many of the likeliest tokens are wanted by a listener
+    top: int  # so many of the likeliest tokens are reported
 
 
 def sampling_rows(table: SequenceTable, plan: ModelInput, drafts: Drafts, ready: np.ndarray) -> SamplingRows:

@@ -125,23 +125,23 @@ def seconds_by_dtype(
 ) -> dict[str, Seconds]:
     """The kept figures of this machine for these shapes, or those of a measurement, which are then kept.
     Figures of a ``busy`` machine (None: as this one is now) hold while it is busy."""
-    wanted = products(config)
+    needed = products(config)
     inference, training, built = _arithmetic(native)
-    file, busy = kept_file(wanted, built, fp32_head=fp32_head), threads.is_busy() if busy is None else busy
+    file, busy = kept_file(needed, built, fp32_head=fp32_head), threads.is_busy() if busy is None else busy
     kept = read_cached(file, parsed)
     if kept is not None and (busy or not kept.busy):
         return kept.seconds
-    found = measure(wanted, inference, training, fp32_head=fp32_head, budget_s=budget_s)
+    found = measure(needed, inference, training, fp32_head=fp32_head, budget_s=budget_s)
     with contextlib.suppress(OSError):  # a read-only home costs the next start a second
         tree = {"busy": busy, **{name: asdict(one) for name, one in found.items()}}
         atomic_write(file, json.dumps(tree))
     return found
 
 
-def kept_file(wanted: list[Product], built: str, *, fp32_head: bool) -> Path:
+def kept_file(needed: list[Product], built: str, *, fp32_head: bool) -> Path:
     """In the user's cache, named by all that the figures depend on. ``built``: the kernels."""
     facts = (threads.fingerprint(), torch.get_num_threads(), torch.__version__, built, isa.instruction_set())
-    digest = hashlib.sha256(repr((*facts, wanted, fp32_head)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((*facts, needed, fp32_head)).encode()).hexdigest()[:16]
     return cache_folder() / f"products-{digest}.json"
 
 
@@ -202,13 +202,13 @@ def products(config: ModelConfig) -> list[Product]:
 
 
 def measure(
-    wanted: list[Product], inference: Ops, training: Ops, *, fp32_head: bool, budget_s: float
+    needed: list[Product], inference: Ops, training: Ops, *, fp32_head: bool, budget_s: float
 ) -> dict[str, Seconds]:
     """Seconds of a token by dtype. The dtypes take turns, and the fastest call of each counts, so that what
     else the machine does meets both."""
     totals = {name: {"sampled": 0.0, "trained": 0.0} for name in DTYPES}
-    share = budget_s / (2 * len(wanted))
-    for product in wanted:
+    share = budget_s / (2 * len(needed))
+    for product in needed:
         calls = {name: _calls(product, name, inference, training, fp32_head) for name in DTYPES}
         for kind in ("sampled", "trained"):
             timed = {name: calls[name][kind] for name in DTYPES}
@@ -288,11 +288,11 @@ def by_threads(work: threads.Products, counts: Sequence[int]) -> list[float]:
     """Microseconds of all products of a token, sampled and trained, with each number of threads, in the dtype
     of the run or the faster one. Raises ValueError for a model that cannot be read."""
     inference, training, _ = _arithmetic(work.native)
-    wanted = products(read_config(model_folder(work.model)))
+    needed = products(read_config(model_folder(work.model)))
     times = []
     for count in counts:
         torch.set_num_threads(count)
-        found = measure(wanted, inference, training, fp32_head=False, budget_s=BUDGET_S)
+        found = measure(needed, inference, training, fp32_head=False, budget_s=BUDGET_S)
         times.append(1e6 * min(s.both for name, s in found.items() if work.dtype in ("auto", name)))
     return times
 

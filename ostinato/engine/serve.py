@@ -30,7 +30,7 @@ CLOSE_S = 5.0  # for calls that were cancelled to end
 
 
 class Serving(Engine, Protocol):
-    """An engine that knows what it serves, and whose running requests can be given up."""
+    """An engine that reports what it serves, and whose running requests can be given up."""
 
     @property
     def served(self) -> tuple[int, str]:
@@ -63,7 +63,7 @@ class SamplerServer:
     """Implements ``protocols.Sampler`` with ``engine``.
 
     ``name`` is the worker's in the timeline. ``read`` turns a publication's payload into what the engine
-    publishes (``model.wire.unpack``). ``remember`` hears the answers that come with publications, where the
+    publishes (``model.wire.unpack``). ``remember`` gets the answers that come with publications, where the
     engine drafts from them. A request that the engine refuses (ValueError) ends alone, as ERROR; whatever
     else it raises is raised by the next ``collect``.
     """

@@ -37,7 +37,7 @@ class Speculation:
     def __init__(
         self, drafter: Drafter, cost: CostTable, table: SequenceTable, *, always: bool = False
     ) -> None:
-        """``always``: ask before every pass, whatever the account says (for baselines that have none)."""
+        """``always``: call it before every pass, whatever the account is (for baselines that have none)."""
         self._drafter, self._cost, self._table = drafter, cost, table
         self._always = always
         self._met: set[str] = set()  # uids of prompts seen in requests
@@ -80,7 +80,7 @@ class Speculation:
         if 2 * len(decoding) < min(len(chosen) + waiting, len(table.length)):
             return NO_DRAFTS  # the batch is filling: the pass of the many will not notice what a few gain now
         known, attended = int(counts.sum()), float(table.length[chosen] @ counts)
-        # what a pass of half the rows would take tells how much of this one does not depend on them
+        # what a pass of half the rows would take shows how much of this one does not depend on them
         half_s, whole_s = self._cost.seconds(np.array([0.5, 1.0]) * known, np.array([0.5, 1.0]) * attended)
         self._fixed = min(max(2.0 * float(half_s / whole_s) - 1.0, 0.0), 1.0)
         worth_it = self._fixed >= LEAST_FIXED and self._worth_meeting(chosen[decoding], float(whole_s))

@@ -34,7 +34,7 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 SPINS = {"active": "20000", "passive": "0"}  # GOMP_SPINCOUNT
 
 PROBE_LIMIT_S = 120.0  # a process that takes longer, import of torch and compiler included, is out
-SPIN_GAIN = 1.1  # what spinning must gain to be chosen: it steals from whatever else wants the core
+SPIN_GAIN = 1.1  # what spinning must gain to be chosen: it takes time from other work on the core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def fastest(timings: list[Timing]) -> Timing | None:
 
 
 def is_busy() -> bool:
-    """Whether others want the cores: more than half of them were wanted over the last minute."""
+    """Whether the cores have other work: the load of the last minute is over half of them."""
     return hasattr(os, "getloadavg") and os.getloadavg()[0] > logical_cores() / 2
 
 

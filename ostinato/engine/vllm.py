@@ -8,7 +8,7 @@ with the policy in force when it was sampled, so versions are exact; a label tha
 server that is not ours any more, and none of its answers is used. New requests find no prefix of an older
 policy: the label salts the prefix cache.
 
-What is served is proven three times: the worker tells the digest of the adapter that it has read, every
+What is served is proven three times: the worker returns the digest of the adapter that it has read, every
 answer carries its labels, and the first answers of every policy are scored by our own decoder (k3 below
 ``bound``).
 
@@ -109,7 +109,7 @@ class VllmEngine:
         except Unreachable as lost:
             server.close()
             raise vllm_lost(f"vLLM was lost before any work: {lost}; {server.why()}") from lost
-        except BaseException:  # nothing else knows of the server yet
+        except BaseException:  # nothing else has the server yet
             server.close()
             raise
 
@@ -137,8 +137,7 @@ class VllmEngine:
 
     @property
     def served(self) -> tuple[int, str]:
-        """(version, fingerprint) that the server was last heard to serve, by answer, publish or sign of
-        life."""
+        """(version, fingerprint) that the server served by its last answer, publish or sign of life."""
         version, _, mark = self._served.label.partition(":")
         return int(version), "" if mark == "base" else mark
 

@@ -92,7 +92,7 @@ def answer(
     stop = _stop(choice)
     if len(logprobs) != len(tokens) or (logprobs <= NO_LOGPROB).any():
         return failed("vLLM gave tokens without log-probabilities: the logits are not finite")
-    if sampling.temperature == 0:  # a greedy token is not drawn; vLLM tells what it would have had at 1
+    if sampling.temperature == 0:  # a greedy token is not drawn; vLLM gives what it would have had at 1
         logprobs = np.zeros_like(logprobs)
     routes = _routes(choice, len(request.tokens) + len(tokens), num_experts)
     return Completion(
@@ -117,13 +117,13 @@ def _stop(choice: dict[str, Any]) -> Stop:
 
 
 def _support(choice: dict[str, Any]) -> Support | None:
-    """What the filters had kept, where the server tells it (``--return-sampling-mask``)."""
+    """What the filters had kept, where the server returns it (``--return-sampling-mask``)."""
     kept = choice.get("sampling_mask")
     return None if kept is None else Support.of([np.sort(np.array(ids, np.int32)) for ids in kept])
 
 
 def _routes(choice: dict[str, Any], length: int, num_experts: int | None) -> np.ndarray | None:
-    """[length, layers, top_k], where the server tells them (``--enable-return-routed-experts``)."""
+    """[length, layers, top_k], where the server returns them (``--enable-return-routed-experts``)."""
     encoded = choice.get("routed_experts")
     if encoded is None or num_experts is None:
         return None

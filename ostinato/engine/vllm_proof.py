@@ -40,13 +40,13 @@ class Proofs:
     def __init__(self, decoder: Decoder, bound: float) -> None:
         self._decoder, self._bound = decoder, bound
         self._sure = set[str]()
-        self._heard: dict[str, np.ndarray] = {}  # k3 of each token so far
-        self._verdicts = deque[Verdict](maxlen=1)  # heard in a thread, taken in another
+        self._measured: dict[str, np.ndarray] = {}  # k3 of each token so far
+        self._verdicts = deque[Verdict](maxlen=1)  # put by one thread, taken by another
 
     def forget(self) -> None:
         """It is another server."""
         self._sure.clear()
-        self._heard.clear()
+        self._measured.clear()
 
     def want(self, label: str, version: int, request: Request, completion: Completion) -> bool:
         """Is the policy not sure yet, and can this answer be scored by one forward: by that policy alone,
@@ -63,19 +63,19 @@ class Proofs:
         tokens = completion.tokens[:OF_AN_ANSWER]
         ours = scores(self._decoder, adapters, np.concatenate([request.tokens, tokens]), request.sampling)
         log_ratio = ours[-len(tokens) :] - torch.from_numpy(completion.logprobs[: len(tokens)])
-        before = self._heard.get(label, np.zeros(0, np.float32))
-        heard = self._heard[label] = np.concatenate([before, kl_k3(log_ratio).numpy()])
-        right = verdict(heard, self._bound)
+        before = self._measured.get(label, np.zeros(0, np.float32))
+        found = self._measured[label] = np.concatenate([before, kl_k3(log_ratio).numpy()])
+        right = verdict(found, self._bound)
         if right is False:
             raise vllm_wrong(
-                f"vLLM is not the policy that is trained: k3 is {heard.mean():.3g} for policy {label} on "
-                f"{len(heard)} tokens, and {self._bound:g} is the bound; compare model and dtype"
+                f"vLLM is not the policy that is trained: k3 is {found.mean():.3g} for policy {label} on "
+                f"{len(found)} tokens, and {self._bound:g} is the bound; compare model and dtype"
             )
         if right:
             self._sure.add(label)
-            self._heard.pop(label, None)
+            self._measured.pop(label, None)
             version = int(completion.versions[0])
-            self._verdicts.append(Verdict(version=version, k3=float(heard.mean()), tokens=len(heard)))
+            self._verdicts.append(Verdict(version=version, k3=float(found.mean()), tokens=len(found)))
 
     def take_verdict(self) -> Verdict | None:
         """The newest since the last call; None: none."""

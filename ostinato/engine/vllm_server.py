@@ -122,7 +122,7 @@ class Server(Protocol):
 
     @property
     def key(self) -> str:
-        """That every request brings; empty where it wants none."""
+        """That every request brings; empty where it needs none."""
         ...
 
     def revive(self) -> None:
@@ -177,18 +177,18 @@ class Serve:
 
 
 def environment(environ: Mapping[str, str], key: str) -> dict[str, str]:
-    """For vLLM: its endpoints for training, the ``key`` that it asks for, our worker extension, and the
+    """For vLLM: its endpoints for training, the ``key`` that it requires, our worker extension, and the
     threads that were chosen for us."""
     package = str(Path(__file__).parents[2])
     usual = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", KEY: key}
+    needed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", KEY: key}
     path = os.pathsep.join(filter(None, (package, environ.get("PYTHONPATH", ""))))
-    return {**usual, **environ, **wanted, "PYTHONPATH": path}
+    return {**usual, **environ, **needed, "PYTHONPATH": path}
 
 
 class VllmChild:
     """A server that is started here; ``log`` has what it prints, of all its lives. ``revive`` starts it.
-    ``key``: that it asks for on every path; empty: one at random."""
+    ``key``: that it requires on every path; empty: one at random."""
 
     def __init__(self, serve: Serve, log: Path, *, start_s: float = 300.0, key: str = "") -> None:
         serve.command(0)
@@ -231,7 +231,7 @@ class VllmChild:
 
 
 class VllmAt:
-    """A server that somebody else runs; ``key``: that it asks for, if it does."""
+    """A server that others run; ``key``: that it requires, if any."""
 
     def __init__(self, address: str, *, start_s: float = 300.0, key: str = "") -> None:
         host_and_port(address)
@@ -281,7 +281,7 @@ def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
         return reply.status, reply.body
 
     status, answer = ask("GET", "/v1/models")
-    must(status != 401, "asks for another key", f"the {KEY} of this process, or set that to the server's")
+    must(status != 401, "requires another key", f"the {KEY} of this process, or set that to the server's")
     must(status == 200, f"answers GET /v1/models with {status}", "vllm serve, 0.32 or newer")
     model = next(card for card in answer["data"] if not card.get("parent"))
     status, _ = ask("GET", "/weight_info")
@@ -306,7 +306,7 @@ def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
     choice = answer["choices"][0]
     must(bool(choice.get("weight_versions")), "does not label who sampled a token", "vLLM 0.32 or newer")
     sure = choice["logprobs"]["content"][0]["logprob"]  # of the one token that top_k = 1 has kept
-    must(abs(sure) < 1e-6, "tells log-probabilities before filters", "--logprobs-mode processed_logprobs")
+    must(abs(sure) < 1e-6, "returns log-probabilities before filters", "--logprobs-mode processed_logprobs")
     return Facts(
         base=model["id"],
         context=int(model["max_model_len"]),
@@ -315,7 +315,7 @@ def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
 
 
 def is_healthy(address: str, key: str = "", timeout_s: float = 5.0) -> bool:
-    """Does it answer, and is its engine alive? Also where it wants another key, which ``check`` names."""
+    """Does it answer, and is its engine alive? Also where it requires another key, which ``check`` names."""
     try:
         return call(address, "GET", "/health", key=key, timeout_s=timeout_s).status in (200, 401)
     except Unreachable:

@@ -6,8 +6,8 @@
     env_params = {id = "game:GuessTheNumber-v0-easy", action = "\\\\boxed{{{number}}}"}
 
 ``action`` is what the game reads for an answer: "{text}" is the answer itself, "{number}" its last number, so
-that a small model which writes plain numbers can play games that want them in a box. ``shown`` is a regular
-expression: of what a game says only its matches are read, one a line, where there are some. So a game of 500
+that a small model which writes plain numbers can play games that require a box. ``shown`` is a regular
+expression: of a game's text only its matches are read, one a line, where there are some. So a game of 500
 bytes of English is one of 20 for a model that knows no English.
 """
 
@@ -107,11 +107,11 @@ class TextWorld:
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         file = _compiled(self._textworld, self._size, seed % 2**31)
-        wanted = self._textworld.EnvInfos(admissible_commands=True, score=True, max_score=True)
+        needed = self._textworld.EnvInfos(admissible_commands=True, score=True, max_score=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a generated game is none of the published ones
-            self._env = self._textworld.start(file, wanted)
-            return self._told(self._env.reset()), {}
+            self._env = self._textworld.start(file, needed)
+            return self._shown_text(self._env.reset()), {}
 
     def step(self, action: str) -> Step:
         assert self._env is not None
@@ -120,9 +120,9 @@ class TextWorld:
         command = self._commands[number - 1] if 1 <= number <= len(self._commands) else action.strip()
         state, _, ended = self._env.step(command)
         gained, self._score = (state.score or 0) - self._score, float(state.score or 0)
-        return self._told(state), gained / max(state.max_score or 1, 1), bool(ended), False, {}
+        return self._shown_text(state), gained / max(state.max_score or 1, 1), bool(ended), False, {}
 
-    def _told(self, state: Any) -> str:
+    def _shown_text(self, state: Any) -> str:
         self._commands = sorted(state.admissible_commands or ())
         listed = "\n".join(f"{number} {command}" for number, command in enumerate(self._commands, 1))
         text = re.sub(r"\n\s*\n[\s>]*(-=.*)?", "\n", state.feedback).strip()  # without the status line

@@ -73,7 +73,7 @@ def _read(source: str, split: str, *, holdout: float = 0.0, config: str = "") ->
 
 
 def _held_out(row: Row, share: float) -> bool:
-    """By what is requested alone: two rows that ask the same fall on the same side."""
+    """By the prompt alone: two rows with the same prompt fall on the same side."""
     chat = itertools.takewhile(lambda one: not _of_assistant(one), row.get("messages") or [])
     requested = row.get("prompt") or list(chat)
     digest = hashlib.sha256(json.dumps(requested, sort_keys=True, default=str).encode()).digest()
@@ -128,10 +128,10 @@ def _pieces(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces:
         raise ValueError("it has tools, which are not read here; leave the column out")
     if key == "completion" and row.get("messages") is not None:
         return _chat(renderer, _plain(row["messages"]), 0, turns)
-    wanted = "messages, or prompt and completion" if key == "completion" else "prompt, chosen and rejected"
+    needed = "messages, or prompt and completion" if key == "completion" else "prompt, chosen and rejected"
     for name in ("prompt", key):
         if not row.get(name):
-            raise ValueError(f"it has no {name!r}; give {wanted}")
+            raise ValueError(f"it has no {name!r}; give {needed}")
     prompt, answer = row["prompt"], row[key]
     if isinstance(prompt, str) != isinstance(answer, str):
         raise ValueError(f"one of 'prompt' and {key!r} is a text and the other a chat; give both alike")

@@ -36,7 +36,7 @@ class GuessNumber:
 
 
 class PriceList:
-    """A price that only a tool knows: an answer that ends in "item =" is a lookup and gets the price of this
+    """A price that only a tool has: an answer that ends in "item =" is a lookup and gets the price of this
     item, any other is final. Use ``rollout.stop = ["="]``, so that the policy does not write the price
     itself, as with the calculator of GSM8K (arXiv 2110.14168). Prices are new in each episode, from 1 to
     ``items``; ``lookups`` at most. The right lookup is worth 0.3, the right price behind it 0.7 more."""

@@ -38,7 +38,7 @@ def rows(name: str, split: str, seed: int, n: int, config: Mapping[str, Any]) ->
         if index - last_found > MAX_DRAWS_IN_VAIN:
             raise ValueError(
                 f"n is {n} but gym:{name} has only about {len(prompts)} distinct {split} questions; "
-                "ask for fewer, or widen the task in params"
+                "use fewer, or widen the task in params"
             )
         index += 1
     return list(prompts.values())

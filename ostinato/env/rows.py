@@ -109,8 +109,8 @@ def _answer(row: Row, where: str, answer_column: str) -> Any:
         nested = row.get(name)
         if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
             return nested["ground_truth"]
-    wanted = repr(answer_column) if answer_column else "'answer', 'solution' or 'ground_truth'"
-    raise ValueError(f"{where} has no {wanted}; give it one, or name the column in task.params.answer_column")
+    named = repr(answer_column) if answer_column else "'answer', 'solution' or 'ground_truth'"
+    raise ValueError(f"{where} has no {named}; give it one, or name the column in task.params.answer_column")
 
 
 def _uid(row: Row, content: Any, answer: Any) -> str:
@@ -122,7 +122,7 @@ def _uid(row: Row, content: Any, answer: Any) -> str:
 
 
 def _held_out(prompt: Prompt, share: float) -> bool:
-    """By the prompt alone: two rows that ask the same thing fall on the same side."""
+    """By the prompt alone: two rows with the same prompt fall on the same side."""
     text = json.dumps([prompt.text, prompt.messages], sort_keys=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") < share * 2**32
 

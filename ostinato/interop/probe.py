@@ -179,7 +179,7 @@ def _site(
         seen.ids.append(output[where.ids])
         logits, weights, ids = (output[i] for i in where)
         try:
-            # one more class than experts is one to skip or to copy: what is masked for it, no formula tells
+            # one more class than experts is one to skip or to copy: what is masked for it follows no formula
             if getattr(module, "num_experts", logits.shape[1]) != logits.shape[1]:
                 raise LookupError("it chooses among more than its experts")
             rule = fit(module, logits, weights, ids)

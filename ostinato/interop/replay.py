@@ -253,7 +253,7 @@ class Replay:
 
         Raises RuntimeError when a forward that ran with routes is run again without them.
         """
-        # what autograd's own engine asks; -1 outside of a backward
+        # as autograd's own engine does; -1 outside of a backward
         recomputing = torch._C._current_graph_task_id() != -1
         replaying = self._tape if self._tape is not None and self._tape.routes is not None else None
         if not recomputing:

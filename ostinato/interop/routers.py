@@ -121,7 +121,7 @@ def fit(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> Weig
     """The formula that gives the router's own weights [N, K], from one call of it.
 
     Raises LookupError, saying why, if there is none, or if several fit and are different formulas: logits
-    that are all alike tell none apart.
+    that are all alike distinguish none.
     """
     logits, weights, ids = logits.detach(), weights.detach(), ids.detach().long()
     close = ROUNDING * torch.finfo(weights.dtype).eps
@@ -138,14 +138,14 @@ def fit(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> Weig
     theirs = best.weights(apart, ids, router)
     for _, rule in found[1:]:
         if not torch.allclose(rule.weights(apart, ids, router), theirs, rtol=0.05, atol=1e-5):
-            raise LookupError(f"its logits do not tell {best} from {rule}")
+            raise LookupError(f"its logits do not distinguish {best} from {rule}")
     return best
 
 
 def _rules(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> Iterator[WeightRule]:
     """Every formula that could be meant, the plain ones first."""
     dtypes = (True,) if logits.dtype == torch.float32 else (True, False)
-    # 1e-20 stands for all that fp32 cannot tell from nothing; lfm2_moe adds 1e-6
+    # 1e-20 stands for all that fp32 does not distinguish from 0; lfm2_moe adds 1e-6
     for score, first, fp32, norm in product(Score, (False, True), dtypes, (None, 1e-20, 1e-6)):
         if score is Score.IDENTITY and first:
             continue
@@ -158,7 +158,7 @@ def _rules(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> I
 
 
 def _per_expert(router: nn.Module, num_experts: int) -> tuple[str | None, ...]:
-    """A scale of each expert is preferred to none: as long as all are 1, the numbers do not tell."""
+    """A scale of each expert is preferred to none: as long as all are 1, both give the same numbers."""
     named = router.named_parameters(recurse=False)
     names = [n for n, p in named if "expert" in n and "scale" in n and p.shape == (num_experts,)]
     return tuple(names) or (None,)

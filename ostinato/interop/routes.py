@@ -75,7 +75,7 @@ class Routes:
         """Of prompt (from ``Request.routes_from`` on) and answer of our own engine; the last sampled token is
         unknown."""
         if completion.experts is None or completion.prompt_experts is None:
-            raise ValueError("completion has no experts; ask the engine to record the routing")
+            raise ValueError("completion has no experts; set the engine to record the routing")
         return cls.of(np.concatenate([completion.prompt_experts, completion.experts]), num_experts)
 
     @classmethod

@@ -126,7 +126,7 @@ class _Group:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sequence:
-    """One request, as far as its rows tell."""
+    """One request, as far as its rows show it."""
 
     group: _Group
     handle: int

@@ -2,7 +2,7 @@
 
     VLLM_API_KEY=... vllm serve ... --middleware ostinato.interop.vllm_key.Guard
 
-vLLM 0.32 asks for the key under /v1, /v2, /inference and /cohere alone. The endpoints of its development
+vLLM 0.32 requires the key under /v1, /v2, /inference and /cohere alone. The endpoints of its development
 mode, which a run needs, are open to everyone who reaches the port: /collective_rpc calls any method of a
 worker.
 """

@@ -13,12 +13,11 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.engine.counters import Counters
 from ostinato.engine.pool import EnginePool, adapters_only, unknown
 from ostinato.engine.serve import SamplerLink
 from ostinato.history.store import History
@@ -271,7 +270,7 @@ def drafting(memory: Memory, pool: EnginePool) -> Drafting:
         store=SharedHistory(history, pool),
         lengths=history.lengths,
         drafter=memory.drafter,
-        meter=Meter(pool),
+        saved_s=lambda: pool.work.get("seconds_without", 0.0) - pool.work.get("seconds", 0.0),
         past=memory.past,
     )
 
@@ -293,18 +292,3 @@ class SharedHistory:
     def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:
         self._history.add(uid, step, pasts)
         self._pool.remember(uid, step, pasts)
-
-
-class Meter:
-    """``pipeline.draft_metrics.Meter``: the counters of all workers' engines, added up."""
-
-    def __init__(self, pool: EnginePool) -> None:
-        self._pool = pool
-
-    @property
-    def counters(self) -> Counters:
-        counters = Counters()
-        for one in fields(counters):
-            kind = type(getattr(counters, one.name))
-            setattr(counters, one.name, kind(self._pool.work.get(one.name, 0)))
-        return counters

@@ -1,4 +1,4 @@
-"""What the forgetting watch asks: what the policy may be able to do and is not trained on.
+"""The questions of the forgetting watch: what the policy may be able to do and is not trained on.
 
 forgetting.source           rows of that source, judged by their ``answer`` where they have one
 a task of arithmetic        the families that it leaves out; where it has all, longer operands and chains
@@ -44,7 +44,7 @@ def new_forgetting(
     count = questions_for(round(answers * section.share / USUAL_SHARE)) if section.enabled else 0
     if not count:
         return None
-    about, prompts = asked(recipe, count)
+    about, prompts = questions_of(recipe, count)
     budget = Every.parse(recipe.trainer.budget, "trainer.budget")
     sampling, renderer = sampling_of(recipe, prepared.renderer), prepared.renderer
     if not renderer.has_chat_template:
@@ -67,8 +67,8 @@ def new_forgetting(
     )
 
 
-def asked(recipe: Recipe, count: int) -> tuple[str, list[Prompt]]:
-    """(what is asked, in words; ``count`` prompts, or as many as a file has)."""
+def questions_of(recipe: Recipe, count: int) -> tuple[str, list[Prompt]]:
+    """(their subject, in words; ``count`` prompts, or as many as a file has)."""
     section, seed = recipe.forgetting, recipe.task.seed
     if section.source:
         return section.source, load_tasks(section.source, "eval", seed, count, section.params)
@@ -119,4 +119,4 @@ def _right(prompt: Prompt) -> Callable[[str], bool] | None:
     return lambda text: exact([text], [answer])[0] == 1
 
 
-__all__: Sequence[str] = ("asked", "new_forgetting")
+__all__: Sequence[str] = ("new_forgetting", "questions_of")

@@ -47,7 +47,7 @@ class Preference:
 
     @property
     def digest(self) -> bytes:
-        """Of what is asked alone: rows that ask the same fall on the same side."""
+        """Of the prompt alone: rows with the same prompt fall on the same side."""
         return hashlib.sha256(json.dumps([*map(dict, self.chat)]).encode()).digest()
 
 
@@ -99,10 +99,10 @@ def _plain(chat: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
 
 
 def _preference(row: Mapping[str, Any], where: str) -> Preference:
-    asked = row.get("prompt") or row.get("messages") or row.get("question")
-    if not asked:
+    prompt = row.get("prompt") or row.get("messages") or row.get("question")
+    if not prompt:
         raise ValueError(f"{where} has no 'prompt'; give it a text or a chat")
-    chat = ({"role": "user", "content": asked},) if isinstance(asked, str) else messages(asked, where)
+    chat = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else messages(prompt, where)
     answers = []
     for name in ("chosen", "rejected"):
         given = row.get(name)
@@ -170,8 +170,8 @@ def _chat(one: Preference, answers: tuple[str, str], spec: Spec) -> list[dict[st
 
 def _warm(rows: Sequence[Preference], spec: Spec) -> Iterator[Row]:
     for chat, right, critique in (order for one in rows for order in _orders(one, spec)):
-        said = f"{judging.critique_of(critique)}\nVerdict: {right}".lstrip()
-        yield {"prompt": chat, "completion": [{"role": "assistant", "content": said}]}
+        text = f"{judging.critique_of(critique)}\nVerdict: {right}".lstrip()
+        yield {"prompt": chat, "completion": [{"role": "assistant", "content": text}]}
 
 
 def _episodes(rows: Sequence[Preference], spec: Spec) -> Iterator[Row]:

@@ -75,7 +75,7 @@ def _source(given: str, like: Spec | None) -> Source:
     found = Source(name=name, spec=spec, revision=revision, adapter=adapter, address=address)
     if pinned and pinned != found.revision:
         raise ValueError(
-            f"judge {name} is at revision {found.revision}, and {pinned} is wanted; put that adapter back, "
+            f"judge {name} is at revision {found.revision}, and {pinned} is named; put that adapter back, "
             "or name the judge without @ to judge by the new one"
         )
     return found
@@ -166,12 +166,12 @@ class EngineWriter:
         sampling = Sampling(
             temperature=spec.temperature, max_tokens=spec.max_tokens, stop_tokens=self._renderer.stop_tokens
         )
-        said, requests = dict[int, Said](), dict[int, Request]()
+        answers, requests = dict[int, Said](), dict[int, Request]()
         for at, (chat, seed) in enumerate(zip(chats, seeds, strict=True)):
             tokens = self._renderer.chat(chat)
             if (most := len(tokens) + spec.max_tokens) > self._context:
                 detail = f"{most} tokens with those of the verdict; the context is {self._context}"
-                said[at] = Said(fault="too_long", detail=detail)
+                answers[at] = Said(fault="too_long", detail=detail)
                 continue
             requests[at] = Request(
                 tokens=tokens, sampling=sampling, seed=(seed,), policy=self._policy, top_logprobs=TOP
@@ -181,11 +181,11 @@ class EngineWriter:
             if isinstance(event, Emitted):
                 emitted[index].append(event)
                 continue
-            said[places[index]] = self._said(event, emitted[index])
+            answers[places[index]] = self._said(event, emitted[index])
             read = len(requests[places[index]].tokens) - event.cached_tokens
             self._counters["judge/prompt_tokens"] += read
             self._counters["judge/tokens"] += len(event.tokens)
-        return [said[at] for at in range(len(chats))]
+        return [answers[at] for at in range(len(chats))]
 
     def _said(self, done: Completion, emitted: Sequence[Emitted]) -> Said:
         if done.stop is Stop.ERROR:

@@ -175,9 +175,13 @@ def new_loop(
 
 def new_drafting(memory: Memory, engine: LocalEngine) -> Drafting:
     """The accounts of drafts, and what remembers the answers for the next ones."""
-    history = memory.history
+    history, counters = memory.history, engine.counters
     return Drafting(
-        store=history, lengths=history.lengths, drafter=memory.drafter, meter=engine, past=memory.past
+        store=history,
+        lengths=history.lengths,
+        drafter=memory.drafter,
+        saved_s=lambda: counters.seconds_without - counters.seconds,
+        past=memory.past,
     )
 
 

@@ -73,7 +73,7 @@ class Proxy:
         )
 
     async def run(self, until: asyncio.Event, ready: Callable[[str], None]) -> None:
-        """Serve until the event; ``ready`` hears the address. What is open then is written as it is."""
+        """Serve until the event; ``ready`` gets the address. What is open then is written as it is."""
         following = asyncio.create_task(follow(self._served))
         try:
             ready(self._server.address)

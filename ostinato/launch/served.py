@@ -177,21 +177,21 @@ async def renew(served: Served, name: str, load: Callable[[], tuple[int, Adapter
 
 async def follow_product(served: Served, folder: Path) -> None:
     """Serve the policy in office and the canary of a product's loop as the model PRODUCT, first of all, until
-    it is cancelled; the base where no loop has begun. What the loop cannot give is counted and told once, and
+    it is cancelled; the base where no loop has begun. What the loop cannot give is counted, logged once, and
     what was served goes on."""
-    outcomes, seen, told, published = served.service.metrics.policies, "", "", {BASE}
+    outcomes, seen, logged, published = served.service.metrics.policies, "", "", {BASE}
     while True:
         try:
             text = await _in_own_thread(_serving_of, folder)
             if text != seen:
                 await _serve_product(served, json.loads(text), published)
                 outcomes.labels("published").inc()
-                seen, told = text, ""
+                seen, logged = text, ""
         except (ValueError, OSError, NotFinite) as error:
             outcomes.labels("refused").inc()
-            if str(error) != told:
+            if str(error) != logged:
                 log.warning("what %s names is not served: %s", folder, error)
-            told = str(error)
+            logged = str(error)
         await asyncio.sleep(LOOK_S)
 
 

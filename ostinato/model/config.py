@@ -286,7 +286,7 @@ def _family(raw: Mapping[str, Any]) -> str:
     family = _ALIASES.get(str(model_type), str(model_type))
     if family not in _DEFAULTS:
         known = ", ".join([*_DEFAULTS, *_ALIASES])
-        raise ValueError(f"model_type is {model_type!r}; this decoder knows {known}")
+        raise ValueError(f"model_type is {model_type!r}; this decoder has {known}")
     return family
 
 
@@ -353,12 +353,12 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
     longest = _positive(c, "max_position_embeddings")
     positions = _positive({_ORIGINAL: scaling.pop(_ORIGINAL, longest)}, _ORIGINAL)
     factor = _number({"factor": scaling.pop("factor", longest / positions)}, "factor", least=1.0)
-    wanted = {
+    needed = {
         RopeType.LINEAR: (),
         RopeType.LLAMA3: ("low_freq_factor", "high_freq_factor"),
         RopeType.YARN: ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     }[rope_type]
-    if unknown := sorted(set(scaling) - set(wanted)):
+    if unknown := sorted(set(scaling) - set(needed)):
         raise ValueError(
             f"rope_parameters has {unknown[0]} = {scaling[unknown[0]]!r}, unknown for {name}; remove it"
         )
@@ -457,7 +457,7 @@ def _deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
 
 
 def _experts(c: Mapping[str, Any], *names: str) -> int:
-    """transformers knows the number of experts under two names per family."""
+    """transformers has two names per family for the number of experts."""
     return _positive(c, next((name for name in names if name in c), names[0]))
 
 

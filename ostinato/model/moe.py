@@ -2,7 +2,7 @@
 
 Routing is a value. ``route`` either chooses experts or is given them; the weights are in both cases the
 model's own formula on the live logits, so a replayed choice gives the same numbers and has a gradient. What
-the model would have chosen itself comes back beside it: comparing the two tells whether a replay is aligned.
+the model would have chosen itself comes back beside it: comparing the two shows whether a replay is aligned.
 
 T tokens, D model, F width of one expert, E experts, K experts per token, S = T * K, r rank.
 """
@@ -294,7 +294,7 @@ def _by_expert(x: Tensor, ends: Tensor, product: Callable[[Tensor, int], Tensor]
 
 
 def _grouped_mm_works(x: Tensor, weight: Tensor) -> bool:
-    """torch's grouped product wants rows of 16 bytes and, on CUDA, bf16."""
+    """torch's grouped product takes rows of 16 bytes and, on CUDA, bf16."""
     if x.dtype not in ((torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)):
         return False
     return all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])

@@ -129,7 +129,7 @@ def base_fingerprint(decoder: Decoder) -> str:
     """A digest of the base: every tensor's name, shape and some values, as bf16 rounds them, so that the
     same weights loaded in another dtype are the same base.
 
-    Fine-tuning moves all of a tensor, so a few values tell two bases apart; reading all of them would make
+    Fine-tuning moves all of a tensor, so a few values distinguish two bases; reading all of them would make
     every start and save as slow as loading the model.
     """
     return fingerprint_of(

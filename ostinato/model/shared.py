@@ -5,7 +5,7 @@ and computes with the pages where they are; nothing writes to a frozen base, so 
 /proc/PID/smaps can be queried about. A process that does write (training of all weights) gets pages of its
 own and disturbs no other process.
 
-A file is named after the checkpoint and dtype that it was made of. The first process that wants it writes it,
+A file is named after the checkpoint and dtype that it was made of. The first process that needs it writes it,
 straight from the checkpoint, so that the weights are never in memory twice; the others wait. Who maps it
 holds a shared lock, which the kernel takes back however the process ends. So a file that can be locked for
 oneself is unused, and ``sweep`` removes it; so is a folder (``own_folder``).

@@ -67,10 +67,6 @@ class Quantised:
     def __getitem__(self, expert: int) -> Quantised:
         return Quantised(self.tiles[expert], self.scale[expert], self.inputs)
 
-    def dequantised(self) -> Tensor:
-        """[..., N, K] fp32."""
-        return self.codes.float() * self.scale.unsqueeze(-1)
-
     def product(self, x: Tensor) -> Tensor:
         """x [T, K] -> x w^T [T, N] fp32: the codes are multiplied and summed first, then scaled."""
         return (x.float() @ self.codes.float().T) * self.scale

@@ -268,7 +268,7 @@ def following(
     """Every other rank: serve the calls of rank 0 until it has no more.
     ``new_local`` gets the recipe from rank 0, and what to wait for the others with (``leading``).
     ``leave`` ends the process, from any thread, with a sentence: rank 0 is lost, another rank is, or this one
-    has raised and everybody knows.
+    has raised and all ranks have its error.
 
     Raises WorkerLost where rank 0 never came.
     """
@@ -296,7 +296,7 @@ def following(
         word = last_line(error)
         doing.broken, doing.raised = (word, "") if of_connection(error) else ("", word)
         time.sleep(terms.timeout_s + terms.silence_s)  # the watch ends the process, long before
-        leave(f"{members[place.rank]} raised {word}, and no other process knows of it")
+        leave(f"{members[place.rank]} raised {word}, and no other process has its error")
     watch.stop()
     control.bye()
     dist.destroy_process_group()

@@ -151,7 +151,7 @@ class Ranks:
 
 
 def loopback() -> str:
-    """The interface of this host alone, for GLOO_SOCKET_IFNAME: gloo would ask a resolver otherwise."""
+    """The interface of this host alone, for GLOO_SOCKET_IFNAME: gloo would query a resolver otherwise."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a layout train: gradients made complete, and the whole of it for those who ask.
+"""What the ranks of a layout train: gradients made complete, and the whole of it for callers.
 
 A leaf that several ranks keep has a part of its gradient on each of them, since every row is somebody's own
 (``parallel.rows``). Over which ranks it is summed follows from what it is:

@@ -3,8 +3,7 @@
 A placement is ``owner`` [L, E]: the rank that keeps an expert. Every rank keeps equally many in every layer,
 so that memory and shapes are the same everywhere. The aim is the smallest largest load of a rank, layer by
 layer: multiway partition with equal cardinality. Longest processing time first (Graham 1969, the heaviest
-expert to the lightest rank that has room), then swaps of two experts while one lowers the largest load;
-``lower_bound`` says how far from the best that may be.
+expert to the lightest rank that has room), then swaps of two experts while one lowers the largest load.
 
 L MoE layers, E experts, R ranks.
 """
@@ -101,21 +100,6 @@ def swaps(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Iterator[tuple[in
         totals[rank] += moved[best]
         owner[one], owner[other] = rank, top
         yield one, other
-
-
-def lower_bound(loads: np.ndarray, ranks: int) -> np.ndarray:
-    """[L]: what the largest load of a rank cannot be below.
-
-    It is not below the mean. Some rank keeps the heaviest expert, with the lightest others at best; and of
-    the R + 1 heaviest some two are on one rank, again with the lightest others at best.
-    """
-    each = _each(loads.shape[1], ranks)
-    ordered = np.sort(loads.astype(np.float64), axis=1)  # ascending
-    lightest = np.concatenate([np.zeros((len(loads), 1)), ordered.cumsum(axis=1)], axis=1)
-    found = [loads.sum(axis=1) / ranks, ordered[:, -1] + lightest[:, each - 1]]
-    if each > 1 and loads.shape[1] > ranks:
-        found.append(ordered[:, -ranks] + ordered[:, -ranks - 1] + lightest[:, each - 2])
-    return np.max(found, axis=0)
 
 
 def placed_experts(owner: np.ndarray, ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:

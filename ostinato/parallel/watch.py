@@ -161,7 +161,7 @@ class Judge:
         if ended:
             return self._sentence(dict(sorted(ended.items())), when)
         longest = max((idle.seconds for idle in self._silent.values()), default=0.0)
-        silent = {  # with those of its host, say, that were heard of a moment later
+        silent = {  # with those of its host, say, that gave one a moment later
             rank: f"gave no sign of life for {idle.seconds:.0f} s"
             for rank, idle in sorted(self._silent.items())
             if longest >= self.silence_s and idle.seconds >= self.silence_s / 2

@@ -56,23 +56,6 @@ class Drafter(Protocol):
     def forget(self, uids: list[str] | None = None) -> None: ...
 
 
-class Counters(Protocol):
-    """Seconds that the engine's passes took, and that plain decoding would have taken by its cost table."""
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def seconds_without(self) -> float: ...
-
-
-class Meter(Protocol):
-    """What an engine that verifies drafts measures: ``engine.local.LocalEngine``."""
-
-    @property
-    def counters(self) -> Counters: ...
-
-
 @dataclass(kw_only=True)
 class Drafting:
     """Drafts in a run. ``begin`` before a step's rollouts, ``end`` when its groups are final."""
@@ -80,20 +63,20 @@ class Drafting:
     store: Store
     lengths: Lengths
     drafter: Drafter
-    meter: Meter
+    saved_s: Callable[[], float]  # seconds that drafts have saved so far, by the engine's cost table
     past: Answers
     likeness: Likeness = field(default_factory=lambda: Likeness())
 
     def begin(self) -> None:
         """What is drafted from here on belongs to the step."""
-        self._stats, self._saved_s = self.drafter.stats(), _saved_s(self.meter.counters)
+        self._stats, self._saved_s = self.drafter.stats(), self.saved_s()
 
     def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> dict[str, float]:
         """The metrics of the step, whose rollouts took ``rollout_s``; then its answers are remembered."""
         stats = self.drafter.stats() - self._stats
         sampled = sum(_sampled(one) for answers in _by_prompt(groups).values() for one in answers)
         row = counts(groups) | figures(stats, sampled, rollout_s)
-        row["draft/seconds_saved"] = _saved_s(self.meter.counters) - self._saved_s
+        row["draft/seconds_saved"] = self.saved_s() - self._saved_s
         row |= self.likeness.compare(groups, self.past)
         row |= self._remember(groups, step)
         return row
@@ -193,10 +176,6 @@ def figures(stats: DraftStats, sampled: int, rollout_s: float) -> dict[str, floa
     was drafted."""
     shares = {f"draft/share_{name}": _ratio(count, sampled) for name, count in stats.accepted.items()}
     return shares | {"draft/cpu_share": _ratio(stats.seconds, rollout_s)}
-
-
-def _saved_s(counters: Counters) -> float:
-    return counters.seconds_without - counters.seconds
 
 
 @dataclass(kw_only=True)

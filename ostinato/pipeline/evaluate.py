@@ -93,7 +93,7 @@ def spent_in_steps(step: int, totals: Mapping[str, float]) -> dict[str, float]:
 
     It is that of the steps which made the policy, and of nothing else: loading, what lies between steps, lost
     and repeated work are in the ledger alone (``observe.ledger.spent``), and so are FLOPs that the recipe
-    did not ask for (``Costs.compute``): flops, tokens and steps are the same whenever a recipe is run.
+    did not require (``Costs.compute``): flops, tokens and steps are the same whenever a recipe is run.
     ``money/CURRENCY`` is not there where a step had no price.
     """
     money = {name.removeprefix("total/"): n for name, n in totals.items() if name.startswith(MONEY)}

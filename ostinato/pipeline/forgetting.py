@@ -1,6 +1,6 @@
 """The forgetting watch: does a policy lose what it could do and is not trained on?
 
-Before training the policy answers questions that the task does not ask (``launch.forgetting``), greedily.
+Before training the policy answers questions that are not the task's (``launch.forgetting``), greedily.
 Its right answers are kept, and those that nobody judges. While it trains, a look scores some of them anew, by
 one forward. Of an answer y, with rho = p(y) / p_start(y),
 
@@ -10,7 +10,7 @@ one forward. Of an answer y, with rho = p(y) / p_start(y),
     bets    (``observe.bets``) that the mean of what is lost is above ``tolerance``
 
 Of an answer that nobody judges rho is per token: its T-th root. Rows are looked at in turn, once in a pass.
-The training knows nothing of them, so whatever the policy has become they are fresh draws, and a pass is a
+The training does not use them, so whatever the policy has become they are fresh draws, and a pass is a
 fair game: pass j raises a false alarm with a probability of at most ALPHA / (j (j + 1)), all together ALPHA.
 
 Some answers are drawn as well, at the run's temperature: KL(start || now) per token is estimated on them. A
@@ -45,7 +45,7 @@ UNIT = 10  # tolerances that one answer can lose in bets: what is lost beyond co
 HEAD_START = 0.6  # of what the watch may cost in all, supposing that coming steps cost half of those so far
 SLICE = 16  # rows of a look, and the fewest that a watch takes
 ROUND = 48  # questions at a time
-WANTED = 96  # rows, after which no more is asked
+ENOUGH = 96  # rows, after which there are no more questions
 MOST = 256  # questions
 ANSWERS_PER_QUESTION = 130  # of the run: so the beginning costs no more than the head start
 SEED = 1_000_003  # between the run's seed and a question's: noise that no rollout has
@@ -61,7 +61,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Question:
-    """A prompt [P], and whether an answer to it is right; None: nobody knows."""
+    """A prompt [P], and whether an answer to it is right; None: not judged."""
 
     tokens: np.ndarray
     right: Callable[[str], bool] | None = None
@@ -73,7 +73,7 @@ class Row:
 
     tokens: np.ndarray  # [P + T] int32, of the prompt and the answer
     logprobs: np.ndarray  # [T] float32, at the start
-    right: bool | None  # None: nobody knows
+    right: bool | None  # None: not judged
     drawn: bool = False  # at the run's temperature, for the KL; the others are greedy
 
     def gain(self, logprobs: np.ndarray) -> float:
@@ -151,7 +151,7 @@ class Forgetting:
     """The watch of one run of ``steps``. Rows and looks are in ``log`` (forgetting.jsonl), from which a
     resumed run goes on.
 
-    ``about``: what is asked, in words. ``share``: of the FLOPs of the run. ``tolerance``: the share of the
+    ``about``: the questions, in words. ``share``: of the FLOPs of the run. ``tolerance``: the share of the
     ability whose loss is no alarm.
     """
 
@@ -192,7 +192,7 @@ class Forgetting:
         drawn = [replace(one, right=None, drawn=True) for one in found if len(one.logprobs)]
         found = list[Row]()
         chosen = list[Row]()
-        while len(found) < len(self.questions) and len(chosen) < WANTED and 8 * len(chosen) >= len(found):
+        while len(found) < len(self.questions) and len(chosen) < ENOUGH and 8 * len(chosen) >= len(found):
             some = range(len(found), min(len(found) + ROUND, len(self.questions)))
             new, sampled = await self._answers(engine, some, replace(self.sampling, temperature=0.0))
             found, work = found + new, work + sampled
@@ -219,15 +219,15 @@ class Forgetting:
         return line
 
     async def _answers(
-        self, engine: Engine, asked: Sequence[int], sampling: Sampling
+        self, engine: Engine, numbers: Sequence[int], sampling: Sampling
     ) -> tuple[list[Row], Work]:
         """To the questions of these numbers, and what sampling them took."""
-        some = [self.questions[number] for number in asked]
-        asks = [
+        some = [self.questions[number] for number in numbers]
+        requests = [
             Request(tokens=one.tokens, sampling=sampling, seed=(self.seed, SEED, number))
-            for number, one in zip(asked, some, strict=True)
+            for number, one in zip(numbers, some, strict=True)
         ]
-        answers = {index: answer async for index, answer in engine.generate(asks)}
+        answers = {index: answer async for index, answer in engine.generate(requests)}
         work = (completion_work(len(one.tokens), answers[index]).total for index, one in enumerate(some))
         found = [_answered(one, answers[index]) for index, one in enumerate(some)]
         return [one if len(one.logprobs) else replace(one, right=False) for one in found], sum(work, Work())

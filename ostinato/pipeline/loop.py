@@ -62,7 +62,7 @@ TRAINER = "trainer"  # the worker that the loop is where it trains itself
 
 @dataclass(kw_only=True)
 class Loop:
-    """A run, assembled. ``await loop.run()`` trains until ``plan.steps`` are done or a signal asks to stop.
+    """A run, assembled. ``await loop.run()`` trains until ``plan.steps`` are done or a signal stops it.
 
     ``save`` writes a checkpoint of the trainer and of the state it is given, and returns the step of the
     oldest one that is kept: the spool has what came after it. It is called every ``checkpoint_every`` steps

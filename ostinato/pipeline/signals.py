@@ -175,7 +175,7 @@ async def in_thread(work: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def tell(result: T | None, error: BaseException | None) -> None:
+    def settle(result: T | None, error: BaseException | None) -> None:
         if done.cancelled():
             return
         if error is None:
@@ -192,7 +192,7 @@ async def in_thread(work: Callable[[], T]) -> T:
         except BaseException as raised:  # an edge of the process: whatever it is, it is the caller's
             error = raised
         with suppress(RuntimeError):  # of a loop that is closed: there is no caller any more
-            loop.call_soon_threadsafe(tell, result, error)
+            loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, daemon=True).start()
     return await done

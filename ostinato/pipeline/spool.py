@@ -36,7 +36,7 @@ from ostinato.types import Completion, Group, Reward, Stop, Support, Trajectory,
 
 class Spool:
     """The file ``inflight.jsonl.zst`` of a run folder: one compressed row per group, a torn end forgiven.
-    ``ledger`` is that of this process, which has finished ``step`` and asks for no group up to there."""
+    ``ledger`` is that of this process, which has finished ``step`` and recalls no group up to there."""
 
     def __init__(self, path: Path, ledger: Ledger, step: int = 0) -> None:
         self.path, self._log, self._ledger = path, JsonlZst(path), ledger

@@ -136,7 +136,7 @@ class StepFlops:
 
 
 def step_flops(flops: FlopModel, batch: Work, passes: Mapping[str, float]) -> StepFlops:
-    """Of one training step on ``batch``, with the further passes that the trainer's metrics tell of."""
+    """Of one training step on ``batch``, with the further passes that the trainer's metrics count."""
     forward, backward = flops.forward(batch), flops.backward(batch)
     repeated, extra, measure = (
         passes.get(f"passes/{name}", 0.0) for name in ("repeated", "extra", "measure")

@@ -55,8 +55,8 @@ SHEETS: Mapping[str, Sheet] = MappingProxyType(
 
 def gpu_named(name: str) -> Gpu:
     """The device called ``name``; the memory in the name may be left out. Raises ValueError."""
-    wanted = name.lower()
-    found = [key for key in SHEETS if wanted in (key.lower(), key.lower().rpartition("-")[0])]
+    lowered = name.lower()
+    found = [key for key in SHEETS if lowered in (key.lower(), key.lower().rpartition("-")[0])]
     if not found:
         raise ValueError(f"gpus names {name!r}; known are {', '.join(SHEETS)}")
     sheet = SHEETS[found[0]]

@@ -17,7 +17,7 @@ from ostinato.plan.engines import LOCAL, engine_layout, vllm_flags
 from ostinato.plan.memory import cache_bytes, mapped
 from ostinato.plan.problem import Arrangement, Base, DType, Placement, Problem, Recompute
 
-ROUTES = "--enable-return-routed-experts"  # without it vLLM tells no experts to replay
+ROUTES = "--enable-return-routed-experts"  # without it vLLM returns no experts to replay
 COPIES = {DType.BF16: "bf16", DType.INT8: "int8", DType.FP8: "fp8"}  # engine.weights of the local engine
 
 

@@ -280,9 +280,9 @@ def sequences_for(problem: Problem, setup: Setup, free: float) -> int:
     if free < each * problem.work.longest:
         return 0
     over = setup.layout.data
-    wanted = math.ceil(problem.work.num_answers / over)
+    needed = math.ceil(problem.work.num_answers / over)
     fitting = int(free / (each * tokens_in_flight(problem.work, over)))
-    return min(problem.sampler.sequences, wanted, fitting)
+    return min(problem.sampler.sequences, needed, fitting)
 
 
 def cache_bytes(problem: Problem, setup: Setup) -> float:

@@ -278,7 +278,7 @@ class Times:
 
 
 class Clock(Protocol):
-    """What search ranks by; ``plan.time`` has one that knows the cluster's rates."""
+    """What search ranks by; ``plan.time`` has one with the cluster's rates."""
 
     def phase(self, problem: Problem, phase: Phase, setup: Setup) -> Mapping[str, float]:
         """Exposed seconds of one phase of one RL step by term."""

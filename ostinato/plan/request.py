@@ -1,4 +1,4 @@
-"""The options of ``ostinato plan``, and the question that they ask."""
+"""The options of ``ostinato plan``, and the request that they make."""
 
 from __future__ import annotations
 

@@ -2,19 +2,19 @@
 
 ``Steps`` follows the trainer's rules (``train.sharded``): microbatch n is data rank n mod d's; rows are
 padded to a multiple of c t; where microbatches of several data ranks meet, the others pass padding when they
-do not come out even; every rank tells all what its microbatches got; gradients are summed once.
+do not come out even; every rank sends all the results of its microbatches; gradients are summed once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 from ostinato.plan.comm import Message, Sent, Talk, Traffic, layers_of, ring, times, total
-from ostinato.plan.leaves import gathered_values, gradient_messages, gradient_sizes
+from ostinato.plan.leaves import gathered_values, gradient_messages
 from ostinato.plan.parts import is_moe
 from ostinato.plan.problem import Arrangement, Phase, Problem, Recompute, Setup
 from ostinato.plan.training import load_of
@@ -128,14 +128,6 @@ class Steps:
         return self.layout.coords(self.rank).data
 
 
-def published_values(config: ModelConfig, adapter: AdapterSpec | None, layout: Layout) -> int:
-    """Trained values that come to the first rank when the whole is requested (a publish, a checkpoint), each
-    sent once by a rank that keeps it: all but those that the first rank has itself."""
-    whole = sum(gradient_sizes(config, adapter, Layout(), 0).values())
-    own = sum(gradient_sizes(config, adapter, replace(layout, shard=1), 0).values())
-    return whole - own
-
-
 def traffic(problem: Problem, phase: Phase, setup: Setup, rank: int = 0) -> dict[tuple[str, str], Sent]:
     """What a rank sends in one RL step by (operation, axis): of training, or of old log-probabilities."""
     precision, updates = problem.precision, problem.work.updates
@@ -163,7 +155,7 @@ def traffic(problem: Problem, phase: Phase, setup: Setup, rank: int = 0) -> dict
 
 def step_traffic(problem: Problem, arrangement: Arrangement, rank: int = 0) -> Traffic:
     """What a rank of the trainer sends in one RL step: training, and old log-probabilities. Publishes,
-    checkpoints and measurements send besides (``published_values``)."""
+    checkpoints and measurements send besides."""
     phases = (Phase.TRAIN, Phase.LOGPROBS)
     found = [traffic(problem, phase, arrangement.setup(phase), rank) for phase in phases]
     return {

@@ -33,7 +33,7 @@ RewardFunction = Callable[..., Any]
 TOLERANCE = 1e-6  # relative, for numbers that are not both integers
 MAX_DIGITS = 300  # of a number; longer ones are no answer and cost quadratic time
 MEMBER_LIMIT_S = 1.0  # of math_verify, per completion
-RING_AGAIN_S = 0.1  # until it is heard
+RING_AGAIN_S = 0.1  # until it has an effect
 VERL_ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth"})
 
 _NUMBER = re.compile(

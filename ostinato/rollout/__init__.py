@@ -1,1 +1,1 @@
-"""From prompts to graded groups, and from groups to samples; knows engines, envs and graders as Protocols."""
+"""From prompts to graded groups, and from groups to samples; sees engines, envs and graders as Protocols."""

@@ -73,7 +73,7 @@ class Interruption:
         return self.shortest + int(u * (self.longest - self.shortest + 1))
 
     def first(self, seed: tuple[int, ...], position: int, room: int) -> int:
-        """Tokens to ask for first where ``room`` are left in the context.
+        """Tokens to sample first where ``room`` are left in the context.
 
         A thought is shortened so that phrase and answer fit behind it. Where they do not, it is an ordinary
         answer, as long as the room is.

@@ -61,7 +61,7 @@ class Drop(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     TOO_FEW_EPISODES = "too_few_episodes"  # the others ended in an error
     TOO_FEW_VERDICTS = "too_few_verdicts"
-    ZERO_VARIANCE = "zero_variance"  # judged by the loop, where the algorithm asks for it
+    ZERO_VARIANCE = "zero_variance"  # judged by the loop, where the algorithm drops them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,11 +36,11 @@ def rule(found: Ablation) -> str:
     return (
         f"Intervals: 90 %, of the mean over seeds, the spread between seeds in them. A choice moves A where"
         f" P(A lower) is below {found.tail:.2%} or above {1 - found.tail:.2%}: the chance that any of"
-        f" {len(found.arms) - 1} arms is said to where none does is {FAMILY:.0%} at most. Where it does not,"
-        f" and the medians of A are within {FLOOR:g}, the same is asked of B and of C_mid with A held at that"
-        f" of {found.arms[0].name}, each by half of these tails, so that the chance of both together is as"
-        " large again. B is not known where the first evaluations are already at the ceiling. No difference"
-        " seen is not none: the interval says how large it may be."
+        f" {len(found.arms) - 1} arms is said to move A where none does is {FAMILY:.0%} at most. Where it"
+        f" does not, and the medians of A are within {FLOOR:g}, B and C_mid are tested in the same way with A"
+        f" held at that of {found.arms[0].name}, each by half of these tails, so that the chance of both"
+        " together is as large again. B is not known where the first evaluations are already at the ceiling."
+        " No difference seen is not none: the interval says how large it may be."
     )
 
 
@@ -76,8 +76,8 @@ def _ceilings(found: Ablation, unit: str) -> Table:
     less = f"less that of {found.arms[0].name}"
     columns = ("runs", "A", less, "P(A lower)", f"score at {compute_text(found.common)}", "verdict")
     note = (
-        f"{rule(found)} Score at {compute_text(found.common)} {unit}, which all runs that ended and may be"
-        " told have reached: as measured just before, no curve."
+        f"{rule(found)} Score at {compute_text(found.common)} {unit}, which all runs that ended and are"
+        " ranked have reached: as measured just before, no curve."
     )
     return Table(title="Arm", head=columns, rows=lines, note=note)
 

@@ -117,15 +117,15 @@ def gains(
 
     parts = [drawn(whole, none), drawn(problems, seeds), drawn(problems, none), drawn(whole, seeds)]
 
-    def told(name: str, key: str, less: str = "") -> Interval:
+    def shown(name: str, key: str, less: str = "") -> Interval:
         found = [part[name][key] - (part[less][key] if less else 0.0) for part in parts]
         return _interval(*found, freedom=(count - 1, len(arms[name].post) - 1))
 
     keys = ("pre", "post", "raw", "H", "logit")
     return {
         name: Gain(
-            **{key: told(name, key) for key in keys},
-            less={key: told(name, key, reference) for key in keys if name != reference},
+            **{key: shown(name, key) for key in keys},
+            less={key: shown(name, key, reference) for key in keys if name != reference},
         )
         for name in arms
     }

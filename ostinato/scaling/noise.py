@@ -25,7 +25,7 @@ class Noise:
 
     The standard deviation of one is the largest of ``floor``, ``factor`` times that of the residuals, and
     its standard error where it came with one. ``few`` widens the first two by Student's t over the normal
-    quantile, n - 3 degrees of freedom: five evaluations tell less of their own noise than fifty.
+    quantile, n - 3 degrees of freedom: five evaluations measure their own noise worse than fifty.
     """
 
     rho: float  # of neighbours

@@ -1,4 +1,4 @@
-"""From what the library knows of a curve to what is shown of it.
+"""From what is known of a curve to what is shown of it.
 
 Intervals of a curve that is not identified have no median, and of one that refutes the model there are none
 (``Assessment.shown``).
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Known:
-    """A window, its posterior, and what may be said of it."""
+    """A window, its posterior, and what may be reported of it."""
 
     window: Window
     posterior: Posterior

@@ -54,7 +54,7 @@ from ostinato.serve.toolcalls import CallForm, arguments_of, for_equals, for_tem
 from ostinato.types import Completion, Emitted, NewRow, Prompt, Stop
 
 log = logging.getLogger(__name__)
-END_S = 5.0  # for an agent that has been told to end
+END_S = 5.0  # for an agent to end by itself
 Agent = Callable[[str, Mapping[str, Any]], Any]
 
 

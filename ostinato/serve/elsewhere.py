@@ -43,7 +43,7 @@ class Place:
 
 
 class Elsewhere:
-    """The rollouts that wait for a worker, and the ends of those that are played. ``begun`` hears the id of a
+    """The rollouts that wait for a worker, and the ends of those that are played. ``begun`` gets the id of a
     rollout that has been fetched."""
 
     def __init__(self, key: str, begun: Callable[[str], None], wait_s: float) -> None:

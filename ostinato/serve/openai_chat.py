@@ -56,7 +56,7 @@ class Shape:
         return choice | self._extra(answer)
 
     def _extra(self, answer: Answer) -> dict[str, Any]:
-        """vLLM's token ids, and what ours alone knows."""
+        """vLLM's token ids, and what ours alone has."""
         extra: dict[str, Any] = {}
         done = answer.completion
         if self.body.return_token_ids:

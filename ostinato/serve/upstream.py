@@ -55,9 +55,9 @@ class Upstream:
         headers = {name: value for name, value in request.headers.items() if name in KEPT}
         if self._key and not {"authorization", "x-api-key"} & headers.keys():
             headers["authorization"] = f"Bearer {self._key}"
-        asked = self._client.build_request(request.method, self._url + path, content=body, headers=headers)
+        passed = self._client.build_request(request.method, self._url + path, content=body, headers=headers)
         try:
-            reply = await self._client.send(asked, stream=True)
+            reply = await self._client.send(passed, stream=True)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ApiError(
                 f"{self._url} does not answer ({type(error).__name__}: {error})",

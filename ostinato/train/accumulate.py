@@ -277,7 +277,7 @@ def _sample(row: Row, index: int) -> Sample:
         logprobs=np.zeros(length, np.float32),
         advantages=np.zeros(length, np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
-        group=0,  # siblings are told by the tokens of their prompt
+        group=0,  # siblings are known by the tokens of their prompt
         prompt_len=row.prompt_len,
         uid=str(index),
     )

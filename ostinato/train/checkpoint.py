@@ -141,7 +141,7 @@ def _load(
             have = ", ".join(named) or "none"
             raise CheckpointError(f"checkpoint {folder / wanted} does not exist; those that do: {have}")
         if damage := find_damage(path):
-            raise CheckpointError(f"checkpoint {path} is damaged ({damage}); ask for another step")
+            raise CheckpointError(f"checkpoint {path} is damaged ({damage}); name another step")
         return _read(path, identity)
     for path in reversed(found):
         if damage := find_damage(path):

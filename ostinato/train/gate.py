@@ -2,7 +2,7 @@
 
 The trainer computes its own choice of experts anyway, so comparing it with the choice that came with the
 batch costs next to nothing. Aligned sequences agree in 98 % of the ids and more; routes shifted by a row, of
-another sequence or of another policy agree in far less, and nothing else would tell (``algo.routing``).
+another sequence or of another policy agree in far less, and nothing else would show it (``algo.routing``).
 Counting stays on the device, in one pass over whole arrays.
 
 The answer of a sequence and its prompt are judged apart, or a long prompt would vouch for a wrong answer. How

@@ -126,7 +126,7 @@ class TrainerLink:
 
     @property
     def consistent(self) -> bool:
-        """Can it tell its state after the last step without its worker, which may be lost or in the next?"""
+        """Does it have its state after the last step without its worker, which may be lost or in the next?"""
         return not self._since
 
     def adapters(self) -> Any:

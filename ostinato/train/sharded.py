@@ -134,7 +134,7 @@ class ShardedPasses:
 
     ``decoders``: the chunks of the model that this rank keeps, in order of depth, with ``adapters`` of all of
     them; ``ops``: of a rank (``parallel.rows.sequence_ops``), with gradients. ``entropy_grad``: the
-    objective wants the slope of the entropy.
+    objective uses the slope of the entropy.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class ShardedPasses:
         counts = self._counts(parts, mine, extras)
         outcomes = []
         for part, (logprobs, entropy), seen in zip(parts, pairs, counts, strict=True):
-            entropy.requires_grad_()  # an objective that wants its slope insists on one
+            entropy.requires_grad_()  # an objective that uses its slope requires one
             scores = Scores(logprobs=logprobs, entropy=entropy, counts=seen)
             outcomes.append(objective(part, scores).detached())
         return outcomes
@@ -232,8 +232,8 @@ class ShardedPasses:
         return mine
 
     def _forward(self, options: ScoreOptions) -> Forward[Slice]:
-        """What ``parallel.stages`` runs: beside the stream each chunk tells its own choice of experts for own
-        rows, and the margins."""
+        """What ``parallel.stages`` runs: beside the stream each chunk returns its own choice of experts for
+        own rows, and the margins."""
         gaps: list[Tensor] = []
         run = decoder_chunks(
             dict(zip(self._stages.chunks, self._decoders, strict=True)),
@@ -315,7 +315,7 @@ class ShardedPasses:
 
     @property
     def _leads(self) -> bool:
-        """Of the ranks that know the log-probabilities of a microbatch, the one that tells them."""
+        """Of the ranks that have the log-probabilities of a microbatch, the one that sends them."""
         return self._stages.is_last and self._at.context == 0 and self._at.tensor == 0
 
     def _everywhere(self, shapes: Sequence[Sequence[int]], own: Mapping[int, Tensor]) -> list[Any]:

@@ -88,7 +88,7 @@ def balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> di
     if not carried:
         return {}
     loads = np.concatenate([expert_loads(one, moe.num_experts) for one in carried])
-    if not loads.any():  # the batch carries routes, and knows none
+    if not loads.any():  # the batch carries routes, all unknown
         return {}
     if owner is None:
         owner = contiguous(len(moe.layers), moe.num_experts, nominal_ranks(moe.num_experts))

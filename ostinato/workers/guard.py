@@ -1,6 +1,6 @@
 """Runs a command, and ends it with all that it has started when its own standard input closes.
 
-The other end of that pipe is in the program that wanted the command: however that program ends, by kill -9
+The other end of that pipe is in the program that started the command: however that program ends, by kill -9
 too, the pipe closes. Started as a file in a session of its own; argv is the command.
 """
 

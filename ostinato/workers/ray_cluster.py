@@ -5,9 +5,9 @@
                                     Watch: does the head still answer?
 
 A worker is one async actor of ``host.Host``. Ray restarts nothing by itself: who calls a worker decides what
-becomes of its work, and asks for a new one. Actors and reservations die with this process. Ray aborts a
+becomes of its work, and starts a new one. Actors and reservations die with this process. Ray aborts a
 process that cannot reach its head for a minute; the watch notices sooner, so that a run can save and say why.
-Of the loss of its daemon on this host Ray tells nothing: it ends the process on the spot; a witness speaks.
+Of the loss of its daemon on this host Ray reports nothing: it ends the process on the spot; a witness speaks.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Cluster:
 
 
 def at_most(seconds: float, work: Callable[[], None]) -> None:
-    """Do it, but wait no longer: what asks a head that is gone comes back after a minute, if ever."""
+    """Do it, but wait no longer: a call of a head that is gone returns after a minute, if ever."""
     thread = threading.Thread(target=work, name="ray-at-most", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -330,8 +330,8 @@ def _begin(address: str, wants: Sequence[Want], folder: Path | None) -> None:
         if address == "auto":
             raise ValueError(_nobody(address, words(error))) from error
         raise ValueError(
-            f"cluster.address is {address!r}, where somebody answers, but no Ray that this process may join "
-            f"({words(error)}); it has to be of this version ({ray.__version__}), and where it asks for a "
+            f"cluster.address is {address!r}, where a server answers, but no Ray that this process may join "
+            f"({words(error)}); it has to be of this version ({ray.__version__}), and where it requires a "
             "token (RAY_AUTH_MODE=token) this process needs both"
         ) from error
     finally:
@@ -357,7 +357,7 @@ def check_one_host(nodes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def reach(address: str) -> None:
-    """Is there somebody at "host:port"? Ray itself asks for minutes. Raises ValueError where no server is."""
+    """Is there a server at "host:port"? Ray itself tries for minutes. Raises ValueError without one."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         raise ValueError(

@@ -121,15 +121,15 @@ class Remote(Protocol):
 
 class Patience:
     """How long an answer is waited for: until for ``within_s`` the worker's object has made no progress, or
-    for ``silence_s`` the worker has given no sign of life, which ``ask`` asks it for.
+    for ``silence_s`` the worker has given no sign of life, which ``query`` fetches.
 
-    Seconds are counted as slices in which somebody waited: while the event loop is blocked no worker is late.
+    Seconds are counted as slices in which a caller waited: while the event loop is blocked no worker is late.
     """
 
     def __init__(
-        self, ask: Callable[[], Future[float]], name: str, what: str, within_s: float, silence_s: float
+        self, query: Callable[[], Future[float]], name: str, what: str, within_s: float, silence_s: float
     ) -> None:
-        self._ask, self._name, self._what = ask, name, what
+        self._query, self._name, self._what = query, name, what
         self._within_s, self._silence_s = within_s, silence_s
         self._idle, self._silent, self._progress = 0.0, 0.0, 0.0
         self._sign: Future[float] | None = None  # no query in the first slice, where most answers come
@@ -138,11 +138,11 @@ class Patience:
         """A slice has passed in vain. Raises WorkerLost when it was the last."""
         self._idle, self._silent = self._idle + seconds, self._silent + seconds
         if self._sign is None:
-            self._sign = self._ask()
+            self._sign = self._query()
         elif self._sign.done() and self._sign.exception() is None:
             if (progress := self._sign.result()) > self._progress:
                 self._idle, self._progress = 0.0, progress
-            self._silent, self._sign = 0.0, self._ask()
+            self._silent, self._sign = 0.0, self._query()
         for passed, limit in ((self._silent, self._silence_s), (self._idle, self._within_s)):
             if passed >= limit:
                 raise WorkerLost(WorkerKind.of(self._name), f"{self._what} in {limit:g} s", self._name)
@@ -159,7 +159,7 @@ def refusal(error: BaseException, name: str) -> bytes:
     error.add_note(f"in {name}:\n{lines}")
     try:
         payload = sealed((False, error.with_traceback(None)))
-        opened(payload)  # an exception whose __init__ wants more than a message only breaks here
+        opened(payload)  # an exception whose __init__ takes more than a message only breaks here
     except Exception:
         fault = WorkerFault(f"{name} raised {type(error).__name__}: {error}")
         fault.add_note(lines)

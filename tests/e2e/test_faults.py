@@ -318,7 +318,7 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_goes_on(
     assert_as_if_nothing_had_happened(place, undisturbed)
 
 
-# --- a person or a scheduler wants it to stop ---------------------------------------------------------------
+# --- a person or a scheduler stops it ---------------------------------------------------------------
 
 
 def test_sigterm_finishes_the_step_and_saves(place: Place, undisturbed: Place) -> None:
@@ -365,8 +365,8 @@ def test_a_run_into_head_refuses_a_second_one_is_hung_up_and_resumed(
 
 
 def test_ctrl_c_twice_ends_a_hanging_run_at_once(tmp_path: Path, undisturbed: Place) -> None:
-    """The reward hangs in the second step, for longer than the test would wait: the first Ctrl-C asks to
-    finish that step, the second ends it. Groups that were graded come from the spool afterwards."""
+    """The reward hangs in the second step, for longer than the test would wait: the first Ctrl-C lets
+    that step end, the second ends it. Groups that were graded come from the spool afterwards."""
     hanging = EVAL_GROUPS + GROUPS_PER_STEP + 2
     place = Place(tmp_path, {hanging: "hangs_in_c"})
     with place.training() as process:

@@ -1,8 +1,8 @@
 """FLOPs from shapes against torch's profiler: whole training steps and whole rollouts, on every family.
 
 ``FlopCounterMode`` knows no grouped product, no addmm_ and no attention of the CPU; of other attention it
-counts the whole rectangle. ``formulas`` tells it: the pairs that the mask leaves, and values as wide as they
-are without the padding that flash attention wants. Everything else is counted by torch's own formulas.
+counts the whole rectangle. ``formulas`` adds them: the pairs that the mask leaves, and values as wide as they
+are without the padding that flash attention adds. Everything else is counted by torch's own formulas.
 """
 
 from __future__ import annotations

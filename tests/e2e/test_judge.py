@@ -158,10 +158,10 @@ def test_a_judge_is_served(trained: Path) -> None:
     with server("asset:seed-moe", adapters={"judge": str(trained)}, judge=str(trained)) as at:
         chat = [{"role": "user", "content": "2+2?"}]
         with httpx2.Client(base_url=at.url, timeout=60) as client:
-            said = client.post("/v1/judge", json={"messages": chat, "answers": ["4", "5", "4"]}).json()
+            found = client.post("/v1/judge", json={"messages": chat, "answers": ["4", "5", "4"]}).json()
             alone = client.post("/v1/judge", json={"messages": chat, "answers": ["4"]})
             none = client.post("/v1/judge", json={"messages": chat})
-    assert len(said["scores"]) == len(said["reasons"]) == 3
-    assert [(one["a"], one["b"]) for one in said["comparisons"]] == [(0, 1), (0, 2), (1, 2)]
-    assert all(len(one["said"]) == 2 for one in said["comparisons"])
+    assert len(found["scores"]) == len(found["reasons"]) == 3
+    assert [(one["a"], one["b"]) for one in found["comparisons"]] == [(0, 1), (0, 2), (1, 2)]
+    assert all(len(one["said"]) == 2 for one in found["comparisons"])
     assert (alone.status_code, none.status_code) == (400, 400) and "give two" in alone.text

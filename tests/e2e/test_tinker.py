@@ -70,7 +70,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self, *options: str) -> None:
-        asked = (
+        chosen = (
             "model.dtype=float32",
             "engine.threads=1",
             "--port",
@@ -79,7 +79,7 @@ class Server:
             str(self.state),
         )
         self.process = subprocess.Popen(
-            command("tinker", MODEL, *asked, *options), env=environment(), stdout=subprocess.PIPE, text=True
+            command("tinker", MODEL, *chosen, *options), env=environment(), stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         lines = []
@@ -170,9 +170,9 @@ def test_a_loop_learns_and_what_is_published_is_what_was_trained(server: Server,
     sampler = client.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints(TEXT)
     assert np.allclose(sampler.compute_logprobs(prompt).result()[1:], logprobs(output), atol=1e-5)
-    asked = types.SamplingParams(max_tokens=8, seed=5)
-    one = sampler.sample(prompt, num_samples=2, sampling_params=asked, topk_sample_logprobs=3).result()
-    two = sampler.sample(prompt, num_samples=2, sampling_params=asked).result()
+    sampling = types.SamplingParams(max_tokens=8, seed=5)
+    one = sampler.sample(prompt, num_samples=2, sampling_params=sampling, topk_sample_logprobs=3).result()
+    two = sampler.sample(prompt, num_samples=2, sampling_params=sampling).result()
     assert [s.tokens for s in one.sequences] == [s.tokens for s in two.sequences]
     assert one.sequences[0].topk_logprobs_np.logprobs.shape == (len(one.sequences[0].tokens), 3)
     answer = one.sequences[0]
@@ -188,16 +188,16 @@ def test_a_loop_learns_and_what_is_published_is_what_was_trained(server: Server,
 def test_prompts_are_scored_with_the_likeliest_and_from_where_it_is_wanted(service: Any) -> None:
     client = client_of(service)
     sampler = service.create_sampling_client(base_model=client.get_info().model_name).result()
-    prompt, asked = types.ModelInput.from_ints(TEXT), types.SamplingParams(max_tokens=1, temperature=0.0)
+    prompt, sampling = types.ModelInput.from_ints(TEXT), types.SamplingParams(max_tokens=1, temperature=0.0)
     options: dict[str, Any] = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 4}
-    found = sampler.sample(prompt, 1, asked, **options).result()
+    found = sampler.sample(prompt, 1, sampling, **options).result()
     assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == len(TEXT)
     top = found.topk_prompt_logprobs
     assert top[0] is None and all(len(row) == 4 for row in top[1:])
     for k, row in enumerate(top[1:], start=1):
         if (kept := dict(row).get(TEXT[k])) is not None:
             assert kept == pytest.approx(found.prompt_logprobs[k], abs=1e-6)
-    last = sampler.sample(prompt, 1, asked, prompt_logprobs_last_n=3, **options).result()
+    last = sampler.sample(prompt, 1, sampling, prompt_logprobs_last_n=3, **options).result()
     assert last.prompt_logprobs[:-3] == [None] * (len(TEXT) - 3)
     assert last.prompt_logprobs[-3:] == found.prompt_logprobs[-3:]
     assert sampler.get_base_model().endswith("seed-moe")
@@ -325,13 +325,13 @@ def test_bad_samples_and_models_are_a_users_error(service: Any) -> None:
     with pytest.raises(tinker.RequestFailedError, match="base_model is 'other/model'; this server has"):
         service.create_lora_training_client("other/model").result()
     sampler = service.create_sampling_client(base_model=MODEL).result()
-    asked: dict[str, Any]
-    for asked, sentence in (
+    sampling: dict[str, Any]
+    for sampling, sentence in (
         ({"max_tokens": 10**6}, "max_tokens is 1000000 and the context leaves"),
         ({"temperature": -1.0, "max_tokens": 1}, "temperature is -1.0"),
     ):
         with pytest.raises(tinker.RequestFailedError, match=sentence):
-            sampler.sample(types.ModelInput.from_ints(TEXT), 1, types.SamplingParams(**asked)).result()
+            sampler.sample(types.ModelInput.from_ints(TEXT), 1, types.SamplingParams(**sampling)).result()
     with pytest.raises(tinker.RequestFailedError, match="a prompt has the token 99999"):
         sampler.sample(types.ModelInput.from_ints([99999]), 1, types.SamplingParams(max_tokens=1)).result()
 
@@ -417,8 +417,8 @@ def test_a_server_that_is_ended_loses_nothing(tmp_path: Path, ends: str, pause_s
         client.forward_backward(rows[0], "cross_entropy").result()
         client.optim_step(ADAM).result()
         client.forward_backward(rows[1], "cross_entropy").result()  # only gradients hold it
-        asked = types.SamplingParams(max_tokens=60, seed=3, stop=[])
-        sampled = sampler.sample(types.ModelInput.from_ints(TEXT), 4, asked)
+        sampling = types.SamplingParams(max_tokens=60, seed=3, stop=[])
+        sampled = sampler.sample(types.ModelInput.from_ints(TEXT), 4, sampling)
         futures = [client.forward_backward(rows[2], "cross_entropy"), client.optim_step(ADAM)]
         if disturbed:
             while ends == "SIGTERM" and pending(running, client) != ["forward_backward", "optim_step"]:

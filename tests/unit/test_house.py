@@ -72,7 +72,7 @@ BUDGETS = {
     "ablate": 1_215,  # 780, arms under one budget 430
     "parallel": 3_510,
     "launch": 6_300,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
-    # the loop of a product 1,090, what the forgetting watch asks 120, memories 120, first users 30
+    # the loop of a product 1,090, the questions of the forgetting watch 120, memories 120, first users 30
     "pipeline": 3_660,  # 3,150, a curriculum, the forgetting watch 360
     "scaling": 2_790,  # with its commands, gains of arms 165
     "train": 3_260,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO

@@ -185,7 +185,7 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_path_is_taken_by_one_alone(tmp_path: Path) -> None:
-    """Three `train` that began in one second had one folder; two of them were then told to resume the live
+    """Three `train` that began in one second had one folder; two of them then got a hint to resume the live
     run of the third."""
     now = datetime(2025, 1, 2, 3, 4, 5)
     with ThreadPoolExecutor(8) as pool:

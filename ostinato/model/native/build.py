@@ -42,7 +42,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def _with_openmp(options: tuple[str, ...], system: str = platform.system()) -> tuple[str, ...]:
-    """Apple's clang knows OpenMP behind its preprocessor only, and torch's package has the header there."""
+    """Apple's clang has OpenMP behind its preprocessor only, and torch's package has the header there."""
     if system != "Darwin":
         return options
     before = tuple(option for option in options if option != "-fopenmp")

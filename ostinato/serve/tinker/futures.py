@@ -46,7 +46,7 @@ class Futures:
             self._start(stored)
 
     async def result(self, id: str, wait_s: float) -> Stored | None:
-        """The request once it has ended, or as it is after ``wait_s``; None for one that nobody knows."""
+        """The request once it has ended, or as it is after ``wait_s``; None for one that is unknown."""
         stored = self._registry.request(id)
         if stored is not None and stored.state == PENDING and not self._is_ending:
             event = self._ended.setdefault(id, asyncio.Event())

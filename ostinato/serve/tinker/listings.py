@@ -1,4 +1,4 @@
-"""What clients ask about their sessions, runs and checkpoints."""
+"""What clients query of their sessions, runs and checkpoints."""
 
 from __future__ import annotations
 

@@ -199,15 +199,15 @@ class Models:
                 work = model.trained.pieces(rows, loss, learn=not message.forward_only)
                 return work if message.forward_only else model.record.counted(rows, work)
             case "optim_step":
-                asked = parsed(OptimBody, stored.body or b"").adam_params
-                if asked is None:
+                given = parsed(OptimBody, stored.body or b"").adam_params
+                if given is None:
                     raise UserError("optim_step has no adam_params; this server trains with AdamW alone")
                 adam = Adam(
-                    lr=asked.learning_rate,
-                    betas=(asked.beta1, asked.beta2),
-                    eps=asked.eps,
-                    weight_decay=asked.weight_decay,
-                    max_grad_norm=max(0.0, asked.grad_clip_norm),
+                    lr=given.learning_rate,
+                    betas=(given.beta1, given.beta2),
+                    eps=given.eps,
+                    weight_decay=given.weight_decay,
+                    max_grad_norm=max(0.0, given.grad_clip_norm),
                 )
                 model.is_clean, began = True, time.perf_counter()
                 taken = model.trained.optim_step(adam)

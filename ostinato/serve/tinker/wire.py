@@ -210,17 +210,17 @@ class SampleBody(Body):
 
     def sampling(self, eos: Sequence[int], room: int) -> Sampling:
         """``stop`` given as tokens replaces the model's own; as strings it stands beside them; [] is none."""
-        asked, stop = self.sampling_params, self.sampling_params.stop
+        given, stop = self.sampling_params, self.sampling_params.stop
         strings = [stop] if isinstance(stop, str) else [one for one in stop or [] if isinstance(one, str)]
         tokens = [one for one in stop or [] if isinstance(one, int)]
-        most = room if asked.max_tokens is None else asked.max_tokens
+        most = room if given.max_tokens is None else given.max_tokens
         if most > room:
             raise UserError(f"max_tokens is {most} and the context leaves {room}; lower it or cut the prompt")
         try:
             return Sampling(
-                temperature=asked.temperature,
-                top_k=max(0, asked.top_k),
-                top_p=asked.top_p,
+                temperature=given.temperature,
+                top_k=max(0, given.top_k),
+                top_p=given.top_p,
                 max_tokens=most,
                 stop_tokens=tuple(tokens) if tokens or stop == [] else tuple(eos),
                 stop_strings=tuple(strings),
@@ -231,7 +231,7 @@ class SampleBody(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptScores:
-    """What a request wants to have of its prompt [P]; nothing precedes the first token."""
+    """What a request gets of its prompt [P]; nothing precedes the first token."""
 
     logprobs: np.ndarray  # [P - 1] of the tokens that came
     top: tuple[np.ndarray, np.ndarray] | None = None  # ids, log-probabilities [P - 1, k]

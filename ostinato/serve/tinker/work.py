@@ -221,8 +221,8 @@ class Work:
             raise UserError("target_prompt_logprobs and prompt_alt_tokens_k are not computed by this server")
         sampling = body.sampling(self.base.renderer.stop_tokens, self.base.context - len(tokens))
         drawn = int.from_bytes(hashlib.sha256(stored.id.encode()).digest()[:7])
-        asked = body.sampling_params.seed
-        seed = drawn if asked is None else (asked + 2**63) % 2**64 - 2**63
+        given = body.sampling_params.seed
+        seed = drawn if given is None else (given + 2**63) % 2**64 - 2**63
         requests = [
             Request(
                 tokens=tokens,

@@ -197,7 +197,7 @@ def test_never_more_logits_than_a_chunk() -> None:
     linear_logprobs(hidden, weight, targets, chunk=3, matmul_nt=matmul_nt, matmul_nn=torch.mm)[
         0
     ].sum().backward()
-    assert sizes == [3, 3, 1]  # and backward asks for none
+    assert sizes == [3, 3, 1]  # and backward computes none
     sizes.clear()
     chunked_logprobs(hidden, targets, lambda h: matmul_nt(h, weight), chunk=3)[0].sum().backward()
     assert sizes[:3] == [3, 3, 1] and max(sizes) == 3

@@ -40,7 +40,7 @@ WORDS = st.integers(0, 2**64 - 1)
 
 
 def test_golden_values_never_change() -> None:
-    """Every run that somebody wants to repeat depends on these bits."""
+    """Every run that is repeated depends on these bits."""
     for seed, expected in GOLDEN_KEYS.items():
         assert key(seed) == expected
     drawn = [uniform(key((7, 1, 2, 3)), position) for position in (0, 1, 2, 4095)]

@@ -134,12 +134,12 @@ def test_an_error_leaves_no_block_of_a_draft_behind() -> None:
     requests = requested(2)
     plain = answers(engine(), requests)
     ours = engine(oracle(requests, plain))
-    heard = 0
+    sampled = 0
 
     def listener(index: int, emitted: Emitted) -> None:
-        nonlocal heard
-        heard += len(emitted.tokens)
-        if heard >= 9:
+        nonlocal sampled
+        sampled += len(emitted.tokens)
+        if sampled >= 9:
             raise RuntimeError("the listener broke")
 
     async def listen() -> None:
@@ -180,7 +180,7 @@ def test_a_block_added_before_others_are_given_back_is_in_the_table() -> None:
         cache.allocate(),
     ]  # a failed draft's
     table.show_blocks(other)
-    table.length[growing] = 40  # wants two more blocks: one is free, one is given back
+    table.length[growing] = 40  # needs two more blocks: one is free, one is given back
     preempted = scheduler.append_blocks(growing)
     blocks = table.at(growing).blocks
     assert len(blocks) == 3 and not preempted

@@ -129,9 +129,9 @@ def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens
         return forward(plan)
 
     ours._runner.run = counted  # type: ignore[method-assign]
-    asks = [request(5 + i, i, max_tokens=60) for i in range(4)]
-    sampled = answers(ours, asks)
-    parts = [completion_work(len(one.tokens), done) for one, done in zip(asks, sampled, strict=True)]
+    requests = [request(5 + i, i, max_tokens=60) for i in range(4)]
+    sampled = answers(ours, requests)
+    parts = [completion_work(len(one.tokens), done) for one, done in zip(requests, sampled, strict=True)]
     works = [part.total for part in parts]
     assert ran == {"tokens": sum(one.tokens for one in works), "pairs": sum(one.pairs for one in works)}
     assert sum(part.recomputed.tokens for part in parts) > 50
@@ -139,7 +139,7 @@ def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens
         sum(len(done.recomputed) for done in sampled if done.recomputed is not None)
         == ours.counters.preempted
     )
-    assert all(done.recomputed is None for done in answers(engine(None), asks))
+    assert all(done.recomputed is None for done in answers(engine(None), requests))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -99,7 +99,7 @@ def test_any_number_of_samplers_is_one_engine_bit_for_bit(
 
 
 def test_a_payload_that_was_damaged_on_its_way_costs_a_worker_and_no_token() -> None:
-    """Its values are finite and fit: only the fingerprint tells."""
+    """Its values are finite and fit: only the fingerprint shows it."""
     damaged = []
 
     class Noisy(Mortal):

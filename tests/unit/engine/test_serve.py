@@ -126,10 +126,10 @@ async def test_answers_of_earlier_steps_and_whole_policies_reach_the_engine(tmp_
         def publish_weights(self, path: Path, version: int) -> None:
             self.publish(int(path.read_text()), version)
 
-    heard: list[tuple[str, int, Sequence[HistoryEntry]]] = []
+    remembered: list[tuple[str, int, Sequence[HistoryEntry]]] = []
     (tmp_path / "weights").write_text("21")
 
-    ours = server(Whole(), remember=lambda *answers: heard.append(answers))
+    ours = server(Whole(), remember=lambda *answers: remembered.append(answers))
     sent = Publication(
         version=4,
         fingerprint="",
@@ -139,7 +139,7 @@ async def test_answers_of_earlier_steps_and_whole_policies_reach_the_engine(tmp_
     assert await ours.publish(sent) == publication(21, 4).fingerprint
     [span] = (await ours.collect(0.1)).spans
     assert (span.kind, span.amount) == (Kind.PUBLISH, 2)
-    assert heard == [("p0", 3, ()), ("p1", 3, ())]
+    assert remembered == [("p0", 3, ()), ("p1", 3, ())]
 
 
 @jumping

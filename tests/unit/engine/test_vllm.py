@@ -536,5 +536,5 @@ def test_an_answer_without_log_probabilities_is_an_error() -> None:
 
 def test_a_server_that_asks_for_another_key_is_named(server: FakeVllm) -> None:
     server.revive()
-    with pytest.raises(ValueError, match="asks for another key; start it with the VLLM_API_KEY of this"):
+    with pytest.raises(ValueError, match="requires another key; start it with the VLLM_API_KEY of this"):
         check(server.address, [0], "another")

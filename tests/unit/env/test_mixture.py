@@ -41,7 +41,7 @@ def test_every_stretch_has_the_tasks_by_their_weights(weights: list[float], star
 
 
 def test_the_order_is_what_it_was() -> None:
-    """A change of it would change every run of a mixture that anybody wants to repeat."""
+    """A change of it would change every run of a mixture that is repeated."""
     order = [turn(0, arcs([2, 1]), index) for index in range(10)]
     assert "".join("ab"[task] for task, _ in order) == "aababaabaa"
     assert [place for _, place in order] == [0, 1, 0, 2, 1, 3, 4, 2, 5, 6]

@@ -1,4 +1,4 @@
-"""Routes as data, and the gate that tells whose they are."""
+"""Routes as data, and the gate that finds whose they are."""
 
 from __future__ import annotations
 

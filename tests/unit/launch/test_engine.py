@@ -134,7 +134,7 @@ def test_a_run_can_begin_where_the_servers_log_is(tmp_path: Path) -> None:
 
 
 class Loaded(Worker):
-    """As much of vLLM's worker as the extension asks of it."""
+    """As much of vLLM's worker as the extension uses of it."""
 
     def __init__(self, *adapters: int) -> None:
         self.adapters, self.requested = set(adapters), list[Any]()

@@ -170,10 +170,10 @@ def test_a_judge_that_hangs_is_a_fault_by_name() -> None:
 
 
 def test_the_grader_adds_it_to_other_functions(tmp_path: Path) -> None:
-    said = [completion([1], stop=Stop.EOS, text=text) for text in ("four", "xx")]
+    done = [completion([1], stop=Stop.EOS, text=text) for text in ("four", "xx")]
     played = [
         Trajectory(turns=(Turn(context=one.tokens, completion=one),), stop=Stop.EOS, seed=(0,))
-        for one in said
+        for one in done
     ]
     group, names = Group(prompt=PROMPT, trajectories=tuple(played), step=0), ["exact", "judge:j"]
     for opinion, expected in ((longer, [1.5, 0.0]), (first, [None, None])):
@@ -215,7 +215,7 @@ def test_a_revision_is_of_the_adapter_and_of_what_decides(folder: Path, tmp_path
     assert sources(str(folder))[0].revision == found.revision
     moved = folder.rename(tmp_path / "moved")
     assert sources(f"{moved}@{found.revision}")[0].revision == found.revision
-    with pytest.raises(ValueError, match=f"is at revision {found.revision}, and 0123 is wanted"):
+    with pytest.raises(ValueError, match=f"is at revision {found.revision}, and 0123 is named"):
         sources(f"{moved}@0123")
     with pytest.raises(ValueError, match="template pairwise has fields"):
         (moved / "judge.json").write_text('{"model": "asset:seed-moe", "template": "{a}"}')
@@ -276,20 +276,20 @@ def test_data_has_both_orders_and_no_question_on_both_sides(tmp_path: Path) -> N
     file.write_text("".join(pairs()))
     write_data(preferences(str(file)), spec, tmp_path / "data", 0.3)
     write_data(preferences(str(file)), spec, tmp_path / "again", 0.3)
-    asked = {}
+    prompts = {}
     for split in ("train", "eval"):
         for kind in ("warm", "pairs"):
             path = f"{kind}/{split}.jsonl"
             assert (tmp_path / "data" / path).read_bytes() == (tmp_path / "again" / path).read_bytes()
         warm, rows = (lines(tmp_path / "data" / kind / f"{split}.jsonl") for kind in ("warm", "pairs"))
-        asked[split] = {row["prompt"][0]["content"].split("|")[0] for row in rows}
+        prompts[split] = {row["prompt"][0]["content"].split("|")[0] for row in rows}
         assert len(warm) == 2 * len(rows)
         by_chat = {row["prompt"][0]["content"]: row["completion"][0]["content"] for row in warm}
         for row in rows:
             right, wrong = row["answer"], {"A": "B", "B": "A"}[row["answer"]]
             assert by_chat[row["prompt"][0]["content"]] == f"{right} is good work\nVerdict: {right}"
             assert by_chat[row["swapped"][0]["content"]] == f"{wrong} is good work\nVerdict: {wrong}"
-    assert asked["train"] and asked["eval"] and not asked["train"] & asked["eval"]
+    assert prompts["train"] and prompts["eval"] and not prompts["train"] & prompts["eval"]
 
 
 def test_pairs_come_out_of_a_store_and_the_last_are_held_out(tmp_path: Path) -> None:
@@ -305,9 +305,9 @@ def test_pairs_come_out_of_a_store_and_the_last_are_held_out(tmp_path: Path) -> 
             store.write([edit], [answer])
     found = preferences(file, holdout=0.2)
     assert {(one.chosen, one.rejected) for one in found} == {("one two four", "one two three")}
-    asked = {one.chat[0]["content"]: one.split for one in found}
-    late = [name for name, side in asked.items() if side == "eval"]
-    assert len(asked) == 19 and "q3" not in asked
+    prompts = {one.chat[0]["content"]: one.split for one in found}
+    late = [name for name, side in prompts.items() if side == "eval"]
+    assert len(prompts) == 19 and "q3" not in prompts
     assert late == [f"q{k}" for k in range(20 - len(late), 20)] and 3 <= len(late) <= 5
 
 
@@ -350,13 +350,13 @@ def test_the_reward_needs_both_orders_and_weighs_critiques() -> None:
     def chat(*texts: str) -> list[dict[str, str]]:
         return [{"role": "assistant", "content": text} for text in texts]
 
-    said = [
+    answers = [
         chat("Verdict: A", "Verdict: B"),
         chat("Verdict: A", "Verdict: A"),
         chat("Verdict: A"),
         chat("", ""),
     ]
-    assert both_right(said, ["A"] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert both_right(answers, ["A"] * 4) == [1.0, 0.0, 0.0, 0.0]
     critiques = [["The sum is wrong.", "The sum is wrong."]] * 2
     spoken = [
         chat("The sum is wrong.\nVerdict: B", "The sum is wrong.\nVerdict: A"),

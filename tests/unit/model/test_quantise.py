@@ -34,6 +34,10 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def values(coded: Quantised) -> Tensor:
+    return coded.codes.float() * coded.scale.unsqueeze(-1)
+
+
 def tiny(dtype: torch.dtype = torch.float32, *, moe: bool = True) -> Decoder:
     return tiny_decoder(dtype, num_hidden_layers=3, mlp_only_layers=[0] if moe else [0, 1, 2])
 
@@ -50,18 +54,18 @@ def tiny(dtype: torch.dtype = torch.float32, *, moe: bool = True) -> Decoder:
 def test_rounding_is_to_the_nearest_code(shape: tuple[int, ...], size: float, seed: int) -> None:
     weight = size * draw(*shape, seed=seed)
     int8 = codes(weight, Weights.INT8)
-    assert ((int8.dequantised() - weight).abs() <= 0.5001 * int8.scale.unsqueeze(-1)).all()
+    assert ((values(int8) - weight).abs() <= 0.5001 * int8.scale.unsqueeze(-1)).all()
     assert (int8.codes.abs().amax(-1) == 127).all()
     fp8 = codes(weight, Weights.FP8)  # 3 bits of mantissa, or half a step of the subnormals
     step = torch.maximum(weight.abs() / 16, 2**-10 * fp8.scale.unsqueeze(-1))
-    assert ((fp8.dequantised() - weight).abs() <= 1.0001 * step).all()
+    assert ((values(fp8) - weight).abs() <= 1.0001 * step).all()
 
 
 @pytest.mark.parametrize("kind", CODED)
 def test_rows_of_zeros_and_of_the_smallest_numbers_stay_finite(kind: Weights) -> None:
     weight = torch.tensor([[0.0, 0.0], [1e-45, 0.0], [3e38, -3e38]])
-    assert torch.isfinite(codes(weight, kind).dequantised()).all()
-    assert (codes(weight, kind).dequantised()[0] == 0).all()
+    assert torch.isfinite(values(codes(weight, kind))).all()
+    assert (values(codes(weight, kind))[0] == 0).all()
 
 
 def test_every_code_means_what_torch_says(kernels: Kernels) -> None:
@@ -121,7 +125,7 @@ def test_experts(kernels: Kernels, kind: Weights, scheme: ExpertScheme | None) -
     ours = kernels.ops.experts(x, ids, weights, gate_up, down, lora)
     twin = TORCH_OPS.experts(x, ids, weights, gate_up, down, lora)
     wide = lora and ExpertLora(*(factor.float() for factor in lora[:4]), scale=lora.scale)
-    loop = experts_loop(x.float(), ids, weights, gate_up.dequantised(), down.dequantised(), wide)
+    loop = experts_loop(x.float(), ids, weights, values(gate_up), values(down), wide)
     for found in (ours, twin):
         assert (found.float() - loop).abs().max() <= 0.03 * loop.abs().max()
     for rows in (1, 3, 17):
@@ -148,7 +152,7 @@ def test_a_quantised_decoder_is_the_decoder_of_its_values(kind: Weights) -> None
     decoder, tokens = tiny(), torch.arange(20)
     coded = quantise(decoder, kind).quantised
     stored = {
-        name: nn.Parameter(coded[name].dequantised(), requires_grad=False) if name in coded else weight
+        name: nn.Parameter(values(coded[name]), requires_grad=False) if name in coded else weight
         for name, weight in decoder.named_parameters()
     }
     exact, _ = Decoder(decoder.config, stored=stored)(tokens, torch.arange(20), CausalAttention())

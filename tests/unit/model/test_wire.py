@@ -124,7 +124,7 @@ def test_what_is_packed_does_not_change_with_the_adapters() -> None:
 
 @given(data=st.data())
 def test_a_fingerprint_changes_with_every_bit(data: st.DataObject) -> None:
-    """Any bit of any factor, which also tells 0.0 from -0.0; and it is 16 hex digits."""
+    """Any bit of any factor, which also distinguishes 0.0 from -0.0; and it is 16 hex digits."""
     changed = adapters()
     leaf = data.draw(st.sampled_from(list(changed.parameters()))).detach()
     place, bit = data.draw(st.integers(0, leaf.numel() - 1)), data.draw(st.integers(0, 31))

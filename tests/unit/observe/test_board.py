@@ -1,4 +1,4 @@
-"""The board: logs are read once and known again, curves are bounded, and the server tells what is there."""
+"""The board: logs are read once and known again, curves are bounded, and the server serves what is there."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ def test_the_plots() -> None:
 
 @pytest.mark.parametrize(("replay", "gated"), [(True, True), ("auto", True), (False, False)])
 def test_no_gate_is_told_of_where_nothing_is_replayed(replay: bool | str, gated: bool) -> None:
-    """With replay off the report claimed that the gate asks for 90 % and refuses less."""
+    """With replay off the report claimed that the gate requires 90 % and refuses less."""
     section = mismatch_section(data(mismatch_row(1), recipe={"trainer": {"replay": replay}}))
     (common,) = (fact for fact in section.facts if fact.name == "Experts in common")
     chart = charts(section)["agreement"]

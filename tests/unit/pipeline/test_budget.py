@@ -72,13 +72,13 @@ def as_fields(one: object) -> dict[str, object]:
 
 def test_shuffled_rewards_are_the_same_rewards_of_other_answers() -> None:
     def answer(n: int) -> Trajectory:
-        said = Completion(
+        done = Completion(
             tokens=np.array([n], np.int32),
             logprobs=np.zeros(1, np.float32),
             versions=np.zeros(1, np.int32),
             stop=Stop.EOS,
         )
-        turn = Turn(context=np.array([1], np.int32), completion=said)
+        turn = Turn(context=np.array([1], np.int32), completion=done)
         return Trajectory(turns=(turn,), stop=Stop.EOS, seed=(n,), reward=Reward(value=float(n < 4)))
 
     groups = [
@@ -90,6 +90,6 @@ def test_shuffled_rewards_are_the_same_rewards_of_other_answers() -> None:
         credit = assign(groups, algorithm("grpo", scale="none", **keys), min_verdicts=2, answer_tokens=4)
         return np.array([sample.advantages[-1] for sample in credit.samples]).reshape(40, 8)
 
-    told, dealt = advantages(), advantages(shuffled=True)
-    assert (np.sort(told) == np.sort(dealt)).all() and (told != dealt).any()
+    plain, dealt = advantages(), advantages(shuffled=True)
+    assert (np.sort(plain) == np.sort(dealt)).all() and (plain != dealt).any()
     assert abs(dealt.mean(0)).max() < 0.25 and (dealt == advantages(shuffled=True)).all()

@@ -66,7 +66,7 @@ def test_the_names_of_the_waste() -> None:
 
 
 def test_distillation_trains_on_all_that_was_played() -> None:
-    """Whatever the verdicts; the teacher writes the advantages, and a reward is added where it is wanted."""
+    """Whatever the verdicts; the teacher writes the advantages, and a reward is added where there is one."""
     groups = [group(member(None, 1), member(1, 2), member(None, 3, Stop.ERROR)), group(member(1, 4))]
     made = credit(groups, "opd")
     assert [sample.uid for sample in made.samples] == ["p#0", "p#1", "p#0"]
@@ -144,7 +144,7 @@ def test_tokens_are_conserved(outcomes: list, name: str, mask_truncated: bool) -
         assert (weight[~sample.loss_mask] == 0).all()
 
 
-# ---- the compute axis C of a run in FLOPs: what its recipe asks for, whatever the engine made of it
+# ---- the compute axis C of a run in FLOPs: what its recipe requires, whatever the engine made of it
 
 
 COUNTS = st.integers(0, 3)
@@ -297,7 +297,7 @@ def test_each_turn_is_kept_behind_the_end_of_all_before_it() -> None:
 
 
 def test_what_cannot_be_searched_by_noise_is_counted_and_left_out() -> None:
-    """Another engine tells no edges, and the numbers of a failed answer may be broken."""
+    """Another engine gives no edges, and the numbers of a failed answer may be broken."""
     groups = [siblings("a", guessed([1]), guessed([2], edges=None), guessed([3], stop=Stop.ERROR))]
     kept, num_skipped = pasts(groups)
     assert [past.tokens.tolist() for past in kept["a"]] == [[1]] and num_skipped == 2

@@ -32,14 +32,14 @@ floats = st.floats(-1e9, 1e9)
 
 
 def watch(bench: Bench, questions: int = 64, steps: int = 6, **options: float) -> Forgetting:
-    """Of a bandit: it is asked for two tokens, and its answer is right where the first is the next digit."""
-    asked = [
+    """Of a bandit: it gets two tokens, and its answer is right where the first is the next digit."""
+    found = [
         Question(tokens=np.array([7, 8, n % 10], np.int32), right=lambda text, n=n: text[0] != str(n % 10))
         for n in range(questions)
     ]
     terms = {"seed": 3, "share": 0.5, "tolerance": 0.05, **options}
     return Forgetting(
-        questions=asked,
+        questions=found,
         about="digits",
         sampling=SAMPLING,
         scorer=bench.trainer,

@@ -119,11 +119,11 @@ def test_without_staleness_the_loop_is_what_it_was(tmp_path: Path) -> None:
     stage = replace(bench.loop.stage, engine=engine)
     for step in range(1, 5):
         engine.publish(trainer.adapters(), step - 1)
-        asks = [
+        requests = [
             RolloutRequest(prompt=Stream().prompt(i), seed=(0, step, i), group_size=8, step=step)
             for i in range(4 * step - 4, 4 * step)
         ]
-        groups = [item.group for item in asyncio.run(play(stage, asks))]
+        groups = [item.group for item in asyncio.run(play(stage, requests))]
         credit = assign(groups, bench.loop.algorithm, min_verdicts=2, answer_tokens=2)
         if credit.samples:
             trainer.step(pack(credit.samples, credit.weights, tokens_per_microbatch=64, version=step - 1))

@@ -220,7 +220,7 @@ os._exit(5)
 
 
 def test_no_folder_is_left_where_the_trainer_was_killed_at_once(tmp_path: Path) -> None:
-    """A worker that had not yet heard what to do had no keeper, and its folder stayed in /tmp."""
+    """A worker that had no call yet had no keeper, and its folder stayed in /tmp."""
     folder = tmp_path / "own"
     folder.mkdir()
     ours, theirs = socket.socketpair()

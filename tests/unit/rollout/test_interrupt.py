@@ -116,7 +116,7 @@ def group_of(*trajectories: Trajectory) -> Group:
 def by_hand(
     table: np.ndarray, rule: Interruption, seed: tuple[int, ...], sampling: Sampling
 ) -> dict[str, Any]:
-    """The slow twin: one token after the other, with the rule as the recipe's page tells it."""
+    """The slow twin: one token after the other, with the rule of the recipe's page."""
     context, sampled, put_in = WORDS.encode("abc").tolist(), [], []
     logprobs: list[float] = []
 

@@ -93,7 +93,7 @@ def test_nobody_is_ranked_against_a_recipe_that_is_not_identified() -> None:
     long = runs({"other": RECIPE})
     found = ablate([*short, *(replace(run, seed=run.seed) for run in long)])
     assert found.shared_A is None
-    assert arm(found, "other").A is not None  # its own curve may be told
+    assert arm(found, "other").A is not None  # its own curve may be reported
     assert arm(found, "other").verdict is Verdict.NOT_RANKED
     assert "not identified" in arm(found, "other").reason
     assert found.common == 6000.0
@@ -101,7 +101,7 @@ def test_nobody_is_ranked_against_a_recipe_that_is_not_identified() -> None:
 
 
 def test_runs_that_have_not_ended_are_held_up_to_nobody() -> None:
-    """The common compute is that of runs which have ended and may be told; without such, of those that have
+    """The common compute is that of runs which have ended and are ranked; without such, of those that have
     ended, or else of all."""
     long, short = curve(RECIPE, 0), curve(RECIPE, 1, last=900.0)
 
@@ -184,7 +184,7 @@ def test_the_spread_moves_with_the_scale_and_not_with_the_place(
 
 @pytest.mark.parametrize("tau", [0.006, 0.012, 0.05])
 def test_intervals_of_two_seeds_hold(tau: float) -> None:
-    """Nine arms with two seeds each, many times over, whose own errors are as small as told or as large."""
+    """Nine arms with two seeds each, many times over, whose own errors are as small as stated or as large."""
     rng, hits = np.random.default_rng(1), []
     for _ in range(100):
         errors = rng.uniform(0.004, 0.012, (9, 2))

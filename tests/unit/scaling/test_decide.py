@@ -1,4 +1,4 @@
-"""What may be said of a curve, what is refused, and what is decided by it."""
+"""What may be reported of a curve, what is refused, and what is decided by it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_between_two_and_three_C_mid_a_forecast_is_provisional() -> None:
 def test_short_of_one_and_a_half_C_mid_nothing_is_identified(seed: int) -> None:
     found = assess(posterior(simulated(SCALERL, C * 1.4 * 2542 / 10_000, seed=seed)))
     assert found.standing is Standing.NOT_IDENTIFIED
-    assert found.A is not None and found.A.width > 0.1  # told as wide as it is ...
+    assert found.A is not None and found.A.width > 0.1  # shown as wide as it is ...
     assert math.isnan(found.A.median)  # ... and without what would look like a forecast
 
 
@@ -103,8 +103,8 @@ def test_a_slow_fall_is_seen(n: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_run_that_was_saturated_when_first_evaluated_knows_its_ceiling_alone(seed: int) -> None:
-    """Least squares had B at its bound in 22 of 30 such runs; in the others the prior's B and C_mid were told
-    as if they had been measured."""
+    """Least squares had B at its bound in 22 of 30 such runs; in the others the prior's B and C_mid were
+    shown as if they had been measured."""
     compute, rng = np.linspace(1000, 20_000, 20), np.random.default_rng(seed)
     found = assess(posterior(series("flat", compute, 0.6 + 0.004 * rng.standard_normal(20), R0=0.2)))
     assert Flag.B_UNKNOWN in found.flags and not found.steep
@@ -169,19 +169,19 @@ def test_a_law_that_foretold_better_and_promises_the_gain_is_no_reason_to_stop()
 def test_a_curve_that_refutes_the_model_gives_no_number() -> None:
     C = np.linspace(500, 10_000, 20)
     fallen = posterior(series("fallen", C, np.linspace(0.4, 0.3, 20), R0=0.4))
-    decision, told = decide(fallen, Terms(budget=20_000)), forecast(fallen, 1e5)
+    decision, shown = decide(fallen, Terms(budget=20_000)), forecast(fallen, 1e5)
     assert (decision.action, decision.gain) == (Action.UNDECIDED, None)
     assert "fallen below where they began" in decision.reason
-    assert (told.score, told.measured) == (None, None)
+    assert (shown.score, shown.measured) == (None, None)
 
 
-def test_forecasts_tell_a_point_only_where_the_curve_is_identified() -> None:
-    told, untold = forecast(known(12_000), 1e5), forecast(known(2_500), 1e5)
-    assert told.score is not None and told.measured is not None
-    assert told.score.median == pytest.approx(0.61, abs=0.02)
-    assert told.measured.width > told.score.width
-    assert untold.score is not None and untold.score.width > 0.1
-    assert math.isnan(untold.score.median)
+def test_forecasts_have_a_point_only_where_the_curve_is_identified() -> None:
+    shown, hidden = forecast(known(12_000), 1e5), forecast(known(2_500), 1e5)
+    assert shown.score is not None and shown.measured is not None
+    assert shown.score.median == pytest.approx(0.61, abs=0.02)
+    assert shown.measured.width > shown.score.width
+    assert hidden.score is not None and hidden.score.width > 0.1
+    assert math.isnan(hidden.score.median)
 
 
 def test_reaching_a_target() -> None:

@@ -300,7 +300,7 @@ def test_the_error_of_R0_is_integrated_out() -> None:
 
 
 def test_a_measured_R0_is_corrected_by_the_curve() -> None:
-    """R0 measured 0.05 too low, with that error told: the draws of R0 are drawn to where it is."""
+    """R0 measured 0.05 too low, with that error stated: the draws of R0 are drawn to where it is."""
     clean = simulated(SCALERL, np.linspace(0.1, 4, 40) * SCALERL.C_mid, sd=0.002, rho=0.0)
     one = series("run", clean.compute, clean.score, R0=0.35, R0_stderr=0.03)
     known = posterior(one, noise=Noise(rho=0.0, floor=0.002, factor=0.0))

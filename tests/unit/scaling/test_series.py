@@ -17,7 +17,7 @@ C, R = [1.0, 2.0, 3.0], [0.5, 0.55, 0.6]
 
 
 @pytest.mark.parametrize(
-    ("compute", "score", "said"),
+    ("compute", "score", "sentence"),
     [
         ([1, 3, 2], R, "unsorted: compute falls from 3 to 2 at evaluation 3"),
         ([1, 2, 2], R, r"compute 2 twice \(evaluations 2 and 3\)"),
@@ -30,8 +30,8 @@ C, R = [1.0, 2.0, 3.0], [0.5, 0.55, 0.6]
         (C, R[:2], "3 computes for 2 scores"),
     ],
 )
-def test_bad_series_are_refused_in_words(compute: list[float], score: list[float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_bad_series_are_refused_in_words(compute: list[float], score: list[float], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
         series("run", compute, score, R0=0.4)
 
 
@@ -65,7 +65,7 @@ def test_several_series_in_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "sentence"),
     [
         ("h,score\n1,0.5\n", "no column 'hours'; its columns are h, score"),
         ("hours,score\n", "no rows below its header"),
@@ -76,8 +76,8 @@ def test_several_series_in_one_file(tmp_path: Path) -> None:
         ("hours,score\n1,nan\n", "score nan in row 1"),
     ],
 )
-def test_bad_csv_is_refused_in_words(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_bad_csv_is_refused_in_words(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
         read_csv(write(tmp_path / "x.csv", text), compute="hours", score="score", R0=0.4)
 
 
@@ -111,7 +111,7 @@ def test_a_run_by_every_axis_of_its_ledger(tmp_path: Path, axis: Axis, per_step:
     assert one.R0_stderr == pytest.approx(math.sqrt(0.25 * 0.75 / 360), rel=0.01)
 
 
-def test_what_a_run_does_not_have_is_said(tmp_path: Path) -> None:
+def test_what_a_run_does_not_have_is_sentence(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     with pytest.raises(ValueError, match="no evaluation of split 'test'"):
         read_run(run.path, split="test")
@@ -182,8 +182,10 @@ def test_another_sampler_in_the_middle_is_refused_in_words(tmp_path: Path) -> No
     rows = list(run.eval.rows())
     run.eval.path.unlink()
     run.eval.append(*(row | {"weights": "int8" if row["step"] < 30 else "model"} for row in rows))
-    said = "run run was scored with engine.weights 'model' at step 30 and with 'int8' before; scores of diff"
-    with pytest.raises(ValueError, match=said):
+    sentence = (
+        "run run was scored with engine.weights 'model' at step 30 and with 'int8' before; scores of diff"
+    )
+    with pytest.raises(ValueError, match=sentence):
         read_run(run.path)
 
 

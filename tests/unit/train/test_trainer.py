@@ -392,7 +392,7 @@ def test_tokens_grow_older_with_every_minibatch() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a rank is, without ranks around it: what slicing asks a mesh."""
+    """Where a rank is, without ranks around it: what slicing uses of a mesh."""
 
     layout: Layout
     coords: Coords

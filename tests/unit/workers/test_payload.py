@@ -1,4 +1,4 @@
-"""What rank 0 tells the others arrives as it was: arrays and tensors beside a pickle, bit for bit."""
+"""What rank 0 sends the others arrives as it was: arrays and tensors beside a pickle, bit for bit."""
 
 from __future__ import annotations
 

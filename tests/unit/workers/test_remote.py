@@ -121,10 +121,10 @@ def signs(*heard: float) -> Callable[[], Future[float]]:
 @pytest.mark.parametrize(
     ("heard", "slices", "limit"),
     [
-        ((), 4, 4),  # nothing is heard of it at all
+        ((), 4, 4),  # it gives no sign at all
         ((0.0,) * 99, 6, 6),  # it lives, and gets nowhere
         ((1.0,) * 99, 8, 6),  # it has got on once
-        ((0.0, 0.0, 1.0, 1.0, 2.0), 10, 4),  # it got on until nothing was heard of it any more
+        ((0.0, 0.0, 1.0, 1.0, 2.0), 10, 4),  # it got on until it gave no sign any more
     ],
 )
 def test_who_gets_on_is_waited_for(heard: tuple[float, ...], slices: int, limit: int) -> None:
