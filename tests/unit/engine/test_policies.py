@@ -12,7 +12,7 @@ import torch
 from worlds import KERNELS, VOCAB, adapters_of, answers, same, tiny_decoder
 
 from ostinato.engine.local import LocalEngine
-from ostinato.engine.sampler import likeliest, sample_torch
+from ostinato.engine.sampler import Drawn, likeliest, sample_torch
 from ostinato.engine.sequences import Settings
 from ostinato.model.native import Kernels
 from ostinato.model.shapes import ExpertScheme
@@ -128,3 +128,21 @@ def test_the_likeliest_are_of_the_distribution_that_was_sampled_from() -> None:
     assert logprobs[0] == pytest.approx(want[0].numpy(), abs=1e-6)
     assert logprobs[1, :2] == pytest.approx(want[1].numpy(), abs=1e-6) and logprobs[1, 2] == -np.inf
     assert logprobs[2] == pytest.approx(want[2].numpy(), abs=1e-6)
+
+
+def test_the_likeliest_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
+    """With two threads torch adds up the row of a batch of one in another order than those of a larger one: a
+    request's top log-probabilities were an ulp apart, alone and among others."""
+    logits = torch.randn(64, 49152, generator=torch.Generator().manual_seed(0)) / 2 + 10
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        drawn = sample_torch(logits, (settings := Settings.of([Sampling()] * 64)), np.full(64, 0.5))
+        ids, logprobs = likeliest(logits, settings, drawn, 5)
+        for row in range(64):
+            part = slice(row, row + 1)
+            one = Drawn(drawn.tokens[part], drawn.logprobs[part], drawn.edges[part])
+            alone = likeliest(logits[part], Settings.of([Sampling()]), one, 5)
+            assert (alone[0] == ids[part]).all() and (alone[1] == logprobs[part]).all()
+    finally:
+        torch.set_num_threads(threads)
