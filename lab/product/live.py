@@ -41,7 +41,7 @@ class Traffic:
     """How much there is of it."""
 
     sessions: int = 128  # of a batch
-    hours_a_batch: float = 24.0
+    hours_a_batch: float = 36.0
     max_tokens: int = 64
 
 
