@@ -190,6 +190,3 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 yield json.loads(line)
-
-
-__all__ = ["Child", "Heartbeat", "Stopped", "alive", "child", "command", "descendants"]

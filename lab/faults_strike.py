@@ -160,20 +160,3 @@ def small_disk(path: Path, small: bool) -> Iterator[None]:
     finally:
         if mounted:
             subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
-
-
-__all__ = [
-    "PAUSE_S",
-    "Sign",
-    "Strike",
-    "Struck",
-    "ballast",
-    "counted",
-    "fill",
-    "kill",
-    "kill_process",
-    "moment",
-    "pause",
-    "planted",
-    "small_disk",
-]

@@ -154,6 +154,3 @@ def served(python: str, model: Path, log: Path) -> Iterator[Wire]:
             wire.close()
     finally:
         server.close()
-
-
-__all__ = ["Wire", "crash", "own_server", "served", "server_at", "silence", "small_model"]

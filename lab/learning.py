@@ -246,6 +246,3 @@ class Preferences(Seeded):
     @staticmethod
     def passed(result: Result) -> bool:
         return all(row["interval"][0] > 0.5 for row in result["runs"])
-
-
-__all__ = ["Distill", "Preferences", "WarmStart", "curve"]

@@ -97,7 +97,5 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-__all__ = ["Poisoned", "Spoilt", "main", "sampler", "trainer"]
-
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

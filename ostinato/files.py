@@ -102,6 +102,3 @@ def distrusted(facts: os.stat_result, user: int) -> str:
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"can be written by others (mode {stat.S_IMODE(facts.st_mode):o})"
     return ""
-
-
-__all__ = ["atomic_write", "cache_folder", "distrusted", "naming", "read_cached", "sync", "umask"]

@@ -78,6 +78,3 @@ def escaped(text: str) -> str:
 def replaced(text: str) -> str:
     """``text`` with U+FFFD for halves of surrogate pairs: what a tokenizer can read."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
-
-
-__all__ = ["MAX_DEPTH", "escaped", "has_surrogate", "parse_json", "parse_toml", "replaced"]

@@ -61,6 +61,3 @@ def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
             free[best] -= len(now)
             starts += [(job.id, best) for job in now]
     return tuple(starts)
-
-
-__all__ = ["Job", "Placement", "Starts", "Worker", "least_loaded", "one_second"]

@@ -60,6 +60,3 @@ def _refusal(folder: Path, content: bytes) -> str:
     except (ValueError, TypeError, KeyError):  # it has only just locked the file
         who, fix = "another process", "wait until it has ended, or end it"
     return f"run folder {folder} is in use by {who}; {fix}"
-
-
-__all__ = ["LOCK", "Locked", "locked"]

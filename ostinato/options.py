@@ -38,6 +38,3 @@ def options_of(kind: type[Any], name: str) -> Callable[[Command], Command]:
         return with_options
 
     return decorate
-
-
-__all__ = ["options_of"]

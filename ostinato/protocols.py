@@ -153,6 +153,3 @@ class MetricWriter(Protocol):
     """One row of metrics per step; JSONL always, others optional."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-
-__all__ = ["Drafter", "Engine", "Env", "Grader", "MetricWriter", "Sampler", "Tasks", "Timed", "Trainer"]

@@ -305,6 +305,3 @@ def _jinja(now: datetime) -> Any:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = now.strftime
     return environment
-
-
-__all__ = ["IncrementalDecoder", "Message", "Renderer"]

@@ -363,6 +363,3 @@ class Simulation:
             steps_s=tuple(self.ends),
             trained=tuple(self.trained),
         )
-
-
-__all__ = ["Gate", "Mode", "Outcome", "Setup", "Simulation", "simulate"]

@@ -25,6 +25,3 @@ def static(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     ids = sorted(worker.id for worker in workers)
     ordered = sorted(waiting, key=lambda job: (job.step, job.place, job.id))
     return tuple((job.id, ids[job.place % len(ids)]) for job in ordered) if ids else ()
-
-
-__all__ = ["Policy", "placement", "static"]

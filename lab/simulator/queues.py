@@ -216,6 +216,3 @@ class Dealt:
             means = np.maximum(each, 1.0).mean(axis=1)
             places += lanes(means, size, slots, self._samplers[0].cost.pass_s, step)
         return places
-
-
-__all__ = ["Answers", "Queue", "queue"]

@@ -147,6 +147,3 @@ class Sampler:
     def _spend(self, seconds: float) -> None:
         self.time += seconds
         self.busy_s += seconds
-
-
-__all__ = ["Cost", "Sampler"]

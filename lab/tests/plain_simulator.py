@@ -168,6 +168,3 @@ class PlainGate(Gate):
         for _, group in batch:
             del self.all[group]
         self.finished += 1
-
-
-__all__ = ["PlainGate", "PlainQueue", "PlainSampler", "simulate_plain"]

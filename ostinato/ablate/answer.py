@@ -143,6 +143,3 @@ def as_json(of: Compared) -> dict[str, Any]:
         arm["acted"] = [row["acted"] for row in mine]
     given = {"axis": of.axis, "first": of.first}
     return given | {"prompts": rows[0]["prompts"], "held_out": rows[0]["held_out"]} | found
-
-
-__all__ = ["Compared", "answer", "compared"]

@@ -244,6 +244,3 @@ def compare(file: ArmsFile, budget: tuple[float, str], seeds: Sequence[int], out
     lines = [found for one in jobs if (found := line(one, file.arms[one.arm].control)) is not None]
     failed = [f"{state.job.folder.name} failed: {state.error}" for state in states if state.what == "failed"]
     return Compared(lines=lines, swept=scores, chosen=chosen, failed=failed)
-
-
-__all__ = ["compare", "outcomes", "parse_budget", "read_arms"]

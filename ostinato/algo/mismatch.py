@@ -73,6 +73,3 @@ def decide(
 def tail(arm: Mapping[str, Any], tau: float) -> float:
     """F(tau) of an ARM, tau one of TAUS."""
     return next(share for at, share in arm["tails"] if at == tau)
-
-
-__all__ = ["F2_ON", "K3_ON", "Decision", "decide", "tail"]

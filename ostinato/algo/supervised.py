@@ -30,6 +30,3 @@ def dpo(logprobs: np.ndarray, reference: np.ndarray, beta: float) -> tuple[np.nd
     margins = rewards[:, 0] - rewards[:, 1]
     slope = beta * np.exp(-np.logaddexp(0.0, margins))  # beta sigmoid(-margin)
     return np.logaddexp(0.0, -margins), rewards, np.stack([-slope, slope], axis=1)
-
-
-__all__ = ["dpo", "mean_weights"]

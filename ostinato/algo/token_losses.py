@@ -123,6 +123,3 @@ def token_loss(name: str, settings: Mapping[str, float | str] | None = None) -> 
         low, high = (full[bound] for bound in BOUNDS)
         raise ValueError(f"loss_fn_config has the bounds {low:g} to {high:g}; give the lower one first")
     return TokenLoss(name, full)
-
-
-__all__ = ["BOUNDS", "NAMES", "TokenLoss", "token_loss"]

@@ -68,6 +68,3 @@ def _served_by(policy: Policy, name: str, to: Path, *, merged: bool, gguf: bool)
         yield f"vLLM    vllm serve {policy.folder} {lora}"
     if gguf:
         yield f"Ollama  ollama create {name} -f {to / 'Modelfile'}"
-
-
-__all__ = ["export"]

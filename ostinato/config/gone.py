@@ -37,6 +37,3 @@ def without_gone(tree: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} is {keys[key]!r}, but this key is gone: {fix}")
         kept[section] = {other: value for other, value in keys.items() if other != key}
     return kept
-
-
-__all__ = ["GONE", "without_gone"]

@@ -147,6 +147,3 @@ def _compiled(textworld: Any, size: tuple[int, int, int], seed: int) -> str:
     name = "-".join(map(str, (*size, seed)))
     chosen.seeds, chosen.path = seed, str(Path(_games().name) / f"{name}.z8")
     return textworld.make(chosen)[0]
-
-
-__all__ = ["Gem", "TextArena", "TextWorld"]

@@ -174,6 +174,3 @@ def _chat(renderer: Renderer, chat: Sequence[Message], start: int, turns: Turns)
         pieces += [(renderer.encode(whole[len(before) : end]), True)]
         done = whole[:end]
     return pieces
-
-
-__all__ = ["Example", "Turns", "example", "load_rows", "pair"]

@@ -160,6 +160,3 @@ class EnvEpisode:
         if self._env is not None:
             made, self._env = self._env, None
             _close(made)
-
-
-__all__ = ["SEEDS", "EnvEpisode", "TextEnv", "factory", "seeds"]

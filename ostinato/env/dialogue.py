@@ -89,6 +89,3 @@ class Dialogue:
         context = self._renderer.after_turn(self._messages, replies, completion.tokens)
         self._messages.extend(replies)
         return context
-
-
-__all__ = ["Dialogue", "Words"]

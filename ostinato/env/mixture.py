@@ -105,6 +105,3 @@ def named(prompts: Sequence[Prompt], task: str) -> list[Prompt]:
     return (
         [replace(prompt, uid=f"{task}/{prompt.uid}", task=task) for prompt in prompts] if task else [*prompts]
     )
-
-
-__all__ = ["Mixture", "arcs", "counts", "named", "shares", "turn"]

@@ -219,6 +219,3 @@ def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = returns, takes
     return library
-
-
-__all__ = ["DraftStats", "HistoryDrafter", "Rules", "Source", "Window"]

@@ -125,6 +125,3 @@ def _minus(now: Any, then: Any) -> Any:
     if isinstance(now, tuple):
         return tuple(a - b for a, b in zip(now, then, strict=True))
     return now - then
-
-
-__all__ = ["BINS", "MOST_DEPTH", "DraftStats", "Rules", "Source", "Window"]

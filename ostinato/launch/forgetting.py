@@ -8,7 +8,7 @@ another task                short arithmetic, and plain questions whose answers 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -117,6 +117,3 @@ def _right(prompt: Prompt) -> Callable[[str], bool] | None:
     if answer is None:
         return None
     return lambda text: exact([text], [answer])[0] == 1
-
-
-__all__: Sequence[str] = ("new_forgetting", "questions_of")

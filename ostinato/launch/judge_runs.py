@@ -256,6 +256,3 @@ def figures(found: Sequence[Compared]) -> dict[str, Any]:
         row["ece"] = judging.calibration_error(judging.probability(odds), right)
         row["temperature"] = judging.temperature(odds, right)
     return row
-
-
-__all__ = ["Plan", "Preference", "compared", "figures", "plan", "preferences", "write_data"]

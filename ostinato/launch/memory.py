@@ -93,6 +93,3 @@ def conversations(section: MemorySection, renderer: Renderer, counters: Counter[
         return Chat(memory=memory, measure=measure)
 
     return made
-
-
-__all__ = ["Conversations", "Keeping", "conversations", "counted", "importance_of", "open_memory"]

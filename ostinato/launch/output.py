@@ -78,6 +78,3 @@ def logged(name: str = "ostinato") -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-__all__ = ["lasting", "logged"]

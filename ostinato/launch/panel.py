@@ -191,6 +191,3 @@ def scorers(recipe: Recipe, decoder: Decoder, folder: Path, counters: Counter[st
         )
         for function in filter(is_judge, reward.functions)
     }
-
-
-__all__ = ["Bench", "Panel", "judged_by", "scorers"]

@@ -145,6 +145,3 @@ def proxy(
     serving = Serving(target=target, overrides=tuple(overrides), limits=Limits(context=0))
     with open_service(serving) as served:
         print(f"{asyncio.run(run())} rollouts in {out}")
-
-
-__all__ = ["Proxy", "proxy"]

@@ -245,6 +245,3 @@ async def _in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
 def _newest_name(run: RunFolder) -> str:
     found = checkpoints(run.checkpoints)
     return found[-1].name if found else ""
-
-
-__all__ = ["PRODUCT", "Served", "Serving", "follow", "follow_product", "newest", "open_service", "renew"]

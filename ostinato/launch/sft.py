@@ -254,6 +254,3 @@ class _Course:
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
     return {name: one / sums["count"] for name, one in sums.items() if name not in ("count", "tokens")}
-
-
-__all__ = ["read_rows", "supervise"]

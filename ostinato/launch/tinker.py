@@ -65,6 +65,3 @@ def _base(target: str, policy: Policy, engine: LocalEngine) -> Base:
         ops=training_ops(policy.recipe, policy.decoder),
         context=engine.context_limit,
     )
-
-
-__all__ = ["Workshop", "open_work"]

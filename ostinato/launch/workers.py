@@ -60,6 +60,3 @@ def _read(recipe: str) -> tuple[Recipe, Path]:
     sweep()  # what a killed run left on this host, which may be another than the driver's
     parsed = Recipe.parse(tomllib.loads(recipe))
     return parsed, model_folder(parsed.model.path)
-
-
-__all__ = ["sampler", "trainer"]

@@ -165,6 +165,3 @@ def _mean(values: np.ndarray) -> float:
 def _quantile(values: np.ndarray, q: float) -> float:
     known = values[~np.isnan(values)]
     return float(np.quantile(known, q)) if known.size else math.nan
-
-
-__all__ = ["DIRECTION", "TAUS", "arm", "pearson", "routers"]

@@ -358,6 +358,3 @@ class RolloutBuffer:
         )
         self._num_admitted, self._num_anew, self._choices = 0, 0, Counter()
         return train_batch
-
-
-__all__ = ["Admission", "AdmissionRule", "Late", "RolloutBuffer", "Selection", "TrainBatch"]

@@ -79,6 +79,3 @@ def curriculum_figures(choices: Mapping[str, int], known: int) -> dict[str, floa
     return {f"curriculum/{name}": float(choices.get(name, 0)) for name in names} | {
         "curriculum/known": float(known)
     }
-
-
-__all__ = ["PASSED_OVER", "Choice", "Curriculum", "Rates", "curriculum_figures"]

@@ -108,6 +108,3 @@ class Failures:
                 for trace in (report.partition("\n")[2] for report in failed.values()):
                     if trace:
                         logger.warning(trace)
-
-
-__all__ = ["Failures", "RewardFails", "failures", "refuse"]

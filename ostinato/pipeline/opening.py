@@ -69,6 +69,3 @@ def recall(buffer: RolloutBuffer, state: LoopState, spool: Spool) -> str:
         f"{spool.path.name} does not have {len(lost)}, which {who} sampled; policy "
         f"{state.version} plays them anew, so this is not quite the run that was interrupted"
     )
-
-
-__all__ = ["new_buffer", "recall"]

@@ -233,6 +233,3 @@ class StepRecorder:
         now = sum(self.counters, Counter[str]())
         new, self._counted = now - self._counted, now
         return {name: float(count) for name, count in sorted(new.items())}
-
-
-__all__ = ["Learned", "StepRecorder", "prepare"]

@@ -106,6 +106,3 @@ class Rounds:
             group_size=self.group_size,
             step=one.round,
         )
-
-
-__all__ = ["Admission", "Rounds"]

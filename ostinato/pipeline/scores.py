@@ -86,6 +86,3 @@ class Scores:
         self.folder.eval.append(row)
         self._last[evaluation.name] = row
         self.observer.on_eval(row)
-
-
-__all__ = ["Scores"]

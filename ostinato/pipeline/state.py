@@ -146,14 +146,3 @@ def nothing_to_learn(state: LoopState, metrics: Path) -> NoTrainableSamples:
         f"{state.empty_in_a_row} steps in a row had nothing to learn from; see groups/dropped and "
         f"faults in {metrics.name}, then change the task's difficulty or fix the reward"
     )
-
-
-__all__ = [
-    "Finish",
-    "Finished",
-    "LoopState",
-    "NoTrainableSamples",
-    "Plan",
-    "StalenessViolation",
-    "nothing_to_learn",
-]

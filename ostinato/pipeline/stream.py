@@ -64,6 +64,3 @@ def solved_for_good(
         if enough and group.prompt.uid not in retired:
             gone[group.prompt.uid] = None
     return tuple(gone)
-
-
-__all__ = ["places", "solved_for_good"]

@@ -147,15 +147,3 @@ def step_flops(flops: FlopModel, batch: Work, passes: Mapping[str, float]) -> St
 def _causal(rows: int) -> int:
     """Pairs of a sequence that sees itself; below 0 for -rows that were run once more than needed."""
     return rows * (abs(rows) + 1) // 2
-
-
-__all__ = [
-    "RolloutWork",
-    "StepFlops",
-    "batch_work",
-    "completion_work",
-    "needed_work",
-    "rollout_work",
-    "step_flops",
-    "trajectory_work",
-]

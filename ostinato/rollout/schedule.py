@@ -265,17 +265,3 @@ def piece(prompt: int, tokens: float) -> int:
 
 def _group(job: Job) -> tuple[int, int]:
     return job.step, job.place
-
-
-__all__ = [
-    "Policy",
-    "by_length",
-    "histopipe",
-    "lanes",
-    "least_loaded",
-    "longest_first",
-    "piece",
-    "placement",
-    "remaining",
-    "tiers",
-]

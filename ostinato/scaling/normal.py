@@ -31,6 +31,3 @@ def student_90(freedom: int) -> float:
     if freedom < 1:
         raise ValueError(f"freedom is {freedom}; use at least 1 degree of freedom")
     return float(stdtrit(freedom, 0.95))
-
-
-__all__ = ["log_between", "student_90", "truncated"]

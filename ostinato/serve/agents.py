@@ -575,6 +575,3 @@ def _guarded(
             return Response(status_code=499)
 
     return guarded
-
-
-__all__ = ["MODEL", "AgentEpisode", "AgentServer", "agent_of"]

@@ -197,6 +197,3 @@ def error_body(error: ApiError) -> dict[str, Any]:
     """Anthropic's form."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
-
-
-__all__ = ["MessagesBody", "error_body", "events", "message"]

@@ -433,6 +433,3 @@ def new_app(
             *([Middleware(Direct, path="/feedback", handler=events)] if feedback is not None else []),
         ],
     )
-
-
-__all__ = ["Door", "new_app"]

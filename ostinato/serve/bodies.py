@@ -211,6 +211,3 @@ def checked(kind: type[Body], tree: Mapping[str, Any]) -> Body:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ApiError(f"{where}: {first['msg']}", param=where or None) from error
-
-
-__all__ = ["ChatBody", "CompletionBody", "Id", "Lenient", "Tool", "checked", "parsed"]

@@ -132,6 +132,3 @@ class Usage:
             "total_tokens": self.prompt + self.sampled,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
-
-
-__all__ = ["Answer", "ApiError", "Call", "Message", "Piece", "ToolCall", "Usage"]

@@ -166,6 +166,3 @@ def number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
         raise ApiError(f"{name} is {value!r}; send a finite number", param=name)
     return float(value)
-
-
-__all__ = ["MODEL", "Elsewhere", "Place", "id_of", "number"]

@@ -188,6 +188,3 @@ class Guide:
 
 def _sentence(error: str) -> str:
     return error.strip().partition("\n")[0][:300]
-
-
-__all__ = ["Guide", "Guides", "call_grammar", "json_grammar"]

@@ -141,6 +141,3 @@ class Remembered:
                 raise ApiError(str(error), param=act, code="memory_budget") from error
             self.sessions.save(name, seen, state)
         return await self.view(name)
-
-
-__all__ = ["Remembered"]

@@ -77,6 +77,3 @@ class _Read(Collector):
         for label in self._labels:
             family.add_metric([label], self._read(label))
         yield family
-
-
-__all__ = ["Metrics"]

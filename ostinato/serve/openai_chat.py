@@ -181,6 +181,3 @@ def sse(data: Mapping[str, Any], event: str = "") -> str:
     """One server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-
-__all__ = ["Shape", "message_of", "sse", "tokens_of", "tool_call"]

@@ -208,6 +208,3 @@ async def events(
                 yield event("response.output_item.done", output_index=index, item=item)
             last = response(id_, model, [part])
             yield event(f"response.{last['status']}", response=last)
-
-
-__all__ = ["ResponsesBody", "events", "response"]

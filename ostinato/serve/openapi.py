@@ -91,6 +91,3 @@ def description(bodies: Mapping[str, type[BaseModel]], version: str) -> Schema:
 
 def _json(schema: Mapping[str, Any]) -> Schema:
     return {"application/json": {"schema": schema}}
-
-
-__all__ = ["description"]

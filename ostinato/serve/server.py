@@ -124,6 +124,3 @@ class HttpServer(uvicorn.Server):
     def serve_until_signal(self) -> None:
         with suppress(KeyboardInterrupt):  # which uvicorn raises again at the end
             self.run(sockets=[self._listening])
-
-
-__all__ = ["HttpServer", "address", "bound", "check_key", "is_loopback", "read_body", "unless_gone"]

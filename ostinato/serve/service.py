@@ -328,6 +328,3 @@ class _Open:
             prompt=request.tokens,
             seed=request.seed,
         )
-
-
-__all__ = ["Canary", "Limits", "Model", "Service"]

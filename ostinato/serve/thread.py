@@ -115,6 +115,3 @@ class EngineThread:
         self._thread.join(END_S)
         if not self._thread.is_alive():
             self._loop.close()
-
-
-__all__ = ["EngineThread", "Event"]

@@ -159,14 +159,3 @@ def _overhang(text: str, strings: Sequence[str]) -> int:
         if any(string.startswith(text[-length:]) for string in strings):
             return length
     return 0
-
-
-__all__ = [
-    "CallForm",
-    "TextStream",
-    "arguments_of",
-    "for_equals",
-    "for_template",
-    "read_calls",
-    "read_equals",
-]

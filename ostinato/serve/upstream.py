@@ -104,6 +104,3 @@ async def _bytes(reply: httpx2.Response) -> AsyncIterator[bytes]:
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str)
-
-
-__all__ = ["NAMED", "Upstream"]

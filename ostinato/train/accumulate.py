@@ -350,16 +350,3 @@ def prompt_scores(
         return logprobs, None
     values, indices = (torch.cat([one[k] for one in kept]).cpu().numpy() for k in (0, 1))
     return logprobs, (indices.astype(np.int32), values)
-
-
-__all__ = [
-    "Accumulator",
-    "Adam",
-    "NotFinite",
-    "Row",
-    "Scored",
-    "check_rows",
-    "drained",
-    "packed",
-    "prompt_scores",
-]

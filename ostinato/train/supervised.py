@@ -72,6 +72,3 @@ def _mask(row: Row) -> np.ndarray:
 
 def _weighed(row: Row, weights: np.ndarray) -> Row:
     return replace(row, values={"weights": weights.astype(np.float32)})
-
-
-__all__ = ["answer_logprobs", "preferences", "row_of", "supervised"]

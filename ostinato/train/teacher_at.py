@@ -182,6 +182,3 @@ def _sequences(source: Microbatch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         start, stop, first, last = span
         context = source.tokens[np.r_[first:last, start:stop]]
         yield np.append(context, wanted[-1]), places(own, span) + 1
-
-
-__all__ = ["TeacherAt", "TeacherFailed"]

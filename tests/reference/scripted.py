@@ -65,6 +65,3 @@ class ScriptedDrafter:
         sequence = self._open[handle]
         output = self.script(sequence.request, np.array(sequence.tokens, np.int32))
         return list(itertools.takewhile(lambda token: token >= 0, output.tolist()))[: max(depth, 0)]
-
-
-__all__ = ["Script", "ScriptedDrafter"]

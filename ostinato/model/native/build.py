@@ -16,8 +16,6 @@ import torch
 from ostinato.compiler import BuildError, NativeCode, build, load
 from ostinato.isa import flags
 
-__all__ = ["BuildError", "library", "load_library"]
-
 SOURCES = ("gemm.cpp", "rows.cpp", "attention.cpp", "moe.cpp", "step.cpp", "sampler.cpp")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast")
 

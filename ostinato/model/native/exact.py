@@ -183,6 +183,3 @@ class _Blocks:
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         out = self._attend(q, keys, values, self._tables, self._sequence, self._lengths, scale, lse)
         return out, lse
-
-
-__all__ = ["exact_ops"]

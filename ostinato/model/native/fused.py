@@ -295,6 +295,3 @@ def supported(decoder: Decoder) -> bool:
         and decoder.inv_freq.shape[0] * 2 == config.head_dim
         and all(parameter.is_contiguous() for parameter in decoder.parameters())
     )
-
-
-__all__ = ["FusedStep", "Rows", "supported"]

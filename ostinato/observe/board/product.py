@@ -117,6 +117,3 @@ def _decision(row: dict[str, Any]) -> dict[str, Any]:
 
 def _time(ts: float) -> str:
     return f"{datetime.fromtimestamp(ts):%Y-%m-%d %H:%M:%S}"
-
-
-__all__ = ["JOURNAL", "ProductBoard"]

@@ -31,6 +31,3 @@ def read_pictures(folder: Path) -> Pictures:
         else:
             shown.append((path.stem, f"data:image/png;base64,{base64.b64encode(data).decode()}"))
     return Pictures(shown=shown, left_out=left_out)
-
-
-__all__ = ["Pictures", "read_pictures"]

@@ -337,6 +337,3 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
     )
     app.state.ending = futures.end_waits
     return app
-
-
-__all__ = ["Door", "new_app"]

@@ -102,6 +102,3 @@ class Futures:
         self._registry.finish(id, result)
         if (event := self._ended.pop(id, None)) is not None:
             event.set()
-
-
-__all__ = ["SAMPLE", "Futures"]

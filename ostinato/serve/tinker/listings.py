@@ -218,6 +218,3 @@ def _checkpoint(path: str, created: float, document: dict[str, Any]) -> dict[str
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-__all__ = ["Listings"]

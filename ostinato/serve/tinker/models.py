@@ -326,6 +326,3 @@ def _check_optimizer(given: dict[str, Any] | None) -> None:
 def slug(id: str) -> str:
     """An id as the name of a folder."""
     return id.replace(":", "_").replace("/", "_")
-
-
-__all__ = ["MODEL", "LoadBody", "LoraBody", "Model", "Models", "slug"]

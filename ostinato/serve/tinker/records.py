@@ -92,6 +92,3 @@ class Record:
         """The process has the model no longer."""
         self._ledger.why = why
         self._held.close()
-
-
-__all__ = ["Record", "Start"]

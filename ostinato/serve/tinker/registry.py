@@ -176,17 +176,3 @@ class Registry:
         query = "select id, created, body from things where kind = ? and (? is null or owner = ?)"
         rows = self._db.execute(f"{query} order by created desc, id desc", (kind, owner, owner))
         return [(id, created, json.loads(body)) for id, created, body in rows]
-
-
-__all__ = [
-    "DONE",
-    "FAILED",
-    "JSON",
-    "PENDING",
-    "PROTO",
-    "NotFound",
-    "Registry",
-    "Result",
-    "Stored",
-    "UserError",
-]

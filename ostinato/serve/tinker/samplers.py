@@ -94,6 +94,3 @@ def read_adapters(base: Base, folder: Path) -> Adapters:
     checkpoint = load_checkpoint(folder, identity=identity(base, spec))
     assert checkpoint is not None
     return with_tensors(base, spec, checkpoint.tensors)
-
-
-__all__ = ["Base", "Samplers", "identity", "read_adapters", "spec_of"]

@@ -280,18 +280,3 @@ def _fill(message: Any, ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray
 
 def sequence_ids(request_id: str, count: int) -> list[str]:
     return [f"{request_id}:{k}" for k in range(count)]
-
-
-__all__ = [
-    "Body",
-    "PromptScores",
-    "SampleBody",
-    "loss_of",
-    "parsed",
-    "rows_of",
-    "sampling_result",
-    "sequence_ids",
-    "training_request",
-    "training_result",
-    "unpacked",
-]

@@ -293,6 +293,3 @@ def _replaced(folder: Path, write: Callable[[Path], object]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as temporary:
         write(temporary)
-
-
-__all__ = ["CHECKPOINT", "SAMPLER", "Work"]

@@ -111,7 +111,7 @@ def test_a_run_by_every_axis_of_its_ledger(tmp_path: Path, axis: Axis, per_step:
     assert one.R0_stderr == pytest.approx(math.sqrt(0.25 * 0.75 / 360), rel=0.01)
 
 
-def test_what_a_run_does_not_have_is_sentence(tmp_path: Path) -> None:
+def test_what_a_run_does_not_have_is_named(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     with pytest.raises(ValueError, match="no evaluation of split 'test'"):
         read_run(run.path, split="test")
