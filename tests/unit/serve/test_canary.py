@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,57 +55,58 @@ class Thread:
         work(SimpleNamespace(publish=lambda adapters, version, name: self.published.append(name)))
 
 
-def test_what_is_served_follows_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The canary comes and goes; a folder that cannot be read is counted, and what was served goes on."""
+@pytest.fixture
+def follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Service, Thread, Callable[[str], None]]:
+    """(a service, its thread, what lets it follow the folder while that says so; "": while it is empty)."""
     monkeypatch.setattr(launch, "LOOK_S", 0.01)
     monkeypatch.setattr(launch, "load_peft", lambda folder, decoder: folder)
     found, thread = service(), Thread()
     found.metrics = Metrics()
     served: Any = SimpleNamespace(service=found, thread=thread, decoder=None)
-    office = {"revision": "a1", "adapter": "a"}
-    canary = {"revision": "b2", "adapter": "b", "share": 0.3}
-    file = tmp_path / "serving.json"
 
-    async def seen(text: str) -> tuple[list[str], Canary | None]:
-        file.write_text(text)
+    async def followed() -> None:
         task = asyncio.create_task(follow_product(served, tmp_path))
         await asyncio.sleep(0.3)
         task.cancel()
+
+    def follow(text: str) -> None:
+        if text:
+            (tmp_path / "serving.json").write_text(text)
+        asyncio.run(followed())
+
+    return found, thread, follow
+
+
+def test_what_is_served_follows_the_loop(follows: Any) -> None:
+    """The canary comes and goes; a folder that cannot be read is counted, and what was served goes on."""
+    found, thread, follow = follows
+    office = {"revision": "a1", "adapter": "a"}
+    canary = {"revision": "b2", "adapter": "b", "share": 0.3}
+
+    def seen(text: str) -> tuple[list[str], Canary | None]:
+        follow(text)
         return [name for name in found.models if name.startswith(PRODUCT)], found.canary
 
-    first = asyncio.run(seen(json.dumps({"round": 1, "policy": office, "canary": canary})))
+    first = seen(json.dumps({"round": 1, "policy": office, "canary": canary}))
     assert first[0] == [PRODUCT, "product-canary"] and first[1] is not None and first[1].share == 0.3
     assert next(iter(found.models)) == PRODUCT  # who names none gets it
     assert (found.models["product-canary"].revision, found.models[PRODUCT].propensity) == ("b2", 0.7)
-    assert asyncio.run(seen("no JSON")) == first
+    assert seen("no JSON") == first
     assert b'ostinato_policies_total{outcome="refused"}' in found.metrics.text()
-    assert asyncio.run(seen(json.dumps({"round": 2, "policy": office}))) == ([PRODUCT], None)
+    assert seen(json.dumps({"round": 2, "policy": office})) == ([PRODUCT], None)
     assert set(thread.published) == {"a1", "b2"}
 
 
-def test_before_a_loop_has_begun_its_base_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_before_a_loop_has_begun_its_base_is_served(follows: Any, caplog: pytest.LogCaptureFixture) -> None:
     """docs/product.md starts the server first: it had no model "product" then, and a warning every two
     seconds. The adapter that a product begins with (policy.base) was not served at all."""
-    monkeypatch.setattr(launch, "LOOK_S", 0.01)
-    monkeypatch.setattr(launch, "load_peft", lambda folder, decoder: folder)
-    found, thread = service(), Thread()
-    found.metrics, found.models = Metrics(), {}
-    served: Any = SimpleNamespace(service=found, thread=thread, decoder=None)
-
-    async def followed() -> Model:
-        task = asyncio.create_task(follow_product(served, tmp_path))
-        await asyncio.sleep(0.3)
-        task.cancel()
-        return found.models[PRODUCT]
-
-    first = asyncio.run(followed())
+    found, thread, follow = follows
+    found.models = {}
+    follow("")
+    first = found.models[PRODUCT]
     assert (first.policy, first.revision, first.fingerprint) == ("", "", "product@0")
-    begun = {"round": 0, "policy": {"revision": "", "adapter": "begun"}}
-    (tmp_path / "serving.json").write_text(json.dumps(begun))
-    second = asyncio.run(followed())
+    follow(json.dumps({"round": 0, "policy": {"revision": "", "adapter": "begun"}}))
+    second = found.models[PRODUCT]
     assert (second.policy, second.revision, thread.published) == ("begun", "", ["begun"])
-    (tmp_path / "serving.json").write_text("no JSON")
-    asyncio.run(followed())
+    follow("no JSON")
     assert len(caplog.messages) == 1
