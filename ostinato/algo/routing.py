@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ostinato.failure import NamedFailure
 from ostinato.types import NO_EXPERT, Microbatch
 
 THRESHOLD = 0.9  # measured: aligned sequences from 0.98 on, misaligned ones up to 0.6
@@ -54,7 +55,7 @@ class Diagnosis:
     detail: str = ""  # for people: how far shifted, which sequence
 
 
-class Misaligned(RuntimeError):
+class Misaligned(NamedFailure):
     """Replayed routes are not those of these tokens under these weights.
 
     ``uids``: of the sequences below the threshold. ``steps_taken``: optimizer steps on the same batch that

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine.threads import Threads
+from ostinato.failure import NamedFailure
 from ostinato.launch import RunFailed, threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.machine import record_start
@@ -247,35 +248,9 @@ def _named_failures(path: Path) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         stop.args = (f"what was saved is in {path}, {resume_hint}",)
         raise
-    except (*_named(), OSError) as error:
+    except (NamedFailure, OSError) as error:
         raise RunFailed(f"{error}; what was saved is in {path}, {resume_hint}") from error
     except RewardFails as error:
         raise RewardFails(f"{error}; then, {resume_hint}", error.note) from error
     except ValueError as error:  # past all checks it is not the user's, and is not reported as one
         raise RunFailed(f"the run in {path} broke: {error} (--debug shows where); {resume_hint}") from error
-
-
-def _named() -> tuple[type[Exception], ...]:
-    """The failures of a run that say themselves what is to be done."""
-    from ostinato.algo.routing import Misaligned
-    from ostinato.model.wire import NotFinite
-    from ostinato.pipeline.signals import Stalled
-    from ostinato.pipeline.state import NoTrainableSamples, StalenessViolation
-    from ostinato.train.checkpoint import CheckpointError
-    from ostinato.train.teacher_at import TeacherFailed
-    from ostinato.train.trainer import TrainingStopped
-    from ostinato.workers.lost import WorkerLost
-    from ostinato.workers.remote import WorkerFault
-
-    return (
-        WorkerLost,
-        WorkerFault,
-        NoTrainableSamples,
-        Stalled,
-        StalenessViolation,
-        TrainingStopped,
-        TeacherFailed,
-        Misaligned,
-        NotFinite,
-        CheckpointError,
-    )

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.failure import NamedFailure
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
@@ -33,7 +34,7 @@ _METADATA = {"ostinato": json.dumps({"kind": "weights", "about": {}})}
 _LEAF = 4 << 20  # bytes that are hashed in one piece
 
 
-class NotFinite(RuntimeError):
+class NotFinite(NamedFailure):
     """A weight is NaN or infinite; the message names the tensor."""
 
 

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
+from ostinato.failure import NamedFailure
+
 T = TypeVar("T")
 
 
@@ -67,7 +69,7 @@ class Abandoned(Exception):
     """The step was given up because the grace period of a SIGTERM or SIGHUP was over."""
 
 
-class Stalled(RuntimeError):
+class Stalled(NamedFailure):
     """Nothing has got on for as long as the plan allows."""
 
 

@@ -10,6 +10,7 @@ from signal import Signals
 from typing import Any
 
 from ostinato.every import NEVER, Every
+from ostinato.failure import NamedFailure
 from ostinato.model.flops import FlopModel
 from ostinato.pipeline.buffer import Late
 from ostinato.pipeline.curriculum import Curriculum, Rates
@@ -17,11 +18,11 @@ from ostinato.pipeline.rounds import Admission
 from ostinato.pipeline.signals import ENDERS
 
 
-class NoTrainableSamples(RuntimeError):
+class NoTrainableSamples(NamedFailure):
     """Too many steps in a row had nothing to learn from."""
 
 
-class StalenessViolation(RuntimeError):
+class StalenessViolation(NamedFailure):
     """A batch has tokens that are older than was allowed, or younger than the trainer: the feed is wrong."""
 
 

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ostinato.failure import NamedFailure
 from ostinato.inputs import parse_json
 from ostinato.run import atomic_folder
 
@@ -38,7 +39,7 @@ ASIDE = ".old"  # see `run.atomic_folder`
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(NamedFailure):
     """A checkpoint could not be written, or the one that was requested cannot be read."""
 
 

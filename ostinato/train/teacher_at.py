@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from ostinato.algo.routing import sequence_spans
+from ostinato.failure import NamedFailure
 from ostinato.train.inputs import Inputs, places
 from ostinato.types import Microbatch
 
@@ -31,7 +32,7 @@ LONGEST_PAUSE_S = 8.0
 AT_ONCE = 4096  # token ids of a request that compares tokenizers
 
 
-class TeacherFailed(RuntimeError):
+class TeacherFailed(NamedFailure):
     """The server gave no usable answer; its HTTP ``status`` where it refused."""
 
     def __init__(self, why: str, status: int = 0) -> None:

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.routing import THRESHOLD
+from ostinato.failure import NamedFailure
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel, Work
 from ostinato.model.lora import Adapters
@@ -51,7 +52,7 @@ from ostinato.train.totals import Totals, staleness, support
 from ostinato.types import Batch, Microbatch, StepReport
 
 
-class TrainingStopped(RuntimeError):
+class TrainingStopped(NamedFailure):
     """Too many optimizer steps in a row had a loss or a gradient that was not finite."""
 
 

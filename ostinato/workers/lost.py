@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ostinato.failure import NamedFailure
+
 
 class WorkerKind(StrEnum):
     """Of worker."""
@@ -22,7 +24,7 @@ class WorkerKind(StrEnum):
         return cls(name.partition("-")[0])
 
 
-class WorkerLost(RuntimeError):
+class WorkerLost(NamedFailure):
     """A worker died, gave no sign of life, made no progress, could not be reached, or serves what was not
     published. The message is ``name`` and ``cause``.
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ostinato.failure import NamedFailure
 from ostinato.workers.lost import WorkerKind, WorkerLost
 
 ALIGNED = 64  # bytes
@@ -94,7 +95,7 @@ def _tensor(raw: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> Any:
 SLICE_S = 1.0  # between two looks at the cluster and the worker while an answer is awaited
 
 
-class WorkerFault(RuntimeError):
+class WorkerFault(NamedFailure):
     """A method of a worker raised what cannot travel; its words are here."""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"types", "protocols", "axis", "config", "every", "run", "render", "routes", "jobs", "lock"}
 LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability", "observe.bets"}
-BASE = {"files", "inputs", "options"}  # which every room may import: the standard library alone
+BASE = {"failure", "files", "inputs", "options"}  # which every room may import: the standard library alone
 
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
 ARROWS: dict[str, set[str]] = {
@@ -21,6 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "axis": set(),
     "inputs": set(),
     "options": set(),
+    "failure": set(),
     "files": {"inputs"},
     "every": {"axis"},
     "isa": set(),
