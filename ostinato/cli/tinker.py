@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -20,13 +21,11 @@ EXAMPLE = """
 
 def tinker(target: str, overrides: Sequence[str], where: Address, state: Path) -> None:
     """Serve until a signal. Raises ValueError for what cannot be served."""
-    try:
-        import tinker.proto.tinker_public_pb2  # noqa: F401  # pyright: ignore[reportMissingImports]
-        import uvicorn  # noqa: F401
+    for name in ("tinker", "uvicorn"):
+        if find_spec(name) is None:  # not imported yet: the SDK loads torch, and threads are chosen before
+            raise ValueError(f'tinker needs {name}; install it: pip install "ostinato[tinker]"')
+    from ostinato.serve.server import HttpServer, address, bound, key_for
 
-        from ostinato.serve.server import HttpServer, address, bound, key_for
-    except ModuleNotFoundError as error:
-        raise ValueError(f'tinker needs {error.name}; install it: pip install "ostinato[tinker]"') from None
     key = key_for(where.host, "--host", where.key)
     if key and not key.startswith("tml-"):
         raise ValueError("the key does not begin with tml-, and the SDK sends no other; choose one that does")

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"types", "protocols", "axis", "config", "every", "run", "render", "routes", "jobs", "lock"}
 LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability", "observe.bets"}
@@ -213,3 +215,34 @@ def test_types_config_and_command_line_load_no_torch() -> None:
 
 def test_threads_can_be_configured_before_torch() -> None:
     assert not loaded_by("from ostinato.engine import threads") & HEAVY
+
+
+TOO_LATE = """
+import sys
+from ostinato.launch import threads
+
+def configure(recipe):
+    print("torch" in sys.modules)
+    raise SystemExit
+
+threads.configure = configure
+from ostinato.cli.app import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [["tinker", "--port", "0"], ["serve", "--port", "0"], ["generate", "--prompt", "hello"]]
+)
+def test_commands_configure_threads_before_torch(command: list[str]) -> None:
+    """`ostinato tinker` looked for its SDK by importing it, which loads torch: engine.threads had no effect, and
+    its server ran with torch's own threads, which spin: ten times as long on cores that others use too."""
+    pytest.importorskip("tinker")
+    words = [
+        command[0],
+        "asset:seed-moe",
+        *command[1:],
+        *(["--port", "0"] if command[0] != "generate" else []),
+    ]
+    found = subprocess.run([sys.executable, "-c", TOO_LATE, *words], capture_output=True, text=True)
+    assert found.stdout.split()[-1:] == ["False"], found.stdout + found.stderr
