@@ -235,8 +235,8 @@ main(sys.argv[1:])
     "command", [["tinker", "--port", "0"], ["serve", "--port", "0"], ["generate", "--prompt", "hello"]]
 )
 def test_commands_configure_threads_before_torch(command: list[str]) -> None:
-    """`ostinato tinker` looked for its SDK by importing it, which loads torch: engine.threads had no effect, and
-    its server ran with torch's own threads, which spin: ten times as long on cores that others use too."""
+    """`ostinato tinker` looked for its SDK by importing it, which loads torch: engine.threads had no effect,
+    and torch's own threads spin: ten times as long on cores that others use too."""
     pytest.importorskip("tinker")
     words = [
         command[0],
