@@ -10,7 +10,8 @@ from ostinato.engine.local import LocalEngine
 from ostinato.launch.policy import serve
 from ostinato.render import Renderer
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, rollout_group
-from ostinato.serve.agents import AgentEpisode, AgentServer
+from ostinato.serve.agent_server import AgentServer
+from ostinato.serve.agents import AgentEpisode
 from ostinato.types import Group, Prompt, Reward, Sampling
 
 PROMPT = Prompt(uid="p", messages=({"role": "user", "content": "1+1="},), columns={"seed": 5})

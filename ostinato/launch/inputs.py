@@ -44,7 +44,7 @@ from ostinato.rollout.rollout import RolloutContext
 from ostinato.types import Prompt, Sampling
 
 if TYPE_CHECKING:
-    from ostinato.serve.agents import AgentServer
+    from ostinato.serve.agent_server import AgentServer
 
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def _agents(recipe: Recipe, renderer: Renderer) -> AgentServer | None:
     if not tasks:
         return None
     try:
-        from ostinato.serve.agents import AgentServer
+        from ostinato.serve.agent_server import AgentServer
         from ostinato.serve.elsewhere import Place
     except ModuleNotFoundError as error:
         raise ValueError(f'agents need {error.name}; install it: pip install "ostinato[serve]"') from None

@@ -25,7 +25,8 @@ from ostinato.launch.served import Served, Serving, follow, open_service
 from ostinato.protocols import Grader
 from ostinato.rollout.rollout import RolloutContext, play_episode
 from ostinato.run import JsonlZst, group_rows
-from ostinato.serve.agents import AgentEpisode, AgentServer
+from ostinato.serve.agent_server import AgentServer
+from ostinato.serve.agents import AgentEpisode
 from ostinato.serve.calls import ApiError
 from ostinato.serve.elsewhere import Place
 from ostinato.serve.service import Limits

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -38,13 +37,11 @@ from ostinato.serve.feedback import Asker, Feedback
 from ostinato.serve.memory import Remembered
 from ostinato.serve.openai_chat import Shape, sse
 from ostinato.serve.openapi import description
-from ostinato.serve.server import check_key, read_body, unless_gone
+from ostinato.serve.server import Handler, guarded, read_body, unless_gone
 from ostinato.serve.service import Model, Service
 
-Handler = Callable[[Request], Awaitable[Response]]
 Judged = Callable[[list[dict[str, Any]], list[str]], Coroutine[Any, Any, dict[str, Any]]]  # of an answer each
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
-log = logging.getLogger(__name__)
 MOST_ANSWERS = 16  # to be judged in a call: 240 comparisons
 PAGE = Path(__file__).parent / "page.html"
 ANY: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
@@ -225,24 +222,18 @@ class Door:
 
     def guarded(self, handler: Handler, path: str, dialect: str = "openai") -> Handler:
         """With the key checked, errors in the dialect's form, and the request counted."""
+        answer, metrics = (
+            guarded(handler, self._key, partial(_refusal, dialect=dialect)),
+            self._service.metrics,
+        )
 
-        async def guarded(request: Request) -> Response:
-            try:
-                check_key(request, self._key)
-                response = await handler(request)
-            except ClientDisconnect:
-                self._service.metrics.left.inc()
-                response = Response(status_code=499)
-            except ApiError as error:
-                response = _refusal(error, dialect)
-            except Exception as error:
-                log.exception("a request failed")
-                failed = ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
-                response = _refusal(failed, dialect)
-            self._service.metrics.requests.labels(path, response.status_code).inc()
+        async def counted(request: Request) -> Response:
+            response = await answer(request)
+            metrics.left.inc(response.status_code == 499)
+            metrics.requests.labels(path, response.status_code).inc()
             return response
 
-        return guarded
+        return counted
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(request, self._service.limits.body_bytes)

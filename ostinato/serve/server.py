@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from ostinato.serve.calls import ApiError
 
@@ -21,6 +23,9 @@ BACKLOG = 2048
 IDLE_S = 75  # of a connection: longer than the pools of clients keep one, or a request meets its end
 KEY = "OSTINATO_API_KEY"
 T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+log = logging.getLogger(__name__)
+FIX = "send it as 'Authorization: Bearer KEY'"
 
 
 def is_loopback(host: str) -> bool:
@@ -59,7 +64,7 @@ def address(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def check_key(request: Request, key: str, fix: str = "send it as 'Authorization: Bearer KEY'") -> None:
+def check_key(request: Request, key: str, fix: str = FIX) -> None:
     """ApiError 401 where a request has another key, in OpenAI's header or Anthropic's; "": none is needed."""
     given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
     given = given or request.headers.get("x-api-key", "")
@@ -70,6 +75,25 @@ def check_key(request: Request, key: str, fix: str = "send it as 'Authorization:
             kind="authentication_error",
             code="invalid_api_key",
         )
+
+
+def guarded(handler: Handler, key: str, refusal: Callable[[ApiError], Response], fix: str = FIX) -> Handler:
+    """``handler`` with the key checked, and every failure as a response: a refusal, 499 for a client that has
+    left, 500 for the rest, which is logged."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            check_key(request, key, fix)
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except ApiError as error:
+            return refusal(error)
+        except Exception as error:
+            log.exception("a request failed")
+            return refusal(ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error"))
+
+    return guarded
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -24,7 +24,8 @@ pytest.importorskip("openai")
 import agents
 from episodes import PROMPT, World, turns_of
 
-from ostinato.serve.agents import AgentServer, agent_of
+from ostinato.serve.agent_server import AgentServer
+from ostinato.serve.agents import agent_of
 from ostinato.serve.toolcalls import for_equals, read_equals
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))

@@ -31,7 +31,7 @@ from ostinato.launch.policy import load_policy
 from ostinato.launch.proxy import Proxy
 from ostinato.launch.served import Serving, open_service
 from ostinato.run import JsonlZst
-from ostinato.serve.agents import AgentServer
+from ostinato.serve.agent_server import AgentServer
 from ostinato.serve.elsewhere import Place
 from ostinato.serve.server import address, bound
 from ostinato.serve.service import Limits

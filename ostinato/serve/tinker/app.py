@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ostinato.serve.calls import ApiError
-from ostinato.serve.server import check_key, read_body
+from ostinato.serve.server import Handler, guarded, read_body
 from ostinato.serve.tinker.futures import SAMPLE, Futures
 from ostinato.serve.tinker.listings import Listings
 from ostinato.serve.tinker.models import MODEL
@@ -34,8 +33,6 @@ from ostinato.serve.tinker.wire import (
 )
 from ostinato.serve.tinker.work import SAMPLER, Work
 
-Handler = Callable[[Request], Awaitable[Response]]
-log = logging.getLogger(__name__)
 POLL_S = 30.0  # of a long poll; the SDK gives it 45
 INLINE_BYTES = 1 << 20  # a larger result is announced first, where the client can take that
 MOST_SAMPLING = 8192  # requests under way; more are answered with 429, and the SDK waits
@@ -242,24 +239,20 @@ class Door:
         path = self._registry.found(SAMPLER, id)["path"]
         return JSONResponse({"sampler_id": id, "base_model": self._work.base.name, "model_path": path})
 
-    # ---- around all of them
-
     def guarded(self, handler: Handler) -> Handler:
         """With the key checked, and errors in Tinker's form."""
 
-        async def guarded(request: Request) -> Response:
+        async def named(request: Request) -> Response:
             try:
-                check_key(request, self._key, "set TINKER_API_KEY")
                 return await handler(request)
-            except ClientDisconnect:
-                return Response(status_code=499)
-            except (ApiError, UserError) as error:
+            except UserError as error:
                 return _refusal(str(error), error.status)
-            except Exception as error:
-                log.exception("a request failed")
-                return _refusal(f"{type(error).__name__}: {error}", 500, "server")
 
-        return guarded
+        return guarded(named, self._key, _failure, "set TINKER_API_KEY")
+
+
+def _failure(error: ApiError) -> Response:
+    return _refusal(str(error), error.status, "user" if error.status < 500 else "server")
 
 
 def _refusal(sentence: str, status: int, category: str = "user") -> Response:

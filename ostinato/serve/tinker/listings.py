@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from ostinato.serve.server import Handler
 from ostinato.serve.tinker.models import MODEL
 from ostinato.serve.tinker.registry import NotFound, Registry, UserError
 from ostinato.serve.tinker.wire import Body, parsed
 from ostinato.serve.tinker.work import CHECKPOINT, SAMPLER, Work
 
-Handler = Callable[[Request], Awaitable[Response]]
 RUNS, ONE = "/training_runs", "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
