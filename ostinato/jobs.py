@@ -40,24 +40,3 @@ Starts = tuple[tuple[int, int], ...]  # (job, worker) in the order to start; the
 Placement = Callable[[Sequence[Job], Sequence[Worker]], Starts]
 """(jobs that wait, living workers) -> starts. Pure; called whenever jobs have come or ended, or workers
 have."""
-
-
-def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
-    """Siblings together, in the order in which they wait, to the worker with the most free slots; a group
-    that fits nowhere whole is divided."""
-    free = {worker.id: worker.slots - len(worker.jobs) for worker in workers}
-    groups: dict[tuple[int, int], list[Job]] = {}
-    for job in waiting:
-        groups.setdefault((job.step, job.place), []).append(job)
-    starts: list[tuple[int, int]] = []
-    for group in groups.values():
-        left = list(group)
-        while left and (room := max(free.values(), default=0)) > 0:
-            home = left[0].home
-            best = next(worker for worker, slots in free.items() if slots == room)
-            if home is not None and free.get(home, 0) >= len(left):
-                best = home
-            now, left = left[: free[best]], left[free[best] :]
-            free[best] -= len(now)
-            starts += [(job.id, best) for job in now]
-    return tuple(starts)

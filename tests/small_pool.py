@@ -14,6 +14,7 @@ from loops import now
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
 from ostinato.jobs import Job, Placement, Starts, Worker
+from ostinato.rollout.schedule import least_loaded
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling, Stop
 
 WORDS = 50
@@ -233,7 +234,13 @@ class World:
         return link
 
     def pool(self, count: int, **options: Any) -> EnginePool:
-        usual: dict[str, Any] = {"slots": 8, "silence_s": 20.0, "start_s": 50.0, "publication": publication}
+        usual: dict[str, Any] = {
+            "place": least_loaded,
+            "slots": 8,
+            "silence_s": 20.0,
+            "start_s": 50.0,
+            "publication": publication,
+        }
         return EnginePool(self.spawn, count, **{**usual, **options})
 
 

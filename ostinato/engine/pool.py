@@ -21,7 +21,7 @@ from typing import Any
 
 from ostinato.engine.pool_dispatch import OpenCalls
 from ostinato.engine.pool_worker import Fleet, Place, Results, State, Worker, sampler_lost
-from ostinato.jobs import Placement, least_loaded
+from ostinato.jobs import Placement
 from ostinato.model.wire import fingerprint, pack
 from ostinato.observe.timeline import Span
 from ostinato.protocols import Sampler
@@ -134,7 +134,7 @@ class EnginePool:
         spawn: Callable[[int], Awaitable[Sampler]],
         count: int,
         *,
-        place: Placement = least_loaded,
+        place: Placement,
         expect: Callable[[Request], float] = unknown,
         slots: int = 256,
         silence_s: float = 60.0,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ostinato.engine.pool_worker import Call, Results, Worker, fault, sampler_lost
 from ostinato.engine.serve import failed
-from ostinato.jobs import Placement, Starts, least_loaded
+from ostinato.jobs import Placement, Starts
 from ostinato.types import Completion, Request, Stop
 from ostinato.workers.lost import WorkerLost
 from ostinato.workers.suspects import Key, Suspects, isolated
@@ -99,7 +99,7 @@ class OpenCalls:
         jobs = [call.job() for call in waiting if call.key not in cells]
         starts = self._placement(jobs, open) if open else ()
         if jobs and not starts and open and not any(worker.jobs for worker in open):
-            starts = least_loaded(jobs, open)  # whatever a placement waits for, nothing will happen by itself
+            starts = ((jobs[0].id, open[0].id),)  # whatever it waits for, nothing will happen by itself
         self._follow(starts, workers)
 
     def _place_suspects(self, waiting: Sequence[Call], workers: Mapping[int, Worker]) -> frozenset[int]:

@@ -299,16 +299,8 @@ class Worker:
         return [*self.calls.values(), *self.dealt]
 
     def as_job_worker(self) -> jobs.Worker:
-        """As placements see it: passes take what they took so far, on the average."""
-        counters = self.reply.counters if self.reply is not None else {}
-        passes, seconds = counters.get("steps", 0), counters.get("seconds", 0.0)
-        mean = seconds / passes if passes and seconds else 1.0
-        return jobs.Worker(
-            id=self.id,
-            slots=self.slots,
-            jobs=tuple(call.job() for call in self.all_calls),
-            pass_s=lambda batch, attended: mean,
-        )
+        """As placements see it."""
+        return jobs.Worker(id=self.id, slots=self.slots, jobs=tuple(call.job() for call in self.all_calls))
 
 
 class State(StrEnum):

@@ -27,9 +27,9 @@ from small_pool import (
 )
 
 from ostinato.engine.pool_worker import Call
-from ostinato.jobs import Job, Starts, Worker, least_loaded
+from ostinato.jobs import Job, Starts, Worker
 from ostinato.observe.timeline import Kind
-from ostinato.rollout.schedule import placement
+from ostinato.rollout.schedule import least_loaded, placement
 from ostinato.types import Completion, Request, Sampling, Stop
 from ostinato.workers.lost import WorkerLost
 from ostinato.workers.suspects import Key, isolated

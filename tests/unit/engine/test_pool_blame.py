@@ -14,8 +14,8 @@ from small_pool import Fault, Link, SlowEngine, World, answers, expected, group,
 
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
-from ostinato.jobs import least_loaded
 from ostinato.observe.timeline import Kind
+from ostinato.rollout.schedule import least_loaded
 from ostinato.types import Publication, Request, Stop
 from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.suspects import Key, Suspects
@@ -124,7 +124,7 @@ async def test_a_worker_that_is_lost_to_a_policy_blames_no_prompt() -> None:
         return lives[-1]
 
     request = long_answer(30)
-    pool = EnginePool(spawn, 1, publication=numbered)
+    pool = EnginePool(spawn, 1, place=least_loaded, publication=numbered)
     calls = asyncio.create_task(answers(pool, [request]))
     for version in range(4):
         pool.publish(0, version)
@@ -208,7 +208,7 @@ async def test_what_no_worker_survives_ends_the_run_as_itself(when: str) -> None
         link.collect = until  # type: ignore[method-assign]
         return link
 
-    pool = EnginePool(spawn, 3, publication=numbered)
+    pool = EnginePool(spawn, 3, place=least_loaded, publication=numbered)
     calls = [asyncio.create_task(answers(pool, group(place, longest=90))) for place in range(4)]
     for one in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(one, WorkerLost) and one.kind is WorkerKind.CLUSTER
@@ -238,7 +238,7 @@ async def test_a_policy_is_booked_when_those_who_serve_have_proved_it() -> None:
         fault = Fault("raise", at=20) if (number, lives[number]) == (1, 1) else None
         return Loading(SamplerServer(engine, f"sampler-{number}", int), engine, fault)
 
-    pool = EnginePool(spawn, 2, publication=numbered)
+    pool = EnginePool(spawn, 2, place=least_loaded, publication=numbered)
     pool.publish(7, 1)
     await pool.ready()
     await asyncio.sleep(12.0)  # sampler-1 is lost, and begins anew

@@ -16,9 +16,10 @@ from worlds import NATIVE, VOCAB, adapters_of, decode, same, tiny_decoder
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
-from ostinato.jobs import Job, Starts, Worker, least_loaded
+from ostinato.jobs import Job, Starts, Worker
 from ostinato.model.wire import fingerprint, unpack
 from ostinato.observe.timeline import Kind
+from ostinato.rollout.schedule import least_loaded
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling
 from ostinato.workers.remote import opened, sealed
 
@@ -57,7 +58,7 @@ def pool(count: int, *, deaths: Sequence[int] = (), **options: Any) -> EnginePoo
         server = SamplerServer(engine(name), name, lambda payload: unpack(payload, DECODER.config))
         return Mortal(server, left.pop(0) if left else -1)
 
-    return EnginePool(spawn, count, **{"slots": 6, "silence_s": 20.0, **options})
+    return EnginePool(spawn, count, **{"place": least_loaded, "slots": 6, "silence_s": 20.0, **options})
 
 
 def ask(place: int, sample: int, **sampling: Any) -> Request:
@@ -115,7 +116,7 @@ def test_a_payload_that_was_damaged_on_its_way_costs_a_worker_and_no_token() -> 
         return Noisy(server, -1)
 
     async def main() -> tuple[list[Completion], EnginePool]:
-        ours = EnginePool(spawn, 1)
+        ours = EnginePool(spawn, 1, place=least_loaded)
         ours.publish(adapters_of(DECODER, 1), 1)
         await ours.ready()
         ours.publish(adapters_of(DECODER, 2), 2)

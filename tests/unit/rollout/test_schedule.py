@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.jobs import Job, Worker, least_loaded
+from ostinato.jobs import Job, Worker
 from ostinato.rollout.schedule import (
     Policy,
     lanes,
@@ -55,9 +55,9 @@ def teams(draw: st.DrawFn, busy: bool = True) -> list[Worker]:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.sampled_from([*Policy, "plain"]), waits(), teams() | teams(busy=False))
-def test_every_answer_is_placed_once_or_waits(policy: str, waiting: list[Job], team: list[Worker]) -> None:
-    plan = (least_loaded if policy == "plain" else placement(policy))(waiting, team)
+@given(st.sampled_from(Policy), waits(), teams() | teams(busy=False))
+def test_every_answer_is_placed_once_or_waits(policy: Policy, waiting: list[Job], team: list[Worker]) -> None:
+    plan = placement(policy)(waiting, team)
     assert len({job for job, _ in plan}) == len(plan)
     assert {job for job, _ in plan} <= {job.id for job in waiting}
     assert {worker for _, worker in plan} <= {worker.id for worker in team}
