@@ -256,7 +256,6 @@ class PollResult:
     done: tuple[tuple[int, Completion], ...]  # (id of the call, answer); dropped calls end as ABORT
     version: int
     fingerprint: str  # of the weights that it serves, computed from these
-    running: int  # calls that have not ended
     sampled: int  # tokens since it began: what stands still makes no progress; -1: unknown
     progress: tuple[tuple[int, int], ...] = ()  # (id, tokens so far) of calls that run, where it is known
     spans: tuple[Any, ...] = ()  # ``timeline.Span``: what it did since it was last queried
@@ -369,7 +368,6 @@ class Sample:
     member: int | None = None  # of the group: rows of one episode count as one; None: a row by itself
     experts: np.ndarray | None = None  # [L, moe_layers, top_k], typed as in Completion
     support: Support | None = None  # of L tokens; None: the whole vocabulary everywhere
-    truncated: bool = False
 
     __repr__ = _brief
 

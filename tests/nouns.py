@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.parallel.placement import contiguous
 from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Reward, Sample, Stop, Trajectory, Turn
 
 
@@ -78,3 +79,8 @@ def drawn(
         more["advantages"] = np.where(mask, 1 + rng.standard_normal(), 0).astype("f4")
         found.append(sample_of(tokens, prompt, **more))
     return found
+
+
+def scattered(layers: int, experts: int, ranks: int, seed: int = 0) -> np.ndarray:
+    """[L, E]: equally many experts to each rank, drawn at random for every layer."""
+    return np.random.default_rng(seed).permuted(contiguous(layers, experts, ranks), axis=1)

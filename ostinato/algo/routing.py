@@ -47,10 +47,9 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found where it is worst: ``overlap``, and ``best``, what it would be with ``cause`` fixed."""
+    """What was found where it is worst; ``best``: what would be in common with ``cause`` fixed."""
 
     cause: Cause
-    overlap: float
     best: float
     detail: str = ""  # for people: how far shifted, which sequence
 
@@ -217,11 +216,9 @@ def diagnose(
     pairs = [(a, b) for a, b, _ in looked]
     overlap = _mean_of([_mean(a, b) for a, b in pairs])
     if not overlap < threshold:
-        return Diagnosis(cause=Cause.ALIGNED, overlap=overlap, best=overlap)
+        return Diagnosis(cause=Cause.ALIGNED, best=overlap)
     if _mean_of([_repeated(b) for _, b in pairs]) > 0.5:
-        return Diagnosis(
-            cause=Cause.ZERO, overlap=overlap, best=overlap, detail="rows name one expert several times"
-        )
+        return Diagnosis(cause=Cause.ZERO, best=overlap, detail="rows name one expert several times")
     elsewhere = [[other[w] for other in [*replayed, *others][:_OTHERS]] for *_, w in looked]
     fits = threshold - _MARGIN
 
@@ -233,9 +230,9 @@ def diagnose(
     # the best of many sequences fits better than one by chance: the right one fits
     by_chance = cause is Cause.SHUFFLED and best < fits
     if best >= overlap + _MARGIN and not by_chance:
-        return Diagnosis(cause=cause, overlap=overlap, best=best, detail=detail)
+        return Diagnosis(cause=cause, best=best, detail=detail)
     cause = Cause.STALE if overlap > _chance(pairs) + _MARGIN else Cause.UNRELATED
-    return Diagnosis(cause=cause, overlap=overlap, best=overlap)
+    return Diagnosis(cause=cause, best=overlap)
 
 
 def _pairs(

@@ -121,7 +121,3 @@ class CostTable:
         middle = min(right, len(self._knots) - 1)
         self._base[: middle + 1] = np.minimum(self._base[: middle + 1], self._base[middle])
         self._base[middle:] = np.maximum(self._base[middle:], self._base[middle])
-
-    def rows(self) -> list[tuple[int, float]]:
-        """(rows, seconds) at the knots, without what is attended to: for reports."""
-        return [(int(knot), float(base)) for knot, base in zip(self._knots, self._base, strict=True)]

@@ -36,7 +36,6 @@ class Published:
     version: int
     bytes: int  # sent, to all workers together
     seconds: float  # from ``publish`` until the last of those that were serving then had proved it
-    workers: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,7 +89,7 @@ class Publications:
             one = self._unproved.popleft()
             version, size = one.publication.version, one.publication.size * one.proved
             seconds = time.time() - one.begun
-            self._proved.append(Published(version=version, bytes=size, seconds=seconds, workers=one.proved))
+            self._proved.append(Published(version=version, bytes=size, seconds=seconds))
 
     def forget(self) -> None:
         """All workers are gone."""
@@ -267,8 +266,8 @@ class EnginePool:
             loop.call_later(max(0.0, self._plan_again - loop.time()), self.rebalance)
 
     def rebalance(self) -> None:
-        """Place what waits, and move what the placement would have elsewhere. Happens by itself whenever a
-        worker has nothing to do: as a callback of the event loop, which would only log what is raised."""
+        """Place what waits. Happens by itself whenever a worker has nothing to do: as a callback of the event
+        loop, which would only log what is raised."""
         self._planned = False
         begun = time.thread_time()  # what others take of the machine is not the plan's fault
         try:

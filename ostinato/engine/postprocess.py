@@ -26,7 +26,6 @@ class StepOutput:
     accepted: np.ndarray  # [R] of them, those that had been drafted
     tokens: np.ndarray  # [n] int32
     logprobs: np.ndarray  # [n] float32
-    edges: np.ndarray  # [n] float32
     stops: dict[int, Stop]  # of those that end
     top: tuple[np.ndarray, np.ndarray] | None = None  # the likeliest of every token: ids, logprobs [n, m]
 
@@ -131,7 +130,7 @@ def postprocess(
     table.drafted[chosen] += nodes
     table.accepted[chosen] += accepted
     top = None if drawn.top is None else (drawn.top[0][rows], drawn.top[1][rows])
-    return StepOutput(counts, accepted, tokens, logprobs, edges, stops, top)
+    return StepOutput(counts, accepted, tokens, logprobs, stops, top)
 
 
 def _keep(table: SequenceTable, by_token: np.ndarray, rows: np.ndarray, support: Support) -> None:

@@ -170,7 +170,6 @@ class SamplerServer:
             done=done,
             version=version,
             fingerprint=fingerprint,
-            running=len(self._running),
             sampled=int(counters["decoded"]) if "decoded" in counters else -1,
             progress=self._progress(),
             spans=self._take_spans(),

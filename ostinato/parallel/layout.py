@@ -132,11 +132,6 @@ class Layout:
         pipeline, data = divmod(rank, self.data)
         return Coords(pipeline, data, context, tensor)
 
-    def rank(self, coords: Coords) -> int:
-        """The inverse of ``coords``."""
-        pipeline, data, context, tensor = coords
-        return ((pipeline * self.data + data) * self.context + context) * self.tensor + tensor
-
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """The ranks that share an axis with ``rank``, itself among them, in order of their place on it.
 

@@ -27,11 +27,6 @@ def contiguous(layers: int, experts: int, ranks: int) -> np.ndarray:
     return np.tile(np.repeat(np.arange(ranks), _each(experts, ranks)), (layers, 1))
 
 
-def scattered(layers: int, experts: int, ranks: int, seed: int = 0) -> np.ndarray:
-    """[L, E]: equally many to each rank, drawn at random for every layer."""
-    return np.random.default_rng(seed).permuted(contiguous(layers, experts, ranks), axis=1)
-
-
 def place(loads: np.ndarray, ranks: int, *, nodes: int = 1) -> np.ndarray:
     """[L, E]: a placement that spreads loads [L, E] as evenly as it finds.
 

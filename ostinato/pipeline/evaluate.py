@@ -126,21 +126,17 @@ def due(
     return ended or not now["steps"] or again
 
 
-async def evaluate(stage: RolloutContext, evaluation: Evaluation, step: int) -> dict[str, Any]:
-    """One row of eval.jsonl for the policy that the engine serves now, after ``step`` training steps.
-
-    ``n`` prompts count; those with fewer than k verdicts do not and are reported as ``excluded``.
-    """
-    return (await evaluate_groups(stage, evaluation, step))[0]
-
-
 async def evaluate_groups(
     stage: RolloutContext,
     evaluation: Evaluation,
     step: int,
     on_group: Callable[[int, RolloutResult], None] = lambda index, played: None,
 ) -> tuple[dict[str, Any], list[Group]]:
-    """``evaluate``, and what was played for it; ``on_group`` sees each group as it ends."""
+    """(row of eval.jsonl, what was played for it) for the policy that the engine serves now, after ``step``
+    training steps; ``on_group`` sees each group as it ends.
+
+    ``n`` prompts count; those with fewer than k verdicts do not and are reported as ``excluded``.
+    """
     started = time.perf_counter()
     samples = evaluation.samples * (1 if step else evaluation.start_factor)
     lane = () if evaluation.name == MAIN_SET else (zlib.crc32(evaluation.name.encode()),)

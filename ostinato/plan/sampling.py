@@ -42,11 +42,6 @@ class Occupancy:
     generated: Floats  # [n] tokens that these have generated on average, in the middle of the run
 
     @property
-    def tokens(self) -> float:
-        """All that are decoded."""
-        return float((self.steps * self.sequences).sum())
-
-    @property
     def longest(self) -> float:
         """Decode steps from the first to the last."""
         return float(self.steps.sum())

@@ -38,7 +38,6 @@ class Kind:
 
     messages: Layer
     rates: LayerRates
-    place: int  # of the first such layer
 
 
 @lru_cache(maxsize=32)
@@ -53,7 +52,7 @@ def kinds_of(config: ModelConfig, adapter: AdapterSpec | None) -> tuple[tuple[Ki
         )
         if like is None:
             like = len(kinds)
-            kinds.append(Kind(messages=flags[place], rates=rates, place=place))
+            kinds.append(Kind(messages=flags[place], rates=rates))
         places.append(like)
     return tuple(kinds), tuple(places)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ostinato.types import NO_EXPERT, Group, Sample, Stop, Support, Trajectory, Turn
+from ostinato.types import NO_EXPERT, Group, Sample, Support, Trajectory, Turn
 
 
 def samples(group: Group, group_index: int, advantages: np.ndarray) -> list[Sample]:
@@ -61,7 +61,6 @@ def _sample(
         member=member,
         experts=_routes(turns),
         support=_support(turns),
-        truncated=trajectory.stop is Stop.LENGTH,
     )
 
 

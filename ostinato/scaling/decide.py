@@ -20,7 +20,6 @@ class Forecast:
     compute: float
     score: Interval | None
     measured: Interval | None
-    assessment: Assessment
 
 
 def forecast(known: Posterior, C: float) -> Forecast:
@@ -31,7 +30,6 @@ def forecast(known: Posterior, C: float) -> Forecast:
         compute=C,
         score=assessment.shown(known.score(C)),
         measured=assessment.shown(one),
-        assessment=assessment,
     )
 
 
@@ -71,7 +69,6 @@ class Decision:
     action: Action
     reason: str
     gain: Interval | None  # 80 %: of R(budget) - R(now); None where there is no curve
-    assessment: Assessment
     rival: str = ""  # a sentence where another law has predicted this run better
 
 
@@ -111,7 +108,6 @@ def decide(known: Posterior, terms: Terms) -> Decision:
         action=Action.UNDECIDED if disputed else action,
         reason=reason,
         gain=gain if identified or gain is None else gain.ends(),
-        assessment=assessment,
         rival=rival_sentence(laws),
     )
 

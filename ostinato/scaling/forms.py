@@ -160,7 +160,6 @@ class Choice:
         float | None, ...
     ]  # RMSE from each of ORIGINS; None with fewer than 5 evaluations before
     law: Law | None
-    reason: str = ""
 
 
 def choose(series: Series) -> list[Choice]:
@@ -208,8 +207,8 @@ def _choice(series: Series, form: Form) -> Choice:
     try:
         by_origin = tuple(_error_from(series, form, origin) for origin in ORIGINS)
         law = fit_form(series, form)
-    except ValueError as error:
-        return Choice(form=form, error=math.inf, by_origin=(), law=None, reason=str(error))
+    except ValueError:
+        return Choice(form=form, error=math.inf, by_origin=(), law=None)
     return Choice(form=form, error=_together(by_origin), by_origin=by_origin, law=law)
 
 

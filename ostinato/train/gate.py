@@ -149,7 +149,7 @@ def unreplayable(microbatches: Sequence[Microbatch], moe: MoEConfig) -> Misalign
     return Misaligned(
         f"routes of samples {', '.join(uids)} cannot be replayed; probable cause: {cause}, {detail}; "
         f"{_NOTHING}{_MEND}",
-        Diagnosis(cause=cause, overlap=0.0, best=0.0, detail=detail),
+        Diagnosis(cause=cause, best=0.0, detail=detail),
         uids,
     )
 

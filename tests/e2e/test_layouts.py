@@ -21,6 +21,7 @@ from layout_runs import (
     trained_all,
     whole_model,
 )
+from nouns import scattered
 from ranks import on_ranks
 
 from ostinato.algo.algorithms import algorithm
@@ -28,7 +29,7 @@ from ostinato.algo.routing import Misaligned
 from ostinato.model.config import parse_config
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.load import expert_loads, rank_loads
-from ostinato.parallel.placement import placed_experts, scattered
+from ostinato.parallel.placement import placed_experts
 from ostinato.train.gate import without_routes
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.totals import balance

@@ -214,7 +214,7 @@ class Bandit(BanditTrainer):
     def step(self, batch: Batch) -> StepReport:
         dist.all_reduce(torch.zeros(1))
         if self.steps + 1 == self.refuses:
-            raise Misaligned("routes of others", Diagnosis(cause=Cause.SHIFTED, overlap=0.5, best=1.0))
+            raise Misaligned("routes of others", Diagnosis(cause=Cause.SHIFTED, best=1.0))
         self.steps += 1
         return super().step(batch)
 

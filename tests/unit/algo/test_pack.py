@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference.plain_pack import pad
 
-from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad, prompts_apart
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack, prompts_apart
 from ostinato.types import Batch, Microbatch, Sample, Segment, Support
 
 LAYERS, TOP_K = 2, 3

@@ -141,18 +141,20 @@ def test_the_fake_engine_keeps_the_contract(promise: Callable[[Subject], None]) 
 # ---- publishing
 
 
+async def published_under_way(engine: VllmEngine, server: FakeVllm, max_tokens: int) -> Completion:
+    """An answer that runs while the second policy is published."""
+    server.token_s = 0.01
+    running = asyncio.create_task(collected(engine.generate([ask(max_tokens=max_tokens)]), 1))
+    await some_tokens(server)
+    engine.publish(POLICIES[1], 2)
+    return (await running)[0]
+
+
 def test_running_requests_go_on_under_the_new_adapter_and_say_from_where(
     engine: VllmEngine, server: FakeVllm
 ) -> None:
-    async def publish_under_way() -> Completion:
-        engine.publish(POLICIES[0], 1)
-        running = asyncio.create_task(collected(engine.generate([ask(max_tokens=40)]), 1))
-        await some_tokens(server)
-        engine.publish(POLICIES[1], 2)
-        return (await running)[0]
-
-    server.token_s = 0.01
-    completion = asyncio.run(publish_under_way())
+    engine.publish(POLICIES[0], 1)
+    completion = asyncio.run(published_under_way(engine, server, 40))
     assert set(completion.versions.tolist()) == {1, 2}
     whole = np.concatenate([ask().tokens, completion.tokens])
     first, second = (score(one, whole)[len(ask().tokens) - 1 :] for one in POLICIES)
@@ -164,16 +166,8 @@ def test_a_request_that_began_on_the_base_ends_on_it_and_its_tokens_say_so(
     engine: VllmEngine, server: FakeVllm
 ) -> None:
     """vLLM has no adapter to change under it, and its label is of what others are served."""
-
-    async def publish_under_way() -> Completion:
-        running = asyncio.create_task(collected(engine.generate([ask(max_tokens=30)]), 1))
-        await some_tokens(server)
-        engine.publish(POLICIES[1], 2)
-        return (await running)[0]
-
-    server.token_s = 0.01
     engine.publish(None, 1)
-    completion = asyncio.run(publish_under_way())
+    completion = asyncio.run(published_under_way(engine, server, 30))
     assert (completion.versions == 1).all()
     is_of(completion, None)
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from nouns import completion as done_
 from nouns import sample_of
 from reference.plain_layers import segment_mask
+from reference.plain_pack import pad
 from worlds import KINDS, SIZES
 
-from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.model.config import parse_config
 from ostinato.model.flops import FlopModel, Part, Work
 from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mismatch_rows import mismatch_row, routing_metrics
 from nouns import sample_of
+from reference.plain_pack import pad
 from typer.testing import CliRunner
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.mismatch import F2_ON, K3_ON, decide, tail
-from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.algo.routing import never_written, part_sums, sequence_spans
 from ostinato.cli.app import app
 from ostinato.config import Recipe, dump_toml

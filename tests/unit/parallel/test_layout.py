@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_runs import EVERYTHING, LAYOUTS, MODELS
+from nouns import scattered
 from plan_world import KIMI_LAYOUTS
 from worlds import tiny_dense
 
@@ -62,8 +63,9 @@ def test_a_layout_is_its_string(layout: Layout) -> None:
 
 @given(layouts())
 def test_ranks_and_coordinates_are_one_to_one(layout: Layout) -> None:
-    for rank in range(layout.world):
-        assert layout.rank(layout.coords(rank)) == rank
+    every = {layout.coords(rank) for rank in range(layout.world)}
+    sizes = (layout.pipeline, layout.data, layout.context, layout.tensor)
+    assert every == set(itertools.product(*map(range, sizes)))
 
 
 @given(SMALL)
@@ -242,7 +244,7 @@ def test_loads_are_what_a_loop_counts() -> None:
                 if one != NO_EXPERT:
                     wanted[layer, one] += 1
     assert load.expert_loads(routes, 6).tolist() == wanted.tolist()
-    owner = placement.scattered(2, 6, 3)
+    owner = scattered(2, 6, 3)
     by_rank = [[wanted[layer][owner[layer] == rank].sum() for rank in range(3)] for layer in range(2)]
     assert load.rank_loads(wanted, owner, 3).tolist() == by_rank
 
@@ -274,7 +276,7 @@ def test_stragglers_of_log_normal_popularity_are_the_published_ones(ranks: int) 
     mean, low, high = PUBLISHED[ranks]
     assert found.mean() == pytest.approx(mean, abs=0.012)
     assert np.quantile(found, [0.05, 0.95]) == pytest.approx([low, high], abs=0.04)
-    apart = load.stragglers(load.rank_loads(loads, placement.scattered(2000, 384, ranks), ranks))
+    apart = load.stragglers(load.rank_loads(loads, scattered(2000, 384, ranks), ranks))
     assert apart.mean() == pytest.approx(mean, abs=0.02)
 
 
@@ -310,7 +312,7 @@ def test_what_does_not_come_out_even_is_refused(wrong) -> None:
 
 
 def test_slots_are_places_among_all_that_ranks_keep() -> None:
-    owner = placement.scattered(3, 12, 4, seed=1)
+    owner = scattered(3, 12, 4, seed=1)
     placed = placement.placed_experts(owner, 4)
     assert (placement.owner_of(placed) == owner).all()
     for slots, ranks in zip(placement.slots(owner), placed, strict=True):

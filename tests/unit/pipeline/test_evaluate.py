@@ -22,7 +22,6 @@ from ostinato.pipeline.evaluate import (
     Evaluation,
     answer_error,
     due,
-    evaluate,
     evaluate_groups,
     held_out,
     mean_and_error,
@@ -75,7 +74,7 @@ def prompts(n: int) -> list[Prompt]:
 
 
 def row(evaluation: Evaluation, step: int = 3) -> dict[str, Any]:
-    return asyncio.run(evaluate(stage(), evaluation, step))
+    return asyncio.run(evaluate_groups(stage(), evaluation, step))[0]
 
 
 def test_a_fair_coin() -> None:

@@ -34,7 +34,7 @@ from ostinato.pipeline.state import NoTrainableSamples
 from ostinato.pipeline.step_metrics import tool_rates
 from ostinato.types import Batch, Group, Request, Reward, StepReport
 
-SHIFTED = Diagnosis(cause=Cause.SHIFTED, overlap=0.5, best=1.0)
+SHIFTED = Diagnosis(cause=Cause.SHIFTED, best=1.0)
 
 
 def test_it_learns_and_keeps_its_books(tmp_path: Path) -> None:

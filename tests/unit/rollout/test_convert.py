@@ -55,7 +55,7 @@ def test_the_worked_example() -> None:
     assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0.5]
     assert sample.logprobs.tolist() == [0, 0, -2, -3, 0, -5]
     assert sample.versions.tolist() == [-1, -1, 0, 0, -1, 1]
-    assert (sample.group, sample.prompt_len, sample.uid, sample.truncated) == (7, 2, "p#0", False)
+    assert (sample.group, sample.prompt_len, sample.uid) == (7, 2, "p#0")
 
 
 @settings(max_examples=40, deadline=None)
