@@ -16,15 +16,7 @@ from hypothesis import strategies as st
 from nouns import completion
 
 from ostinato.routes import routes_from_json
-from ostinato.run import (
-    Jsonl,
-    JsonlZst,
-    RunFolder,
-    atomic_folder,
-    atomic_write,
-    group_rows,
-    new_run_path,
-)
+from ostinato.run import Jsonl, JsonlZst, RunFolder, atomic_folder, atomic_write, group_rows, new_run_path
 from ostinato.types import Group, Prompt, Reward, Stop, Trajectory, Turn
 
 LOGS = pytest.mark.parametrize("log_class", [Jsonl, JsonlZst])

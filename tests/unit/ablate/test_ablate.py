@@ -382,10 +382,7 @@ def test_what_acted_is_the_mean_over_steps_and_the_last_of_what_adds_up(tmp_path
 @pytest.mark.parametrize(
     ("measure", "message"),
     [
-        (
-            Measure(metric="reward"),
-            "keeps scores of metric pass@1, and reward is given; use --metric pass@1",
-        ),
+        (Measure(metric="reward"), "keeps scores of metric pass@1, and reward is given; use --metric pass@1"),
         (Measure(split="hard"), "keeps scores of split eval, and hard is given"),
         (Measure(low=-1.0), "keeps scores of low 0.0, and -1.0 is given"),
     ],

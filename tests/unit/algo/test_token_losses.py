@@ -32,11 +32,7 @@ def plain(name: str, low: float, high: float, beta: float, k: int, logp: Tensor)
 
 
 SETTINGS = {"ppo": {"clip_low_threshold": 0.7}, "cispo": {"clip_high_threshold": 1.1}, "dro": {"beta": 0.3}}
-FULL = {
-    "ppo": (0.8, 1.2, 0.0),
-    "cispo": (0.0, 4.0, 0.0),
-    "dro": (0.0, 0.0, 0.05),
-}
+FULL = {"ppo": (0.8, 1.2, 0.0), "cispo": (0.0, 4.0, 0.0), "dro": (0.0, 0.0, 0.05)}
 
 
 def given(name: str) -> dict[str, Tensor]:

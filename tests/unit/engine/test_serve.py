@@ -129,10 +129,7 @@ async def test_answers_of_earlier_steps_and_whole_policies_reach_the_engine(tmp_
 
     ours = server(Whole(), remember=lambda *answers: remembered.append(answers))
     sent = Publication(
-        version=4,
-        fingerprint="",
-        path=str(tmp_path / "weights"),
-        answers=(("p0", 3, ()), ("p1", 3, ())),
+        version=4, fingerprint="", path=str(tmp_path / "weights"), answers=(("p0", 3, ()), ("p1", 3, ()))
     )
     assert await ours.publish(sent) == publication(21, 4).fingerprint
     [span] = (await ours.collect(0.1)).spans

@@ -218,11 +218,7 @@ def test_a_policy_is_told_of_once_and_only_when_it_was_judged(engine: VllmEngine
     run(engine, ask(max_tokens=40))
     first = engine.take_verdict()
     assert first is not None and first.version == 1 and first.k3 < 1e-6
-    assert proof_row(first) == {
-        "publish/k3": first.k3,
-        "publish/k3_version": 1.0,
-        "publish/k3_tokens": 46.0,
-    }
+    assert proof_row(first) == {"publish/k3": first.k3, "publish/k3_version": 1.0, "publish/k3_tokens": 46.0}
     run(engine, ask(max_tokens=40))
     assert engine.take_verdict() is None
 

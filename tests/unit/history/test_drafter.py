@@ -278,12 +278,7 @@ def test_estimates_become_calibrated_online() -> None:
 TIGHT = replace(
     Rules(), ring=16, group=8, total=40, walk=3, length=5, least=2, ladder=(4, 2), live=(5, 2), shared=(3,)
 )
-GAMES = st.builds(
-    partial,
-    st.just(Game),
-    seed=st.integers(0, 10**6),
-    temperature=st.sampled_from([1.0, 0.0]),
-)
+GAMES = st.builds(partial, st.just(Game), seed=st.integers(0, 10**6), temperature=st.sampled_from([1.0, 0.0]))
 
 
 @settings(max_examples=30, deadline=None)

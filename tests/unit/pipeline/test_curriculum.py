@@ -54,13 +54,7 @@ def test_places_and_what_was_passed_over_against_the_slow_twin(
     nothing: Any = None
     tasks = Rows([Prompt(uid=name, text="?") for name in NAMES], seed=seed)
     rounds = Rounds(
-        tasks=tasks,
-        stage=nothing,
-        spool=nothing,
-        prompts=2,
-        group_size=4,
-        seed=4,
-        curriculum=RULE,
+        tasks=tasks, stage=nothing, spool=nothing, prompts=2, group_size=4, seed=4, curriculum=RULE
     )
     found = rounds.places(cursor, (), count, rates)
     assert found == places_slow(tasks, rates, cursor, count)

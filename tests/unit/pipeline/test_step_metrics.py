@@ -233,9 +233,7 @@ spans = st.builds(
 
 
 @given(st.lists(st.tuples(st.lists(spans, max_size=6), st.floats(0.1, 4)), max_size=6))
-def test_pools_are_never_too_busy_and_no_second_is_lost(
-    steps: list[tuple[list[Span], float]],
-) -> None:
+def test_pools_are_never_too_busy_and_no_second_is_lost(steps: list[tuple[list[Span], float]]) -> None:
     """Spans that are reported late are booked in the steps that have room for them."""
     over: dict[str, dict[str, float]] = {}
     booked = 0.0

@@ -15,13 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.jobs import Job, Worker
-from ostinato.rollout.schedule import (
-    Policy,
-    lanes,
-    placement,
-    remaining,
-    tiers,
-)
+from ostinato.rollout.schedule import Policy, lanes, placement, remaining, tiers
 
 LENGTHS = st.one_of(st.floats(1, 5000), st.just(math.inf))
 

@@ -32,11 +32,19 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.algo.mismatch import tail
 from ostinato.algo.routing import Cause, Misaligned, shared_ids
 from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
 from ostinato.train.gate import agreement, row_counts
 from ostinato.train.inputs import otherwise_packed
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import NO_EXPERT, Batch, Sample
+
+
+def drawn(**sizes: int) -> tuple[Decoder, Adapters, list[Sample]]:
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    return decoder, adapters, samples_of(decoder, adapters, **sizes)
+
 
 # The gate
 
@@ -110,9 +118,7 @@ def test_misaligned_routes_are_refused_before_anything_is_learned(bug: str, caus
 
 
 def test_one_sequence_of_many_is_found_and_named() -> None:
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    samples = samples_of(decoder, adapters, groups=8, siblings=4)
+    decoder, adapters, samples = drawn(groups=8, siblings=4)
     ids = [sample.experts for sample in samples if sample.experts is not None]
     ids[13] = np.concatenate([ids[13][:1], ids[13][:-1]])
     with pytest.raises(Misaligned, match="1 of 32 sequences") as caught:
@@ -153,9 +159,7 @@ def test_the_routes_of_an_older_policy_are_its_own() -> None:
 
 
 def test_without_replay_or_gate_disagreement_is_a_metric() -> None:
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    samples = samples_of(decoder, adapters)
+    decoder, adapters, samples = drawn()
     batch = batch_of(with_experts(samples, [random_experts(sample) for sample in samples]))
     for options in ({"replay": False}, {"replay_threshold": 0.0}):
         metrics = trainer_of(decoder, adapters, **options).step(batch).metrics
@@ -225,9 +229,7 @@ def test_every_minibatch_is_judged(rule: Any) -> None:
     reported routing/overlap = 1. Old log-probabilities are of all minibatches before any weight moves;
     without them, a minibatch is refused before its own optimizer step, and the sentence says what was
     learned before."""
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    samples = samples_of(decoder, adapters, groups=8, siblings=1, answer=30)
+    decoder, adapters, samples = drawn(groups=8, siblings=1, answer=30)
     batch = spoilt_but_the_first(samples, minibatches=4)
     trainer = trainer_of(decoder, adapters, algorithm=rule)
     before = bytes_of(trainer)
@@ -304,9 +306,7 @@ def test_routes_that_cannot_be_replayed_name_their_samples(kind: str, measure_ev
     """They ended the run as a ValueError from inside a pass, without a name and without a checkpoint; or in a
     step that measured, as shapes (149,) and (189,) that could not be broadcast. Without replay they end
     nothing: no caller needs them."""
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    samples = samples_of(decoder, adapters)
+    decoder, adapters, samples = drawn()
     samples[4] = replace(samples[4], experts=broken(kind, samples[4].experts))  # type: ignore[arg-type]
     batch = batch_of(samples, budget=40)
     for replay in (True, "auto"):
@@ -328,9 +328,7 @@ def test_routes_that_cannot_be_replayed_name_their_samples(kind: str, measure_ev
 def test_auto_judges_what_is_carried_whatever_it_decides() -> None:
     """Routes of random experts, 0.24 in common, trained as "replay is off ... need none": the mismatch was
     low, as they were not used."""
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    samples = samples_of(decoder, adapters)
+    decoder, adapters, samples = drawn()
     batch = batch_of(with_experts(samples, [random_experts(sample) for sample in samples]))
     with pytest.raises(Misaligned, match="probable cause: unrelated"):
         trainer_of(decoder, adapters, replay="auto").step(batch)
@@ -339,9 +337,7 @@ def test_auto_judges_what_is_carried_whatever_it_decides() -> None:
 def test_routes_that_are_missing_are_told() -> None:
     """With replay=true and an engine that records nothing, training went on natively without a word; with
     nine rows in ten unknown, every metric was 1."""
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    samples = samples_of(decoder, adapters)
+    decoder, adapters, samples = drawn()
     trainer = trainer_of(decoder)
     bare = batch_of([replace(sample, experts=None) for sample in samples])
     first, second = trainer.step(bare), trainer.step(bare)
@@ -375,9 +371,7 @@ def test_an_ids_check_is_made_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) 
 def test_every_pass_but_the_reference_takes_the_carried_experts() -> None:
     """Old log-probabilities and each minibatch; the reference policy, and whatever carries no routes, choose
     for themselves."""
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    samples = samples_of(decoder, adapters)
+    decoder, adapters, samples = drawn()
     forced = batch_of(with_experts(samples, [random_experts(sample) for sample in samples]))
     plain = batch_of([replace(sample, experts=None) for sample in samples])
     trainer = trainer_of(decoder, adapters)
@@ -394,9 +388,7 @@ def test_every_pass_but_the_reference_takes_the_carried_experts() -> None:
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_equal_weights_have_a_ratio_of_exactly_one(minibatches: int) -> None:
     """Whatever is replayed: with nothing learned, new / old is 1 bit for bit, so nothing is clipped."""
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    samples = samples_of(decoder, adapters)
+    decoder, adapters, samples = drawn()
     routed = with_experts(samples, [random_experts(sample) for sample in samples])
     batch = batch_of(routed, minibatches=minibatches)
     tight = algorithm("grpo", correction="token_truncate", clip_low=0.0, clip_high=0.0)
@@ -413,9 +405,7 @@ def test_equal_weights_have_a_ratio_of_exactly_one(minibatches: int) -> None:
 @pytest.mark.parametrize("replay", [True, False])
 def test_the_arm_in_use_is_what_the_step_says(replay: bool) -> None:
     """Same forward, same head, same temperature: the report is no second opinion."""
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    samples = samples_of(decoder, adapters)
+    decoder, adapters, samples = drawn()
     batch = batch_of(with_experts(samples, [random_experts(sample) for sample in samples]), budget=60)
     trainer = trainer_of(
         decoder, adapters, replay=replay, temperature=0.7, replay_threshold=0.0, measure_every=5
@@ -494,9 +484,7 @@ def test_replay_is_decided_by_measurement_and_told() -> None:
 def test_auto_looks_at_the_arm_with_replay() -> None:
     """Several optimizer steps called for replay, however much worse it made k3. Without a gate, auto stays
     off where the intervals say so."""
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    samples = samples_of(decoder, adapters, groups=8, siblings=1)
+    decoder, _, samples = drawn(groups=8, siblings=1)
     routed = with_experts(samples, [random_experts(sample) for sample in samples])
     wrong, right = (batch_of(one, minibatches=2) for one in (routed, samples))
     options = {"replay": "auto", "replay_threshold": 0.0}

@@ -21,13 +21,7 @@ from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.engine.serve import SamplerLink
 from ostinato.reward.remote import GraderLink, GraderServer
 from ostinato.train.remote import TrainerLink, TrainerServer
-from ostinato.types import (
-    Batch,
-    Group,
-    Microbatch,
-    Reward,
-    StepReport,
-)
+from ostinato.types import Batch, Group, Microbatch, Reward, StepReport
 from ostinato.workers.host import BUILD, Host, dealt
 from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.remote import Patience, WorkerFault, answer, opened, outcome, refusal, sealed
