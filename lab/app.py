@@ -11,10 +11,7 @@ from lab.harness import Bench, main
 from ostinato.engine import threads
 
 BENCHES = {
-    "rollouts": (
-        "rollouts:Rollouts",
-        "tokens per second: ostinato, vLLM, transformers, matrix products",
-    ),
+    "rollouts": ("rollouts:Rollouts", "tokens per second: ostinato, vLLM, transformers, matrix products"),
     "decode": ("decode:Decode", "one decode step by part, against its matrix products"),
     "weights": ("weights:WeightsBeside", "engine.weights side by side (decode --weights)"),
     "products": ("products:Products", "matrix products of our kernels and of torch"),

@@ -36,17 +36,7 @@ from lab import faults_vllm as vllm
 from lab.contender import ContenderFailed
 from lab.faults_child import Child, Heartbeat, Stopped, child
 from lab.faults_planted import PLAN
-from lab.faults_strike import (
-    Strike,
-    Struck,
-    ballast,
-    fill,
-    kill,
-    kill_process,
-    pause,
-    planted,
-    small_disk,
-)
+from lab.faults_strike import Strike, Struck, ballast, fill, kill, kill_process, pause, planted, small_disk
 from lab.harness import Bench, Result, Say, columns, option
 from lab.same_run import same
 from ostinato.run import RunFolder
@@ -163,11 +153,7 @@ FAULTS = (
         strike=planted("workers/quarantined"),
         bound_s=180.0,
         overrides=TWO,
-        plan=lambda random: {
-            "kind": "poison",
-            "place": random.randrange(STEPS * PROMPTS),
-            "within_s": 0.5,
-        },
+        plan=lambda random: {"kind": "poison", "place": random.randrange(STEPS * PROMPTS), "within_s": 0.5},
         takes_groups=True,
     ),
     Fault(
@@ -292,12 +278,7 @@ def hurt(
 
 
 def _hurt(
-    fault: Fault,
-    random: Random,
-    number: int,
-    place: Path,
-    heartbeat: Heartbeat,
-    reference: Mapping[str, Any],
+    fault: Fault, random: Random, number: int, place: Path, heartbeat: Heartbeat, reference: Mapping[str, Any]
 ) -> dict[str, Any] | str:
     logs, overlap, begun = place / "runs", bool(number % 2), time.monotonic()
     place.mkdir()

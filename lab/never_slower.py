@@ -170,12 +170,7 @@ def _cells(bench: NeverSlower, name: str, folder: str, say: Say) -> Any:
 
 
 def _measure(
-    bench: NeverSlower,
-    pair: Pair,
-    history: History,
-    work: Work,
-    temperature: float,
-    batch: int,
+    bench: NeverSlower, pair: Pair, history: History, work: Work, temperature: float, batch: int
 ) -> dict[str, Any]:
     """The figures of one cell: who begins alternates, so that neither always follows the other's waste."""
     drafter = HistoryDrafter(history)

@@ -102,12 +102,7 @@ class Replay(Bench):
         trainers = bench.trainers(self.pairs[0][1])
         found = planted(trainers, bench.policies[first], one_step[first], bench.pack, say)
         old = stale(trainers, bench.policies, last, bench.pack(one_step[last]), say)
-        return {
-            "rows": rows,
-            "planted": found,
-            "stale": old,
-            "bars": BARS,
-        }
+        return {"rows": rows, "planted": found, "stale": old, "bars": BARS}
 
     @staticmethod
     def table(result: Result) -> RenderableType:

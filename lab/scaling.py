@@ -233,10 +233,7 @@ def oracles(curves: dict[str, Series]) -> list[dict[str, Any]]:
     early = curves["Fig10a ScaleRL-bs2048"].between(last=5000)
     late = curves["Fig1a ScaleRL-bs2048"]
     both = series(
-        "batch 2048",
-        np.append(early.compute, late.compute),
-        np.append(early.score, late.score),
-        R0=R0,
+        "batch 2048", np.append(early.compute, late.compute), np.append(early.score, late.score), R0=R0
     )
     window = both.between(FIRST, 39_000)
     paper, projected = fit_paper(window), fit(window)

@@ -154,10 +154,7 @@ def _setting(dtype: str, batch: int, threads: str) -> dict[str, Any]:
 
 
 def _ours(bench: Train) -> dict[str, Any]:
-    task = _task(bench) | {
-        "tokens_per_microbatch": bench.tokens_per_microbatch,
-        "threads": our_threads(),
-    }
+    task = _task(bench) | {"tokens_per_microbatch": bench.tokens_per_microbatch, "threads": our_threads()}
     return run("ostinato", [sys.executable, "-m", "lab.train_worker", json.dumps(task)], {})
 
 

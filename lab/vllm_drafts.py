@@ -108,11 +108,7 @@ def contender(bench: VllmDrafts, method: str, logs: Path) -> Contender:
     openmp = Path(bench.vllm_python).parent.parent / "lib" / "libiomp5.so"  # as vLLM requires on CPU
     return Contender(
         method,
-        [
-            bench.vllm_python,
-            str(code / "lab/peers/vllm_drafts.py"),
-            json.dumps(engine),
-        ],
+        [bench.vllm_python, str(code / "lab/peers/vllm_drafts.py"), json.dumps(engine)],
         logs / f"{method}.log",
         environ={
             **vllm_threads()["all cores bound"],

@@ -163,9 +163,7 @@ def test_every_bug_is_put_before_the_gate(small: tuple[planted.Trainers, Adapter
         assert row["overlap"] < 0.7 and (row["k3"] is None) == (row["bug"] == "all zero")
 
 
-def test_routes_of_a_policy_age(
-    small: tuple[planted.Trainers, Adapters, list[Sample]],
-) -> None:
+def test_routes_of_a_policy_age(small: tuple[planted.Trainers, Adapters, list[Sample]]) -> None:
     trainers, policy, made = small
     batch = packed(made)
     again = planted.rerouted(batch, trainers, policy)

@@ -34,9 +34,7 @@ def task(temperature: float, siblings: int, skip: int = 0) -> Mapping[str, Any]:
     return {"prompts": some * siblings, "temperature": temperature, "new_tokens": 64}
 
 
-def test_greedy_answers_are_those_without_drafts(
-    engines: dict[str, Contender],
-) -> None:
+def test_greedy_answers_are_those_without_drafts(engines: dict[str, Contender]) -> None:
     """vLLM promises equal greedy tokens up to numerics: its bf16 products of one row and of many round apart,
     so one answer in ten may leave at a near-tie."""
     requested = task(0.0, siblings=1)

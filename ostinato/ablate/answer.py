@@ -35,12 +35,7 @@ def compared(rows: Sequence[Row], axis: Axis, first: float = 0.0) -> Compared:
     """Raises ValueError in words for runs that do not compare; those too short for a fit are left out."""
     require_same_questions(rows)
     runs = [
-        Run(
-            arm=row["arm"],
-            seed=row["seed"],
-            series=series_of(row, axis).between(first),
-            ended=row["ended"],
-        )
+        Run(arm=row["arm"], seed=row["seed"], series=series_of(row, axis).between(first), ended=row["ended"])
         for row in rows
     ]
     short = [run.series for run in runs if len(run.series) < PARAMETERS]
@@ -84,7 +79,7 @@ def sentences(of: Compared) -> list[str]:
     cut = f", evaluations before {compute_text(of.first)} left out" if of.first else ""
     lines = [
         f"{len(arms) - 1} arms and {REFERENCE}, {len(rows)} runs, seeds {', '.join(map(str, seeds))}; compute"
-        f" in {of.axis.unit}{cut}. Held-out prompts: {rows[0]['prompts']}.",
+        f" in {of.axis.unit}{cut}. Held-out prompts: {rows[0]['prompts']}."
     ]
     lines += of.left_out
     recipe = next(row for row in rows if row["arm"] == REFERENCE)

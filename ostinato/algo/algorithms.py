@@ -169,11 +169,7 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
         "aggregation": Aggregation.TOKEN,
     },
     # ibid., REINFORCE++-baseline: the group's mean as baseline, the step's deviation as scale.
-    "reinforce_pp_baseline": {
-        "scale": Scale.BATCH,
-        "batch_pool": Pool.ALL,
-        "aggregation": Aggregation.TOKEN,
-    },
+    "reinforce_pp_baseline": {"scale": Scale.BATCH, "batch_pool": Pool.ALL, "aggregation": Aggregation.TOKEN},
     # Thinking Machines, "On-Policy Distillation" (2025): the reverse KL of each token is its advantage; also
     # GKD (arXiv 2306.13649) with lambda 1, MiniLLM (2306.08543). A reward that is mixed in by reward_coef has
     # the mean of the step as its baseline, and no deviation divides it. Group size 1 is allowed.

@@ -25,11 +25,7 @@ class Decision:
 
 
 def decide(
-    native: Mapping[str, Any],
-    replay: Mapping[str, Any] | None = None,
-    *,
-    minibatches: int,
-    on: bool = False,
+    native: Mapping[str, Any], replay: Mapping[str, Any] | None = None, *, minibatches: int, on: bool = False
 ) -> Decision:
     """Should a mixture of experts replay, given its native ARM and that with ``replay``, the optimizer steps
     that a batch may take, and whether it does so now (``on``)?

@@ -140,8 +140,7 @@ def serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, at most.")] = 4096,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Of a request.")] = 600.0,
     feedback: Annotated[
-        str,
-        typer.Option(metavar="FILE|URL", help="Keep answers and what users do (docs/feedback.md)."),
+        str, typer.Option(metavar="FILE|URL", help="Keep answers and what users do (docs/feedback.md).")
     ] = "",
     product: Annotated[
         Path | None, typer.Option(help="The folder of a product's loop, whose policy is served first.")

@@ -39,12 +39,7 @@ class Runner:
     """A decoder with the policies that are served, by number, on the keys and values of ``store``."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        kernels: Kernels | None,
-        store: KVStore,
-        *,
-        fused: bool = True,
+        self, decoder: Decoder, kernels: Kernels | None, store: KVStore, *, fused: bool = True
     ) -> None:
         """``fused``: all layers in one call, where the kernels know the model; otherwise op by op."""
         self.decoder, self.store = decoder, store

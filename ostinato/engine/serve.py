@@ -69,12 +69,7 @@ class SamplerServer:
     """
 
     def __init__(
-        self,
-        engine: Serving,
-        name: str,
-        read: Callable[[Any], Any],
-        *,
-        remember: Remember | None = None,
+        self, engine: Serving, name: str, read: Callable[[Any], Any], *, remember: Remember | None = None
     ) -> None:
         self._engine, self._name, self._read, self._remember = engine, name, read, remember
         self._running: dict[int, Request] = {}

@@ -307,11 +307,7 @@ def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
     must(bool(choice.get("weight_versions")), "does not label who sampled a token", "vLLM 0.32 or newer")
     sure = choice["logprobs"]["content"][0]["logprob"]  # of the one token that top_k = 1 has kept
     must(abs(sure) < 1e-6, "returns log-probabilities before filters", "--logprobs-mode processed_logprobs")
-    return Facts(
-        base=model["id"],
-        context=int(model["max_model_len"]),
-        seeds="cpu" not in device["results"],
-    )
+    return Facts(base=model["id"], context=int(model["max_model_len"]), seeds="cpu" not in device["results"])
 
 
 def is_healthy(address: str, key: str = "", timeout_s: float = 5.0) -> bool:

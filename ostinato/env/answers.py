@@ -85,13 +85,7 @@ def _of_assistant(message: Any) -> bool:
 
 
 def example(
-    renderer: Renderer,
-    row: Row,
-    where: str,
-    *,
-    context: int,
-    turns: Turns = "last",
-    key: str = "completion",
+    renderer: Renderer, row: Row, where: str, *, context: int, turns: Turns = "last", key: str = "completion"
 ) -> Example:
     """The row in tokens as a policy would have sampled them: of ``messages``, or ``prompt`` and ``key``.
     Raises ValueError, beginning with ``where``, for a row that cannot be trained on."""

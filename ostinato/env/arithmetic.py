@@ -30,13 +30,7 @@ class Family(StrEnum):
 
 
 def rows(
-    split: str,
-    seed: int,
-    n: int,
-    *,
-    families: Sequence[str] = tuple(Family),
-    digits: int = 3,
-    terms: int = 5,
+    split: str, seed: int, n: int, *, families: Sequence[str] = tuple(Family), digits: int = 3, terms: int = 5
 ) -> list[Prompt]:
     """``n`` distinct problems of ``split`` ("train" or "eval"), as chat prompts.
 

@@ -17,15 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ostinato.interop.routers import (
-    Slots,
-    UnsupportedRouter,
-    WeightRule,
-    check_swap,
-    fit,
-    is_topk,
-    slots,
-)
+from ostinato.interop.routers import Slots, UnsupportedRouter, WeightRule, check_swap, fit, is_topk, slots
 
 _PROBE_TOKENS = 48
 # classes that route or hold experts, for what did not show itself as a router

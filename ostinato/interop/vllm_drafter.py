@@ -192,11 +192,7 @@ class RowDrafter:
         return drafts
 
     def _recognise(
-        self,
-        sampled: Sequence[Sequence[int]],
-        lengths: np.ndarray,
-        rows: np.ndarray,
-        places: Sequence[int],
+        self, sampled: Sequence[Sequence[int]], lengths: np.ndarray, rows: np.ndarray, places: Sequence[int]
     ) -> tuple[list[_Sequence], int]:
         """The sequences of the rows ``places``, and how many of them have just begun."""
         texts = [rows[row, : lengths[row]] for row in places]

@@ -45,13 +45,7 @@ def notes(recipe: Recipe) -> Iterator[str]:
 
 @contextlib.contextmanager
 def vllm_engine(
-    recipe: Recipe,
-    decoder: Decoder,
-    renderer: Renderer,
-    *,
-    model: Path,
-    prompt: np.ndarray,
-    folder: Path,
+    recipe: Recipe, decoder: Decoder, renderer: Renderer, *, model: Path, prompt: np.ndarray, folder: Path
 ) -> Iterator[VllmEngine]:
     """The engine on a server that is started in, or found, and left with the context. ``model`` is the base's
     folder, ``prompt`` ([P] token ids) any of the run's, ``folder`` where adapters and the log go.

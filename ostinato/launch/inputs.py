@@ -345,11 +345,7 @@ def _episodes(
 
 
 def _agent_episodes(
-    task: OneTask,
-    agents: AgentServer,
-    counters: Counter[str],
-    new_chat: Conversations | None,
-    budget: int,
+    task: OneTask, agents: AgentServer, counters: Counter[str], new_chat: Conversations | None, budget: int
 ) -> Callable[[Prompt], Env]:
     from ostinato.serve.agents import AgentEpisode, agent_of
 

@@ -57,12 +57,7 @@ def _sampling_by_vllm(
     recipe, renderer = prepared.recipe, prepared.renderer
     prompt = environment(recipe, renderer)(prepared.train_prompts[0]).start()
     with vllm_engine(
-        recipe,
-        prepared.decoder,
-        renderer,
-        model=prepared.folder,
-        prompt=prompt,
-        folder=folder / "vllm",
+        recipe, prepared.decoder, renderer, model=prepared.folder, prompt=prompt, folder=folder / "vllm"
     ) as engine:
 
         async def end() -> None:

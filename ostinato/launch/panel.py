@@ -15,14 +15,7 @@ import numpy as np
 from ostinato.config import Recipe
 from ostinato.launch.dtype import resolved
 from ostinato.launch.engine import new_engine
-from ostinato.launch.judges import (
-    AddressWriter,
-    EngineSeconds,
-    EngineWriter,
-    Source,
-    is_judge,
-    sources,
-)
+from ostinato.launch.judges import AddressWriter, EngineSeconds, EngineWriter, Source, is_judge, sources
 from ostinato.launch.models import load_decoder
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder

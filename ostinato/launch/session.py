@@ -169,10 +169,7 @@ def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, work
 
 
 def _first_lines(
-    prepared: RunInputs,
-    components: RunComponents,
-    path: Path,
-    chosen: Threads | None,
+    prepared: RunInputs, components: RunComponents, path: Path, chosen: Threads | None
 ) -> Iterator[str]:
     from ostinato.launch.introduction import introduction
 

@@ -18,14 +18,7 @@ from torch import Tensor
 from ostinato.inputs import parse_json
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.hf_names import (
-    Stored,
-    canonical,
-    hf_tensors,
-    is_extra_layer,
-    is_redundant,
-    stored,
-)
+from ostinato.model.hf_names import Stored, canonical, hf_tensors, is_extra_layer, is_redundant, stored
 from ostinato.model.share import Share, blocks, is_whole
 from ostinato.run import atomic_write
 

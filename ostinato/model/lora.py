@@ -24,12 +24,7 @@ from torch.autograd.function import once_differentiable
 from ostinato.model.config import ModelConfig
 from ostinato.model.gemm import Gemm
 from ostinato.model.moe import ExpertLora
-from ostinato.model.shapes import (
-    STACKED,
-    AdapterSpec,
-    adapter_shapes,
-    layer_shapes,
-)
+from ostinato.model.shapes import STACKED, AdapterSpec, adapter_shapes, layer_shapes
 
 Product = Callable[..., Tensor]
 TORCH_GEMM = Gemm(nt=F.linear, nn=torch.mm)

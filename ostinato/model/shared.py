@@ -154,11 +154,7 @@ def _new_folder(within: Path) -> tuple[Path, int]:
 
 
 def _over(
-    tensors: Mapping[str, Tensor],
-    config: ModelConfig,
-    dtype: torch.dtype,
-    *,
-    fp32_head: bool = False,
+    tensors: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype, *, fp32_head: bool = False
 ) -> Decoder:
     """A decoder whose weights are ``tensors``."""
     stored = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}

@@ -130,12 +130,7 @@ class Collectives:
             return x
         x = x.contiguous()
         out = x.new_empty(x.shape[0] // n, *x.shape[1:])
-        self._run(
-            "reduce_scatter",
-            axis,
-            x.nbytes * (n - 1) // n,
-            lambda g: _reduce_scatter(out, x, group=g),
-        )
+        self._run("reduce_scatter", axis, x.nbytes * (n - 1) // n, lambda g: _reduce_scatter(out, x, group=g))
         return out
 
     def sum_(self, x: Tensor, axis: str) -> Tensor:

@@ -22,14 +22,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ostinato.parallel.control import (
-    Control,
-    Terms,
-    arrive,
-    keyed,
-    meet,
-    own_store,
-)
+from ostinato.parallel.control import Control, Terms, arrive, keyed, meet, own_store
 from ostinato.parallel.launch import CLOSE_S, Place
 from ostinato.parallel.watch import GRACE_S, Doing, Watch, last_line, rank_lost
 from ostinato.types import Batch, StepReport

@@ -79,11 +79,7 @@ def own_decoders(whole: Decoder, shares: Sequence[Share]) -> list[Decoder]:
     found = []
     for share in shares:
         part = Decoder(
-            whole.config,
-            dtype=whole.dtype,
-            device=whole.device,
-            fp32_head=whole.fp32_head,
-            share=share,
+            whole.config, dtype=whole.dtype, device=whole.device, fp32_head=whole.fp32_head, share=share
         )
         for name, parameter in part.named_parameters():
             parameter.copy_(cut(weights[name], placed(whole.config, share, name, weights[name].shape)))

@@ -118,10 +118,7 @@ class Stages(Generic[Part]):
         return self.stage == self.stages - 1
 
     def train(
-        self,
-        parts: Sequence[Part],
-        forward: Forward[Part],
-        loss: Callable[[Part, Tensor, Any], Tensor],
+        self, parts: Sequence[Part], forward: Forward[Part], loss: Callable[[Part, Tensor, Any], Tensor]
     ) -> Extras:
         """Forward and backward of all microbatches, gradients added to what is there.
 
@@ -144,10 +141,7 @@ class Stages(Generic[Part]):
         return run.extras
 
     def score(
-        self,
-        parts: Sequence[Part],
-        forward: Forward[Part],
-        use: Callable[[Part, Tensor, Any], None],
+        self, parts: Sequence[Part], forward: Forward[Part], use: Callable[[Part, Tensor, Any], None]
     ) -> Extras:
         """Forwards of all microbatches; ``use``: (microbatch, hidden states, extras), called on the last
         stage alone, in the order of the microbatches.

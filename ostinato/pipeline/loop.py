@@ -41,12 +41,7 @@ from ostinato.pipeline.scores import Scores
 from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog, in_thread
 from ostinato.pipeline.spool import Spool
 from ostinato.pipeline.state import Finish, Finished, LoopState, Plan, nothing_to_learn
-from ostinato.pipeline.step_metrics import (
-    Clock,
-    add_totals,
-    check_ages,
-    with_stale,
-)
+from ostinato.pipeline.step_metrics import Clock, add_totals, check_ages, with_stale
 from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
 from ostinato.rollout.rollout import RolloutContext, RolloutResult
 from ostinato.run import RunFolder

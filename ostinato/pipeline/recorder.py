@@ -189,12 +189,7 @@ class StepRecorder:
             self.folder.timeline.append(*rows)
 
     def report(
-        self,
-        step: int,
-        row: dict[str, float],
-        groups: Sequence[Group],
-        learned: Learned,
-        ended: bool,
+        self, step: int, row: dict[str, float], groups: Sequence[Group], learned: Learned, ended: bool
     ) -> Finish | None:
         """COLLAPSED or FORGOT where the run is to end for that; ``ended``: it is the last step anyway."""
         report, (row, why) = learned.report, self._watched(step, row, learned.look)

@@ -18,13 +18,7 @@ from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.pipeline.credit import Credit
 from ostinato.pipeline.state import StalenessViolation
 from ostinato.pipeline.work import batch_work, needed_work, rollout_work, step_flops
-from ostinato.rollout.health import (
-    health,
-    injected_tokens,
-    prefilled_tokens,
-    sampled_tokens,
-    task_figures,
-)
+from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens, task_figures
 from ostinato.rollout.rollout import RolloutResult
 from ostinato.routes import route_bytes
 from ostinato.types import Batch, Group, StepReport

@@ -101,8 +101,7 @@ def counts(config: ModelConfig) -> Counts:
     if moe is not None:
         idle = roles[Role.EXPERTS] // moe.num_experts * (moe.num_experts - moe.top_k)
     return Counts(
-        roles={role: number for role, number in roles.items() if number},
-        active=sum(roles.values()) - idle,
+        roles={role: number for role, number in roles.items() if number}, active=sum(roles.values()) - idle
     )
 
 

@@ -335,10 +335,7 @@ def _shortage(problem: Problem, train: Sequence[Candidate], rollout: Sequence[Ca
     for one in train:
         for other in rollout:
             pair = Arrangement(
-                train=one.setup,
-                logprobs=one.setup,
-                rollout=replace(other.setup, sequences=1),
-                base=base,
+                train=one.setup, logprobs=one.setup, rollout=replace(other.setup, sequences=1), base=base
             )
             over = {phase: _over(problem, pair, phase, one) for phase in (Phase.TRAIN, Phase.ROLLOUT)}
             phase = max(over, key=lambda one: over[one])
@@ -356,12 +353,7 @@ def _over(problem: Problem, arrangement: Arrangement, phase: Phase, train: Candi
 
 
 def _together(
-    problem: Problem,
-    allowed: Allowed,
-    train: Candidate,
-    rollout: Candidate,
-    base: Base,
-    placement: Placement,
+    problem: Problem, allowed: Allowed, train: Candidate, rollout: Candidate, base: Base, placement: Placement
 ) -> Arrangement | None:
     """The pair, with as many sequences as its cache has room for; None where it does not fit."""
     arrangement = Arrangement(

@@ -31,12 +31,7 @@ def samples(group: Group, group_index: int, advantages: np.ndarray) -> list[Samp
 
 
 def _sample(
-    turns: tuple[Turn, ...],
-    trajectory: Trajectory,
-    advantage: float,
-    group_index: int,
-    member: int,
-    uid: str,
+    turns: tuple[Turn, ...], trajectory: Trajectory, advantage: float, group_index: int, member: int, uid: str
 ) -> Sample:
     if not turns:
         raise ValueError(f"sample {uid} has an advantage but no turns; give it NaN")

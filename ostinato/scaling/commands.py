@@ -34,11 +34,7 @@ JsonFile = Annotated[
 
 @app.command()
 @reading_options
-def fit(
-    source: Source,
-    reading: Reading,
-    json_file: JsonFile = None,
-) -> None:
+def fit(source: Source, reading: Reading, json_file: JsonFile = None) -> None:
     """Fit R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B), and say how well it is known."""
     finish(answers.fit(read_one(source, reading)), json_file)
 

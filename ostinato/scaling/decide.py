@@ -26,11 +26,7 @@ def forecast(known: Posterior, C: float) -> Forecast:
     """R(C)."""
     assessment = assess(known)
     one = known.measured(np.array([C]))[:, 0]
-    return Forecast(
-        compute=C,
-        score=assessment.shown(known.score(C)),
-        measured=assessment.shown(one),
-    )
+    return Forecast(compute=C, score=assessment.shown(known.score(C)), measured=assessment.shown(one))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +43,7 @@ def reach(known: Posterior, T: float) -> Reach:
     """P(A > T) and quantiles of C(T)."""
     if assess(known).standing is Standing.NOT_IDENTIFIED:
         return Reach(target=T, probability=None, compute=None)
-    return Reach(
-        target=T,
-        probability=float(np.mean(known.A > T)),
-        compute=interval(known.compute_for(T)),
-    )
+    return Reach(target=T, probability=float(np.mean(known.A > T)), compute=interval(known.compute_for(T)))
 
 
 class Action(StrEnum):

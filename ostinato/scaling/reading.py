@@ -46,8 +46,7 @@ class Reading:
         ),
     ] = None
     cut: Annotated[
-        str,
-        typer.Option(metavar="C", help="Leave out evaluations before this compute, e.g. 1.5k."),
+        str, typer.Option(metavar="C", help="Leave out evaluations before this compute, e.g. 1.5k.")
     ] = ""
     until: Annotated[str, typer.Option(metavar="C", help="Leave out evaluations after this compute.")] = ""
     compute: Annotated[str, typer.Option(metavar="COLUMN", help="Of a CSV.")] = "compute"

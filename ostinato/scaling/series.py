@@ -114,14 +114,7 @@ def series(
     if before is None:
         raise ValueError(f"{name} has no evaluation at compute 0; give R0, the score before training")
     return Series(
-        name=name,
-        compute=C,
-        score=R,
-        R0=before,
-        R0_stderr=error,
-        stderr=E,
-        axis=axis,
-        held_out=held_out,
+        name=name, compute=C, score=R, R0=before, R0_stderr=error, stderr=E, axis=axis, held_out=held_out
     )
 
 

@@ -50,12 +50,7 @@ ANSWERS: tuple[tuple[str, str, Schema, bool], ...] = (
     ("/v1/models/{name}", "get", _MODEL, False),
     ("/tokenize", "post", _object(tokens=_IDS, count=_COUNT, max_model_len=_COUNT), False),
     ("/detokenize", "post", _object(prompt=_STRING), False),
-    (
-        "/feedback",
-        "post",
-        _object(accepted=_COUNT, repeated=_COUNT, expired=_COUNT, refused=_LIST),
-        False,
-    ),
+    ("/feedback", "post", _object(accepted=_COUNT, repeated=_COUNT, expired=_COUNT, refused=_LIST), False),
     ("/health", "get", _object(status={"const": "ok"}, under_way=_COUNT), False),
 )
 _OPENAI = _object(error=_object(message=_STRING, type=_STRING, param={"type": ["string", "null"]}))

@@ -98,10 +98,7 @@ def repair(folder: Path) -> None:
 
 
 def load_checkpoint(
-    folder: Path,
-    *,
-    identity: Mapping[str, str],
-    step: int | None = None,
+    folder: Path, *, identity: Mapping[str, str], step: int | None = None
 ) -> Checkpoint | None:
     """The newest whole checkpoint in ``folder``, or that of ``step``; None when the folder has none at all.
 

@@ -74,10 +74,7 @@ def support(batch: Batch) -> dict[str, float]:
         return {}
     ids = sum(len(one.ids) for one in supports)
     num_bytes = sum(one.ids.nbytes + one.counts.nbytes for one in supports)
-    return {
-        "sampling/support_mean": ids / restricted,
-        "sampling/support_bytes": num_bytes / batch.num_tokens,
-    }
+    return {"sampling/support_mean": ids / restricted, "sampling/support_bytes": num_bytes / batch.num_tokens}
 
 
 def balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> dict[str, float]:

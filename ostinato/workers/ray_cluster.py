@@ -38,13 +38,7 @@ from ostinato.workers.heartbeat import Heartbeat
 from ostinato.workers.host import BUILD, Host, Place, here
 from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.process import witness
-from ostinato.workers.remote import (
-    SLICE_S,
-    Patience,
-    WorkerFault,
-    outcome,
-    sealed,
-)
+from ostinato.workers.remote import SLICE_S, Patience, WorkerFault, outcome, sealed
 
 HEAD_S = 15  # seconds without an answer of the head, after which it is lost; Ray itself aborts after 60
 STORE_BYTES = 1 << 29  # of shared memory for messages, on a cluster of our own; what does not fit is spilt

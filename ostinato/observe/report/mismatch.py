@@ -197,10 +197,7 @@ def gap_chart(data: RunData) -> Chart:
     at = [full.get(row["step"], {}) for row in rows]
     arms = [
         Series(
-            label=f"KL, {name}",
-            values=[number(arm(row, key), "k3") for row in at],
-            color=color,
-            marker="dot",
+            label=f"KL, {name}", values=[number(arm(row, key), "k3") for row in at], color=color, marker="dot"
         )
         for key, (name, _, color) in ARMS.items()
         if key != "floor"
