@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.config import Recipe
-from ostinato.launch import threads
+from ostinato.launch import NothingToLearn, threads
 from ostinato.launch.output import logged
 from ostinato.run import atomic_write
 
@@ -75,7 +75,12 @@ def train(
 
     code = run(found.warm, None, ended) if warm else 0
     if rl and not code:
-        code = finish(reinforced)
+        try:
+            code = finish(reinforced)
+        except NothingToLearn as error:
+            if not folders:
+                raise
+            typer.echo(f"the judge is that of the warm start, for RL failed: {error}", err=True)
     if folders and not code:
         typer.echo(f"as a reward  ostinato train RECIPE reward.functions='[\"judge:{folders[-1]}\"]'")
     raise typer.Exit(code)

@@ -20,7 +20,7 @@ from rich.console import Console
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine.threads import Threads
 from ostinato.failure import NamedFailure
-from ostinato.launch import RunFailed, threads
+from ostinato.launch import NothingToLearn, RunFailed, threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.machine import record_start
 from ostinato.launch.output import lasting
@@ -238,6 +238,7 @@ def open_folder(path: Path, recipe: str, resume: bool) -> RunFolder:
 def _named_failures(path: Path) -> Iterator[None]:
     """Around the run in ``path``: its named failures become RunFailed, and Ctrl-C gets its path."""
     from ostinato.pipeline.failed import RewardFails
+    from ostinato.pipeline.state import NoTrainableSamples
 
     resume_hint = f"to go on: ostinato resume {path}"
     try:
@@ -246,7 +247,8 @@ def _named_failures(path: Path) -> Iterator[None]:
         stop.args = (f"what was saved is in {path}, {resume_hint}",)
         raise
     except (NamedFailure, OSError) as error:
-        raise RunFailed(f"{error}; what was saved is in {path}, {resume_hint}") from error
+        kind = NothingToLearn if isinstance(error, NoTrainableSamples) else RunFailed
+        raise kind(f"{error}; what was saved is in {path}, {resume_hint}") from error
     except RewardFails as error:
         raise RewardFails(f"{error}; then, {resume_hint}", error.note) from error
     except ValueError as error:  # past all checks it is not the user's, and is not reported as one

@@ -117,6 +117,7 @@ def _back(at: Position, found: Finding) -> tuple[Position, str]:
     """To collect, with judge and policy as they are."""
     alarm = found.verdict is Verdict.ALARM
     words = {
+        Stage.JUDGE: "judge training failed",
         Stage.JUDGE_GATES: "judge candidate dropped by its gates",
         Stage.SHADOW: "judge candidate dropped in shadow",
         Stage.POLICY: "policy training stopped by an alarm" if alarm else "policy training failed",

@@ -90,25 +90,33 @@ def test_a_run_is_judged_and_a_resumed_one_alike(place: Path, address: str) -> N
     assert same[0] == same[1] and len(same[0]) == 2
 
 
+FEW = [
+    *("trainer.steps=2", "trainer.lr=1e-3", "engine.threads=1", "engine.kv_memory_mb=32", "adapter.rank=4"),
+    *("rl.rollout.prompts_per_step=2", "rl.rollout.group_size=2", "rl.rollout.max_tokens=12", "eval.n=2"),
+    *("warm.sft.epochs=0", "warm.sft.rows_per_step=4", "model.dtype=float32"),
+]
+
+
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Path:
     """A judge of two steps and one of RL: it can say nothing yet, but it is one."""
-    few = [
-        "trainer.steps=2",
-        "trainer.lr=1e-3",
-        "engine.threads=1",
-        "engine.kv_memory_mb=32",
-        "adapter.rank=4",
-    ]
-    few += [
-        "rl.rollout.prompts_per_step=2",
-        "rl.rollout.group_size=2",
-        "rl.rollout.max_tokens=12",
-        "eval.n=2",
-    ]
-    few += ["warm.sft.epochs=0", "warm.sft.rows_per_step=4", "model.dtype=float32", "log.dir=judges"]
-    assert ended(place, "judge", "train", "pairs.jsonl", "--template", "template.txt", *few) == 0
+    train = ["judge", "train", "pairs.jsonl", "--template", "template.txt", *FEW]
+    assert ended(place, *train, "log.dir=judges") == 0
     return only(place / "judges", "judge_rl-*")
+
+
+def test_a_judge_whose_rl_has_nothing_to_learn_from_is_that_of_its_warm_start(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Thirty clicks on a model that has never read the letters of a verdict: the command ended with an error
+    and `ostinato product run` with it, round after round, though gates are there to drop such a judge."""
+    assert ended(place, "judge", "train", "pairs.jsonl", *FEW, "rl.trainer.steps=12", "log.dir=mute") == 0
+    heard = capsys.readouterr()
+    warm = only(place / "mute", "judge_sft-*")
+    assert (
+        "the judge is that of the warm start" in heard.err and f"judge:{warm.relative_to(place)}" in heard.out
+    )
+    assert (warm / "judge.json").is_file()
 
 
 def test_a_judge_is_trained_measured_and_resumed(place: Path, trained: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from ostinato.config import Recipe
 from ostinato.env.tools import imported
 from ostinato.files import atomic_write
-from ostinato.launch import RunFailed
+from ostinato.launch import NothingToLearn, RunFailed
 from ostinato.launch.dtype import resolved
 from ostinato.launch.judge_runs import Plan, plan
 from ostinato.launch.judges import sources, write_spec
@@ -45,23 +45,29 @@ def _window(loop: ProductLoop, at: Position) -> Window:
 
 
 def train(loop: ProductLoop, at: Position) -> Finding:
-    """SFT and RL on the pairs of this window and a few earlier ones, and on the hack bank."""
+    """SFT and RL on the pairs of this window and a few earlier ones, and on the hack bank. Where RL has
+    nothing to learn from, the candidate is the warm start, for the gates to decide; without one none."""
     folder = loop.round_folder(at) / "judge"
     file, rows = folder / "rows.jsonl", _rows(loop, at)
     atomic_write(file, "".join(f"{to_json(one)}\n" for one in rows))
     found = _plan(loop, at, file, folder)
-    rl = found.rl
+    rl, made, reasons = found.rl, None, tuple[str, ...]()
     if loop.settings.judge.warm:
         warmed, _, _ = supervise(found.warm, again(folder, found.warm.name))
-        rl = found.after(warmed)
+        rl, made = found.after(warmed), RunFolder.open(warmed).adapter
     after = again(folder, rl.name)
-    outcome = learn(rl, quiet=True) if after is None else resume(after, quiet=True)
-    made = RunFolder.open(outcome.folder).adapter
+    try:
+        outcome = learn(rl, quiet=True) if after is None else resume(after, quiet=True)
+        made = RunFolder.open(outcome.folder).adapter
+    except NothingToLearn as error:
+        reasons = (f"RL of the judge: {error}",)
+        if made is None:
+            return Finding(verdict=Verdict.FAILED, reasons=reasons)
     with atomic_folder(folder / "made") as temporary:
         shutil.copytree(made, temporary, dirs_exist_ok=True)
         write_spec(found.spec, temporary)
     revision = loop.keep(folder / "made")
-    return Finding(revision=revision, figures={"rows": len(rows)})
+    return Finding(revision=revision, reasons=reasons, figures={"rows": len(rows)})
 
 
 def _rows(loop: ProductLoop, at: Position) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ostinato.config import Recipe
-from ostinato.launch import RunFailed
+from ostinato.launch import NothingToLearn, RunFailed
 from ostinato.launch.product.loop import Exhausted, ProductLoop, again
 from ostinato.launch.product.watch import MARKED, Probe, Watch, answers, preferred, probe
 from ostinato.launch.product.window import add_exemplars
@@ -42,10 +42,13 @@ def train(loop: ProductLoop, at: Position) -> Finding:
             if step >= settings.steps:
                 return Finding(revision=loop.keep(run.adapter), reasons=tuple(reasons), figures=figures)
         step = min(settings.steps, step + settings.look_every)
-        if path is None:
-            outcome = learn(_until(recipe, step), quiet=True)
-        else:
-            outcome = resume(path, f"trainer.steps={step}", quiet=True)
+        try:
+            if path is None:
+                outcome = learn(_until(recipe, step), quiet=True)
+            else:
+                outcome = resume(path, f"trainer.steps={step}", quiet=True)
+        except NothingToLearn as error:
+            return Finding(verdict=Verdict.FAILED, reasons=(str(error),))
         path = outcome.folder
         if outcome.why != "done":
             raise RunFailed(f"the policy's run in {path} ended as {outcome.why}")

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ostinato.launch import RunFailed
+from ostinato.launch import NothingToLearn, RunFailed
+from ostinato.launch.product import judge
 from ostinato.launch.product.judge import freeze_window, labels
 from ostinato.launch.product.loop import Exhausted, ProductLoop, digest
 from ostinato.launch.product.settings import CollectSettings, ProductSettings, read_settings
@@ -19,7 +21,7 @@ from ostinato.launch.product.window import add_exemplars, decided, freeze, read_
 from ostinato.product.detectors import Knee
 from ostinato.product.events import Action, Event, Exchange, Exposure, Kind
 from ostinato.product.judging import Choice
-from ostinato.product.loop import Finding, Position, Stage, Verdict
+from ostinato.product.loop import Finding, Position, Stage, Verdict, advance
 from ostinato.product.rewards import read_table
 from ostinato.product.store import Store, open_store
 from ostinato.run import to_json
@@ -222,6 +224,34 @@ def test_a_killed_loop_goes_on_where_its_journal_ends(
     assert again.at.policy and again.at.stage is Stage.COLLECT
     with pytest.raises(Exhausted, match="no more feedback comes"):
         again.run(2)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_judge_that_rl_cannot_teach_is_its_warm_start_or_none(
+    tmp_path: Path, store: Store, settings: ProductSettings, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    """It ended the loop with an error, at the same stage whenever it was started again."""
+    fill(store, range(40))
+    (tmp_path / "warmed" / "adapter").mkdir(parents=True)
+    (tmp_path / "warmed" / "adapter" / "weights").write_text("warm")
+
+    def in_vain(*_: Any, **__: Any) -> Any:
+        raise NothingToLearn("10 steps in a row had nothing to learn from")
+
+    monkeypatch.setattr(judge, "learn", in_vain)
+    monkeypatch.setattr(judge, "supervise", lambda *_: (tmp_path / "warmed", None, None))
+    monkeypatch.setattr(judge.RunFolder, "open", lambda path: judge.RunFolder(path))
+    settings = read_settings(tmp_path / "product.toml", f"judge.warm={str(warm).lower()}")
+    folder = tmp_path / "product"
+    folder.mkdir()
+    loop = ProductLoop(settings, folder, store, Once(store, 0), WORK | {Stage.JUDGE: judge.train})
+    at = Position(round=1, stage=Stage.JUDGE)
+    freeze(loop.round_folder(at) / "window", store, loop.table, CollectSettings(), 0.0, 2e9)
+    found = judge.train(loop, at)
+    assert "10 steps in a row" in found.reasons[0]
+    assert (found.verdict is Verdict.PASSED) == bool(found.revision) == warm
+    if not warm:
+        assert advance(at, found)[1] == "judge training failed"
 
 
 def test_what_is_served_follows_the_journal_and_a_roll_back_is_the_same_bytes(
