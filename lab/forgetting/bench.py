@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lab.forgetting import contenders
 from lab.forgetting.meaning import Vectors, fitted
-from lab.forgetting.measure import Read, View, area, tally
+from lab.forgetting.measure import View, area, tally
 from lab.forgetting.policy import Learning, Policy, Rules, learn, prepare
-from lab.forgetting.reader import counter, tokenizer
+from lab.forgetting.tokens import counter, tokenizer
 from lab.forgetting.trained import Trained, remember
 from lab.forgetting.words import WordPolicy, learn_words, written
 from lab.forgetting.world import History, Question, history
@@ -60,7 +59,6 @@ class MemoryBench(Bench):
     word_steps: int = option(8_000, "Of learning which words to keep.")
     levels_train: int = option(60, "Of the training histories, those that levels are learnt on.")
     steps: int = option(300, "Of learning which level a block gets.")
-    reader: str = option("", "Folder of a trained reader (python -m lab.forgetting.teach); it answers too.")
     parts: bool = option(False, "Also without each part of the algorithm, of the first seed.")
     growth: tuple[int, ...] = option((1, 10, 100), "Histories so many times as long, for tokens per turn.")
     refills: bool = option(False, "Instead: refills by two models, learnt first, on histories of their own.")
@@ -85,13 +83,12 @@ class MemoryBench(Bench):
         if self.refills:
             return about | self._refilled(learnt, count, budgets, say)
         held_out = self._held_out(self.first, count)
-        read = self._read()
-        rows = self._rows(self._contenders(count, learnt), held_out, budgets, count, say, read)
+        rows = self._rows(self._contenders(count, learnt), held_out, budgets, count, say)
         whole = {"full context": lambda found: lambda question: contenders.full(found, 0, count)}
         whole["evidence alone"] = lambda found: lambda question: contenders.gold(found, question)
         for name, view in whole.items():
             rows.append(
-                {"contender": name, "seed": -1, "budget": self.tokens, **tally(held_out, view, count, read)}
+                {"contender": name, "seed": -1, "budget": self.tokens, **tally(held_out, view, count)}
             )
         cost = [self._cost(times, count, learnt[0]) for times in self.growth] if learnt else []
         learning = [one.log for one in learnt]
@@ -104,12 +101,12 @@ class MemoryBench(Bench):
     @staticmethod
     def _rows(
         entries: Entries, held_out: Sequence[History], budgets: Sequence[int], count: contenders.Count,
-        say: Say, read: Read | None = None,
+        say: Say,
     ) -> list[dict[str, Any]]:  # fmt: skip
         rows = []
         for name, seed, make in entries:
             for budget in budgets:
-                found = tally(held_out, make(budget), count, read)
+                found = tally(held_out, make(budget), count)
                 rows.append({"contender": name, "seed": seed, "budget": budget, **found})
                 say(f"{name:24} seed {seed} budget {budget:5}   {found['accuracy']:.3f}")
         return rows
@@ -159,13 +156,6 @@ class MemoryBench(Bench):
                     ]
                 rows += self._rows(entries, held_out, budgets, count, say)
         return {"blocks": blocks, "rows": rows, "areas": _areas(rows), "learning": learning}
-
-    def _read(self) -> Read | None:
-        if not self.reader:
-            return None
-        from lab.forgetting.answering import ModelReader
-
-        return ModelReader(Path(self.reader))
 
     def _contenders(self, count: contenders.Count, learnt: Sequence[Learnt]) -> Entries:
         rows: Entries = [

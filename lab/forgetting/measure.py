@@ -28,7 +28,6 @@ class Tally:
     unsupported: int = 0  # lines with a number, date or name that their turn lacks
     most: int = 0  # tokens in the context
     seconds: float = 0.0
-    right_by_model: int = -1  # of a trained reader, where there is one
 
     def row(self) -> dict[str, Any]:
         n, right = sum(self.asked.values()), sum(self.right.values())
@@ -42,17 +41,13 @@ class Tally:
             "questions": n,
             "most_tokens": self.most,
             "seconds": round(self.seconds, 2),
-        } | ({"by_model": round(self.right_by_model / n, 4)} if self.right_by_model >= 0 else {})
+        }
 
 
-Read = Callable[[Sequence[tuple[Lines, Question]]], list[str]]
-
-
-def tally(histories: Sequence[History], view: View, count: Count, read: Read | None = None) -> dict[str, Any]:
+def tally(histories: Sequence[History], view: View, count: Count) -> dict[str, Any]:
     """``view`` over all ``histories``, read by a careful reader, who finds what is still said and nothing
-    else, and by the model ``read`` where it is given. ``seconds`` are processor time of ``view``."""
+    else. ``seconds`` are processor time of ``view``."""
     found = Tally()
-    shown: list[tuple[Lines, Question]] = []
     for one in histories:
         began = time.process_time()
         ready = view(one)
@@ -62,12 +57,6 @@ def tally(histories: Sequence[History], view: View, count: Count, read: Read | N
             lines = ready(question)
             found.seconds += time.process_time() - began
             _add(found, lines, question, count)
-            shown.append((lines, question))
-    if read is not None:
-        answers = read(shown)
-        found.right_by_model = sum(
-            got == question.answer for got, (_, question) in zip(answers, shown, strict=True)
-        )
     return found.row()
 
 
@@ -94,4 +83,4 @@ def area(rows: Sequence[tuple[int, float]]) -> float:
     return total / math.log(rows[-1][0] / rows[0][0])
 
 
-__all__ = ["Read", "Tally", "View", "area", "tally"]
+__all__ = ["Tally", "View", "area", "tally"]

@@ -16,8 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,15 +24,27 @@ from torch.nn import functional as F
 
 from lab.forgetting.contenders import Count
 from lab.forgetting.policy import offered
-from lab.forgetting.reader import counter, tokenizer, write_folder
-from lab.forgetting.teach import Rows, losses
+from lab.forgetting.tokens import counter, tokenizer
 from lab.forgetting.world import SMALL, History, Turn, history, words_of
 from ostinato.memory.facts import unsupported
 from ostinato.memory.refill import Refiller, extract
+from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.hf import load_model
 
 MASK, END = 0, 3  # <|pad|> and <|end|> of the tokenizer
+ARCHITECTURE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
 HIDDEN = 64
 LEAST_MASKED = 0.05  # t: a smaller one masks nothing of a short canvas, and weighs much where it does
 ROWS = 64  # of a step
@@ -84,11 +94,30 @@ def lessons(seed: int, histories: int, rows: int) -> Lessons:
     ]
 
 
+class Rows:
+    """Attention within each of ``number`` rows of one length."""
+
+    def __init__(self, number: int, causal: bool) -> None:
+        self.number, self.causal = number, causal
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q, k, v = (one.unflatten(0, (self.number, -1)).transpose(1, 2) for one in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=scale)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def ran(decoder: Decoder, tokens: Tensor, causal: bool) -> Tensor:
+    """[R, T, D] of rows [R, T]."""
+    rows, length = tokens.shape
+    positions = torch.arange(length, dtype=torch.int32).repeat(rows)
+    return decoder(tokens.flatten(), positions, Rows(rows, causal))[0].unflatten(0, (rows, length))
+
+
 def autoregressive_loss(decoder: Decoder, tokens: Tensor, starts: Tensor, noise: Generator) -> Tensor:
     """Of the tokens of each canvas up to its first end."""
-    canvas = torch.arange(1, tokens.shape[1]) >= starts[:, None]
-    counts = canvas & (tokens[:, :-1] != END)
-    return (losses(decoder, tokens) * counts).sum() / counts.sum()
+    counts = (torch.arange(1, tokens.shape[1]) >= starts[:, None]) & (tokens[:, :-1] != END)
+    hidden = ran(decoder, tokens[:, :-1], causal=True)
+    return F.cross_entropy(decoder.logits(hidden[counts]), tokens[:, 1:][counts].long())
 
 
 def diffusion_loss(decoder: Decoder, tokens: Tensor, starts: Tensor, noise: Generator) -> Tensor:
@@ -98,10 +127,8 @@ def diffusion_loss(decoder: Decoder, tokens: Tensor, starts: Tensor, noise: Gene
     t = (torch.arange(rows) + torch.rand(1, generator=noise)) / rows
     t = t.clamp_min(LEAST_MASKED)[:, None]
     masked = canvas & (torch.rand(rows, length, generator=noise) < t)
-    positions = torch.arange(length, dtype=torch.int32).repeat(rows)
-    shown = tokens.masked_fill(masked, MASK)
-    hidden, _ = decoder(shown.flatten(), positions, Rows(rows, causal=False))
-    each = F.cross_entropy(decoder.logits(hidden[masked.flatten()]), tokens[masked].long(), reduction="none")
+    hidden = ran(decoder, tokens.masked_fill(masked, MASK), causal=False)
+    each = F.cross_entropy(decoder.logits(hidden[masked]), tokens[masked].long(), reduction="none")
     return (each / (t * canvas.sum(1, keepdim=True)).expand(rows, length)[masked]).sum() / rows
 
 
@@ -221,11 +248,13 @@ def taught(
 
 def fresh(seed: int, hidden: int = HIDDEN) -> Decoder:
     """A model that has learnt nothing."""
-    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "vocab_size": tokenizer().get_vocab_size(),
+    }
     heads = {"num_attention_heads": hidden // 16, "num_key_value_heads": hidden // 16}
-    with TemporaryDirectory() as folder:
-        write_folder(Path(folder), seed, **sizes, **heads)
-        return load_model(Path(folder), dtype=torch.float32)
+    return Decoder(parse_config(ARCHITECTURE | sizes | heads), dtype=torch.float32).init_weights(seed)
 
 
 def extracts() -> Refiller:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from lab.forgetting.meaning import Vectors, about, fitted
 from lab.forgetting.measure import area, tally
 from lab.forgetting.policy import FEATURES, Learning, Policy, Replay, Rules, State, learn, prepare, reward
 from lab.forgetting.public import day_of, evidence_curves, locomo, longmemeval
-from lab.forgetting.reader import counter, lessons, tokenizer, view
+from lab.forgetting.tokens import counter, tokenizer
 from lab.forgetting.trained import Trained, remember
 from lab.forgetting.words import WordPolicy, learn_words, written
 from lab.paired import wilson
@@ -78,18 +77,6 @@ def test_every_word_of_the_world_is_a_token_and_a_name_is_two() -> None:
             marks = sum(char in ",:?!" for char in text)
             named = sum(word.strip(world.MARKS) in found.people for word in text.split())
             assert len(ids.ids) == len(text.split()) + marks + named
-
-
-def test_a_lesson_is_answered_by_what_its_memory_still_says() -> None:
-    rng = random.Random(1)
-    found = world.history(5, tokens=500, count=count())
-    for _ in range(20):
-        lines = view(rng, found, count(), 200)
-        assert sum(count()(text) for _, text in lines) <= 200
-        assert [turn.idx for turn, _ in lines] == sorted(turn.idx for turn, _ in lines)
-    rows = list(lessons(0, 5, 60, 120))
-    assert rows == list(lessons(0, 5, 60, 120))
-    assert all(row["messages"][0]["role"] == "system" for row in rows)
 
 
 def test_baselines_are_within_the_budget_and_retrieval_finds_what_it_is_asked_for() -> None:
