@@ -135,10 +135,11 @@ def compare_loop(folder: Path, seed: int, model: Path, overrides: Sequence[str])
     )
     arms = {"rl": loop, "static": static}
     served = {name: str(one.adapter_of(one.at.policy) or "") for name, one in arms.items()}
-    steps = sum(1 for _ in Jsonl(loop.folder / "gold.jsonl").rows())
-    row = {"seed": seed, "rounds": loop.at.round, "steps": steps, "promoted": bool(served["rl"])}
+    trained = sum(1 for _ in Jsonl(loop.folder / "gold.jsonl").rows())
+    steps = trained or loop.settings.policy.steps  # a loop that never trained a policy has no number
+    row = {"seed": seed, "rounds": loop.at.round, "steps": trained, "promoted": bool(served["rl"])}
     ts, to = loop.live.now(), folder / f"sft-all-{seed}"
-    return row | against(loop, _recipe(loop), served, steps, ts, seed, to)
+    return row | against(loop, _recipe(static), served, steps, ts, seed, to)
 
 
 def _recipe(loop: ProductLoop) -> Recipe:
