@@ -295,7 +295,7 @@ def _line(data: Result, name: str, budgets: Sequence[int]) -> list[str]:
 
 
 def _range(values: Sequence[float]) -> str:
-    spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+    spread = f" ({min(values):.3f} to {max(values):.3f})" if min(values) < max(values) else ""
     return _mean(values) + spread
 
 
