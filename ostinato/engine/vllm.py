@@ -127,10 +127,6 @@ class VllmEngine:
 
     # ---- the protocol
 
-    @property
-    def version(self) -> int:
-        return self._policy.version
-
     def take_verdict(self) -> Verdict | None:
         """On the newest policy that was judged since the last call; None: none was."""
         return self._proofs.take_verdict()

@@ -176,7 +176,7 @@ def test_what_is_served_is_told_and_old_folders_go(engine: VllmEngine, tmp_path:
     assert engine.served == (0, "")
     for version in range(1, 5):
         engine.publish(POLICIES[version % 2], version)
-        assert engine.served == (version, fingerprint(POLICIES[version % 2])) and engine.version == version
+        assert engine.served == (version, fingerprint(POLICIES[version % 2]))
     assert len(list(tmp_path.glob("policy-*"))) == 2  # of now, and of requests that began before
     engine.publish(None, 5)
     assert engine.served == (5, "")
