@@ -239,8 +239,7 @@ def run(folder: Path, kind: str, model: Path, kills: int, seed: int, gap_s: floa
         logs = [folder / f"{name}.jsonl" for name in clients]
         arm.strike(kills)
         _settled(arm, clients)
-        arm.settle(lambda: not _unserved(arm))
-        unserved = _unserved(arm)
+        unserved = "" if arm.settle(lambda: not _unserved(arm)) else _unserved(arm)
         for name in ("loop", "server"):
             arm.struck.add(name)
             os.kill(arm.pids[name], signal.SIGTERM)
@@ -252,7 +251,6 @@ def run(folder: Path, kind: str, model: Path, kills: int, seed: int, gap_s: floa
         "by_stage": dict(Counter(one["stage"] for one in arm.kills)),
         **{
             "ended_by_themselves": arm.ended,
-            "serves_the_office": not unserved,
             "unserved": unserved,
             **found,
         },
@@ -294,7 +292,8 @@ def _settled(arm: Arm, clients: dict[str, int]) -> None:
 
 
 def _unserved(arm: Arm) -> str:
-    """Why the server does not answer with the policy in office; "" where it does."""
+    """Why the server does not answer with the policy in office; "" where it does. A server looks every two
+    seconds for who is in office, and a canary answers a share of the requests."""
     office = arm.at().policy or f"product@{arm.at().round}"
     crowd = Crowd(port=arm.port, model="product", file=arm.folder / "none", seed=0)
     body = {"model": "product", "messages": [{"role": "user", "content": "1 + 1 = ?"}], "max_tokens": 4}
