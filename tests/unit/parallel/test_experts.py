@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nouns import scattered
 from thread_links import ThreadLinks, on_threads
 from torch import Tensor
 
@@ -66,7 +67,7 @@ class Case:
         return scores.topk(self.top_k, dim=1).indices.expand(sum(self.rows), -1)
 
     def owner(self) -> np.ndarray:
-        make = placement.contiguous if self.contiguous else placement.scattered
+        make = placement.contiguous if self.contiguous else scattered
         return make(1, self.num, self.ranks)
 
 
