@@ -19,7 +19,7 @@ from ostinato.launch.dtype import resolved
 from ostinato.launch.judge_runs import Plan, plan
 from ostinato.launch.judges import sources, write_spec
 from ostinato.launch.panel import Bench
-from ostinato.launch.product.loop import ProductLoop, again, wait_for
+from ostinato.launch.product.loop import ProductLoop, again, unless_stopped, wait_for
 from ostinato.launch.product.window import Window, decided, freeze, read_bank, row
 from ostinato.launch.session import learn, resume
 from ostinato.launch.sft import supervise
@@ -53,11 +53,13 @@ def train(loop: ProductLoop, at: Position) -> Finding:
     found = _plan(loop, at, file, folder)
     rl, made, reasons = found.rl, None, tuple[str, ...]()
     if loop.settings.judge.warm:
-        warmed, _, _ = supervise(found.warm, again(folder, found.warm.name))
+        warmed, _, why = supervise(found.warm, again(folder, found.warm.name))
+        unless_stopped(warmed, why)
         rl, made = found.after(warmed), RunFolder.open(warmed).adapter
     after = again(folder, rl.name)
     try:
         outcome = learn(rl, quiet=True) if after is None else resume(after, quiet=True)
+        unless_stopped(outcome.folder, outcome.why)
         made = RunFolder.open(outcome.folder).adapter
     except NothingToLearn as error:
         reasons = (f"RL of the judge: {error}",)

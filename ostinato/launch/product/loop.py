@@ -194,4 +194,11 @@ def again(folder: Path, name: str) -> Path | None:
     return max((one.parent for one in folder.glob(f"{name}*-*/recipe.toml")), default=None)
 
 
+def unless_stopped(run: Path, why: str) -> None:
+    """RunFailed where a signal or a watch has ended a training run: the loop ends with it, and its next
+    process does the stage again, which goes on from the last checkpoint."""
+    if why not in ("done", "solved", "spent", "enough"):
+        raise RunFailed(f"the run in {run} ended as {why}; ostinato product run goes on with it")
+
+
 __all__ = ["Exhausted", "Live", "Polled", "ProductLoop", "Work", "again", "digest", "wait_for"]

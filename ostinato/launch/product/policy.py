@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from ostinato.config import Recipe
-from ostinato.launch import NothingToLearn, RunFailed
-from ostinato.launch.product.loop import Exhausted, ProductLoop, again
+from ostinato.launch import NothingToLearn
+from ostinato.launch.product.loop import Exhausted, ProductLoop, again, unless_stopped
 from ostinato.launch.product.watch import MARKED, Probe, Watch, answers, preferred, probe
 from ostinato.launch.product.window import add_exemplars
 from ostinato.launch.session import learn, resume
@@ -50,8 +50,7 @@ def train(loop: ProductLoop, at: Position) -> Finding:
         except NothingToLearn as error:
             return Finding(verdict=Verdict.FAILED, reasons=(str(error),))
         path = outcome.folder
-        if outcome.why != "done":
-            raise RunFailed(f"the policy's run in {path} ended as {outcome.why}")
+        unless_stopped(path, outcome.why)
         look(loop, at, recipe, RunFolder.open(path), step)
 
 
