@@ -95,7 +95,8 @@ def test_it_is_swept_when_nobody_holds_it(source: Path, folder: Path) -> None:
 def test_a_folder_of_weights_is_swept_when_its_process_was_killed(folder: Path) -> None:
     """The driver kept up to three copies of all weights in memory, unknown to all once it was gone."""
     with own_folder(folder) as mine:
-        (child := os.fork()) or _killed_in_a_folder(folder)
+        if not (child := os.fork()):
+            _killed_in_a_folder(folder)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         left = {path for path in folder.iterdir() if (path / "weights").exists()}
         assert len(left) == 1 and {*sweep(folder)} == left and [*folder.iterdir()] == [mine]
