@@ -1,4 +1,4 @@
-"""A PostgreSQL server of its own in /tmp, to be crashed."""
+"""A PostgreSQL server of its own in /tmp, to be crashed by tests and by ``lab.product.kills``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 
@@ -23,6 +24,7 @@ class Cluster:
     folder: Path
     binaries: Path
     user: str | None  # PostgreSQL refuses to run as root
+    _numbers: count[int] = field(default_factory=count)
 
     def run(self, name: str, *arguments: str) -> None:
         command = [str(self.binaries / name), *arguments]
@@ -46,7 +48,14 @@ class Cluster:
         self.run("pg_ctl", "-D", data, "-l", log, "-w", "-t", "600", "-o", options, "start")
 
     def address(self) -> str:
-        return f"postgresql://ostinato@/postgres?host={self.folder}"
+        """Of a new, empty database."""
+        name = f"store_{next(self._numbers)}"
+        self.run("createdb", "-h", str(self.folder), "-U", "ostinato", name)
+        return f"postgresql://ostinato@/{name}?host={self.folder}"
+
+    def stop(self) -> None:
+        """All of it at once, as a crash does."""
+        self.run("pg_ctl", "-D", str(self.folder / "data"), "-m", "immediate", "stop")
 
     def processes(self) -> list[int]:
         """All of it: they work in the data folder."""
@@ -91,27 +100,31 @@ def _command(pid: int) -> bytes:
     return b""
 
 
+def found() -> Path | None:
+    """The newest initdb of this machine."""
+    installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)
+    here = shutil.which("initdb")
+    return Path(here) if here else next(iter(installed), None)
+
+
 @contextmanager
 def cluster() -> Iterator[Cluster]:
     """Running while the context lasts. RuntimeError without the binaries."""
-    found = shutil.which("initdb") or next(
-        map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))), ""
-    )
-    if not found:
-        raise RuntimeError("needs PostgreSQL: no initdb")
+    if (initdb := found()) is None:
+        raise RuntimeError("needs PostgreSQL: there is no initdb")
     user = None if os.geteuid() else "postgres"
     folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))  # a socket's path has 107 bytes at most
     if user:
         os.chown(folder, pwd.getpwnam(user).pw_uid, -1)
-    made = Cluster(folder, Path(found).resolve().parent, user)
+    made = Cluster(folder, initdb.resolve().parent, user)
     try:
         made.run("initdb", "-D", str(folder / "data"), "-U", "ostinato", "-A", "trust", "-E", "UTF8")
         made.start()
         yield made
     finally:
         with suppress(RuntimeError):
-            made.run("pg_ctl", "-D", str(folder / "data"), "-m", "immediate", "stop")
+            made.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-__all__ = ["Cluster", "cluster"]
+__all__ = ["Cluster", "cluster", "found"]

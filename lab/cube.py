@@ -1,0 +1,144 @@
+"""``ostinato bench cube``: drafts from history, HistoPipe and overlap, each on and off, on two cores.
+
+All eight ways train the same recipe on the same prompts, which come back every few steps, so that there are
+drafts and lengths to predict. Two samplers have a core each; the trainer, in the process that runs the loop,
+takes from both what it needs. A round is a seed: all eight ways once, another one first each time, and every
+ratio is of one round. The baseline is synchronous, least-loaded, without drafts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from lab.harness import Bench, Result, Say, columns, option, seeds
+from lab.pipeline_work import SMOLLM2, Window, Work, figures, write_prompts
+from lab.whole_runs import allowed_cores, trained
+from ostinato.scaling.normal import student_90
+
+FACTORS = {
+    "drafts": ("draft.enabled=true",),
+    "histopipe": ("pipeline.placement=histopipe",),
+    "overlap": ("pipeline.overlap=true", "pipeline.staleness=2"),
+}
+CELLS = tuple(product((0, 1), repeat=len(FACTORS)))
+WORKS = {
+    "seed-moe": replace(Work(), prompts=16, distinct=72, max_tokens=160, slots=32, scored=64),
+    "smollm2-135m": replace(SMOLLM2, prompts=2, distinct=8, scored=8),
+}
+RUN_LIMIT_S = 1200.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cube(Bench):
+    """Steps per second of each of the eight ways over the baseline's, and of each part over its absence."""
+
+    model: str = option("seed-moe", f"One of {', '.join(WORKS)}.")
+    seeds: tuple[int, ...] = option((0, 1, 2), "Rounds: how many, or FIRST:END.", parse=seeds)
+    steps: int = option(20, "Of every run; the first five and the last three are not measured.")
+
+    def __post_init__(self) -> None:
+        if self.model not in WORKS:
+            raise ValueError(f"model is {self.model!r}; use one of {', '.join(WORKS)}")
+        _ = self.window
+
+    @property
+    def window(self) -> Window:
+        return Window(steps=self.steps, warm_up=5, drain=3)
+
+    def quick(self) -> Cube:
+        return replace(self, seeds=self.seeds[:1], steps=10)
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        work, runs = WORKS[self.model], []
+        with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
+            prompts = write_prompts(work, Path(root) / "prompts.jsonl")
+            for seed, cell in turns(self.seeds):
+                name = f"{named(cell)}, seed {seed}"
+                keys = (
+                    *work.overrides(prompts),
+                    *overrides(cell),
+                    f"seed={seed}",
+                    f"trainer.steps={self.steps}",
+                )
+                logs = Path(root) / f"{seed}-{''.join(map(str, cell))}"
+                folder = trained(
+                    work.recipe, keys, logs, name, cores=allowed_cores()[:2], limit_s=RUN_LIMIT_S
+                )
+                runs.append({"cell": list(cell), "seed": seed} | figures(folder, self.window))
+                say(f"{name}: {runs[-1]['steps_per_s']:.3f} steps/s, reward {runs[-1]['reward']:.3f}")
+        return {"runs": runs, **compared(runs)}
+
+    @staticmethod
+    def table(result: Result) -> Any:
+        rows = [
+            [name, f"{one['steps_per_s']:.3f}", _times(one["ratio"]), f"{one['reward']:.3f}"]
+            for name, one in result["cells"].items()
+        ]
+        rows += [
+            [f"{name}, over its absence", "", _times(one), ""] for name, one in result["effects"].items()
+        ]
+        return columns("two cores, two samplers", ("", "steps/s", "ratio [90 %]", "reward"), rows)
+
+
+def overrides(cell: Sequence[int]) -> tuple[str, ...]:
+    """What a way changes of the recipe: the later key wins."""
+    workers = ("engine.threads=1", "cluster.samplers=2", "cluster.pin=true")
+    return (*workers, *(key for keys, on in zip(FACTORS.values(), cell, strict=True) if on for key in keys))
+
+
+def named(cell: Sequence[int]) -> str:
+    return " + ".join(name for name, on in zip(FACTORS, cell, strict=True) if on) or "baseline"
+
+
+def turns(rounds: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    for number, seed in enumerate(rounds):
+        shift = number * 3 % len(CELLS)
+        yield from ((seed, cell) for cell in (*CELLS[shift:], *CELLS[:shift]))
+
+
+def compared(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Ratios of steps per second within each round: of every cell over the baseline, and of every part over
+    its absence (the mean of logarithms over the four settings of the other two)."""
+    logs = {(tuple(run["cell"]), run["seed"]): math.log(run["steps_per_s"]) for run in runs}
+    rounds = sorted({run["seed"] for run in runs})
+    cells = {
+        named(cell): {
+            "steps_per_s": statistics.median(math.exp(logs[cell, seed]) for seed in rounds),
+            "ratio": interval([logs[cell, seed] - logs[CELLS[0], seed] for seed in rounds]),
+            "reward": statistics.fmean(run["reward"] for run in runs if tuple(run["cell"]) == cell),
+        }
+        for cell in CELLS
+    }
+    effects = {
+        name: interval(
+            [
+                statistics.fmean((1 if cell[place] else -1) * logs[cell, seed] for cell in CELLS) * 2
+                for seed in rounds
+            ]
+        )
+        for place, name in enumerate(FACTORS)
+    }
+    return {"cells": cells, "effects": effects}
+
+
+def interval(logs: Sequence[float]) -> dict[str, float | None]:
+    """Geometric mean of ratios, with its 90 % interval (Student's); none of a single round."""
+    middle, n = statistics.fmean(logs), len(logs)
+    half = student_90(n - 1) * statistics.stdev(logs) / math.sqrt(n) if n > 1 else None
+    return {
+        "ratio": math.exp(middle),
+        "low": None if half is None else math.exp(middle - half),
+        "high": None if half is None else math.exp(middle + half),
+    }
+
+
+def _times(one: Mapping[str, float | None]) -> str:
+    spread = "" if one["low"] is None else f" [{one['low']:.2f}, {one['high']:.2f}]"
+    return f"{one['ratio']:.2f}x{spread}"
