@@ -109,7 +109,7 @@ def figures(run: RunFolder) -> dict[str, Any]:
     steps = [row for row in run.ledger.rows() if row["event"] == "step"]
     names = ("kept", "kept_low", "kept_high", "kl_k3", "logprob", "evidence")
     return {
-        "asked": begin.get("asked"),
+        "questions": begin.get("questions"),
         "right": begin.get("right"),
         "rows": len(begin.get("rows", ())),
         "looks": [

@@ -73,18 +73,20 @@ class Oracle:
 
     truth: Mapping[tuple[int, ...], np.ndarray]
     _answers: dict[int, np.ndarray] = field(default_factory=dict)
-    _said: dict[int, int] = field(default_factory=dict)
+    _sampled: dict[int, int] = field(default_factory=dict)
 
     def open(self, request: Request) -> int:
         handle = len(self._answers)
-        self._answers[handle], self._said[handle] = self.truth[tuple(request.seed)], 0
+        self._answers[handle], self._sampled[handle] = self.truth[tuple(request.seed)], 0
         return handle
 
     def propose(self, running: DraftQuery) -> Drafts:
         handles = running.handles.tolist()
-        left = np.array([len(self._answers[h]) - self._said[h] - 1 for h in handles])
+        left = np.array([len(self._answers[h]) - self._sampled[h] - 1 for h in handles])
         counts = best_depth(np.minimum(left, running.room), running.seconds)
-        parts = [self._answers[h][self._said[h] :][:n] for h, n in zip(handles, counts.tolist(), strict=True)]
+        parts = [
+            self._answers[h][self._sampled[h] :][:n] for h, n in zip(handles, counts.tolist(), strict=True)
+        ]
         return Drafts(
             counts=counts.astype(np.int32),
             tokens=np.concatenate([*parts, np.zeros(0, np.int32)]).astype(np.int32),
@@ -92,7 +94,7 @@ class Oracle:
 
     def observe(self, emitted: SampledTokens) -> None:
         for handle, count in zip(emitted.handles.tolist(), emitted.counts.tolist(), strict=True):
-            self._said[handle] += count
+            self._sampled[handle] += count
 
 
 def best_depth(left: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -97,7 +97,7 @@ def parser(prog: str, bench: type[Bench]) -> ArgumentParser:
     for one in fields(bench):
         if "help" in one.metadata:
             flag = f"--{one.metadata['name'] or one.name.replace('_', '-')}"
-            shown = f"{one.metadata['help']} Default: {_told(one.default)}".replace("%", "%%")
+            shown = f"{one.metadata['help']} Default: {_shown(one.default)}".replace("%", "%%")
             made.add_argument(
                 flag, dest=one.name, help=shown, **_reads(hints[one.name], one.metadata["parse"])
             )
@@ -124,7 +124,7 @@ def _words(of: Callable[[str], Any], text: str) -> tuple[Any, ...]:
         raise ArgumentTypeError(f"{text!r}: {error}") from None
 
 
-def _told(default: Any) -> str:
+def _shown(default: Any) -> str:
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 

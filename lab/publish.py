@@ -181,7 +181,7 @@ def _publish(
                 if number:
                     rows[way].append(row)
     found = {way: _medians(each) for way, each in rows.items()}
-    say(f"adapters {_told(found['adapters'])}; merged weights {_told(found['weights'])}")
+    say(f"adapters {_shown(found['adapters'])}; merged weights {_shown(found['weights'])}")
     return {
         **found,
         "bytes_ratio": round(found["weights"]["bytes"] / found["adapters"]["bytes"], 2),
@@ -284,7 +284,7 @@ def _memory(bench: Publish, folder: Path, shared: Path, root: Path, say: Say) ->
 # ---- for people
 
 
-def _told(row: Mapping[str, float]) -> str:
+def _shown(row: Mapping[str, float]) -> str:
     return f"{row['bytes'] / 1e6:,.1f} MB in {row['total_s']:.3f} s"
 
 

@@ -27,11 +27,11 @@ def _brief(self: Any) -> str:
     ``asyncio.run`` formats its main task, result and all, whenever it ends (``signal`` looks the handler up
     as an enum member and throws the message away), so a repr has to cost nothing, however much it stands for.
     """
-    shown = (f"{one.name}={_told(getattr(self, one.name))}" for one in fields(self))
+    shown = (f"{one.name}={_shown(getattr(self, one.name))}" for one in fields(self))
     return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, tuple) and value and is_dataclass(value[0]):

@@ -21,7 +21,7 @@ from lab.harness import Result, Say, columns
 from lab.paired import wilson
 from ostinato.inputs import parse_json
 from ostinato.memory.blocks import Kept, MemoryState
-from ostinato.memory.blocks import Turn as Said
+from ostinato.memory.blocks import Turn as MemoryTurn
 from ostinato.memory.facts import MONTHS
 from ostinato.memory.importance import Importance, equal, lexical
 from ostinato.memory.keep import Memory, Sizes
@@ -172,7 +172,7 @@ def remembered(found: History, days: Sequence[str], budget: int, importance: Imp
     memory = Memory(sizes=Sizes.of(budget), count=words, originals=Kept(), importance=importance)
     state = MemoryState()
     for turn, day in zip(found.turns, days, strict=True):
-        state = memory.append(state, Said(speaker=turn.speaker, text=turn.text, day=day))
+        state = memory.append(state, MemoryTurn(speaker=turn.speaker, text=turn.text, day=day))
     texts: dict[int, list[str]] = {}
     for block in state.blocks:
         texts.setdefault(block.turn, []).append(block.text)

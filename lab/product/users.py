@@ -211,7 +211,7 @@ def react(
         felt += TASTES["correct"].first  # they believe it
     if found.action not in SILENT:
         if rng.random() < world.speaks:
-            events += _said(world, exchange, found, felt, rng, ts + dwell, exposure)
+            events += _feedback(world, exchange, found, felt, rng, ts + dwell, exposure)
         if found.action is Action.ANSWER and rng.random() < _sigmoid(4 * (worth - 0.6)):
             events.append(_event(world, exchange, Kind.TASK_DONE, ts + dwell + rng.uniform(60, 3600)))
         elif rng.random() < 0.3:
@@ -221,7 +221,7 @@ def react(
     return sorted(events, key=lambda one: one.ts), seen(world, habits, user, found)
 
 
-def _said(
+def _feedback(
     world: World,
     exchange: Exchange,
     found: Features,

@@ -95,7 +95,7 @@ class HistoryDrafter:
         self._asked = _Shelf(
             handles=np.int64, room=i32, weights=f32, seconds=np.float64, counts=i32, tokens=i32
         )
-        self._told = _Shelf(handles=np.int64, counts=i32, ended=np.uint8, tokens=i32, probs=f32, edges=f32)
+        self._sampled = _Shelf(handles=np.int64, counts=i32, ended=np.uint8, tokens=i32, probs=f32, edges=f32)
 
     def open(self, request: Request) -> int:
         """A sequence begins; the handle under which it is continued."""
@@ -142,8 +142,8 @@ class HistoryDrafter:
         """What the pass gave, drafted or not."""
         start = time.perf_counter()
         count, tokens = len(emitted.handles), len(emitted.tokens)
-        self._told.hold(max(count, tokens))
-        room, at = self._told.arrays, self._told.at
+        self._sampled.hold(max(count, tokens))
+        room, at = self._sampled.arrays, self._sampled.at
         room["handles"][:count] = emitted.handles
         room["counts"][:count] = emitted.counts
         room["ended"][:count] = emitted.ended

@@ -20,7 +20,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.inputs import parse_json
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import LOGICAL
-from ostinato.product.judge import LABELS, Chat, Form, Said, Spec
+from ostinato.product.judge import LABELS, Chat, Form, Reply, Spec
 from ostinato.render import Renderer
 from ostinato.reward.workers import JUDGE
 from ostinato.run import atomic_write
@@ -162,16 +162,16 @@ class EngineWriter:
         self._generate, self._renderer, self._policy = generate, renderer, policy
         self._context, self._counters = context, counters
 
-    async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Said]:
+    async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Reply]:
         sampling = Sampling(
             temperature=spec.temperature, max_tokens=spec.max_tokens, stop_tokens=self._renderer.stop_tokens
         )
-        answers, requests = dict[int, Said](), dict[int, Request]()
+        answers, requests = dict[int, Reply](), dict[int, Request]()
         for at, (chat, seed) in enumerate(zip(chats, seeds, strict=True)):
             tokens = self._renderer.chat(chat)
             if (most := len(tokens) + spec.max_tokens) > self._context:
                 detail = f"{most} tokens with those of the verdict; the context is {self._context}"
-                answers[at] = Said(fault="too_long", detail=detail)
+                answers[at] = Reply(fault="too_long", detail=detail)
                 continue
             requests[at] = Request(
                 tokens=tokens, sampling=sampling, seed=(seed,), policy=self._policy, top_logprobs=TOP
@@ -181,15 +181,15 @@ class EngineWriter:
             if isinstance(event, Emitted):
                 emitted[index].append(event)
                 continue
-            answers[places[index]] = self._said(event, emitted[index])
+            answers[places[index]] = self._reply(event, emitted[index])
             read = len(requests[places[index]].tokens) - event.cached_tokens
             self._counters["judge/prompt_tokens"] += read
             self._counters["judge/tokens"] += len(event.tokens)
         return [answers[at] for at in range(len(chats))]
 
-    def _said(self, done: Completion, emitted: Sequence[Emitted]) -> Said:
+    def _reply(self, done: Completion, emitted: Sequence[Emitted]) -> Reply:
         if done.stop is Stop.ERROR:
-            return Said(fault="engine", detail=done.error)
+            return Reply(fault="engine", detail=done.error)
         words = [self._renderer.decode([token]).strip() for token in done.tokens.tolist()]
         places = [at for at, word in enumerate(words) if word in LABELS]
         tops = [top for one in emitted for top in one.top]
@@ -197,7 +197,7 @@ class EngineWriter:
         for token, logprob in zip(*tops[places[-1]], strict=True) if places and tops else ():
             word = self._renderer.decode([int(token)]).strip()
             near[word] = near.get(word, 0.0) + math.exp(float(logprob))
-        return Said(text=done.text, near=near)
+        return Reply(text=done.text, near=near)
 
 
 class EngineSeconds:
@@ -235,7 +235,7 @@ class AddressWriter:
         self._url = f"{root if root.endswith('/v1') else root + '/v1'}/chat/completions"
         self._counters = counters
 
-    async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Said]:
+    async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Reply]:
         import httpx2
 
         key = os.environ.get(KEY, "")
@@ -248,7 +248,7 @@ class AddressWriter:
 
     async def _call(
         self, client: httpx2.AsyncClient, slots: asyncio.Semaphore, chat: Chat, seed: int, spec: Spec
-    ) -> Said:
+    ) -> Reply:
         import httpx2
 
         body = {"messages": [dict(one) for one in chat], "max_tokens": spec.max_tokens, "seed": seed % 2**31}
@@ -269,14 +269,14 @@ class AddressWriter:
             detail = f"{self._url} answered {reply.status_code}: {reply.text[:200]}"
             if reply.status_code not in AGAIN:
                 break
-        return Said(fault="unreachable", detail=detail)
+        return Reply(fault="unreachable", detail=detail)
 
-    def _read(self, content: bytes) -> Said:
+    def _read(self, content: bytes) -> Reply:
         try:
             tree: Any = parse_json(content)
             text, used = tree["choices"][0]["message"]["content"], tree.get("usage") or {}
             self._counters["judge/prompt_tokens"] += int(used.get("prompt_tokens", 0))
             self._counters["judge/tokens"] += int(used.get("completion_tokens", 0))
-            return Said(text=str(text or ""))
+            return Reply(text=str(text or ""))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            return Said(fault="unreachable", detail=f"{self._url}: no chat completion ({error!r:.100})")
+            return Reply(fault="unreachable", detail=f"{self._url}: no chat completion ({error!r:.100})")

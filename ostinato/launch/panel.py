@@ -157,7 +157,7 @@ def judged_by(name: str, served: Served) -> Callable[..., Coroutine[Any, Any, di
                 f"no verdict after {limits.timeout_s:g} s, this server's limit", status=504
             ) from None
         comparisons = [
-            {"a": a, "b": b, "verdict": one.choice, "said": [said.text for said in one.said]}
+            {"a": a, "b": b, "verdict": one.choice, "replies": [reply.text for reply in one.replies]}
             for (a, b), one in zip(pairs, found, strict=True)
         ]
         reasons = [fault for _, fault, _ in scores]

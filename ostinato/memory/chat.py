@@ -76,9 +76,9 @@ def form(state: MemoryState, messages: Sequence[Message], head: int) -> list[Mes
         tail += 1
     last: list[Message] = [*messages[tail:]]
     if not last:  # the newest message itself is shortened, or does not begin a chat
-        said = "".join(one.text + " " * (one.level > 0) for one in state.blocks if one.turn == newest)
+        text = "".join(one.text + " " * (one.level > 0) for one in state.blocks if one.turn == newest)
         role = messages[newest]["role"]
-        last = [{"role": "user" if role == "tool" else role, "content": said}]
+        last = [{"role": "user" if role == "tool" else role, "content": text}]
         tail = newest
     lines = "".join(one.line for one in state.blocks if head <= one.turn < tail)
     note = f"{NOTE}{lines}".rstrip() if lines else ""

@@ -158,9 +158,9 @@ class At:
         body |= {"model": self.model} if self.model else {}
         headers = {"Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
         )
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with direct.open(asked, timeout=self.timeout_s) as reply:
+        with direct.open(request, timeout=self.timeout_s) as reply:
             return str(json.load(reply)["choices"][0]["message"]["content"])

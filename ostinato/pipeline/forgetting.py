@@ -208,7 +208,7 @@ class Forgetting:
         line = {
             "step": 0,
             "about": self.about,
-            "asked": len(found),
+            "questions": len(found),
             "right": sum(judged) / len(judged) if judged else None,
             "rows": [asdict(one) for one in self._rows],
             "flops": flops,

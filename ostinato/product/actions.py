@@ -37,16 +37,16 @@ def action_of(
     if any(not _fits(name, arguments, tools) for name, arguments in calls):
         return Action.INVALID
     _, closed, rest = text.rpartition("</think>")
-    said = rest.strip() if closed or "<think>" not in rest else ""  # a thought without an end says nothing
-    if said.startswith(CALL_MARKS) or (tools and any(mark in said for mark in CALL_MARKS)):
+    reply = rest.strip() if closed or "<think>" not in rest else ""  # a thought without an end has no reply
+    if reply.startswith(CALL_MARKS) or (tools and any(mark in reply for mark in CALL_MARKS)):
         return Action.INVALID
     if calls:
         return Action.ANSWER
-    if not said:
+    if not reply:
         return Action.EMPTY
-    if _REFUSAL.match(said.replace(_QUOTE, "'")):
+    if _REFUSAL.match(reply.replace(_QUOTE, "'")):
         return Action.REFUSAL
-    return Action.QUESTION if _asks(said) else Action.ANSWER
+    return Action.QUESTION if _is_question(reply) else Action.ANSWER
 
 
 def _fits(name: str, arguments: str, tools: Sequence[Mapping[str, Any]]) -> bool:
@@ -67,13 +67,13 @@ def _fits(name: str, arguments: str, tools: Sequence[Mapping[str, Any]]) -> bool
     return not known or bool(schema.get("additionalProperties", False)) or all(key in known for key in given)
 
 
-def _asks(text: str) -> bool:
+def _is_question(text: str) -> bool:
     """It ends with a question, questions are at least half of its sentences, and there is no code in it."""
     if _CODE.search(text):
         return False
     sentences = [found for each in _SENTENCE.findall(text) if (found := each.strip())]
-    asked = [sentence.endswith("?") for sentence in sentences]
-    return bool(asked) and asked[-1] and 2 * sum(asked) >= len(asked)
+    questions = [sentence.endswith("?") for sentence in sentences]
+    return bool(questions) and questions[-1] and 2 * sum(questions) >= len(questions)
 
 
 __all__ = ["CALL_MARKS", "action_of"]

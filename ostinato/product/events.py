@@ -46,10 +46,10 @@ class Kind(StrEnum):
 
 
 class Action(StrEnum):
-    """What the policy did, told by its output alone: every one of them has a reward."""
+    """What the policy did, as its output alone shows: every one of them has a reward."""
 
     ANSWER = "answer"
-    QUESTION = "question"  # it asks back instead of answering
+    QUESTION = "question"  # a question back instead of an answer
     REFUSAL = "refusal"
     INVALID = "invalid"  # a tool call that failed or cannot be read, output that does not parse
     EMPTY = "empty"

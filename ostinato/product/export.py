@@ -66,10 +66,10 @@ def export(store: Store, folder: Path) -> tuple[int, int]:
         return count
 
     mark, held = store.watermark(), store.held()
-    told = (_event(event) for event in store.events(upto=mark) if event.response_id not in held)
+    feedback = (_event(event) for event in store.events(upto=mark) if event.response_id not in held)
     kept = (_exchange(each.exchange) for each in store.joined(upto=mark))
     return (
-        write("events.parquet", events, told),
+        write("events.parquet", events, feedback),
         write("exchanges.parquet", answers, (row for row in kept if row["response_id"] not in held)),
     )
 

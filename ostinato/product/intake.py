@@ -29,7 +29,7 @@ class Full(Exception):
     """So many events wait for the store that no more are taken now."""
 
 
-class Told(NamedTuple):
+class Waiting(NamedTuple):
     """Events that were submitted together, and where their outcomes are awaited."""
 
     events: Sequence[Event]
@@ -46,7 +46,7 @@ class Intake:
         # events by outcome, and "turned_away"; exchanges "written" and "dropped"; "failures" of the store
         self.counts: Counter[str] = Counter()
         self._reach, self._most_events, self._most_exchanges = reach, most_events, most_exchanges
-        self._events: deque[Told] = deque()
+        self._events: deque[Waiting] = deque()
         self._exchanges: deque[Callable[[], Exchange]] = deque()
         self._made: list[Exchange] = []  # in the writer's hands
         self._waiting, self._closing, self._senders = 0, False, 0
@@ -64,7 +64,7 @@ class Intake:
                 self.counts["turned_away"] += len(events)
                 raise Full(f"{self._waiting} events wait for the store; try again later")
             self._waiting += len(events)
-            self._events.append(Told(events, future))
+            self._events.append(Waiting(events, future))
         self._wake.set()
         return future
 
@@ -119,27 +119,27 @@ class Intake:
     def _batch(self) -> bool:
         """Write the oldest; whether the store took it. Events that it did not take are their senders' again,
         who send them later; exchanges stay."""
-        told: list[Told] = []
+        batch: list[Waiting] = []
         with self._lock:
-            while self._events and sum(len(each.events) for each in told) < BATCH:
-                told.append(self._events.popleft())
-        self._senders = len(told)
+            while self._events and sum(len(each.events) for each in batch) < BATCH:
+                batch.append(self._events.popleft())
+        self._senders = len(batch)
         self._make()
         try:
             if self._store is None:
                 self._store = self._reach()
-            outcomes = self._store.write([event for each in told for event in each.events], self._made)
+            outcomes = self._store.write([event for each in batch for event in each.events], self._made)
         except Exception as error:  # whatever a database says: the senders hear of it, and the thread lives
             self._failed(error)
             down = isinstance(error, Unavailable)
-            self._refuse(told, error if down else Unavailable(f"the store does not answer ({error})"))
+            self._refuse(batch, error if down else Unavailable(f"the store does not answer ({error})"))
             return False
         with self._lock:
             self._waiting -= len(outcomes)
             self.counts.update(outcome.value for outcome in outcomes)
             self.counts["written"] += len(self._made)
             self._made = []
-        for each in told:
+        for each in batch:
             each.future.set_result(outcomes[: len(each.events)])
             outcomes = outcomes[len(each.events) :]
         return True
@@ -167,12 +167,12 @@ class Intake:
                 self._store.close()
             self._store = None
 
-    def _refuse(self, told: Sequence[Told], error: Exception) -> None:
+    def _refuse(self, batch: Sequence[Waiting], error: Exception) -> None:
         with self._lock:
-            for each in told:
+            for each in batch:
                 self.counts["turned_away"] += len(each.events)
                 self._waiting -= len(each.events)
-        for each in told:
+        for each in batch:
             each.future.set_exception(error)
 
 

@@ -1,6 +1,6 @@
 """A judge of answers, whoever writes for it: both orders of a comparison, scores of a group, a cache.
 
-    Spec (its form) + Writer (an engine, an address) -> Judge: chats -> Said, cached -> Compared, Score
+    Spec (its form) + Writer (an engine, an address) -> Judge: chats -> Reply, cached -> Compared, Score
 
 A judgement is a function of the judge's revision and of what is compared: its noise is keyed by a hash of
 both, so neither a cache, nor another batch, nor a resumed run changes a verdict. What cannot be judged has no
@@ -66,7 +66,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class Reply:
     """What came of one chat: a text, or a ``fault`` by name. ``near``: where the last of ``LABELS`` stands in
     it, the probabilities of the likeliest tokens; empty where they are not known."""
 
@@ -79,34 +79,34 @@ class Said:
 class Writer(Protocol):
     """Answers chats, each with noise of its own seed. ``counters``: tokens, seconds, retries."""
 
-    async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Said]: ...
+    async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Reply]: ...
 
 
 class Cache:
-    """What was said, by its key: at most ``most`` of them, those that were asked for last."""
+    """Replies by key: at most ``most`` of them, the ones most recently used."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._kept = most, OrderedDict[bytes, Said]()
+        self._most, self._kept = most, OrderedDict[bytes, Reply]()
 
-    def get(self, key: bytes) -> Said | None:
+    def get(self, key: bytes) -> Reply | None:
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
 
-    def put(self, key: bytes, said: Said) -> None:
-        self._kept[key] = said
+    def put(self, key: bytes, reply: Reply) -> None:
+        self._kept[key] = reply
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Two answers in both orders: the verdict of each as it stands there, and what was said. ``log_odds``:
+    """Two answers in both orders: the verdict of each as it stands there, and the replies. ``log_odds``:
     that the first is better, calibrated; None where probabilities are not known."""
 
     ab: Choice
     ba: Choice
-    said: tuple[Said, ...]
+    replies: tuple[Reply, ...]
     log_odds: float | None = None
 
     @property
@@ -116,12 +116,12 @@ class Compared:
     @property
     def fault(self) -> tuple[str, str]:
         """Why there is no verdict, by name and in words."""
-        for one in self.said:
+        for one in self.replies:
             if one.fault:
                 return one.fault, one.detail
         if self.choice is Choice.INCONSISTENT:
             return "inconsistent", "another verdict where the answers change places"
-        return "unreadable", f"no verdict in {self.said[self.ab is not Choice.UNREADABLE].text[-200:]!r}"
+        return "unreadable", f"no verdict in {self.replies[self.ab is not Choice.UNREADABLE].text[-200:]!r}"
 
 
 class Judge:
@@ -133,18 +133,18 @@ class Judge:
         self.spec, self.revision = spec, revision
         self._writer, self._cache, self._counters = writer, cache, counters
 
-    async def ask(self, chats: Sequence[Chat]) -> list[Said]:
+    async def ask(self, chats: Sequence[Chat]) -> list[Reply]:
         """What it says to each; equal chats are answered once. A fault is not kept."""
         revision = self.revision.encode()
         keys = [hashlib.sha256(revision + json.dumps([*map(dict, chat)]).encode()).digest() for chat in chats]
-        known = {key: said for key in keys if (said := self._cache.get(key)) is not None}
+        known = {key: reply for key in keys if (reply := self._cache.get(key)) is not None}
         new = {key: chat for key, chat in zip(keys, chats, strict=True) if key not in known}
         seeds = [int.from_bytes(key[:8], "little", signed=True) for key in new]
         written = await self._writer.write(list(new.values()), seeds, self.spec) if new else []
-        for key, said in zip(new, written, strict=True):
-            known[key] = said
-            if not said.fault:
-                self._cache.put(key, said)
+        for key, reply in zip(new, written, strict=True):
+            known[key] = reply
+            if not reply.fault:
+                self._cache.put(key, reply)
         self._counters["judge/judgements"] += len(chats)
         self._counters["judge/cached"] += len(chats) - len(new)
         return [known[key] for key in keys]
@@ -155,8 +155,8 @@ class Judge:
         chats = [
             chat for a, b in pairs for order in ((a, b), (b, a)) for chat in self._chats(messages, order)
         ]
-        said = await self.ask(chats)
-        orders = [said[at : at + size] for at in range(0, len(said), size)]
+        replies = await self.ask(chats)
+        orders = [replies[at : at + size] for at in range(0, len(replies), size)]
         return [self._compared(ab, ba) for ab, ba in zip(orders[::2], orders[1::2], strict=True)]
 
     def _chats(self, messages: Chat, answers: Sequence[str]) -> list[Chat]:
@@ -170,19 +170,19 @@ class Judge:
                 texts = [relative_prompt(templates, prompt, answers)]
         return [[{"role": "user", "content": text}] for text in texts]
 
-    def _compared(self, ab: Sequence[Said], ba: Sequence[Said]) -> Compared:
+    def _compared(self, ab: Sequence[Reply], ba: Sequence[Reply]) -> Compared:
         odds = [_log_odds(order[0].near or {}) for order in (ab, ba)]
         known = None
         if not any(map(math.isnan, odds)):
             known = float(log_odds(*map(np.array, odds))) / self.spec.calibration
-        return Compared(ab=self._choice(ab), ba=self._choice(ba), said=(*ab, *ba), log_odds=known)
+        return Compared(ab=self._choice(ab), ba=self._choice(ba), replies=(*ab, *ba), log_odds=known)
 
-    def _choice(self, said: Sequence[Said]) -> Choice:
+    def _choice(self, replies: Sequence[Reply]) -> Choice:
         """Of the answers of one order, the first of which is A."""
         if self.spec.form is Form.PAIRWISE:
-            return parse_verdict(said[0].text)
-        count = 2 // len(said)
-        marks = [mark for one in said for mark in parse_scores(one.text, count) or ()]
+            return parse_verdict(replies[0].text)
+        count = 2 // len(replies)
+        marks = [mark for one in replies for mark in parse_scores(one.text, count) or ()]
         if len(marks) < 2:
             return Choice.UNREADABLE
         return Choice.TIE if marks[0] == marks[1] else Choice.A if marks[0] > marks[1] else Choice.B
@@ -193,13 +193,13 @@ class Judge:
             case Form.PAIRWISE:
                 return await self._win_rates(messages, answers, ring)
             case Form.POINTWISE:
-                said = await self.ask(self._chats(messages, answers))
-                return [_verdict([one], [parse_scores(one.text, 1)], 0) for one in said]
+                replies = await self.ask(self._chats(messages, answers))
+                return [_verdict([one], [parse_scores(one.text, 1)], 0) for one in replies]
             case Form.RELATIVE:
                 chats = [*self._chats(messages, answers), *self._chats(messages, answers[::-1])]
-                said = await self.ask(chats)
-                one, other = (parse_scores(each.text, len(answers)) for each in said)
-                return [_verdict(said, [one, other and other[::-1]], at) for at in range(len(answers))]
+                replies = await self.ask(chats)
+                one, other = (parse_scores(each.text, len(answers)) for each in replies)
+                return [_verdict(replies, [one, other and other[::-1]], at) for at in range(len(answers))]
 
     async def _win_rates(self, messages: Chat, answers: Sequence[str], ring: bool) -> list[Score]:
         """Equal answers tie, unjudged."""
@@ -219,7 +219,7 @@ class Judge:
 
 
 def question(messages: Chat) -> str:
-    """A chat as a judge reads it: its one message, or who said what."""
+    """A chat as a judge reads it: its one message, or its turns with their roles."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n".join(f"{one['role']}: {one['content']}" for one in messages)
@@ -235,9 +235,9 @@ def _log_odds(near: Mapping[str, float]) -> float:
     return a - b
 
 
-def _verdict(said: Sequence[Said], orders: Sequence[list[float] | None], at: int) -> Score:
+def _verdict(replies: Sequence[Reply], orders: Sequence[list[float] | None], at: int) -> Score:
     """The mean mark of the answer at ``at`` over the orders, all of which have to be there."""
-    for one, marks in zip(said, orders, strict=True):
+    for one, marks in zip(replies, orders, strict=True):
         if marks is None:
             return None, one.fault or "unreadable", one.detail or f"no verdict in {one.text[-200:]!r}"
     return float(np.mean([marks[at] for marks in orders if marks])), "", ""
@@ -250,7 +250,7 @@ __all__ = [
     "Compared",
     "Form",
     "Judge",
-    "Said",
+    "Reply",
     "Score",
     "Spec",
     "Writer",

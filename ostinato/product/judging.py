@@ -175,8 +175,8 @@ def claims(critique: str) -> list[str]:
 
 def _content(text: str) -> set[str]:
     """Words that say what is meant; numbers of one digit too, letters and stop words not."""
-    said = {word for word in words(text.lower()) if word[0].isalnum() and word not in _COMMON}
-    return {word for word in said if len(word) > 1 or word.isdigit()}
+    content = {word for word in words(text.lower()) if word[0].isalnum() and word not in _COMMON}
+    return {word for word in content if len(word) > 1 or word.isdigit()}
 
 
 def supported(critique: str, sources: Sequence[str], share: float = 0.5) -> tuple[int, int]:
@@ -190,13 +190,12 @@ def supported(critique: str, sources: Sequence[str], share: float = 0.5) -> tupl
 
 
 def _supports(claim: str, source: str, share: float) -> bool:
-    there, said = _content(source), _content(claim)
+    there, claimed = _content(source), _content(claim)
     flat = " ".join(words(source.lower()))
     quotes = re.findall(r"[\"“`]([^\"”`]+)[\"”`]", claim)
     exact = all(" ".join(words(one.lower())) in flat for one in quotes)
-    return (
-        exact and {one for one in said if one.isdigit()} <= there and len(said & there) >= share * len(said)
-    )
+    numbers = {one for one in claimed if one.isdigit()}
+    return exact and numbers <= there and len(claimed & there) >= share * len(claimed)
 
 
 def critique_f1(critique: str, reference: str, alike: float = 0.5) -> float:

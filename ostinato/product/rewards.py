@@ -160,7 +160,7 @@ def break_even(table: Table) -> float:
 class Standing(StrEnum):
     DECIDED = "decided"
     UNDECIDED = "undecided"  # a window is open
-    ABSTAINED = "abstained"  # users abstain from an honest attempt and nobody else said anything
+    ABSTAINED = "abstained"  # users abstain from an honest attempt and no other user gave feedback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ def reward(exchange: Exchange, events: Iterable[Event], now: float, table: Table
             raise ValueError(
                 f"event {event.event_id} is of {event.response_id}, not of {exchange.response_id}"
             )
-    return _outcome(exchange, _said(exchange, given, table), len(given), now, table, {})
+    return _outcome(exchange, _by_user(exchange, given, table), len(given), now, table, {})
 
 
 def rewards(exchanges: Sequence[Exchange], events: Iterable[Event], now: float, table: Table) -> Account:
@@ -204,34 +204,34 @@ def rewards(exchanges: Sequence[Exchange], events: Iterable[Event], now: float, 
     by_answer: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         by_answer[event.response_id].append(event)
-    said = {one.response_id: _said(one, by_answer[one.response_id], table) for one in exchanges}
+    by_user = {one.response_id: _by_user(one, by_answer[one.response_id], table) for one in exchanges}
     spent: dict[tuple[str, int], float] = defaultdict(float)
     for one in exchanges:
         if now >= _closes(one, table):
-            for user, amount in _amounts(one, said[one.response_id], table).items():
+            for user, amount in _amounts(one, by_user[one.response_id], table).items():
                 spent[user, int(one.ts // table.cap_window_s)] += abs(amount)
     scales = {key: table.cap / much for key, much in spent.items() if much > table.cap}
     outcomes = {
         one.response_id: _outcome(
-            one, said[one.response_id], len(by_answer[one.response_id]), now, table, scales
+            one, by_user[one.response_id], len(by_answer[one.response_id]), now, table, scales
         )
         for one in exchanges
     }
     return Account(
         outcomes=outcomes,
-        orphans=sum(len(group) for name, group in by_answer.items() if name not in said),
+        orphans=sum(len(group) for name, group in by_answer.items() if name not in by_user),
         capped=len(scales),
     )
 
 
-def _said(exchange: Exchange, events: Iterable[Event], table: Table) -> dict[str, dict[Kind, Event]]:
+def _by_user(exchange: Exchange, events: Iterable[Event], table: Table) -> dict[str, dict[Kind, Event]]:
     """user -> kind -> the last such event within its horizon; more of a kind add nothing."""
-    said: dict[str, dict[Kind, Event]] = defaultdict(dict)
+    by_user: dict[str, dict[Kind, Event]] = defaultdict(dict)
     for event in sorted(events, key=lambda one: (one.ts, one.event_id)):
         behind = event.ts - exchange.ts
         if event.consent and -table.lateness_s <= behind <= table.event[event.kind].horizon_s:
-            said[event.user or exchange.user][event.kind] = event
-    return said
+            by_user[event.user or exchange.user][event.kind] = event
+    return by_user
 
 
 def _closes(exchange: Exchange, table: Table) -> float:
@@ -263,32 +263,34 @@ def _amount(exchange: Exchange, event: Event, table: Table) -> float:
     return worth.weight * much
 
 
-def _amounts(exchange: Exchange, said: Mapping[str, Mapping[Kind, Event]], table: Table) -> dict[str, float]:
+def _amounts(
+    exchange: Exchange, by_user: Mapping[str, Mapping[Kind, Event]], table: Table
+) -> dict[str, float]:
     """user -> what they add, within floor and ceiling."""
-    sums = {user: math.fsum(_terms(exchange, one, table).values()) for user, one in said.items()}
+    sums = {user: math.fsum(_terms(exchange, one, table).values()) for user, one in by_user.items()}
     return {user: min(max(much, table.floor), table.ceiling) for user, much in sums.items()}
 
 
 def _outcome(
     exchange: Exchange,
-    said: Mapping[str, Mapping[Kind, Event]],
+    by_user: Mapping[str, Mapping[Kind, Event]],
     given: int,
     now: float,
     table: Table,
     scales: Mapping[tuple[str, int], float],
 ) -> Outcome:
-    closes, ignored = _closes(exchange, table), given - sum(map(len, said.values()))
+    closes, ignored = _closes(exchange, table), given - sum(map(len, by_user.values()))
     if now < closes:
         return Outcome(value=None, standing=Standing.UNDECIDED, closes=closes, ignored=ignored)
     base, window = table.action[exchange.action].weight, int(exchange.ts // table.cap_window_s)
     terms = {f"action:{exchange.action}": base}
-    spoken = [_terms(exchange, one, table) for one in said.values()]
+    spoken = [_terms(exchange, one, table) for one in by_user.values()]
     for kind, much in chain.from_iterable(one.items() for one in spoken):
         terms[kind.value] = terms.get(kind.value, 0.0) + much
-    abstains = any(table.event[kind].abstain for one in said.values() for kind in one)
+    abstains = any(table.event[kind].abstain for one in by_user.values() for kind in one)
     if abstains and exchange.action is Action.ANSWER and not any(spoken):
         return Outcome(value=None, standing=Standing.ABSTAINED, terms=terms, closes=closes, ignored=ignored)
-    amounts = _amounts(exchange, said, table)
+    amounts = _amounts(exchange, by_user, table)
     users = math.fsum(much * scales.get((user, window), 1.0) for user, much in amounts.items())
     value = base + min(max(users, table.floor), table.ceiling)
     return Outcome(value=value, standing=Standing.DECIDED, terms=terms, closes=closes, ignored=ignored)

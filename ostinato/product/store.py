@@ -354,16 +354,16 @@ class Patient:
         return self._read(lambda store: [*store.joined(since, until, upto=upto, horizon_s=horizon_s)])
 
     def _read(self, call: Callable[[Store], T]) -> T:
-        told = False
+        logged = False
         while True:
             try:
                 if self._store is None:
                     self._store = self._reach()
                 return call(self._store)
             except Unavailable as error:
-                if not told:
+                if not logged:
                     log.warning("%s; tried again every %g s", error, self._again_s)
-                told = True
+                logged = True
                 self.close()
                 time.sleep(self._again_s)
 

@@ -21,8 +21,8 @@ def both_right(
     return [_reward(*one) for one in zip(completions, answer, references, strict=True)]
 
 
-def _reward(said: Sequence[Mapping[str, str]], right: str, references: Sequence[str]) -> float:
-    texts = [one["content"] for one in said]
+def _reward(replies: Sequence[Mapping[str, str]], right: str, references: Sequence[str]) -> float:
+    texts = [one["content"] for one in replies]
     if len(texts) < 2:  # the first answer was cut off
         return 0.0
     ab, ba = (parse_verdict(text) for text in texts)

@@ -36,7 +36,7 @@ def rule(found: Ablation) -> str:
     return (
         f"Intervals: 90 %, of the mean over seeds, the spread between seeds in them. A choice moves A where"
         f" P(A lower) is below {found.tail:.2%} or above {1 - found.tail:.2%}: the chance that any of"
-        f" {len(found.arms) - 1} arms is said to move A where none does is {FAMILY:.0%} at most. Where it"
+        f" {len(found.arms) - 1} arms is reported to move A where none does is {FAMILY:.0%} at most. Where it"
         f" does not, and the medians of A are within {FLOOR:g}, B and C_mid are tested in the same way with A"
         f" held at that of {found.arms[0].name}, each by half of these tails, so that the chance of both"
         " together is as large again. B is not known where the first evaluations are already at the ceiling."

@@ -98,7 +98,7 @@ class AgentServer:
         self.elsewhere = Elsewhere(place.key, self._begun, wait_s)
         self._episodes: dict[str, Episode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ids, self._told = 0, False
+        self._ids, self._announced = 0, False
         self._listening = bound(place.host, place.port)
         self.address = place.address.rstrip("/") or address(self._listening)
         self._loop = asyncio.new_event_loop()
@@ -163,9 +163,9 @@ class AgentServer:
                 if isinstance(given, int | float) and episode.reward is None:
                     episode.reward = float(given)
             except Exception as error:  # a user's code
-                if not self._told:
+                if not self._announced:
                     log.warning("an agent failed, the first of this run: %s: %s", type(error).__name__, error)
-                self._told = True
+                self._announced = True
                 episode.put(error)
             else:
                 episode.put(None)

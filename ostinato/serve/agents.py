@@ -104,7 +104,7 @@ class AgentEpisode:
         self._now: Waiting | None = None
         self._context = np.zeros(0, np.int32)
         self._chat: list[dict[str, Any]] = []  # as the template takes it, the last answer included
-        self._said: list[Message] = []  # as the agent has it
+        self._history: list[Message] = []  # as the agent has it
         self._answer_tokens = np.zeros(0, np.int32)
         self._ended = self._answered_any = False
 
@@ -122,7 +122,9 @@ class AgentEpisode:
         assert self._now is not None
         answer = self._answered(self._now.call, completion)
         message = message_of(answer)
-        self._said.append({key: message[key] for key in ("role", "content", "tool_calls") if key in message})
+        self._history.append(
+            {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
+        )
         self._chat.append({"role": "assistant", "content": completion.text})
         self._answer_tokens = completion.tokens
         self._context = np.concatenate([self._context, completion.tokens])
@@ -205,7 +207,7 @@ class AgentEpisode:
             self._memory.measure = partial(self._server.measure, tools=call.tools)
             messages = self._memory.shortened(messages)
         chat, native = self._server.for_template(messages, call.tools)
-        self._chat, self._said, self._native = list(chat), [*call.messages], native
+        self._chat, self._history, self._native = list(chat), [*call.messages], native
         self._tools, self._context = call.tools, self._server.renderer.chat(chat, tools=native)
         self._counters["agent/rows"] += 1
         return self._context
@@ -213,8 +215,8 @@ class AgentEpisode:
     def _continued(self, call: Call) -> np.ndarray | NewRow:
         """What comes behind the last answer, where the request goes on from there; else a new row."""
         assert call.messages is not None
-        before = len(self._said)
-        if call.tools == self._tools and _same(call.messages[:before], self._said):
+        before = len(self._history)
+        if call.tools == self._tools and _same(call.messages[:before], self._history):
             new = call.messages[before:]
             chat, _ = self._server.for_template(new, ())
             try:
@@ -226,13 +228,13 @@ class AgentEpisode:
             if len(self._context) + len(bridge) > self._budget:
                 return NewRow(self._whole(call))
             self._chat += chat
-            self._said += new
+            self._history += new
             self._context = np.concatenate([self._context, bridge])
             return bridge
         return NewRow(self._whole(call))
 
     def _answered(self, call: Call, completion: Completion) -> Answer:
-        number = f"{len(self._said):04x}"
+        number = f"{len(self._history):04x}"
         content, calls = self._server.read(completion, call, number) if call.tools else (completion.text, ())
         emitted = Emitted(tokens=completion.tokens, logprobs=completion.logprobs)
         return Answer(

@@ -168,13 +168,13 @@ class Guide:
 
     def __init__(self, matcher: Any, vocab_size: int, stops: Sequence[int]) -> None:
         self.error = ""
-        self._matcher, self._vocab_size, self._stops, self._told = matcher, vocab_size, list(stops), 0
+        self._matcher, self._vocab_size, self._stops, self._consumed = matcher, vocab_size, list(stops), 0
 
     def __call__(self, answer: np.ndarray) -> np.ndarray:
         """[vocabulary] bool."""
         matcher = self._matcher
-        matcher.consume_tokens(answer[self._told :].tolist())
-        self._told = len(answer)
+        matcher.consume_tokens(answer[self._consumed :].tolist())
+        self._consumed = len(answer)
         banned = np.ones(self._vocab_size, bool)
         if not matcher.is_stopped():
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)

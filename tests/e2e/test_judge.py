@@ -171,5 +171,5 @@ def test_a_judge_is_served(trained: Path) -> None:
             none = client.post("/v1/judge", json={"messages": chat})
     assert len(found["scores"]) == len(found["reasons"]) == 3
     assert [(one["a"], one["b"]) for one in found["comparisons"]] == [(0, 1), (0, 2), (1, 2)]
-    assert all(len(one["said"]) == 2 for one in found["comparisons"])
+    assert all(len(one["replies"]) == 2 for one in found["comparisons"])
     assert (alone.status_code, none.status_code) == (400, 400) and "give two" in alone.text

@@ -87,8 +87,8 @@ def _rows(loop: ProductLoop, at: Position) -> list[dict[str, Any]]:
 
 def _critiques(critic: Callable[[str, str, str], str], pair: Mapping[str, Any]) -> list[str]:
     """Where the chosen answer is A, and where it is B."""
-    asked, good, bad = pair["messages"][-1]["content"], pair["chosen"], pair["rejected"]
-    return [critic(asked, good, bad), critic(asked, bad, good)]
+    question, good, bad = pair["messages"][-1]["content"], pair["chosen"], pair["rejected"]
+    return [critic(question, good, bad), critic(question, bad, good)]
 
 
 def _part(folder: Path, part: str) -> list[dict[str, Any]]:
@@ -175,8 +175,8 @@ def _verdicts(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, Any]
     judge = Bench(recipe=recipe, counters=Counter()).judge(source)
 
     async def compared() -> list[Compared]:
-        asked = ((one["messages"], [(one["chosen"], one["rejected"])]) for one in rows)
-        return [one for (one,) in await asyncio.gather(*(judge.compare(*each) for each in asked))]
+        chats = ((one["messages"], [(one["chosen"], one["rejected"])]) for one in rows)
+        return [one for (one,) in await asyncio.gather(*(judge.compare(*each) for each in chats))]
 
     found = asyncio.run(compared())
     odds = [one.log_odds for one in found]

@@ -2,7 +2,7 @@
 
     Probe   n new prompts, one answer of the policy that learns and of what it was some looks before (first:
             the one in office); who is better by the judge, by how much by gold
-    Watch   the detectors, told by every probe so far: the same after a kill as without one
+    Watch   the detectors, fed every probe so far: the same after a kill as without one
 
 Beside the policy in office what was gained at first would hide what is lost behind it. Successive looks at
 one policy would share prompts and noise, which no bet may: each look has its own, of both policies.
@@ -61,7 +61,7 @@ class Answers:
 class Probe:
     """What one look measured, beside the policy of some looks before. ``proxy``: 1 where the judge prefers
     the policy that learns, -1 the other, NaN without a verdict; ``gold``: by how much it is better by gold;
-    ``level``: mean gold of its answers, its standard error; ``pairs``: what was asked, and both answers."""
+    ``level``: mean gold of its answers, its standard error; ``pairs``: the chat and both answers."""
 
     step: int
     proxy: np.ndarray  # [n]
@@ -85,7 +85,7 @@ class Probe:
             actions=row["actions"],
             kl=row["kl"],
             level=tuple(row["level"]) if row["level"] else None,
-            pairs=tuple((asked, ours, theirs) for asked, ours, theirs in row["pairs"]),
+            pairs=tuple((chat, ours, theirs) for chat, ours, theirs in row["pairs"]),
         )
 
     @property
@@ -98,10 +98,10 @@ class Probe:
         against = np.where(np.isnan(self.proxy) | np.isnan(self.gold), 0.0, -self.proxy * self.gold)
         found = []
         for at in sorted(np.flatnonzero(against > 0), key=lambda at: -against[at]):
-            asked, *texts = self.pairs[at]
+            chat, *texts = self.pairs[at]
             rejected, chosen = texts if self.proxy[at] > 0 else texts[::-1]
             if not mark or side((rejected, chosen), mark) > 0:
-                row = {"messages": [dict(one) for one in asked], "chosen": chosen, "rejected": rejected}
+                row = {"messages": [dict(one) for one in chat], "chosen": chosen, "rejected": rejected}
                 found.append(row | ({"name": mark} if mark else {}))
         return found[:EXEMPLARS]
 
@@ -158,7 +158,7 @@ def preferred(recipe: Recipe, judge: str, ours: Answers, theirs: Answers) -> np.
 
     async def compared() -> list[float]:
         rows = zip(ours.messages, ours.texts, theirs.texts, strict=True)
-        found = await asyncio.gather(*(opened.compare(asked, [(a, b)]) for asked, a, b in rows))
+        found = await asyncio.gather(*(opened.compare(chat, [(a, b)]) for chat, a, b in rows))
         return [SCORES.get(one.choice, math.nan) for (one,) in found]
 
     proxy = np.array(asyncio.run(compared()))

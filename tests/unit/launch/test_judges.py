@@ -30,7 +30,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import save_peft
 from ostinato.product.events import Kind
-from ostinato.product.judge import Cache, Chat, Form, Judge, Said, Spec
+from ostinato.product.judge import Cache, Chat, Form, Judge, Reply, Spec
 from ostinato.product.store import open_store
 from ostinato.product.verdicts import both_right
 from ostinato.render import Renderer
@@ -58,10 +58,10 @@ class Written:
     def __init__(self, opinion: Opinion) -> None:
         self.opinion, self.seeds = opinion, dict[str, int]()
 
-    async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Said]:
+    async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Reply]:
         texts = [chat[0]["content"] for chat in chats]
         self.seeds |= dict(zip(texts, seeds, strict=True))
-        return [Said(text=self.opinion(text)) for text in texts]
+        return [Reply(text=self.opinion(text)) for text in texts]
 
 
 def judge(opinion: Opinion, most: int = 1000, revision: str = "r", form: Form = Form.PAIRWISE) -> Judge:
@@ -161,7 +161,7 @@ def test_an_answer_alone_is_compared_with_the_reference() -> None:
 
 def test_a_judge_that_hangs_is_a_fault_by_name() -> None:
     class Never:
-        async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Said]:
+        async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Reply]:
             await asyncio.Event().wait()
             return []
 
@@ -250,7 +250,7 @@ def test_judges_share_the_base_and_not_their_adapters(folder: Path, decoder: Dec
     verdicts = [asyncio.run(one.compare(CHAT, [("x", "y")])) for one in found]
     assert bench.counters["judge/judgements"] == 4 and bench.counters["judge/seconds"] > 0
     assert bench.counters["judge/prompt_tokens"] > bench.counters["judge/tokens"] > 0
-    assert all(said.fault == "" for (one,) in verdicts for said in one.said)
+    assert all(reply.fault == "" for (one,) in verdicts for reply in one.replies)
     full = recipe('adapter.kind="full"', 'adapter.path=""')
     apart = Bench(recipe=full, counters=Counter(), folder=base, decoder=decoder)
     apart.judge(sources("asset:seed-moe")[0])
