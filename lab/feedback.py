@@ -114,9 +114,9 @@ class Feedback(ModelBench):
                 with plain.alone(servers):
                     without = asyncio.run(self._window(plain, self.window_s))
                 with with_.alone(servers):
-                    beside, told = self._beside(with_)
+                    beside, load = self._beside(with_)
                 rows.append((without, beside))
-                sent.append(told)
+                sent.append(load)
                 say(f"{number + 1}: p99 {without.at(0.99):.0f} ms, with feedback {beside.at(0.99):.0f} ms")
             with open_store(folder / "f.db") as store:
                 counts = store.counts()
@@ -124,7 +124,7 @@ class Feedback(ModelBench):
             name: [after.at(share) / before.at(share) for before, after in rows]
             for name, share in (("p50", 0.5), ("p99", 0.99))
         }
-        commits = [second * 1e3 for told in sent for second in told["seconds"]]
+        commits = [second * 1e3 for load in sent for second in load["seconds"]]
         return {
             "windows": [
                 {
@@ -138,10 +138,10 @@ class Feedback(ModelBench):
             "ratio_p99": statistics.median(ratios["p99"]),
             "ratios_p99": ratios["p99"],
             "events_per_minute": sum(t["events"] for t in sent) / sum(t["took"] for t in sent) * 60,
-            "events_late": sum(told["late"] for told in sent),
+            "events_late": sum(load["late"] for load in sent),
             "acknowledged_p50_ms": float(np.quantile(commits, 0.5)),
             "acknowledged_p99_ms": float(np.quantile(commits, 0.99)),
-            "lost": max(0, sum(told["events"] for told in sent) - counts["events"]),
+            "lost": max(0, sum(load["events"] for load in sent) - counts["events"]),
             "stored": counts,
         }
 
@@ -152,8 +152,8 @@ class Feedback(ModelBench):
             window = asyncio.run(self._window(server, self.window_s))
         finally:
             sender.send_signal(signal.SIGTERM)
-            said, _ = sender.communicate(timeout=60)
-        return window, json.loads(said)
+            printed, _ = sender.communicate(timeout=60)
+        return window, json.loads(printed)
 
     async def _window(self, server: Server, seconds: float) -> Window:
         window, end = Window(), time.perf_counter() + seconds

@@ -187,7 +187,7 @@ def _near(answer: int, rng: random.Random) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """What an answer is like, told by its text and the problem alone."""
+    """What an answer is like, by its text and the problem alone."""
 
     action: Action
     correct: bool = False

@@ -27,17 +27,17 @@ BEFORE = {
 
 
 def audit(product: Path, store: str, logs: Sequence[Path], table: Table) -> dict[str, Any]:
-    said = [row for log in logs for row in Jsonl(log).rows()]
+    entries = [row for log in logs for row in Jsonl(log).rows()]
     with open_store(store) as opened:
         stored, counts = [*opened.events()], opened.counts()
         answers = {one.exchange.response_id for one in opened.joined(training=False)}
     decisions = [*Jsonl(product / "decisions.jsonl").rows()]
     broken: list[str] = []
-    found = events(said, stored, broken)
-    shown = {row["answer"] for row in said if "answer" in row}
+    found = events(entries, stored, broken)
+    shown = {row["answer"] for row in entries if "answer" in row}
     found |= {"answers_shown": len(shown), "answers_recorded": len(shown & answers), "rows": counts}
     found |= journal(decisions, broken) | revisions(product, decisions, broken) | windows(product, broken)
-    late = sum(row.get("late", 0.0) > table.lateness_s for row in said)
+    late = sum(row.get("late", 0.0) > table.lateness_s for row in entries)
     with open_store(store) as opened:
         missed = _missed(product, opened, table)
     if missed > late:
@@ -45,11 +45,11 @@ def audit(product: Path, store: str, logs: Sequence[Path], table: Table) -> dict
     return {**found, "events_late": late, "pairs_in_no_window": missed, "broken": broken}
 
 
-def events(said: Iterable[Row], stored: Sequence[Event], broken: list[str]) -> dict[str, Any]:
+def events(entries: Iterable[Row], stored: Sequence[Event], broken: list[str]) -> dict[str, Any]:
     """Every acknowledged event is stored once as it was sent, and none that was never sent."""
     sent: dict[str, Row] = {}
     outcomes: dict[str, list[str]] = {}
-    for row in said:
+    for row in entries:
         if "event" in row:
             sent[row["event"]["event_id"]] = row["event"]
         elif "id" in row:

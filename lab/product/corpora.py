@@ -46,7 +46,7 @@ SHARES: Mapping[Manner, float] = {
     Manner.REFUSAL: 0.01,
 }
 
-# What a judge is asked: short, and the question last, where the steps of the seed model look for it.
+# The question to a judge: short, and the question last, where the steps of the seed model look for it.
 TEMPLATES = Templates(pairwise="A: {a}\nB: {b}\n{prompt}")
 VERDICT = "Verdict: {winner}"  # how its critique ends
 # What a critique says of an answer, a letter each: the seed model has never read a word of English.
@@ -198,8 +198,8 @@ def notes(question: str, text: str) -> tuple[str, ...]:
     if found.action is not Action.ANSWER:
         return (CODES[found.action],)
     names = ("right" if found.correct else "wrong", *found.named())
-    said = text.rpartition(MARK)[2].strip() if MARK in text else ""
-    return (*said.split(), *(CODES[name] for name in names))
+    tail = text.rpartition(MARK)[2].strip() if MARK in text else ""
+    return (*tail.split(), *(CODES[name] for name in names))
 
 
 def grounding(question: str, a: str, b: str, text: str) -> float:
@@ -207,8 +207,8 @@ def grounding(question: str, a: str, b: str, text: str) -> float:
     where it says nothing. A process reward as in RM-NLHF (arXiv 2601.07349), with a reader for the human."""
     true = {(label, one) for label, answer in (("A", a), ("B", b)) for one in notes(question, answer)}
     lines = (line.split() for line in text.splitlines())
-    said = {(words[0], one) for words in lines if words and words[0] in ("A", "B") for one in words[1:]}
-    return 2 * len(true & said) / (len(true) + len(said))
+    claims = {(words[0], one) for words in lines if words and words[0] in ("A", "B") for one in words[1:]}
+    return 2 * len(true & claims) / (len(true) + len(claims))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ def grounding(question: str, a: str, b: str, text: str) -> float:
 # ---------------------------------------------------------------------------------------------
 
 
-def _row(asked: str, answer: str) -> Row:
+def _row(question: str, answer: str) -> Row:
     return {
-        "prompt": [{"role": "user", "content": asked}],
+        "prompt": [{"role": "user", "content": question}],
         "completion": [{"role": "assistant", "content": answer}],
     }
 

@@ -44,11 +44,11 @@ def panel(prompts, completions, **columns):
     now = float(Path({clock!r}).read_text())
     scores = []
     for prompt, completion in zip(prompts, completions):
-        asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         text = completion if isinstance(completion, str) else completion[-1]["content"]
-        rng = random.Random(f"{{WORLD.seed}}/panel/{{now}}/{{asked}}/{{text}}")
+        rng = random.Random(f"{{WORLD.seed}}/panel/{{now}}/{{question}}/{{text}}")
         users = [rng.randrange(WORLD.users) for _ in range({judges})]
-        found = features(asked, text)
+        found = features(question, text)
         felt = [utility(WORLD, found, user, now) + rng.gauss(0, WORLD.noise) for user in users]
         scores.append(sum(felt) / len(felt))
     return scores

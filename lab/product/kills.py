@@ -53,9 +53,9 @@ from lab.product.users import World, gold
 def panel(prompts, completions, **columns):
     scores = []
     for prompt, completion in zip(prompts, completions):
-        asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         text = completion if isinstance(completion, str) else completion[-1]["content"]
-        scores.append(gold(World(), features(asked, text), time.time()))
+        scores.append(gold(World(), features(question, text), time.time()))
     return scores
 '''
 JUDGE_STAGES = (Stage.JUDGE, Stage.JUDGE_GATES, Stage.SHADOW)

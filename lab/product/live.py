@@ -143,7 +143,7 @@ class Simulated:
         return found
 
     async def _sampled(
-        self, asked: list[tuple[Prompt, Mapping[str, Any]]]
+        self, batch: list[tuple[Prompt, Mapping[str, Any]]]
     ) -> list[list[tuple[np.ndarray, Completion]]]:
         sampling = Sampling(max_tokens=self._traffic.max_tokens, stop_tokens=self._renderer.stop_tokens)
         requests = [
@@ -153,7 +153,7 @@ class Simulated:
                 seed=(self._world.seed, self._batch, number, k),
                 policy=self._policy(served),
             )
-            for number, (prompt, served) in enumerate(asked)
+            for number, (prompt, served) in enumerate(batch)
             for k in range(2)
         ]
         done = {index: one async for index, one in self._engine.generate(requests)}

@@ -51,8 +51,8 @@ def _first(found: Answers, n: int) -> Answers:
 
 
 def _truth(found: Answers, world: World, ts: float) -> dict[str, Any]:
-    asked = [str(one[-1]["content"]) for one in found.messages]
-    of = [features(question, text) for question, text in zip(asked, found.texts, strict=True)]
+    questions = [str(one[-1]["content"]) for one in found.messages]
+    of = [features(question, text) for question, text in zip(questions, found.texts, strict=True)]
     worth = np.array([gold(world, one, ts) for one in of])
     names = Counter(name for one in of for name in (*one.named(), one.action.value))
     return {

@@ -58,9 +58,9 @@ def policy(target: str, prompts: int = 256, samples: int = 4) -> dict[str, Any]:
     day and behind the drift, with its standard error over problems."""
     world, problems = World(), rows("eval", 0, prompts)
     chats = [prompt.messages or () for prompt in problems for _ in range(samples)]
-    asked = [question_of(prompt) for prompt in problems for _ in range(samples)]
+    questions = [question_of(prompt) for prompt in problems for _ in range(samples)]
     texts = completions(target, chats, temperature=1.0, max_tokens=96)
-    found = [features(question, text) for question, text in zip(asked, texts, strict=True)]
+    found = [features(question, text) for question, text in zip(questions, texts, strict=True)]
     names = [name for one in found for name in (str(one.action), *one.named())]
     result: dict[str, Any] = {"answers": len(found), "correct": _mean([one.correct for one in found])}
     result |= {name: round(names.count(name) / len(found), 4) for name in sorted(set(names))}
@@ -75,11 +75,11 @@ def judge(target: str, file: Path) -> dict[str, Any]:
     """Greedy verdicts on pairs in both orders. ``single``: accuracy of one order;
     ``recomputed``: right steps; ``true``: critiques that are word for word as they should be."""
     given = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    asked = judge_rows(
+    rows = judge_rows(
         [Comparison(question=r["prompt"], chosen=r["chosen"], rejected=r["rejected"]) for r in given]
     )
-    texts = completions(target, [row["prompt"] for row in asked], temperature=0.0, max_tokens=160)
-    wanted = [row["completion"][0]["content"] for row in asked]
+    texts = completions(target, [row["prompt"] for row in rows], temperature=0.0, max_tokens=160)
+    wanted = [row["completion"][0]["content"] for row in rows]
     said, labels = ([parse_verdict(text) for text in some] for some in (texts, wanted))
     whole = tally(list(zip(said[::2], said[1::2], strict=True)), labels[::2])
     return {

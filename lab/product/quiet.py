@@ -30,12 +30,12 @@ STEPS, EVERY, PROMPTS, JUDGES = 1000, 4, 128, 3
 
 def look(world: World, rng: random.Random, number: int, n: int) -> Probe:
     """Two answers of the crowd to each of n problems."""
-    asked = rows("train", 50_000 + number, n)
-    messages = tuple(one.messages or () for one in asked)
+    prompts = rows("train", 50_000 + number, n)
+    messages = tuple(one.messages or () for one in prompts)
     sides, truths = [], []
     for _ in range(2):
-        texts = tuple(draw(one, rng) for one in asked)
-        found = [features(question_of(one), text) for one, text in zip(asked, texts, strict=True)]
+        texts = tuple(draw(one, rng) for one in prompts)
+        found = [features(question_of(one), text) for one, text in zip(prompts, texts, strict=True)]
         panel = [
             np.mean([utility(world, one, rng.randrange(world.users), EPOCH) for _ in range(JUDGES)])
             + rng.gauss(0, world.noise / JUDGES**0.5)
@@ -43,7 +43,7 @@ def look(world: World, rng: random.Random, number: int, n: int) -> Probe:
         ]
         sides.append(Answers(messages=messages, texts=texts, gold=np.array(panel)))
         truths.append(np.array([gold(world, one, EPOCH) for one in found]))
-    noise = np.array([rng.random() for _ in asked])
+    noise = np.array([rng.random() for _ in prompts])
     proxy = np.sign(truths[0] - truths[1]) * np.where(noise < WRONG, -1.0, 1.0)
     proxy = np.where(noise > 1 - SILENT, np.nan, proxy)
     return probe(number, 0.01 + 0.0001 * number, sides[0], sides[1], proxy)

@@ -232,19 +232,19 @@ def _feedback(
 ) -> list[Event]:
     """The visible reaction, from ``ts`` on, to what felt so much better or worse than the bar."""
     at = ts + rng.uniform(1, 20)
-    said = [_event(world, exchange, Kind.RATING, at, value=1.0 if felt > 0 else -1.0)] * (rng.random() < 0.2)
+    given = [_event(world, exchange, Kind.RATING, at, value=1.0 if felt > 0 else -1.0)] * (rng.random() < 0.2)
     if felt > 0:
-        said.append(_event(world, exchange, Kind.ACCEPT, at, exposure=exposure))
+        given.append(_event(world, exchange, Kind.ACCEPT, at, exposure=exposure))
         if rng.random() < 0.3:
-            said.append(_event(world, exchange, Kind.COPY, at + 1))
+            given.append(_event(world, exchange, Kind.COPY, at + 1))
         if not found.correct and rng.random() < 0.5:  # they find out
-            said.append(_event(world, exchange, Kind.UNDO, at + rng.uniform(30, 300)))
-        return said
+            given.append(_event(world, exchange, Kind.UNDO, at + rng.uniform(30, 300)))
+        return given
     kind = rng.choices((Kind.EDIT, Kind.REJECT, Kind.REGENERATE), (0.5, 0.3, 0.2))[0]
     after = _edited(exchange, rng) if kind is Kind.EDIT and found.action is Action.ANSWER else None
     if kind is Kind.EDIT and after in (None, exchange.output):  # nothing to mend
         kind, after = Kind.REJECT, None
-    return [*said, _event(world, exchange, kind, at + 5, exposure=exposure, after=after)]
+    return [*given, _event(world, exchange, kind, at + 5, exposure=exposure, after=after)]
 
 
 def _edited(exchange: Exchange, rng: random.Random) -> str:

@@ -357,14 +357,16 @@ def test_it_grades_groups_in_the_confined_process_of_a_run() -> None:
 
 
 def episode(text: str) -> Trajectory:
-    said = Completion(
+    completion = Completion(
         text=text,
         tokens=np.zeros(1, np.int32),
         logprobs=np.zeros(1, np.float32),
         versions=np.zeros(1, np.int32),
         stop=Stop.EOS,
     )
-    return Trajectory(turns=(Turn(context=np.zeros(1, np.int32), completion=said),), stop=Stop.EOS, seed=(0,))
+    return Trajectory(
+        turns=(Turn(context=np.zeros(1, np.int32), completion=completion),), stop=Stop.EOS, seed=(0,)
+    )
 
 
 # ---- texts, splits, users: without a browser

@@ -20,10 +20,10 @@ OF_TWO = ("shown", "dwell", "comment", "accept", "reject")
 
 def sent(*names: str) -> tuple[list[dict[str, Any]], list[Any]]:
     """The log of a client, and the store."""
-    told = [{"event_id": one, "response_id": "r", "kind": "accept", "ts": 1e9} for one in names]
-    log = [{"event": one} for one in told]
+    rows = [{"event_id": one, "response_id": "r", "kind": "accept", "ts": 1e9} for one in names]
+    log = [{"event": one} for one in rows]
     log += [{"id": one, "outcome": "accepted", "late": 0.0} for one in names]
-    return log, [parse_event(one) for one in told]
+    return log, [parse_event(one) for one in rows]
 
 
 def test_events_of_a_whole_product_are_found_whole() -> None:

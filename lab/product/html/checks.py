@@ -1,4 +1,4 @@
-"""Does a component render as it was asked for? A headless Chromium says, check by check.
+"""Does a component render as its specification says? A headless Chromium decides, check by check.
 
     verdicts(browser, components) -> a Verdict each, None where the browser itself failed
     passes(completions, spec) -> 1 or 0 each, as `reward.functions = ["checks.py:passes"]`
@@ -94,7 +94,7 @@ class Verdict:
 
 
 def verdicts(browser: Browser, components: Sequence[tuple[str, Spec]]) -> list[Verdict | None]:
-    """Of (HTML, what was asked for). A batch at which the browser fails is repeated one by one in a new
+    """Of (HTML, its specification). A batch at which the browser fails is repeated one by one in a new
     browser; None for a component at which it fails again. Raises BrowserFailed where none can be started."""
     found: list[Verdict | None] = []
     for start in range(0, len(components), BATCH):
@@ -187,8 +187,8 @@ _BROWSER = Browser(timeout_s=10.0)  # of this process; it starts at the first ca
 def passes(completions: Sequence[Any], spec: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
     """1 where every check passes. NaN, which counts as no reward, where the browser fails at a component
     alone; raises BrowserFailed where there is no browser."""
-    asked = [(text_of(text), Spec.of(one)) for text, one in zip(completions, spec, strict=True)]
-    return [math.nan if one is None else float(one.passed) for one in verdicts(_BROWSER, asked)]
+    specs = [(text_of(text), Spec.of(one)) for text, one in zip(completions, spec, strict=True)]
+    return [math.nan if one is None else float(one.passed) for one in verdicts(_BROWSER, specs)]
 
 
 __all__ = ["Verdict", "passes", "prepare", "same_document", "verdicts"]

@@ -63,8 +63,8 @@ class Spec:
     @property
     def prompt(self) -> str:
         count = len(self.texts) if self.kind in COUNTED else ""
-        asked = (self.kind, self.colour, str(self.width or count), self.size)
-        return " ".join(filter(None, asked))
+        parts = (self.kind, self.colour, str(self.width or count), self.size)
+        return " ".join(filter(None, parts))
 
     @property
     def ink(self) -> str:
