@@ -1,6 +1,7 @@
 """How the seed model came to be: tokenizer, annotators, training from scratch, evaluation, checkpoint.
 
     python recipes/seed_moe.py --out ostinato/assets/seed-moe
+    python recipes/seed_moe.py --size dense-0.5m --out dense-0.5m      # others of the ladder
 
 Everything is drawn from one seed, so the same machine and thread count write the same weights. The
 corpus imitates a small crowd of annotators who solve the same school problems: one works carefully,
@@ -215,9 +216,17 @@ ARCHITECTURE = {
 
 _EXPERTS = "mlp_only_layers num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"
 _EXPERTS += " decoder_sparse_step router_aux_loss_coef"
-# The dense twin (--dense), a control in lab/studies/2026-11-20-collapse: every layer is what layer 0 is.
+# dense-2m: every layer is what layer 0 is, a control in lab/studies/2026-11-20-collapse
 DENSE = {name: value for name, value in ARCHITECTURE.items() if name not in _EXPERTS.split()}
 DENSE |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+SMALL = {"hidden_size": 96, "intermediate_size": 320, "num_attention_heads": 3, "num_key_value_heads": 1}
+LARGE = {"hidden_size": 320, "num_attention_heads": 10, "num_experts": 24, "moe_intermediate_size": 256}
+SIZES: dict[str, Mapping[str, object]] = {  # the ladder of docs/compare.md; moe-6m is the asset
+    "dense-0.5m": DENSE | SMALL,
+    "dense-2m": DENSE,
+    "moe-6m": ARCHITECTURE,
+    "moe-19m": ARCHITECTURE | LARGE,
+}
 
 
 def write_folder(folder: Path, seed: int, architecture: Mapping[str, object] = ARCHITECTURE) -> None:
@@ -443,17 +452,13 @@ def main() -> None:
     parser.add_argument("--crowd-steps", type=int, default=300, help="steps on answers of the whole crowd")
     parser.add_argument("--batch-size", type=int, default=48, help="conversations per step")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument(
-        "--dense",
-        action="store_true",
-        help="no experts: a control of lab/studies/2026-11-20-collapse/page.md",
-    )
+    parser.add_argument("--size", choices=SIZES, default="moe-6m", help="of the ladder in docs/compare.md")
     parser.add_argument(
         "--threads", type=int, default=1, help="part of the arithmetic: another number, other weights"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    write_folder(args.out, args.seed, DENSE if args.dense else ARCHITECTURE)
+    write_folder(args.out, args.seed, SIZES[args.size])
     with (args.out / "train_log.jsonl").open("w", encoding="utf-8", buffering=1) as file:
 
         def log(row: Mapping[str, object]) -> None:

@@ -3,7 +3,7 @@
     sweep     every learning rate of an arm at a tenth of the budget, one seed
     choose    by the validation half of the held-out problems (those at odd places)
     race      the chosen one at the whole budget, every seed, scored at log-spaced shares of it
-    tables    by the test half (even places): ``scaling.gain``
+    tables    by the test half (even places), and by all of ``eval.downstream``: ``scaling.gain``
 
 Runs are jobs of ``ablate.jobs``: child processes, resumed where they stopped. Runs of a seed share prompts,
 their order and noise, so what an arm's learning rates are changes nothing of another one.
@@ -24,14 +24,14 @@ from ostinato.ablate.jobs import Job, State, arm_recipe, as_run
 from ostinato.ablate.kept import ended, prompts, slug
 from ostinato.config import Recipe
 from ostinato.config.explain import explain
-from ostinato.config.sections import Floats, Names, Positive, Section
+from ostinato.config.sections import Count, Floats, Names, Positive, Section
 from ostinato.inputs import parse_toml
 from ostinato.observe.report.facts import kept
 from ostinato.observe.report.reading import mean
 from ostinato.run import MAIN_SET, RunFolder
 from ostinato.scaling.gain import Outcomes
 
-SWEEP = 0.1  # of the budget, for each learning rate
+SWEEP, SWEEPS = 0.1, "sweep"  # of the budget, for each learning rate; the folder of these runs
 SHARES = tuple(2.0**-n for n in range(6, 0, -1))  # of it, at which a run is scored beside before and after
 LONG = 10**6  # steps: more than any budget has
 CONTROLS: Mapping[str, Sequence[str]] = {
@@ -47,6 +47,7 @@ class ArmSpec(Section):
     model: str = ""  # as model.path; empty: the recipe's
     method: str = "lora"  # or full
     rank: Positive = 16
+    tied: Count = 0  # as adapter.tied
     lrs: Floats = ()  # to choose from; empty: those of the file
     control: str = ""  # "random reward" or "own correct"
     overrides: Names = ()
@@ -99,17 +100,21 @@ def amount(recipe: Recipe, value: float, unit: str) -> int | str:
 
 
 def job(file: ArmsFile, name: str, lr: float, seed: int, budget: tuple[float, str], out: Path) -> Job:
-    """A run of the whole budget; of a share of it, a sweep, where ``out`` is a folder of sweeps."""
-    arm = file.arms[name]
+    """A run of the whole budget; of a share of it, a sweep, where ``out`` is a folder of sweeps: of that the
+    last score alone is read."""
+    arm, swept = file.arms[name], out.name == SWEEPS
     keys = [*file.overrides, *CONTROLS[arm.control], *arm.overrides, f'adapter.kind="{arm.method}"']
     keys += [f'model.path="{arm.model}"'] if arm.model else []
     keys += [f"adapter.rank={arm.rank}"] if arm.method == "lora" else ['model.dtype="float32"']
+    keys += [f"adapter.tied={arm.tied}"] if arm.tied else []
     recipe = arm_recipe(file.recipe, keys, name, [f"trainer.lr={lr!r}"])
     trainer = {"budget": amount(recipe, *budget), "steps": LONG}
+    scores: dict[str, Any] = {"shares": () if swept else SHARES, "every": 0}
+    scores |= {"at_start": False, "downstream": {}} if swept else {}
     recipe = recipe.model_copy(
         update={
             "trainer": recipe.trainer.model_copy(update=trainer),
-            "eval": recipe.eval.model_copy(update={"shares": SHARES, "every": 0}),
+            "eval": recipe.eval.model_copy(update=scores),
             "forecast": recipe.forecast.model_copy(update={"enabled": False}),
         }
     )
@@ -122,7 +127,7 @@ def sweep(file: ArmsFile, budget: tuple[float, str], out: Path, seed: int = 0) -
     tenth = (SWEEP * budget[0], budget[1])
     grids = {name: arm.lrs or file.lrs for name, arm in file.arms.items()}
     return {
-        name: {lr: job(file, name, lr, seed, tenth, out / "sweep") for lr in grid}
+        name: {lr: job(file, name, lr, seed, tenth, out / SWEEPS) for lr in grid}
         for name, grid in grids.items()
         if len(grid) > 1
     }
@@ -135,7 +140,7 @@ def validated(swept: Mapping[str, Mapping[float, Job]]) -> Scores:
     """What each sweep scores on the validation half; None for a run that has not come to its end."""
     return {
         name: {
-            lr: float(np.mean(points[-1][1][1::2])) if (points := course(one.folder)) else None
+            lr: float(np.mean(points[-1][1][1::2])) if (points := course(one.folder, MAIN_SET)) else None
             for lr, one in grid.items()
         }
         for name, grid in swept.items()
@@ -161,24 +166,21 @@ def race(
     return [job(file, name, lr, seed, budget, out) for seed in seeds for name, lr in chosen.items()]
 
 
-Course = list[tuple[float, np.ndarray]]
+Course = list[tuple[Mapping[str, float], np.ndarray]]
 
 
-def course(folder: Path) -> Course:
-    """(FLOPs spent, share of right answers of each problem) of every score of the main set; empty for a run
+def course(folder: Path, name: str) -> Course:
+    """(spent, share of right answers of each problem) of every score of the set ``name``; empty for a run
     that has not come to its end."""
     if not ended(folder):
         return []
-    rows = [row for row in RunFolder(folder).eval.rows() if row["set"] == MAIN_SET and "each" in row]
-    return [
-        (row["spent"]["flops"], np.array([right / n if n else 0.0 for n, right in row["each"]]))
-        for row in rows
-    ]
+    rows = [row for row in RunFolder(folder).eval.rows() if row["set"] == name and "each" in row]
+    return [(row["spent"], np.array([right / n if n else 0.0 for n, right in row["each"]])) for row in rows]
 
 
 def line(one: Job, control: str) -> dict[str, Any] | None:
     """A finished run as plain numbers: what tables are made of. None where it has not ended."""
-    points = course(one.folder)
+    points, rollout = course(one.folder, MAIN_SET), one.recipe.rollout
     if not points:
         return None
     folder = RunFolder(one.folder)
@@ -192,8 +194,13 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
         "seed": one.seed,
         "lr": one.recipe.trainer.lr,
         "control": control,
-        "compute": [flops for flops, _ in points],
+        "compute": [spent["flops"] for spent, _ in points],
+        "played": [spent["steps"] * rollout.prompts_per_step * rollout.group_size for spent, _ in points],
         "each": [right.tolist() for _, right in points],
+        "others": {
+            name: [right.tolist() for _, right in course(one.folder, name)]
+            for name in one.recipe.eval.downstream
+        },
         "prompts": prompts(folder, MAIN_SET),
         "k": first["k"],
         "base_pass_k": first["pass@k"],
@@ -206,8 +213,22 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
     }
 
 
-def outcomes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Outcomes]:
-    """Of each arm on the test half. Raises ValueError for runs on different problems."""
+Line = Mapping[str, Any]
+
+
+def ends(one: Line) -> np.ndarray:
+    """[2, problems] before and after, on the test half."""
+    return np.array(one["each"])[[0, -1], ::2]
+
+
+def ends_at(one: Line, along: str, where: float) -> np.ndarray:
+    """The same, but "after" is where so much of ``along`` (compute, played) was spent: linear in between."""
+    each = np.array(one["each"])[:, ::2]
+    return np.stack([each[0], [np.interp(where, one[along], course) for course in each.T]])
+
+
+def outcomes(lines: Sequence[Line], of: Callable[[Line], np.ndarray] = ends) -> dict[str, Outcomes]:
+    """Of each arm. Raises ValueError for runs on different problems."""
     if len({one["prompts"] for one in lines}) > 1:
         raise ValueError(
             "the runs were scored on different problems, so they do not compare; use one eval set"
@@ -215,7 +236,7 @@ def outcomes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Outcomes]:
     found = {}
     for name in dict.fromkeys(one["arm"] for one in lines):
         mine = [one for one in lines if one["arm"] == name]
-        each = [np.array(one["each"])[:, ::2] for one in mine]
+        each = [of(one) for one in mine]
         found[name] = Outcomes(pre=each[0][0], post=np.stack([one[-1] for one in each]))
     return found
 

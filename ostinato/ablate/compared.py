@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 
-from ostinato.ablate.compare import Compared, outcomes
+from ostinato.ablate.compare import Compared, Line, ends_at, outcomes
 from ostinato.observe.report.charts import COLORS, Chart, Series, plotted
 from ostinato.observe.report.facts import NONE, Table, compute_text, seconds_text
 from ostinato.scaling.gain import Gain, compute_to, front, gains
 from ostinato.scaling.views import Answer, both
 
+OTHER = "As much as the arm with the least has had; between two scores of a run, on the line through them."
 NOTE = (
     "Test half of the held-out problems, which no learning rate was chosen by. Intervals: 90 %, paired "
     "bootstrap over problems and seeds. H is the gain over the headroom, the relative reduction of the "
@@ -37,20 +37,43 @@ def answer(of: Compared, budget: str, threshold: float) -> Answer:
         *(f"{why}." for why in of.failed),
         *sanity(found, mine),
     ]
+    along = "compute" if budget.endswith("interactions") else "played"
+    elsewhere, common = _elsewhere(of.lines), min(one[along][-1] for one in of.lines)
+    same = gains(outcomes(of.lines, lambda one: ends_at(one, along, common)))
     result = {
         "budget": budget,
         "swept": of.swept,
         "chosen": of.chosen,
         "arms": {name: asdict(one) for name, one in found.items()},
+        "elsewhere": {
+            key: {name: asdict(one) for name, one in arms.items()} for key, arms in elsewhere.items()
+        },
+        "same": {"along": along, "amount": common, "arms": {name: asdict(one) for name, one in same.items()}},
         "compute_to": reached,
         "front": [list(points(of.lines)[n][:2]) for n in front([one[:2] for one in points(of.lines)])],
         "runs": of.lines,
     }
-    tables = [_gained(found, mine, reached, threshold), _less(found), _spent(mine, of)]
+    unit = {"compute": "FLOP", "played": "interactions"}[along]
+    tables = [
+        _gained(found, mine, reached, threshold),
+        _less(found),
+        *(_changed(f"Not trained: {name}", arms, "All of its problems.") for name, arms in elsewhere.items()),
+        _changed(f"The other accounting: all arms at {compute_text(common)} {unit}", same, OTHER),
+        _spent(mine, of),
+    ]
     return Answer(result=result, lead=lead, tables=[table for table in tables if table.rows])
 
 
-def sanity(found: Mapping[str, Gain], mine: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+def _elsewhere(lines: Sequence[Line]) -> dict[str, dict[str, Gain]]:
+    """What became of other sets, by their name, and all of their problems."""
+    return {
+        name: gains(outcomes(lines, lambda one, name=name: np.array(one["others"][name])[[0, -1]]))
+        for name in lines[0]["others"]
+        if all(one["others"].get(name) for one in lines)
+    }
+
+
+def sanity(found: Mapping[str, Gain], mine: Mapping[str, Sequence[Line]]) -> list[str]:
     """A control that gains is named; so are arms whose answers were cut off unlike others'."""
     notes = [
         f"{name} was rewarded at random and gained {both(one.raw, '{:+.3f}')}: what is gained without one "
@@ -65,24 +88,30 @@ def sanity(found: Mapping[str, Gain], mine: Mapping[str, Sequence[Mapping[str, A
     return notes
 
 
-def mean_course(lines: Sequence[Mapping[str, Any]], arm: str) -> tuple[list[float], list[float]]:
+def mean_course(lines: Sequence[Line], arm: str, along: str = "compute") -> tuple[list[float], list[float]]:
     """(mean compute, mean score on the test half) of an arm at each of its scores."""
     mine = [one for one in lines if one["arm"] == arm]
     count = min(len(one["compute"]) for one in mine)
-    compute = np.mean([one["compute"][:count] for one in mine], axis=0)
+    compute = np.mean([one[along][:count] for one in mine], axis=0)
     score = np.mean([np.array(one["each"])[:count, ::2].mean(1) for one in mine], axis=0)
     return compute.tolist(), score.tolist()
 
 
-def points(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, str]]:
+def points(lines: Sequence[Line], along: str = "compute") -> list[tuple[float, float, str]]:
     """(compute, score, arm) of all arms."""
     arms = dict.fromkeys(one["arm"] for one in lines)
-    return [(C, score, arm) for arm in arms for C, score in zip(*mean_course(lines, arm), strict=True)]
+    return [(C, score, arm) for arm in arms for C, score in zip(*mean_course(lines, arm, along), strict=True)]
 
 
-def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """Courses of all arms over compute, and the front: what nobody beats with as much."""
-    every = points(lines)
+def charts(lines: Sequence[Line]) -> list[Chart]:
+    """Courses of all arms over compute and interactions, and the fronts: what nobody beats with as much."""
+    return [
+        _courses("Score over compute", points(lines), "# FLOP"),
+        _courses("Score over interactions", points(lines, "played"), "# episodes"),
+    ]
+
+
+def _courses(title: str, every: Sequence[tuple[float, float, str]], along: str) -> Chart:
     steps = sorted({C for C, _, _ in every if C > 0})
     best = dict(every[n][:2] for n in front([one[:2] for one in every]))
     series = [
@@ -96,12 +125,12 @@ def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
     ]
     top = Series(label="front", color="--ink", values=[best.get(C) for C in steps], marker="dot")
     note = "Mean over seeds on the test half; front: no arm has more with as much."
-    return [plotted("Score over compute", note, "", [*series, top], steps=steps, log_x=True, along="# FLOP")]
+    return plotted(title, note, "", [*series, top], steps=steps, log_x=True, along=along)
 
 
 def _gained(
     found: Mapping[str, Gain],
-    mine: Mapping[str, Sequence[Mapping[str, Any]]],
+    mine: Mapping[str, Sequence[Line]],
     reached: Mapping[str, float],
     threshold: float,
 ) -> Table:
@@ -117,6 +146,19 @@ def _gained(
     return Table(title="Arm", head=head, rows=rows, note=NOTE)
 
 
+def _changed(title: str, found: Mapping[str, Gain], note: str) -> Table:
+    rows = [
+        (
+            name,
+            *(both(one.pre), both(one.post), both(one.raw, "{:+.3f}")),
+            both(one.less["raw"], "{:+.3f}") if one.less else NONE,
+        )
+        for name, one in found.items()
+    ]
+    head = ("before", "after", "change", f"less that of {next(iter(found))}")
+    return Table(title=title, head=head, rows=rows, note=note)
+
+
 def _less(found: Mapping[str, Gain]) -> Table:
     first = next(iter(found))
     rows = [
@@ -127,7 +169,7 @@ def _less(found: Mapping[str, Gain]) -> Table:
     return Table(title=f"Less {first}", head=("after", "raw gain", "H", "logit gain"), rows=rows)
 
 
-def _spent(mine: Mapping[str, Sequence[Mapping[str, Any]]], of: Compared) -> Table:
+def _spent(mine: Mapping[str, Sequence[Line]], of: Compared) -> Table:
     rows = []
     for name, some in mine.items():
         parts = {

@@ -93,6 +93,11 @@ class Recipe(Section):
                 f"parallel.layout is {self.parallel.layout!r} with cluster.remote_trainer true, but the "
                 "ranks of a sharded trainer are started beside the loop; set cluster.remote_trainer to false"
             )
+        if self.parallel.sharded and self.adapter.tied:
+            raise ValueError(
+                f"parallel.layout is {self.parallel.layout!r} with adapter.tied {self.adapter.tied}, and one "
+                "number moves the parts of all ranks; leave the layout empty"
+            )
         self._check_storage()
         if self.engine.weights != "model" and self.adapter.kind == "full":
             raise ValueError(

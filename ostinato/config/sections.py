@@ -47,10 +47,17 @@ class AdapterSection(Section):
     targets: Names = ("attn", "mlp", "shared", "experts")  # roles; "router" only when it is named
     expert_scheme: Literal["shared_outer", "per_expert"] = "shared_outer"
     expert_rank: Count = 0  # 0: the same as rank
+    tied: Count = 0  # TinyLoRA: numbers that are trained in place of A and B, for all maps together; 0: none
     path: str = ""  # an adapter to begin with, as a run or export leaves it; its shape is then its own
 
     @model_validator(mode="after")
     def _check(self) -> AdapterSection:
+        beside = {"kind": self.kind == "full", "expert_rank": self.expert_rank, "path": self.path}
+        if self.tied and (given := [key for key, value in beside.items() if value]):
+            raise ValueError(
+                f"adapter.tied is {self.tied} with adapter.{given[0]} {getattr(self, given[0])!r}, and tied "
+                "numbers begin from the base, with one rank for all maps; drop one of them"
+            )
         if self.path and self.kind == "full":
             raise ValueError(
                 f'adapter.path is {self.path!r} with adapter.kind "full", which trains no adapter; '

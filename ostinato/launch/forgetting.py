@@ -18,7 +18,7 @@ from ostinato.env.arithmetic import Family
 from ostinato.env.tasks import load_tasks
 from ostinato.every import Every
 from ostinato.launch.inputs import RunInputs, sampling_of
-from ostinato.model.flops import FlopModel
+from ostinato.model.flops import FlopModel, Work
 from ostinato.pipeline.forgetting import Forgetting, Question, Scorer, questions_for
 from ostinato.reward.verify import exact
 from ostinato.run import RunFolder
@@ -40,12 +40,12 @@ def new_forgetting(
 ) -> Forgetting | None:
     """None where the recipe has none, and for a run that is too short to afford one."""
     recipe, section = prepared.recipe, prepared.recipe.forgetting
-    answers = recipe.trainer.steps * recipe.rollout.prompts_per_step * recipe.rollout.group_size
+    budget = Every.parse(recipe.trainer.budget, "trainer.budget")
+    answers = answers_of(recipe, budget, flops)
     count = questions_for(round(answers * section.share / USUAL_SHARE)) if section.enabled else 0
     if not count:
         return None
     about, prompts = questions_of(recipe, count)
-    budget = Every.parse(recipe.trainer.budget, "trainer.budget")
     sampling, renderer = sampling_of(recipe, prepared.renderer), prepared.renderer
     if not renderer.has_chat_template:
         prompts = [_as_text(one) for one in prompts]
@@ -65,6 +65,17 @@ def new_forgetting(
         share=section.share,
         tolerance=section.tolerance,
     )
+
+
+def answers_of(recipe: Recipe, budget: Every, flops: FlopModel) -> float:
+    """About how many a run samples: in all of its steps or, where that is fewer, for its budget of steps or
+    FLOPs, if an answer is half as long as it may be."""
+    each, tokens = recipe.rollout.prompts_per_step * recipe.rollout.group_size, recipe.rollout.max_tokens / 2
+    work, steps = Work(tokens=tokens * each, logits=tokens * each), float(recipe.trainer.steps)
+    prices = {Axis.STEPS: 1.0, Axis.FLOPS: 2 * flops.forward(work) + flops.backward(work)}
+    if budget.amount and budget.unit in prices:
+        steps = min(steps, budget.amount / prices[budget.unit])
+    return steps * each
 
 
 def questions_of(recipe: Recipe, count: int) -> tuple[str, list[Prompt]]:

@@ -33,7 +33,8 @@ def introduction(prepared: RunInputs, adapters: Adapters | None) -> Iterator[str
         f"{active / 1e6:.1f} M active, {recipe.model.dtype} on {decoder.device.type}"
     )
     trained = adapters.num_parameters if adapters else size
-    yield f"training     {recipe.adapter.kind}, {trained / 1e6:.2f} M parameters"
+    size_text = f"{trained / 1e6:.2f} M" if trained > 1e4 else str(trained)
+    yield f"training     {recipe.adapter.kind}, {size_text} parameters"
     chosen = check(recipe)
     yours = ", ".join(f"{key}={getattr(chosen, key)}" for key in chosen.overridden)
     yield f"algorithm    {chosen.name}" + (f" with your {yours}" if yours else "")

@@ -122,6 +122,7 @@ def new_flops(recipe: Recipe, config: ModelConfig, adapters: Adapters | None) ->
         adapters.spec if adapters else None,
         recompute=recipe.trainer.recompute,
         entropy_gradient=check(recipe).needs_entropy,
+        frozen_a=bool(recipe.adapter.tied),
     )
 
 

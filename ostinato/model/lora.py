@@ -37,23 +37,37 @@ class Adapters:
         self, spec: AdapterSpec, tensors: Mapping[str, tuple[Tensor, Tensor]], config: ModelConfig
     ) -> None:
         self.spec = spec
-        self.tensors = dict(tensors)
+        self._tensors = dict(tensors)
         self.config = config
 
+    @property
+    def tensors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        return self._tensors
+
+    def leaves(self) -> dict[str, Tensor]:
+        """What is trained, by name: ``{name}.A`` and ``{name}.B``."""
+        pairs = self.tensors.items()
+        return {f"{name}.{part}": leaf for name, pair in pairs for part, leaf in zip("AB", pair, strict=True)}
+
+    def copy_of(self, leaves: Mapping[str, Tensor], config: ModelConfig) -> Adapters:
+        """With values of all leaves of a model of ``config``: what is published while training goes on."""
+        names = dict.fromkeys(name.rpartition(".")[0] for name in leaves)
+        pairs = {name: (leaves[f"{name}.A"].clone(), leaves[f"{name}.B"].clone()) for name in names}
+        return Adapters(self.spec, pairs, config)
+
     def parameters(self) -> Iterator[Tensor]:
-        for a, b in self.tensors.values():
-            yield a
-            yield b
+        yield from self.leaves().values()
 
     @property
     def num_parameters(self) -> int:
         return sum(tensor.numel() for tensor in self.parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Detached references as ``{name}.A`` and ``{name}.B``."""
-        pairs = self.tensors.items()
+        """Detached factors as ``{name}.A`` and ``{name}.B``."""
         return {
-            f"{name}.{part}": t.detach() for name, pair in pairs for part, t in zip("AB", pair, strict=True)
+            f"{name}.{part}": t.detach()
+            for name, pair in self.tensors.items()
+            for part, t in zip("AB", pair, strict=True)
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -255,8 +269,9 @@ class _LoraLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, low, weight, a, b = ctx.saved_tensors
-        grad_low = grad.mm(b) * ctx.scale
-        grad_x = ctx.nn(grad, weight).addmm_(grad_low, a) if ctx.needs_input_grad[0] else None
-        grad_a = grad_low.t().mm(x) if ctx.needs_input_grad[3] else None
-        grad_b = grad.t().mm(low) if ctx.needs_input_grad[4] else None
+        of_x, _, _, of_a, of_b, *_ = ctx.needs_input_grad
+        grad_low = grad.mm(b) * ctx.scale if of_x or of_a else grad
+        grad_x = ctx.nn(grad, weight).addmm_(grad_low, a) if of_x else None
+        grad_a = grad_low.t().mm(x) if of_a else None
+        grad_b = grad.t().mm(low) if of_b else None
         return grad_x, None, None, grad_a, grad_b, None, None

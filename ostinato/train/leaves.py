@@ -62,8 +62,7 @@ def trained_parameters(decoder: Decoder, adapters: Adapters | None) -> dict[str,
             raise ValueError(
                 "the decoder is trainable beside its adapters; call decoder.trainable(False) or pass none"
             )
-        pairs = adapters.tensors.items()
-        return {f"{name}.{part}": leaf for name, pair in pairs for part, leaf in zip("AB", pair, strict=True)}
+        return adapters.leaves()
     named: dict[str, Tensor] = {
         name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad
     }

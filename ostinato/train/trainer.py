@@ -149,10 +149,8 @@ class PolicyTrainer:
         is the decoder itself or, where that lies on several ranks, the mirror, brought up to date here."""
         whole = self._leaves.whole({name: leaf.detach() for name, leaf in self._named.items()})
         if self._adapters is not None:
-            names = dict.fromkeys(name.rpartition(".")[0] for name in whole)
-            pairs = {name: (whole[f"{name}.A"].clone(), whole[f"{name}.B"].clone()) for name in names}
             # what came from other ranks came through host memory
-            return Adapters(self._adapters.spec, pairs, self._decoder.config).to(self._decoder.device)
+            return self._adapters.copy_of(whole, self._decoder.config).to(self._decoder.device)
         if self._backend.mirror is not None:
             for name, parameter in self._backend.mirror.named_parameters():
                 if name in whole:

@@ -24,12 +24,14 @@ from ostinato.config import Recipe, dump_toml
 from ostinato.every import Every
 from ostinato.launch.checks import check, check_solvable, solved_at
 from ostinato.launch.evaluations import downstream_prompts, evaluations, rules
+from ostinato.launch.forgetting import answers_of
 from ostinato.launch.inputs import check_lengths, longest_answer, new_interruption, stage_identity
 from ostinato.launch.introduction import caveats
 from ostinato.launch.loop import new_plan
 from ostinato.launch.trainer import new_adapters
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
+from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import save_peft
 from ostinato.observe.report.page import solved_at as solved_at_in_report
@@ -360,3 +362,14 @@ def test_what_cannot_be_is_refused_and_what_is_not_corrected_is_said() -> None:
     assert not any("staleness" in line for line in caveats(stale, check(stale)))
     blind = Recipe.load("scalerl", "pipeline.staleness=8", "algo.anchor=trainer")
     assert any("pipeline.staleness is 8, and nothing in" in line for line in caveats(blind, check(blind)))
+
+
+@pytest.mark.parametrize(("budget", "answers"), [(0, 2560), (4, 256), ("1e10 flops", 64 * 1e10 / 3e9)])
+def test_a_budget_bounds_the_answers_that_the_forgetting_watch_counts_on(budget: Any, answers: float) -> None:
+    """Runs of ``ostinato compare`` end by a budget, long before a million steps: the questions of a run that
+    is thought so long cost more than the watch may have, and nothing was left for a look."""
+    rollout = {"prompts_per_step": 8, "group_size": 8, "max_tokens": 10}
+    recipe = Recipe.parse({"trainer": {"steps": 40, "budget": budget}, "rollout": rollout})
+    flops = FlopModel(parts={Part.MLP: Rates(tokens=2e6)}, backward_rates=Rates(tokens=5.375e6))
+    found = answers_of(recipe, Every.parse(budget, "trainer.budget"), flops)
+    assert found == pytest.approx(answers)

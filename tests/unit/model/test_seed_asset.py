@@ -19,6 +19,7 @@ import ostinato
 from ostinato.engine.local import LocalEngine
 from ostinato.env.arithmetic import rows
 from ostinato.model.config import read_config
+from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.render import Renderer
 from ostinato.reward.verify import exact
@@ -83,6 +84,15 @@ def test_the_recipe_writes_the_packaged_files(recipe: ModuleType, tmp_path: Path
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / name).read_text() == (FOLDER / name).read_text(), name
     assert read_config(tmp_path) == read_config(FOLDER)
+
+
+def test_the_ladder_has_a_size_for_each_step(recipe: ModuleType, tmp_path: Path) -> None:
+    sizes = {}
+    for name, architecture in recipe.SIZES.items():
+        recipe.write_folder(tmp_path / name, 0, architecture)
+        config = read_config(tmp_path / name)
+        sizes[name] = round(sum(p.numel() for p in Decoder(config).parameters()) / 1e6, 2)
+    assert sizes == {"dense-0.5m": 0.5, "dense-2m": 2.31, "moe-6m": 5.86, "moe-19m": 19.29}
 
 
 @pytest.mark.slow
