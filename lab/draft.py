@@ -179,7 +179,7 @@ class Measured:
 
 
 @dataclass(slots=True)
-class _Seated:
+class _Entrant:
     """An arm at work: its drafter, with its own history and its own calibration."""
 
     arm: Arm
@@ -197,26 +197,26 @@ def _replay(bench: Draft, pair: Pair, steps: Sequence[Step], batch: int, round_:
         for step in steps
         for request, answer in zip(step.requests, step.answers, strict=True)
     }
-    seated = [_seat(arm, truth) for arm in bench.arms]
+    entrants = [_entrant(arm, truth) for arm in bench.arms]
     pair.warm_up(steps[0].requests[:4])
     for step in steps:
-        shift = (step.number + round_) % len(seated)
-        for contender in seated[shift:] + seated[:shift]:
+        shift = (step.number + round_) % len(entrants)
+        for contender in entrants[shift:] + entrants[:shift]:
             always = contender.arm not in (Arm.OURS, Arm.ORACLE)  # the published ones keep no account
             rollout = pair.rollout(contender.drafter, step.requests, step.adapters, contender.expect, always)
             yield _measured(bench, contender, step, rollout, batch, round_)
-        for contender in seated:
+        for contender in entrants:
             contender.index_s = _learn(contender, step)
 
 
-def _seat(arm: Arm, truth: Mapping[tuple[int, ...], np.ndarray]) -> _Seated:
+def _entrant(arm: Arm, truth: Mapping[tuple[int, ...], np.ndarray]) -> _Entrant:
     if arm is Arm.OFF:
-        return _Seated(arm=arm, drafter=None)
+        return _Entrant(arm=arm, drafter=None)
     if arm is Arm.ORACLE:
-        return _Seated(arm=arm, drafter=Oracle(truth))
+        return _Entrant(arm=arm, drafter=Oracle(truth))
     history = History() if arm in (Arm.RHYME, Arm.OURS) else None
     drafter = HistoryDrafter(history, RULES[arm])
-    contender = _Seated(arm=arm, drafter=drafter, history=history, forget=drafter.forget)
+    contender = _Entrant(arm=arm, drafter=drafter, history=history, forget=drafter.forget)
     if arm is Arm.OURS and history is not None:
         contender.expect = partial(expected_length, history.lengths)
     return contender
@@ -229,7 +229,7 @@ def expected_length(lengths: Lengths, request: Request) -> float:
 
 
 def _measured(
-    bench: Draft, contender: _Seated, step: Step, rollout: Rollout, batch: int, round_: int
+    bench: Draft, contender: _Entrant, step: Step, rollout: Rollout, batch: int, round_: int
 ) -> Measured:
     return Measured(
         batch=batch,
@@ -254,7 +254,7 @@ def mismatches(recorded: Sequence[Completion], answers: Sequence[Completion]) ->
     return sum(not np.array_equal(one.tokens, other.tokens) for one, other in pairs)
 
 
-def _learn(contender: _Seated, step: Step) -> float:
+def _learn(contender: _Entrant, step: Step) -> float:
     """Seconds to put the answers of ``step`` into the arm's history, index included."""
     start = time.perf_counter()
     if contender.history is not None:

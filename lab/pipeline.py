@@ -63,7 +63,7 @@ class Pipeline(Bench):
     seeds: tuple[int, ...] = option((0, 1, 2), "Rounds: how many, or FIRST:END.", parse=seeds)
     staleness: int = option(2, "Of the arms that overlap.")
     steps: int = option(10, "Training steps of every run.")
-    seats: int = option(0, "Of the sampler; 0: as many as keep it as busy as the trainer.")
+    slots: int = option(0, "Of the sampler; 0: as many as keep it as busy as the trainer.")
     warm_up: int = 3
     drain: int = 3
     balance: int = 3  # at most so many short runs to find slots with which both sides have as much to do
@@ -87,9 +87,9 @@ class Pipeline(Bench):
 
     def settled(self) -> Pipeline:
         """With the slots that are requested."""
-        if not self.seats:
+        if not self.slots:
             return self
-        return replace(self, work=replace(self.work, slots=self.seats), balance=0)
+        return replace(self, work=replace(self.work, slots=self.slots), balance=0)
 
     def quick(self) -> Pipeline:
         """One round: the ratios, and nothing about rewards."""

@@ -120,7 +120,7 @@ class Scaling(Bench):
         for name in ("fitted on", "of", "curves", "covered", "median width", "median error", "largest error"):
             shown.add_column(name, justify="left" if name == "of" else "right")
         for entry in result["by_fraction"]:
-            for of in ("all", "told", "distinct"):
+            for of in ("all", "reported", "distinct"):
                 one = entry[of]
                 if one["curves"]:
                     shown.add_row(
@@ -160,7 +160,7 @@ def _by_fraction(rows: Sequence[Row], fraction: float) -> dict[str, Any]:
     return {
         "fraction": fraction,
         "all": asdict(summary(at)),
-        "told": asdict(summary([row for row in at if row.standing in REPORTED])),
+        "reported": asdict(summary([row for row in at if row.standing in REPORTED])),
         "distinct": asdict(summary([row for row in at if row.name in DISTINCT])),
     }
 

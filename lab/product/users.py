@@ -73,7 +73,7 @@ class World:
     drift_days: float = 28.0
     tolerance: float = 0.3  # the share of a user's recent answers at which a charm is gone
     memory: float = 0.15  # weight of the newest answer in that share
-    first_seat: float = 0.3  # added to the answer that stands first of two
+    first_place: float = 0.3  # added to the answer that stands first of two
     bias: float = 1.0  # of the exposure, towards the longer of two answers
     consents: float = 0.95  # share of users
 
@@ -162,24 +162,24 @@ def choose(
     world: World, one: Exchange, other: Exchange, habits: np.ndarray
 ) -> tuple[list[Event], np.ndarray]:
     """Both answers side by side to the user of ``one``, who accepts one of them. ``propensity`` is that of
-    the order; the first seat is worth ``first_seat``, which weights of 1 / propensity average out."""
+    the order; the first place is worth ``first_place``, which weights of 1 / propensity average out."""
     rng, user = _rng(world, one, "choose"), _user(one)
     chance = propensity(world, one.output, other.output)
     ahead = rng.random() < chance
-    seats = (one, other) if ahead else (other, one)
+    order = (one, other) if ahead else (other, one)
     chance = chance if ahead else 1 - chance
-    found = [features(_question(each), each.output) for each in seats]
+    found = [features(_question(each), each.output) for each in order]
     felt = [feel(world, each, user, one.ts, habits) + rng.gauss(0, world.noise) for each in found]
-    best = 0 if felt[0] + world.first_seat > felt[1] else 1
+    best = 0 if felt[0] + world.first_place > felt[1] else 1
     events = []
-    for rank, each in enumerate(seats):
-        beside = (seats[1 - rank].response_id,)
+    for rank, each in enumerate(order):
+        beside = (order[1 - rank].response_id,)
         exposure = Exposure(rank=rank, alternatives=beside, arm="pair", propensity=chance)
         events.append(_event(world, one, Kind.SHOWN, one.ts, answer=each, exposure=exposure))
         habits = seen(world, habits, user, found[rank])
     dwell = 2 + len(one.output + other.output) / 15
     exposure = events[best].exposure
-    events.append(_event(world, one, Kind.ACCEPT, one.ts + dwell, answer=seats[best], exposure=exposure))
+    events.append(_event(world, one, Kind.ACCEPT, one.ts + dwell, answer=order[best], exposure=exposure))
     return events, habits
 
 

@@ -64,7 +64,7 @@ def test_seats_are_found_with_which_both_sides_are_as_busy() -> None:
     assert [one.work.slots for one in requested] == [9, 6]
     assert all(one.arms == (Arm.PIPELINED,) and not set(one.seeds) & set(plan.seeds) for one in requested)
     requested.clear()
-    given = Pipeline(seats=5).settled()
+    given = Pipeline(slots=5).settled()
     assert balanced(given, lambda line: None, trained) == given and not requested
     assert given.arms == tuple(Arm)
 

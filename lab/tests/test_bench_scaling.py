@@ -48,7 +48,7 @@ def test_the_bars_of_the_bench_hold() -> None:
     at most; 88 to 96 % of 500 simulated curves are covered; oracles are those that are known."""
     result = bench.Scaling(rounds=1).measure(lambda _: None)
     assert [name for name, held in result["held"].items() if not held and not name.endswith("_s")] == []
-    reported = next(entry["told"] for entry in result["by_fraction"] if entry["fraction"] == 0.5)
+    reported = next(entry["reported"] for entry in result["by_fraction"] if entry["fraction"] == 0.5)
     assert reported["coverage"] >= 0.9
     assert result["synthetic"]["default"]["coverage"] >= 0.9  # wider by design
     assert json.loads(to_json(result))["coverage"] == result["coverage"]

@@ -301,7 +301,7 @@ def test_propensities_are_the_rates_at_which_answers_are_shown() -> None:
 
 
 def test_weights_of_propensity_bring_the_preference_of_both_orders_back() -> None:
-    """The longer answer sits first more often, and the first seat is liked for being the first."""
+    """The longer answer sits first more often, and the first place is liked for being the first."""
 
     def share(world: World, weigh: Callable[[float], float]) -> float:
         won, total = 0.0, 0.0

@@ -391,7 +391,7 @@ def test_tokens_grow_older_with_every_minibatch() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Place:
     """Where a rank is, without ranks around it: what slicing uses of a mesh."""
 
     layout: Layout
@@ -439,8 +439,8 @@ def part_of(rows: int, targets: int, seed: int) -> Inputs:
 
 def all_ranks(layout: Layout, part: Inputs) -> list[Slice]:
     """Of the ranks of one data rank, in order of context and tensor."""
-    seats = [Seat(layout, layout.coords(rank)) for rank in range(layout.row_shards)]
-    return [sliced(part, 0, seat, Collectives(seat)) for seat in seats]  # type: ignore[arg-type]
+    places = [Place(layout, layout.coords(rank)) for rank in range(layout.row_shards)]
+    return [sliced(part, 0, place, Collectives(place)) for place in places]  # type: ignore[arg-type]
 
 
 LAYOUTS = st.sampled_from(["1", "t2", "c2", "t2c2", "t3c2", "c4t2"])
@@ -474,8 +474,8 @@ def test_every_row_and_every_target_is_one_ranks(text: str, rows: int, targets: 
 def test_an_idle_pass_is_padding_alone(text: str) -> None:
     layout = Layout.parse(text)
     for rank in range(layout.row_shards):
-        seat = Seat(layout, layout.coords(rank))
-        one = idle(seat, Collectives(seat))  # type: ignore[arg-type]
+        place = Place(layout, layout.coords(rank))
+        one = idle(place, Collectives(place))  # type: ignore[arg-type]
         assert one.source is None and one.real == 0 and not len(one.predictors) and not len(one.places)
         assert len(one.own) == 1 and len(one.rows.tokens) == layout.tensor
 
