@@ -119,23 +119,26 @@ def _choose(
 
 
 def cached(work: Products) -> Threads | None:
-    """The choice measured earlier on this machine; None when there is none, or its file does not hold one."""
-    return read_cached(cache_file(work), _parsed)
+    """The choice measured earlier on this machine, on a busy one only while it is busy; None when there is
+    none, or its file does not hold one."""
+    choice, busy = read_cached(cache_file(work), _parsed) or (None, False)
+    return None if busy and not is_busy() else choice
 
 
-def _parsed(read: Any) -> Threads:
+def _parsed(read: Any) -> tuple[Threads, bool]:
     """Raises ValueError, TypeError or LookupError for what ``_write_cache`` never wrote."""
     count, policy = read["best"]["count"], read["best"]["policy"]
     if type(count) is not int or not 1 <= count <= logical_cores() or policy not in SPINS:
         raise ValueError(f"{count!r} threads with policy {policy!r}, of {logical_cores()} cores")
-    return Threads(count=count, policy=policy, source="cache")
+    return Threads(count=count, policy=policy, source="cache"), bool(read.get("busy"))
 
 
 def measure(work: Products) -> Threads:
-    """Time every candidate and return the fastest, kept in the cache file unless the machine is busy."""
+    """Time every candidate and return the fastest, kept in the cache file: of a busy machine for as long as
+    it is busy, and never in place of what was measured on a quiet one."""
     counts = candidates(logical_cores(), physical_cores())
     busy = is_busy()
-    when = "again next time, since the machine is busy" if busy else "once on this machine"
+    when = "and again when the machine is no longer busy" if busy else "once on this machine"
     logger.info(f"measuring threads for products of {work.model}, {when}")
     timings = [
         Timing(count=count, policy=policy, us_per_token=us)
@@ -148,8 +151,8 @@ def measure(work: Products) -> Threads:
     for one in timings:
         us = f"{one.us_per_token:,.0f} us per token" if one.us_per_token else "failed"
         logger.info(f"  {one.count:3d} threads {one.policy:8s} {us}{' <- fastest' if one is best else ''}")
-    if not busy:
-        _write_cache(work, best, timings)
+    if not busy or cached(work) is None:
+        _write_cache(work, best, timings, busy)
     return Threads(count=best.count, policy=best.policy, source="measured")
 
 
@@ -238,10 +241,10 @@ def fingerprint() -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
-def _write_cache(work: Products, best: Timing, timings: list[Timing]) -> None:
+def _write_cache(work: Products, best: Timing, timings: list[Timing], busy: bool) -> None:
     file = cache_file(work)
-    text = json.dumps({"best": asdict(best), "timings": [asdict(t) for t in timings]}, indent=2)
+    tree = {"best": asdict(best), "timings": [asdict(t) for t in timings], "busy": busy}
     try:
-        atomic_write(file, text)
+        atomic_write(file, json.dumps(tree, indent=2))
     except OSError as error:  # a cache is a convenience: a read-only home only costs the next start
         warnings.warn(f"the thread measurement could not be cached in {file}: {error}", stacklevel=2)

@@ -62,8 +62,8 @@ class Scores:
             self.recorder.draw(1, self.recorder.new_spans(kept=False))
             right = "" if line["right"] is None else f", {line['right']:.0%} right"
             logger.info(
-                f"forgetting: {len(line['rows'])} answers to {line['about']} are kept, of {line['questions']} "
-                f"questions{right}"
+                f"forgetting: {len(line['rows'])} answers to {line['about']} are kept, "
+                f"of {line['questions']} questions{right}"
             )
 
     async def _score(self, evaluation: Evaluation, step: int, now: dict[str, float]) -> None:

@@ -7,11 +7,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
-from ostinato.train.optimizer import MOMENTS, gradient_norm, load_optimizer_tensors, optimizer_tensors
+from ostinato.train.optimizer import MOMENTS, AdamW, gradient_norm, load_optimizer_tensors, optimizer_tensors
 
 
 class Leaves(Protocol):
@@ -76,7 +75,7 @@ def trained_parameters(decoder: Decoder, adapters: Adapters | None) -> dict[str,
     return named
 
 
-def state_tensors(leaves: Leaves, optimizer: Optimizer) -> dict[str, Tensor]:
+def state_tensors(leaves: Leaves, optimizer: AdamW) -> dict[str, Tensor]:
     """Of the whole model. Not copied where they are here; on other ranks than the one that drives the run,
     none."""
     parameters = leaves.whole({name: leaf.detach() for name, leaf in leaves.named.items()})
@@ -89,7 +88,7 @@ def state_tensors(leaves: Leaves, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_state_tensors(leaves: Leaves, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def load_state_tensors(leaves: Leaves, optimizer: AdamW, tensors: Mapping[str, Tensor]) -> None:
     """The inverse, under any layout. Raises ValueError naming the first parameter that is missing, unknown or
     of another shape, before anything is changed."""
     saved, shapes = _under("parameters.", tensors), leaves.shapes

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,29 +86,73 @@ def _is_vector(parameter: Tensor) -> bool:
     return parameter.ndim < 2
 
 
+class AdamW:
+    """``torch.optim.AdamW(fused=True)`` to the bit, by the same kernel. Not torch's own class, whose first
+    use imports torch's compiler: seconds at the start of every run.
+
+    param_groups: dicts of params, lr, betas, eps, weight_decay; state: the moments of what has been stepped.
+    """
+
+    def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
+        self.param_groups = list(param_groups)
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    def zero_grad(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Of the parameters that have a gradient."""
+        for group in self.param_groups:
+            leaves = [leaf for leaf in group["params"] if leaf.grad is not None]
+            if not leaves:
+                continue
+            states = [self._state_of(leaf) for leaf in leaves]
+            first, second, steps = ([state[moment] for state in states] for moment in MOMENTS)
+            torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+                leaves,
+                [leaf.grad for leaf in leaves],
+                first,
+                second,
+                [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+
+    def _state_of(self, leaf: Tensor) -> dict[str, Tensor]:
+        if leaf not in self.state:
+            step = torch.zeros((), dtype=torch.float32, device=leaf.device)
+            self.state[leaf] = {name: torch.zeros_like(leaf) for name in MOMENTS[:2]} | {"step": step}
+        return self.state[leaf]
+
+
 def build_optimizer(
     parameters: Iterable[Tensor],
     settings: OptimizerSettings,
     is_vector: Callable[[Tensor], bool] = _is_vector,
-) -> torch.optim.AdamW:
+) -> AdamW:
     """AdamW over ``parameters``, matrices with decay and vectors without, in one fused kernel per group."""
     parameters = list(parameters)
     matrices = [parameter for parameter in parameters if not is_vector(parameter)]
     vectors = [parameter for parameter in parameters if is_vector(parameter)]
+    shared = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": settings.weight_decay, **shared},
+        {"params": vectors, "weight_decay": 0.0, **shared},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,
-    )
+    return AdamW(group for group in groups if group["params"])
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: AdamW, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -123,7 +168,7 @@ def clip_gradients(gradients: Iterable[Tensor], norm: float, max_norm: float) ->
         torch._foreach_mul_(list(gradients), max_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: AdamW, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The optimizer's state by "<parameter>.<moment>"; empty before its first step."""
     return {
         f"{name}.{moment}": optimizer.state[parameter][moment]
@@ -134,7 +179,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Mapping[str, Tens
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    optimizer: AdamW, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> None:
     """Put back, bit for bit, what `optimizer_tensors` gave. A parameter without any state starts afresh."""
     for name, parameter in named.items():

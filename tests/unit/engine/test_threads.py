@@ -81,6 +81,26 @@ def test_a_broken_cache_is_as_none(
     assert "is damaged or of another version" in line and "\n" not in line
 
 
+def test_what_a_busy_machine_measured_holds_while_it_is_busy(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not kept at all, and the load of one run was enough for busy: on two cores each of several runs
+    in a row began with six seconds of measuring threads."""
+    us, busy = {1: 2.0}, True
+    monkeypatch.setattr(
+        threads, "probe", lambda work, policy, counts: dict(us) if policy == "passive" else {}
+    )
+    monkeypatch.setattr(threads, "is_busy", lambda: busy)
+    assert threads.measure(WORK) == Threads(count=1, policy="passive", source="measured")
+    assert threads.cached(WORK) == Threads(count=1, policy="passive", source="cache")
+    busy = False
+    assert threads.cached(WORK) is None
+    threads.measure(WORK)
+    quiet = threads.cached(WORK)
+    busy, us = True, {2: 1.0}
+    assert threads.measure(WORK).count == 2 and threads.cached(WORK) == quiet
+
+
 def test_a_probe_times_the_products_of_the_model_that_is_run() -> None:
     """Threads were chosen by products of one small width, whatever was run: one for a server that ran 1.4
     times as fast with two."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import resource
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from ostinato.train.checkpoint import (
     save_checkpoint,
 )
 from ostinato.train.optimizer import (
+    AdamW,
     OptimizerSettings,
     Schedule,
     build_optimizer,
@@ -249,7 +252,7 @@ def leaves(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def descend(optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor], step: int) -> None:
+def descend(optimizer: AdamW | torch.optim.AdamW, named: dict[str, torch.Tensor], step: int) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for leaf in named.values():
         leaf.grad = torch.randn(leaf.shape, generator=generator)
@@ -275,6 +278,35 @@ def test_two_steps_follow_the_formula() -> None:
             expected[name] = expected[name] * (1 - 0.1 * decay) - 0.1 * update
     for name, leaf in named.items():
         torch.testing.assert_close(leaf.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_it_is_torchs_adamw_to_the_bit() -> None:
+    """A parameter without a gradient is left alone, and has no state."""
+    config = OptimizerSettings(lr=0.1, betas=(0.9, 0.95), weight_decay=0.2)
+    named, twins = leaves(), leaves()
+    idle = torch.ones(3, requires_grad=True)
+    one = build_optimizer([*named.values(), idle], config)
+    groups = [
+        {"params": [twins["matrix"], twins["experts"]], "weight_decay": 0.2},
+        {"params": [twins["vector"]], "weight_decay": 0.0},
+    ]
+    two = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), fused=True)
+    for step in range(4):
+        descend(one, named, step)
+        descend(two, twins, step)
+    assert all(torch.equal(named[name], twins[name]) for name in named)
+    assert idle not in one.state and torch.equal(idle, torch.ones(3))
+
+
+def test_an_optimizer_step_imports_no_compiler() -> None:
+    """torch.optim imports torch._dynamo with the first optimizer, which took a third of a short run's start."""
+    program = (
+        "import sys, torch; from ostinato.train.optimizer import OptimizerSettings, build_optimizer;"
+        "leaf = torch.ones(2, 2, requires_grad=True); leaf.grad = torch.ones(2, 2);"
+        "build_optimizer([leaf], OptimizerSettings(lr=0.1)).step();"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_state_round_trip_is_bitwise() -> None:
