@@ -75,7 +75,8 @@ BUDGETS = {
     # the loop of a product 1,090, the questions of the forgetting watch 120, memories 120, first users 30
     "pipeline": 3_575,  # 3,150, a curriculum, the forgetting watch 360
     "scaling": 2_760,  # with its commands, gains of arms 165
-    "train": 3_230,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO
+    "train": 3_270,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO;
+    # AdamW without the import of a compiler 35
     "(files of their own)": 2_255,
     "algo": 2_160,  # and log-probabilities by the sampler's kernel
     "interop": 1_570,

@@ -299,7 +299,7 @@ def test_it_is_torchs_adamw_to_the_bit() -> None:
 
 
 def test_an_optimizer_step_imports_no_compiler() -> None:
-    """torch.optim imports torch._dynamo with the first optimizer, which took a third of a short run's start."""
+    """torch.optim imports torch._dynamo with the first optimizer, a third of a short run's start."""
     program = (
         "import sys, torch; from ostinato.train.optimizer import OptimizerSettings, build_optimizer;"
         "leaf = torch.ones(2, 2, requires_grad=True); leaf.grad = torch.ones(2, 2);"
