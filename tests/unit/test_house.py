@@ -93,7 +93,7 @@ LAB, TESTS = (
     # 2,600 a memory put to the test: world, reader, policy, refills by models, public data; 690 kills;
     # 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback,
     17_100,  # 440 SFT and DPO, 115 a long chat, 745 the claims about the simulated product, 1,130 HTML
-    53_330,
+    53_390,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,230 memory and 395 its bench, 2,800 product: as many as its room, 390 the simulated one; 480 judges,
 # 470 HTML, 22 scores of toys and connections of the Tinker SDK, 190 TinyLoRA
