@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,8 @@ from typing import Any
 
 from lab.contender import ContenderFailed
 from lab.harness import ModelBench, Result, Say, option
-from lab.settings import environment, our_threads, torch_threads
+from lab.settings import our_threads, torch_threads
+from lab.whole_runs import output
 
 PEERS = Path(__file__).parent / "peers"
 RUN_LIMIT_S = 1200.0
@@ -186,15 +186,9 @@ def _task(bench: Train) -> dict[str, Any]:
     }
 
 
-def run(name: str, command: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Run one contender to its end; its only line of output is its answer."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=RUN_LIMIT_S, env=environment(environ)
-        )
-    except subprocess.TimeoutExpired:
-        raise ContenderFailed(f"{name} took longer than {RUN_LIMIT_S:.0f} s") from None
-    if done.returncode != 0 or not done.stdout.strip():
-        last = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-        raise ContenderFailed(f"{name} failed: {last[0][:300]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def run(name: str, command: Sequence[str], environ: Mapping[str, str], **more: Any) -> dict[str, Any]:
+    """Run one contender to its end; its only line of output is its answer. ``more``: as of ``output``."""
+    printed = output(name, command, environ=environ, **{"limit_s": RUN_LIMIT_S, **more})
+    if not printed.strip():
+        raise ContenderFailed(f"{name} failed: it printed nothing")
+    return json.loads(printed.strip().splitlines()[-1])

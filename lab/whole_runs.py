@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from lab.contender import ContenderFailed
+from lab.settings import environment
 from ostinato.run import RunFolder
 
 
@@ -22,26 +23,47 @@ def trained(
     cores: Collection[int] = (),
     limit_s: float | None = None,
     verb: str = "train",
+    started: Callable[[int], object] = lambda pid: None,
 ) -> RunFolder:
     """Train ``recipe`` (``verb`` "sft": on rows with answers) with ``overrides`` under the empty folder
     ``logs``, on ``cores`` alone where they are given. Raises ContenderFailed, with the run's ``name`` and its
     own last words, where it does not end well, or not within ``limit_s``."""
     command = [sys.executable, "-m", "ostinato", verb, recipe, *overrides, f"log.dir={logs}"]
     with confined(cores):
-        running = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
+        output(f"the run {name}", command, limit_s=limit_s, started=started)
+    return RunFolder.open(next(path for path in logs.iterdir() if path.is_dir()))
+
+
+def output(
+    name: str,
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str] | None = None,
+    limit_s: float | None = None,
+    started: Callable[[int], object] = lambda pid: None,
+) -> str:
+    """Run ``command`` to its end; what it prints. ``started`` gets its process id. Raises ContenderFailed,
+    with ``name`` and its last words, where it fails or takes longer than ``limit_s``."""
+    running = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=environment(environ or {}),
+    )
     try:
+        started(running.pid)
         out, err = running.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         running.terminate()  # it saves and takes its workers with it
-        raise ContenderFailed(f"the run {name} took longer than {limit_s:.0f} s") from None
+        raise ContenderFailed(f"{name} took longer than {limit_s:.0f} s") from None
     finally:
         _end(running)
     if running.returncode:
-        lines = (err or out).strip().splitlines()[-1:] or ["nothing"]
-        raise ContenderFailed(f"the run {name} failed: {lines[0][:300]}")
-    return RunFolder.open(next(path for path in logs.iterdir() if path.is_dir()))
+        lines = (err or out).strip().splitlines()[-1:] or ["it printed nothing"]
+        raise ContenderFailed(f"{name} failed: {lines[0][:300]}")
+    return out
 
 
 def allowed_cores() -> tuple[int, ...]:
