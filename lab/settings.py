@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 from ostinato import isa
 from ostinato.config import Recipe
 from ostinato.engine.threads import logical_cores
+from ostinato.launch.threads import CACHES
 
 if TYPE_CHECKING:
     from ostinato.model.native import Kernels
 
 # what makes one processor's matrix products another's, as /proc/cpuinfo names it
 FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+OWN_CACHES = dict.fromkeys(CACHES, "")  # of peers: what is set for us is taken away
 
 
 class Clock(StrEnum):
@@ -48,7 +50,13 @@ def torch_threads() -> dict[str, dict[str, str]]:
 
 def vllm_threads() -> dict[str, dict[str, str]]:
     """For vLLM on CPU, which by default keeps a core free and binds its threads to the others."""
-    base = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": "", "GOMP_SPINCOUNT": ""}
+    base = {
+        **OWN_CACHES,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "",
+        "OMP_WAIT_POLICY": "",
+        "GOMP_SPINCOUNT": "",
+    }
     every = {**base, "VLLM_CPU_OMP_THREADS_BIND": f"0-{logical_cores() - 1}"}
     return {"its default binding": base, "all cores bound": every}
 
@@ -141,4 +149,5 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _openmp(threads: int, policy: str, spin: str) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": policy, "GOMP_SPINCOUNT": spin}
+    openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": policy, "GOMP_SPINCOUNT": spin}
+    return {**OWN_CACHES, **openmp}

@@ -2,10 +2,11 @@
 
 argv: JSON with folder (model), rows (a file: {"messages", "columns", "ids"} a line, in the order of
 training), reward (a name of ostinato.reward.verify), paths (where that is found), group, prompts (of a step),
-steps, max_tokens, batch (per device), dtype, lr, warmup, loss, scale, lora (arguments of LoraConfig), paged,
-seed, every (steps between two adapters), output, check (such a file to be answered at the end, or empty).
+steps (of generations, each of minibatches optimizer steps), max_tokens, batch (per device), dtype, lr,
+warmup, loss, scale, lora (arguments of LoraConfig), paged, seed, every (steps between two adapters), output,
+check (such a file to be answered at the end, or empty).
 
-Prints one JSON object: {"ready", "start", "ends" (Unix seconds of each optimizer step), "pauses" (pairs of
+Prints one JSON object: {"ready", "start", "ends" (Unix seconds of each step), "pauses" (pairs of
 them, in which adapters are saved), "groups" (of each step, pairs of prompt length and lengths of answers),
 "rewards" (means), "check" (the mean reward of TRL's own answers)}. Adapters are in output/step-N.
 """
@@ -50,16 +51,20 @@ def main() -> None:
             found["start"] = time.time()
 
         def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+            step, within = divmod(state.global_step, task["minibatches"])
+            if within:
+                return
             found["ends"].append(time.time())
-            if state.global_step % task["every"] == 0:
-                model.save_pretrained(f"{task['output']}/step-{state.global_step}")
+            if step % task["every"] == 0:
+                model.save_pretrained(f"{task['output']}/step-{step}")
                 found["pauses"].append([found["ends"][-1], time.time()])
 
-    autocast, completions = task["dtype"] == "autocast", task["prompts"] * task["group"]
+    autocast, generated = task["dtype"] == "autocast", task["prompts"] * task["group"] // task["batch"]
     config = trl.GRPOConfig(
         output_dir=task["output"], use_cpu=True, bf16=autocast, gradient_checkpointing=False,
-        per_device_train_batch_size=task["batch"], gradient_accumulation_steps=completions // task["batch"],
-        num_generations=task["group"], max_completion_length=task["max_tokens"], max_steps=task["steps"],
+        per_device_train_batch_size=task["batch"], steps_per_generation=generated,
+        gradient_accumulation_steps=generated // task["minibatches"], num_generations=task["group"],
+        max_completion_length=task["max_tokens"], max_steps=task["steps"] * task["minibatches"],
         learning_rate=task["lr"], lr_scheduler_type="constant_with_warmup", warmup_steps=task["warmup"],
         weight_decay=0.0, max_grad_norm=1.0, loss_type=task["loss"], scale_rewards=task["scale"], beta=0.0,
         temperature=1.0, shuffle_dataset=False, seed=task["seed"], save_strategy="no", report_to="none",

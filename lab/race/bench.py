@@ -18,6 +18,7 @@ from ostinato.config import Recipe
 
 NAMES = {"wall_s": "wall s", "from_start_s": "s from its start", "device_s": "device s", "flops": "FLOPs"}
 NAMES |= {"peak_mb": "peak MB"}
+OURS = ("trainer.lr", "rollout.prompts_per_step", "trainer.minibatches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,8 @@ class Race(Bench):
     trl_python: str | None = option(None, "The python of an environment with trl.")
     search: bool = option(True, "A search by each, on a seed of its own.")
     search_steps: int = option(15, "Of a trial that learns.")
-    ours: str = option("{}", "JSON: values to begin with, and not to be searched.")
-    trl: str = option("{}", "JSON: values to begin with, and not to be searched.")
+    ours: str = option("{}", "JSON: a value, or a list of those to be tried, of keys of a recipe.")
+    trl: str = option("{}", "JSON: the same of threads, dtype, batch, paged, experts, loss, lr ...")
     search_seed: int = 100
 
     def quick(self) -> Race:
@@ -82,30 +83,27 @@ class Race(Bench):
         return Search(trial=trial, say=say)
 
     def _axes(self, name: str) -> list[Axis]:
-        """With one value each where it is given, or nothing is searched."""
-        given = json.loads(getattr(self, name))
-        fixed = [
-            axis
-            if self.search and axis.name not in given
-            else replace(axis, values=[given.get(axis.name, axis.values[0])])
-            for axis in self._all_axes(name)
-        ]
-        known = {axis.name for axis in fixed}
-        return fixed + [Axis(name=key, values=[value]) for key, value in given.items() if key not in known]
+        """Values that are given stand for those of an axis; without a search each has its first one."""
+        named = json.loads(getattr(self, name)).items()
+        given = {key: value if isinstance(value, list) else [value] for key, value in named}
+        axes = [replace(axis, values=given.pop(axis.name, axis.values)) for axis in self._all_axes(name)]
+        axes += [Axis(name=key, values=values) for key, values in given.items()]
+        return axes if self.search else [replace(axis, values=axis.values[:1]) for axis in axes]
 
     def _all_axes(self, name: str) -> list[Axis]:
         recipe = Recipe.load(self.recipe, *self.keys)
         lr, prompts = recipe.trainer.lr, recipe.rollout.prompts_per_step
-        lrs = Axis(name="lr", values=[lr, lr / 3, lr * 3], learns=True)
+        lrs = Axis(name="lr", values=[lr, lr / 3, lr * 3, lr * 10], learns=True)
         batches = Axis(name="prompts", values=[prompts, prompts // 2], learns=True)
+        minibatches = Axis(name="minibatches", values=[1, 2], learns=True)
+        learned = (lrs, batches, minibatches)
         if name == "ours":
-            keys = {"lr": "trainer.lr", "prompts": "rollout.prompts_per_step"}
+            keys = {axis.name: key for axis, key in zip(learned, OURS, strict=True)}
             tokens = recipe.trainer.tokens_per_microbatch
             return [
                 Axis(name="model.dtype", values=["auto", "float32"]),
                 Axis(name="trainer.tokens_per_microbatch", values=[tokens, tokens // 2, tokens * 2]),
-                *(replace(axis, name=keys[axis.name]) for axis in (lrs, batches)),
-                Axis(name="trainer.minibatches", values=[1, 2], learns=True),
+                *(replace(axis, name=keys[axis.name]) for axis in learned),
             ]
         whole = prompts * recipe.rollout.group_size
         own = recipe.algo.name if recipe.algo.name in ("grpo", "dr_grpo", "dapo") else "grpo"
@@ -115,10 +113,9 @@ class Race(Bench):
             Axis(name="dtype", values=["float32", "bfloat16", "autocast"]),
             Axis(name="batch", values=[whole // 4, whole // 8, whole // 2]),
             Axis(name="paged", values=[False, True]),
-            lrs,
             Axis(name="experts", values=experts, learns=True),
             Axis(name="loss", values=[own, "dapo"] if own != "dapo" else [own], learns=True),
-            batches,
+            *learned,
         ]
 
     @staticmethod

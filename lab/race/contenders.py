@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import sysconfig
 import tempfile
@@ -70,11 +71,17 @@ class Heat:
             saved = [(span["from"], span["to"]) for span in spans if span["kind"] == "save"]
             found = meter.course(min(one["from"] for one in worked), ends, saved)
             found["flops"] = [0.0, *(row["total/compute_flops"] for row in rows)]
-            facts = {"rewards": [row["reward"] for row in rows]}
+            split = {
+                part: statistics.median(row[f"time/{part}_s"] for row in rows[1:] or rows)
+                for part in ("rollout", "reward", "train", "measure", "other")
+            }
+            dtype = Recipe.load(folder.recipe).model.dtype
+            facts = {"rewards": [row["reward"] for row in rows], "split": split, "dtype": dtype}
             return self._scored(found, seed, run=str(folder.path)) | facts
 
     def trl(self, setting: Setting, seed: int) -> dict[str, Any]:
-        """``setting``: threads (of ``torch_threads``), dtype, batch, paged, lr, loss, experts, prompts."""
+        """``setting``: threads (of ``torch_threads``), dtype, batch, paged, lr, loss, experts, prompts,
+        minibatches."""
         assert self.trl_python is not None
         recipe = Recipe.load(self.recipe, *self.keys(seed))
         with tempfile.TemporaryDirectory() as made:
@@ -110,6 +117,7 @@ class Heat:
             "steps": self.steps,
             "max_tokens": recipe.rollout.max_tokens,
             "batch": setting["batch"],
+            "minibatches": setting["minibatches"],
             "dtype": setting["dtype"],
             "lr": setting["lr"],
             "warmup": recipe.trainer.warmup_steps,

@@ -71,8 +71,9 @@ BUDGETS = {
     # sessions and the proxy of a memory 310
     "ablate": 1_255,  # 780, arms under one budget 430; other sets and the other accounting 60
     "parallel": 3_460,
-    "launch": 6_250,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
-    # the loop of a product 1,090, the questions of the forgetting watch 120, memories 120, first users 30
+    "launch": 6_270,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    # the loop of a product 1,090, the questions of the forgetting watch 120, memories 120, first users 30,
+    # caches of torch 18
     "pipeline": 3_575,  # 3,150, a curriculum, the forgetting watch 360
     "scaling": 2_760,  # with its commands, gains of arms 165
     "train": 3_270,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO;
@@ -92,11 +93,12 @@ BUDGETS = {
 LAB, TESTS = (
     # 2,600 a memory put to the test: world, reader, policy, refills by models, public data; 690 kills;
     # 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback,
-    17_100,  # 440 SFT and DPO, 115 a long chat, 745 the claims about the simulated product, 1,130 HTML
-    53_390,
+    # 880 the race against TRL,
+    17_980,  # 440 SFT and DPO, 115 a long chat, 745 the claims about the simulated product, 1,130 HTML
+    53_660,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,230 memory and 395 its bench, 2,800 product: as many as its room, 390 the simulated one; 480 judges,
-# 470 HTML, 22 scores of toys and connections of the Tinker SDK, 190 TinyLoRA
+# 470 HTML, 22 scores of toys and connections of the Tinker SDK, 190 TinyLoRA, 245 the race
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:
