@@ -228,7 +228,7 @@ def ends_at(one: Line, along: str, where: float) -> np.ndarray:
 
 
 def outcomes(lines: Sequence[Line], of: Callable[[Line], np.ndarray] = ends) -> dict[str, Outcomes]:
-    """Of each arm. Raises ValueError for runs on different problems."""
+    """Of each arm, "before" as the mean over seeds. Raises ValueError for runs on different problems."""
     if len({one["prompts"] for one in lines}) > 1:
         raise ValueError(
             "the runs were scored on different problems, so they do not compare; use one eval set"
@@ -236,8 +236,8 @@ def outcomes(lines: Sequence[Line], of: Callable[[Line], np.ndarray] = ends) -> 
     found = {}
     for name in dict.fromkeys(one["arm"] for one in lines):
         mine = [one for one in lines if one["arm"] == name]
-        each = [of(one) for one in mine]
-        found[name] = Outcomes(pre=each[0][0], post=np.stack([one[-1] for one in each]))
+        each = np.stack([of(one) for one in mine])
+        found[name] = Outcomes(pre=each[:, 0].mean(0), post=each[:, 1])
     return found
 
 
