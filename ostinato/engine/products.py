@@ -127,9 +127,12 @@ def seconds_by_dtype(
     Figures of a ``busy`` machine (None: as this one is now) hold while it is busy."""
     needed = products(config)
     inference, training, built = _arithmetic(native)
-    file, busy = kept_file(needed, built, fp32_head=fp32_head), threads.is_busy() if busy is None else busy
+    file = kept_file(needed, built, fp32_head=fp32_head)
     kept = read_cached(file, parsed)
-    if kept is not None and (busy or not kept.busy):
+    if kept is not None and not kept.busy:
+        return kept.seconds
+    busy = threads.is_busy() if busy is None else busy
+    if kept is not None and busy:
         return kept.seconds
     found = measure(needed, inference, training, fp32_head=fp32_head, budget_s=budget_s)
     with contextlib.suppress(OSError):  # a read-only home costs the next start a second

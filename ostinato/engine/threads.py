@@ -16,6 +16,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +35,7 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 SPINS = {"active": "20000", "passive": "0"}  # GOMP_SPINCOUNT
 
 PROBE_LIMIT_S = 120.0  # a process that takes longer, import of torch and compiler included, is out
+LOOK_S = 0.2  # at the other work of the machine
 SPIN_GAIN = 1.1  # what spinning must gain to be chosen: it takes time from other work on the core
 
 
@@ -163,8 +165,25 @@ def fastest(timings: list[Timing]) -> Timing | None:
 
 
 def is_busy() -> bool:
-    """Whether the cores have other work: the load of the last minute is over half of them."""
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] > logical_cores() / 2
+    """Whether the cores have other work just now: over a quarter of LOOK_S. Not the load average, which for
+    minutes remembers the run before."""
+    if (before := _spent()) is None:
+        return False
+    time.sleep(LOOK_S)
+    worked, idle = (b - a for a, b in zip(before, _spent() or before, strict=True))
+    return worked > 0.25 * (worked + idle)
+
+
+def _spent() -> tuple[int, int] | None:
+    """Ticks in which the cores that we may use have worked, and idled; None where the system does not say."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="utf-8").splitlines()
+        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    ticks = [[int(word) for word in words[1:]] for line in lines if (words := line.split())[0] in ours]
+    idle = sum(sum(one[3:5]) for one in ticks)  # idle and waiting for a disk
+    return sum(sum(one[:8]) for one in ticks) - idle, idle
 
 
 def candidates(logical: int, physical: int) -> list[int]:

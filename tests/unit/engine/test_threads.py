@@ -84,8 +84,8 @@ def test_a_broken_cache_is_as_none(
 def test_what_a_busy_machine_measured_holds_while_it_is_busy(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was not kept at all, and the load of one run was enough for busy: on two cores each of several runs
-    in a row began with six seconds of measuring threads."""
+    """It was not kept at all, and busy was a load average over half of the cores, which one run leaves behind
+    for a minute: on two cores each of several runs in a row began with six seconds of measuring threads."""
     us, busy = {1: 2.0}, True
     monkeypatch.setattr(
         threads, "probe", lambda work, policy, counts: dict(us) if policy == "passive" else {}
@@ -99,6 +99,13 @@ def test_what_a_busy_machine_measured_holds_while_it_is_busy(
     quiet = threads.cached(WORK)
     busy, us = True, {2: 1.0}
     assert threads.measure(WORK).count == 2 and threads.cached(WORK) == quiet
+
+
+def test_busy_is_what_the_cores_do_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = iter([(100, 1000), (130, 1010), (130, 1010), (135, 1045), None])
+    monkeypatch.setattr(threads, "_spent", lambda: next(spent))
+    monkeypatch.setattr(threads, "LOOK_S", 0.0)
+    assert [threads.is_busy() for _ in range(3)] == [True, False, False]  # 30 of 40 ticks, 5 of 40, unknown
 
 
 def test_a_probe_times_the_products_of_the_model_that_is_run() -> None:
