@@ -53,6 +53,20 @@ async def two_rows(base_url: str, row: Mapping[str, Any]) -> float:
     return 1.0
 
 
+async def watches(base_url: str, row: Mapping[str, Any], lines: int = 12, **options: Any) -> float:
+    """A conversation that grows by a line of a log at each call."""
+    client = CLIENT.with_options(base_url=base_url)
+    messages: list[Any] = [{"role": "user", "content": "Watch the log of plant 42."}]
+    for n in range(lines):
+        answer = await client.chat.completions.create(model="policy", messages=messages, **options)
+        content = f"Line {n}: sensor {7 * n} shows {20 + n} degrees."
+        messages += [
+            answer.choices[0].message.model_dump(exclude_none=True),
+            {"role": "user", "content": content},
+        ]
+    return 1.0
+
+
 async def dialects(base_url: str, row: Mapping[str, Any]) -> None:
     """Responses, messages, a stream; the reward by an event."""
     from anthropic import AsyncAnthropic

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from ostinato.engine.local import LocalEngine
@@ -26,6 +27,7 @@ class World:
     """An engine of its own, and rollouts on it."""
 
     def __init__(self, policy: Any, server: AgentServer) -> None:
+        self.policy = policy
         self.engine: LocalEngine = serve(policy)
         self.renderer: Renderer = policy.renderer
         self.server, self.counters = server, Counter[str]()
@@ -41,7 +43,14 @@ class World:
         ask = RolloutRequest(prompt=prompt, seed=(0, 1, 2), group_size=size, step=1)
         return asyncio.run(rollout_group(stage, ask)).group
 
-    def agent(self, agent: Any, calls: int = 4, silence_s: float = 20.0, queued: bool = False) -> Any:
+    def agent(
+        self,
+        agent: Any,
+        calls: int = 4,
+        silence_s: float = 20.0,
+        queued: bool = False,
+        new_chat: Callable[[], Any] = lambda: None,
+    ) -> Any:
         return lambda prompt: AgentEpisode(
             self.server,
             agent,
@@ -50,6 +59,7 @@ class World:
             silence_s=silence_s,
             counters=self.counters,
             queued=queued,
+            chat=new_chat(),
         )
 
 

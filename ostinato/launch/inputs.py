@@ -329,14 +329,13 @@ def _episodes(
     recipe: Recipe, task: OneTask, renderer: Renderer, counters: Counter[str], agents: AgentServer | None
 ) -> Callable[[Prompt], Env]:
     tools, turns = resolve_tools(task.tools), task.max_turns
-    budget = recipe.memory.budget
     new_chat = conversations(recipe.memory, renderer, counters) if task.memory else None
     if agents is not None:
-        return _agent_episodes(task, agents, counters, new_chat, budget)
+        return _agent_episodes(task, agents, counters, new_chat)
     make = factory(task.env, task.env_params) if task.env else None
 
     def episode(prompt: Prompt) -> Env:
-        words = Words(renderer, new_chat(), budget) if new_chat else renderer
+        words = Words(renderer, new_chat()) if new_chat else renderer
         if make is not None:
             return EnvEpisode(prompt, words, make, turns, counters=counters)
         return Dialogue(prompt, words, tools=tools, max_turns=turns, counters=counters)
@@ -345,7 +344,7 @@ def _episodes(
 
 
 def _agent_episodes(
-    task: OneTask, agents: AgentServer, counters: Counter[str], new_chat: Conversations | None, budget: int
+    task: OneTask, agents: AgentServer, counters: Counter[str], new_chat: Conversations | None
 ) -> Callable[[Prompt], Env]:
     from ostinato.serve.agents import AgentEpisode, agent_of
 
@@ -365,7 +364,7 @@ def _agent_episodes(
             silence_s=task.agent_silence_s,
             counters=counters,
             queued=task.agent == REMOTE,
-            **({"chat": new_chat(), "budget": budget} if new_chat else {}),
+            chat=new_chat() if new_chat else None,
         )
 
     return episode

@@ -90,6 +90,6 @@ def conversations(section: MemorySection, renderer: Renderer, counters: Counter[
 
     def made() -> Chat:
         memory = Memory(sizes=sizes, count=count, originals=Kept(), importance=weights, counters=counters)
-        return Chat(memory=memory, measure=measure)
+        return Chat(memory=memory, budget=section.budget, measure=measure)
 
     return made

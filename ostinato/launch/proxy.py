@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from ostinato.config import Recipe
 from ostinato.launch.inputs import sampling_of
+from ostinato.launch.memory import conversations
 from ostinato.launch.served import Served, Serving, follow, open_service
 from ostinato.protocols import Grader
 from ostinato.rollout.rollout import RolloutContext, play_episode
@@ -65,6 +66,8 @@ class Proxy:
         self._loop, self._renderer = asyncio.get_running_loop(), served.service.renderer
         calls = recipe.task.agent_tool_calls
         self._server = AgentServer(self._renderer, place, calls=calls, opened=self._opened)
+        memory = recipe.task.memory
+        self._new_chat = conversations(recipe.memory, self._renderer, Counter()) if memory else lambda: None
         self._stage = RolloutContext(
             engine=_Engine(served.thread, served.service.model("").policy),
             env=self._episode,
@@ -91,7 +94,7 @@ class Proxy:
             """Of another program, of which only calls and the end are seen."""
             return await self._server.elsewhere.end_of(base_url, lambda: episode.silent_s > self._idle_s)
 
-        limits: dict[str, Any] = {"max_calls": float("inf"), "silence_s": None}
+        limits: dict[str, Any] = {"max_calls": float("inf"), "silence_s": None, "chat": self._new_chat()}
         episode = AgentEpisode(self._server, agent, prompt, counters=Counter[str](), id_=prompt.uid, **limits)
         return episode
 

@@ -26,10 +26,11 @@ NOTE = "Earlier in this conversation, shortened:\n"
 
 @dataclass(slots=True, kw_only=True)
 class Chat:
-    """One conversation. ``measure``: tokens of messages as the model reads them; the first ``pinned`` ones
-    (None: those of the system at its beginning) stay as they are."""
+    """One conversation. ``measure``: tokens of messages as the model reads them, of which there may be
+    ``budget``; the first ``pinned`` ones (None: those of the system at its beginning) stay as they are."""
 
-    memory: Memory
+    memory: Memory  # with ``chat_sizes``
+    budget: int
     measure: Callable[[Sequence[Message]], int]
     pinned: int | None = None
     state: MemoryState = field(default_factory=MemoryState)
@@ -55,8 +56,8 @@ class Chat:
         return form(self.state, messages, head)
 
     def _keeper(self, messages: Sequence[Message], head: int) -> Memory:
-        """That measures a state as these messages."""
-        around = self.measure([{"role": "user", "content": ""}])
+        """That measures a state as these messages, with what a request has beside them (tools)."""
+        around = self.budget - self.memory.sizes.budget
         return replace(self.memory, whole=lambda state: self.measure(form(state, messages, head)) - around)
 
     def _head(self, messages: Sequence[Message]) -> int:
@@ -151,14 +152,13 @@ def chat_sizes(budget: int, recent: int, measure: Callable[[Sequence[Message]], 
 
 
 class Words:
-    """A renderer of one episode, whose contexts have ``budget`` tokens at most; what the prompt has stays.
+    """A renderer of one episode, whose contexts have the budget of its chat; what the prompt has stays.
 
     Counters beside those of the memory: ``memory/rows``, contexts that were shortened.
     """
 
-    def __init__(self, renderer: Renders, chat: Chat, budget: int) -> None:
-        self._renderer, self._chat, self._budget = renderer, chat, budget
-        self._row = 0
+    def __init__(self, renderer: Renders, chat: Chat) -> None:
+        self._renderer, self._chat, self._row = renderer, chat, 0
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         return self._renderer.decode(tokens, skip_special)
@@ -180,7 +180,7 @@ class Words:
         """[C] int32 behind the answer, or the whole context where the row would be too long."""
         context = self._renderer.after_turn(messages, new_messages, answer)
         self._row += len(answer) + len(context)
-        if self._row <= self._budget:
+        if self._row <= self._chat.budget:
             return context
         tokens = self._renderer.chat(self._chat.shortened([*messages, *new_messages]))
         self._row = len(tokens)

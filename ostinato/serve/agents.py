@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import signal
 import subprocess
@@ -92,14 +91,13 @@ class AgentEpisode:
         queued: bool = False,
         id_: str = "",
         chat: Chat | None = None,
-        budget: float = math.inf,
     ) -> None:
         self.reward: float | None = None
         self._heard_at = time.monotonic()
         self._server, self._agent, self._prompt = server, agent, prompt
         self._calls_left, self._silence_s, self._counters = max_calls, silence_s, counters
         self._queued, self._id = queued, id_
-        self._memory, self._budget = chat, budget  # of a context
+        self._memory = chat
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._now: Waiting | None = None
         self._context = np.zeros(0, np.int32)
@@ -204,8 +202,11 @@ class AgentEpisode:
         assert call.messages is not None
         messages: Sequence[Message] = call.messages
         if self._memory is not None:
+            task = (k for k, message in enumerate(messages, 1) if message["role"] == "user")
+            self._memory.pinned = next(task, None)  # with what stands before it
             self._memory.measure = partial(self._server.measure, tools=call.tools)
             messages = self._memory.shortened(messages)
+            self._counters["memory/rows"] += [*messages] != [*call.messages]
         chat, native = self._server.for_template(messages, call.tools)
         self._chat, self._history, self._native = list(chat), [*call.messages], native
         self._tools, self._context = call.tools, self._server.renderer.chat(chat, tools=native)
@@ -225,7 +226,7 @@ class AgentEpisode:
                 )
             except ValueError:
                 return NewRow(self._whole(call))
-            if len(self._context) + len(bridge) > self._budget:
+            if self._memory is not None and len(self._context) + len(bridge) > self._memory.budget:
                 return NewRow(self._whole(call))
             self._chat += chat
             self._history += new

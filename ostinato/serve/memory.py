@@ -69,7 +69,7 @@ class Remembered:
     def _shortened(
         self, name: str, messages: Sequence[Message], measure: Callable[[Sequence[Message]], int]
     ) -> list[Message]:
-        chat = Chat(memory=self._memory(name), measure=measure)
+        chat = Chat(memory=self._memory(name), budget=self.budget, measure=measure)
         if found := self.sessions.load(name):
             chat.state, chat.seen = found
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ostinato.config.sections import MemorySection
 from ostinato.engine.local import LocalEngine
 from ostinato.env.custom import EnvEpisode, seeds
 from ostinato.env.games import GuessNumber, PriceList
 from ostinato.env.tasks import load_tasks
+from ostinato.launch.memory import conversations
 from ostinato.launch.policy import load_policy
+from ostinato.memory.chat import NOTE
 from ostinato.rollout.convert import samples
 from ostinato.types import Prompt, Stop
 
@@ -145,6 +149,32 @@ def test_other_conversations_are_rows_of_their_own_with_one_advantage(world: Wor
     again = [one.tokens.tolist() for one in made[1:3]]
     assert again[0] != again[1]  # the same request a second time has noise of its own
     assert all(one.experts is not None for one in made)
+
+
+@pytest.mark.parametrize("tools", [[], price_agent.TOOLS])
+def test_an_agent_with_a_memory_keeps_its_task_and_stays_within_the_budget(world: World, tools: Any) -> None:
+    """A row for each state of the memory, one advantage for the episode."""
+    budget, options = 220, {"tools": tools} if tools else {}
+    new_chat = conversations(MemorySection(budget=budget), world.renderer, world.counters)
+    watches = partial(agents.watches, **options)
+    group = world.play(world.agent(watches, calls=20, new_chat=new_chat), size=2)
+    for trajectory in group.trajectories:
+        assert not trajectory.error and trajectory.env_reward == 1.0 and len(trajectory.turns) == 12
+        length = 0
+        for turn in trajectory.turns:
+            length = len(turn.context) + (0 if turn.new_row else length)
+            assert length <= budget
+            length += len(turn.completion.tokens)
+        first, *rows = [world.renderer.decode(row[0].context) for row in trajectory.rows]
+        assert rows and NOTE not in first
+        assert all("Watch the log of plant 42." in row and NOTE in row for row in rows)
+        assert f"Line 10: sensor {70} shows 30 degrees." in rows[-1]
+    assert world.counters["memory/rows"] == sum(len(one.rows) - 1 for one in group.trajectories)
+    made = samples(group, 0, np.array([1.0, -0.5]))
+    shares = [float(one.advantages.sum() / one.loss_mask.sum()) for one in made]
+    assert shares == [1.0] * len(group.trajectories[0].rows) + [-0.5] * len(group.trajectories[1].rows)
+    again = World(world.policy, world.server)
+    assert turns_of(again.play(again.agent(watches, calls=20, new_chat=new_chat), size=2)) == turns_of(group)
 
 
 def test_every_dialect_and_the_reward_by_an_event(world: World) -> None:

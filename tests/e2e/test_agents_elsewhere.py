@@ -153,12 +153,14 @@ def test_a_service_plays_what_it_is_sent_and_its_faults_have_names(policy: Any) 
 def test_a_proxy_records_rollouts_by_id_and_an_id_is_a_seed(tmp_path: Path) -> None:
     recipe = Recipe.parse({"rollout": {"max_tokens": 16}})
 
-    def recorded(name: str, ids: list[str], idle_s: float = 60.0) -> list[dict[str, Any]]:
+    def recorded(name: str, ids: list[str], idle_s: float = 60.0, **how: Any) -> list[dict[str, Any]]:
         out = JsonlZst(tmp_path / name)
-        asyncio.run(played(out, ids, idle_s))
+        asyncio.run(played(out, ids, idle_s, **how))
         return list(out.rows())
 
-    async def played(out: JsonlZst, ids: list[str], idle_s: float) -> None:
+    async def played(
+        out: JsonlZst, ids: list[str], idle_s: float, agent: Any = agents.guess, recipe: Recipe = recipe
+    ) -> None:
         end, begun, where = asyncio.Event(), asyncio.Event(), []
         serving = Serving(
             target="asset:seed-moe", overrides=("model.dtype=float32",), limits=Limits(context=0)
@@ -172,7 +174,7 @@ def test_a_proxy_records_rollouts_by_id_and_an_id_is_a_seed(tmp_path: Path) -> N
             async with httpx2.AsyncClient() as http:
                 for id_ in ids:
                     base = f"{where[0]}/rollout/{id_}/v1"
-                    reward = await agents.guess(base, {"seed": 5})
+                    reward = await agent(base, {"seed": 5})
                     assert (await http.post(f"{base}/reward", json={"value": reward})).status_code == 200
                     if id_ != ids[-1]:  # what is open at the end is written as it is
                         assert (await http.post(f"{base}/end")).status_code == 200
@@ -194,6 +196,15 @@ def test_a_proxy_records_rollouts_by_id_and_an_id_is_a_seed(tmp_path: Path) -> N
     assert json.dumps(rows[0]["turns"]) != json.dumps(rows[1]["turns"])
     (idle,) = recorded("c.zst", ["one"], idle_s=0.1)
     assert idle["turns"] == rows[0]["turns"] and idle["reward"] == rows[0]["reward"]
+
+    remembering = Recipe.parse(recipe.model_dump() | {"task": {"memory": True}, "memory": {"budget": 220}})
+    (row,) = recorded("d.zst", ["one"], agent=agents.watches, recipe=remembering)
+    length = 0
+    for turn in row["turns"]:
+        length = len(turn["context"]) + (0 if turn["new_row"] else length)
+        assert length <= 220
+        length += len(turn["tokens"])
+    assert len(row["turns"]) == 12 and sum(turn["new_row"] for turn in row["turns"]) >= 2
 
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "1+1="}]}

@@ -31,7 +31,8 @@ def measure(messages: Sequence[Message]) -> int:
 
 def new_chat(budget: int = BUDGET, **options: Any) -> Chat:
     sizes = chat_sizes(budget, 0, measure)
-    return Chat(memory=Memory(sizes=sizes, count=len, originals=Kept(), **options), measure=measure)
+    memory = Memory(sizes=sizes, count=len, originals=Kept(), **options)
+    return Chat(memory=memory, budget=budget, measure=measure)
 
 
 def history(turns: int, system: str = "Be kind.") -> list[dict[str, Any]]:
@@ -125,7 +126,7 @@ def test_a_session_outlives_its_store_and_originals_are_byte_for_byte(tmp_path: 
         originals=store,
         on_block=lambda block: store.add("ann", block),
     )
-    chat = Chat(memory=memory, measure=measure)
+    chat = Chat(memory=memory, budget=BUDGET, measure=measure)
     chat.shortened(messages[:60])
     store.save("ann", chat.seen, chat.state)
     store.close()
@@ -182,7 +183,7 @@ def test_an_episode_with_a_memory_begins_rows_and_stays_within_the_budget() -> N
     by = lambda messages: len(letters.chat(messages))  # noqa: E731
     memory = Memory(sizes=chat_sizes(900, 0, by), count=len, originals=Kept(), counters=counters)
     task = {"role": "user", "content": "Find the code of entry 3."}
-    words = Words(letters, Chat(memory=memory, measure=by), 900)
+    words = Words(letters, Chat(memory=memory, budget=900, measure=by))
     dialogue = Dialogue(Prompt(uid="p", messages=(task,)), words, tools={"lookup": lookup}, max_turns=20)
 
     async def play() -> list[np.ndarray]:
