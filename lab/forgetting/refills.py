@@ -26,6 +26,7 @@ from lab.forgetting.contenders import Count
 from lab.forgetting.policy import offered
 from lab.forgetting.tokens import counter, tokenizer
 from lab.forgetting.world import SMALL, History, Turn, history, words_of
+from ostinato.memory.diffusion import infilled
 from ostinato.memory.facts import unsupported
 from ostinato.memory.refill import Refiller, extract
 from ostinato.model.config import parse_config
@@ -188,7 +189,7 @@ class ModelRefiller:
         self.ran["blocks"] += 1
         prompt = prompted(self.made, original, budget)
         with torch.inference_mode():
-            canvas = self._filled(prompt, budget) if self.passes else self._continued(prompt, budget)
+            canvas = self._infilled(prompt, budget) if self.passes else self._continued(prompt, budget)
         return self.made.decode(canvas).strip()  # without ends, which are special
 
     def per_block(self) -> dict[str, float]:
@@ -204,17 +205,11 @@ class ModelRefiller:
             new = [best]
         return canvas
 
-    def _filled(self, prompt: list[int], budget: int) -> list[int]:
-        canvas, passes = [MASK] * budget, min(self.passes, budget)
-        for left in range(passes, 0, -1):
-            logits = self._logits([*prompt, *canvas], 0, Rows(1, causal=False), budget)
-            sure, best = (one.tolist() for one in logits.softmax(-1).max(-1))
-            masked = sorted(
-                (at for at in range(budget) if canvas[at] == MASK), key=lambda at: (-sure[at], at)
-            )
-            for at in masked[: math.ceil(len(masked) / left)]:
-                canvas[at] = best[at]
-        return canvas
+    def _infilled(self, prompt: list[int], budget: int) -> list[int]:
+        def logits(canvas: list[int]) -> Tensor:
+            return self._logits([*prompt, *canvas], 0, Rows(1, causal=False), budget)
+
+        return infilled(logits, [MASK] * budget, MASK, self.passes)
 
     def _logits(self, tokens: list[int], at: int, attend: Any, last: int) -> Tensor:
         """[last, V], the mask never."""

@@ -150,7 +150,7 @@ def serve(
     ] = 0,
     memory_file: Annotated[Path, typer.Option(help="Where these are kept.")] = Path("runs/memory.sqlite"),
     memory_refill: Annotated[
-        str, typer.Option(metavar="extract|model", help="Who shortens them: no model, or this one.")
+        str, typer.Option(metavar="extract|model|diffusion:FOLDER", help="Who shortens: docs/memory.md.")
     ] = "extract",
 ) -> None:
     """Serve a policy at an OpenAI-compatible address, with a chat page; a run's while it learns."""

@@ -35,7 +35,7 @@ def serve(
         str, typer.Option(metavar="MODEL", help="That counts; without, 3 bytes a token.")
     ] = "",
     refill: Annotated[
-        str, typer.Option(metavar="extract|model", help="Who shortens: no model, or that one.")
+        str, typer.Option(metavar="extract|model|diffusion:FOLDER", help="Who shortens: docs/memory.md.")
     ] = "extract",
     model: Annotated[str, typer.Option(help="With --refill model: its name there.")] = "",
     importance: Annotated[Path | None, typer.Option(help="Fitted weights (docs/memory.md).")] = None,

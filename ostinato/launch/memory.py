@@ -14,7 +14,7 @@ from ostinato.memory.blocks import Kept
 from ostinato.memory.chat import Chat, Message, chat_sizes
 from ostinato.memory.importance import Weighted, lexical
 from ostinato.memory.keep import Memory
-from ostinato.memory.refill import At, ByModel
+from ostinato.memory.refill import At, ByModel, Refiller
 from ostinato.memory.sessions import Sessions
 from ostinato.render import Renderer
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """What a server keeps chats with. ``refill``: "extract", or "model": the one that is served."""
+    """What a server keeps chats with. ``refill``: "extract"; "model": the one that is served; or
+    "diffusion:FOLDER", a masked-diffusion model beside it (``memory.diffusion``)."""
 
     budget: int
     recent: int = 0
@@ -42,9 +43,8 @@ def open_memory(keeping: Keeping | None, renderer: Renderer | None, at: At) -> I
         return
     from ostinato.serve.memory import Remembered
 
-    if keeping.refill not in ("extract", "model"):
-        raise ValueError(f'the refiller of a memory is {keeping.refill!r}; use "extract" or "model"')
     counters, (count, measure) = Counter[str](), counted(renderer)
+    refiller = _refiller(keeping.refill, at, counters)
     with closing(Sessions(keeping.file)) as sessions:
         yield Remembered(
             sessions=sessions,
@@ -52,10 +52,25 @@ def open_memory(keeping: Keeping | None, renderer: Renderer | None, at: At) -> I
             recent=keeping.recent,
             count=count,
             measure=measure,
-            refiller=ByModel(at, counters) if keeping.refill == "model" else None,
+            refiller=refiller,
             importance=importance_of(keeping.importance),
             counters=counters,
         )
+
+
+def _refiller(name: str, at: At, counters: Counter[str]) -> Refiller | None:
+    kind, _, folder = name.partition(":")
+    if name == "extract":
+        return None
+    if name == "model":
+        return ByModel(at, counters)
+    if kind != "diffusion" or not folder:
+        raise ValueError(
+            f'the refiller of a memory is {name!r}; use "extract", "model" or "diffusion:FOLDER"'
+        )
+    from ostinato.memory.diffusion import loaded
+
+    return loaded(Path(folder))
 
 
 def importance_of(file: Path | None) -> Weighted:
