@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from lab.forgetting import contenders
+from lab.forgetting.ceiling import Knowing
 from lab.forgetting.meaning import Vectors, fitted
 from lab.forgetting.measure import View, area, tally
 from lab.forgetting.policy import Learning, Policy, Rules, learn, prepare
+from lab.forgetting.sense import Sense, learn_sense
 from lab.forgetting.tokens import counter, tokenizer
 from lab.forgetting.trained import Trained, remember
 from lab.forgetting.words import WordPolicy, learn_words, written
@@ -38,10 +40,12 @@ OFF = {
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What one seed has learnt: vectors of words from training histories, words to keep, and levels."""
+    """What one seed has learnt: vectors of words for retrieval, words to keep, what says the same anew,
+    levels."""
 
     vectors: Vectors
     words: WordPolicy
+    sense: Sense
     policy: Policy
     log: dict[str, Any]
 
@@ -50,15 +54,15 @@ class Learnt:
 class MemoryBench(Bench):
     """Memories within a budget of tokens on held-out histories: accuracy, evidence, false answers, cost."""
 
-    histories: int = option(20, "Held-out histories, 20 questions each.")
-    first: int = option(1000, "Seed of the first of them. 0 to 19 were looked at while the world was made.")
+    histories: int = option(40, "Held-out histories, 20 questions each.")
+    first: int = option(3000, "Seed of the first of them. Under 1020, and 5000 to 5019, were looked at.")
     tokens: int = option(2048, "Of a history.")
     shares: tuple[int, ...] = option((16, 8, 4, 2), "Budgets: the history over these.")
     seed: tuple[int, ...] = option((0, 1, 2), "Of training.", "seeds", seeds)
     train: int = option(120, "Training histories.")
     word_steps: int = option(8_000, "Of learning which words to keep.")
     levels_train: int = option(60, "Of the training histories, those that levels are learnt on.")
-    steps: int = option(300, "Of learning which level a block gets.")
+    steps: int = option(600, "Of learning which level a block gets.")
     parts: bool = option(False, "Also without each part of the algorithm, of the first seed.")
     growth: tuple[int, ...] = option((1, 10, 100), "Histories so many times as long, for tokens per turn.")
     refills: bool = option(False, "Instead: refills by two models, learnt first, on histories of their own.")
@@ -117,8 +121,9 @@ class MemoryBench(Bench):
         found = [history(first + at, "train", count=count, questions=60) for at in range(self.train)]
         vectors, words = fitted(found), WordPolicy(count)
         kept = learn_words(words, found, seed, steps=self.word_steps)
+        sense = learn_sense(words, found, seed)
         ready = [
-            prepare(one, count, vectors, LEAST, partial(written, words)) for one in found[: self.levels_train]
+            prepare(one, count, sense, LEAST, partial(written, words)) for one in found[: self.levels_train]
         ]
         log: list[dict[str, float]] = []
         settings = Learning(steps=self.steps)
@@ -126,7 +131,9 @@ class MemoryBench(Bench):
             ready, shrinking, seed, settings, lambda row: (log.append(row), say(f"seed {seed} {row}"))[0]
         )
         took = round(time.process_time() - began, 1)
-        return Learnt(vectors, words, policy, {"seed": seed, "words": kept, "levels": log, "cpu_s": took})
+        return Learnt(
+            vectors, words, sense, policy, {"seed": seed, "words": kept, "levels": log, "cpu_s": took}
+        )
 
     def _refilled(
         self, learnt: Sequence[Learnt], count: contenders.Count, budgets: Sequence[int], say: Say
@@ -170,6 +177,7 @@ class MemoryBench(Bench):
         rows += [
             ("fitted embedding", -1, _asked(contenders.by_meaning(one.vectors), count)) for one in learnt[:1]
         ]
+        rows += [("ceiling", -1, _knowing(count, one.words)) for one in learnt[:1]]
         for one in learnt:
             seed = one.log["seed"]
             rows.append(("trained memory", seed, _trained(count, one)))
@@ -179,6 +187,8 @@ class MemoryBench(Bench):
                     ("without RL of levels", seed, _memory(count, importance=lexical(), refiller=one.words))
                 )
                 rows.append(("without RL of words", seed, _trained(count, one, refiller=None)))
+                blind = replace(one, sense=replace(one.sense, bias=-np.inf))
+                rows.append(("without what replaces", seed, _trained(count, blind)))
                 rows += [
                     (f"without {name}", seed, _trained(count, one, parts=parts))
                     for name, parts in OFF.items()
@@ -191,7 +201,7 @@ class MemoryBench(Bench):
         rules = Rules(budget=self.tokens // 8)
         began = time.process_time()
         held = remember(
-            found, rules, count, refiller=one.words, trained=Trained(one.policy, one.vectors, count, rules)
+            found, rules, count, refiller=one.words, trained=Trained(one.policy, one.sense, count, rules)
         )
         moved = held.counters.get("memory/read", 0) + held.counters.get("memory/wrote", 0)
         turns = len(found.turns)
@@ -338,10 +348,20 @@ def _memory(count: contenders.Count, **how: Any) -> Callable[[int], View]:
     return _fixed(make, count)
 
 
+def _knowing(count: contenders.Count, words: WordPolicy) -> Callable[[int], View]:
+    def make(found: History, budget: int, count: contenders.Count) -> contenders.Lines:
+        rules = Rules(budget=budget)
+        return remember(
+            found, rules, count, refiller=words, trained=Knowing(found, words, count, rules)
+        ).lines
+
+    return _fixed(make, count)
+
+
 def _trained(count: contenders.Count, one: Learnt, **how: Any) -> Callable[[int], View]:
     def make(found: History, budget: int, count: contenders.Count) -> contenders.Lines:
         rules = Rules(budget=budget)
-        trained = Trained(one.policy, one.vectors, count, rules)
+        trained = Trained(one.policy, one.sense, count, rules)
         return remember(found, rules, count, **({"refiller": one.words, "trained": trained} | how)).lines
 
     return _fixed(make, count)

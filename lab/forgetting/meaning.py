@@ -2,8 +2,7 @@
 histories.
 
 The second kind is fitted on training questions beside the turns that answer them, so it knows that "home" and
-"moved" belong together. It is the stronger retrieval, and tells the policy when a later turn speaks of
-the same."""
+"moved" belong together. It is the stronger retrieval."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@ room.
 
     masked = those of which the policy would leave the smallest share
     level  ~ softmax(W phi(block, state))    W: one row for each level
-    phi    = hashed words, names, numbers, length, age, level, whether a later turn speaks of the same, the
-             tokens of the history over the budget, the room
+    phi    = hashed words that a refill would keep, names, numbers, length, age, level, whether a later turn
+             says the same anew (``sense``), the tokens of the history over the budget, the room
 
 It is trained in ``Replay``, which has the same rules as ``ostinato.memory`` on numbers that are computed
 once for each history (a test compares the two), with groups of re-rollouts from one memory state (LoGo-GRPO,
@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from lab.forgetting.meaning import Vectors, about, bucket, is_name, is_number, plain
+from lab.forgetting.meaning import bucket, is_name, is_number
+from lab.forgetting.sense import Sense
 from lab.forgetting.world import UNKNOWN, History, Question, Turn, reply, words_of
 from ostinato.memory.blocks import LEVELS
 from ostinato.memory.refill import extract
@@ -44,8 +45,8 @@ DYNAMIC = (
 FEATURES = HASHED + len(DYNAMIC)
 
 
-def hashed_words(text: str) -> list[int]:
-    return sorted({bucket(word, HASHED) for word in plain(text)})
+def hashed_words(said: Sequence[str]) -> list[int]:
+    return sorted({bucket(word, HASHED) for word in said})
 
 
 @dataclass(slots=True)
@@ -59,12 +60,12 @@ class Prepared:
     texts: list[list[str]]  # [n][L]
     words: list[list[int]]  # [n] hashed
     fixed: np.ndarray  # [n, 4] length, names, numbers, tool
-    again: np.ndarray  # [n, n] float32: how much turns up to j (column) speak of what turn i does
+    again: np.ndarray  # [n, n] float32: how likely turns up to j (column) say anew what turn i does
     seen: np.ndarray  # [n + 1] tokens of the history up to a turn
 
 
 def prepare(
-    found: History, count: Count, vectors: Vectors, least: int, write: Callable[..., str] | None
+    found: History, count: Count, sense: Sense, least: int, write: Callable[..., str] | None
 ) -> Prepared:
     """``write(turn, room)`` is the text of a refill within ``room`` tokens of its line."""
     turns = found.turns
@@ -78,14 +79,18 @@ def prepare(
     ]
     tokens = np.array([[count(text) if text else 0 for text in mine] for mine in texts])
     says = np.array([[_says(turn, text) for text in mine] for turn, mine in zip(turns, texts, strict=True)])
-    subjects = [about(turn.speaker, turn.text) for turn in turns]
-    rows = np.stack([vectors(turn.text) for turn in turns])
-    same = np.array([[a == b for b in subjects] for a in subjects])
-    near = np.where(same, np.maximum(rows @ rows.T, 0.0), 0.0)
-    again = np.maximum.accumulate(np.triu(near, 1), axis=1).astype(np.float32)
+    subjects = [sense.subject(turn.speaker, turn.text) for turn in turns]
+    said = [sense.says(turn.text) for turn in turns]
+    again = np.zeros((len(turns), len(turns)), np.float32)
+    for j in range(len(turns)):
+        again[:j, j:] = np.maximum(
+            again[:j, j:],
+            [[sense.replaced(said[i], said[j]) if subjects[i] == subjects[j] else 0.0] for i in range(j)]
+            or 0.0,
+        )
     fixed = np.array([fixed_of(turn.speaker, turn.text, tokens[turn.idx, 0]) for turn in turns])
     return Prepared(
-        found, tokens, rooms, says, texts, [hashed_words(turn.text) for turn in turns], fixed, again,
+        found, tokens, rooms, says, texts, [hashed_words(mine) for mine in said], fixed, again,
         np.concatenate([[0], np.cumsum(tokens[:, 0])]),
     )  # fmt: skip
 
@@ -144,7 +149,7 @@ def changing(ages: Any, levels: np.ndarray, again: np.ndarray, over: float, room
     phi[:, 0] = 1.0
     phi[:, 5] = np.log1p(ages) / 4
     phi[:, 6] = levels > 0
-    phi[:, 7], phi[:, 8] = again, again > 0.75
+    phi[:, 7], phi[:, 8] = again, again > 0.5
     phi[:, 9], phi[:, 10] = math.log2(max(1.0, over)) / 4, room
     return phi
 
@@ -285,7 +290,6 @@ class Learning:
     lr: float = 0.5
     wrong: float = 1.0
     overspent: float = 0.02
-    local: bool = True  # off: whole histories from nothing, without groups that share a state
 
 
 def learn(
@@ -323,11 +327,9 @@ def _group(
     """(the gradient of one group, its mean reward)."""
     n, base = len(one.found.turns), policy.fixed(one)
     first = int(np.searchsorted(one.seen, rules.budget))  # before that nothing is decided
-    start, until = State(), n
-    if settings.local:
-        at = int(rng.integers(min(first, n - 1), n))
-        start = Replay(one, policy, rules, rng, None, base).run(State(), at)
-        start.over, until = 0, min(n, at + settings.window)
+    at = int(rng.integers(min(first, n - 1), n))
+    start = Replay(one, policy, rules, rng, None, base).run(State(), at)
+    start.over, until = 0, min(n, at + settings.window)
     traces, rewards = [], []
     for _ in range(settings.group):
         trace: list = []

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from lab.forgetting.ceiling import Knowing
 from lab.forgetting.contenders import Count, Lines
-from lab.forgetting.meaning import Vectors, about
 from lab.forgetting.policy import (
     GONE,
     HASHED,
@@ -22,6 +22,7 @@ from lab.forgetting.policy import (
     offered,
     softmax,
 )
+from lab.forgetting.sense import Sense
 from lab.forgetting.world import History
 from ostinato.memory.blocks import Block, Kept, MemoryState, Turn
 from ostinato.memory.importance import Importance
@@ -39,11 +40,11 @@ class Trained:
     it keeps what later turns spoke of, for the blocks that it has seen."""
 
     policy: Policy
-    vectors: Vectors
+    sense: Sense
     count: Count
     rules: Rules
     static: dict[int, np.ndarray] = field(default_factory=dict)  # by block: [L]
-    rows: dict[int, np.ndarray] = field(default_factory=dict)
+    said: dict[int, list[str]] = field(default_factory=dict)
     subjects: dict[int, str] = field(default_factory=dict)
     rooms: dict[int, np.ndarray] = field(default_factory=dict)  # [L]
     again: dict[int, float] = field(default_factory=dict)
@@ -51,13 +52,13 @@ class Trained:
 
     def came(self, block: Block) -> None:
         weights, fixed = self.policy.weights, fixed_of(block.speaker, block.text, block.whole)
-        words = weights[:, hashed_words(block.text)].sum(1)
+        said, subject = self.sense.says(block.text), self.sense.subject(block.speaker, block.text)
+        words = weights[:, hashed_words(said)].sum(1)
         self.static[block.id] = words + weights[:, HASHED + 1 : HASHED + 5] @ fixed
-        row, subject = self.vectors(block.text), about(block.speaker, block.text)
         for id, mine in self.subjects.items():
             if mine == subject:
-                self.again[id] = max(self.again[id], float(self.rows[id] @ row))
-        self.rows[block.id], self.subjects[block.id], self.again[block.id] = row, subject, 0.0
+                self.again[id] = max(self.again[id], self.sense.replaced(self.said[id], said))
+        self.said[block.id], self.subjects[block.id], self.again[block.id] = said, subject, 0.0
         rooms = offered(block.speaker, block.text, block.whole, self.count, self.rules.least)
         self.rooms[block.id] = np.array(rooms)
         self.seen += block.whole
@@ -76,7 +77,7 @@ class Trained:
             return []
         live = {one.id for one in state.blocks}
         for id in [id for id in self.subjects if id not in live]:
-            for table in (self.static, self.rows, self.subjects, self.again, self.rooms):
+            for table in (self.static, self.said, self.subjects, self.again, self.rooms):
                 table.pop(id)
         need = state.tokens - math.floor(self.rules.budget * (1 - self.rules.slack))
         logits = self.logits(state, blocks, need)
@@ -113,7 +114,7 @@ class Held:
 
 
 def remember(
-    found: History, rules: Rules, count: Count, *, trained: Trained | None = None,
+    found: History, rules: Rules, count: Count, *, trained: Trained | Knowing | None = None,
     importance: Importance | None = None, refiller: Refiller | None = None, parts: Parts = WHOLE,
 ) -> Held:  # fmt: skip
     """A history through a memory of ``ostinato.memory``, turn by turn. Without allocation what is trained

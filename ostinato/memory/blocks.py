@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ostinato.memory.facts import absolute, day_of
 
-LEVELS = (1.0, 0.5, 0.25, 0.125, 0.0)  # of the tokens of the original that a block of level l may have
+LEVELS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)  # of the tokens of the original that a block of level l may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
