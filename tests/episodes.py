@@ -32,13 +32,20 @@ class World:
         self.renderer: Renderer = policy.renderer
         self.server, self.counters = server, Counter[str]()
 
-    def play(self, env: Any, prompt: Prompt = PROMPT, size: int = 4, stop: tuple[str, ...] = ()) -> Group:
+    def play(
+        self,
+        env: Any,
+        prompt: Prompt = PROMPT,
+        size: int = 4,
+        stop: tuple[str, ...] = (),
+        context: int = 400,
+    ) -> Group:
         stage = RolloutContext(
             engine=self.engine,
             env=env,
             grader=OwnReward(),
             sampling=Sampling(max_tokens=16, stop_tokens=self.renderer.stop_tokens, stop_strings=stop),
-            context_limit=400,
+            context_limit=context,
         )
         ask = RolloutRequest(prompt=prompt, seed=(0, 1, 2), group_size=size, step=1)
         return asyncio.run(rollout_group(stage, ask)).group

@@ -56,9 +56,11 @@ class Chat:
         return form(self.state, messages, head)
 
     def _keeper(self, messages: Sequence[Message], head: int) -> Memory:
-        """That measures a state as these messages, with what a request has beside them (tools)."""
-        around = self.budget - self.memory.sizes.budget
-        return replace(self.memory, whole=lambda state: self.measure(form(state, messages, head)) - around)
+        """That measures a state as these messages, less what a request has without any (its tools)."""
+        empty = self.measure([{"role": "user", "content": ""}])
+        sizes = replace(self.memory.sizes, budget=self.budget - empty)
+        whole = lambda state: self.measure(form(state, messages, head)) - empty  # noqa: E731
+        return replace(self.memory, sizes=sizes, whole=whole)
 
     def _head(self, messages: Sequence[Message]) -> int:
         if self.pinned is not None:

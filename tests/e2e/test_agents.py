@@ -151,13 +151,14 @@ def test_other_conversations_are_rows_of_their_own_with_one_advantage(world: Wor
     assert all(one.experts is not None for one in made)
 
 
-@pytest.mark.parametrize("tools", [[], price_agent.TOOLS])
-def test_an_agent_with_a_memory_keeps_its_task_and_stays_within_the_budget(world: World, tools: Any) -> None:
+@pytest.mark.parametrize(("budget", "tools"), [(220, []), (800, price_agent.TOOLS)])
+def test_an_agent_with_a_memory_keeps_its_task_and_stays_within_the_budget(
+    world: World, budget: int, tools: Any
+) -> None:
     """A row for each state of the memory, one advantage for the episode."""
-    budget, options = 220, {"tools": tools} if tools else {}
     new_chat = conversations(MemorySection(budget=budget), world.renderer, world.counters)
-    watches = partial(agents.watches, **options)
-    group = world.play(world.agent(watches, calls=20, new_chat=new_chat), size=2)
+    watches = partial(agents.watches, **({"tools": tools} if tools else {}))
+    group = world.play(world.agent(watches, calls=20, new_chat=new_chat), size=2, context=900)
     for trajectory in group.trajectories:
         assert not trajectory.error and trajectory.env_reward == 1.0 and len(trajectory.turns) == 12
         length = 0
@@ -174,7 +175,15 @@ def test_an_agent_with_a_memory_keeps_its_task_and_stays_within_the_budget(world
     shares = [float(one.advantages.sum() / one.loss_mask.sum()) for one in made]
     assert shares == [1.0] * len(group.trajectories[0].rows) + [-0.5] * len(group.trajectories[1].rows)
     again = World(world.policy, world.server)
-    assert turns_of(again.play(again.agent(watches, calls=20, new_chat=new_chat), size=2)) == turns_of(group)
+    same = again.play(again.agent(watches, calls=20, new_chat=new_chat), size=2, context=900)
+    assert turns_of(same) == turns_of(group)
+
+
+def test_tools_that_leave_no_room_for_a_memory_are_refused_in_a_sentence(world: World) -> None:
+    new_chat = conversations(MemorySection(budget=220), world.renderer, world.counters)
+    watches = partial(agents.watches, tools=price_agent.TOOLS)
+    (failed,) = world.play(world.agent(watches, new_chat=new_chat), size=1).trajectories
+    assert "memory.budget is" in failed.error and "use a budget of at least both" in failed.error
 
 
 def test_every_dialect_and_the_reward_by_an_event(world: World) -> None:

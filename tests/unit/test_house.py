@@ -71,8 +71,8 @@ BUDGETS = {
     # sessions and the proxy of a memory 310
     "ablate": 1_255,  # 780, arms under one budget 430; other sets and the other accounting 60
     "parallel": 3_460,
-    "launch": 6_270,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
-    # the loop of a product 1,090, the questions of the forgetting watch 120, memories 120, first users 30,
+    "launch": 6_285,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    # the loop of a product 1,090, the questions of the forgetting watch 120, memories 135, first users 30,
     # caches of torch 18
     "pipeline": 3_575,  # 3,150, a curriculum, the forgetting watch 360
     "scaling": 2_760,  # with its commands, gains of arms 165
@@ -87,17 +87,19 @@ BUDGETS = {
     "history": 1_015,
     "env": 1_620,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
     "product": 3_310,  # feedback in 1,250; rewards, pairs, judge 590, gates, detectors, marks, the loop
-    "memory": 1_500,  # a context within a budget: blocks, facts, importance, allocation, refills, sessions
+    "memory": 1_595,  # a context within a budget: blocks, facts, importance, allocation, refills, sessions
+    # a masked-diffusion checkpoint as refiller 105
     "config": 1_290,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
-    # 2,600 a memory put to the test: world, reader, policy, refills by models, public data; 690 kills;
+    # 2,700 a memory put to the test: world, policy, what replaces a line, its ceiling, refills by models,
+    # public data; 690 kills;
     # 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback,
     # 880 the race against TRL,
-    17_980,  # 440 SFT and DPO, 115 a long chat, 745 the claims about the simulated product, 1,130 HTML
-    53_660,
+    18_160,  # 440 SFT and DPO, 115 a long chat, 745 the claims about the simulated product, 1,130 HTML
+    53_880,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
-# 1,230 memory and 395 its bench, 2,800 product: as many as its room, 390 the simulated one; 480 judges,
+# 1,380 memory and 425 its bench, 2,800 product: as many as its room, 390 the simulated one; 480 judges,
 # 470 HTML, 22 scores of toys and connections of the Tinker SDK, 190 TinyLoRA, 245 the race
 
 
