@@ -15,7 +15,7 @@ from lab.race.curves import cost_of, rising
 
 PATIENCE = 2.5
 LONGEST_S = 900.0  # of any trial
-SHARE = 0.75  # of the gain of the best trial of an axis
+SHARE = 0.75  # of the gain of the best trial so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,8 @@ class Search:
                 worked[value] = run
         if not worked:
             raise ContenderFailed(f"no value of {axis.name} works, see above")
-        ranks = learning(worked) if axis.learns else {v: (step_s(run),) for v, run in worked.items()}
+        learned = [trial["run"] for trial in self.trials if trial["learns"] and trial["run"] is not None]
+        ranks = ranked(worked, learned) if axis.learns else {v: (step_s(run),) for v, run in worked.items()}
         return min(ranks, key=ranks.__getitem__)
 
     def _run(self, setting: Mapping[str, Any], learns: bool, limit_s: float) -> Mapping[str, Any] | None:
@@ -77,12 +78,15 @@ def step_s(run: Mapping[str, Any]) -> float:
     return statistics.median(run["step_s"][1:] or run["step_s"])
 
 
-def learning(runs: Mapping[Any, Mapping[str, Any]]) -> dict[Any, tuple[float, float]]:
-    """(wall seconds to ``SHARE`` of the largest gain among ``runs``, minus the last score) of each."""
-    ends = {value: rising(run["scores"])[-1] for value, run in runs.items()}
-    before = statistics.fmean(run["scores"][0] for run in runs.values())
-    target = before + SHARE * (max(ends.values()) - before)
+def ranked(
+    runs: Mapping[Any, Mapping[str, Any]], known: Sequence[Mapping[str, Any]]
+) -> dict[Any, tuple[float, float]]:
+    """(wall seconds to ``SHARE`` of the largest gain among all that are ``known``, minus the curve's end) of
+    each of ``runs``: a value that is fast and falls back later is not the best of its axis."""
+    before = statistics.fmean(run["scores"][0] for run in known)
+    target = before + SHARE * (max(rising(run["scores"])[-1] for run in known) - before)
     seconds = {value: cost_of(run, "wall_s", target) for value, run in runs.items()}
+    ends = {value: rising(run["scores"])[-1] for value, run in runs.items()}
     return {value: (math.inf if (s := seconds[value]) is None else s, -ends[value]) for value in runs}
 
 

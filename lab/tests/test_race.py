@@ -157,6 +157,17 @@ def test_the_search_goes_axis_by_axis_and_leaves_out_what_fails() -> None:
         search.best([Axis(name="dtype", values=["broken", "broken"]), axes[1]])
 
 
+def test_a_setting_that_is_fast_and_falls_back_is_not_chosen() -> None:
+    """Two minibatches were ahead at the third step and fell back later; by their own axis alone they won."""
+    curves = {(1, 1): [0.1, 0.5, 0.9, 0.9], (3, 1): [0.1, 0.65, 0.85], (3, 2): [0.1, 0.75, 0.7, 0.62]}
+
+    def trial(setting: Mapping[str, Any], learns: bool, limit_s: float) -> dict[str, Any]:
+        return run(curves[setting["lr"], setting["minibatches"]]) | {"step_s": [1.0]}
+
+    axes = [Axis(name="lr", values=[1, 3], learns=True), Axis(name="minibatches", values=[1, 2], learns=True)]
+    assert Search(trial=trial, say=print).best(axes) == {"lr": 3, "minibatches": 1}
+
+
 def test_what_lies_in_pauses_is_not_counted() -> None:
     meter = Meter()
     meter.started = 10.0

@@ -73,7 +73,7 @@ BUDGETS = {
     "parallel": 3_460,
     "launch": 6_285,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
     # the loop of a product 1,090, the questions of the forgetting watch 120, memories 135, first users 30,
-    # caches of torch 18
+    # caches of torch 20
     "pipeline": 3_575,  # 3,150, a curriculum, the forgetting watch 360
     "scaling": 2_760,  # with its commands, gains of arms 165
     "train": 3_270,  # 2,650, training call by call (accumulate), teachers, SFT and DPO;
@@ -97,10 +97,10 @@ LAB, TESTS = (
     # 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback,
     # 880 the race against TRL,
     18_160,  # 440 SFT and DPO, 115 a long chat, 745 the claims about the simulated product, 1,130 HTML
-    53_880,
+    53_900,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,380 memory and 425 its bench, 2,800 product: as many as its room, 390 the simulated one; 480 judges,
-# 470 HTML, 22 scores of toys and connections of the Tinker SDK, 190 TinyLoRA, 245 the race
+# 470 HTML, 22 scores of toys and connections of the Tinker SDK, 190 TinyLoRA, 260 the race
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:
