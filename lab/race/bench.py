@@ -148,7 +148,5 @@ def _cell(one: Mapping[str, Any] | None, of: int) -> str:
 
 def _line(run: Mapping[str, Any]) -> str:
     scores: Sequence[float] = run["scores"]
-    return (
-        f"{scores[0]:.3f} -> {scores[-1]:.3f} in {run['wall_s'][-1]:.1f} s, {step_s(run):.2f} s a step, "
-        + (f"peak {run['peak_mb'][-1]:.0f} MB")
-    )
+    pace = f"{run['wall_s'][-1]:.1f} s, {step_s(run):.2f} s a step, peak {run['peak_mb'][-1]:.0f} MB"
+    return f"{scores[0]:.3f} -> {scores[-1]:.3f} in {pace}"
