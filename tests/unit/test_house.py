@@ -95,8 +95,8 @@ LAB, TESTS = (
     # 2,700 a memory put to the test: world, policy, what replaces a line, its ceiling, refills by models,
     # public data; 690 kills;
     # 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback,
-    # 880 the race against TRL,
-    18_160,  # 440 SFT and DPO, 115 a long chat, 745 the claims about the simulated product, 1,130 HTML
+    # 880 the race against TRL, 45 a picture of the ladder,
+    18_210,  # 440 SFT and DPO, 115 a long chat, 745 the claims about the simulated product, 1,130 HTML
     53_900,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,380 memory and 425 its bench, 2,800 product: as many as its room, 390 the simulated one; 480 judges,
