@@ -50,13 +50,13 @@ def main() -> None:
         def on_train_begin(self, args, state, control, **kwargs) -> None:
             found["start"] = time.time()
 
-        def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        def on_step_end(self, args, state, control, **kwargs) -> None:
             step, within = divmod(state.global_step, task["minibatches"])
             if within:
                 return
             found["ends"].append(time.time())
             if step % task["every"] == 0:
-                model.save_pretrained(f"{task['output']}/step-{step}")
+                kwargs["model"].save_pretrained(f"{task['output']}/step-{step}")
                 found["pauses"].append([found["ends"][-1], time.time()])
 
     autocast, generated = task["dtype"] == "autocast", task["prompts"] * task["group"] // task["batch"]
