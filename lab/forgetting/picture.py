@@ -23,7 +23,7 @@ def main(data: Path, out: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     for name in dict.fromkeys(row["contender"] for row in rows):
         mine = [row for row in rows if row["contender"] == name]
-        if name in WHOLE or name.startswith("without"):
+        if name in WHOLE or name.startswith(("without", "all parts")):
             continue
         budgets = sorted({row["budget"] for row in mine})
         means = [np.mean([row["accuracy"] for row in mine if row["budget"] == budget]) for budget in budgets]
