@@ -55,10 +55,10 @@ async def two_rows(base_url: str, row: Mapping[str, Any]) -> float:
 
 async def watches(base_url: str, row: Mapping[str, Any], lines: int = 12, **options: Any) -> float:
     """A conversation that grows by a line of a log at each call."""
-    client = CLIENT.with_options(base_url=base_url)
+    openai = client().with_options(base_url=base_url)
     messages: list[Any] = [{"role": "user", "content": "Watch the log of plant 42."}]
     for n in range(lines):
-        answer = await client.chat.completions.create(model="policy", messages=messages, **options)
+        answer = await openai.chat.completions.create(model="policy", messages=messages, **options)
         content = f"Line {n}: sensor {7 * n} shows {20 + n} degrees."
         messages += [
             answer.choices[0].message.model_dump(exclude_none=True),
