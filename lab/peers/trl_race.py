@@ -59,8 +59,24 @@ def main() -> None:
                 kwargs["model"].save_pretrained(f"{task['output']}/step-{step}")
                 found["pauses"].append([found["ends"][-1], time.time()])
 
+    data = [{"prompt": row["messages"], "columns": json.dumps(row["columns"])} for row in rows]
+    trainer = trl.GRPOTrainer(
+        model=task["folder"], args=config(task), train_dataset=datasets.Dataset.from_list(data),
+        reward_funcs=reward, peft_config=peft.LoraConfig(**task["lora"]), callbacks=[Clock()],
+    )  # fmt: skip
+    check_tokens(trainer.processing_class, rows[0])
+    trainer.train()
+    versions = f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    found |= {"ready": versions, "check": own_score(trainer, task, rate) if task["check"] else None}
+    answers.write(json.dumps(found) + "\n")
+
+
+def config(task):
+    import torch
+    import trl
+
     autocast, generated = task["dtype"] == "autocast", task["prompts"] * task["group"] // task["batch"]
-    config = trl.GRPOConfig(
+    return trl.GRPOConfig(
         output_dir=task["output"], use_cpu=True, bf16=autocast, gradient_checkpointing=False,
         per_device_train_batch_size=task["batch"], steps_per_generation=generated,
         gradient_accumulation_steps=generated // task["minibatches"], num_generations=task["group"],
@@ -71,16 +87,6 @@ def main() -> None:
         logging_steps=1, disable_tqdm=True, use_transformers_continuous_batching=task["paged"],
         model_init_kwargs={"dtype": torch.float32 if autocast else getattr(torch, task["dtype"])},
     )  # fmt: skip
-    data = [{"prompt": row["messages"], "columns": json.dumps(row["columns"])} for row in rows]
-    trainer = trl.GRPOTrainer(
-        model=task["folder"], args=config, train_dataset=datasets.Dataset.from_list(data),
-        reward_funcs=reward, peft_config=peft.LoraConfig(**task["lora"]), callbacks=[Clock()],
-    )  # fmt: skip
-    check_tokens(trainer.processing_class, rows[0])
-    trainer.train()
-    versions = f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
-    found |= {"ready": versions, "check": own_score(trainer, task, rate) if task["check"] else None}
-    answers.write(json.dumps(found) + "\n")
 
 
 def read(file):
