@@ -20,9 +20,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from lab.answers import write
 from lab.harness import Bench, Result, Say, markdown, option, seeds
 from lab.paired import wilson
-from lab.product.answers import CROWD, MARK, Manner, write
 from lab.whole_runs import trained
 from ostinato.config import Recipe
 from ostinato.env.answers import load_rows
@@ -185,8 +185,8 @@ class WarmStart(Seeded):
 
 def planted(problem: Prompt, rng: Random) -> dict[str, Any]:
     """A row for supervised training, and with ``answer`` for RL."""
-    text = write(problem.columns["expression"], Manner.PLAIN, rng, CROWD).replace(f" {MARK} ", " = ")
-    answer = [{"role": "assistant", "content": text}]
+    steps, number = write(problem.columns["expression"], rng)
+    answer = [{"role": "assistant", "content": f"{' '.join(steps)} = {number}"}]
     requested = [dict(one) for one in problem.messages or ()]
     return {"prompt": requested, "completion": answer, "answer": problem.columns["answer"]}
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from postgres import Cluster, cluster, found
 from product_rows import event, exchange
 
-from lab.product.postgres import Cluster, cluster, found
 from ostinato.product.events import Event, Exchange, Kind
 from ostinato.product.export import export
 from ostinato.product.store import Joined, Outcome, Patient, Store, Unavailable, open_store

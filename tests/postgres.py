@@ -1,15 +1,12 @@
-"""A PostgreSQL server of its own in /tmp, to be crashed by tests and by ``lab.product.kills``."""
+"""A PostgreSQL server of a test's own, in /tmp."""
 
 from __future__ import annotations
 
 import os
 import pwd
-import random
 import shutil
-import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -57,48 +54,6 @@ class Cluster:
         """All of it at once, as a crash does."""
         self.run("pg_ctl", "-D", str(self.folder / "data"), "-m", "immediate", "stop")
 
-    def processes(self) -> list[int]:
-        """All of it: they work in the data folder."""
-        found = []
-        for place in Path("/proc").glob("[0-9]*/cwd"):
-            with suppress(OSError):
-                found += [int(place.parent.name)] if place.readlink() == self.folder / "data" else []
-        return found
-
-    def crash(self, *, all_of_it: bool, rng: random.Random) -> None:
-        """kill -9 of one that works for a client, whereupon PostgreSQL ends all others and recovers; or of
-        all, and a start."""
-        if not all_of_it:
-            serving = [pid for pid in self.processes() if b"ostinato postgres" in _command(pid)]
-            _kill(rng.sample(serving, min(1, len(serving))))
-            return
-        while left := self.processes():  # the first goes on to start others until it is dead itself
-            _kill(left)
-            time.sleep(0.02)
-        for attempts in range(20, 0, -1):
-            # a zombie that waits to be reaped would count as the one whose id is in these
-            for file in (self.folder / "data" / "postmaster.pid", self.folder / ".s.PGSQL.5432.lock"):
-                file.unlink(missing_ok=True)
-            try:
-                return self.start()
-            except RuntimeError as error:
-                print(error, flush=True)
-                if attempts == 1:
-                    raise
-                time.sleep(0.5)
-
-
-def _kill(pids: list[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _command(pid: int) -> bytes:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
 
 def found() -> Path | None:
     """The newest initdb of this machine."""
@@ -125,6 +80,3 @@ def cluster() -> Iterator[Cluster]:
         with suppress(RuntimeError):
             made.stop()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-__all__ = ["Cluster", "cluster", "found"]
