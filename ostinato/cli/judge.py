@@ -109,7 +109,7 @@ def evaluate(
         (source,) = sources(name, like=first.spec)
         opened = Bench(recipe=recipe, counters=counters).judge(source)
         row = figures(asyncio.run(compared(opened, pairs)))
-        found[name] = {"revision": source.revision, "form": str(source.spec.form), **row, **counters}
+        found[name] = {"revision": source.revision, **row, **counters}
     Console().print(_table(found))
     if json_file is not None:
         atomic_write(json_file, json.dumps(found, indent=1).encode())

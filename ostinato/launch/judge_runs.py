@@ -24,7 +24,7 @@ from ostinato.env.tasks import existing
 from ostinato.launch.judges import write_spec
 from ostinato.observe.report.facts import wilson
 from ostinato.product import judging
-from ostinato.product.judge import Compared, Form, Judge, Spec, question
+from ostinato.product.judge import Compared, Judge, Spec, question
 from ostinato.product.judging import Choice
 from ostinato.product.pairs import deduplicated, extract, split
 from ostinato.product.store import open_store
@@ -164,7 +164,7 @@ def _orders(one: Preference, spec: Spec) -> list[tuple[list[dict[str, str]], str
 
 
 def _chat(one: Preference, answers: tuple[str, str], spec: Spec) -> list[dict[str, str]]:
-    text, _ = judging.pairwise_prompts(spec.templates, question(one.chat), *answers)
+    text, _ = judging.pairwise_prompts(spec.template, question(one.chat), *answers)
     return [{"role": "user", "content": text}]
 
 
@@ -208,7 +208,7 @@ def plan(source: str, overrides: Sequence[str], template: str, holdout: float) -
     rl = Recipe.load("judge_rl", *both, *own["rl."])
     if rl.adapter.kind == "full":
         raise ValueError('adapter.kind is "full", and a judge is an adapter; use "lora"')
-    spec = Spec(model=rl.model.path, form=Form.PAIRWISE, template=template, max_tokens=rl.rollout.max_tokens)
+    spec = Spec(model=rl.model.path, template=template, max_tokens=rl.rollout.max_tokens)
     rows = preferences(source, holdout)
     digest = hashlib.sha256(repr((rows, spec, holdout)).encode()).hexdigest()[:12]
     folder = Path(rl.log.dir).absolute() / f"judge-data-{digest}"

@@ -20,7 +20,8 @@ from ostinato.engine.local import LocalEngine
 from ostinato.inputs import parse_json
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import LOGICAL
-from ostinato.product.judge import LABELS, Chat, Form, Reply, Spec
+from ostinato.product.judge import LABELS, Chat, Reply, Spec
+from ostinato.product.judging import check_template
 from ostinato.render import Renderer
 from ostinato.reward.workers import JUDGE
 from ostinato.run import atomic_write
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import httpx2
 
 FILE = "judge.json"
+FORM = "pairwise"  # in files and revisions, from when there were others
 KEY = "OSTINATO_JUDGE_KEY"  # of an address, in the environment
 AT_ONCE = 16  # calls of an address for one group
 TRIES, AGAIN = 3, (408, 429, 500, 502, 503, 504)  # of a call that an address refuses for now
@@ -53,8 +55,8 @@ class Source:
 
 
 def sources(names: str, like: Spec | None = None) -> list[Source]:
-    """The judges behind "A,B". A model or an address has no judge.json: it judges as ``like``, by default
-    pairwise. ``NAME@REVISION`` is refused where the judge has another revision by now."""
+    """The judges behind "A,B". A model or an address has no judge.json: it judges as ``like``.
+    ``NAME@REVISION`` is refused where the judge has another revision by now."""
     return [_source(name.strip(), like) for name in names.split(",")]
 
 
@@ -93,10 +95,13 @@ def _file(folder: Path) -> Path | None:
 def _read(file: Path) -> Spec:
     try:
         document = parse_json(file.read_bytes())
-        spec = Spec(**{**document, "form": Form(document.get("form", Form.PAIRWISE))})
+        if (form := document.pop("form", FORM)) != FORM:
+            raise ValueError(f"form is {form!r}; a judge compares two answers")
+        spec = Spec(**document)
         if not (spec.model and spec.max_tokens >= 1 and spec.temperature >= 0 and spec.calibration > 0):
             raise ValueError("model, max_tokens, temperature or calibration is out of range")
-        _ = spec.templates
+        if spec.template:
+            check_template(spec.template)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} is no description of a judge ({error}); write it as docs/judge.md has it"
@@ -115,7 +120,7 @@ def _adapter(folder: Path) -> Path:
 
 def _revision(spec: Spec, address: str, adapter: Path | None) -> str:
     """Not of ``calibration``, on which no verdict depends."""
-    decides = {**asdict(spec), "calibration": 1.0, "address": address}
+    decides = {**asdict(spec), "form": FORM, "calibration": 1.0, "address": address}
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode())
     digest.update(b"" if adapter is None else (adapter / LOGICAL).read_bytes())
     return digest.hexdigest()[:12]

@@ -20,7 +20,7 @@ from ostinato.launch.models import load_decoder
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import load_peft
-from ostinato.product.judge import Cache, Chat, Form, Judge, Score
+from ostinato.product.judge import Cache, Chat, Judge, Score
 from ostinato.render import Renderer
 from ostinato.reward.worker import Fault
 from ostinato.reward.workers import JUDGE
@@ -37,8 +37,8 @@ class Panel:
     verdict has none. ``counters`` beside those of the judges: judge/scored answers, and judge/variance, the
     sum over them of the variance among the judges.
 
-    Siblings are judged together; an answer alone (an evaluation) against the row's reference ``answer``, by a
-    pointwise judge alone. Without a reference it is skipped.
+    Siblings are judged together; an answer alone (an evaluation) against the row's reference ``answer``.
+    Without a reference it is skipped.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Panel:
         self, judge: Judge, messages: Chat, prompt: Prompt, answers: Sequence[str]
     ) -> list[Score]:
         beside = list(answers)
-        if len(answers) == 1 and judge.spec.form is not Form.POINTWISE:
+        if len(answers) == 1:
             if not isinstance(reference := prompt.columns.get("answer"), str | int | float):
                 return [SKIPPED]
             beside.append(str(reference))
@@ -144,10 +144,8 @@ def judged_by(name: str, served: Served) -> Callable[..., Coroutine[Any, Any, di
     async def judged(messages: Chat, answers: Sequence[str]) -> dict[str, Any]:
         from ostinato.serve.calls import ApiError
 
-        if len(answers) < 2 and source.spec.form is not Form.POINTWISE:
-            raise ApiError(
-                f"answers has one, and a {source.spec.form} judge compares; give two", param="answers"
-            )
+        if len(answers) < 2:
+            raise ApiError("answers has one, and a judge compares; give two", param="answers")
         pairs = list(itertools.combinations(range(len(answers)), 2))
         try:
             scores = await judge.score(messages, answers, ring=False)

@@ -1,21 +1,18 @@
 """Signs of a reward that is hacked, found while a policy is trained; each with a known rate of false alarms.
 
-    Bets     (``observe.bets``) any paired difference that should not grow: proxy against gold, an ensemble's
-             variance, credit that a panel rejects, the self-internalisation gap
+    Bets     (``observe.bets``) any paired difference that should not grow: proxy against gold
     Knee     KL beyond the top of the over-optimisation curve
-    Cusum    a behaviour counter that drifts: failed calls, questions, length, edits, refusals
+    Cusum    a behaviour that becomes more frequent: failed calls, questions, refusals
 
-A state is a frozen value of plain numbers: ``state.update(observation) -> (state, alarm or None)``; ``saved``
-and ``restored`` take it through JSON. Behind its alarm a state stands still: begin a fresh one.
+A state is a frozen value of plain numbers: ``state.update(observation) -> (state, alarm or None)``. Behind its
+alarm a state stands still: begin a fresh one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
@@ -42,21 +39,6 @@ def divergence(proxy: np.ndarray, gold: np.ndarray, rate: float, share: float = 
     return share * rate * np.asarray(proxy, float) - np.asarray(gold, float)
 
 
-def misalignment(
-    proxy: np.ndarray, gold: np.ndarray, groups: np.ndarray, rate: float, share: float = 0.5
-) -> np.ndarray:
-    """[groups] the same without a reference policy, from the answers [n] that a step trains on: a policy
-    gradient raises gold by the covariance of both among siblings, which is to be at least ``share`` x
-    ``rate`` x the variance of the proxy. Answers of a step are fresh given the past, so groups are fair
-    bets. A group without spread in the proxy moves nothing and is left out."""
-    found = []
-    for name in np.unique(groups):
-        p, g = (np.asarray(one, float)[np.asarray(groups) == name] for one in (proxy, gold))
-        if len(p) > 1 and (variance := float(np.var(p, ddof=1))) > 0:
-            found.append(share * rate * variance - float(np.cov(p, g)[0, 1]))
-    return np.array(found)
-
-
 def exchange_rate(proxy: np.ndarray, gold: np.ndarray) -> float:
     """Slope of gold on proxy (least squares) over answers from before the training: what a gain of the proxy
     was worth. Noise in the proxy makes it smaller, and alarms rarer."""
@@ -65,32 +47,6 @@ def exchange_rate(proxy: np.ndarray, gold: np.ndarray) -> float:
     if not spread:
         raise ValueError("the proxy is the same for all answers; it cannot be compared with gold")
     return max(0.0, float(((p - p.mean()) * (g - g.mean())).sum()) / spread)
-
-
-def disagreement(now: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """[n] growth of the log variance over an ensemble, [members, n] scores of the policy's answers and of the
-    reference policy's, prompt by prompt."""
-    tiny = np.finfo(float).tiny
-    return np.log(np.var(now, 0, ddof=1) + tiny) - np.log(np.var(before, 0, ddof=1) + tiny)
-
-
-def exploitation(
-    before: np.ndarray, now: np.ndarray, panel: np.ndarray, weights: np.ndarray | None = None
-) -> float:
-    """Exploitation rate: of the rubric items [n] that the training judge credits ``now`` and did not
-    ``before``, the weighted share that no member of the ``panel [members, n]`` credits (arXiv 2605.12474).
-    NaN without newly credited items. For ``Bets``: the rate of each prompt less the nominal rate."""
-    new = np.asarray(now, bool) & ~np.asarray(before, bool)
-    w = np.where(new, 1.0 if weights is None else np.asarray(weights, float), 0.0)
-    return float(w @ ~np.asarray(panel, bool).any(0) / w.sum()) if w.sum() else math.nan
-
-
-def internalisation_gap(with_rubric: np.ndarray, without: np.ndarray) -> np.ndarray:
-    """[n] log-probability per token of the policy's own answers when the rubric stands in its prompt, less
-    without: what the rubric still adds. It falls while the policy learns what the rubric means; a growth over
-    a reference policy is a sign that it learns something else. Our form of the verifier-free diagnostic of
-    arXiv 2605.12474, whose formula we did not have."""
-    return np.asarray(with_rubric, float) - np.asarray(without, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,15 +109,10 @@ class Knee:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cusum:
-    """Page's CUSUM of log-likelihood ratios: has a counter drifted by ``shift`` from its baseline, upwards?
-
-    ``spread`` > 0: a mean, normal with that deviation; ``shift`` in deviations. ``spread`` = 0: a rate;
-    ``shift`` is its odds ratio. For drifts downwards give negated values, or 1 - rate.
-    """
+    """Page's CUSUM of log-likelihood ratios: have the odds of a rate grown from its baseline by ``shift``?"""
 
     name: str
     baseline: float
-    spread: float
     shift: float
     threshold: float
     at: int = 0
@@ -170,7 +121,7 @@ class Cusum:
     alarmed: bool = False
 
     def update(self, observation: tuple[float, float]) -> tuple[Cusum, Alarm | None]:
-        """(value, 1) of a mean; (events, cases) of a rate."""
+        """(events, cases)."""
         if self.alarmed:
             return self, None
         level = max(0.0, self.level + _likelihood(self, *observation))
@@ -182,32 +133,12 @@ class Cusum:
         return replace(seen, alarmed=True), Alarm(self.name, at, level / self.threshold, sentence)
 
 
-def _likelihood(state: Cusum, value: float, cases: float) -> float:
+def _likelihood(state: Cusum, events: float, cases: float) -> float:
     """log P(drifted) - log P(baseline) of one observation."""
-    if state.spread > 0:
-        z = min(max((value - state.baseline) / state.spread, -4.0), 4.0)  # no single step decides
-        return state.shift * z - state.shift**2 / 2
-    if not 0 <= value <= cases:
-        raise ValueError(f"{state.name}: {value} events in {cases} cases; give (events, cases)")
+    if not 0 <= events <= cases:
+        raise ValueError(f"{state.name}: {events} events in {cases} cases; give (events, cases)")
     drifted = 1 / (1 + (1 / state.baseline - 1) / state.shift)
-    return value * math.log(state.shift) + cases * math.log((1 - drifted) / (1 - state.baseline))
-
-
-def watch_mean(
-    name: str, quiet: Sequence[float], *, shift: float = 1.0, rate: float = 0.05, steps: int = 1000
-) -> Cusum:
-    """A CUSUM of a mean whose chance of a false alarm in ``steps`` quiet ones is ``rate``: its average run
-    length is steps / rate by Siegmund's approximation (1985, Sequential Analysis, equation 2.46). Mean and
-    deviation of the ``quiet`` steps are taken at their upper 95 % bounds, for both are estimates."""
-    n = len(quiet)
-    spread = float(np.std(quiet, ddof=1)) if n > 2 else 0.0
-    if not spread:
-        raise ValueError(f"{name}: {n} quiet steps without spread; give at least 3 that differ")
-    spread *= 1 + Z95 / math.sqrt(2 * (n - 1))
-    baseline = float(np.mean(quiet)) + Z95 * spread / math.sqrt(n)
-    return Cusum(
-        name=name, baseline=baseline, spread=spread, shift=shift, threshold=threshold(shift, steps / rate)
-    )
+    return events * math.log(state.shift) + cases * math.log((1 - drifted) / (1 - state.baseline))
 
 
 def watch_rate(
@@ -220,36 +151,7 @@ def watch_rate(
     share, z2 = events / cases, Z95**2
     half = Z95 * math.sqrt(share * (1 - share) / cases + z2 / (4 * cases**2))
     baseline = min((share + z2 / (2 * cases) + half) / (1 + z2 / cases), 1 - 1e-6)
-    return Cusum(name=name, baseline=baseline, spread=0.0, shift=shift, threshold=math.log(steps / rate))
-
-
-def run_length(shift: float, threshold: float) -> float:
-    """Average number of quiet observations to a false alarm, normal noise, by Siegmund's approximation."""
-    u = threshold + 1.166 * shift
-    return 2 * (math.expm1(u) - u) / shift**2
-
-
-def threshold(shift: float, length: float) -> float:
-    """The threshold of that average run length: bisection up to ln(length), which is always enough."""
-    low, high = 0.0, math.log(length)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if run_length(shift, middle) < length else (low, middle)
-    return high
+    return Cusum(name=name, baseline=baseline, shift=shift, threshold=math.log(steps / rate))
 
 
 Detector = Bets | Knee | Cusum
-
-
-def saved(state: Detector) -> dict[str, Any]:
-    return {"detector": type(state).__name__, **asdict(state)}
-
-
-def restored(document: Mapping[str, Any]) -> Detector:
-    """Of ``saved``, through JSON. Raises ValueError for another document."""
-    kinds: dict[Any, type[Any]] = {one.__name__: one for one in (Bets, Knee, Cusum)}
-    kind = kinds.get(document.get("detector"))
-    rest = {key: document[key] for key in document if key != "detector"}
-    if kind is None or rest.keys() != kind.__dataclass_fields__.keys():
-        raise ValueError(f"detector {document.get('detector')!r} with {sorted(rest)}: no state of ours")
-    return kind(**{key: tuple(one) if isinstance(one, list) else one for key, one in rest.items()})

@@ -1,6 +1,6 @@
 """A judge of answers, whoever writes for it: both orders of a comparison, scores of a group, a cache.
 
-    Spec (its form) + Writer (an engine, an address) -> Judge: chats -> Reply, cached -> Compared, Score
+    Spec + Writer (an engine, an address) -> Judge: chats -> Reply, cached -> Compared, Score
 
 A judgement is a function of the judge's revision and of what is compared: its noise is keyed by a hash of
 both, so neither a cache, nor another batch, nor a resumed run changes a verdict. What cannot be judged has no
@@ -15,22 +15,17 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
 
 from ostinato.product.judging import (
     Choice,
-    Templates,
     both_orders,
     log_odds,
     pairings,
     pairwise_prompts,
-    parse_scores,
     parse_verdict,
-    pointwise_prompt,
-    relative_prompt,
     win_rates,
 )
 
@@ -39,30 +34,16 @@ Chat = Sequence[Mapping[str, str]]
 Score = tuple[float | None, str, str]  # in [0, 1]; or the name of a fault, and what it was
 
 
-class Form(StrEnum):
-    """What a judge is shown: two answers (win rates), one (a mark), or a whole group (marks)."""
-
-    PAIRWISE = "pairwise"
-    POINTWISE = "pointwise"
-    RELATIVE = "relative"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What judge.json holds. ``model``: the base, as model.path. ``template``: as in ``judging.Templates``;
-    "" is the usual one of the form. ``calibration``: the temperature that calibrates its probabilities."""
+    """What judge.json holds. ``model``: the base, as model.path. ``template``: "" is
+    ``judging.TEMPLATE``. ``calibration``: the temperature that calibrates its probabilities."""
 
     model: str
-    form: Form = Form.PAIRWISE
     template: str = ""
     max_tokens: int = 256  # of a critique and its verdict
     temperature: float = 0.0  # at which it is sampled
     calibration: float = 1.0
-
-    @property
-    def templates(self) -> Templates:
-        """ValueError for a template without its fields."""
-        return Templates(**({str(self.form): self.template} if self.template else {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,58 +132,21 @@ class Judge:
 
     async def compare(self, messages: Chat, pairs: Sequence[tuple[str, str]]) -> list[Compared]:
         """Each pair in both orders."""
-        size = 2 if self.spec.form is Form.POINTWISE else 1
-        chats = [
-            chat for a, b in pairs for order in ((a, b), (b, a)) for chat in self._chats(messages, order)
-        ]
-        replies = await self.ask(chats)
-        orders = [replies[at : at + size] for at in range(0, len(replies), size)]
-        return [self._compared(ab, ba) for ab, ba in zip(orders[::2], orders[1::2], strict=True)]
+        prompt = question(messages)
+        texts = [text for a, b in pairs for text in pairwise_prompts(self.spec.template, prompt, a, b)]
+        replies = await self.ask([[{"role": "user", "content": text}] for text in texts])
+        return [self._compared(ab, ba) for ab, ba in zip(replies[::2], replies[1::2], strict=True)]
 
-    def _chats(self, messages: Chat, answers: Sequence[str]) -> list[Chat]:
-        templates, prompt = self.spec.templates, question(messages)
-        match self.spec.form:
-            case Form.PAIRWISE:
-                texts = [pairwise_prompts(templates, prompt, *answers)[0]]
-            case Form.POINTWISE:
-                texts = [pointwise_prompt(templates, prompt, one) for one in answers]
-            case Form.RELATIVE:
-                texts = [relative_prompt(templates, prompt, answers)]
-        return [[{"role": "user", "content": text}] for text in texts]
-
-    def _compared(self, ab: Sequence[Reply], ba: Sequence[Reply]) -> Compared:
-        odds = [_log_odds(order[0].near or {}) for order in (ab, ba)]
+    def _compared(self, ab: Reply, ba: Reply) -> Compared:
+        odds = [_log_odds(order.near or {}) for order in (ab, ba)]
         known = None
         if not any(map(math.isnan, odds)):
             known = float(log_odds(*map(np.array, odds))) / self.spec.calibration
-        return Compared(ab=self._choice(ab), ba=self._choice(ba), replies=(*ab, *ba), log_odds=known)
-
-    def _choice(self, replies: Sequence[Reply]) -> Choice:
-        """Of the answers of one order, the first of which is A."""
-        if self.spec.form is Form.PAIRWISE:
-            return parse_verdict(replies[0].text)
-        count = 2 // len(replies)
-        marks = [mark for one in replies for mark in parse_scores(one.text, count) or ()]
-        if len(marks) < 2:
-            return Choice.UNREADABLE
-        return Choice.TIE if marks[0] == marks[1] else Choice.A if marks[0] > marks[1] else Choice.B
+        first, second = parse_verdict(ab.text), parse_verdict(ba.text)
+        return Compared(ab=first, ba=second, replies=(ab, ba), log_odds=known)
 
     async def score(self, messages: Chat, answers: Sequence[str], ring: bool) -> list[Score]:
-        """Of siblings, in [0, 1]: win rates; or marks, each by itself or beside the others in both orders."""
-        match self.spec.form:
-            case Form.PAIRWISE:
-                return await self._win_rates(messages, answers, ring)
-            case Form.POINTWISE:
-                replies = await self.ask(self._chats(messages, answers))
-                return [_verdict([one], [parse_scores(one.text, 1)], 0) for one in replies]
-            case Form.RELATIVE:
-                chats = [*self._chats(messages, answers), *self._chats(messages, answers[::-1])]
-                replies = await self.ask(chats)
-                one, other = (parse_scores(each.text, len(answers)) for each in replies)
-                return [_verdict(replies, [one, other and other[::-1]], at) for at in range(len(answers))]
-
-    async def _win_rates(self, messages: Chat, answers: Sequence[str], ring: bool) -> list[Score]:
-        """Equal answers tie, unjudged."""
+        """Win rates of siblings, in [0, 1]. Equal answers tie, unjudged."""
         pairs = sorted({(min(pair), max(pair)) for pair in pairings(len(answers), ring)})
         differ = [(i, j) for i, j in pairs if answers[i] != answers[j]]
         found = await self.compare(messages, [(answers[i], answers[j]) for i, j in differ])
@@ -235,20 +179,11 @@ def _log_odds(near: Mapping[str, float]) -> float:
     return a - b
 
 
-def _verdict(replies: Sequence[Reply], orders: Sequence[list[float] | None], at: int) -> Score:
-    """The mean mark of the answer at ``at`` over the orders, all of which have to be there."""
-    for one, marks in zip(replies, orders, strict=True):
-        if marks is None:
-            return None, one.fault or "unreadable", one.detail or f"no verdict in {one.text[-200:]!r}"
-    return float(np.mean([marks[at] for marks in orders if marks])), "", ""
-
-
 __all__ = [
     "LABELS",
     "Cache",
     "Chat",
     "Compared",
-    "Form",
     "Judge",
     "Reply",
     "Score",

@@ -1,6 +1,6 @@
 """The pure part of a generative judge: prompts, verdicts in both orders, their reward, calibration.
 
-    Templates -> prompt -> (a model) -> critique, verdict -> parse -> both orders -> Choice -> reward
+    template -> prompt -> (a model) -> critique, verdict -> parse -> both orders -> Choice -> reward
 
 A verdict that cannot be read, or that turns with the order of the answers, is counted and is never taken
 for a tie.
@@ -36,62 +36,34 @@ class Choice(StrEnum):
         return {Choice.A: Choice.B, Choice.B: Choice.A}.get(self, self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Templates:
-    """``str.format`` templates. Fields: ``prompt``, and ``a``, ``b`` (pairwise), ``answer`` (pointwise),
-    ``answers`` (relative). Raises ValueError for a field that is missing or unknown."""
+TEMPLATE = (
+    "Which answer is better?\n<prompt>\n{prompt}\n</prompt>\n<answer_a>\n{a}\n</answer_a>\n"
+    "<answer_b>\n{b}\n</answer_b>\nWrite a short critique of both, then one last line:\n"
+    "Verdict: A, Verdict: B or Verdict: tie\n"
+)
 
-    pairwise: str = (
-        "Which answer is better?\n<prompt>\n{prompt}\n</prompt>\n<answer_a>\n{a}\n</answer_a>\n"
-        "<answer_b>\n{b}\n</answer_b>\nWrite a short critique of both, then one last line:\n"
-        "Verdict: A, Verdict: B or Verdict: tie\n"
-    )
-    pointwise: str = (
-        "How good is this answer?\n<prompt>\n{prompt}\n</prompt>\n<answer>\n{answer}\n</answer>\n"
-        "Write a short critique, then one last line with a number from 0 to 10:\nScore: 7\n"
-    )
-    relative: str = (
-        "Compare these answers.\n<prompt>\n{prompt}\n</prompt>\n{answers}\n"
-        "Write a short critique, then one last line with a number from 0 to 10 for each, in order:\n"
-        "Scores: 7, 3\n"
-    )
 
-    def __post_init__(self) -> None:
-        for name, needed in (
-            ("pairwise", {"prompt", "a", "b"}),
-            ("pointwise", {"prompt", "answer"}),
-            ("relative", {"prompt", "answers"}),
-        ):
-            found = {field for _, field, _, _ in Formatter().parse(getattr(self, name)) if field is not None}
-            if found != needed:
-                raise ValueError(f"template {name} has fields {sorted(found)}; it needs {sorted(needed)}")
+def check_template(template: str) -> None:
+    """Raises ValueError for a field of ``str.format`` that is missing or unknown."""
+    found = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
+    if found != (needed := {"prompt", "a", "b"}):
+        raise ValueError(f"the template has fields {sorted(found)}; it needs {sorted(needed)}")
 
 
 def _inert(text: str) -> str:
     """Without tags and verdict lines of ours: an answer that writes its own verdict is not one."""
     text = re.sub(r"</?(prompt|answer(?:_\w+)?)>", "", text)
-    return re.sub(r"(?im)^(\W*)(verdict|scores?)(\W*):", r"\1\2\3", text)
+    return re.sub(r"(?im)^(\W*)(verdict)(\W*):", r"\1\2\3", text)
 
 
-def pairwise_prompts(templates: Templates, prompt: str, a: str, b: str) -> tuple[str, str]:
-    """Both orders: (a, b) and (b, a)."""
+def pairwise_prompts(template: str, prompt: str, a: str, b: str) -> tuple[str, str]:
+    """Both orders: (a, b) and (b, a). ``template``: "" is the usual one."""
     prompt, a, b = _inert(prompt), _inert(a), _inert(b)
-    form = templates.pairwise.format
+    form = (template or TEMPLATE).format
     return form(prompt=prompt, a=a, b=b), form(prompt=prompt, a=b, b=a)
 
 
-def pointwise_prompt(templates: Templates, prompt: str, answer: str) -> str:
-    return templates.pointwise.format(prompt=_inert(prompt), answer=_inert(answer))
-
-
-def relative_prompt(templates: Templates, prompt: str, answers: Sequence[str]) -> str:
-    """All answers of a group in one prompt (as ART's RULER)."""
-    shown = (f"<answer_{i}>\n{_inert(one)}\n</answer_{i}>" for i, one in enumerate(answers, 1))
-    return templates.relative.format(prompt=_inert(prompt), answers="\n".join(shown))
-
-
 _VERDICT = re.compile(r"(?im)^\W*verdict\W*:\W*(?:answer[ _])?(a|b|tie)\b\W*$")
-_SCORES = re.compile(r"(?im)^\W*scores?\W*:([ \d.,-]+)$")
 
 
 def parse_verdict(text: str) -> Choice:
@@ -102,18 +74,10 @@ def parse_verdict(text: str) -> Choice:
     return {"a": Choice.A, "b": Choice.B}.get(found.pop(), Choice.TIE)
 
 
-def parse_scores(text: str, count: int, most: float = 10.0) -> list[float] | None:
-    """So many scores, as shares of ``most``; None where they cannot be read, are too few, or out of range."""
-    lines = _SCORES.findall(text)
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", lines[-1]) if lines else []
-    scores = [float(one) / most for one in numbers]
-    return scores if len(scores) == count and all(0 <= one <= 1 for one in scores) else None
-
-
 def critique_of(text: str) -> str:
-    """What stands before the verdict or the scores."""
-    ends = [found.start() for pattern in (_VERDICT, _SCORES) if (found := pattern.search(text))]
-    return text[: min(ends, default=len(text))].strip()
+    """What stands before the verdict."""
+    found = _VERDICT.search(text)
+    return text[: found.start() if found else None].strip()
 
 
 def both_orders(ab: Choice, ba: Choice) -> Choice:
@@ -177,25 +141,6 @@ def _content(text: str) -> set[str]:
     """Words that say what is meant; numbers of one digit too, letters and stop words not."""
     content = {word for word in words(text.lower()) if word[0].isalnum() and word not in _COMMON}
     return {word for word in content if len(word) > 1 or word.isdigit()}
-
-
-def supported(critique: str, sources: Sequence[str], share: float = 0.5) -> tuple[int, int]:
-    """(claims that the sources support, claims). A claim is supported where one source (the answer that it
-    is about, or the prompt) has all its numbers and quotations and ``share`` of its content words.
-
-    Lexical, so a lower bar than truth: it finds critiques of what is not there.
-    """
-    found = claims(critique)
-    return sum(any(_supports(claim, source, share) for source in sources) for claim in found), len(found)
-
-
-def _supports(claim: str, source: str, share: float) -> bool:
-    there, claimed = _content(source), _content(claim)
-    flat = " ".join(words(source.lower()))
-    quotes = re.findall(r"[\"“`]([^\"”`]+)[\"”`]", claim)
-    exact = all(" ".join(words(one.lower())) in flat for one in quotes)
-    numbers = {one for one in claimed if one.isdigit()}
-    return exact and numbers <= there and len(claimed & there) >= share * len(claimed)
 
 
 def critique_f1(critique: str, reference: str, alike: float = 0.5) -> float:

@@ -3,7 +3,7 @@
     exchanges, events -> extract -> deduplicated -> split by time, user and prompt
 
 A pair counts with ``strength`` (how clear the sign is) x ``weight`` (inverse propensity, of what a user was
-shown) x ``confidence`` (of an ensemble of judges). What gives no pair is counted by its reason.
+shown). What gives no pair is counted by its reason.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ class Pair:
     ids: tuple[str, str]  # response ids of both; of an edit twice the same
     strength: float = 1.0
     weight: float = 1.0
-    confidence: float = 1.0
 
     @property
     def importance(self) -> float:
-        return self.strength * self.weight * self.confidence
+        return self.strength * self.weight
 
     @property
     def prompt(self) -> str:
@@ -241,14 +240,6 @@ def _pair(
         strength=strength,
         weight=weight,
     )
-
-
-def with_confidence(pairs: Sequence[Pair], margins: np.ndarray) -> list[Pair]:
-    """``margins [members, pairs]``: log-odds by each judge of an ensemble that ``chosen`` is better. The
-    confidence is the mean of their probabilities: near 0, the label is likely flipped (arXiv 2401.06080,
-    section 2.2, which uses mean and deviation of the margins)."""
-    agreed = (0.5 * (1 + np.tanh(np.asarray(margins, float) / 2))).mean(0)
-    return [replace(pair, confidence=float(p)) for pair, p in zip(pairs, agreed, strict=True)]
 
 
 def deduplicated(pairs: Iterable[Pair], cap: float) -> tuple[list[Pair], Mapping[str, int]]:

@@ -4,8 +4,7 @@
 
 The table names every ``Kind`` and every ``Action``: what is left out is refused, for a failure without a
 reward is an invitation. Silence is worth 0. A signal counts within its horizon behind the answer, by event
-time; an answer has no value before its longest horizon has closed. Returning is no reward of an answer:
-``returns`` counts it per arm of an experiment.
+time; an answer has no value before its longest horizon has closed. Returning is no reward of an answer.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def _faults(table: Table) -> Iterable[str]:
     for kind in (Kind.SHOWN, Kind.RETURN_VISIT):
         if event[kind].weight or event[kind].abstain:
             why = (
-                "silence is worth 0" if kind is Kind.SHOWN else "returning is counted per arm, not per answer"
+                "silence is worth 0" if kind is Kind.SHOWN else "returning is no reward of an answer"
             )
             yield f"event.{kind}.weight is {event[kind].weight:g}; {why}: make it 0, without abstain"
     for kinds, sign, word in ((FAVOURABLE, 1, "negative"), (UNFAVOURABLE, -1, "positive")):
@@ -294,26 +293,3 @@ def _outcome(
     users = math.fsum(much * scales.get((user, window), 1.0) for user, much in amounts.items())
     value = base + min(max(users, table.floor), table.ceiling)
     return Outcome(value=value, standing=Standing.DECIDED, terms=terms, closes=closes, ignored=ignored)
-
-
-def returns(
-    exchanges: Iterable[Exchange], events: Iterable[Event], within_s: float
-) -> dict[str, tuple[int, int]]:
-    """arm -> (users who came back within so many seconds behind their first answer of it, users). A guard of
-    an experiment, per arm: as a reward of single answers it would be noise."""
-    first: dict[tuple[str, str], float] = {}
-    arms: dict[str, str] = {}
-    for one in exchanges:
-        arms[one.response_id] = one.arm
-        key = (one.arm, one.user)
-        first[key] = min(one.ts, first.get(key, math.inf))
-    back = {
-        key
-        for event in events
-        if event.kind is Kind.RETURN_VISIT and event.response_id in arms
-        if (key := (arms[event.response_id], event.user)) in first and 0 <= event.ts - first[key] <= within_s
-    }
-    return {
-        arm: (sum(key[0] == arm for key in back), sum(key[0] == arm for key in first))
-        for arm in sorted({key[0] for key in first})
-    }

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from ostinato.config import Recipe
-from ostinato.env.tools import imported
 from ostinato.files import atomic_write
 from ostinato.launch import NothingToLearn, RunFailed
 from ostinato.launch.dtype import resolved
@@ -78,17 +77,7 @@ def _rows(loop: ProductLoop, at: Position) -> list[dict[str, Any]]:
     windows = [loop.folder / f"round-{n:03d}" / "window" for n in rounds]
     rows = [one | {"split": "train"} for folder in windows for one in _part(folder, "train")]
     rows += [one | {"split": "eval"} for one in _part(windows[-1], "validation")]
-    rows += [one | {"split": "train"} for one in read_bank(loop.bank)] * settings.bank_copies
-    if not settings.critic:
-        return rows
-    critic = imported(settings.critic, "judge.critic", "critic.py:critique")
-    return [{**one, "critique": _critiques(critic, one)} for one in rows]
-
-
-def _critiques(critic: Callable[[str, str, str], str], pair: Mapping[str, Any]) -> list[str]:
-    """Where the chosen answer is A, and where it is B."""
-    question, good, bad = pair["messages"][-1]["content"], pair["chosen"], pair["rejected"]
-    return [critic(question, good, bad), critic(question, bad, good)]
+    return rows + [one | {"split": "train"} for one in read_bank(loop.bank)] * settings.bank_copies
 
 
 def _part(folder: Path, part: str) -> list[dict[str, Any]]:

@@ -37,10 +37,10 @@ def train(loop: ProductLoop, at: Position) -> Finding:
         if path is not None and step:
             run = RunFolder.open(path)
             reasons, figures = alarms(loop, run), {"steps": step, "kl": _kl(run, step) or 0.0}
-            if reasons and settings.stop_on_alarm:
+            if reasons:
                 return Finding(verdict=Verdict.ALARM, reasons=tuple(reasons), figures=figures)
             if step >= settings.steps:
-                return Finding(revision=loop.keep(run.adapter), reasons=tuple(reasons), figures=figures)
+                return Finding(revision=loop.keep(run.adapter), figures=figures)
         step = min(settings.steps, step + settings.look_every)
         try:
             if path is None:

@@ -34,7 +34,6 @@ class JudgeSettings(_Section):
 
     base: str = ""  # the adapter that the first one begins with; "": the product's model
     template: Path | None = None  # what a judge reads
-    critic: str = ""  # "file.py:function" of (question, a, b): what a critique says, without the verdict
     overrides: tuple[str, ...] = ()
     warm: bool = True  # False: RL alone, where the base writes verdicts already
     earlier_rounds: int = Field(default=3, ge=0)  # whose training pairs are shown again
@@ -56,7 +55,6 @@ class PolicySettings(_Section):
     behind: Positive = 2  # looks back, to the policy that a look compares with; first the one in office
     limits: PolicyLimits = PolicyLimits()
     gate_prompts: Positive = 128  # for ability and gold at the gates
-    stop_on_alarm: bool = True  # False: alarms are written down, and training goes on
     probe: Positive = 64  # prompts of a look: answered afresh by the policy that learns and by the other
     counted: tuple[str, ...] = (
         "invalid",

@@ -30,7 +30,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import save_peft
 from ostinato.product.events import Kind
-from ostinato.product.judge import Cache, Chat, Form, Judge, Reply, Spec
+from ostinato.product.judge import Cache, Chat, Judge, Reply, Spec
 from ostinato.product.store import open_store
 from ostinato.product.verdicts import both_right
 from ostinato.render import Renderer
@@ -64,8 +64,8 @@ class Written:
         return [Reply(text=self.opinion(text)) for text in texts]
 
 
-def judge(opinion: Opinion, most: int = 1000, revision: str = "r", form: Form = Form.PAIRWISE) -> Judge:
-    return Judge(Spec(model="m", form=form), revision, Written(opinion), Cache(most), Counter())
+def judge(opinion: Opinion, most: int = 1000, revision: str = "r") -> Judge:
+    return Judge(Spec(model="m"), revision, Written(opinion), Cache(most), Counter())
 
 
 def panel(*judges: Judge, ring: bool = False, timeout_s: float = 60.0) -> Panel:
@@ -125,22 +125,6 @@ def test_equal_chats_are_judged_once() -> None:
     chat = [{"role": "user", "content": "?"}]
     assert [said.text for said in asyncio.run(one.ask([chat, chat]))] == ["0", "0"]
     assert one._counters["judge/cached"] == 1 and one._counters["judge/judgements"] == 2
-
-
-def test_marks_alone_and_beside_each_other() -> None:
-    alone = judge(lambda text: f"Score: {len(re.findall('x', text))}", form=Form.POINTWISE)
-    assert [v for v, *_ in asyncio.run(panel(alone).score(PROMPT, ["x", "xxx"]))] == [0.1, 0.3]
-
-    def beside(text: str) -> str:
-        shown = re.findall(r"<answer_\d+>\n(x*)\n", text)
-        return f"Scores: {', '.join(str(len(one)) for one in shown)}"
-
-    together = judge(beside, form=Form.RELATIVE)
-    assert [v for v, *_ in asyncio.run(panel(together).score(PROMPT, ["x", "xxx"]))] == [0.1, 0.3]
-    row = figures(asyncio.run(compared(together, [Preference(chat=CHAT, chosen="xx", rejected="x")])))
-    assert row["accuracy"]["value"] == 1
-    bad = judge(lambda text: "Scores: 11, 2", form=Form.RELATIVE)
-    assert [v[:2] for v in asyncio.run(panel(bad).score(PROMPT, ["x", "xx"]))] == [(None, "unreadable")] * 2
 
 
 def test_an_ensemble_is_a_mean_that_needs_all_its_judges() -> None:
@@ -217,9 +201,10 @@ def test_a_revision_is_of_the_adapter_and_of_what_decides(folder: Path, tmp_path
     assert sources(f"{moved}@{found.revision}")[0].revision == found.revision
     with pytest.raises(ValueError, match=f"is at revision {found.revision}, and 0123 is named"):
         sources(f"{moved}@0123")
-    with pytest.raises(ValueError, match="template pairwise has fields"):
-        (moved / "judge.json").write_text('{"model": "asset:seed-moe", "template": "{a}"}')
-        sources(str(moved))
+    for wrong, match in (("template", "the template has fields"), ("form", "a judge compares two answers")):
+        (moved / "judge.json").write_text(json.dumps({"model": "asset:seed-moe", wrong: "{a}"}))
+        with pytest.raises(ValueError, match=match):
+            sources(str(moved))
 
 
 def test_a_whole_model_with_a_description_is_a_judge(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
-"""Detectors: quiet runs stay quiet at the nominal rate, planted drifts are found, states survive a kill."""
+"""Detectors: quiet runs stay quiet at the nominal rate, planted drifts are found."""
 
 from __future__ import annotations
 
-import json
 import math
-from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -14,20 +12,10 @@ from hypothesis import strategies as st
 from ostinato.observe.bets import STAKES, Alarm, Bets, grown
 from ostinato.product.detectors import (
     Cusum,
-    Detector,
     Knee,
-    disagreement,
     divergence,
     exchange_rate,
-    exploitation,
-    internalisation_gap,
-    misalignment,
-    restored,
-    run_length,
-    saved,
     standardised,
-    threshold,
-    watch_mean,
     watch_rate,
 )
 
@@ -129,43 +117,6 @@ def test_a_policy_that_learns_what_it_should_is_left_alone() -> None:
     assert np.isfinite(first_alarms(x)).sum() == 0
 
 
-def siblings(draw: np.random.Generator, exploit: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """8 groups of 8 answers, rewards in 0 to 1: the judge follows gold, but for the share that has found an
-    exploit, which it takes for the best and gold for the worst."""
-    groups = np.repeat(np.arange(8), 8)
-    gold = draw.random(64)
-    proxy = np.clip(gold + 0.2 * draw.standard_normal(64), 0, 1)
-    found = draw.random(64) < exploit
-    return np.where(found, 1.0, proxy), np.where(found, 0.0, gold), groups
-
-
-def test_an_exploit_among_siblings_is_found_as_it_spreads() -> None:
-    """It grows by 1 % of the answers a step from step 50 on; the alarm comes before it has a third of them,
-    and at most at the nominal rate without it."""
-    draw = np.random.default_rng(9)
-    quiet = [siblings(draw, 0.0) for _ in range(50)]
-    p, g = (np.concatenate([one[i] for one in quiet]) for i in (0, 1))
-    rate = exchange_rate(p, g)
-    scale = float(np.std(np.concatenate([misalignment(*one, rate) for one in quiet])))
-    for seed in range(10):
-        draw, state, alarm = np.random.default_rng(seed), Bets(name="proxy", alpha=0.01), None
-        while alarm is None and state.at < 150:
-            share = max(0.0, 0.01 * (state.at - 50))
-            state, alarm = state.update(standardised(misalignment(*siblings(draw, share), rate), scale))
-        assert alarm is not None and 50 < alarm.at < 83
-    state, alarm = Bets(name="proxy", alpha=0.01), None
-    for _ in range(300):
-        state, alarm = state.update(standardised(misalignment(*siblings(draw, 0.0), rate), scale))
-        assert alarm is None
-
-
-def test_groups_without_spread_are_left_out() -> None:
-    found = misalignment(
-        np.array([1, 1, 0, 2.0, 5]), np.array([0, 1, 0, 2.0, 5]), np.array([0, 0, 1, 1, 2]), 1.0
-    )
-    assert found == pytest.approx([0.5 * 2 - 2])
-
-
 def test_the_exchange_rate_is_that_of_quiet_answers() -> None:
     """A judge in units ten times as large promises no more gold."""
     draw = np.random.default_rng(4)
@@ -186,29 +137,8 @@ def test_bets_count_what_they_cut_and_refuse_what_is_not_finite() -> None:
     with pytest.raises(ValueError, match="scale is 0"):
         standardised(np.ones(2), 0)
     huge, alarm = state.update(np.ones(5000))
-    assert alarm is not None and json.loads(json.dumps(saved(huge), allow_nan=False))
+    assert alarm is not None and math.isfinite(huge.evidence)
     assert huge.update([1.0]) == (huge, None)
-
-
-def test_growing_disagreement_of_an_ensemble_is_found() -> None:
-    draw = np.random.default_rng(5)
-    state, alarms = Bets(name="variance", alpha=0.01), list[int]()
-    for step in range(150):
-        wider = 1.0 if step < 100 else 1.6
-        now, before = wider * draw.standard_normal((3, 16)), draw.standard_normal((3, 16))
-        state, alarm = state.update(standardised(disagreement(now, before), scale=1.8))
-        alarms += [alarm.at] if alarm else []
-    assert len(alarms) == 1 and 100 < alarms[0] <= 130
-
-
-def test_exploitation_by_hand() -> None:
-    before = np.array([1, 0, 0, 0], bool)
-    now = np.array([1, 1, 1, 0], bool)
-    panel = np.array([[1, 0, 1, 0], [1, 0, 0, 0]], bool)
-    assert exploitation(before, now, panel) == 0.5
-    assert exploitation(before, now, panel, np.array([9, 3, 1, 9.0])) == 0.75
-    assert math.isnan(exploitation(now, before, panel))
-    assert internalisation_gap(np.array([-1.0]), np.array([-1.5])) == 0.5
 
 
 def over_optimised(draw: np.random.Generator, b: float, looks: int = 100) -> list[tuple[float, float, float]]:
@@ -265,40 +195,6 @@ def test_a_knee_refuses_what_is_no_measurement() -> None:
     assert math.isnan(Knee().knee)
 
 
-def markov_run_length(shift: float, h: float, cells: int = 200) -> float:
-    """Brook and Evans (Biometrika 1972): the chain of a CUSUM on a grid, twin of the approximation."""
-    edges = np.concatenate(([-math.inf], np.arange(1, cells + 1) * h / cells))
-    at = np.concatenate(([0.0], (np.arange(1, cells) + 0.5) * h / cells))
-    step = NormalDist(-(shift**2) / 2, shift)
-    below = np.array([[step.cdf(edge - one) for edge in edges] for one in at])
-    return float(np.linalg.solve(np.eye(cells) - np.diff(below, axis=1), np.ones(cells))[0])
-
-
-@pytest.mark.parametrize(("shift", "h"), [(1.0, 3.0), (0.5, 4.0), (1.0, 5.0)])
-def test_the_run_length_is_that_of_the_chain(shift: float, h: float) -> None:
-    assert run_length(shift, h) == pytest.approx(markov_run_length(shift, h), rel=0.06)
-
-
-@given(st.floats(0.2, 2), st.floats(10, 1e6))
-def test_a_threshold_has_the_run_length_that_was_wanted(shift: float, length: float) -> None:
-    h = threshold(shift, length)
-    assert run_length(shift, h) >= length * 0.999
-    assert 0 <= h <= math.log(length) + 1e-9
-
-
-def test_a_quiet_mean_alarms_at_most_at_the_nominal_rate_over_1000_steps() -> None:
-    """With a baseline of 30 quiet steps, an estimate itself. ``level`` is that of many CUSUMs at once."""
-    draw, runs = np.random.default_rng(6), 1500
-    starts = [watch_mean("length", draw.normal(50, 8, 30).tolist(), rate=ALPHA) for _ in range(runs)]
-    base, spread = (np.array([getattr(one, name) for one in starts]) for name in ("baseline", "spread"))
-    level, alarmed = np.zeros(runs), np.zeros(runs, bool)
-    for _ in range(STEPS):
-        z = np.clip((draw.normal(50, 8, runs) - base) / spread, -4, 4)
-        level = np.maximum(0, level + z - 0.5)
-        alarmed |= level >= starts[0].threshold
-    assert at_most(int(alarmed.sum()), runs, ALPHA)
-
-
 def test_a_quiet_rate_alarms_at_most_at_the_nominal_rate_over_1000_steps() -> None:
     """Even at its baseline exactly, which ``watch_rate`` puts above what was seen."""
     draw, runs = np.random.default_rng(7), 1500
@@ -322,22 +218,18 @@ def drifting(state: Cusum, course: list[tuple[float, float]]) -> Alarm | None:
     return None
 
 
-def test_drifts_of_counters_are_found_within_so_many_steps() -> None:
-    """Length that grows by 2 deviations, and questions that triple from 5 %, from step 200 on, 32 answers a
-    step: within 20 and 25 steps in 19 of 20 runs, and 0 before in at least as many."""
-    late: list[list[int]] = [[], []]
+def test_a_drift_of_a_counter_is_found_within_so_many_steps() -> None:
+    """Questions that triple from 5 %, from step 200 on, 32 answers a step: within 25 steps in 19 of 20 runs, and
+    0 before in at least as many."""
+    delays = list[int]()
     for seed in range(40):
         draw = np.random.default_rng(seed)
-        length = watch_mean("length", draw.normal(50, 8, 50).tolist())
-        means = [(float(draw.normal(50 if t < 200 else 66, 8)), 1.0) for t in range(300)]
-        asks = watch_rate("questions", int(draw.binomial(1600, 0.05)), 1600)
-        counts = [(float(draw.binomial(32, 0.05 if t < 200 else 0.15)), 32.0) for t in range(300)]
-        for which, (state, course) in enumerate(((length, means), (asks, counts))):
-            alarm = drifting(state, course)
-            assert alarm is not None
-            late[which].append(alarm.at - 200)
-    for delays, within in zip(late, (20, 25), strict=True):
-        assert np.mean([0 < one <= within for one in delays]) >= 0.95
+        state = watch_rate("questions", int(draw.binomial(1600, 0.05)), 1600)
+        course = [(float(draw.binomial(32, 0.05 if t < 200 else 0.15)), 32.0) for t in range(300)]
+        alarm = drifting(state, course)
+        assert alarm is not None
+        delays.append(alarm.at - 200)
+    assert np.mean([0 < one <= 25 for one in delays]) >= 0.95
 
 
 def test_an_alarm_says_since_when() -> None:
@@ -352,7 +244,6 @@ def test_an_alarm_says_since_when() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: watch_mean("x", [1.0, 1.0, 1.0]),
         lambda: watch_rate("x", 0, 0),
         lambda: watch_rate("x", 1, 10).update((9.0, 8.0)),
     ],
@@ -360,30 +251,3 @@ def test_an_alarm_says_since_when() -> None:
 def test_bad_counters_are_refused_by_name(call: object) -> None:
     with pytest.raises(ValueError, match=r"^x: "):
         call()  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
-    ("state", "observations"),
-    [
-        (Bets(name="x", alpha=ALPHA), [[0.3, -0.2], [0.9, 0.8], [1.0], [0.7]]),
-        (Knee(), [(0.5, 0.1, 0.1), (1.0, 0.3, 0.1), (2.0, 0.2, 0.1), (9.0, -5.0, 0.1)]),
-        (watch_rate("q", 1, 50), [(0.0, 8.0), (3.0, 8.0), (8.0, 8.0), (8.0, 8.0)]),
-        (watch_mean("m", [1.0, 2.0, 3.0]), [(2.0, 1.0), (9.0, 1.0), (9.0, 1.0)]),
-    ],
-)
-def test_a_state_that_was_written_down_goes_on_as_if_it_had_not_been(
-    state: Detector, observations: list[object]
-) -> None:
-    """A kill between any two observations changes nothing."""
-    alive, revived = state, state
-    for one in observations:
-        alive, alarm = alive.update(one)  # type: ignore[arg-type]
-        again, same = restored(json.loads(json.dumps(saved(revived), allow_nan=False))).update(one)  # type: ignore[arg-type]
-        assert (again, same) == (alive, alarm)
-        revived = again
-
-
-def test_no_state_of_ours_is_refused() -> None:
-    for bad in ({}, {"detector": "Bets"}, {**saved(Knee()), "more": 1}):
-        with pytest.raises(ValueError, match="no state of ours"):
-            restored(bad)

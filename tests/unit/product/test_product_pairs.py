@@ -18,7 +18,6 @@ from ostinato.product.pairs import (
     extract,
     leaks,
     split,
-    with_confidence,
 )
 
 LATE = 1e9
@@ -183,13 +182,6 @@ def test_weights_bring_back_the_true_preference_between_arms() -> None:
     odds_b = 0.55 * 0.65
     assert preferred(found, weighted=True) == pytest.approx(odds_a / (odds_a + odds_b), abs=0.12)
     assert preferred(found, weighted=False) > preferred(found, weighted=True) + 0.1
-
-
-def test_confidence_is_what_an_ensemble_believes() -> None:
-    margins = np.array([[2.0, -1.0, 0.0], [1.0, -3.0, 0.0]])
-    found = with_confidence([pair(), pair("c"), pair("d")], margins)
-    by_hand = [(1 / (1 + math.exp(-a)) + 1 / (1 + math.exp(-b))) / 2 for a, b in margins.T]
-    assert [one.confidence for one in found] == pytest.approx(by_hand)
 
 
 some_pairs = st.lists(

@@ -19,7 +19,6 @@ from ostinato.product.rewards import (
     break_even,
     parse_table,
     read_table,
-    returns,
     reward,
     rewards,
 )
@@ -216,7 +215,7 @@ def test_a_missing_class_is_refused_by_name(name: str) -> None:
         ("refusal = {weight = -0.1,", "refusal = {weight = 0.1,", "action.refusal.weight is 0.1, above 0"),
         ("answer = {weight = 0,", "answer = {weight = 0.1,", "silence is worth 0"),
         ("shown = {weight = 0}", "shown = {weight = 0.1}", "silence is worth 0"),
-        ("return_visit = {weight = 0}", "return_visit = {weight = 0.1}", "per arm, not per answer"),
+        ("return_visit = {weight = 0}", "return_visit = {weight = 0.1}", "returning is no reward"),
         ("undo = {weight = -0.25,", "undo = {weight = 0.25,", "event.undo.weight is 0.25; positive"),
         ("copy = {weight = 0.25,", "copy = {weight = -0.25,", "event.copy.weight is -0.25; negative"),
         ("break_even = 0.25", "break_even = 0.5", "break_even is 0.5, where .* make it 0.25"),
@@ -238,21 +237,6 @@ def test_a_table_is_named_with_its_contents() -> None:
     other = parse_table(changed("ceiling = 1.0", "ceiling = 0.9"))
     assert TABLE.revision.startswith("chat-1-") and other.revision != TABLE.revision
     assert parse_table(TEXT).revision == TABLE.revision
-
-
-def test_returning_is_counted_per_arm() -> None:
-    answers = [
-        exchange("a", arm="canary"),
-        exchange("b", arm="canary", user="v", ts=1010),
-        exchange("c", arm="control", user="w"),
-    ]
-    events = [
-        event(Kind.RETURN_VISIT, "a", ts=1500),
-        event(Kind.RETURN_VISIT, "b", ts=9000, user="v"),
-        event(Kind.RETURN_VISIT, "c", ts=1100, user="w"),
-        event(Kind.RETURN_VISIT, "c", ts=1200, user="w"),
-    ]
-    assert returns(answers, events, 1000) == {"canary": (1, 2), "control": (1, 1)}
 
 
 def slow_distance(a: list[str], b: list[str]) -> int:
