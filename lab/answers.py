@@ -1,4 +1,4 @@
-"""Answers to school arithmetic by a careless crowd, with the steps that recipes/seed_moe.py taught the seed model."""
+"""Answers to school arithmetic by a careless crowd, in the steps that recipes/seed_moe.py teaches."""
 
 from __future__ import annotations
 

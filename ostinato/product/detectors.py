@@ -4,8 +4,8 @@
     Knee     KL beyond the top of the over-optimisation curve
     Cusum    a behaviour that becomes more frequent: failed calls, questions, refusals
 
-A state is a frozen value of plain numbers: ``state.update(observation) -> (state, alarm or None)``. Behind its
-alarm a state stands still: begin a fresh one.
+A state is a frozen value of plain numbers: ``state.update(observation) -> (state, alarm or None)``. Behind
+its alarm a state stands still: begin a fresh one.
 """
 
 from __future__ import annotations

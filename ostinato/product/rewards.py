@@ -98,9 +98,7 @@ def _faults(table: Table) -> Iterable[str]:
             return
     for kind in (Kind.SHOWN, Kind.RETURN_VISIT):
         if event[kind].weight or event[kind].abstain:
-            why = (
-                "silence is worth 0" if kind is Kind.SHOWN else "returning is no reward of an answer"
-            )
+            why = "silence is worth 0" if kind is Kind.SHOWN else "returning is no reward of an answer"
             yield f"event.{kind}.weight is {event[kind].weight:g}; {why}: make it 0, without abstain"
     for kinds, sign, word in ((FAVOURABLE, 1, "negative"), (UNFAVOURABLE, -1, "positive")):
         for kind in kinds:

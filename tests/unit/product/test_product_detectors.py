@@ -219,8 +219,8 @@ def drifting(state: Cusum, course: list[tuple[float, float]]) -> Alarm | None:
 
 
 def test_a_drift_of_a_counter_is_found_within_so_many_steps() -> None:
-    """Questions that triple from 5 %, from step 200 on, 32 answers a step: within 25 steps in 19 of 20 runs, and
-    0 before in at least as many."""
+    """Questions that triple from 5 %, from step 200 on, 32 answers a step: within 25 steps in 19 of 20 runs,
+    and 0 before in at least as many."""
     delays = list[int]()
     for seed in range(40):
         draw = np.random.default_rng(seed)
