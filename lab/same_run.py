@@ -34,7 +34,6 @@ OF_A_KILL = (  # a resumed run reads groups back, and its prefix tree is cold, w
     "tokens/cached",
     "rollout/preempted",
     "reward_workers/",
-    "draft/length_rank_",  # over all prompts that came back since the process began
 )
 OF_BOTH = (  # what was computed, refused drafts too: the accounts of the ledger, not the compute of a curve
     "flops/rollout",

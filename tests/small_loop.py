@@ -194,12 +194,7 @@ class FakeMemory:
         self.added: list[tuple[int, str]] = []
         self.forgotten: list[str] = []
         self.observed, self.looked = 0, 0.1
-        self.accounts = Drafting(
-            store=self, lengths=self, drafter=self, saved_s=lambda: 3 * self.looked, past=self.past
-        )
-
-    def past(self, uid: str) -> list[np.ndarray]:
-        return [np.array([RIGHT, RIGHT])] if (1, uid) in self.added else []
+        self.accounts = Drafting(store=self, lengths=self, drafter=self, saved_s=lambda: 3 * self.looked)
 
     def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:
         assert len(pasts) == 8 and pasts[0].context.tolist() == [7, 8, 9]

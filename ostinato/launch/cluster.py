@@ -271,7 +271,6 @@ def drafting(memory: Memory, pool: EnginePool) -> Drafting:
         lengths=history.lengths,
         drafter=memory.drafter,
         saved_s=lambda: pool.work.get("seconds_without", 0.0) - pool.work.get("seconds", 0.0),
-        past=memory.past,
     )
 
 

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-
-import numpy as np
 
 from ostinato.compiler import BuildError
 from ostinato.config import DraftSection
@@ -32,16 +28,6 @@ class Memory:
 
     history: History
     drafter: HistoryDrafter
-
-    def past(self, uid: str) -> Sequence[np.ndarray]:
-        """The newest answers to a prompt, as tokens; none where it is not known."""
-        blocks = self.history.blocks(uid)
-        if not blocks:
-            return []
-        newest = blocks[0]
-        text, sampled = newest.text, newest.probs > 0  # neither context nor END
-        places = (slice(*ends) for ends in pairwise(newest.starts.tolist()))
-        return [text[place][sampled[place]] for place in places]
 
     def expect(self, request: Request) -> float:
         """How many tokens the request will be answered with; 0 where nothing is known."""

@@ -182,7 +182,6 @@ def new_drafting(memory: Memory, engine: LocalEngine) -> Drafting:
         lengths=history.lengths,
         drafter=memory.drafter,
         saved_s=lambda: counters.seconds_without - counters.seconds,
-        past=memory.past,
     )
 
 

@@ -2,7 +2,6 @@
 
     finished groups -> pasts -> store       the drafts of each prompt's next epoch come from here
                     -> lengths              how long its answers will be: the longest are admitted first
-                    -> likeness             how alike the answers of neighbouring policies are
     drafter, engine -> metrics of the step
 
 Nothing here can change a token: without the store, or with another run's, a run samples the same and takes
@@ -13,21 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from ostinato.history.blocks import CONTEXT
 from ostinato.history.rules import DraftStats
-from ostinato.history.similarity import length_rank_correlation, rank_shift, token_reuse
 from ostinato.types import Completion, Group, HistoryEntry, Prompt, Stop
-
-REUSE_PROMPTS = 4  # of a step, whose tokens are compared with their past: an observation must cost nothing
-
-Answers = Callable[
-    [str], Sequence[np.ndarray]
-]  # the newest answers to a prompt that the store has, as tokens
 
 
 class Store(Protocol):
@@ -64,8 +56,6 @@ class Drafting:
     lengths: Lengths
     drafter: Drafter
     saved_s: Callable[[], float]  # seconds that drafts have saved so far, by the engine's cost table
-    past: Answers
-    likeness: Likeness = field(default_factory=lambda: Likeness())
 
     def begin(self) -> None:
         """What is drafted from here on belongs to the step."""
@@ -77,9 +67,7 @@ class Drafting:
         sampled = sum(_sampled(one) for answers in _by_prompt(groups).values() for one in answers)
         row = counts(groups) | figures(stats, sampled, rollout_s)
         row["draft/seconds_saved"] = self.saved_s() - self._saved_s
-        row |= self.likeness.compare(groups, self.past)
-        row |= self._remember(groups, step)
-        return row
+        return row | self._remember(groups, step)
 
     def forget(self, prompts: Iterable[Prompt]) -> None:
         """Drop the live text of prompts that are done with and not remembered (an evaluation's)."""
@@ -176,39 +164,6 @@ def figures(stats: DraftStats, sampled: int, rollout_s: float) -> dict[str, floa
     was drafted."""
     shares = {f"draft/share_{name}": _ratio(count, sampled) for name, count in stats.accepted.items()}
     return shares | {"draft/cpu_share": _ratio(stats.seconds, rollout_s)}
-
-
-@dataclass(kw_only=True)
-class Likeness:
-    """The two observations of RhymeRL (arXiv 2508.18588), on this run: how many new tokens some answer of the
-    prompt's last epoch has already, and whether prompts keep their order by answer length.
-
-    The order is over all prompts that came back since the process began, each with its last two visits.
-    """
-
-    _lengths: dict[str, tuple[float, float]] = field(default_factory=dict)  # means, before and now
-
-    def compare(self, groups: Sequence[Group], past: Answers) -> dict[str, float]:
-        """Figures of the step's groups against what was before them; empty when no prompt returns."""
-        answers = {
-            uid: [one.tokens[part] for one in entries for part in _sampled_parts(one)]
-            for uid, entries in _by_prompt(groups).items()
-        }
-        pairs = [(uid, old, new) for uid, new in answers.items() if len(old := past(uid))]
-        if not pairs:
-            return {}
-        self._lengths |= {uid: (_mean_length(old), _mean_length(new)) for uid, old, new in pairs}
-        shares = [(token_reuse(old, new), sum(map(len, new))) for _, old, new in pairs[:REUSE_PROMPTS]]
-        before, now = ({uid: pair[i] for uid, pair in self._lengths.items()} for i in range(2))
-        return {
-            "draft/reuse": sum(share * size for share, size in shares) / sum(size for _, size in shares),
-            "draft/length_rank_correlation": length_rank_correlation(before, now),
-            "draft/length_rank_moved": rank_shift(before, now),
-        }
-
-
-def _mean_length(answers: Sequence[np.ndarray]) -> float:
-    return sum(map(len, answers)) / len(answers)
 
 
 def _by_prompt(groups: Iterable[Group]) -> dict[str, list[Completion]]:

@@ -65,7 +65,7 @@ WAVES = (
     *("reward", "reward_std", "frac_reward_zero_std", "solved_none", "solved_some", "solved_all"),
     *("completions/mean_length", "completions/clipped_ratio", "entropy", "learning_rate", "sampling/ess"),
     *("clip_ratio/low_mean", "clip_ratio/high_mean", "sampling/sampling_logp_difference/mean"),
-    *("sampling/sampling_logp_difference/max", "sampling/kl_k3", "draft/acceptance", "draft/reuse"),
+    *("sampling/sampling_logp_difference/max", "sampling/kl_k3", "draft/acceptance"),
     *("sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/max"),
     *("draft/share_history", "draft/share_sibling", "draft/seconds_saved", "draft/tokens_per_pass"),
     *("time/rollout_s", "time/train_s", "step_time", "flops/useful", "flops/wasted", "tokens_per_s"),

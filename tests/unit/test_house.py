@@ -71,10 +71,10 @@ BUDGETS = {
     # sessions and the proxy of a memory 310
     "ablate": 1_255,  # 780, arms under one budget 430; other sets and the other accounting 60
     "parallel": 3_460,
-    "launch": 6_275,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    "launch": 6_260,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
     # the loop of a product 1,090, the questions of the forgetting watch 120, memories 135, first users 30,
     # caches of torch 20
-    "pipeline": 3_575,  # 3,150, a curriculum, the forgetting watch 360
+    "pipeline": 3_530,  # 3,150, a curriculum, the forgetting watch 360
     "scaling": 2_760,  # with its commands, gains of arms 165
     "train": 3_270,  # 2,650, training call by call (accumulate), teachers, SFT and DPO;
     # AdamW without the import of a compiler 35
@@ -84,7 +84,7 @@ BUDGETS = {
     "reward": 1_705,
     "workers": 1_175,
     "rollout": 1_200,
-    "history": 1_015,
+    "history": 935,
     "env": 1_620,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
     "product": 3_055,  # feedback in 1,250; rewards, pairs, judge, gates, detectors, marks, the loop
     "memory": 1_595,  # a context within a budget: blocks, facts, importance, allocation, refills, sessions
@@ -96,7 +96,7 @@ LAB, TESTS = (
     # public data; 120 the forgetting watch; 530 exact, 200 feedback, 880 the race against TRL, 45 a picture
     # of the ladder, 500 SFT and DPO, 115 a long chat
     14_325,
-    52_815,
+    52_735,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,380 memory and 425 its bench, 2,100 product, 480 judges, 22 scores of toys and connections of the Tinker
 # SDK, 190 TinyLoRA, 260 the race

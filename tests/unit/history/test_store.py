@@ -299,8 +299,7 @@ def test_a_saved_history_comes_back(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_back_has_not_yet_sampled_what_followed(tmp_path: Path) -> None:
     """The history is in no checkpoint: where the newest one was damaged, the run went on from an older one
-    with drafts from answers that it had yet to sample, and its ``draft/reuse`` was not that of a run that
-    was never killed."""
+    with drafts from answers that it had yet to sample."""
 
     def after(steps: int) -> History:
         history = History(epochs=4)

@@ -86,7 +86,7 @@ class Pool:
 
 def test_figures_of_all_workers_are_added_up() -> None:
     pool: Any = Pool()
-    memory: Any = SimpleNamespace(history=SimpleNamespace(lengths=None), drafter=None, past=None)
+    memory: Any = SimpleNamespace(history=SimpleNamespace(lengths=None), drafter=None)
     assert cluster.drafting(memory, pool).saved_s() == 2.0
     assert cluster.pool_metrics(pool) == {
         "workers/alive": 2.0,

@@ -303,14 +303,6 @@ def test_without_a_compiler_drafts_are_off_with_one_line(
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("nothing is drafted: ")
 
 
-def test_the_past_of_a_prompt_is_its_newest_answers_without_their_context() -> None:
-    mine = memory()
-    mine.history.add("a", 1, [past(1, 2)])
-    mine.history.add("a", 2, [past(3, 4, 5), past(6)])
-    assert [answer.tolist() for answer in mine.past("a")] == [[3, 4, 5], [6]]
-    assert list(mine.past("b")) == []
-
-
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed", "foreign"])
 def test_a_lost_history_is_one_note_and_the_run_goes_on(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture

@@ -19,7 +19,7 @@ from small_loop import TEN_A_ROW, Bench, FakeMemory
 from ostinato.algo.algorithms import algorithm
 from ostinato.model.flops import Work
 from ostinato.pipeline.credit import Credit, assign
-from ostinato.pipeline.draft_metrics import CONTEXT, Likeness, counts, pasts
+from ostinato.pipeline.draft_metrics import CONTEXT, counts, pasts
 from ostinato.pipeline.work import needed_work, rollout_work
 from ostinato.rollout.health import sampled_tokens
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
@@ -319,16 +319,3 @@ def test_counts_are_sums_over_answers(sizes: list[tuple[int, int, int]]) -> None
         assert np.isnan(row["draft/tokens_per_pass"])
     if accepted + wrong:
         assert row["draft/acceptance"] == pytest.approx(accepted / (accepted + wrong))
-
-
-def test_likeness_is_told_when_prompts_return() -> None:
-    """Lengths 1, 2, 3 and then 2, 4, 6: the same order; half of the new tokens have been there."""
-    likeness, past = Likeness(), dict[str, list[np.ndarray]]()
-    first = [siblings(uid, guessed(list(range(n)))) for n, uid in enumerate("abc", start=1)]
-    assert likeness.compare(first, lambda uid: past.get(uid, [])) == {}
-    past |= {"a": [np.array([0])], "b": [np.array([0, 1])], "c": [np.array([0, 1, 2])]}
-    again = [siblings(uid, guessed(list(range(2 * n)))) for n, uid in enumerate("abc", start=1)]
-    found = likeness.compare(again, lambda uid: past[uid])
-    assert found["draft/reuse"] == pytest.approx(0.5)
-    assert found["draft/length_rank_correlation"] == pytest.approx(1.0)
-    assert found["draft/length_rank_moved"] == 0.0
