@@ -49,17 +49,6 @@ def stragglers(loads: np.ndarray) -> np.ndarray:
     return np.where(mean > 0, loads.max(axis=-1) / np.where(mean > 0, mean, 1), 1.0)
 
 
-def ranks_per_token(routes: np.ndarray, owner: np.ndarray) -> np.ndarray:
-    """[L] float64: over how many ranks the K experts of a token are spread, on average. A row travels once to
-    each of them (``parallel.experts``), so this is what placement does to traffic. NaN without known rows."""
-    known = routes[:, 0, 0] != NO_EXPERT
-    ids = routes[known].astype(np.int64)
-    ranks = np.sort(owner[np.arange(ids.shape[1])[:, None], ids], axis=-1)
-    if not len(ids):
-        return np.full(ids.shape[1], np.nan)
-    return 1.0 + (np.diff(ranks, axis=-1) != 0).sum(axis=-1).mean(axis=0)
-
-
 def nominal_ranks(num_experts: int, most: int = NOMINAL_RANKS) -> int:
     """The largest number of ranks up to ``most`` that can keep equally many experts each."""
     return max(ranks for ranks in range(1, most + 1) if num_experts % ranks == 0)

@@ -6,16 +6,14 @@ in use, is printed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from ostinato.parallel.load import expert_loads, imbalance, ranks_per_token
+from ostinato.parallel.load import expert_loads, imbalance
 from ostinato.parallel.placement import (
-    chosen_together,
     contiguous,
-    gathered,
     owner_of,
     place,
     placed_experts,
@@ -45,31 +43,18 @@ def command(run: Path, ranks: int, out: Path, *, nodes: int = 1, current: Path |
     windows = np.stack([expert_loads(one, config.moe.num_experts) for one in routes])
     layers, experts = windows.shape[1:]
     neighbours = contiguous(layers, experts, ranks)
-    after = _placed(routes[::2], windows[::2].sum(0), ranks, nodes)
+    after = place(windows[::2].sum(0), ranks, nodes=nodes)
     owners = {"neighbours": neighbours, "placed": after}
     if current is not None:
         owners["current"] = owner_of(read_placement(current, ranks))
-    _print(windows[1::2].sum(0), np.concatenate(routes[1::2]), owners, ranks)
+    _print(windows[1::2].sum(0), owners, ranks)
     write_placement(out, placed_experts(after, ranks))
     print(f"wrote {out}: use it with parallel.placement={out}")
 
 
-def _placed(routes: Sequence[np.ndarray], loads: np.ndarray, ranks: int, nodes: int) -> np.ndarray:
-    """Even loads first, then what tokens choose together; with nodes even loads alone, on nodes and ranks."""
-    owner = place(loads, ranks, nodes=nodes)
-    if nodes > 1:
-        return owner
-    pairs = sum(chosen_together(one, loads.shape[1]) for one in routes)
-    return gathered(owner, loads, np.asarray(pairs), ranks)
-
-
-def _print(judged: np.ndarray, routes: np.ndarray, owners: Mapping[str, np.ndarray], ranks: int) -> None:
+def _print(judged: np.ndarray, owners: Mapping[str, np.ndarray], ranks: int) -> None:
     print(f"straggler factor (largest load of a rank / mean) under {ranks} expert ranks, judged by steps")
     print("that had no say in the placement:")
     for name, owner in owners.items():
         found = imbalance(judged, owner, ranks)
-        copies = ranks_per_token(routes, owner).mean()
-        print(
-            f"  {name:<11} {found.straggler:.3f}, worst layer {found.worst_straggler:.3f}; "
-            f"a token's experts are on {copies:.3f} ranks"
-        )
+        print(f"  {name:<11} {found.straggler:.3f}, worst layer {found.worst_straggler:.3f}")

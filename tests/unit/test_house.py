@@ -65,12 +65,12 @@ BUDGETS = {
     "observe": 5_235,  # 4,970, the page of a product, pictures 33; bets (from product), abilities kept
     "engine": 5_415,  # 5,395, whether the cores are busy now 20
     "model": 5_945,  # 5,650, the trainer's forward on the sampler's kernels, TinyLoRA 115
-    "plan": 4_330,
+    "plan": 4_315,
     "cli": 1_585,  # 1,000 and the options of serve, proxy, tinker, sft, judge, product and memory
     "serve": 5_700,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 340; Tinker 1,990
     # sessions and the proxy of a memory 310
     "ablate": 1_255,  # 780, arms under one budget 430; other sets and the other accounting 60
-    "parallel": 3_460,
+    "parallel": 3_395,
     "launch": 6_260,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
     # the loop of a product 1,090, the questions of the forgetting watch 120, memories 135, first users 30,
     # caches of torch 20
@@ -96,7 +96,7 @@ LAB, TESTS = (
     # public data; 120 the forgetting watch; 530 exact, 200 feedback, 880 the race against TRL, 45 a picture
     # of the ladder, 500 SFT and DPO, 115 a long chat
     14_325,
-    52_735,
+    52_690,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,380 memory and 425 its bench, 2,100 product, 480 judges, 22 scores of toys and connections of the Tinker
 # SDK, 190 TinyLoRA, 260 the race

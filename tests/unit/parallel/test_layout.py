@@ -334,52 +334,6 @@ def test_swaps_only_improve(problem: tuple[np.ndarray, int]) -> None:
     assert len({tuple(one) for one in descending}) == len(descending)
 
 
-# ---- what tokens choose together
-
-
-def routes_in_pairs(seed: int, tokens: int = 3000, experts: int = 12) -> np.ndarray:
-    """[T, 1, 2]: unequal popularity, and each expert has a partner that half of its tokens choose with it."""
-    rng = np.random.default_rng(seed)
-    first = rng.choice(
-        experts, tokens, p=(shares := np.arange(1.0, experts + 1) / (experts * (experts + 1) / 2))
-    )
-    other = (first + rng.integers(1, experts, tokens)) % experts
-    partner = (first + experts // 2) % experts
-    assert shares.sum() == pytest.approx(1)
-    return np.stack([first, np.where(rng.random(tokens) < 0.5, partner, other)], axis=1)[:, None].astype(
-        np.int8
-    )
-
-
-def test_pairs_are_what_a_loop_counts() -> None:
-    routes = np.array([[[0, 1, 2]], [[2, 0, 3]], [[NO_EXPERT] * 3]], np.int8)
-    wanted = np.zeros((4, 4), int)
-    for token in routes[:2, 0]:
-        for one, other in itertools.permutations(token, 2):
-            wanted[one, other] += 1
-    assert placement.chosen_together(routes, 4)[0].tolist() == wanted.tolist()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_fewer_copies_travel_and_no_rank_has_more_to_do(ranks: int) -> None:
-    routes = routes_in_pairs(0)
-    loads, pairs = load.expert_loads(routes, 12), placement.chosen_together(routes, 12)
-    even = placement.place(loads, ranks)
-    owner = placement.gathered(even, loads, pairs, ranks, slack=0.05)
-    assert (np.sort(owner) == np.sort(even)).all()
-    assert load.ranks_per_token(routes, owner)[0] < load.ranks_per_token(routes, even)[0] - 0.05
-    largest = max(load.rank_loads(loads, even, ranks).max(), 1.05 * loads.sum() / ranks)
-    assert load.rank_loads(loads, owner, ranks).max() <= largest * (1 + 1e-9)
-    later = routes_in_pairs(1)  # and not for these tokens alone
-    assert load.ranks_per_token(later, owner)[0] < load.ranks_per_token(later, even)[0] - 0.05
-
-
-def test_nothing_is_gathered_where_nothing_is_chosen_together() -> None:
-    loads = drawn(6, 2, 8)
-    even = placement.place(loads, 2)
-    assert (placement.gathered(even, loads, np.zeros((2, 8, 8)), 2) == even).all()
-
-
 # ---- a model of 1T parameters over 64 ranks, without its weights: every rank's share on the meta device
 
 
