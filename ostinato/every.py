@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ostinato.axis import Axis
 
@@ -45,6 +45,9 @@ class Every:
     def share(self, spent: Mapping[str, float]) -> float:
         """How much of the amount has been spent; 0 for never."""
         return self._of(spent) / self.amount if self.amount else 0.0
+
+    def part(self, share: float) -> Every:
+        return replace(self, amount=share * self.amount)
 
     def _of(self, spent: Mapping[str, float]) -> float:
         match self.unit:

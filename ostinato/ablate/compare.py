@@ -1,8 +1,8 @@
 """``ostinato compare``: arms (a model, a method, a rank each) under exactly one budget, with controls.
 
-    sweep     every learning rate of an arm at a tenth of the budget, one seed
-    choose    by the validation half of the held-out problems (those at odd places)
-    race      the chosen one at the whole budget, every seed, scored at log-spaced shares of it
+    sweep     every learning rate of an arm to 1/8 of the budget, the better half of them on to 1/2, one seed,
+              by the validation half of the held-out problems (those at odd places)
+    race      the chosen one on to the whole budget, and the other seeds, scored at log-spaced shares of it
     tables    by the test half (even places), and by all of ``eval.downstream``: ``scaling.gain``
 
 Runs are jobs of ``ablate.jobs``: child processes, resumed where they stopped. Runs of a seed share prompts,
@@ -20,19 +20,21 @@ from typing import Any
 import numpy as np
 from pydantic import Field, ValidationError
 
-from ostinato.ablate.jobs import Job, State, arm_recipe, as_run
-from ostinato.ablate.kept import ended, prompts, slug
+from ostinato.ablate.jobs import Job, State, arm_recipe, as_run, done
+from ostinato.ablate.kept import prompts, slug
 from ostinato.config import Recipe
 from ostinato.config.explain import explain
 from ostinato.config.sections import Count, Floats, Names, Positive, Section
+from ostinato.every import Every
 from ostinato.inputs import parse_toml
 from ostinato.observe.report.facts import kept
 from ostinato.observe.report.reading import mean
 from ostinato.run import MAIN_SET, RunFolder
-from ostinato.scaling.gain import Outcomes
+from ostinato.scaling.gain import Outcomes, gains
 
-SWEEP, SWEEPS = 0.1, "sweep"  # of the budget, for each learning rate; the folder of these runs
+RUNGS = (1 / 8, 1 / 2)  # of the budget: where a sweep looks at its learning rates. Both are in SHARES
 SHARES = tuple(2.0**-n for n in range(6, 0, -1))  # of it, at which a run is scored beside before and after
+Budget = tuple[float, str]  # amount and unit
 LONG = 10**6  # steps: more than any budget has
 CONTROLS: Mapping[str, Sequence[str]] = {
     "": (),
@@ -78,7 +80,7 @@ def read_arms(path: Path) -> ArmsFile:
     return found
 
 
-def parse_budget(text: str) -> tuple[float, str]:
+def parse_budget(text: str) -> Budget:
     """ "2e14 flops", "20000 interactions" or "600 seconds": exactly one. Raises ValueError."""
     amount, _, unit = text.strip().partition(" ")
     try:
@@ -96,25 +98,22 @@ def amount(recipe: Recipe, value: float, unit: str) -> int | str:
     """``trainer.budget`` of a recipe. An interaction is an episode: whole steps of them."""
     if unit == "interactions":
         return max(1, math.ceil(value / (recipe.rollout.prompts_per_step * recipe.rollout.group_size)))
-    return f"{value:g} flops" if unit == "flops" else f"{value / 3600:.9g} hours"
+    return f"{value:.12g} flops" if unit == "flops" else f"{value / 3600:.9g} hours"
 
 
-def job(file: ArmsFile, name: str, lr: float, seed: int, budget: tuple[float, str], out: Path) -> Job:
-    """A run of the whole budget; of a share of it, a sweep, where ``out`` is a folder of sweeps: of that the
-    last score alone is read."""
-    arm, swept = file.arms[name], out.name == SWEEPS
+def job(file: ArmsFile, name: str, lr: float, seed: int, budget: Budget, out: Path, until: float = 1) -> Job:
+    """A run of the budget, or for now to a share of it."""
+    arm = file.arms[name]
     keys = [*file.overrides, *CONTROLS[arm.control], *arm.overrides, f'adapter.kind="{arm.method}"']
     keys += [f'model.path="{arm.model}"'] if arm.model else []
     keys += [f"adapter.rank={arm.rank}"] if arm.method == "lora" else ['model.dtype="float32"']
     keys += [f"adapter.tied={arm.tied}"] if arm.tied else []
     recipe = arm_recipe(file.recipe, keys, name, [f"trainer.lr={lr!r}"])
-    trainer = {"budget": amount(recipe, *budget), "steps": LONG}
-    scores: dict[str, Any] = {"shares": () if swept else SHARES, "every": 0}
-    scores |= {"at_start": False, "downstream": {}} if swept else {}
+    trainer = {"budget": amount(recipe, *budget), "steps": LONG, "until": until}
     recipe = recipe.model_copy(
         update={
             "trainer": recipe.trainer.model_copy(update=trainer),
-            "eval": recipe.eval.model_copy(update=scores),
+            "eval": recipe.eval.model_copy(update={"shares": SHARES, "every": 0}),
             "forecast": recipe.forecast.model_copy(update={"enabled": False}),
         }
     )
@@ -122,58 +121,55 @@ def job(file: ArmsFile, name: str, lr: float, seed: int, budget: tuple[float, st
     return Job(arm=name, seed=seed, folder=out / folder, recipe=as_run(recipe, folder, seed, out, None))
 
 
-def sweep(file: ArmsFile, budget: tuple[float, str], out: Path, seed: int = 0) -> dict[str, dict[float, Job]]:
-    """A job for each learning rate of each arm, at a tenth; none where there is nothing to choose."""
-    tenth = (SWEEP * budget[0], budget[1])
-    grids = {name: arm.lrs or file.lrs for name, arm in file.arms.items()}
-    return {
-        name: {lr: job(file, name, lr, seed, tenth, out / SWEEPS) for lr in grid}
-        for name, grid in grids.items()
-        if len(grid) > 1
-    }
+def validated(one: Job) -> np.ndarray | None:
+    """Share of right answers to each problem of the validation half, where so much of the budget was spent as
+    the job is for, or at an earlier end. None for a run that has not come so far."""
+    points, trainer = course(one.folder, MAIN_SET), one.recipe.trainer
+    budget = Every.parse(trainer.budget, "trainer.budget").part(trainer.until)
+    there = [each for spent, each in points if budget.share(spent) >= 1]
+    there += [each for _, each in points[-1:] if done(one)]
+    return there[0][1::2] if there else None
 
 
-Scores = Mapping[str, Mapping[float, float | None]]
+def staying(scores: Mapping[float, np.ndarray], *, last: bool) -> list[float]:
+    """The learning rates that go on: the better half, two at least. Of the ``last`` ones the lowest that is
+    not below the best with 90 %: a high rate that leads may fall, a low one that is level still rises."""
+    order = sorted(scores, key=lambda lr: (-scores[lr].mean(), lr))
+    if not last:
+        return order[: max(2, (len(order) + 1) // 2)]
+    arms = {str(lr): Outcomes(pre=scores[lr], post=scores[lr][None]) for lr in order}
+    found = gains(arms, reference=str(order[0]))
+    return [min(lr for lr in order if lr == order[0] or found[str(lr)].less["post"].high >= 0)]
 
 
-def validated(swept: Mapping[str, Mapping[float, Job]]) -> Scores:
-    """What each sweep scores on the validation half; None for a run that has not come to its end."""
-    return {
-        name: {
-            lr: float(np.mean(points[-1][1][1::2])) if (points := course(one.folder, MAIN_SET)) else None
-            for lr, one in grid.items()
-        }
-        for name, grid in swept.items()
-    }
+Run = Callable[[Sequence[Job]], Sequence[State]]
+Scores = dict[str, dict[float, list[float]]]  # of arms and their learning rates, at each of RUNGS
 
 
-def choose(file: ArmsFile, scores: Scores) -> dict[str, float]:
-    """The learning rate of each arm: the best of its sweep, the lower of equals. Raises ValueError where none
-    has a score."""
-    found = {}
-    for name, arm in file.arms.items():
-        known = {lr: score for lr, score in scores.get(name, {}).items() if score is not None}
-        if name in scores and not known:
-            raise ValueError(f"no sweep of arm {name!r} has come to a score; look at its train.log")
-        found[name] = max(sorted(known), key=known.__getitem__) if known else (arm.lrs or file.lrs)[0]
-    return found
+def sweep(
+    file: ArmsFile, budget: Budget, out: Path, run: Run, seed: int = 0
+) -> tuple[dict[str, float], Scores, list[State]]:
+    """(the learning rate of each arm, scores, states): successive halving (Jamieson and Talwalkar 2016). The
+    runs of those that stay go on where they are; nothing runs where there is nothing to choose. Raises
+    ValueError where no rate of an arm has a score."""
+    left = {name: [*(arm.lrs or file.lrs)] for name, arm in file.arms.items()}
+    swept: Scores = {name: {lr: [] for lr in lrs} for name, lrs in left.items() if len(lrs) > 1}
+    states = list[State]()
+    for share in RUNGS:
+        going = [job(file, name, lr, seed, budget, out, share) for name in swept for lr in left[name]]
+        states += run([one for one in going if validated(one) is None])
+        for name in swept:
+            some = {one.recipe.trainer.lr: validated(one) for one in going if one.arm == name}
+            scores = {lr: each for lr, each in some.items() if each is not None}
+            if not scores:
+                raise ValueError(f"no sweep of arm {name!r} has come to a score; look at its train.log")
+            swept[name] |= {lr: [*swept[name][lr], float(each.mean())] for lr, each in scores.items()}
+            left[name] = staying(scores, last=share == RUNGS[-1])
+    return {name: lrs[0] for name, lrs in left.items()}, swept, states
 
 
-def race(
-    file: ArmsFile, chosen: Mapping[str, float], budget: tuple[float, str], seeds: Sequence[int], out: Path
-) -> list[Job]:
-    """Seed after seed, so that arms can be compared before all is done."""
-    return [job(file, name, lr, seed, budget, out) for seed in seeds for name, lr in chosen.items()]
-
-
-Course = list[tuple[Mapping[str, float], np.ndarray]]
-
-
-def course(folder: Path, name: str) -> Course:
-    """(spent, share of right answers of each problem) of every score of the set ``name``; empty for a run
-    that has not come to its end."""
-    if not ended(folder):
-        return []
+def course(folder: Path, name: str) -> list[tuple[Mapping[str, float], np.ndarray]]:
+    """(spent, share of right answers of each problem) of every score of the set ``name`` so far."""
     rows = [row for row in RunFolder(folder).eval.rows() if row["set"] == name and "each" in row]
     return [(row["spent"], np.array([right / n if n else 0.0 for n, right in row["each"]])) for row in rows]
 
@@ -181,7 +177,7 @@ def course(folder: Path, name: str) -> Course:
 def line(one: Job, control: str) -> dict[str, Any] | None:
     """A finished run as plain numbers: what tables are made of. None where it has not ended."""
     points, rollout = course(one.folder, MAIN_SET), one.recipe.rollout
-    if not points:
+    if not done(one):
         return None
     folder = RunFolder(one.folder)
     rows = [*folder.metrics.rows()]
@@ -241,9 +237,6 @@ def outcomes(lines: Sequence[Line], of: Callable[[Line], np.ndarray] = ends) -> 
     return found
 
 
-Run = Callable[[Sequence[Job]], Sequence[State]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """``lines`` of all finished runs, what was ``swept`` and ``chosen``, and why runs ``failed``."""
@@ -254,14 +247,12 @@ class Compared:
     failed: Sequence[str]
 
 
-def compare(file: ArmsFile, budget: tuple[float, str], seeds: Sequence[int], out: Path, run: Run) -> Compared:
-    """Sweep, choose, race. ``run`` lets jobs run that have not ended."""
-    swept = sweep(file, budget, out)
-    states = [*run([one for grid in swept.values() for one in grid.values()])]
-    scores = validated(swept)
-    chosen = choose(file, scores)
-    jobs = race(file, chosen, budget, seeds, out)
+def compare(file: ArmsFile, budget: Budget, seeds: Sequence[int], out: Path, run: Run) -> Compared:
+    """Sweep and race, seed after seed, so that arms can be compared before all is done. ``run`` lets jobs run
+    that have not ended."""
+    chosen, swept, states = sweep(file, budget, out, run, seeds[0])
+    jobs = [job(file, name, lr, seed, budget, out) for seed in seeds for name, lr in chosen.items()]
     states += run(jobs)
     lines = [found for one in jobs if (found := line(one, file.arms[one.arm].control)) is not None]
     failed = [f"{state.job.folder.name} failed: {state.error}" for state in states if state.what == "failed"]
-    return Compared(lines=lines, swept=scores, chosen=chosen, failed=failed)
+    return Compared(lines=lines, swept=swept, chosen=chosen, failed=failed)

@@ -178,9 +178,8 @@ def _spent(mine: Mapping[str, Sequence[Line]], of: Compared) -> Table:
         steps, seconds, played = (
             np.mean([one[key] for one in some]) for key in ("steps", "seconds", "interactions")
         )
-        grid = ", ".join(
-            f"{lr:g}: {NONE if s is None else f'{s:.3f}'}" for lr, s in of.swept.get(name, {}).items()
-        )
+        swept = of.swept.get(name, {}).items()
+        grid = "; ".join(f"{lr:g}: {', '.join(map('{:.3f}'.format, s)) or NONE}" for lr, s in swept)
         figures = (f"{steps:.0f}", f"{played:,.0f}", *(compute_text(float(n)) for n in parts.values()))
         rows.append((name, f"{of.chosen[name]:g}", grid or NONE, *figures, seconds_text(float(seconds))))
     head = ("lr", "sweep, validation half", "steps", "interactions", "sample", "train", "measure", "seconds")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ostinato.ablate.kept import backwards, ended, slug
 from ostinato.config import Recipe, dump_toml
+from ostinato.every import Every
 from ostinato.lock import Locked, locked
 from ostinato.pipeline.signals import ending
 from ostinato.run import RunFolder
@@ -130,7 +131,7 @@ def _differs(job: Job) -> str:
     at. Empty where there is none."""
     there, planned = Recipe.load(job.folder / "recipe.toml").model_dump(), job.recipe.model_dump()
     for tree in (there, planned):
-        del tree["engine"]["threads"]
+        del tree["engine"]["threads"], tree["trainer"]["until"]
         for section in ("name", "log", "ablate", "ledger"):
             tree.pop(section, None)
     for section, value in planned.items():
@@ -213,7 +214,7 @@ def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | Non
         return None, str(error)
     with (job.folder / LOG).open("ab") as log:
         process = subprocess.Popen(
-            command(job.folder),
+            [*command(job.folder), f"trainer.until={job.recipe.trainer.until!r}"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -223,7 +224,15 @@ def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | Non
 
 
 def _state(job: Job) -> State:
-    return State(job=job, what="done" if ended(job.folder) else "waiting", step=_steps(job.folder))
+    return State(job=job, what="done" if done(job) else "waiting", step=_steps(job.folder))
+
+
+def done(job: Job) -> bool:
+    """It has ended, and not for now, at a smaller share of its budget than the job's."""
+    run, budget = RunFolder(job.folder), Every.parse(job.recipe.trainer.budget, "trainer.budget")
+    end, score = (next(backwards(log), {}) for log in (run.ledger, run.eval))
+    short = end.get("why") == "spent" and budget.share(score.get("spent", {})) < job.recipe.trainer.until
+    return ended(job.folder) and not short
 
 
 def _look(child: _Child) -> State:

@@ -110,10 +110,10 @@ class Recipe(Section):
                 "forecast.stop is true, but no scores come before and while the run trains; set eval.every, "
                 "and leave eval.at_start on"
             )
-        if self.eval.shares and not self.trainer.budget:
+        if (self.eval.shares or self.trainer.until < 1) and not self.trainer.budget:
             raise ValueError(
-                f"eval.shares is {list(self.eval.shares)} without trainer.budget, of which they are; set it, "
-                "or use eval.every"
+                f"eval.shares is {list(self.eval.shares)} and trainer.until {self.trainer.until:g} without "
+                "trainer.budget, of which they are shares; set it, or use eval.every and trainer.steps"
             )
         if self.forecast.axis == "money" and not self.ledger.price_per_device_hour:
             raise ValueError(

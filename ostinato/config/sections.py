@@ -376,6 +376,7 @@ class TrainerSection(Section):
 
     steps: Positive = 100
     budget: Count | str = 0  # of training compute, as eval.every; the step that spends it is the last
+    until: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the budget at which it stops for now
     lr: Annotated[float, Field(gt=0)] = 1e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0

@@ -96,7 +96,7 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         eval_at_start=recipe.eval.at_start,
         checkpoint_every=recipe.trainer.checkpoint_every,
         trajectories_every=recipe.log.trajectories_every,
-        budget=Every.parse(recipe.trainer.budget, "trainer.budget"),
+        budget=Every.parse(recipe.trainer.budget, "trainer.budget").part(recipe.trainer.until),
         stop_on_collapse=recipe.trainer.stop_on_collapse,
         stop_on_forgetting=recipe.trainer.stop_on_forgetting,
         flops=flops,

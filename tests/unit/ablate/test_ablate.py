@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,20 @@ def test_runs_that_have_ended_are_not_run_again(recipe: Path, tmp_path: Path) ->
     assert all(Recipe.load(job.folder / "recipe.toml").trainer.steps == 7 for job in jobs)
     again = run(jobs, 2, ignore, command=child("exit 9"), pause=short)
     assert [state.what for state in again] == ["done"] * 3
+
+
+def test_a_run_that_stopped_for_now_goes_on(recipe: Path, tmp_path: Path) -> None:
+    (one, *_), ran = some_jobs(recipe, tmp_path), list[int]()
+    script = """echo "$1" >> $0/until; n=$(grep -c . $0/until)
+        echo '{"event":"end","why":"spent"}' >> $0/ledger.jsonl
+        echo '{"spent":{"steps":'$((3 * n - 2))'}}' >> $0/eval.jsonl"""
+    for until in (1 / 8, 1 / 2, 1 / 8, 1 / 2):
+        trainer = one.recipe.trainer.model_copy(update={"budget": 8, "until": until})
+        job = replace(one, recipe=one.recipe.model_copy(update={"trainer": trainer}))
+        check([job])
+        assert run([job], 1, ignore, command=child(script), pause=short)[0].what == "done"
+        ran.append(len((job.folder / "until").read_text().split()))
+    assert ran == [1, 2, 2, 2] and "trainer.until=0.5" in (job.folder / "until").read_text()
 
 
 def test_a_run_that_fails_is_named_kept_and_gone_on_with(recipe: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ostinato.ablate.commands import write_page
 from ostinato.ablate.compare import (
+    SHARES,
     ArmsFile,
     ArmSpec,
     compare,
@@ -24,7 +25,7 @@ from ostinato.ablate.compare import (
     sweep,
 )
 from ostinato.ablate.compared import answer, charts
-from ostinato.ablate.jobs import Job, State
+from ostinato.ablate.jobs import Job, State, done
 from ostinato.config import dump_toml
 from ostinato.run import RunFolder
 
@@ -52,38 +53,42 @@ def arms(tmp_path: Path, text: str = TOML) -> ArmsFile:
     return read_arms(path)
 
 
-def fake(jobs: Sequence[Job]) -> list[State]:
-    """Runs of 20 problems, 4 answers each: a better learning rate gains on the validation half, a worse one
-    on the test half, which must not matter."""
+def play(jobs: Sequence[Job], right: Callable[[Job, float, int], int]) -> list[State]:
+    """Runs of 20 problems, 4 answers each, go on to their share of the budget; of the answers to a problem
+    ``right(job, share, problem)`` are right."""
     for one in jobs:
-        if (one.folder / "recipe.toml").exists():
+        if done(one):
             continue
-        run = RunFolder.create(one.folder, dump_toml(one.recipe))
-        good, rng = one.recipe.trainer.lr > 5e-4, np.random.default_rng(one.seed)
-        for step, (flops, gain) in enumerate(((0.0, 0), (2e11, 1), (1e12, 2))):
-            odd, even = (gain, gain - 1) if good else (0, gain)
-            if one.arm == "coin":
-                odd = even = 0
-            right = [
-                min(4, 1 + max(0, (odd if n % 2 else even)) + int(rng.integers(0, 2))) for n in range(20)
-            ]
-            row = {
-                "step": step,
-                "set": "eval",
-                "split": "eval",
-                "k": 2,
-                "pass@k": 0.5,
-                "prompts": "p",
-                "each": [[4, c] for c in right],
-            }
-            run.eval.append({**row, "spent": {"flops": flops, "steps": float(step)}})
+        run = RunFolder(one.folder)
+        if not run.recipe.exists():
+            run = RunFolder.create(one.folder, dump_toml(one.recipe))
+        before = max((row["spent"]["flops"] for row in run.eval.rows()), default=-1.0)
+        for step, share in enumerate((0.0, *SHARES, 1.0)):
+            if not before < share * BUDGET[0] <= one.recipe.trainer.until * BUDGET[0]:
+                continue
+            row = {"step": step, "set": "eval", "split": "eval", "k": 2, "pass@k": 0.5, "prompts": "p"}
+            row |= {"spent": {"flops": share * BUDGET[0], "steps": float(step)}}
+            run.eval.append({**row, "each": [[4, right(one, share, n)] for n in range(20)]})
             for name in one.recipe.eval.downstream:  # the better rate loses there
-                each = [[4, 2 - gain * good + int(rng.integers(0, 2))] for _ in range(6)]
-                run.eval.append({**row, "set": name, "each": each, "spent": {"flops": flops, "steps": 0.0}})
+                run.eval.append({**row, "set": name, "each": [[4, 2 * (not share)]] * 6})
         run.metrics.append({"step": 1, "forgetting/kept": 0.9, "rollout/trajectories": 64.0})
         flops = {"sample": 5, "train": 6, "measure": 1}
         run.ledger.append({"event": "step", "seconds": 2.0, "flops": flops}, {"event": "end", "why": "spent"})
     return [State(job=one, what="done") for one in jobs]
+
+
+def fake(jobs: Sequence[Job]) -> list[State]:
+    """A better learning rate gains on the validation half, a worse one on the test half, which must not
+    matter."""
+
+    def right(one: Job, share: float, n: int) -> int:
+        good, gain = one.recipe.trainer.lr > 5e-4, (share > 0) + (share == 1)
+        odd, even = (gain, gain - 1) if good else (0, gain)
+        mine = 0 if one.arm == "coin" else max(0, odd if n % 2 else even)
+        noise = np.random.default_rng([one.seed, round(64 * share), n]).integers(0, 2)
+        return min(4, 1 + mine + int(noise))
+
+    return play(jobs, right)
 
 
 @pytest.mark.parametrize("text", ["", "2e14", "0 flops", "3 parsecs", "1 flops 2 seconds", "nan flops"])
@@ -114,8 +119,34 @@ def test_learning_rates_of_one_arm_change_nothing_of_another(tmp_path: Path) -> 
     more = file.model_copy(
         update={"arms": {**file.arms, "small, full": ArmSpec(method="full", lrs=(1e-5, 3e-4))}}
     )
-    one, other = (sweep(each, BUDGET, tmp_path)["large, LoRA"] for each in (file, more))
-    assert one == other and [each.recipe.trainer.lr for each in one.values()] == [1e-4, 1e-3]
+    met = list[list[Job]]()
+    for each, out in ((file, "one"), (more, "other")):
+        sweep(each, BUDGET, tmp_path / out, lambda jobs: met.append([*jobs]) or fake(jobs))
+    large = [sorted(j.recipe.trainer.lr for j in some if j.arm == "large, LoRA") for some in met]
+    assert large == [[1e-4, 1e-3]] * 4
+
+
+@pytest.mark.parametrize(("at_half", "chosen"), [(2, 1e-3), (3, 1e-3), (4, 3e-3)])
+def test_a_rate_that_leads_early_and_falls_is_not_chosen(at_half: int, chosen: float, tmp_path: Path) -> None:
+    """6M LoRA at 3e-3 led at a tenth of the budget (0.500, 1e-3: 0.391), was level at half of it and below at
+    its end (0.578, 1e-3: 0.719), and had been chosen at the tenth. Level is the lower one's; a rate that
+    stays ahead is chosen."""
+    text = "lrs = [1e-3, 1e-2, 3e-3]\n[arms.a]\n"
+    course = {1e-3: (1, 3, 4), 1e-2: (0, 4, 4), 3e-3: (2, at_half, 1)}  # from the start, at 1/2, at the end
+
+    def right(one: Job, share: float, n: int) -> int:
+        return course[one.recipe.trainer.lr][(share >= 1 / 2) + (share == 1)]
+
+    found = compare(arms(tmp_path, text), BUDGET, range(2), tmp_path / "out", lambda jobs: play(jobs, right))
+    assert found.chosen == {"a": chosen}
+    assert found.swept["a"] == {1e-3: [0.25, 0.75], 1e-2: [0.0], 3e-3: [0.5, at_half / 4]}
+    spent = {
+        path.name: [row["spent"]["flops"] / BUDGET[0] for row in RunFolder(path).eval.rows()]
+        for path in (tmp_path / "out").iterdir()
+    }
+    whole, other = [0.0, *SHARES, 1.0], 4e-3 - chosen
+    shares = {f"a-lr{chosen:g}-s0": whole, f"a-lr{chosen:g}-s1": whole}
+    assert spent == {**shares, f"a-lr{other:g}-s0": whole[:-1], "a-lr0.01-s0": whole[:5]}  # none twice
 
 
 def test_a_comparison_sweeps_chooses_and_answers(tmp_path: Path) -> None:
@@ -127,7 +158,12 @@ def test_a_comparison_sweeps_chooses_and_answers(tmp_path: Path) -> None:
     coin = shown.result["arms"]["coin"]
     assert coin["raw"]["low"] <= 0 <= coin["raw"]["high"]
     assert shown.result["arms"]["large, LoRA"]["raw"]["low"] > 0
-    titles = ["Arm", "Less small, full", "The other accounting: all arms at 512 interactions", "Spent, FLOP"]
+    titles = [
+        "Arm",
+        "Less small, full",
+        "The other accounting: all arms at 1,792 interactions",
+        "Spent, FLOP",
+    ]
     assert [table.title for table in shown.tables] == titles
     page = tmp_path / "page.html"
     write_page(page, "arms", shown, charts(found.lines))
@@ -137,13 +173,14 @@ def test_a_comparison_sweeps_chooses_and_answers(tmp_path: Path) -> None:
     assert json.dumps(again.lines) == json.dumps(found.lines)
 
 
-def test_a_sweep_is_scored_at_its_end_alone_and_a_race_on_other_sets_too(tmp_path: Path) -> None:
-    """Its scores at shares were never read, and cost more than its training."""
+def test_a_sweep_is_the_beginning_of_a_race(tmp_path: Path) -> None:
     file = arms(tmp_path, f"overrides = ['{OTHERS}']\nlrs = [1e-4]\n[arms.a]\ntied = 13\nrank = 2\n")
-    swept, raced = (job(file, "a", 1e-3, 0, BUDGET, out).recipe for out in (tmp_path / "sweep", tmp_path))
-    assert not swept.eval.shares and not swept.eval.at_start and not swept.eval.downstream
-    assert raced.eval.shares and raced.eval.at_start and list(raced.eval.downstream) == ["others"]
-    assert (raced.adapter.tied, raced.adapter.rank) == (13, 2)
+    swept, raced = (job(file, "a", 1e-3, 0, BUDGET, tmp_path, until) for until in (1 / 8, 1.0))
+    trainer = raced.recipe.trainer.model_copy(update={"until": 1 / 8})
+    assert swept.recipe == raced.recipe.model_copy(update={"trainer": trainer})
+    assert swept.folder == raced.folder
+    assert raced.recipe.eval.shares and list(raced.recipe.eval.downstream) == ["others"]
+    assert (raced.recipe.adapter.tied, raced.recipe.adapter.rank) == (13, 2)
     with pytest.raises(ValueError, match=r"arm 'a'.*adapter\.tied is 13 with adapter\.kind 'full'"):
         job(arms(tmp_path, "[arms.a]\ntied = 13\nmethod = 'full'\n"), "a", 1e-3, 0, BUDGET, tmp_path)
 

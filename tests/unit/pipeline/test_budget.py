@@ -50,6 +50,10 @@ def test_a_resumed_run_has_spent_what_it_has(tmp_path: Path) -> None:
     assert (finished.why, finished.state.step) == (Finish.SPENT, 7)
     over = Bench(tmp_path / "begun", **options, budget=budget, **as_saved(again, -1))
     assert over.run().state.step == 7  # nothing is left to do
+    part = Bench(tmp_path / "part", **options, budget=budget.part(1 / 2))
+    assert part.run().why is Finish.SPENT and part.loop.state.step < 7
+    on = Bench(tmp_path / "part", **options, budget=budget, **as_saved(part, -1))
+    assert on.run().state.step == 7 and spent(on) == spent(again)
 
 
 def test_scores_come_at_shares_of_the_budget(tmp_path: Path) -> None:
