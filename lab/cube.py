@@ -4,6 +4,9 @@ All eight ways train the same recipe on the same prompts, which come back every 
 drafts and lengths to predict. Two samplers have a core each; the trainer, in the process that runs the loop,
 takes from both what it needs. A round is a seed: all eight ways once, another one first each time, and every
 ratio is of one round. The baseline is synchronous, least-loaded, without drafts.
+
+Beside each way stands what the simulator makes of its answers, with the seconds of a pass, of a trained token
+and of the loop from the baseline's run of the round, and tokens and rows of a pass with drafts from its own.
 """
 
 from __future__ import annotations
@@ -17,9 +20,21 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lab.harness import Bench, Result, Say, columns, option, seeds
 from lab.pipeline_work import SMOLLM2, Window, Work, figures, write_prompts
+from lab.simulator.events import Mode, Setup, simulate
+from lab.simulator.policies import Policy
+from lab.simulator.recorded import answers, batched, calibrated, pass_cost, scaled
+from lab.simulator.sampler import Cost
 from lab.whole_runs import allowed_cores, trained
+from ostinato.config import Recipe
+from ostinato.launch.dtype import resolved
+from ostinato.launch.models import load_decoder
+from ostinato.model.named import model_folder
+from ostinato.observe.timeline import Span
+from ostinato.run import RunFolder
 from ostinato.scaling.normal import student_90
 
 FACTORS = {
@@ -30,7 +45,7 @@ FACTORS = {
 CELLS = tuple(product((0, 1), repeat=len(FACTORS)))
 WORKS = {
     "seed-moe": replace(Work(), prompts=16, distinct=72, max_tokens=160, slots=32, scored=64),
-    "smollm2-135m": replace(SMOLLM2, distinct=8, slots=4, scored=8),  # few: passes wait for memory,
+    "smollm2-135m": replace(SMOLLM2, max_tokens=128, distinct=8, slots=4, scored=8),  # passes wait for memory
 }
 RUN_LIMIT_S = 1200.0
 
@@ -57,6 +72,9 @@ class Cube(Bench):
 
     def measure(self, say: Say) -> dict[str, Any]:
         work, runs = WORKS[self.model], []
+        folders: dict[tuple[int, tuple[int, ...]], RunFolder] = {}
+        model = resolved(Recipe.load(work.recipe)).model
+        cost = pass_cost(load_decoder(model, model_folder(model.path)))
         with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
             prompts = write_prompts(work, Path(root) / "prompts.jsonl")
             for seed, cell in turns(self.seeds):
@@ -71,25 +89,68 @@ class Cube(Bench):
                 folder = trained(
                     work.recipe, keys, logs, name, cores=allowed_cores()[:2], limit_s=RUN_LIMIT_S
                 )
+                folders[seed, cell] = folder
                 runs.append({"cell": list(cell), "seed": seed} | figures(folder, self.window))
                 say(f"{name}: {runs[-1]['steps_per_s']:.3f} steps/s, reward {runs[-1]['reward']:.3f}")
+            for run in runs:
+                here, first = folders[run["seed"], tuple(run["cell"])], folders[run["seed"], CELLS[0]]
+                run["simulated"] = simulated(work, here, first, cost, self.window)
         return {"runs": runs, **compared(runs)}
 
     @staticmethod
     def table(result: Result) -> Any:
         rows = [
-            [name, f"{one['steps_per_s']:.3f}", _times(one["ratio"]), f"{one['reward']:.3f}"]
+            [name, f"{one['steps_per_s']:.3f}", _times(one["ratio"]), *_beside(one), f"{one['reward']:.3f}"]
             for name, one in result["cells"].items()
         ]
         rows += [
-            [f"{name}, over its absence", "", _times(one), ""] for name, one in result["effects"].items()
+            [f"{name}, over its absence", "", _times(one), "", "", ""]
+            for name, one in result["effects"].items()
         ]
-        return columns("two cores, two samplers", ("", "steps/s", "ratio [90 %]", "reward"), rows)
+        names = ("", "steps/s", "ratio [90 %]", "simulated steps/s", "off by", "reward")
+        return columns("two cores, two samplers", names, rows)
+
+
+def simulated(
+    work: Work, folder: RunFolder, baseline: RunFolder, cost: Cost, window: Window
+) -> dict[str, float]:
+    """Steps per second of the answers of ``folder``, by the seconds of ``baseline``, and how far that is from
+    what they were. ``cost``: of a pass by its rows, in proportion."""
+    recipe, first = Recipe.load(folder.recipe), answers(baseline, work.siblings)
+    setup = Setup(
+        workers=recipe.cluster.samplers,
+        cores=recipe.cluster.samplers,
+        cost=batched(cost, work.slots),
+        prompts=work.prompts,
+        steps=window.steps,
+        mode=Mode.LOCKSTEP,
+        warmup=0,
+    )
+    setup = calibrated(setup, first, [Span.of(row) for row in baseline.timeline.rows()])
+    stream, per_pass = answers(folder, work.siblings), 1.0
+    if recipe.draft.enabled:
+        kept = list(folder.metrics.rows())
+        sampled, drafted = (
+            sum(row.get(f"tokens/{name}", 0.0) for row in kept) for name in ("sampled", "drafted")
+        )
+        per_pass = statistics.fmean(row.get("draft/tokens_per_pass") or 1.0 for row in kept)
+        height = setup.cost.base[work.slots] / batched(cost, work.slots).base[work.slots]
+        setup = replace(
+            setup,
+            cost=batched(scaled(cost, height), work.slots, 1 + drafted / sampled * per_pass),
+            train_token_s=setup.train_token_s * per_pass,
+        )
+        stream = replace(stream, lengths=np.ceil(stream.lengths / per_pass).astype(int))
+    if recipe.pipeline.overlap:
+        setup = replace(setup, mode=Mode.PIPELINE, staleness=recipe.pipeline.staleness)
+    ends = simulate(replace(setup, policy=Policy(recipe.pipeline.placement)), stream).steps_s
+    rate = window.measured / (ends[window.steps - window.drain - 1] - ends[window.warm_up - 1])
+    return {"steps_per_s": rate, "tokens_per_pass": per_pass}
 
 
 def overrides(cell: Sequence[int]) -> tuple[str, ...]:
     """What a way changes of the recipe: the later key wins."""
-    workers = ("engine.threads=1", "cluster.samplers=2", "cluster.pin=true")
+    workers = ("engine.threads=1", "cluster.samplers=2", "cluster.pin=true", "log.trajectories_every=1")
     return (*workers, *(key for keys, on in zip(FACTORS.values(), cell, strict=True) if on for key in keys))
 
 
@@ -112,6 +173,9 @@ def compared(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         named(cell): {
             "steps_per_s": statistics.median(math.exp(logs[cell, seed]) for seed in rounds),
             "ratio": interval([logs[cell, seed] - logs[CELLS[0], seed] for seed in rounds]),
+            "simulated": statistics.median(
+                run["simulated"]["steps_per_s"] for run in runs if tuple(run["cell"]) == cell
+            ),
             "reward": statistics.fmean(run["reward"] for run in runs if tuple(run["cell"]) == cell),
         }
         for cell in CELLS
@@ -137,6 +201,10 @@ def interval(logs: Sequence[float]) -> dict[str, float | None]:
         "low": None if half is None else math.exp(middle - half),
         "high": None if half is None else math.exp(middle + half),
     }
+
+
+def _beside(one: Mapping[str, float]) -> tuple[str, str]:
+    return f"{one['simulated']:.3f}", f"{one['simulated'] / one['steps_per_s'] - 1:+.0%}"
 
 
 def _times(one: Mapping[str, float | None]) -> str:

@@ -46,6 +46,8 @@ class Setup:
     publish_s: float = 0.0  # that a sampler pauses when weights change
     grade_s: float = 0.0  # of a group
     graders: int = 0  # 0: nothing waits for one
+    between_s: float = 0.0  # of the loop after a step, in which the trainer is idle
+    cores: int = 0  # that samplers and the trainer share, each with the same part; 0: a core for each
     warmup: int = 2  # first steps that no figure counts; the last ``staleness`` ones do not count either
 
     def __post_init__(self) -> None:
@@ -66,7 +68,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Figures of the steps that count."""
+    """Figures of the steps that count. Shares are of work: what waits for a shared core is at it."""
 
     step_s: float
     bubble_share: float  # of the samplers' time: nothing runs, and no weights are loaded
@@ -138,7 +140,8 @@ _SAMPLER, _GRADED, _TRAINED = range(3)  # in this order when at the same time
 class _Figures:
     """Sums since the beginning."""
 
-    seconds: float = 0.0
+    seconds: float = 0.0  # if nothing had to share a core
+    clock_s: float = 0.0
     busy_s: float = 0.0
     paused_s: float = 0.0
     trained_s: float = 0.0
@@ -166,7 +169,7 @@ class Simulation:
                 f"{setup.steps * setup.prompts}"
             )
         self.setup, self.stream, self.size = setup, stream, stream.lengths.shape[1]
-        self.now, self.admitted, self.version = 0.0, 0, 0
+        self.now, self.clock, self.admitted, self.version = 0.0, 0.0, 0, 0
         self.samplers = [sampler(i, setup.cost) for i in range(setup.workers)]
         self.gate = gate(prompts=setup.prompts, staleness=setup.staleness, steps=setup.steps)
         self.answers = Answers(stream, oracle=setup.oracle)
@@ -188,7 +191,9 @@ class Simulation:
         before = after = _Figures()
         self.admit()
         while self.gate.finished < self.setup.steps:
-            self.now, kind, who, stamp = heapq.heappop(self.events)
+            time, kind, who, stamp = heapq.heappop(self.events)
+            self.clock += (time - self.now) * self.crowded()
+            self.now = time
             if kind == _SAMPLER:
                 if self.samplers[who].stamp == stamp:
                     self.wake(self.samplers[who])
@@ -204,6 +209,14 @@ class Simulation:
                 self.go_on()
         return self.outcome(before, after)
 
+    def crowded(self) -> float:
+        """How many times as long everything takes while more work than there are cores. As all are slowed
+        alike, their order is that of a core for each, and only the clock differs."""
+        if not self.setup.cores:
+            return 1.0
+        working = sum(bool(sampler.batch) and not sampler.halted for sampler in self.samplers)
+        return max(1.0, (working + bool(self.batch)) / self.setup.cores)
+
     def go_on(self) -> None:
         self.admit()
         if self.batch:
@@ -214,7 +227,7 @@ class Simulation:
             tokens = sum(self.answers.tokens(group) for _, group in self.batch)
             seconds = self.setup.train_s + self.setup.train_token_s * tokens
             self.train_busy += seconds
-            self.push(self.now + seconds, _TRAINED)
+            self.push(self.now + self.setup.between_s + seconds, _TRAINED)
             if self.setup.mode is Mode.PARTIAL:
                 for sampler in self.samplers:
                     sampler.settle(self.now)
@@ -230,7 +243,7 @@ class Simulation:
         self.trained.append(tuple(sorted(group for _, group in self.batch)))
         self.gate.trained(self.batch)
         self.batch, self.version = [], self.gate.finished
-        self.ends.append(self.now)
+        self.ends.append(self.clock)
         if self.setup.mode is Mode.ROUNDS:
             self.unpublished = True
         else:
@@ -338,6 +351,7 @@ class Simulation:
             sampler.settle(self.now)
         return _Figures(
             seconds=self.now,
+            clock_s=self.clock,
             busy_s=sum(sampler.busy_s for sampler in self.samplers),
             paused_s=self.publish_busy,
             trained_s=self.train_busy,
@@ -351,11 +365,11 @@ class Simulation:
         found = _Figures(*(b - a for a, b in zip(astuple(before), astuple(after), strict=True)))
         whole = found.seconds * self.setup.workers
         return Outcome(
-            step_s=found.seconds / (self.setup.last - self.setup.warmup),
+            step_s=found.clock_s / (self.setup.last - self.setup.warmup),
             bubble_share=max(0.0, 1 - (found.busy_s + found.paused_s) / whole),
             publish_share=found.paused_s / whole,
             trainer_idle_share=max(0.0, 1 - found.trained_s / found.seconds),
-            tokens_per_s=found.tokens / found.seconds,
+            tokens_per_s=found.tokens / found.clock_s,
             token_s=found.busy_s / max(1.0, found.tokens),
             batch_mean=found.tokens / max(1.0, found.passes),
             staleness_mean=found.ages / max(1.0, found.trained),

@@ -57,6 +57,8 @@ def worlds(draw: st.DrawFn) -> tuple[Setup, Stream]:
         publish_s=float(rng.uniform(0, 2)),
         grade_s=float(rng.uniform(0, 3)),
         graders=draw(st.integers(0, 2)),
+        between_s=float(rng.uniform(0, 2)),
+        cores=draw(st.integers(0, 3)),
         warmup=0,
     )
     lengths = np.ceil(rng.lognormal(2.0, 0.9, (steps * prompts, draw(st.integers(1, 4))))).astype(int)
@@ -101,6 +103,22 @@ def test_publishing_in_flight_pauses_and_ages_tokens() -> None:
     assert done.steps_s[:2] == (5.0, 16.0)
     assert done.staleness_max == 1
     assert done.staleness_mean == pytest.approx(5 / 14)
+
+
+def test_work_that_shares_cores_takes_longer_and_nothing_else_changes() -> None:
+    """One sampler and the trainer: of each step of 3 + 2 s, one step ahead, 2 s are of both.
+
+    A core for each: 3 s a step. One core: 5 s, as if one had followed the other.
+    """
+    setup = Setup(
+        workers=1, cost=Cost(base=(0.0, 1.0)), prompts=1, steps=6, staleness=1, train_s=2.0, warmup=2
+    )
+    lengths = stream(np.full((6, 1), 3))
+    apart = simulate(setup, lengths)
+    shared = simulate(replace(setup, cores=1), lengths)
+    assert (apart.step_s, shared.step_s) == (3.0, 5.0)
+    assert apart.trained == shared.trained
+    assert simulate(replace(setup, cores=2), lengths) == apart
 
 
 @given(worlds())
