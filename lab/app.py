@@ -34,7 +34,6 @@ BENCHES = {
     "pipeline": ("pipeline:Pipeline", "five ways of using two cores"),
     "cube": ("cube:Cube", "drafts, HistoPipe and overlap, each on and off: steps per second"),
     "simulate": ("simulate:Simulate", "placements on simulated samplers, against static and known lengths"),
-    "publish": ("publish:Publish", "a new policy on its way to a sampler; memory of several samplers"),
     "faults": ("faults:Faults", "real runs, hurt at random moments; what is lost"),
     "kills": ("kills:Kills", "one run, killed with -9 and resumed many times, against an undisturbed one"),
     "scaling": ("scaling:Scaling", "forecasts of the end of known runs from their early part"),

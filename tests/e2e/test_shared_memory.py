@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from engine_contract import collected
+from physical import mapped, proportional
 from worlds import NATIVE
 
-from lab import publish
-from lab.memory import mapped, proportional
-from lab.publish_worker import sampled
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.paged import KVStore
 from ostinato.model.config import parse_config
@@ -26,6 +27,7 @@ from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.model.shared import shared_file, shared_model, sweep
 from ostinato.model.wire import fingerprint_weights
+from ostinato.types import Request, Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 MB = 1 << 20
@@ -35,7 +37,8 @@ MB = 1 << 20
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 MB of bf16 weights, so that pages and not rounding are counted."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 1024}
-    config = parse_config({**publish.LARGER, **sizes, "num_attention_heads": 4, "num_key_value_heads": 2})
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    config = parse_config({"model_type": "llama", "tie_word_embeddings": True, **sizes, **heads})
     folder = tmp_path_factory.mktemp("model")
     save_model(Decoder(config, dtype=torch.bfloat16).init_weights(0), folder)
     return folder
@@ -81,7 +84,11 @@ def test_sampling_and_publishing_write_to_no_page_of_the_base(source: Path, tmp_
     decoder = shared_model(source, torch.bfloat16, folder=tmp_path)
     engine = LocalEngine(decoder, kernels=NATIVE, kv_memory_mb=4, context_limit=64)
     engine.publish(init_adapters(decoder.config, AdapterSpec(rank=4)), 1)
-    sampled(engine, 4)
+    prompts = np.random.default_rng(0).integers(0, 1024, (4, 24)).astype(np.int32)
+    requests = [
+        Request(tokens=row, sampling=Sampling(max_tokens=4), seed=(0, i)) for i, row in enumerate(prompts)
+    ]
+    assert all(len(done.tokens) for done in asyncio.run(collected(engine.generate(requests), 4)))
     size = shared_file(source, torch.bfloat16, tmp_path).stat().st_size
     held, copied = mapped(shared_file(source, torch.bfloat16, tmp_path))
     assert copied == 0 and 0.9 * size < held <= size + 8192
