@@ -169,13 +169,13 @@ class MemoryBench(Bench):
             ("recency", -1, _fixed(contenders.recency, count)),
             ("uniform summary", -1, _fixed(contenders.uniform, count)),
             ("overwrite", -1, _fixed(contenders.overwrite, count)),
-            ("BM25", -1, _asked(contenders.bm25, count)),
-            ("hashed embedding", -1, _asked(contenders.by_hash, count)),
+            ("BM25", -1, _ranked(contenders.bm25, count)),
+            ("hashed embedding", -1, _ranked(contenders.by_hash, count)),
             ("equal memory", -1, _memory(count, importance=equal)),
             ("lexical memory", -1, _memory(count, importance=lexical())),
         ]
         rows += [
-            ("fitted embedding", -1, _asked(contenders.by_meaning(one.vectors), count)) for one in learnt[:1]
+            ("fitted embedding", -1, _ranked(contenders.by_meaning(one.vectors), count)) for one in learnt[:1]
         ]
         rows += [("ceiling", -1, _knowing(count, one.words)) for one in learnt[:1]]
         for one in learnt:
@@ -328,7 +328,7 @@ def _fixed(make: Any, count: contenders.Count) -> Callable[[int], View]:
     return at
 
 
-def _asked(make: Callable[[History], contenders.Asks], count: contenders.Count) -> Callable[[int], View]:
+def _ranked(make: Callable[[History], contenders.Ranking], count: contenders.Count) -> Callable[[int], View]:
     """Of retrieval: the turns that are worth most for the question, within the budget."""
 
     def at(budget: int) -> View:

@@ -16,7 +16,7 @@ from ostinato.memory.keep import Candidate
 @dataclass(slots=True)
 class Knowing:
     """In the place of ``Trained``: it keeps the facts that no turn has replaced so far, the newest first, in
-    the shortest form of ``words`` that still says them."""
+    the shortest form of ``words`` that still has them."""
 
     found: History
     words: WordPolicy
@@ -31,12 +31,12 @@ class Knowing:
             return
         self.newest[turn.fact.subject, turn.fact.relation] = turn.idx
         rooms = offered(turn.speaker, turn.text, block.whole, self.count, self.rules.least)
-        says = [
+        whole = [
             level
             for level in range(1, GONE)
             if rooms[level] and turn.fact.words <= {*words_of(written(self.words, turn, rooms[level]))}
         ]
-        self.shortest[turn.idx] = max(says, default=0)
+        self.shortest[turn.idx] = max(whole, default=0)
 
     def _alive(self, block: Block) -> bool:
         fact = self.found.turns[block.turn].fact

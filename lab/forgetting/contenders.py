@@ -78,10 +78,10 @@ def _facts(turn: Turn) -> float:
     return (len(numbers(text)) + len(dates(text)) + len(names(text)) + 0.5) / (3 + len(text.split()))
 
 
-Asks = Callable[[Question], list[Turn]]  # the turns of a history in the order of their worth for a question
+Ranking = Callable[[Question], list[Turn]]  # turns of a history, the best for a question first
 
 
-def bm25(found: History) -> Asks:
+def bm25(found: History) -> Ranking:
     """Okapi BM25 (k1 1.2, b 0.75) of the question's words in lines; the newer line first between equals."""
     documents = [Counter(word.lower() for word in words_of(turn.line)) for turn in found.turns]
     lengths = [sum(one.values()) for one in documents]
@@ -90,9 +90,9 @@ def bm25(found: History) -> Asks:
     rare = {word: math.log(1 + (len(documents) - n + 0.5) / (n + 0.5)) for word, n in seen.items()}
 
     def ask(question: Question) -> list[Turn]:
-        asked = {word.lower() for word in words_of(question.text)} & set(rare)
+        query = {word.lower() for word in words_of(question.text)} & set(rare)
         scores = [
-            sum(rare[word] * one[word] * 2.2 / (one[word] + 1.2 * (0.25 + 0.75 * n / mean)) for word in asked)
+            sum(rare[word] * one[word] * 2.2 / (one[word] + 1.2 * (0.25 + 0.75 * n / mean)) for word in query)
             for one, n in zip(documents, lengths, strict=True)
         ]
         return _best(found, scores)
@@ -100,7 +100,7 @@ def bm25(found: History) -> Asks:
     return ask
 
 
-def by_hash(found: History) -> Asks:
+def by_hash(found: History) -> Ranking:
     """Cosine of hashed words, weighted by their rarity in this history."""
     rows = np.stack([hashed(turn.line) for turn in found.turns])
     rare = np.log((1 + len(rows)) / (1 + (rows > 0).sum(0)))
@@ -109,10 +109,10 @@ def by_hash(found: History) -> Asks:
     return lambda question: _best(found, (rows @ (hashed(question.text) * rare) / sizes).tolist())
 
 
-def by_meaning(vectors: Vectors) -> Callable[[History], Asks]:
+def by_meaning(vectors: Vectors) -> Callable[[History], Ranking]:
     """Cosine of fitted word vectors, and the share of the question's names and numbers that a line has."""
 
-    def prepare(found: History) -> Asks:
+    def prepare(found: History) -> Ranking:
         rows = np.stack([vectors(turn.text) for turn in found.turns])
         lines = [set(words_of(turn.line)) for turn in found.turns]
 
@@ -132,9 +132,9 @@ def _best(found: History, scores: Sequence[float]) -> list[Turn]:
 
 
 __all__ = [
-    "Asks",
     "Count",
     "Lines",
+    "Ranking",
     "bm25",
     "by_hash",
     "by_meaning",

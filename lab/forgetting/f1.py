@@ -21,8 +21,8 @@ def score(category: int, prediction: str, answer: str) -> float:
     if category != 1:
         return f1(prediction, answer)
     given = [part.strip() for part in prediction.split(",")]
-    wanted = [part.strip() for part in answer.split(",")]
-    return sum(max(f1(one, part) for one in given) for part in wanted) / len(wanted)
+    expected = [part.strip() for part in answer.split(",")]
+    return sum(max(f1(one, part) for one in given) for part in expected) / len(expected)
 
 
 def f1(prediction: str, answer: str) -> float:

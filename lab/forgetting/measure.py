@@ -20,7 +20,7 @@ View = Callable[[History], Callable[[Question], Lines]]  # a history read once, 
 @dataclass(slots=True)
 class Tally:
     right: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    asked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    questions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     false: int = 0  # answers that are neither right nor "unknown"
     evidence: float = 0.0
     answerable: int = 0
@@ -30,11 +30,11 @@ class Tally:
     seconds: float = 0.0
 
     def row(self) -> dict[str, Any]:
-        n, right = sum(self.asked.values()), sum(self.right.values())
+        n, right = sum(self.questions.values()), sum(self.right.values())
         return {
             "accuracy": round(right / n, 4),
             "interval": [round(one, 4) for one in wilson(right, n)],
-            "kinds": {kind: round(self.right[kind] / max(1, self.asked[kind]), 4) for kind in KINDS},
+            "kinds": {kind: round(self.right[kind] / max(1, self.questions[kind]), 4) for kind in KINDS},
             "evidence": round(self.evidence / max(1, self.answerable), 4),
             "false": round(self.false / n, 4),
             "unsupported": round(self.unsupported / max(1, self.lines), 4),
@@ -45,7 +45,7 @@ class Tally:
 
 
 def tally(histories: Sequence[History], view: View, count: Count) -> dict[str, Any]:
-    """``view`` over all ``histories``, read by a careful reader, who finds what is still said and nothing
+    """``view`` over all ``histories``, read by a careful reader, who finds what is still stated and nothing
     else. ``seconds`` are processor time of ``view``."""
     found = Tally()
     for one in histories:
@@ -62,12 +62,12 @@ def tally(histories: Sequence[History], view: View, count: Count) -> dict[str, A
 
 def _add(found: Tally, lines: Lines, question: Question, count: Count) -> None:
     got = reply(question.chain, supported(lines, question.chain))
-    found.asked[question.kind] += 1
+    found.questions[question.kind] += 1
     found.right[question.kind] += got == question.answer
     found.false += got not in (question.answer, UNKNOWN)
     if question.evidence:
-        said = {turn.idx for turn, text in lines if turn.fact and turn.fact.words <= set(words_of(text))}
-        found.evidence += sum(at in said for at in question.evidence) / len(question.evidence)
+        stated = {turn.idx for turn, text in lines if turn.fact and turn.fact.words <= set(words_of(text))}
+        found.evidence += sum(at in stated for at in question.evidence) / len(question.evidence)
         found.answerable += 1
     found.lines += len(lines)
     found.unsupported += sum(bool(unsupported(text, turn.line)) for turn, text in lines if text != turn.line)

@@ -4,7 +4,7 @@ room.
     masked = those of which the policy would leave the smallest share
     level  ~ softmax(W phi(block, state))    W: one row for each level
     phi    = hashed words that a refill would keep, names, numbers, length, age, level, whether a later turn
-             says the same anew (``sense``), the tokens of the history over the budget, the room
+             repeats the same (``sense``), the tokens of the history over the budget, the room
 
 It is trained in ``Replay``, which has the same rules as ``ostinato.memory`` on numbers that are computed
 once for each history (a test compares the two), with groups of re-rollouts from one memory state (LoGo-GRPO,
@@ -22,7 +22,7 @@ import numpy as np
 
 from lab.forgetting.meaning import bucket, is_name, is_number
 from lab.forgetting.sense import Sense
-from lab.forgetting.world import UNKNOWN, History, Question, Turn, reply, words_of
+from lab.forgetting.world import UNKNOWN, History, Turn, followed, reply, words_of
 from ostinato.memory.blocks import LEVELS
 from ostinato.memory.refill import extract
 
@@ -45,8 +45,8 @@ DYNAMIC = (
 FEATURES = HASHED + len(DYNAMIC)
 
 
-def hashed_words(said: Sequence[str]) -> list[int]:
-    return sorted({bucket(word, HASHED) for word in said})
+def hashed_words(content: Sequence[str]) -> list[int]:
+    return sorted({bucket(word, HASHED) for word in content})
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Prepared:
     found: History
     tokens: np.ndarray  # [n, L] of a line at each level; the first verbatim, the last 0
     rooms: np.ndarray  # [n, L] what a line may have at each level
-    says: np.ndarray  # [n, L] whether its fact is still said
+    intact: np.ndarray  # [n, L] whether its fact is still there
     texts: list[list[str]]  # [n][L]
     words: list[list[int]]  # [n] hashed
     fixed: np.ndarray  # [n, 4] length, names, numbers, tool
@@ -78,19 +78,23 @@ def prepare(
         for turn in turns
     ]
     tokens = np.array([[count(text) if text else 0 for text in mine] for mine in texts])
-    says = np.array([[_says(turn, text) for text in mine] for turn, mine in zip(turns, texts, strict=True)])
+    each = zip(turns, texts, strict=True)
+    intact = np.array([[_intact(turn, text) for text in mine] for turn, mine in each])
     subjects = [sense.subject(turn.speaker, turn.text) for turn in turns]
-    said = [sense.says(turn.text) for turn in turns]
+    content = [sense.content(turn.text) for turn in turns]
     again = np.zeros((len(turns), len(turns)), np.float32)
     for j in range(len(turns)):
         again[:j, j:] = np.maximum(
             again[:j, j:],
-            [[sense.replaced(said[i], said[j]) if subjects[i] == subjects[j] else 0.0] for i in range(j)]
+            [
+                [sense.replaced(mine, content[j]) if subject == subjects[j] else 0.0]
+                for mine, subject in zip(content[:j], subjects[:j], strict=True)
+            ]
             or 0.0,
         )
     fixed = np.array([fixed_of(turn.speaker, turn.text, tokens[turn.idx, 0]) for turn in turns])
     return Prepared(
-        found, tokens, rooms, says, texts, [hashed_words(mine) for mine in said], fixed, again,
+        found, tokens, rooms, intact, texts, [hashed_words(mine) for mine in content], fixed, again,
         np.concatenate([[0], np.cumsum(tokens[:, 0])]),
     )  # fmt: skip
 
@@ -105,7 +109,7 @@ def offered(speaker: str, text: str, whole: int, count: Count, least: int) -> li
     return rooms
 
 
-def _says(turn: Turn, text: str) -> bool:
+def _intact(turn: Turn, text: str) -> bool:
     return turn.fact is not None and turn.fact.words <= set(words_of(text))
 
 
@@ -250,32 +254,18 @@ class Replay:
 
 
 def values(one: Prepared, state: State) -> dict[tuple[str, str], str]:
-    """What the memory says of each subject: the newest value that is still said."""
-    said = {}
-    for i in sorted(state.level):
-        fact = one.found.turns[i].fact
-        if fact is not None and one.says[i, state.level[i]]:
-            said[fact.subject, fact.relation] = fact.value
-    return said
-
-
-def answer(said: dict[tuple[str, str], str], question: Question) -> str:
-    found: list[str] = []
-    for subject, relation in question.chain:
-        value = said.get((subject or found[-1], relation))
-        if value is None:
-            return UNKNOWN
-        found.append(value)
-    return reply(question.chain, found)
+    """The newest value of each subject that the memory still has."""
+    facts = (one.found.turns[i].fact for i in sorted(state.level) if one.intact[i, state.level[i]])
+    return {(fact.subject, fact.relation): fact.value for fact in facts if fact}
 
 
 def reward(one: Prepared, state: State, wrong: float, overspent: float) -> float:
     """Over probes whose evidence has all come: right answers, minus ``wrong`` times the false ones (stale
     values that stand alone), minus ``overspent`` times the tokens beyond the room."""
-    said, total, n = values(one, state), 0.0, 0
+    known, total, n = values(one, state), 0.0, 0
     for question in one.found.questions:
         if question.evidence and max(question.evidence) < state.now:
-            got = answer(said, question)
+            got = reply(question.chain, followed(known, question.chain))
             total += 1.0 if got == question.answer else 0.0 if got == UNKNOWN else -wrong
             n += 1
     return total / max(1, n) - overspent * state.over / 100

@@ -182,30 +182,30 @@ def remembered(found: History, days: Sequence[str], budget: int, importance: Imp
 Make = Callable[[History, Sequence[str], Question, int], contenders.Lines]
 
 
-def _unasked(make: Callable[[History, int, contenders.Count], contenders.Lines]) -> Make:
+def _for_all(make: Callable[[History, int, contenders.Count], contenders.Lines]) -> Make:
     return lambda found, days, question, budget: make(found, budget, words)
 
 
-def _asking(make: Callable[[History], contenders.Asks]) -> Make:
-    ready: dict[int, tuple[History, contenders.Asks]] = {}  # of the last history: it is asked many questions
+def _for_each(make: Callable[[History], contenders.Ranking]) -> Make:
+    ready: dict[int, tuple[History, contenders.Ranking]] = {}  # of the last history, for all its questions
 
-    def asked(found: History, days: Sequence[str], question: Question, budget: int) -> contenders.Lines:
+    def made(found: History, days: Sequence[str], question: Question, budget: int) -> contenders.Lines:
         if id(found) not in ready:
             ready.clear()
             ready[id(found)] = found, make(found)
         return contenders.within(ready[id(found)][1](question), budget, words)
 
-    return asked
+    return made
 
 
 CONTENDERS: dict[str, tuple[bool, Make]] = {  # whether it knows the question
-    "recency": (False, _unasked(contenders.recency)),
-    "uniform summary": (False, _unasked(contenders.uniform)),
-    "overwrite": (False, _unasked(contenders.overwrite)),
+    "recency": (False, _for_all(contenders.recency)),
+    "uniform summary": (False, _for_all(contenders.uniform)),
+    "overwrite": (False, _for_all(contenders.overwrite)),
     "equal memory": (False, lambda found, days, _, budget: remembered(found, days, budget, equal)),
     "lexical memory": (False, lambda found, days, _, budget: remembered(found, days, budget, lexical())),
-    "BM25": (True, _asking(contenders.bm25)),
-    "hashed embedding": (True, _asking(contenders.by_hash)),
+    "BM25": (True, _for_each(contenders.bm25)),
+    "hashed embedding": (True, _for_each(contenders.by_hash)),
 }
 
 
@@ -224,14 +224,14 @@ def evidence_curves(
 
 def _curves(data: Public, budgets: Sequence[int], say: Say) -> list[dict[str, Any]]:
     rows = []
-    for name, (asks, make) in CONTENDERS.items():
+    for name, (each, make) in CONTENDERS.items():
         for budget in budgets:
             sums: dict[str, list[float]] = {}
             for found, days in zip(data.histories, data.days, strict=True):
-                asked = [one for one in found.questions if one.evidence]
-                lines = make(found, days, asked[0], budget) if asked and not asks else []
-                for question in asked:
-                    mine = make(found, days, question, budget) if asks else lines
+                questions = [one for one in found.questions if one.evidence]
+                lines = make(found, days, questions[0], budget) if questions and not each else []
+                for question in questions:
+                    mine = make(found, days, question, budget) if each else lines
                     kept = _kept(found, question, mine)
                     for kind in (question.kind, "all"):
                         sums[kind] = [

@@ -1,7 +1,7 @@
-"""What a line says, whom it is about, and whether a later line says it anew, as training histories teach it.
+"""What a line is about, what of it counts, and whether a later line replaces it: learnt from histories.
 
-Two turns of a training history that answer the same question at two times say the same of somebody; any other
-two about the same one do not. A logistic regression on pairs of their words tells them apart.
+Two turns of a training history that answer the same question at two times are about the same fact; any other
+two about the same one do not. A logistic regression on pairs of their words parts them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sense:
     pairs: dict[Pair, float] = field(default_factory=dict)
     bias: float = 0.0
 
-    def says(self, text: str) -> list[str]:
+    def content(self, text: str) -> list[str]:
         """The words that a refill with room for all would keep, but for names and numbers."""
         return [word.lower() for word in self.words.kept(text) if not is_name(word) and not is_number(word)]
 
@@ -37,7 +37,7 @@ class Sense:
         return about(speaker, max(text.split(","), key=lambda clause: len(self.words.kept(clause))))
 
     def replaced(self, before: Sequence[str], after: Sequence[str]) -> float:
-        """The probability that a line with the words ``after`` says anew what one about the same said
+        """The probability that a line with the words ``after`` replaces one about the same
         ``before``."""
         found = sum(self.pairs.get(pair, 0.0) for pair in product(before, after))
         return float(1 / (1 + np.exp(-found - self.bias)))
@@ -46,18 +46,18 @@ class Sense:
 def learn_sense(
     words: WordPolicy, histories: Sequence[History], seed: int, *, steps: int = 200, others: int = 20
 ) -> Sense:
-    """``others``: pairs of another kind for each pair that says the same."""
+    """``others``: pairs of another kind for each pair of the same fact."""
     rng, sense = random.Random(f"sense/{seed}"), Sense(words)
     rows: list[tuple[list[Pair], float]] = []
     for found in histories:
-        said = [sense.says(turn.text) for turn in found.turns]
+        content = [sense.content(turn.text) for turn in found.turns]
         subjects = [sense.subject(turn.speaker, turn.text) for turn in found.turns]
         same: list[list[Pair]] = []
         different: list[list[Pair]] = []
         for j, after in enumerate(found.turns):
             for i, before in enumerate(found.turns[:j]):
                 if subjects[i] == subjects[j]:
-                    (same if _same(before, after) else different).append([*product(said[i], said[j])])
+                    (same if _same(before, after) else different).append([*product(content[i], content[j])])
         different = rng.sample(different, min(len(different), others * len(same)))
         rows += [(pairs, 1.0) for pairs in same] + [(pairs, 0.0) for pairs in different]
     known = {pair: at for at, pair in enumerate(dict.fromkeys(pair for pairs, _ in rows for pair in pairs))}

@@ -37,14 +37,14 @@ PIECE = 32  # longer than any turn of the world
 @dataclass(slots=True)
 class Trained:
     """``importance`` and ``decide`` of a ``Memory``; ``came`` is its ``on_block``. One for each history:
-    it keeps what later turns spoke of, for the blocks that it has seen."""
+    it keeps what later turns are about, for the blocks that it has seen."""
 
     policy: Policy
     sense: Sense
     count: Count
     rules: Rules
     static: dict[int, np.ndarray] = field(default_factory=dict)  # by block: [L]
-    said: dict[int, list[str]] = field(default_factory=dict)
+    content: dict[int, list[str]] = field(default_factory=dict)
     subjects: dict[int, str] = field(default_factory=dict)
     rooms: dict[int, np.ndarray] = field(default_factory=dict)  # [L]
     again: dict[int, float] = field(default_factory=dict)
@@ -52,13 +52,13 @@ class Trained:
 
     def came(self, block: Block) -> None:
         weights, fixed = self.policy.weights, fixed_of(block.speaker, block.text, block.whole)
-        said, subject = self.sense.says(block.text), self.sense.subject(block.speaker, block.text)
-        words = weights[:, hashed_words(said)].sum(1)
+        content, subject = self.sense.content(block.text), self.sense.subject(block.speaker, block.text)
+        words = weights[:, hashed_words(content)].sum(1)
         self.static[block.id] = words + weights[:, HASHED + 1 : HASHED + 5] @ fixed
         for id, mine in self.subjects.items():
             if mine == subject:
-                self.again[id] = max(self.again[id], self.sense.replaced(self.said[id], said))
-        self.said[block.id], self.subjects[block.id], self.again[block.id] = said, subject, 0.0
+                self.again[id] = max(self.again[id], self.sense.replaced(self.content[id], content))
+        self.content[block.id], self.subjects[block.id], self.again[block.id] = content, subject, 0.0
         rooms = offered(block.speaker, block.text, block.whole, self.count, self.rules.least)
         self.rooms[block.id] = np.array(rooms)
         self.seen += block.whole
@@ -77,7 +77,7 @@ class Trained:
             return []
         live = {one.id for one in state.blocks}
         for id in [id for id in self.subjects if id not in live]:
-            for table in (self.static, self.said, self.subjects, self.again, self.rooms):
+            for table in (self.static, self.content, self.subjects, self.again, self.rooms):
                 table.pop(id)
         need = state.tokens - math.floor(self.rules.budget * (1 - self.rules.slack))
         logits = self.logits(state, blocks, need)
@@ -118,7 +118,7 @@ def remember(
     importance: Importance | None = None, refiller: Refiller | None = None, parts: Parts = WHOLE,
 ) -> Held:  # fmt: skip
     """A history through a memory of ``ostinato.memory``, turn by turn. Without allocation what is trained
-    says only how much blocks matter."""
+    decides only how much blocks matter."""
     more: dict[str, Any] = {}
     if trained is not None:
         decide = trained.decide if parts.allocation else None

@@ -74,12 +74,12 @@ RELATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] =
 EVENTS = ("exam", "race", "wedding", "concert")
 _OWN_EVENT = ("have my {} on {}", "set my {} for {}", "got {} again on {}", "booked the {} for {}")
 _TOLD_EVENT = ("has the {} on {}", "set the {} for {}", "got {} again on {}", "booked the {} for {}")
-_ASKED_EVENT = ("when is the {} of {}?", "what date is the {} of {}?")
+_QUESTION_EVENT = ("when is the {} of {}?", "what date is the {} of {}?")
 _TICKET, _ORDER = (
     ("ticket {} owner {}", "ticket {} passed to {}", "ticket {} taken by {}"),
     ("order {} total {}", "order {} costs {}", "order {} billed {}"),
 )
-_ASKED_TICKET, _ASKED_ORDER = (
+_QUESTION_TICKET, _QUESTION_ORDER = (
     ("who has ticket {}?", "who owns ticket {}?"),
     (
         "what does order {} cost?",
@@ -199,8 +199,8 @@ def names(split: str) -> list[str]:
 def words() -> list[str]:
     """Every word that the world writes, in a fixed order; of names the two syllables (``_FIRST``,
     ``_SECOND``)."""
-    texts = [*CHATTER, *TOOLS, *OPENINGS, *ENDINGS, *_OWN_EVENT, *_TOLD_EVENT, *_ASKED_EVENT]
-    texts += [*_TICKET, *_ORDER, *_ASKED_TICKET, *_ASKED_ORDER]
+    texts = [*CHATTER, *TOOLS, *OPENINGS, *ENDINGS, *_OWN_EVENT, *_TOLD_EVENT, *_QUESTION_EVENT]
+    texts += [*_TICKET, *_ORDER, *_QUESTION_TICKET, *_QUESTION_ORDER]
     texts += [text for phrases in RELATIONS.values() for some in phrases for text in some]
     found = [word for text in texts for word in words_of(text) if "{" not in word]
     found += [*CITIES, *JOBS, *PETS, *DRINKS, *MONTHS, *FOODS, *NUMBERS, *EVENTS, "1", "tool", UNKNOWN]
@@ -239,13 +239,13 @@ class _Writer:
         return self.rng.choice([one for one in self.people if one != person])
 
     def fact(self, subject: str, relation: str, value: str) -> tuple[str, str, Fact]:
-        """(speaker, text of the turn, what it says)."""
+        """(speaker, text of the turn, its fact)."""
         rng = self.rng
         if relation in ("owner", "total"):
             phrases = _TICKET if relation == "owner" else _ORDER
             phrase = rng.choice(phrases)
-            said = phrase.format(subject.split()[1], value)
-            return "tool", said, Fact(subject, relation, value, frozenset(said.split()))
+            stated = phrase.format(subject.split()[1], value)
+            return "tool", stated, Fact(subject, relation, value, frozenset(stated.split()))
         person = subject.split()[0]
         own = rng.random() < 0.6
         if relation == "date":
@@ -254,10 +254,10 @@ class _Writer:
         else:
             phrases, filled = RELATIONS[relation][0 if own else 1], (value,)
         opening, phrase, ending = self.phrased(phrases, relation)
-        said = phrase.format(*filled)
+        stated = phrase.format(*filled)
         speaker, who = (person, "I") if own else (self.other(person), person)
-        needed = frozenset(word for word in said.split() if word not in SMALL) | {person}
-        return speaker, joined(opening, f"{who} {said}", ending), Fact(subject, relation, value, needed)
+        needed = frozenset(word for word in stated.split() if word not in SMALL) | {person}
+        return speaker, joined(opening, f"{who} {stated}", ending), Fact(subject, relation, value, needed)
 
     def chatter(self) -> tuple[str, str, None]:
         rng = self.rng
@@ -369,16 +369,16 @@ def _people(rng: random.Random, split: str, number: int) -> list[str]:
 
 
 def supported(shown: Iterable[tuple[Turn, str]], chain: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """What the lines of a memory, in order of time, let a careful reader answer hop by hop: the newest
-    value that is still said of each subject; shorter than the chain where it breaks off."""
-    said: dict[tuple[str, str], str] = {}
-    for turn, text in shown:
-        if turn.fact is not None and turn.fact.words <= set(words_of(text)):
-            said[turn.fact.subject, turn.fact.relation] = turn.fact.value
+    """What the lines of a memory, in order of time, let a careful reader answer hop by hop: the newest value
+    of each subject that is still there; shorter than the chain where it breaks off."""
+    facts = (turn.fact for turn, text in shown if turn.fact and turn.fact.words <= set(words_of(text)))
+    return followed({(fact.subject, fact.relation): fact.value for fact in facts}, chain)
+
+
+def followed(known: Mapping[tuple[str, str], str], chain: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     found: list[str] = []
     for subject, relation in chain:
-        value = said.get((subject or found[-1], relation))
-        if value is None:
+        if (value := known.get((subject or found[-1], relation))) is None:
             break
         found.append(value)
     return tuple(found)
@@ -389,15 +389,15 @@ def reply(chain: Sequence[tuple[str, str]], found: Sequence[str]) -> str:
     return ", ".join(found) if len(found) == len(chain) else UNKNOWN
 
 
-def asked(rng: random.Random, chain: Sequence[tuple[str, str]]) -> str:
+def question_text(rng: random.Random, chain: Sequence[tuple[str, str]]) -> str:
     (subject, relation), *hops = chain
     if relation == "owner":
-        text = rng.choice(_ASKED_TICKET).format(subject.split()[1])
+        text = rng.choice(_QUESTION_TICKET).format(subject.split()[1])
     elif relation == "total":
-        text = rng.choice(_ASKED_ORDER).format(subject.split()[1])
+        text = rng.choice(_QUESTION_ORDER).format(subject.split()[1])
     elif relation == "date":
         person, event = subject.split()
-        text = rng.choice(_ASKED_EVENT).format(event, person)
+        text = rng.choice(_QUESTION_EVENT).format(event, person)
     else:
         text = rng.choice(RELATIONS[relation][2]).format(subject)
     if not hops:
@@ -422,7 +422,7 @@ def ask(writer: _Writer, turns: Sequence[Turn], number: int) -> list[Question]:
         pool = pools[kind]
         for chain in rng.sample(pool, min(len(pool), max(1, number // len(KINDS)))):
             values, evidence = _gold(latest, chain)
-            found.append(Question(kind, asked(rng, chain), chain, reply(chain, values), evidence))
+            found.append(Question(kind, question_text(rng, chain), chain, reply(chain, values), evidence))
     return found
 
 

@@ -88,7 +88,7 @@ def sense() -> Sense:
     return learn_sense(words, found, 0)
 
 
-def test_baselines_are_within_the_budget_and_retrieval_finds_what_it_is_asked_for() -> None:
+def test_baselines_are_within_the_budget_and_retrieval_finds_the_evidence() -> None:
     found = world.history(2, "eval", tokens=800, count=count())
     for budget in (60, 100, 300):
         for make in (contenders.recency, contenders.uniform, contenders.overwrite):
@@ -109,7 +109,7 @@ def test_whom_a_line_is_about() -> None:
     assert about("Karo", "haha yes") == "Karo"
 
 
-def test_full_context_is_right_and_the_tally_says_what_is_left() -> None:
+def test_full_context_is_right_and_the_tally_has_what_is_left() -> None:
     found = [world.history(at, "eval", tokens=500, count=count()) for at in range(3)]
     whole = tally(found, lambda one: lambda question: contenders.full(one, 0, count()), count())
     assert whole["accuracy"] == whole["evidence"] == 1.0 and whole["false"] == whole["unsupported"] == 0.0
@@ -139,7 +139,7 @@ def test_words_are_learnt_from_probes_alone() -> None:
     assert roomy.split() == policy.kept(line) and len(roomy.split()) < len(line.split())
 
 
-def test_what_a_later_line_says_anew_is_learnt() -> None:
+def test_what_a_later_line_replaces_is_learnt() -> None:
     """On people and phrasings that are not of training."""
     assert sense().subject("Karo", "as I said before, Mila reports to Tesa, you know") == "Mila"
     found: dict[bool, list[float]] = {True: [], False: []}
@@ -148,10 +148,10 @@ def test_what_a_later_line_says_anew_is_learnt() -> None:
         for j, after in enumerate(turns):
             for before in turns[:j]:
                 if before.fact and sense().subject(*_who(before)) == sense().subject(*_who(after)):
-                    said = (sense().says(one.text) for one in (before, after))
+                    content = (sense().content(one.text) for one in (before, after))
                     key = before.fact.subject, before.fact.relation
                     same = after.fact is not None and key == (after.fact.subject, after.fact.relation)
-                    found[same].append(sense().replaced(*said))
+                    found[same].append(sense().replaced(*content))
     shares = {same: np.mean(np.array(values) > 0.5) for same, values in found.items()}
     assert len(found[True]) > 20 and shares[True] > 0.6 and shares[False] < 0.1
 
@@ -249,13 +249,13 @@ def _locomo(folder: Path) -> tuple[Path, dict[str, int]]:
         "session_2": [{"speaker": "Ann", "dia_id": "D2:1", "text": "My cat is called Moon"}],
         "session_3_date_time": "3:00 pm on 9 June, 2023",
     }
-    asked = [
+    questions = [
         {"question": "What is the cat called?", "answer": "Moon", "evidence": ["D2:1"], "category": 4},
         {"question": "When adopted?", "answer": "7 May 2023", "evidence": ["D1:1; D9:9"], "category": 2},
         {"question": "Which dog?", "adversarial_answer": "Rex", "evidence": ["D1:1"], "category": 5},
     ]
     file = folder / "locomo.json"
-    file.write_text(json.dumps([{"sample_id": "x", "conversation": talk, "qa": asked}]))
+    file.write_text(json.dumps([{"sample_id": "x", "conversation": talk, "qa": questions}]))
     counts = {
         "conversations": 1,
         "sessions": 2,
