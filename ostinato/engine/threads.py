@@ -79,7 +79,8 @@ def configure(
     """Choose, and write the choice into the environment that torch will read. Call it before importing torch.
 
     What the caller gives wins, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then the
-    earlier measurement of ``work`` on this machine, then a measurement of some ten seconds.
+    earlier measurement of ``work`` on this machine, then a measurement of some ten seconds. The number that
+    the earlier measurement found fastest, given or set, waits as it did there, any other one passively.
     """
     if "torch" in sys.modules:
         warnings.warn(
@@ -107,17 +108,17 @@ def _choose(
     environ: MutableMapping[str, str],
 ) -> Threads:
     set_count, set_policy = environ.get("OMP_NUM_THREADS", ""), environ.get("OMP_WAIT_POLICY", "").lower()
+    known = cached(work)
     if threads != "auto":
         choice = Threads(count=threads, policy="passive", source="given")
     elif set_count.isdecimal() and int(set_count) > 0:
         choice = Threads(count=int(set_count), policy="passive", source="environment")
     else:
-        choice = cached(work) or measure(work)
-    if policy == "auto":
-        policy = (
-            "active" if set_policy == "active" else "passive" if set_policy == "passive" else choice.policy
-        )
-    return replace(choice, policy=policy)
+        choice = known = known or measure(work)
+    if known is not None and known.count == choice.count:  # so many threads were fastest here, waiting so
+        choice = replace(choice, policy=known.policy)
+    set_by_user = next((one for one in POLICIES if one == set_policy), choice.policy)
+    return replace(choice, policy=set_by_user if policy == "auto" else policy)
 
 
 def cached(work: Products) -> Threads | None:
