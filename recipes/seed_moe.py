@@ -221,11 +221,13 @@ DENSE = {name: value for name, value in ARCHITECTURE.items() if name not in _EXP
 DENSE |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 SMALL = {"hidden_size": 96, "intermediate_size": 320, "num_attention_heads": 3, "num_key_value_heads": 1}
 LARGE = {"hidden_size": 320, "num_attention_heads": 10, "num_experts": 24, "moe_intermediate_size": 256}
+MANY = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 SIZES: dict[str, Mapping[str, object]] = {  # the ladder of docs/compare.md; moe-6m is the asset
     "dense-0.5m": DENSE | SMALL,
     "dense-2m": DENSE,
     "moe-6m": ARCHITECTURE,
     "moe-19m": ARCHITECTURE | LARGE,
+    "moe-64e": ARCHITECTURE | MANY,  # of lab/studies/2026-11-24-collapse-64
 }
 
 
@@ -362,7 +364,6 @@ def losses(decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
     return cross_entropy, balance_loss(probe.logits, routing)
 
 
-BALANCE = 0.02  # weight of the balance loss
 LOG_EVERY = 20  # steps
 
 
@@ -371,6 +372,8 @@ def train(
     data: Iterable[Microbatch],
     settings: OptimizerSettings,
     log: Callable[[dict[str, object]], None],
+    *,
+    balance_coef: float = 0.02,
 ) -> None:
     """AdamW on all parameters, one microbatch per step; logs means over the last LOG_EVERY steps."""
     parameters = list(decoder.trainable(True).parameters())
@@ -380,7 +383,7 @@ def train(
         set_lr(optimizer, settings.lr * lr_factor(settings, step - 1))
         cross_entropy, balance = losses(decoder, micro)
         optimizer.zero_grad()
-        (cross_entropy + BALANCE * balance).backward()
+        (cross_entropy + balance_coef * balance).backward()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = gradient_norm(gradients).item()
         clip_gradients(gradients, norm, settings.max_grad_norm)
@@ -452,6 +455,7 @@ def main() -> None:
     parser.add_argument("--crowd-steps", type=int, default=300, help="steps on answers of the whole crowd")
     parser.add_argument("--batch-size", type=int, default=48, help="conversations per step")
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--balance", type=float, default=0.02, help="weight of the balance loss")
     parser.add_argument("--size", choices=SIZES, default="moe-6m", help="of the ladder in docs/compare.md")
     parser.add_argument(
         "--threads", type=int, default=1, help="part of the arithmetic: another number, other weights"
@@ -477,7 +481,7 @@ def main() -> None:
             warmup_steps=total_steps // 20,
             total_steps=total_steps,
         )
-        train(decoder, corpus(Renderer(args.out), args), optimizer, log)
+        train(decoder, corpus(Renderer(args.out), args), optimizer, log, balance_coef=args.balance)
         save_model(in_bf16(decoder), args.out)
         log(evaluate(args.out, args.seed))
 

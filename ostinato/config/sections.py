@@ -386,7 +386,7 @@ class TrainerSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0  # inf: off
     minibatches: Positive = 1
     tokens_per_microbatch: Positive = 4096
-    replay: bool | Literal["auto"] = True  # train MoE layers on the sampler's experts; auto: if it is needed
+    replay: bool | Literal["auto", "shuffled"] = True  # the sampler's experts; auto: if needed; a control
     replay_threshold: Share = 0.9  # ids that a sequence's routes must share with the trainer's; 0: no gate
     recompute: bool = False  # trade a second forward for the activations' memory
     checkpoint_every: Count = 50  # 0: only at the end and on SIGTERM
@@ -408,10 +408,10 @@ class TrainerSection(Section):
                 f"nothing for the {self.schedule} schedule; lower it"
             )
         usual = type(self).model_fields["replay_threshold"].default
-        if self.replay is False and self.replay_threshold != usual:
+        if self.replay in (False, "shuffled") and self.replay_threshold != usual:
             raise ValueError(
-                f"trainer.replay_threshold is {self.replay_threshold} with trainer.replay false, which has "
-                f"no gate; leave it at {usual}, or set replay to true"
+                f"trainer.replay_threshold is {self.replay_threshold} with trainer.replay {self.replay}, "
+                f"which has no gate; leave it at {usual}, or set replay to true"
             )
         return self
 

@@ -37,10 +37,10 @@ class Admitted:
 
 class ReplayGuard:
     """``replay``: MoE layers use the experts that the batch carries; "auto": where the mismatch calls for it
-    (``algo.mismatch.decide``). Unless it is False, a sequence whose experts agree with the trainer's own in
-    less than ``threshold``, beyond chance, refuses the batch; 0 refuses none. ``measure_every`` steps, from
-    the first on, a row of mismatch.jsonl is measured; 0 is never, but for the first step with "auto".
-    ``owner`` [L, E]: the rank that keeps an expert; None: all are on one.
+    (``algo.mismatch.decide``); "shuffled", a control: those of the row half a microbatch on, without a gate.
+    With True and "auto", a sequence whose experts agree with the trainer's own in less than ``threshold``,
+    beyond chance, refuses the batch; 0 refuses none. Every ``measure_every`` steps a row of mismatch.jsonl is
+    measured; 0 is never, but for the first step with "auto". ``owner`` [L, E]: the rank that keeps an expert.
 
     Raises ValueError for a setting that is out of bounds.
     """
@@ -52,7 +52,7 @@ class ReplayGuard:
         flops: FlopModel,
         *,
         device: torch.device,
-        replay: bool | Literal["auto"] = True,
+        replay: bool | Literal["auto", "shuffled"] = True,
         threshold: float = THRESHOLD,
         measure_every: int = 0,
         owner: np.ndarray | None = None,
@@ -64,11 +64,14 @@ class ReplayGuard:
         self._moe, self._passes, self._flops, self._device = config.moe, passes, flops, device
         self._replay, self._threshold, self._measure_every = replay, threshold, measure_every
         self._owner = owner
-        self.replaying = replay is True  # now; "auto" is decided before anything is trained
+        self.replaying = replay in (True, "shuffled")  # now; "auto" is decided before anything is trained
         self._missing = ""  # the last note on experts that a batch should have carried
 
     def inputs(self, microbatch: Microbatch) -> Inputs:
         """As tensors, with the routes that this step replays."""
+        if self._replay == "shuffled" and microbatch.experts is not None:
+            half = len(microbatch.experts) // 2
+            microbatch = replace(microbatch, experts=np.roll(microbatch.experts, half, axis=0))
         return as_inputs(microbatch, self._device, moe=self._moe is not None, replay=self.replaying)
 
     def admit(self, batch: Batch, step: int) -> Admitted:
@@ -106,7 +109,7 @@ class ReplayGuard:
         """
         fresh, totals.unjudged = totals.unjudged, []
         totals.judged += fresh
-        if not fresh or self._moe is None or self._replay is False:
+        if not fresh or self._moe is None or self._replay in (False, "shuffled"):
             return None
         seen = agreement([(part.source, counts) for part, counts in fresh], self._moe.top_k)
         at_fault = seen.at_fault(self._threshold)

@@ -85,7 +85,7 @@ class PolicyTrainer:
         *,
         optimizer: OptimizerSettings,
         temperature: float = 1.0,
-        replay: bool | Literal["auto"] = True,
+        replay: bool | Literal["auto", "shuffled"] = True,
         replay_threshold: float = THRESHOLD,
         measure_every: int = 0,
         recompute: bool = False,

@@ -92,7 +92,7 @@ def test_the_ladder_has_a_size_for_each_step(recipe: ModuleType, tmp_path: Path)
         recipe.write_folder(tmp_path / name, 0, architecture)
         config = read_config(tmp_path / name)
         sizes[name] = round(sum(p.numel() for p in Decoder(config).parameters()) / 1e6, 2)
-    assert sizes == {"dense-0.5m": 0.5, "dense-2m": 2.31, "moe-6m": 5.86, "moe-19m": 19.29}
+    assert sizes == {"dense-0.5m": 0.5, "dense-2m": 2.31, "moe-6m": 5.86, "moe-19m": 19.29, "moe-64e": 10.61}
 
 
 @pytest.mark.slow

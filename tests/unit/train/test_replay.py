@@ -72,6 +72,23 @@ def test_the_routes_of_these_tokens_pass(replay: bool | str) -> None:
     assert metrics["routing/replay"] == float(replay is True), "auto: the policies agree"
 
 
+def test_shuffled_routes_are_those_of_other_rows_whatever_the_gate_says_of_them() -> None:
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    batch = batch_of(samples_of(decoder, adapters))
+    rolled = [
+        replace(one, experts=np.roll(one.experts, len(one.tokens) // 2, axis=0))
+        for one in batch.microbatches
+        if one.experts is not None
+    ]
+    control = trainer_of(decoder, adapters.detach_copy(), replay="shuffled")
+    twin = trainer_of(decoder, adapters.detach_copy(), replay_threshold=0.0)
+    metrics = control.step(batch).metrics
+    twin.step(replace(batch, microbatches=tuple(rolled)))
+    assert metrics["routing/replay"] == 1 and metrics["routing/overlap"] < 0.9
+    assert bytes_of(control) == bytes_of(twin)
+
+
 def planted(bug: str, samples: list[Sample]) -> list[Sample]:
     ids = [sample.experts for sample in samples if sample.experts is not None]
     match bug:
