@@ -98,7 +98,7 @@ TWO_MARKS = "reward.functions=['exact', 'numeric']; task.mix=[{name='a', rewards
         ("trainer.steps=true", "trainer.steps is True; use a whole number"),
         ("trainer.steps=0", "trainer.steps is 0; use 1 or more"),
         ("trainer.lr=nan", "trainer.lr is nan; use a finite number"),
-        ("trainer.replay=some", "trainer.replay is 'some'; use true, false or \"auto\""),
+        ("trainer.replay=some", "trainer.replay is 'some'; use true, false, \"auto\" or \"shuffled\""),
         ("trainer.replay_threshold=2.0", "trainer.replay_threshold is 2.0; use 1.0 or less"),
         ("trainer=3", "trainer is 3; use a section of keys"),
         ("adapter.kind=loar", "adapter.kind is 'loar'; use one of 'lora', 'full'"),
