@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.algo.algorithms import Algorithm
+from ostinato.ablate.jobs import plan
+from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.config import Recipe, dump_toml, find_recipe, override
 from ostinato.config.gone import GONE
 from ostinato.config.reference import algorithm_keys, comments_of, reference
@@ -32,6 +33,12 @@ def test_packaged_recipes_load(repository: Path) -> None:
     for file in files:
         assert Recipe.load(file).name == file.stem
         assert find_recipe(file.stem) == file
+
+
+def test_the_arms_on_mismatch_are_recipes(repository: Path, tmp_path: Path) -> None:
+    jobs = plan(repository / "recipes/arms/collapse.toml", (), seeds=[10], out=tmp_path)
+    rules = {job.arm: algorithm(job.recipe.algo.name, **job.recipe.algo.overrides) for job in jobs}
+    assert {arm for arm, one in rules.items() if not one.decoupled} == {"the recipe", "bypass"}
 
 
 def test_dotted_overrides_win_over_the_file(tmp_path: Path) -> None:
