@@ -1,8 +1,8 @@
 """``ostinato compare``: arms (a model, a method, a rank each) under exactly one budget, with controls.
 
-    sweep     every learning rate of an arm to 1/8 of the budget, the better half of them on to 1/2, one seed,
-              by the validation half of the held-out problems (those at odd places)
-    race      the chosen one on to the whole budget, and the other seeds, scored at log-spaced shares of it
+    sweep     every learning rate of an arm to 1/8 of the budget, the better half of them on to all of it, one
+              seed, by the validation half of the held-out problems (those at odd places)
+    race      the best one with the other seeds, scored at log-spaced shares of the budget
     tables    by the test half (even places), and by all of ``eval.downstream``: ``scaling.gain``
 
 Runs are jobs of ``ablate.jobs``: child processes, resumed where they stopped. Runs of a seed share prompts,
@@ -30,9 +30,9 @@ from ostinato.inputs import parse_toml
 from ostinato.observe.report.facts import kept
 from ostinato.observe.report.reading import mean
 from ostinato.run import MAIN_SET, RunFolder
-from ostinato.scaling.gain import Outcomes, gains
+from ostinato.scaling.gain import Outcomes
 
-RUNGS = (1 / 8, 1 / 2)  # of the budget: where a sweep looks at its learning rates. Both are in SHARES
+RUNGS = (1 / 8, 1.0)  # of the budget: where a sweep looks at its learning rates; the first is in SHARES
 SHARES = tuple(2.0**-n for n in range(6, 0, -1))  # of it, at which a run is scored beside before and after
 Budget = tuple[float, str]  # amount and unit
 LONG = 10**6  # steps: more than any budget has
@@ -131,17 +131,6 @@ def validated(one: Job) -> np.ndarray | None:
     return there[0][1::2] if there else None
 
 
-def staying(scores: Mapping[float, np.ndarray], *, last: bool) -> list[float]:
-    """The learning rates that go on: the better half, two at least. Of the ``last`` ones the lowest that is
-    not below the best with 90 %: a high rate that leads may fall, a low one that is level still rises."""
-    order = sorted(scores, key=lambda lr: (-scores[lr].mean(), lr))
-    if not last:
-        return order[: max(2, (len(order) + 1) // 2)]
-    arms = {str(lr): Outcomes(pre=scores[lr], post=scores[lr][None]) for lr in order}
-    found = gains(arms, reference=str(order[0]))
-    return [min(lr for lr in order if lr == order[0] or found[str(lr)].less["post"].high >= 0)]
-
-
 Run = Callable[[Sequence[Job]], Sequence[State]]
 Scores = dict[str, dict[float, list[float]]]  # of arms and their learning rates, at each of RUNGS
 
@@ -150,8 +139,9 @@ def sweep(
     file: ArmsFile, budget: Budget, out: Path, run: Run, seed: int = 0
 ) -> tuple[dict[str, float], Scores, list[State]]:
     """(the learning rate of each arm, scores, states): successive halving (Jamieson and Talwalkar 2016). The
-    runs of those that stay go on where they are; nothing runs where there is nothing to choose. Raises
-    ValueError where no rate of an arm has a score."""
+    runs of the better half, two at least, go on where they are, to the end: at half of the budget a rate may
+    still lead that falls. Nothing runs where there is nothing to choose. Raises ValueError where no rate of
+    an arm has a score."""
     left = {name: [*(arm.lrs or file.lrs)] for name, arm in file.arms.items()}
     swept: Scores = {name: {lr: [] for lr in lrs} for name, lrs in left.items() if len(lrs) > 1}
     states = list[State]()
@@ -164,7 +154,8 @@ def sweep(
             if not scores:
                 raise ValueError(f"no sweep of arm {name!r} has come to a score; look at its train.log")
             swept[name] |= {lr: [*swept[name][lr], float(each.mean())] for lr, each in scores.items()}
-            left[name] = staying(scores, last=share == RUNGS[-1])
+            order = sorted(scores, key=lambda lr: (-scores[lr].mean(), lr))
+            left[name] = order[: 1 if share == 1 else max(2, (len(order) + 1) // 2)]
     return {name: lrs[0] for name, lrs in left.items()}, swept, states
 
 
