@@ -30,7 +30,8 @@ class Meter:
 
     def close(self) -> None:
         self._over.set()
-        self._thread.join()
+        if self.started:  # else what was to be followed has failed to start, which is the error to be seen
+            self._thread.join()
 
     def _look(self, pid: int) -> None:
         while not self._over.wait(EVERY_S):
