@@ -24,7 +24,7 @@ BENCHES = {
     "distill": ("learning:Distill", "tokens to 90 % of a teacher's gain: distillation beside RL"),
     "warm-start": ("learning:WarmStart", "a task never solved: rows with answers, then RL"),
     "preferences": ("learning:Preferences", "DPO: held-out pairs whose chosen answer has gained"),
-    "draft": ("draft:Draft", "rollouts with drafts from history and without, beside other drafters"),
+    "draft": ("draft:Draft", "rollouts with drafts from history, of siblings alone, and without"),
     "never-slower": ("never_slower:NeverSlower", "the worst ratio with drafts (draft --never-slower)"),
     "vllm-drafts": ("vllm_drafts:VllmDrafts", "draft methods inside vLLM, ours among its own"),
     "replay": ("replay:Replay", "sampler against trainer with routes replayed and without; planted bugs"),

@@ -170,10 +170,10 @@ class Pair:
 
         self.plain, self.drafting = engine(None), engine(Nothing())
 
-    def _held(self, drafter: Drafter, always: bool) -> tuple[Holder, Speculation]:
+    def _held(self, drafter: Drafter) -> tuple[Holder, Speculation]:
         if id(drafter) not in self._known:
             holder = Holder(drafter, clock=self._clock)
-            self._known[id(drafter)] = holder, self.drafting.speculate(holder, always=always)
+            self._known[id(drafter)] = holder, self.drafting.speculate(holder)
         return self._known[id(drafter)]
 
     def rollout(
@@ -182,17 +182,15 @@ class Pair:
         requests: Sequence[Request],
         adapters: Adapters | None = None,
         expect: Callable[[Request], float] = nothing_known,
-        always: bool = False,
     ) -> Rollout:
         """Ask for all of ``requests`` at once, of the policy ``adapters``; drafter None is the plain engine.
-        ``always``: the drafter is called before every pass, even where the engine would leave it alone.
 
         Publishing, before the clock starts, empties the prefix tree: no arm finds what another has computed.
         """
         engine, holder = self.plain, None
         if drafter is not None:
             engine = self.drafting
-            holder, engine.speculation = self._held(drafter, always)
+            holder, engine.speculation = self._held(drafter)
             holder.seconds = 0.0
         self._expect = expect
         engine.publish(adapters, engine.version + 1)

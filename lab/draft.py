@@ -26,7 +26,7 @@ from lab.settings import Clock, with_dtype
 from ostinato.config import Recipe
 from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.lengths import Lengths
-from ostinato.history.rules import Rules, Source, Window
+from ostinato.history.rules import Rules, Source
 from ostinato.history.store import History
 from ostinato.model.named import model_folder
 from ostinato.protocols import Drafter
@@ -34,51 +34,15 @@ from ostinato.types import Completion, Request
 
 
 class Arm(StrEnum):
-    """Who drafts. The baselines are rules of the same drafter, as near to their publications as it allows."""
+    """Who drafts. Published drafters (docs/measured.md) are last in commit 218876d."""
 
     OFF = "off"
-    NGRAM = "ngram"  # prompt lookup: prompt and own text, by the longest n-gram
-    RHYME = "rhyme"  # RhymeRL (arXiv 2508.18588): the prompt's newest epoch alone, window 2 +2 / reset
-    SUFFIX = "suffix"  # SuffixDecoding (arXiv 2411.04975): one index of all prompts, by counts
     SIBLINGS = "siblings"  # the running group alone, without epochs (as Seer, arXiv 2511.14617)
-    OURS = "ours"  # all of these, the noise, and the forecast of lengths
+    OURS = "ours"  # with history, the noise, and the forecast of lengths
     ORACLE = "oracle"  # knows the answer: what is left is the price of the passes
 
 
-LADDER = (24, 16, 12, 8, 6, 4, 3)
-RULES = {
-    # four tokens, as after the last 4, 3 or 2 tokens before
-    Arm.NGRAM: Rules(
-        sources=frozenset({Source.OWN}),
-        use_noise=False,
-        window=Window.FIXED,
-        length=4,
-        live=(4, 3, 2),
-        walk=1,
-    ),
-    # matches of 7 tokens backing off to 3, the branch with the most reward
-    Arm.RHYME: Rules(
-        sources=frozenset({Source.HISTORY}),
-        use_noise=False,
-        window=Window.ADD,
-        most=7,
-        epochs=1,
-        fresh=True,
-        by_reward=True,
-    ),
-    # its suffix trees approximated by the last 512 occurrences of three tokens; the longest context counts
-    Arm.SUFFIX: Rules(
-        sources=frozenset({Source.OWN, Source.OTHER}),
-        use_noise=False,
-        window=Window.SUFFIX,
-        live=LADDER,
-        shared=LADDER,
-        walk=512,
-        ring=1 << 20,
-    ),
-    Arm.SIBLINGS: Rules(sources=frozenset({Source.SIBLING, Source.OWN})),
-    Arm.OURS: Rules(),
-}
+RULES = {Arm.SIBLINGS: Rules(sources=frozenset({Source.SIBLING, Source.OWN})), Arm.OURS: Rules()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +166,7 @@ def _replay(bench: Draft, pair: Pair, steps: Sequence[Step], batch: int, round_:
     for step in steps:
         shift = (step.number + round_) % len(entrants)
         for contender in entrants[shift:] + entrants[:shift]:
-            always = contender.arm not in (Arm.OURS, Arm.ORACLE)  # the published ones keep no account
-            rollout = pair.rollout(contender.drafter, step.requests, step.adapters, contender.expect, always)
+            rollout = pair.rollout(contender.drafter, step.requests, step.adapters, contender.expect)
             yield _measured(bench, contender, step, rollout, batch, round_)
         for contender in entrants:
             contender.index_s = _learn(contender, step)
@@ -214,7 +177,7 @@ def _entrant(arm: Arm, truth: Mapping[tuple[int, ...], np.ndarray]) -> _Entrant:
         return _Entrant(arm=arm, drafter=None)
     if arm is Arm.ORACLE:
         return _Entrant(arm=arm, drafter=Oracle(truth))
-    history = History() if arm in (Arm.RHYME, Arm.OURS) else None
+    history = History() if arm is Arm.OURS else None
     drafter = HistoryDrafter(history, RULES[arm])
     contender = _Entrant(arm=arm, drafter=drafter, history=history, forget=drafter.forget)
     if arm is Arm.OURS and history is not None:

@@ -93,10 +93,10 @@ class LocalEngine:
         self.cost = CostTable.measured(self._runner.seconds) if measure else cost
         self.speculation = self.speculate(drafter) if drafter is not None else None
 
-    def speculate(self, drafter: Drafter, *, always: bool = False) -> Speculation:
+    def speculate(self, drafter: Drafter) -> Speculation:
         """With ``drafter``; at work once it is this engine's ``speculation``, changed between rollouts."""
         assert self.cost is not None, "an engine made without a drafter has no cost table"
-        return Speculation(drafter, self.cost, self._scheduler.table, always=always)
+        return Speculation(drafter, self.cost, self._scheduler.table)
 
     def model_of(self, policy: str) -> tuple[Decoder, Adapters | None, Ops]:
         """What requests of ``policy`` would run: no adapters are the base."""

@@ -34,12 +34,8 @@ STRICT = 0.5  # the same where the account is made up: many who are last togethe
 class Speculation:
     """What is drafted for the sequences in ``slots``."""
 
-    def __init__(
-        self, drafter: Drafter, cost: CostTable, table: SequenceTable, *, always: bool = False
-    ) -> None:
-        """``always``: call it before every pass, whatever the account is (for baselines that have none)."""
+    def __init__(self, drafter: Drafter, cost: CostTable, table: SequenceTable) -> None:
         self._drafter, self._cost, self._table = drafter, cost, table
-        self._always = always
         self._met: set[str] = set()  # uids of prompts seen in requests
         self._returning = False  # whether the latest had been seen before
         self._nap = 0  # passes to come for which it is not called
@@ -70,7 +66,7 @@ class Speculation:
         """Drafts for a pass of ``counts`` rows of known text of the ``chosen`` slots, aligned with them;
         ``waiting`` others have no slot yet. Nothing is drafted for who has a constraint."""
         self.awake, self.spent = False, 0.0
-        if self._nap and not self._always:
+        if self._nap:
             self._nap -= 1
             return NO_DRAFTS
         table = self._table
@@ -84,7 +80,7 @@ class Speculation:
         half_s, whole_s = self._cost.seconds(np.array([0.5, 1.0]) * known, np.array([0.5, 1.0]) * attended)
         self._fixed = min(max(2.0 * float(half_s / whole_s) - 1.0, 0.0), 1.0)
         worth_it = self._fixed >= LEAST_FIXED and self._worth_meeting(chosen[decoding], float(whole_s))
-        if not worth_it and not self._always:
+        if not worth_it:
             return NO_DRAFTS
         start = time.perf_counter()
         self.awake = True

@@ -13,7 +13,7 @@ import weakref
 import numpy as np
 
 from ostinato.history.native.library import load_library
-from ostinato.history.rules import BINS, MOST_DEPTH, DraftStats, Rules, Source, Window
+from ostinato.history.rules import BINS, MOST_DEPTH, DraftStats, Rules, Source
 from ostinato.history.store import History, prompt_key
 from ostinato.types import DraftQuery, Drafts, Request, SampledTokens
 
@@ -36,8 +36,7 @@ class _Rules(ctypes.Structure):
 
     _fields_ = (
         ("sources", _I32 * len(Source)),
-        *((name, _I32) for name in ("noise", "by_reward", "fresh", "most", "least", "epochs")),
-        *((name, _I32) for name in ("window", "length", "walk")),
+        *((name, _I32) for name in ("noise", "most", "least", "epochs", "length", "walk")),
         *((name, _Levels) for name in ("ladder", "live", "shared")),
         *((name, _I64) for name in ("ring", "group", "total")),
     )
@@ -189,11 +188,8 @@ class HistoryDrafter:
 def _c_rules(rules: Rules) -> _Rules:
     raw = _Rules(
         noise=rules.use_noise,
-        window=list(Window).index(rules.window),
-        **{
-            name: getattr(rules, name) for name in ("by_reward", "fresh", "most", "least", "epochs", "length")
-        },
-        **{name: getattr(rules, name) for name in ("walk", "ring", "group", "total")},
+        **{name: getattr(rules, name) for name in ("most", "least", "epochs", "length", "walk")},
+        **{name: getattr(rules, name) for name in ("ring", "group", "total")},
     )
     for at, source in enumerate(Source):
         raw.sources[at] = source in rules.sources

@@ -21,15 +21,6 @@ class Source(StrEnum):
     OTHER = "other"  # recent responses to any prompt
 
 
-class Window(StrEnum):
-    """How many tokens are drafted. The order is that of ``Window`` in native/drafter.cpp."""
-
-    BUDGET = "budget"  # as many as pay, over the whole batch
-    ADD = "add"  # 2, two more after a draft that was accepted as a whole, 2 again after any other
-    FIXED = "fixed"  # always ``length``
-    SUFFIX = "suffix"  # as many as agree with the context, while the product of shares is at least 0.1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """The settings of a drafter: by default every source, the noise, and one budget for the batch.
@@ -40,13 +31,10 @@ class Rules:
 
     sources: frozenset[Source] = frozenset(Source)
     use_noise: bool = True  # look at the uniform of the coming position, and at stored intervals
-    window: Window = Window.BUDGET
     length: int = MOST_DEPTH  # the longest draft, in tokens
     most: int = 32  # tokens of context that are searched for in history ...
     least: int = 3  # ... and that have to agree
     epochs: int = 3  # newest blocks of history looked at, at most 4
-    fresh: bool = False  # search anew in every pass instead of following
-    by_reward: bool = False  # without a budget: the token most often rewarded, not the most frequent one
     ladder: tuple[int, ...] = (6, 3)  # context lengths tried in history when the longest match is unsure
     live: tuple[int, ...] = (12, 6, 3)  # context lengths in siblings' and own text, longest first
     shared: tuple[int, ...] = (8, 4)  # the same over all prompts

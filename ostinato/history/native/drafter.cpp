@@ -47,7 +47,6 @@ struct Sequence {
   Match match;
   int64_t wake = 0;  // the first pass that looks at it again
   int misses = 0;
-  int window = 2;    // Window::ADD
   // of the last pass that looked at it
   int64_t pass = -1;
   int32_t first = -1;  // candidate for its next token
@@ -110,11 +109,6 @@ class Drafter {
                      Candidates& candidates) const;
   bool enough(const Tally& tally, const Place& at, const Block* block, int length, double age,
               Candidates& candidates) const;
-  bool done(const Candidates& candidates) const {
-    return rules_.window == BUDGET ? candidates.good() : candidates.count > 0;
-  }
-  int deepest(const Sequence& sequence, int32_t room) const;
-  bool worth_following(const Sequence& sequence, const Node& node) const;
   void offer(const Sequence& sequence, int32_t node);
   long take(double worth);
   long write(int32_t node, long best, int32_t* tokens);
@@ -192,7 +186,6 @@ void Drafter::index(Sequence& sequence) {
 // The blocks of its prompt, where the store has changed.
 void Drafter::refresh(Sequence& sequence) {
   if (!store_ || !rules_.sources[HISTORY]) return;
-  if (rules_.fresh) sequence.match = Match();
   if (sequence.generation == generation(store_)) return;
   sequence.generation = generation(store_);
   sequence.blocks.count =
@@ -204,19 +197,17 @@ void Drafter::refresh(Sequence& sequence) {
 bool Drafter::enough(const Tally& tally, const Place& at, const Block* block, int length, double age,
                      Candidates& candidates) const {
   if (tally.total() == 0) return false;
-  if (rules_.window == BUDGET) tally.offer(estimator_, at.odds, block, length, age, candidates);
-  else tally.offer_by_count(length, candidates);
-  return done(candidates);
+  tally.offer(estimator_, at.odds, block, length, age, candidates);
+  return candidates.good();
 }
 
 // After ``length`` tokens in one block; false where all of these places are at the end of their response.
 bool Drafter::look_up_block(const Block& block, Span span, int length, double age, const Place& at,
                             Candidates& candidates) const {
   span = window(reader_, block, span, length, rules_.noise, at.u);
-  Tally rewarded(at.u), tally(at.u);
-  if (rules_.by_reward) add_rewarded(reader_, block, span, length, rewarded);
-  if (rewarded.total() == 0) add_span(reader_, block, span, length, rules_.noise, tally);
-  enough(rewarded.total() > 0 ? rewarded : tally, at, &block, length, age, candidates);
+  Tally tally(at.u);
+  add_span(reader_, block, span, length, rules_.noise, tally);
+  enough(tally, at, &block, length, age, candidates);
   return span.size() > 0;
 }
 
@@ -224,7 +215,7 @@ bool Drafter::look_up_block(const Block& block, Span span, int length, double ag
 // circumstances.
 void Drafter::look_up_history(Sequence& sequence, Match& match, const Place& at, Candidates& candidates) const {
   bool ended = false;
-  for (long b = 0; b < sequence.blocks.count && !done(candidates); ++b) {
+  for (long b = 0; b < sequence.blocks.count && !candidates.good(); ++b) {
     update(match, b, sequence.blocks, at.end, at.known, at.position, rules_.most, rules_.least);
     if (match.lengths[b] != NOWHERE)
       ended |= !look_up_block(*sequence.blocks.at[b], match.spans[b], match.lengths[b], double(b), at, candidates);
@@ -235,7 +226,7 @@ void Drafter::look_up_history(Sequence& sequence, Match& match, const Place& at,
 void Drafter::look_up_ladder(Sequence& sequence, const Match& match, const Place& at, Candidates& candidates) const {
   for (int level = 0; level < rules_.ladder.count; ++level) {
     const int32_t length = rules_.ladder.lengths[level];
-    for (long b = 0; b < sequence.blocks.count && !done(candidates); ++b) {
+    for (long b = 0; b < sequence.blocks.count && !candidates.good(); ++b) {
       if (match.lengths[b] <= length) continue;
       const Block& block = *sequence.blocks.at[b];
       look_up_block(block, find(block, at.end - length, length), length, double(b), at, candidates);
@@ -275,11 +266,11 @@ void Drafter::look_up_live(const Live& live, const Levels& levels, bool others, 
 // Everything that is known about the token at a place, from the most similar circumstances to the least.
 void Drafter::look_up(Sequence& sequence, Match& match, const Place& at, Candidates& candidates) const {
   look_up_history(sequence, match, at, candidates);
-  if (done(candidates) || candidates.ended) return;
+  if (candidates.good() || candidates.ended) return;
   if (rules_.sources[SIBLING] || rules_.sources[OWN])
     look_up_live(sequence.group->live, rules_.live, false, sequence, at, candidates);
-  if (!done(candidates)) look_up_ladder(sequence, match, at, candidates);
-  if ((!done(candidates) || rules_.window == SUFFIX) && rules_.sources[OTHER] && sequence.blocks.count == 0)
+  if (!candidates.good()) look_up_ladder(sequence, match, at, candidates);
+  if (!candidates.good() && rules_.sources[OTHER] && sequence.blocks.count == 0)
     look_up_live(others_, rules_.shared, true, sequence, at, candidates);
 }
 
@@ -306,10 +297,6 @@ void Drafter::expand(int32_t at, int32_t parent) {
   look_up(sequence, match, {tail + kept + depth, kept + depth, position, u, log_odds(u)}, candidates);
   ++stats_.looked;
   if (parent < 0) sequence.exhausted = candidates.ended;
-  // SuffixDecoding (arXiv 2411.04975) drafts as many tokens as agree before them
-  if (parent < 0 && rules_.window == SUFFIX && candidates.count > 0)
-    sequence.deepest = std::min(sequence.deepest, candidates.at[0].length);
-
   if (candidates.count == 0) return;
   const Candidate& candidate = candidates.at[0];
   const double survival = (parent < 0 ? 1.0 : nodes_[parent].survival) * candidate.estimate;
@@ -318,33 +305,20 @@ void Drafter::expand(int32_t at, int32_t parent) {
   (parent < 0 ? sequence.first : nodes_[parent].first) = node;
 }
 
-// The deepest node that a sequence may have.
-int Drafter::deepest(const Sequence& sequence, int32_t room) const {
-  const int length = rules_.window == ADD ? sequence.window : rules_.length;
-  return std::min({MOST_DEPTH, length, int(room)});
-}
-
-bool Drafter::worth_following(const Sequence& sequence, const Node& node) const {
-  if (node.depth > sequence.deepest) return false;
-  if (rules_.window == BUDGET) return node.survival >= FAINT;
-  return rules_.window != SUFFIX || node.survival >= 0.1;
-}
-
 // Put a candidate on the heap, if there is one and it may be taken.
 void Drafter::offer(const Sequence& sequence, int32_t node) {
-  if (node < 0 || !worth_following(sequence, nodes_[node])) return;
+  if (node < 0 || nodes_[node].depth > sequence.deepest || nodes_[node].survival < FAINT) return;
   heap_.push_back({sequence.weight * nodes_[node].survival, node});
   std::push_heap(heap_.begin(), heap_.end());
 }
 
 // Take candidates in the order of their worth, and look up what follows those taken; how many of them are kept.
 long Drafter::take(double worth) {
-  const bool budgeted = rules_.window == BUDGET;
   Budget budget(costs_, worth);
   long taken = 0;
   while (!heap_.empty() && taken < costs_.most()) {
     const Entry entry = heap_.front();
-    if (budgeted && !budget.open(entry.worth)) break;
+    if (!budget.open(entry.worth)) break;
     std::pop_heap(heap_.begin(), heap_.end());
     heap_.pop_back();
     Node& node = nodes_[entry.node];
@@ -355,7 +329,7 @@ long Drafter::take(double worth) {
     expand(node.sequence, entry.node);
     offer(sequence, nodes_[entry.node].first);
   }
-  return budgeted ? budget.best() : taken;
+  return budget.best();
 }
 
 // The kept ones of ``node`` and what follows it; the number of tokens written.
@@ -374,7 +348,7 @@ long Drafter::write(int32_t node, long best, int32_t* tokens) {
 
 // A miss: after PATIENCE of them in a row a sequence is left alone for 1, 2, 4 .. passes.
 void Drafter::doze(Sequence& sequence) {
-  if (rules_.window != BUDGET || ++sequence.misses <= PATIENCE) return;
+  if (++sequence.misses <= PATIENCE) return;
   sequence.wake = pass_ + 1 + std::min(LONGEST_SLEEP, 1 << std::min(sequence.misses - PATIENCE - 1, 30));
 }
 
@@ -400,7 +374,7 @@ long Drafter::propose(long count, const int64_t* handles, const int32_t* room, c
     if (!awake(handles[i])) continue;
     sequence.pass = pass_, sequence.first = -1, sequence.weight = double(weights[i]);
     sequence.drafted = 0, sequence.exhausted = false;
-    sequence.deepest = deepest(sequence, room[i]);
+    sequence.deepest = std::min({MOST_DEPTH, int(rules_.length), int(room[i])});
     if (sequence.deepest < 1) continue;
     expand(int32_t(handles[i]), -1);
     offer(sequence, sequence.first);
@@ -416,7 +390,7 @@ long Drafter::propose(long count, const int64_t* handles, const int32_t* room, c
     if (counts[i] == 0 && sequence.deepest >= 1 && !sequence.exhausted) doze(sequence);
   }
   quiet_ = written ? 0 : quiet_ + 1;
-  if (rules_.window == BUDGET && quiet_ >= QUIET)
+  if (quiet_ >= QUIET)
     wake_ = pass_ + 1 + std::min<int64_t>(LONGEST_SLEEP, int64_t(1) << std::min<int64_t>(quiet_ - QUIET, 30));
   return written;
 }
@@ -426,7 +400,7 @@ bool Drafter::judge(const Candidate& candidate, int32_t token) {
   const bool same = candidate.token == token;
   const int bin = std::min(int(candidate.estimate * BINS), BINS - 1);
   ++stats_.labels[bin], stats_.hits[bin] += same, stats_.predicted[bin] += candidate.estimate;
-  if (rules_.window == BUDGET) estimator_.learn(candidate.x, candidate.estimate, same);
+  estimator_.learn(candidate.x, candidate.estimate, same);
   return same;
 }
 
@@ -443,9 +417,6 @@ void Drafter::teach(Sequence& sequence, const int32_t* tokens, long n) {
   }
   if (accepted > 0) sequence.misses = 0;
   else if (sequence.drafted > 0) doze(sequence);
-  // RhymeRL's window: two more after a draft that was accepted as a whole, two after any other
-  if (sequence.drafted > 0)
-    sequence.window = accepted == sequence.drafted ? std::min(sequence.window + 2, MOST_DEPTH) : 2;
 }
 
 void Drafter::observe(long count, const int64_t* handles, const int32_t* counts, const int32_t* tokens,

@@ -85,17 +85,6 @@ class Tally {
     }
   }
 
-  // The most frequent token, the first among equals, unless one was found after a longer context; the estimate is its
-  // share.
-  void offer_by_count(int length, Candidates& candidates) const {
-    const Item* best = items_;
-    for (const Item* item = items_; item < items_ + size_; ++item)
-      if (item->count > best->count) best = item;
-    if (size_ == 0 || (candidates.count > 0 && candidates.at[0].length >= length)) return;
-    candidates.at[0] = {best->token, best->best.source, length, double(best->count) / total_, {}};
-    candidates.count = 1;
-  }
-
  private:
   struct Item {
     int32_t token, count, votes;  // how often it came, and how often with an interval that u lies in
@@ -148,14 +137,5 @@ inline void add_span(const Reader& reader, const Block& block, Span span, long d
     Occurrence seen = reader.read(block, span.low + int32_t(i * span.size() / count), depth);
     if (!noise) seen.prob = 0;
     tally.add(seen);
-  }
-}
-
-// The same, of the responses that were rewarded above the mean only.
-inline void add_rewarded(const Reader& reader, const Block& block, Span span, long depth, Tally& tally) {
-  const int64_t count = std::min(span.size(), MOST_OCCURRENCES);
-  for (int64_t i = 0; i < count; ++i) {
-    const int32_t place = span.low + int32_t(i * span.size() / count);
-    if (next_at(block, place, depth).reward > 0) tally.add(reader.read(block, place, depth));
   }
 }

@@ -8,15 +8,10 @@
 constexpr int MOST_DEPTH = 32;  // of a draft
 constexpr int BINS = 10;        // of the table of reliability
 
-enum Window : int32_t { BUDGET, ADD, FIXED, SUFFIX };
-
 // Meanings in history/rules.py.
 struct Rules {
   int32_t sources[SOURCES];
-  int32_t noise, by_reward, fresh;
-  int32_t most, least, epochs;
-  int32_t window, length;
-  int32_t walk;
+  int32_t noise, most, least, epochs, length, walk;
   Levels ladder, live, shared;
   int64_t ring, group, total;
 };
