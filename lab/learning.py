@@ -8,7 +8,6 @@ ostinato bench preferences   how often the chosen answer of a held-out pair has 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 from lab.answers import write
 from lab.harness import Bench, Result, Say, markdown, option, seeds
-from lab.paired import wilson
+from lab.paired import geometric, wilson
 from lab.whole_runs import trained
 from ostinato.config import Recipe
 from ostinato.env.answers import load_rows
@@ -32,7 +31,6 @@ from ostinato.types import Prompt
 
 ENDS = Path(__file__).parent / "ends.py"
 SHARE = 0.9  # of the teacher's gain
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # two-sided, by number of runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +72,12 @@ class Distill(Seeded):
                 rows.append({"seed": seed} | _reached(curve(teacher), curve(student)))
             say(_line(rows[-1]))
         ratios = [row["rl_tokens"] / row["opd_tokens"] for row in rows if row["opd_tokens"]]
-        reached = {"reached": len(ratios), "of": len(rows)}
-        return {"runs": rows, **reached, "ratio": _geometric(ratios) if len(ratios) > 1 else None}
+        found: dict[str, Any] = {"runs": rows, "reached": len(ratios), "of": len(rows), "ratio": None}
+        if len(ratios) > 1:
+            low, mean, high = geometric(ratios, 0.95)
+            each = [round(ratio, 3) for ratio in ratios]
+            found["ratio"] = {"mean": mean, "interval": [low, high], "each": each}
+        return found
 
     @staticmethod
     def table(result: Result) -> str:
@@ -103,15 +105,6 @@ def _reached(rl: Sequence[tuple[float, float]], opd: Sequence[tuple[float, float
     found = {"before": before, "teacher": after, "target": target}
     found |= {"rl_tokens": tokens(rl), "opd_tokens": tokens(opd), "student": opd[-1][1]}
     return found | {"rl": rl, "opd": opd}
-
-
-def _geometric(ratios: Sequence[float]) -> dict[str, Any]:
-    """Mean and 95 % interval of Student's t, on logarithms."""
-    logs = [math.log(ratio) for ratio in ratios]
-    half = T95[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
-    middle = statistics.fmean(logs)
-    low, mean, high = (math.exp(middle + by) for by in (-half, 0.0, half))
-    return {"mean": mean, "interval": [low, high], "each": [round(ratio, 3) for ratio in ratios]}
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -6,11 +6,13 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Z95 = 1.959964
+from scipy.special import stdtrit
+
+from ostinato.observe.report import facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +91,12 @@ def _seconds(work: Callable[[], object], repeats: int, clock: Callable[[], float
 
 def wilson(k: int, n: int) -> tuple[float, float]:
     """95 % interval of a share, k of n (Wilson 1927); (0, 1) of nothing."""
-    if n == 0:
-        return 0.0, 1.0
-    share, z2 = k / n, Z95**2
-    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return facts.wilson(k / max(1, n), 0.0, n) or (0.0, 1.0)
+
+
+def geometric(values: Sequence[float], level: float) -> tuple[float, float, float]:
+    """(low, mean, high): geometric mean, Student's interval of ``level`` on logarithms; NaN of one value."""
+    logs, n = [math.log(value) for value in values], len(values)
+    half = stdtrit(n - 1, 0.5 + level / 2) * statistics.stdev(logs) / math.sqrt(n) if n > 1 else math.nan
+    middle = statistics.fmean(logs)
+    return math.exp(middle - half), math.exp(middle), math.exp(middle + half)

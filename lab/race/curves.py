@@ -8,13 +8,12 @@ highest, as a mean over its seeds.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lab import paired
 from ostinato.model.flops import FlopModel, Work
-from ostinato.scaling.normal import student_90
 
 COSTS = ("wall_s", "from_start_s", "device_s", "flops", "peak_mb")
 SHARES = (0.25, 0.5, 0.75, 0.9)
@@ -53,14 +52,11 @@ def attainable(runs: Mapping[str, Sequence[Run]]) -> tuple[float, float]:
 
 
 def geometric(values: Sequence[float]) -> dict[str, Any] | None:
-    """Geometric mean with the 90 % interval of Student's t on logarithms; without one of fewer than 2."""
+    """Geometric mean with its 90 % interval over seeds; None of nothing."""
     if not values:
         return None
-    logs, n = [math.log(value) for value in values], len(values)
-    half = student_90(n - 1) * statistics.stdev(logs) / math.sqrt(n) if n > 1 else math.nan
-    middle = statistics.fmean(logs)
-    low, mean, high = (math.exp(middle + by) for by in (-half, 0.0, half))
-    return {"mean": mean, "interval": [low, high], "n": n}
+    low, mean, high = paired.geometric(values, 0.9)
+    return {"mean": mean, "interval": [low, high], "n": len(values)}
 
 
 def compared(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
