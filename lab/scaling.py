@@ -22,7 +22,6 @@ from scipy.optimize import brentq
 
 from lab.backtest import FRACTIONS, Row, backtest, calibrate, summary
 from lab.harness import Bench, Result, Say, option
-from lab.paper_fit import fit_paper
 from ostinato.axis import Axis
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.fit import fit
@@ -235,8 +234,7 @@ def oracles(curves: dict[str, Series]) -> list[dict[str, Any]]:
     both = series(
         "batch 2048", np.append(early.compute, late.compute), np.append(early.score, late.score), R0=R0
     )
-    window = both.between(FIRST, 39_000)
-    paper, projected = fit_paper(window), fit(window)
+    projected = fit(both.between(FIRST, 39_000))
     power = [fit_form(both.between(first, 39_000), Form.POWER).parameters for first in (FIRST, 5000)]
     legend = Sigmoid(R0=R0, A=0.645, B=1.68, C_mid=10_909)
     later = late.between(first=46_000)
@@ -244,10 +242,6 @@ def oracles(curves: dict[str, Series]) -> list[dict[str, Any]]:
     small, large = Sigmoid(R0=R0, A=0.610, B=1.92, C_mid=2542), replace(legend, B=1.70)
     crossing: Any = brentq(lambda C: small.score(C) - large.score(C), 10_000, 1e6)
     expected = [
-        ("paper's grid fit: A", paper.curve.A, 0.635, 1e-6),
-        ("paper's grid fit: B", paper.curve.B, 1.806, 1e-3),
-        ("paper's grid fit: C_mid", paper.curve.C_mid, 10_176, 1.0),
-        ("paper's grid fit: sum of squares", paper.sse, 3.00e-4, 1e-6),
         ("variable projection: A", projected.curve.A, 0.6325, 1e-4),
         ("variable projection: B", projected.curve.B, 1.844, 1e-3),
         ("variable projection: C_mid", projected.curve.C_mid, 10_019, 1.0),

@@ -95,7 +95,7 @@ LAB, TESTS = (
     # 2,700 a memory put to the test: world, policy, what replaces a line, its ceiling, refills by models,
     # public data; 120 the forgetting watch; 530 exact, 200 feedback, 880 the race against TRL, 45 a picture
     # of the ladder, 500 SFT and DPO, 115 a long chat, 210 the simulator beside the cube and sums
-    14_085,
+    14_015,
     52_720,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,380 memory and 425 its bench, 2,100 product, 480 judges, 22 scores of toys and connections of the Tinker
