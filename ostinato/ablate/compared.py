@@ -11,7 +11,8 @@ import numpy as np
 from ostinato.ablate.compare import Compared, Line, ends_at, outcomes
 from ostinato.observe.report.charts import COLORS, Chart, Series, plotted
 from ostinato.observe.report.facts import NONE, Table, compute_text, seconds_text
-from ostinato.scaling.gain import Gain, compute_to, front, gains
+from ostinato.scaling.gain import Gain, compute_to, front, gains, ratio
+from ostinato.scaling.posterior import Interval
 from ostinato.scaling.views import Answer, both
 
 OTHER = "As much as the arm with the least has had; between two scores of a run, on the line through them."
@@ -40,6 +41,7 @@ def answer(of: Compared, budget: str, threshold: float) -> Answer:
     along = "compute" if budget.endswith("interactions") else "played"
     elsewhere, common = _elsewhere(of.lines), min(one[along][-1] for one in of.lines)
     same = gains(outcomes(of.lines, lambda one: ends_at(one, along, common)))
+    over = per_flop(of.lines, threshold)
     result = {
         "budget": budget,
         "swept": of.swept,
@@ -50,13 +52,14 @@ def answer(of: Compared, budget: str, threshold: float) -> Answer:
         },
         "same": {"along": along, "amount": common, "arms": {name: asdict(one) for name, one in same.items()}},
         "compute_to": reached,
+        "over_first": {name: {k: v and asdict(v) for k, v in one.items()} for name, one in over.items()},
         "front": [list(points(of.lines)[n][:2]) for n in front([one[:2] for one in points(of.lines)])],
         "runs": of.lines,
     }
     unit = {"compute": "FLOP", "played": "interactions"}[along]
     tables = [
         _gained(found, mine, reached, threshold),
-        _less(found),
+        _less(found, over, threshold),
         *(_changed(f"Not trained: {name}", arms, "All of its problems.") for name, arms in elsewhere.items()),
         _changed(f"The other accounting: all arms at {compute_text(common)} {unit}", same, OTHER),
         _spent(mine, of),
@@ -93,8 +96,31 @@ def mean_course(lines: Sequence[Line], arm: str, along: str = "compute") -> tupl
     mine = [one for one in lines if one["arm"] == arm]
     count = min(len(one["compute"]) for one in mine)
     compute = np.mean([one[along][:count] for one in mine], axis=0)
-    score = np.mean([np.array(one["each"])[:count, ::2].mean(1) for one in mine], axis=0)
+    score = np.mean([_scores(one)[:count] for one in mine], axis=0)
     return compute.tolist(), score.tolist()
+
+
+def per_flop(lines: Sequence[Line], threshold: float) -> dict[str, dict[str, Interval | None]]:
+    """By arm: "gain" per FLOP, and FLOP "to" ``threshold`` of the first arm's gain, over those of the first
+    arm's run of the same seed. None where a run gains nothing or does not get there."""
+    first, runs = lines[0]["arm"], {(one["arm"], one["seed"]): one for one in lines}
+
+    def figures(arm: str, seed: int) -> tuple[float, float]:
+        one, base = runs[arm, seed], _scores(runs[first, seed])
+        score, target = _scores(one), base[0] + threshold * (base[-1] - base[0])
+        return (score[-1] - score[0]) / one["compute"][-1], compute_to(one["compute"], score, target)
+
+    found = {}
+    for arm in dict.fromkeys(arm for arm, _ in runs):
+        seeds = [seed for name, seed in runs if name == arm and (first, seed) in runs]
+        each = np.array([[figures(name, seed) for seed in seeds] for name in (arm, first)]).reshape(2, -1, 2)
+        found[arm] = {key: ratio(*each[:, :, at]) for at, key in enumerate(("gain", "to"))}
+    return found
+
+
+def _scores(one: Line) -> np.ndarray:
+    """Of a run on the test half."""
+    return np.array(one["each"])[:, ::2].mean(1)
 
 
 def points(lines: Sequence[Line], along: str = "compute") -> list[tuple[float, float, str]]:
@@ -159,14 +185,21 @@ def _changed(title: str, found: Mapping[str, Gain], note: str) -> Table:
     return Table(title=title, head=head, rows=rows, note=note)
 
 
-def _less(found: Mapping[str, Gain]) -> Table:
+def _less(
+    found: Mapping[str, Gain], over: Mapping[str, Mapping[str, Interval | None]], threshold: float
+) -> Table:
     first = next(iter(found))
     rows = [
-        (name, *(both(one.less[key], "{:+.3f}") for key in ("post", "raw", "H", "logit")))
+        (
+            name,
+            *(both(one.less[key], "{:+.3f}") for key in ("post", "raw", "H", "logit")),
+            *(both(over[name][key], "{:.2f}") for key in ("gain", "to")),
+        )
         for name, one in found.items()
         if one.less
     ]
-    return Table(title=f"Less {first}", head=("after", "raw gain", "H", "logit gain"), rows=rows)
+    ratios = ("gain per FLOP, ratio", f"FLOP to {threshold:.0%} of its gain, ratio")
+    return Table(title=f"Less {first}", head=("after", "raw gain", "H", "logit gain", *ratios), rows=rows)
 
 
 def _spent(mine: Mapping[str, Sequence[Line]], of: Compared) -> Table:

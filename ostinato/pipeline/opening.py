@@ -38,6 +38,7 @@ def new_buffer(
         seed=plan.seed,
         staleness=plan.staleness,
         curriculum=plan.curriculum,
+        pilot=plan.pilot,
     )
     return RolloutBuffer(
         rule=AdmissionRule(

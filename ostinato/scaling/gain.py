@@ -68,6 +68,17 @@ def compute_to(compute: Sequence[float], score: Sequence[float], threshold: floa
     return math.inf
 
 
+def ratio(of: Sequence[float] | np.ndarray, to: Sequence[float] | np.ndarray) -> Interval | None:
+    """Geometric mean of of[i] / to[i] with the 90 % interval of Student's t on logarithms (one pair has no
+    ends); None where one of them is not positive and finite."""
+    if not len(of) or not all(0 < value < math.inf for value in (*of, *to)):
+        return None
+    logs = np.log(np.asarray(of) / np.asarray(to))
+    half = student_90(len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+    low, mean, high = (math.exp(logs.mean() + by) for by in (-half, 0.0, half))
+    return Interval(low=low, median=mean, high=high)
+
+
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Of (compute, score): those that no other one beats in both, by compute."""
     order = sorted(range(len(points)), key=lambda n: (points[n][0], -points[n][1]))

@@ -69,13 +69,13 @@ BUDGETS = {
     "cli": 1_585,  # 1,000 and the options of serve, proxy, tinker, sft, judge, product and memory
     "serve": 5_700,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 340; Tinker 1,990
     # sessions and the proxy of a memory 310
-    "ablate": 1_255,  # 780, arms under one budget 430; other sets and the other accounting 60
+    "ablate": 1_280,  # 780, arms under one budget 430; other sets and the other accounting 60, per FLOP 25
     "parallel": 3_395,
-    "launch": 6_260,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    "launch": 6_285,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
     # the loop of a product 1,090, the questions of the forgetting watch 120, memories 135, first users 30,
-    # caches of torch 20
-    "pipeline": 3_530,  # 3,150, a curriculum, the forgetting watch 360
-    "scaling": 2_760,  # with its commands, gains of arms 165
+    # caches of torch 20, pilots 22
+    "pipeline": 3_545,  # 3,150, a curriculum, the forgetting watch 360, pilots 16
+    "scaling": 2_770,  # with its commands, gains of arms 175
     "train": 3_270,  # 2,650, training call by call (accumulate), teachers, SFT and DPO;
     # AdamW without the import of a compiler 35
     "(files of their own)": 2_255,
@@ -83,23 +83,23 @@ BUDGETS = {
     "interop": 1_570,
     "reward": 1_705,
     "workers": 1_175,
-    "rollout": 1_200,
+    "rollout": 1_275,  # 1,200, pilot answers
     "history": 920,
     "env": 1_620,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
     "product": 3_055,  # feedback in 1,250; rewards, pairs, judge, gates, detectors, marks, the loop
     "memory": 1_595,  # a context within a budget: blocks, facts, importance, allocation, refills, sessions
     # a masked-diffusion checkpoint as refiller 105
-    "config": 1_290,  # the reference of all keys is generated there; mixtures, curricula, teachers
+    "config": 1_300,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
     # 2,700 a memory put to the test: world, policy, what replaces a line, its ceiling, refills by models,
     # public data; 120 the forgetting watch; 530 exact, 200 feedback, 880 the race against TRL, 45 a picture
     # of the ladder, 500 SFT and DPO, 115 a long chat, 210 the simulator beside the cube and sums
     14_015,
-    52_720,
+    52_885,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,380 memory and 425 its bench, 2,100 product, 480 judges, 22 scores of toys and connections of the Tinker
-# SDK, 190 TinyLoRA, 260 the race, 25 shuffled routes
+# SDK, 190 TinyLoRA, 260 the race, 25 shuffled routes, 140 pilot answers and 25 gain per FLOP
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:

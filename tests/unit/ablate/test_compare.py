@@ -24,7 +24,7 @@ from ostinato.ablate.compare import (
     read_arms,
     sweep,
 )
-from ostinato.ablate.compared import answer, charts
+from ostinato.ablate.compared import answer, charts, per_flop
 from ostinato.ablate.jobs import Job, State, done
 from ostinato.config import dump_toml
 from ostinato.run import RunFolder
@@ -187,6 +187,22 @@ def test_before_is_the_mean_over_seeds() -> None:
     lines = [{"arm": "a", "prompts": "p", "each": [[k, 0.0, k], [1.0, 0.0, 1.0]]} for k in (0.0, 0.5, 1.0)]
     found = outcomes(lines)["a"]
     assert found.pre.tolist() == [0.5, 0.5] and found.post.shape == (3, 2)
+
+
+def test_gain_per_flop_is_compared_seed_by_seed() -> None:
+    """Two problems, of which the first is the test half: 0.2 to 0.6 with 8 FLOP; the arm is there with 4, or
+    never; one seed that never gets there leaves no ratio of compute."""
+
+    def run(arm: str, seed: int, compute: list[float], scores: list[float]) -> dict[str, object]:
+        return {"arm": arm, "seed": seed, "compute": compute, "each": [[score, 0.0] for score in scores]}
+
+    first = [run("plain", seed, [0, 4, 8], [0.2, 0.4, 0.6]) for seed in (0, 1)]
+    fast = [run("fast", seed, [0, 4, 8], [0.2, 0.5, 0.6]) for seed in (0, 1)]
+    slow = [run("slow", 0, [0, 8], [0.2, 0.4]), run("slow", 1, [0, 8], [0.2, 0.6])]
+    found = per_flop([*first, *fast, *slow], threshold=0.75)
+    assert found["plain"]["gain"] == found["plain"]["to"] == found["fast"]["gain"]
+    assert found["fast"]["to"].median == pytest.approx(4 / 32**0.5)
+    assert found["slow"]["gain"].median == pytest.approx(0.5**0.5) and found["slow"]["to"] is None
 
 
 def test_what_was_not_trained_has_its_table(tmp_path: Path) -> None:

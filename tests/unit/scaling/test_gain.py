@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.rollout.health import pass_at_k
-from ostinato.scaling.gain import Outcomes, compute_to, front, gains, headroom, logit_gain
+from ostinato.scaling.gain import Outcomes, compute_to, front, gains, headroom, logit_gain, ratio
 
 share = st.floats(0.0, 1.0)
 P, S, K, EXPERIMENTS, DRAWS = 80, 3, 4, 240, 400
@@ -38,6 +38,14 @@ def test_an_arm_at_the_ceiling_has_no_h() -> None:
     full = Outcomes(pre=np.ones(4), post=np.ones((2, 4)))
     found = gains({"full": full}, draws=50)["full"]
     assert math.isnan(found.H.low) and found.raw.low == found.raw.high == 0
+
+
+def test_ratios_of_pairs_are_geometric_and_one_pair_has_no_interval() -> None:
+    found, alone = ratio([3.0, 300.0], [3.0, 3.0]), ratio([4.0], [2.0])
+    assert found is not None and found.median == pytest.approx(10)
+    assert math.log(found.high / 10) == pytest.approx(6.314 * math.log(10), rel=1e-3)  # t of one degree
+    assert alone is not None and alone.median == pytest.approx(2) and math.isnan(alone.low)
+    assert ratio([1.0], [0.0]) is ratio([math.inf], [1.0]) is ratio([], []) is None
 
 
 def test_outcomes_of_other_problems_are_refused() -> None:
