@@ -385,7 +385,6 @@ class TrainerSection(Section):
     budget: Count | str = 0  # of training compute, as eval.every; the step that spends it is the last
     until: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the budget at which it stops for now
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    lr_ratio: Annotated[float, Field(gt=0)] = 1.0  # LoRA+: the learning rate of B is this times that of A
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

@@ -30,10 +30,6 @@ def check(recipe: Recipe) -> Algorithm:
         raise ValueError(f"rollout.group_size: {error}") from error
     check_ranks(recipe)
     check_pilot(recipe, chosen)
-    if recipe.trainer.lr_ratio != 1 and (recipe.adapter.kind == "full" or recipe.adapter.tied):
-        raise ValueError(
-            f"trainer.lr_ratio is {recipe.trainer.lr_ratio:g}, but no factors A and B are trained; use 1"
-        )
     if recipe.model.exact:
         check_exact(recipe)
     if recipe.cluster.samplers:

@@ -123,7 +123,6 @@ def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
     beta1, beta2 = settings.betas
     return OptimizerSettings(
         lr=settings.lr,
-        lr_ratio=settings.lr_ratio,
         betas=(beta1, beta2),
         eps=settings.eps,
         weight_decay=settings.weight_decay,

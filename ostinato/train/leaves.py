@@ -10,15 +10,7 @@ from torch import Tensor
 
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
-from ostinato.train.optimizer import (
-    MOMENTS,
-    AdamW,
-    OptimizerSettings,
-    build_optimizer,
-    gradient_norm,
-    load_optimizer_tensors,
-    optimizer_tensors,
-)
+from ostinato.train.optimizer import MOMENTS, AdamW, gradient_norm, load_optimizer_tensors, optimizer_tensors
 
 
 class Leaves(Protocol):
@@ -81,15 +73,6 @@ def trained_parameters(decoder: Decoder, adapters: Adapters | None) -> dict[str,
             "round away; use float32 or train an adapter"
         )
     return named
-
-
-def optimizer_of(leaves: Leaves, settings: OptimizerSettings) -> AdamW:
-    """Of the leaves here: what is a vector in the whole model does not decay, each B has its own rate."""
-    vectors = {id(leaf) for name, leaf in leaves.named.items() if len(leaves.shapes[name]) < 2}
-    bs = {id(leaf) for name, leaf in leaves.named.items() if name.endswith(".B")}
-    return build_optimizer(
-        leaves.named.values(), settings, lambda leaf: id(leaf) in vectors, lambda leaf: id(leaf) in bs
-    )
 
 
 def state_tensors(leaves: Leaves, optimizer: AdamW) -> dict[str, Tensor]:

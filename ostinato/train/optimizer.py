@@ -26,12 +26,10 @@ class Schedule(StrEnum):
 class OptimizerSettings:
     """AdamW (arXiv 1711.05101, algorithm 2) as torch has it: decay subtracts lr * weight_decay * parameter.
 
-    Vectors (biases, norms) do not decay. ``max_grad_norm=inf`` turns clipping off. ``lr_ratio``: the learning
-    rate of an adapter's B over that of its A (LoRA+, arXiv 2402.12354).
+    Vectors (biases, norms) do not decay. ``max_grad_norm=inf`` turns clipping off.
     """
 
     lr: float
-    lr_ratio: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -43,8 +41,6 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ValueError(f"trainer.lr is {self.lr}; use a positive number")
-        if not (self.lr_ratio > 0 and math.isfinite(self.lr_ratio)):
-            raise ValueError(f"trainer.lr_ratio is {self.lr_ratio}; use a positive number")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"trainer.betas is {self.betas}; use two numbers in [0, 1)")
         if not self.eps > 0:
@@ -94,8 +90,7 @@ class AdamW:
     """``torch.optim.AdamW(fused=True)`` to the bit, by the same kernel. Not torch's own class, whose first
     use imports torch's compiler: seconds at the start of every run.
 
-    param_groups: dicts of params, lr and its ratio, betas, eps, weight_decay; state: the moments of what has
-    been stepped.
+    param_groups: dicts of params, lr, betas, eps, weight_decay; state: the moments of what has been stepped.
     """
 
     def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
@@ -144,25 +139,22 @@ def build_optimizer(
     parameters: Iterable[Tensor],
     settings: OptimizerSettings,
     is_vector: Callable[[Tensor], bool] = _is_vector,
-    is_b: Callable[[Tensor], bool] = lambda leaf: False,
 ) -> AdamW:
-    """AdamW over ``parameters``, matrices with decay and vectors without, every B at a learning rate of its
-    own, in one fused kernel per group."""
-    kinds: dict[tuple[float, float], list[Tensor]] = {}
-    for leaf in parameters:
-        ratio = settings.lr_ratio if is_b(leaf) else 1.0
-        kinds.setdefault((ratio, 0.0 if is_vector(leaf) else settings.weight_decay), []).append(leaf)
-    shared = {"betas": settings.betas, "eps": settings.eps}
-    return AdamW(
-        {"params": leaves, "ratio": ratio, "lr": ratio * settings.lr, "weight_decay": decay, **shared}
-        for (ratio, decay), leaves in kinds.items()
-    )
+    """AdamW over ``parameters``, matrices with decay and vectors without, in one fused kernel per group."""
+    parameters = list(parameters)
+    matrices = [parameter for parameter in parameters if not is_vector(parameter)]
+    vectors = [parameter for parameter in parameters if is_vector(parameter)]
+    shared = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay, **shared},
+        {"params": vectors, "weight_decay": 0.0, **shared},
+    ]
+    return AdamW(group for group in groups if group["params"])
 
 
 def set_lr(optimizer: AdamW, lr: float) -> None:
-    """``lr`` for all but every B, which has its share of it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["ratio"]
+        group["lr"] = lr
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:

@@ -42,15 +42,9 @@ from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.peft_io import base_fingerprint
 from ostinato.train.inputs import Inputs, as_inputs
-from ostinato.train.leaves import (
-    WholeLeaves,
-    load_state_tensors,
-    optimizer_of,
-    state_tensors,
-    trained_parameters,
-)
+from ostinato.train.leaves import WholeLeaves, load_state_tensors, state_tensors, trained_parameters
 from ostinato.train.local import LocalPasses
-from ostinato.train.optimizer import OptimizerSettings, clip_gradients, lr_factor, set_lr
+from ostinato.train.optimizer import OptimizerSettings, build_optimizer, clip_gradients, lr_factor, set_lr
 from ostinato.train.passes import Backend, ScoreOptions, batch_objective
 from ostinato.train.replay_guard import ReplayGuard
 from ostinato.train.teacher import Teacher
@@ -128,7 +122,8 @@ class PolicyTrainer:
         self._named = self._leaves.named
         for leaf in self._named.values():
             leaf.requires_grad_()  # adapters read from a file come without
-        self._optimizer = optimizer_of(self._leaves, optimizer)
+        vectors = {id(leaf) for name, leaf in self._named.items() if len(self._leaves.shapes[name]) < 2}
+        self._optimizer = build_optimizer(self._named.values(), optimizer, lambda leaf: id(leaf) in vectors)
         self._steps = 0  # calls of step(): what the schedule reads
         self._refused_in_a_row = self._num_rows = 0
         self._flops = FlopModel.of(decoder.config, adapters.spec if adapters else None)

@@ -76,7 +76,7 @@ BUDGETS = {
     # caches of torch 20, pilots 22
     "pipeline": 3_545,  # 3,150, a curriculum, the forgetting watch 360, pilots 16
     "scaling": 2_770,  # with its commands, gains of arms 175
-    "train": 3_300,  # 2,650, training call by call (accumulate), teachers, SFT and DPO;
+    "train": 3_270,  # 2,650, training call by call (accumulate), teachers, SFT and DPO;
     # AdamW without the import of a compiler 35
     "(files of their own)": 2_255,
     "algo": 2_160,  # and log-probabilities by the sampler's kernel
@@ -96,7 +96,7 @@ LAB, TESTS = (
     # public data; 120 the forgetting watch; 530 exact, 200 feedback, 880 the race against TRL, 45 a picture
     # of the ladder, 500 SFT and DPO, 115 a long chat, 210 the simulator beside the cube and sums
     14_015,
-    52_905,
+    52_885,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,380 memory and 425 its bench, 2,100 product, 480 judges, 22 scores of toys and connections of the Tinker
 # SDK, 190 TinyLoRA, 260 the race, 25 shuffled routes, 140 pilot answers and 25 gain per FLOP

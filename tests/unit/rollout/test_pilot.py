@@ -134,7 +134,6 @@ def test_what_was_not_sampled_is_counted(tmp_path: Path, overlap: bool) -> None:
         ({"rollout": {"pilot": 4, "solved_for_good": 0.9}}, "solved_for_good"),
         ({"rollout": {"pilot": 16}}, "fewer than the group has"),
         ({"rollout": {"pilot": 1}}, "use 2 or more"),
-        ({"trainer": {"lr_ratio": 4.0}, "adapter": {"kind": "full"}}, "no factors A and B"),
     ],
 )
 def test_what_pilots_do_not_go_with_is_refused(keys: dict[str, Any], word: str) -> None:

@@ -47,7 +47,6 @@ from ostinato.types import NO_EXPERT, Batch, Microbatch, Sample, Segment
 DENSE, MOE = tiny_dense(max_position_embeddings=128), tiny_moe(head_dim=8, max_position_embeddings=128)
 WIDE = tiny_dense(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3)
 LR = OptimizerSettings(lr=1e-2)
-RATIO = OptimizerSettings(lr=1e-2, lr_ratio=4.0)
 
 
 def decoder_of(raw: dict, dtype: torch.dtype = torch.float32, fp32_head: bool = False) -> Decoder:
@@ -255,21 +254,6 @@ def test_minibatches_are_steps_one_after_the_other() -> None:
     assert bytes_of(together) == bytes_of(apart)
 
 
-@pytest.mark.parametrize("raw", [DENSE, MOE], ids=["dense", "moe"])
-def test_b_learns_at_its_own_rate(raw: dict) -> None:
-    """LoRA+ and its twins: after one step A is that of a trainer with the rate of A, B of one with B's."""
-    decoder = decoder_of(raw)
-    batch = batch_of(samples_of(decoder))
-    plus, slow, fast = (
-        trainer_of(decoder, optimizer=one) for one in (RATIO, LR, OptimizerSettings(lr=4 * LR.lr))
-    )
-    for trainer in (plus, slow, fast):
-        trainer.step(batch)
-    at_a, at_b = bytes_of(slow), bytes_of(fast)
-    assert bytes_of(plus) == {name: at_b[name] if ".B" in name else at_a[name] for name in at_a}
-    assert at_a != at_b
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_is_refused_and_names_its_samples(value: float) -> None:
     decoder = decoder_of(DENSE)
@@ -328,7 +312,7 @@ def test_restoring_is_bitwise(raw: dict, full: bool) -> None:
     def fresh() -> PolicyTrainer:
         decoder = decoder_of(raw).trainable(full)
         return PolicyTrainer(
-            decoder, None if full else adapters_of(decoder), GRPO, optimizer=RATIO, replay_threshold=0.0
+            decoder, None if full else adapters_of(decoder), GRPO, optimizer=LR, replay_threshold=0.0
         )
 
     batch = batch_of(samples_of(decoder_of(raw)))
