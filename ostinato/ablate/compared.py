@@ -108,7 +108,7 @@ def per_flop(lines: Sequence[Line], threshold: float) -> dict[str, dict[str, Int
     def figures(arm: str, seed: int) -> tuple[float, float]:
         one, base = runs[arm, seed], _scores(runs[first, seed])
         score, target = _scores(one), base[0] + threshold * (base[-1] - base[0])
-        return (score[-1] - score[0]) / one["compute"][-1], compute_to(one["compute"], score, target)
+        return (score[-1] - score[0]) / one["compute"][-1], compute_to(one["compute"], score.tolist(), target)
 
     found = {}
     for arm in dict.fromkeys(arm for arm, _ in runs):

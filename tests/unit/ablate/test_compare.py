@@ -201,8 +201,9 @@ def test_gain_per_flop_is_compared_seed_by_seed() -> None:
     slow = [run("slow", 0, [0, 8], [0.2, 0.4]), run("slow", 1, [0, 8], [0.2, 0.6])]
     found = per_flop([*first, *fast, *slow], threshold=0.75)
     assert found["plain"]["gain"] == found["plain"]["to"] == found["fast"]["gain"]
-    assert found["fast"]["to"].median == pytest.approx(4 / 32**0.5)
-    assert found["slow"]["gain"].median == pytest.approx(0.5**0.5) and found["slow"]["to"] is None
+    to, gain = found["fast"]["to"], found["slow"]["gain"]
+    assert to is not None and to.median == pytest.approx(4 / 32**0.5)
+    assert gain is not None and gain.median == pytest.approx(0.5**0.5) and found["slow"]["to"] is None
 
 
 def test_what_was_not_trained_has_its_table(tmp_path: Path) -> None:

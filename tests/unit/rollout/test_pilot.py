@@ -77,7 +77,7 @@ def expected(size: int, rights: Sequence[float], chosen: Algorithm, pilot: Pilot
     return total
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from(ALGORITHMS), st.lists(st.floats(0.02, 0.98), min_size=1, max_size=2), st.floats(0.05, 1)
 )
