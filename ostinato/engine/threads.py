@@ -80,7 +80,8 @@ def configure(
 
     What the caller gives wins, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then the
     earlier measurement of ``work`` on this machine, then a measurement of some ten seconds. The number that
-    the earlier measurement found fastest, given or set, waits as it did there, any other one passively.
+    the earlier measurement found fastest, given or set, waits as it did there, any other one passively; so do
+    all while the machine has other work, as two runs that both spin take five times as long.
     """
     if "torch" in sys.modules:
         warnings.warn(
@@ -116,7 +117,9 @@ def _choose(
     else:
         choice = known = known or measure(work)
     if known is not None and known.count == choice.count:  # so many threads were fastest here, waiting so
-        choice = replace(choice, policy=known.policy)
+        busy = known.source == "cache" and is_busy() and is_busy()  # twice: what begins may be short
+        spins = known.policy == "active" and not busy
+        choice = replace(choice, policy="active" if spins else "passive")
     set_by_user = next((one for one in POLICIES if one == set_policy), choice.policy)
     return replace(choice, policy=set_by_user if policy == "auto" else policy)
 
