@@ -166,7 +166,7 @@ class ReplayGuard:
         due = step % every == 0 if every else auto and step == 0
         if not due:
             return None, ""
-        row = self.measure(batch, floor=step == 0)  # the floor of a run hardly moves, and costs most
+        row = self.measure(batch, floor=step == 0 and self._moe is not None)  # it costs most, hardly moves
         news = auto and (step == 0 or row["replay"] != self.replaying)
         self.replaying = row["replay"] if auto else self.replaying
         return row, row["decision"] if news else ""

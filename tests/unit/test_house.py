@@ -63,7 +63,7 @@ def test_classes_can_be_read() -> None:
 # and 32,000 for the tests (with those of the lab), so these come down.
 BUDGETS = {
     "observe": 5_235,  # 4,970, the page of a product, pictures 33; bets (from product), abilities kept
-    "engine": 5_410,  # 5,395, whether the cores are busy now 20
+    "engine": 5_415,  # 5,395, whether the cores are busy now 20
     "model": 5_945,  # 5,650, the trainer's forward on the sampler's kernels, TinyLoRA 115
     "plan": 4_315,
     "cli": 1_585,  # 1,000 and the options of serve, proxy, tinker, sft, judge, product and memory
