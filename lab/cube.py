@@ -114,8 +114,8 @@ class Cube(Bench):
 def simulated(
     work: Work, folder: RunFolder, baseline: RunFolder, cost: Cost, window: Window
 ) -> dict[str, float]:
-    """Steps per second of the answers of ``folder``, by the seconds of ``baseline``, and how far that is from
-    what they were. ``cost``: of a pass by its rows, in proportion."""
+    """Steps per second of the answers of ``folder``, by the seconds of ``baseline``, and the mean tokens of a
+    sequence in a pass. ``cost``: of a pass by its rows, in proportion."""
     recipe, first = Recipe.load(folder.recipe), answers(baseline, work.siblings)
     setup = Setup(
         workers=recipe.cluster.samplers,

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from lab.simulate import ARMS, DATA, RECORDED, Arm, Simulate, bound_s, work_s, world
 from lab.simulator.events import Gate, Mode, Setup, simulate
 from lab.simulator.policies import Policy
+from lab.simulator.recorded import batched, calibrated
 from lab.simulator.sampler import Cost
 from lab.simulator.traces import Stream, Trace, log_normal, read_cost, stability
 from lab.tests.plain_simulator import PlainGate, simulate_plain
+from ostinato.observe.timeline import Kind, Span
 
 
 def stream(lengths: np.ndarray, prompts: int | np.ndarray = 3) -> Stream:
@@ -119,6 +121,30 @@ def test_work_that_shares_cores_takes_longer_and_nothing_else_changes() -> None:
     assert (apart.step_s, shared.step_s) == (3.0, 5.0)
     assert apart.trained == shared.trained
     assert simulate(replace(setup, cores=2), lengths) == apart
+
+
+def test_a_cost_table_of_the_right_shape_gets_the_height_of_a_run() -> None:
+    """A run by hand: both samplers work as long as the true table says, a token is trained in 0.5 s, and 2 s
+    lie between two steps in which the trainer neither works nor waits."""
+    lengths = stream(np.array([[3, 9], [5, 2], [4, 4], [8, 1]]))
+    right = Cost(base=(0.0, 1.0, 1.5, 2.0), attended_s=0.01, prefill_s=0.1)
+    wrong = Cost(base=(0.0, 3.0, 4.5, 6.0), attended_s=0.03, prefill_s=0.3)
+    setup = Setup(workers=2, cost=wrong, prompts=2, steps=2, mode=Mode.LOCKSTEP, warmup=0)
+    busy = simulate(replace(setup, cost=right), lengths).token_s * lengths.lengths.sum()
+    spans = [Span(worker="sampler-0", kind=Kind.DECODE, start=0.0, stop=busy)]
+    for step, start in ((1, 30.0), (2, 60.0)):
+        spans.append(Span(worker="trainer", kind=Kind.WAIT, start=start - 20, stop=start, step=step))
+        spans.append(Span(worker="trainer", kind=Kind.TRAIN, start=start, stop=start + 8, step=step))
+    found = calibrated(setup, lengths, spans)
+    assert found.cost.base == pytest.approx(right.base)
+    assert found.cost.prefill_s == pytest.approx(right.prefill_s)
+    assert (found.train_token_s, found.between_s) == (16 / lengths.lengths.sum(), 2.0)
+
+
+def test_rows_of_drafts_cost_what_so_many_rows_cost() -> None:
+    cost = Cost(base=(0.0, 1.0, 2.0, 4.0, 8.0))
+    assert batched(cost, 2).base == (0.0, 1.0, 2.0)
+    assert batched(cost, 2, 1.5).base == (0.0, 1.5, 4.0)
 
 
 @given(worlds())
