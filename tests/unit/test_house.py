@@ -99,7 +99,8 @@ LAB, TESTS = (
     52_915,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,380 memory and 425 its bench, 2,100 product, 480 judges, 22 scores of toys and connections of the Tinker
-# SDK, 190 TinyLoRA, 260 the race, 30 costs of a recorded run, 25 shuffled routes, 140 pilot answers and 25 gain per FLOP
+# SDK, 190 TinyLoRA, 260 the race, 30 costs of a recorded run, 25 shuffled routes, 140 pilot
+# answers and 25 gain per FLOP
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:
