@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nouns import run_data
 from pipeline_rows import pipeline_metrics, step_row, step_spans, worker_rows
 
 from ostinato.config import Recipe, dump_toml
@@ -25,7 +26,6 @@ from ostinato.observe.board.follow import AGAIN_S, SILENT_S, Follower, workers
 from ostinato.observe.board.samples import Samples
 from ostinato.observe.board.server import Board
 from ostinato.observe.board.tail import Frames, Tail
-from ostinato.observe.report.reading import RunData
 from ostinato.run import Jsonl, JsonlZst, RunFolder, group_rows
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 
@@ -237,16 +237,12 @@ def test_curves_are_the_means_of_bounded_places(count: int, places: int) -> None
         assert row.get("x") == (pytest.approx(sum(known) / len(known)) if known else None)
 
 
-def nothing() -> RunData:
-    return RunData(name="", recipe_text="", recipe={}, metrics=(), evals=(), ledger=(), starts=(), damage=())
-
-
 def test_panels_without_a_value_are_not_drawn() -> None:
     curves = Curves()
-    assert charts(curves, nothing(), ["loss"]) == []
+    assert charts(curves, run_data(), ["loss"]) == []
     for step in (1, 2):
         curves.add({"step": step, "reward": 0.5, "reward_std": 0.1, "loss": None, "mine": 3.0})
-    drawn = charts(curves, nothing(), ["mine", "unknown"])
+    drawn = charts(curves, run_data(), ["mine", "unknown"])
     assert [chart["title"] for chart in drawn] == ["Reward", "mine"]
     assert drawn[0]["series"][0]["low"] == [0.4, 0.4] and drawn[1]["key"] == "metric mine"
 
@@ -402,22 +398,9 @@ def test_the_page_shows_scores_alarms_and_the_forecast(run: RunFolder) -> None:
     hands = Hands()
     score = {"step": 0, "set": "eval", "split": "eval", "n": 64, "pass@1": 0.25, "stderr": 0.05}
     run.eval.append(score, {**score, "step": 20, "pass@1": 0.75}, {**score, "step": 20, "set": "other"})
+    run.eval.append(score | {"step": 20, "set": "greedy", "pass@1": 0.61})
     run.watch.append({"step": 9, "since": 5, "collapse": True, "sentence": "k3 is 120 times"})
     run.forecast.append({"step": 20, "sentence": "A 0.9"})
-    follower = Follower(run, hands)
-    later(follower, hands)
-    state = follower.state()
-    assert state["alarms"] == [{"tone": "bad", "text": "step 9: k3 is 120 times, since step 5"}]
-    assert state["forecast"] == "A 0.9" and state["failed"] == []
-    assert [tile["value"] for tile in state["tiles"] if "pass@1" in tile["name"]] == ["0.750"]
-    assert [chart["steps"] for chart in follower.charts([]) if chart["key"] == "held-out"] == [[0, 20]]
-
-
-def test_the_page_shows_mean_reward_greedy_score_and_rewards_that_failed(run: RunFolder) -> None:
-    hands = Hands()
-    score = {"step": 0, "set": "eval", "split": "eval", "n": 64, "pass@1": 0.0, "stderr": 0.0}
-    run.eval.append(score | {"reward": 0.75, "reward_max": 1.5, "solved_at": 2.0})
-    run.eval.append(score | {"set": "greedy", "pass@1": 0.61})
     failed = {
         "part": "train",
         "function": "graded",
@@ -431,16 +414,13 @@ def test_the_page_shows_mean_reward_greedy_score_and_rewards_that_failed(run: Ru
     follower = Follower(run, hands)
     later(follower, hands)
     state = follower.state()
-    tiles = {tile["name"]: tile["value"] for tile in state["tiles"]}
-    assert tiles["held-out reward"] == "0.750" and tiles["held-out pass@1, greedy"] == "0.610"
+    assert state["alarms"] == [{"tone": "bad", "text": "step 9: k3 is 120 times, since step 5"}]
+    assert state["forecast"] == "A 0.9"
+    assert [tile["value"] for tile in state["tiles"] if "pass@1" in tile["name"]] == ["0.750", "0.610"]
     (one,) = state["failed"]
-    assert one["sentence"].startswith(
-        "Reward graded gave no verdict to 20 answers, the last time at step 4: "
-    )
-    assert one["trace"] == "Traceback ..." and one["answer"] == "step 4, prompt p1, completion '4'"
-    assert state["notes"][0].startswith("No held-out answer was ever solved, so pass@1 shows nothing")
-    (chart,) = [chart for chart in follower.charts([]) if chart["key"] == "held-out"]
-    assert [line["label"] for line in chart["series"]] == ["pass@1", "mean reward", "greedy pass@1"]
+    assert one["sentence"].startswith("Reward graded gave no verdict to 20 answers, the last time at step 4")
+    assert (one["trace"], one["answer"]) == ("Traceback ...", "step 4, prompt p1, completion '4'")
+    assert [chart["steps"] for chart in follower.charts([]) if chart["key"] == "held-out"] == [[0, 20]]
 
 
 # ---- over HTTP

@@ -9,7 +9,7 @@ import math
 import re
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nouns import run_data
 from small_ledger import a_step, start
 
 from ostinato.cli.report import local_renderer, report
@@ -45,7 +46,7 @@ from ostinato.observe.report.facts import (
 )
 from ostinato.observe.report.pictures import MOST, MOST_BYTES, PNG
 from ostinato.observe.report.reading import RunData, read_run
-from ostinato.observe.report.samples import Chunk, Pieces, choose, pack_samples, spread
+from ostinato.observe.report.samples import Chunk, Pieces, choose, pack_samples
 from ostinato.render import Renderer
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
@@ -54,18 +55,9 @@ PROBE = "</script><img src=x onerror=alert(1)><!--"
 
 
 def data(
-    *, metrics: list[dict[str, Any]] | None = None, evals: list[dict[str, Any]] | None = None, **recipe: Any
+    *, metrics: Sequence[dict[str, Any]] = (), evals: Sequence[dict[str, Any]] = (), **recipe: Any
 ) -> RunData:
-    return RunData(
-        name="run",
-        recipe_text="",
-        recipe=recipe or {"trainer": {"steps": len(metrics or [])}},
-        metrics=metrics or [],
-        evals=evals or [],
-        ledger=[],
-        starts=[],
-        damage=[],
-    )
+    return run_data(metrics=metrics, evals=evals, recipe=recipe or {"trainer": {"steps": len(metrics)}})
 
 
 def row(step: int, **values: Any) -> dict[str, Any]:
@@ -125,12 +117,7 @@ def test_a_report_is_written_whatever_the_texts_are(tmp_path: Path) -> None:
     run.write(1, row(1))
     log_group(run, 1, trajectory([3, 4], "a\ud83d"), uid="\ude00", prompt="b\ud83d")
     run.watch.append({"step": 1, "rule": "\ud83d", "sentence": "\ud83d"})
-    page = write_report(run).read_text(encoding="utf-8")
-    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    assert scripts
-    for script in scripts:
-        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in page
-    assert "</html>" in page
+    assert "</html>" in write_report(run).read_text(encoding="utf-8")
 
 
 def opened(chunk: Chunk) -> Any:
@@ -357,13 +344,6 @@ def test_what_was_put_in_is_shown_as_such(tmp_path: Path) -> None:
     assert turn["logprobs"] == [-0.123, None, None, -0.123]
 
 
-def test_without_a_tokenizer_ids_are_left(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    log_group(run, 1, trajectory([5, 6], "hi"))
-    (turn,) = opened(pack_samples(run.trajectories, None).chunks[0])["answers"][0]["turns"]
-    assert turn["pieces"] is None and turn["tokens"] == [5, 6] and turn["text"] == "hi"
-
-
 def test_overlong_answers_are_cut_and_counted(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     log_group(run, 1, trajectory(list(range(3000))))
@@ -402,13 +382,6 @@ def test_a_torn_log_shows_what_is_whole_and_a_damaged_one_says_so(tmp_path: Path
     run.trajectories.path.write_bytes(whole + b"no frame at all")
     packed = pack_samples(run.trajectories, None)
     assert packed.shown == 1 and "damaged" in packed.damage
-
-
-@given(st.integers(0, 40))
-def test_spread_visits_everything_once_and_the_ends_first(n: int) -> None:
-    order = spread(n)
-    assert sorted(order) == list(range(n))
-    assert order[:2] == [0, n - 1][:n] if n != 1 else order == [0]
 
 
 @given(
@@ -465,19 +438,6 @@ def test_the_page_admits_its_own_scripts_and_nothing_from_outside(tmp_path: Path
         assert f"'sha256-{digest}'" in policy
     assert not [a for _, a in found.tags if "src" in a or (a.get("href") or "#")[0] != "#"]
     assert not re.findall(r"url\(|@import", page)
-
-
-def test_a_run_without_a_step_renders_as_sentences(tmp_path: Path) -> None:
-    page = write_report(new_run(tmp_path, log={"trajectories_every": 0})).read_text(encoding="utf-8")
-    for words in (
-        "no step of 3 done yet",
-        "No held-out score has been measured",
-        "No step has been finished yet.",
-        "log.trajectories_every is 0",
-        "not recorded by this run",
-    ):
-        assert words in page
-    assert 'class="plot"' not in page
 
 
 def test_a_killed_run_with_torn_and_broken_logs_renders(tmp_path: Path) -> None:
@@ -570,14 +530,6 @@ def test_pictures_of_the_run_folder_are_in_the_page(tmp_path: Path) -> None:
     for k in range(MOST):
         (pictures / f"0 {k:02d}.png").write_bytes(PNG)
     assert "2 &lt;b&gt;.png (more than 12)" in write_report(run).read_text(encoding="utf-8")
-
-
-def test_a_report_replaces_the_old_one_whole(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    run.report.write_text("old")
-    assert write_report(run) == run.report
-    assert run.report.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "recipe.toml", "report.html"]
 
 
 def test_of_rows_for_one_step_the_last_counts(tmp_path: Path) -> None:

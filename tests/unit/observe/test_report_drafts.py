@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nouns import run_data
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.observe.report import write_report
@@ -32,16 +33,7 @@ def row(step: int, **changes: float) -> dict[str, Any]:
 
 
 def data(rows: list[dict[str, Any]]) -> RunData:
-    return RunData(
-        name="run",
-        recipe_text="",
-        recipe={"trainer": {"steps": len(rows)}},
-        metrics=rows,
-        evals=[],
-        ledger=[],
-        starts=[],
-        damage=[],
-    )
+    return run_data(recipe={"trainer": {"steps": len(rows)}}, metrics=rows)
 
 
 def charts(run: RunData) -> dict[str, Chart]:

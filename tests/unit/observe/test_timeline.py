@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nouns import run_data
 from pipeline_rows import SAMPLERS, STEP_S, pipeline_metrics, step_row, step_spans
 from small_ledger import a_step
 
@@ -74,12 +75,6 @@ def assert_same(found: Sums, wanted: Sums, by: float = 1e-9) -> None:
 @given(timelines())
 def test_a_row_comes_back(spans: list[Span]) -> None:
     assert [Span.of(one.to_json()) for one in spans] == spans
-
-
-@pytest.mark.parametrize("row", [{}, {"worker": "a", "kind": "sleep", "from": 0, "to": 1}, {"worker": "a"}])
-def test_what_is_no_span_is_refused(row: dict[str, object]) -> None:
-    with pytest.raises((KeyError, ValueError)):
-        Span.of(row)
 
 
 def test_neighbours_become_one() -> None:
@@ -233,16 +228,10 @@ def data(
     ledger: list[dict[str, Any]] | None = None,
 ) -> RunData:
     numbers = range(1, steps + 1)
-    return RunData(
-        name="run",
-        recipe_text="",
-        recipe={},
+    return run_data(
         metrics=[{"step": n, **pipeline_metrics(n)} for n in numbers] if metrics is None else metrics,
-        evals=[],
         ledger=[step_row(n) for n in numbers] if ledger is None else ledger,
         spans=[span for n in numbers for span in step_spans(n)] if spans is None else spans,
-        starts=[],
-        damage=[],
     )
 
 
@@ -356,16 +345,6 @@ def test_ages_by_step() -> None:
     for age, one in enumerate(ages.series):
         assert one.values == [pipeline_metrics(n)[f"staleness/hist/{age}"] for n in (1, 2, 3)]
     assert list(drawn["Staleness"].series[1].values) == [2.0] * 3
-
-
-def test_publishes_queue_and_lost_workers_are_drawn() -> None:
-    drawn = charts(data(8))
-    assert {"Published", "Time to publish", "Queue", "Trainer waited"} <= drawn.keys()
-    assert [one.label for one in drawn["Workers"].series] == [
-        "alive",
-        "replaced workers",
-        "answers begun again",
-    ]
 
 
 def test_every_admitted_group_is_accounted_for() -> None:
