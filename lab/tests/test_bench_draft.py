@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nouns import completion
+from small_drafts import emitted, running
 
 from lab import draft, epochs, never_slower
 from lab.arms import Oracle, best_depth
@@ -15,7 +17,7 @@ from lab.draft import Arm, Measured
 from lab.harness import measured
 from lab.never_slower import past
 from ostinato.config import Recipe
-from ostinato.types import Completion, DraftQuery, Request, SampledTokens, Sampling, Stop
+from ostinato.types import Request, Sampling
 
 
 def row(arm: Arm = Arm.OURS, seconds: float = 1.0, **changes: Any) -> Measured:
@@ -33,24 +35,6 @@ def row(arm: Arm = Arm.OURS, seconds: float = 1.0, **changes: Any) -> Measured:
 
 def request(seed: int = 0, length: int = 3) -> Request:
     return Request(tokens=np.arange(length, dtype=np.int32), sampling=Sampling(), seed=(seed,), uid="a")
-
-
-def completion(tokens: list[int]) -> Completion:
-    n = len(tokens)
-    return Completion(
-        tokens=np.array(tokens, np.int32),
-        logprobs=np.log(np.full(n, 0.5, np.float32)),
-        edges=np.full(n, 0.25, np.float32),
-        versions=np.zeros(n, np.int32),
-        stop=Stop.EOS,
-    )
-
-
-def running(room: list[int], seconds: np.ndarray) -> DraftQuery:
-    n = len(room)
-    return DraftQuery(
-        handles=np.arange(n), room=np.array(room, np.int32), weights=np.ones(n, np.float32), seconds=seconds
-    )
 
 
 # ---- bench draft
@@ -110,21 +94,12 @@ def test_the_oracle_follows_what_is_said() -> None:
     oracle = Oracle(truth)
     handles = np.array([oracle.open(request(0)), oracle.open(request(1))])
     cheap = np.ones(20)
-    first = oracle.propose(running([4, 4], cheap))
+    first = oracle.propose(running(0, 1, room=4, seconds=cheap))
     assert first.counts.tolist() == [3, 0]  # the pass itself gives the last token
     assert first.tokens.tolist() == [5, 6, 7]
-    responses = np.array([5, 6, 9], np.int32)
-    oracle.observe(
-        SampledTokens(
-            handles=handles,
-            counts=np.array([2, 1]),
-            tokens=responses,
-            probs=np.ones(3),
-            edges=np.zeros(3),
-            ended=np.array([False, True]),
-        )
-    )
-    then = oracle.propose(running([2], cheap))
+    oracle.observe(emitted(handles[0], [5, 6]))
+    oracle.observe(emitted(handles[1], [9], ended=True))
+    then = oracle.propose(running(0, room=2, seconds=cheap))
     assert then.counts.tolist() == [1] and then.tokens.tolist() == [7]
 
 
@@ -132,7 +107,8 @@ def test_the_oracle_follows_what_is_said() -> None:
 
 
 def test_misleading_history_is_anothers_and_its_intervals_lie() -> None:
-    answers = {uid: (past(np.arange(20), completion([n] * 30)),) for n, uid in enumerate("ab")}
+    likely = {"logprobs": np.log(np.full(30, 0.5, np.float32)), "edges": np.full(30, 0.25, np.float32)}
+    answers = {uid: (past(np.arange(20), completion([n] * 30, **likely)),) for n, uid in enumerate("ab")}
     moved = never_slower.misleading(answers)
     assert moved["a"][0].tokens.tolist() == [1] * 30 and moved["b"][0].tokens.tolist() == [0] * 30
     edges = moved["a"][0].edges

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nouns import sample_of
+from nouns import completion, episode, sample_of
 from worlds import tiny_moe
 
 from lab import planted, replay, turns
@@ -26,7 +27,7 @@ from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.shapes import AdapterSpec
 from ostinato.observe.mismatch import arm, routers
-from ostinato.types import NO_EXPERT, Batch, Completion, Sample, Stop, Trajectory, Turn
+from ostinato.types import NO_EXPERT, Batch, Sample, Trajectory
 
 # ---- two ways in turn
 
@@ -180,18 +181,8 @@ def test_routes_of_a_policy_age(small: tuple[planted.Trainers, Adapters, list[Sa
 
 
 def trajectory(cached: list[int], answer: int = 4, context: int = 3) -> Trajectory:
-    def turn(found: int) -> Turn:
-        tokens = np.zeros(answer, np.int32)
-        completion = Completion(
-            tokens=tokens,
-            logprobs=tokens.astype(np.float32),
-            versions=tokens,
-            stop=Stop.EOS,
-            cached_tokens=found,
-        )
-        return Turn(context=np.zeros(context, np.int32), completion=completion)
-
-    return Trajectory(turns=tuple(turn(found) for found in cached), stop=Stop.EOS, seed=(0,))
+    parts = [episode(completion(answer, cached_tokens=found), context) for found in cached]
+    return replace(parts[0], turns=tuple(one.turns[0] for one in parts))
 
 
 def test_a_history_found_whole_is_not_run_again() -> None:

@@ -268,15 +268,7 @@ ROW = Prompt(uid="p", messages=({"role": "user", "content": "2 + 3 = ?"},), colu
 
 
 def done_(text: str, stop: Stop = Stop.EOS) -> Completion:
-    tokens = RENDERER.encode(text)
-    zeros = np.zeros(len(tokens))
-    return Completion(
-        tokens=tokens,
-        logprobs=zeros.astype(np.float32),
-        versions=zeros.astype(np.int32),
-        stop=stop,
-        text=text,
-    )
+    return completion(RENDERER.encode(text), stop=stop, text=text)
 
 
 def heard_of(episode: EnvEpisode, *answers: str) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nouns import completion
 
 from ostinato.env.dialogue import Dialogue
 from ostinato.memory.blocks import Kept, MemoryState
@@ -20,7 +21,7 @@ from ostinato.memory.chat import NOTE, Chat, Message, Words, chat_sizes, form, t
 from ostinato.memory.keep import Memory
 from ostinato.memory.refill import ByModel
 from ostinato.memory.sessions import Sessions
-from ostinato.types import Completion, NewRow, Prompt, Stop
+from ostinato.types import NewRow, Prompt
 
 BUDGET = 500
 
@@ -191,11 +192,7 @@ def test_an_episode_with_a_memory_begins_rows_and_stays_within_the_budget() -> N
         for n in range(15):
             contexts.append(context)
             text = f'<tool_call>{{"name": "lookup", "arguments": {{"n": {n}}}}}</tool_call>'
-            tokens = np.array([ord(char) for char in text], np.int32)
-            none = np.zeros(len(tokens), np.float32)
-            said = Completion(
-                tokens=tokens, logprobs=none, versions=none.astype(np.int32), stop=Stop.EOS, text=text
-            )
+            said = completion([ord(char) for char in text], text=text)
             reply = await dialogue.step(said)
             if isinstance(reply, NewRow):
                 context = reply.tokens
@@ -204,7 +201,7 @@ def test_an_episode_with_a_memory_begins_rows_and_stays_within_the_budget() -> N
                 )
             else:
                 assert reply is not None
-                context = np.concatenate([context, tokens, reply])
+                context = np.concatenate([context, said.tokens, reply])
             assert len(context) <= 900
         return contexts
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nouns import run_data
+from nouns import completion, episode, run_data
 from pipeline_rows import pipeline_metrics, step_row, step_spans, worker_rows
 
 from ostinato.config import Recipe, dump_toml
@@ -27,7 +27,7 @@ from ostinato.observe.board.samples import Samples
 from ostinato.observe.board.server import Board
 from ostinato.observe.board.tail import Frames, Tail
 from ostinato.run import Jsonl, JsonlZst, RunFolder, group_rows
-from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+from ostinato.types import Group, Prompt, Reward, Stop, Trajectory
 
 PROBE = "</script><img src=x onerror=alert(1)>"
 
@@ -114,16 +114,8 @@ def test_however_a_log_grows_its_rows_come_once_and_in_order(
 
 
 def trajectory(text: str, reward: float | None, stop: Stop = Stop.EOS) -> Trajectory:
-    completion = Completion(
-        tokens=np.arange(4, dtype=np.int32),
-        logprobs=np.full(4, -0.5, np.float32),
-        versions=np.array([3, 3, 4, -1], np.int32),
-        stop=stop,
-        text=text,
-    )
-    turn = Turn(context=np.array([1, 2], np.int32), completion=completion)
-    return Trajectory(
-        turns=(turn,), stop=stop, seed=(0,), reward=None if reward is None else Reward(value=reward)
+    return episode(
+        completion(4, stop=stop, text=text), reward=None if reward is None else Reward(value=reward)
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nouns import run_data
+from nouns import completion, episode, run_data
 from small_ledger import a_step, start
 
 from ostinato.cli.report import local_renderer, report
@@ -49,7 +49,7 @@ from ostinato.observe.report.reading import RunData, read_run
 from ostinato.observe.report.samples import Chunk, Pieces, choose, pack_samples
 from ostinato.render import Renderer
 from ostinato.run import RunFolder, group_rows
-from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+from ostinato.types import Group, Prompt, Reward, Trajectory
 
 PROBE = "</script><img src=x onerror=alert(1)><!--"
 
@@ -91,17 +91,10 @@ def new_run(path: Path, **sections: Mapping[str, Any]) -> RunFolder:
 def trajectory(
     tokens: list[int], text: str = "", *, reward: float | None = 1.0, experts: bool = False
 ) -> Trajectory:
-    completion = Completion(
-        tokens=np.array(tokens, np.int32),
-        logprobs=np.full(len(tokens), -0.12345, np.float32),
-        versions=np.zeros(len(tokens), np.int32),
-        stop=Stop.EOS,
-        text=text,
-        experts=np.ones((len(tokens), 2, 3), np.int16) if experts else None,
-    )
-    turn = Turn(context=np.array([1, 2], np.int32), completion=completion)
-    verdict = Reward(value=reward, reason="" if reward is not None else "timeout: 10 s")
-    return Trajectory(turns=(turn,), stop=Stop.EOS, seed=(0, 1, 2), reward=verdict)
+    routes = np.ones((len(tokens), 2, 3), np.int16) if experts else None
+    logprobs = np.full(len(tokens), -0.12345, np.float32)
+    answer = completion(tokens, text=text, logprobs=logprobs, experts=routes)
+    return episode(answer, reward=Reward(value=reward, reason="" if reward is not None else "timeout: 10 s"))
 
 
 def log_group(

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from nouns import completion, episode, group_of
 from small_loop import TEN_A_ROW, Bench, as_saved, raises_at
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.every import Every
 from ostinato.pipeline.credit import assign
 from ostinato.pipeline.state import Finish
-from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+from ostinato.types import Trajectory
 
 
 def spent(bench: Bench) -> dict[int, float]:
@@ -76,19 +77,9 @@ def as_fields(one: object) -> dict[str, object]:
 
 def test_shuffled_rewards_are_the_same_rewards_of_other_answers() -> None:
     def answer(n: int) -> Trajectory:
-        done = Completion(
-            tokens=np.array([n], np.int32),
-            logprobs=np.zeros(1, np.float32),
-            versions=np.zeros(1, np.int32),
-            stop=Stop.EOS,
-        )
-        turn = Turn(context=np.array([1], np.int32), completion=done)
-        return Trajectory(turns=(turn,), stop=Stop.EOS, seed=(n,), reward=Reward(value=float(n < 4)))
+        return episode(completion([n]), reward=float(n < 4), seed=(n,))
 
-    groups = [
-        Group(prompt=Prompt(uid=f"p{k}", text="?"), trajectories=tuple(map(answer, range(8))), step=3)
-        for k in range(40)
-    ]
+    groups = [group_of(*map(answer, range(8)), uid=f"p{k}", step=3) for k in range(40)]
 
     def advantages(**keys: bool) -> np.ndarray:
         credit = assign(groups, algorithm("grpo", scale="none", **keys), min_verdicts=2, answer_tokens=4)
