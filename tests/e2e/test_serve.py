@@ -30,16 +30,6 @@ anthropic = pytest.importorskip("anthropic")
 
 MODEL = "seed-moe"
 QUESTION = [{"role": "user", "content": "Compute: 23 + 45"}]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "The sum.",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from engine_contract import collected
-from physical import mapped, proportional
 from worlds import NATIVE
 
 from ostinato.engine.local import LocalEngine
@@ -31,6 +31,25 @@ from ostinato.types import Request, Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 MB = 1 << 20
+ROLLUP, MAPS = Path("/proc/self/smaps_rollup"), Path("/proc/self/smaps")
+
+
+def proportional() -> int:
+    """Bytes: the proportional set size (PSS) of all that is mapped. Summed over processes, every page counts
+    once; but libraries that strangers use too count only in part."""
+    return _sum("Pss", ROLLUP.read_text())
+
+
+def mapped(path: Path) -> tuple[int, int]:
+    """(PSS, private) bytes of what is mapped of the file ``path``. Private: pages that this process wrote to,
+    and got a copy of."""
+    parts = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", MAPS.read_text())
+    own = [part for part in parts if part.partition("\n")[0].endswith(f" {path}")]
+    return sum(_sum("Pss", part) for part in own), sum(_sum("Anonymous", part) for part in own)
+
+
+def _sum(field: str, text: str) -> int:
+    return sum(int(kilobytes) << 10 for kilobytes in re.findall(rf"(?m)^{field}: +(\d+) kB$", text))
 
 
 @pytest.fixture(scope="module")

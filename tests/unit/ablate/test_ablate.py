@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kept_rows import LAWS, kept_row
+from commands import ended as exit_code
 
 from ostinato.ablate import answer, commands
 from ostinato.ablate import jobs as jobs_of
@@ -27,6 +27,40 @@ from ostinato.lock import locked
 from ostinato.observe.report.reading import read_run
 from ostinato.run import RunFolder
 from ostinato.scaling.ablation import REFERENCE
+from ostinato.scaling.curve import Sigmoid
+from ostinato.scaling.series import simulated
+
+LAWS = {
+    REFERENCE: Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1e12),
+    "CISPO -> DAPO clip": Sigmoid(R0=0.3, A=0.5, B=1.9, C_mid=1e12),
+    "a | pipe": Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1e12),
+}
+
+
+def kept_row(arm: str, seed: int, law: Sigmoid, n: int = 24) -> dict[str, Any]:
+    compute = np.linspace(2.5e11, 6e12, n)
+    one = simulated(law, compute, sd=0.003, rho=0.3, seed=sum(map(ord, arm)) + seed)
+    return {
+        "arm": arm,
+        "seed": seed,
+        "overrides": [],
+        "held_out": "0123456789ab",
+        "prompts": "ba9876543210",
+        "judged": '{"functions": ["exact"]}',
+        "split": "eval",
+        "metric": "pass@1",
+        "low": 0.0,
+        "high": 1.0,
+        "R0": 0.3,
+        "R0_stderr": 0.002,
+        "score": one.score.tolist(),
+        "stderr": [0.004] * n,
+        "unmeasured": 0,
+        "compute": {"flops": compute.tolist(), "steps": list(range(8, 8 * n + 1, 8))},
+        "ended": True,
+        "acted": {"cispo_clip_ratio": 0.0, "interrupt/rate": 0.02, "staleness/mean": 8.0},
+    }
+
 
 RECIPE = """
 [trainer]
@@ -49,12 +83,6 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "mine.toml"
     path.write_text(RECIPE)
     return path
-
-
-def ostinato(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main([str(argument) for argument in arguments])
-    return int(caught.value.code or 0)
 
 
 # -- what is run
@@ -246,7 +274,7 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     (tmp_path / "broken.jsonl").write_text('{"step": 1}\n')
     named = {"KEPT": str(kept), "EMPTY": str(tmp_path), "BROKEN": str(tmp_path / "broken.jsonl")}
-    assert ostinato("ablate", *[named.get(each, each) for each in arguments]) == 2
+    assert exit_code(tmp_path, "ablate", *[str(named.get(each, each)) for each in arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert message in errors[0]

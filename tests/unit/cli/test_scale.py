@@ -5,20 +5,69 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from commands import ended
 from hypothesis import given
 from hypothesis import strategies as st
-from scale_files import SCALERL, answered, evaluations, new_run, scale, write_csv
 from small_ledger import a_step, killed_and_resumed, start
 
 from ostinato.run import RunFolder
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.reading import amount
+from ostinato.scaling.series import Series, simulated
+
+SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
+
+
+def scale(*arguments: object) -> int:
+    return ended(Path(), "scale", *map(str, arguments))
+
+
+def answered(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    """(exit code, the JSON object), which is all that is printed, by a parser that takes no NaN."""
+
+    def refuse(name: str) -> NoReturn:
+        raise AssertionError(f"{name} is not JSON")
+
+    code = scale(*arguments, "--json", "-")
+    return code, json.loads(capsys.readouterr().out, parse_constant=refuse)
+
+
+def evaluations(last: float, n: int = 20, curve: Sigmoid = SCALERL, seed: int = 0) -> Series:
+    return simulated(curve, np.linspace(last / n, last, n), seed=seed)
+
+
+def write_csv(path: Path, compute: Sequence[float], score: Sequence[float], R0: float = 0.4) -> Path:
+    rows = "".join(f"{C},{R}\n" for C, R in zip(compute, score, strict=True))
+    path.write_text(f"compute,score\n0,{R0}\n{rows}")
+    return path
+
+
+WORK = {
+    "tokens": {"prefilled": 10, "sampled": 100, "trained": 50, "dropped": {"truncated": 50}},
+    "flops": {"sample": 4 * 10**11, "train": 6 * 10**11, "measure": 0},
+    **{"useful": 5 * 10**11, "wasted": {"truncated": 5 * 10**11}},
+}
+
+
+def new_run(path: Path, last: float = 20.0, truncated: float = 0.0, task: str = "") -> RunFolder:
+    """20 steps of 1e12 FLOPs each, evaluated before and after every one; half of the compute is wasted."""
+    run = RunFolder.create(path, f"[trainer]\nsteps = 20\n{task}")
+    truth = Sigmoid(R0=0.4, A=0.61, B=1.9, C_mid=4.0)
+    row = {"split": "eval", "n": 1000, "samples": 16}
+    run.eval.append({**row, "step": 0, "pass@1": 0.4, "seconds": 2.0})
+    run.ledger.append(start(1, 1000.0, price=0.0, loading=0.0))
+    for step in range(1, int(last) + 1):
+        run.write(step, {"completions/clipped_ratio": truncated})
+        run.ledger.append(a_step(1, step, 1000.0 + 10.0 * step, **WORK))
+        run.eval.append({**row, "step": step, "pass@1": float(truth.score(step)), "seconds": 1.0})
+    return run
+
 
 FASTER = Sigmoid(R0=0.4, A=0.52, B=1.92, C_mid=1200.0)
 
@@ -113,14 +162,6 @@ def test_a_run_that_is_given_twice_is_refused(long: Path, capsys: pytest.Capture
 
 
 # -- the accounts
-
-
-@pytest.mark.slow
-def test_a_run_folder_is_fitted_over_its_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = new_run(tmp_path / "run")
-    code, found = answered(capsys, "forecast", run.path, "--at", "100T")
-    assert code == 0 and found["axis"] == "flops" and found["window"] == [1e12, 20e12]
-    assert found["held_out"] == "eval, 1000 prompts"
 
 
 # -- mistakes
@@ -237,9 +278,6 @@ def test_a_curve_that_carries_nothing_tells_no_number(
     assert (decided["action"], decided["gain"]) == ("undecided", None)
 
 
-# -- what does not compare
-
-
 # ---- ``ostinato scale ledger``: what runs have cost, side by side
 
 
@@ -260,20 +298,6 @@ def test_one_run_in_words_and_in_json(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["useful"] + sum(found["wasted"].values()) == sum(found["flops"].values()) == 16_500
     assert found["compute"]["flops"] == 16_500
     assert found["pools"]["local"]["lost"] == 6.0 and found["evaluation"]["flops"] == 400
-
-
-def test_several_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [
-        run_of(tmp_path / "one" / "run", *killed_and_resumed()),
-        run_of(tmp_path / "other" / "run", start(1, 0.0, price=0.0), a_step(1, 1, 15.0)),
-    ]
-    with runs[1].ledger.path.open("ab") as file:
-        file.write(b'{"event":"step","session":1,"ste')
-    assert scale("ledger", *(run.path for run in runs)) == 0
-    text = capsys.readouterr().out
-    assert (
-        "run (1): 3 steps" in text and "run (2): 1 steps, started once" in text and "torn by a kill" in text
-    )
 
 
 @pytest.mark.parametrize(

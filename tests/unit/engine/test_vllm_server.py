@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import gone, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,27 +72,16 @@ def test_the_guard_ends_what_it_runs_when_its_input_closes(tmp_path: Path) -> No
     command = [sys.executable, "-P", guard.__file__, sys.executable, "-c", code, str(note)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
-        deadline = time.monotonic() + 240
-        while not (note.exists() and note.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert wait_until(lambda: note.exists() and note.read_text(), 240)
         pid = int(note.read_text())
         assert process.stdin is not None
         process.stdin.close()
         ended = process.wait(timeout=240)
         assert ended == -signal.SIGKILL
-        assert not _alive(pid)
+        assert gone(pid)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from commands import wait_until
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ostinato.parallel.control import Terms, arrive, keep_store, opened, sealed
@@ -71,10 +72,8 @@ SAYS = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flus
 def test_ranks_end_with_the_context(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAYS + "sys.stdin.read()"]
     with Ranks.open(3, 4711, tmp_path, command) as ranks:
-        deadline = time.monotonic() + 240
         logs = [tmp_path / f"rank-{rank}.log" for rank in (1, 2)]
-        while not all(log.exists() and log.read_text() for log in logs) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        assert wait_until(lambda: all(log.exists() and log.read_text() for log in logs), 240)
         assert [log.read_text() for log in logs] == ["1 3\n", "2 3\n"]
         assert not ranks.ended()
         children = [child for child in psutil.Process().children() if SAYS in " ".join(child.cmdline())]
@@ -86,10 +85,7 @@ def test_ranks_end_with_the_context(tmp_path: Path) -> None:
 def test_how_a_rank_ended_is_told_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAYS + "sys.exit(3)"]
     with Ranks.open(2, 4711, tmp_path, command) as ranks:
-        deadline = time.monotonic() + 240
-        while not ranks.ended() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert ranks.ended() == {
+        assert wait_until(ranks.ended, 240) == {
             1: f"ended: exit status 3; its last lines, in {tmp_path / 'rank-1.log'}: 1 2"
         }
 

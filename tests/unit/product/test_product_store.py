@@ -260,7 +260,8 @@ def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path, where: str, word
 def test_the_folder_of_a_store_is_made(tmp_path: Path) -> None:
     """`ostinato serve ... --feedback runs/feedback.sqlite`, the first of docs/product.md, was refused in a
     folder without runs/."""
-    open_store(tmp_path / "runs" / "new" / "f.db").close()
+    with open_store(tmp_path / "runs" / "new" / "f.db") as store:
+        assert store.append([rated("a")]) == [ACCEPTED]
 
 
 def test_a_store_of_a_newer_program_is_refused(tmp_path: Path) -> None:

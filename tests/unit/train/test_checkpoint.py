@@ -259,27 +259,6 @@ def descend(optimizer: AdamW | torch.optim.AdamW, named: dict[str, torch.Tensor]
     optimizer.step()
 
 
-def test_two_steps_follow_the_formula() -> None:
-    config = OptimizerSettings(lr=0.1, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.2)
-    named = leaves()
-    optimizer = build_optimizer(named.values(), config)
-    expected = {name: leaf.detach().double().clone() for name, leaf in named.items()}
-    m = {name: torch.zeros_like(value) for name, value in expected.items()}
-    v = {name: torch.zeros_like(value) for name, value in expected.items()}
-    for step in (1, 2):
-        descend(optimizer, named, step)
-        for name, leaf in named.items():
-            assert leaf.grad is not None
-            gradient = leaf.grad.double()
-            m[name] = 0.9 * m[name] + 0.1 * gradient
-            v[name] = 0.95 * v[name] + 0.05 * gradient.square()
-            decay = 0.0 if name == "vector" else 0.2
-            update = (m[name] / (1 - 0.9**step)) / ((v[name] / (1 - 0.95**step)).sqrt() + 1e-6)
-            expected[name] = expected[name] * (1 - 0.1 * decay) - 0.1 * update
-    for name, leaf in named.items():
-        torch.testing.assert_close(leaf.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
-
-
 def test_it_is_torchs_adamw_to_the_bit() -> None:
     """A parameter without a gradient is left alone, and has no state."""
     config = OptimizerSettings(lr=0.1, betas=(0.9, 0.95), weight_decay=0.2)
