@@ -18,7 +18,7 @@ from lab.forgetting.f1 import f1, score, stem
 from lab.forgetting.meaning import Vectors, about, fitted
 from lab.forgetting.measure import area, tally
 from lab.forgetting.policy import FEATURES, Learning, Policy, Replay, Rules, State, learn, prepare, reward
-from lab.forgetting.public import day_of, evidence_curves, locomo, longmemeval
+from lab.forgetting.public import evidence_curves, locomo, longmemeval
 from lab.forgetting.sense import Sense, learn_sense
 from lab.forgetting.tokens import counter, tokenizer
 from lab.forgetting.trained import Trained, remember
@@ -294,9 +294,3 @@ def test_longmemeval_and_its_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rows = evidence_curves("", str(file), (100,), lambda line: None)["rows"]
     of = {row["contender"]: row["evidence"] for row in rows if row["kind"] == "all"}
     assert of["BM25"] == 1.0 and of["recency"] == 0.0
-
-
-def test_days() -> None:
-    assert day_of("1:56 pm on 8 May, 2023") == "2023-05-08"
-    assert day_of("2023/05/20 (Sat) 02:21") == "2023-05-20"
-    assert day_of("yesterday") == ""

@@ -190,6 +190,18 @@ def test_a_checkpoint_truncated_in_the_middle_is_skipped_for_the_one_before(
     assert rows[1]["loss"] == json.loads(before[1])["loss"], "the second step is the same once more"
 
 
+def test_only_truncated_checkpoints_are_a_named_error(
+    here: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in run.glob("checkpoints/*/tensors.safetensors"):
+        truncate(file)
+    for words in (*commands(run, tmp_path / "out"), ["resume", str(run)]):
+        assert ended(Path(), *words) == 1
+        *notes, last = capsys.readouterr().err.splitlines()
+        assert last == f"ostinato: none of the 2 checkpoints in {run}/checkpoints is whole; start a new run"
+        assert all("is damaged" in note for note in notes)
+
+
 @contextmanager
 def disk_full_after(size: int) -> Iterator[None]:
     """No file of this process may grow beyond ``size`` bytes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,7 +102,25 @@ def exchanged(
     return found
 
 
-def check(layout: str, case: Case) -> None:
+MANY = Case(steps=1)  # two minibatches, of which the second is scored beforehand; rows that need padding
+WHOLE = {2: Case(steps=1, minibatches=1, microbatch=62), 4: Case(steps=1, minibatches=1, microbatch=38)}
+LONG = Case(steps=1, minibatches=1, microbatch=124)
+
+
+@pytest.mark.parametrize(
+    ("layout", "case", "changes"),
+    [
+        *((layout, MANY, {}) for layout in ("t2", "t2c2", "d2t2", "p2v2")),
+        *((layout, MANY, {"way": "full"}) for layout in ("t2p2", "d2f2")),
+        *((layout, WHOLE[2], {"way": "per_expert"}) for layout in ("d2t2e4", "d2t2e2x2")),
+        ("d4e4", WHOLE[4], {"way": "per_expert"}),
+        ("t2c2e2", LONG, {"way": "per_expert"}),
+        ("d2p2e2", WHOLE[2], {"model": "mla"}),
+        ("t2p2", MANY, {"options": {"recompute": True}}),
+    ],
+)
+def test_calls_and_bytes_are_those_of_the_planner(layout: str, case: Case, changes: dict[str, Any]) -> None:
+    case = replace(case, **changes)
     plan = Layout.parse(layout)
     for rank, rows in enumerate(on_ranks(plan.world, counted, layout, case, timeout_s=120)):
         for step, row in enumerate(rows):
@@ -116,36 +135,6 @@ def check(layout: str, case: Case) -> None:
                 assert row.get(f"comm/calls/{name}", 0) == sent.calls, where
                 # counters round every call down to a whole byte
                 assert 0 <= sent.bytes - row.get(f"comm/bytes/{name}", 0) <= sent.calls, where
-
-
-MANY = Case(steps=1)  # two minibatches, of which the second is scored beforehand; rows that need padding
-WHOLE = {2: Case(steps=1, minibatches=1, microbatch=62), 4: Case(steps=1, minibatches=1, microbatch=38)}
-LONG = Case(steps=1, minibatches=1, microbatch=124)
-
-
-@pytest.mark.parametrize("layout", ["t2", "t2c2", "d2t2", "p2v2"])
-def test_adapters(layout: str) -> None:
-    check(layout, MANY)
-
-
-@pytest.mark.parametrize("layout", ["t2p2", "d2f2"])
-def test_all_parameters(layout: str) -> None:
-    check(layout, replace(MANY, way="full"))
-
-
-@pytest.mark.parametrize(
-    ("layout", "case"), [("d2t2e4", WHOLE[2]), ("d4e4", WHOLE[4]), ("d2t2e2x2", WHOLE[2]), ("t2c2e2", LONG)]
-)
-def test_experts(layout: str, case: Case) -> None:
-    check(layout, replace(case, way="per_expert"))
-
-
-def test_latent_attention_with_shared_experts() -> None:
-    check("d2p2e2", replace(WHOLE[2], model="mla"))
-
-
-def test_recomputing_says_it_again() -> None:
-    check("t2p2", replace(MANY, options={"recompute": True}))
 
 
 def published(rank: int, world: int, layout: str, case: Case) -> float:

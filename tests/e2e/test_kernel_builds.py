@@ -85,21 +85,12 @@ def _check(compiler: str, options: tuple[str, ...], folder: Path, emulator: tupl
     assert lines[-1] == "0 failures"
 
 
-def test_kernels_as_this_machine_builds_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", ["", "-march=x86-64-v3", "-march=x86-64"], ids=["here", "avx2", "sse"])
+def test_kernels_by_gcc(options: str, tmp_path: Path) -> None:
     _needs("g++")
-    _check("g++", isa.flags(), tmp_path)
-
-
-def test_kernels_capped_at_avx2(tmp_path: Path) -> None:
-    _needs("g++")
-    _needs_x86()
-    _check("g++", ("-march=x86-64-v3",), tmp_path)
-
-
-def test_kernels_with_sse_alone(tmp_path: Path) -> None:
-    _needs("g++")
-    _needs_x86()
-    _check("g++", ("-march=x86-64",), tmp_path)
+    if options:
+        _needs_x86()
+    _check("g++", (options,) if options else isa.flags(), tmp_path)
 
 
 def test_kernels_by_clang(tmp_path: Path) -> None:

@@ -116,12 +116,6 @@ def test_what_cannot_be_done_is_one_sentence(
     assert found == status and sentence in reply["error"]["message"]
 
 
-def test_a_system_message_that_leaves_no_room_is_refused(at: ServerAt) -> None:
-    messages = [{"role": "system", "content": "Be kind. " * 60}, *chat(1)]
-    status, reply, _ = ask(at.url, messages, "system")
-    assert status == 400 and "pin less" in reply["error"]["message"]
-
-
 def test_the_model_itself_shortens_where_it_is_asked_to() -> None:
     with server(memory=Keeping(budget=BUDGET, refill="model")) as at:
         status, reply, _ = ask(at.url, chat(20), "model")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import At, server, until
+from serving import At, server
 
 from ostinato.serve.calls import ApiError
 from ostinato.serve.grammar import Guides, call_grammar, json_grammar
@@ -158,13 +158,6 @@ def test_what_cannot_be_enforced_in_time_is_refused(client: Any, schema: Any, se
 def test_what_contradicts_a_grammar_is_refused(client: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError):
         chat(client, **fields)
-
-
-def test_a_client_that_hangs_up_on_a_grammar_frees_its_sequence(at: At, client: Any) -> None:
-    stream = chat(client, response_format={"type": "json_object"}, stream=True, n=4)
-    next(iter(stream))
-    stream.close()
-    until(lambda: at.served.service.under_way == 0)
 
 
 def test_without_the_library_the_extra_is_named(at: At, monkeypatch: pytest.MonkeyPatch) -> None:

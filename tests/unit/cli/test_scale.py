@@ -226,7 +226,6 @@ CURVES: Mapping[str, tuple[np.ndarray, np.ndarray]] = {
     "plateau": (C, 0.6 + NOISE),
     "long": (1.3 * C, SCALERL.score(1.3 * C) + NOISE),
 }
-SILENT = ("flat", "falling", "collapsing", "three")
 
 
 @pytest.fixture(scope="module")
@@ -260,22 +259,6 @@ def test_every_answer_is_strict_json(name: str, csv: Path, capsys: pytest.Captur
     other = "short" if name == "long" else "long"
     compared = reported(capsys, "compare", csv / f"{name}.csv", csv / f"{other}.csv")
     assert [arm["arm"] for arm in compared["arms"]] == [name, other]
-
-
-@pytest.mark.parametrize("name", SILENT)
-def test_a_curve_that_carries_nothing_tells_no_number(
-    name: str, csv: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a flat curve the intervals of B and C_mid were those of the prior."""
-    fitted = reported(capsys, "fit", csv / f"{name}.csv")
-    for key in ("A", "B", "C_mid", "least_squares", "C_max_over_C_mid"):
-        assert fitted[key] is None
-    assert fitted["laws"] == []
-    predicted = reported(capsys, "forecast", csv / f"{name}.csv", "--at", "1e5", "--target", "0.6")
-    assert predicted["at"] == [{"compute": 1e5, "score": None, "measured": None}]
-    assert predicted["targets"] == [{"target": 0.6, "probability": None, "compute": None}]
-    decided = reported(capsys, "decide", csv / f"{name}.csv", "--budget", "50k")
-    assert (decided["action"], decided["gain"]) == ("undecided", None)
 
 
 # ---- ``ostinato scale ledger``: what runs have cost, side by side
