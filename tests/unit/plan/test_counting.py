@@ -368,6 +368,12 @@ def test_gathered_weights_are_the_matrices_and_padding(shard: int, tensor: int) 
     assert shard == 1 or 0 <= found - gathered_values(MOE, whole, moe=True) <= 4 * shard
 
 
+def test_adapters_move_less_than_all_weights() -> None:
+    """Acceptance 5: gradients of LoRA against those of full-parameter training."""
+    lora, full = (sent("d8", adapter=adapter)["all_reduce", "s"] for adapter in (LORA, None))
+    assert 20 < full / lora < 200
+
+
 @pytest.mark.parametrize(
     "layout", ["d2t2", "d4e4", "d2c2", "p2d2", "d2t2e4", "d2t2p2e2", "d2f2", "t2e2x1", "t2x2"]
 )
