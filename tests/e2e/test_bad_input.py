@@ -36,9 +36,13 @@ def fine(completions, **columns):
 def short(completions, **columns):
     return [1.0]
 
+def misspelt(completions, **columns):
+    return [flaot(1) for _ in completions]
+
 def hangs(completions, **columns):
     time.sleep(60)
 """
+LONG_ROWS = [{"prompt": f"{number}+1?" * 600, "answer": str(number + 1)} for number in range(40)]
 
 
 def write_model(folder: Path, **changes: bytes | None) -> None:
@@ -58,6 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     (folder / "tiny.toml").write_text(tiny_recipe(RECIPE))
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "long.jsonl").write_text("\n".join(map(json.dumps, LONG_ROWS)))
     write_model(folder / "truncated", model=(ASSET / "model.safetensors").read_bytes()[:-1000])
     write_model(folder / "broken_tokenizer", tokenizer=b'{"version": "1.0')
     return folder
@@ -101,12 +106,15 @@ TRAIN = ["train", "tiny.toml"]
     ("arguments", "words"),
     [
         ([*TRAIN, "trainer.stesp=3"], ["trainer.stesp is not a key", "did you mean trainer.steps?"]),
+        ([*TRAIN, "task.source=long.jsonl", "task.params.holdout=0.5"], ["the context of 1024", "shorten"]),
         ([*TRAIN, "rollout.max_tokens=1020"], ["answer of 1020 (rollout.max_tokens)", "exceeds the context"]),
         ([*TRAIN, "reward.functions=[\"rewards.py:short\"]"], ["reward short returned 1 values for 2; re"]),
+        ([*TRAIN, "reward.functions=[\"rewards.py:misspelt\"]"], ["misspelt uses what does not", "flaot"]),
         ([*TRAIN, "reward.functions=[\"rewards.py:hangs\"]"], ["reward hangs", "reward.timeout_s=0.5"]),
         ([*TRAIN, "model.path=asset:seed-meo"], ["'asset:seed-meo'", "did you mean asset:seed-moe?"]),
         ([*TRAIN, "model.path=truncated"], ["model.safetensors is truncated", "download it again"]),
         ([*TRAIN, "model.path=broken_tokenizer"], ["tokenizer.json is truncated", "save it again"]),
+        (["train", "quickstrat"], ["recipe 'quickstrat' does not exist", "did you mean quickstart?"]),
         (["resume", "nowhere"], ["run folder nowhere holds no recipe.toml", "name the folder of a"]),
         (["eval", "nowhere"], ["'nowhere' is no run folder, recipe or model", "e.g. quickstart"]),
         (["generate", "asset:seed-moe", "-p", "1" * 5000], ["tokens and the context 1024", "shorten"]),
@@ -200,6 +208,12 @@ def test_only_truncated_checkpoints_are_a_named_error(
         *notes, last = capsys.readouterr().err.splitlines()
         assert last == f"ostinato: none of the 2 checkpoints in {run}/checkpoints is whole; start a new run"
         assert all("is damaged" in note for note in notes)
+
+
+def test_a_damaged_log_is_named(refusal: Refusal, run: Path) -> None:
+    (run / "metrics.jsonl").write_text("half a row\n" + (run / "metrics.jsonl").read_text())
+    sentence = refusal("resume", str(run), "trainer.steps=3", code=1)
+    assert f"line 1 of {run}/metrics.jsonl is not JSON; delete it to read the rest" in sentence
 
 
 @contextmanager

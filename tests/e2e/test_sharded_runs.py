@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from commands import command, wait_until
+from commands import command
 from ranks import on_ranks
 from short_run import SHORT, STEPS
 from small_loop import BanditTrainer, Bench
@@ -96,7 +96,10 @@ def troubled(tmp_path: Path, trouble: Trouble, world: int = 3, lost: tuple[int, 
 
 
 def output(path: Path) -> str:
-    return path.read_text() if wait_until(path.exists, 120) else "no output"
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return path.read_text() if path.exists() else "no output"
 
 
 def test_all_ranks_do_the_same(tmp_path: Path) -> None:
@@ -181,6 +184,22 @@ def test_what_all_ranks_refuse_leaves_them_as_they_were(tmp_path: Path) -> None:
     assert found["second"] == found["first"] and found["counters"] == {"steps": 2}
     assert others == [{"ended": True}] * 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_only_some_refuse_ends_all_by_name(tmp_path: Path, who: int) -> None:
+    """Rank 1 goes on to wait for the next call, and the others wait for it in theirs; or rank 0 goes on, and
+    the others wait for it in the step."""
+    found, left = troubled(tmp_path, Trouble(what="refuse", rank=who, step=2))
+    if who == 1:
+        assert found["error"] == "WorkerLost"
+        assert "has refused 1 of its calls where rank 0 refused 0" in found["text"]
+        assert found["text"].startswith("rank 1 on ")
+        assert output(left[2]) == found["text"]
+        return
+    assert (found["error"], found["text"]) == ("Misaligned", "step 2 has routes of others")
+    for path in left.values():
+        assert "rank 0 on " in output(path) or "rank 1 on " in output(path)
 
 
 class Bandit(BanditTrainer):
@@ -360,6 +379,13 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+def until(true: Callable[[], object], folder: Path, within_s: float = 120) -> None:
+    deadline = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline, (folder / "log").read_text()
+        time.sleep(0.02)
+
+
 def rows(folder: Path) -> int:
     return sum(path.read_text().count("\n") for path in folder.glob("*/metrics.jsonl"))
 
@@ -385,7 +411,7 @@ def test_a_run_survives_the_loss_of_any_rank(tmp_path: Path) -> None:
         assert process.wait(240) == 0, (whole / "log").read_text()
 
     with started(hurt, *train(hurt)) as process:
-        assert wait_until(lambda: rows(hurt) >= 1, 120), (hurt / "log").read_text()
+        until(lambda: rows(hurt) >= 1, hurt)
         (follower,) = followers(process)
         follower.kill()
         assert process.wait(60) == 1, (hurt / "log").read_text()
@@ -396,7 +422,7 @@ def test_a_run_survives_the_loss_of_any_rank(tmp_path: Path) -> None:
     assert rows(hurt) < STEPS
 
     with started(hurt, "resume", run_of(hurt)) as process:
-        assert wait_until(lambda: rows(hurt) >= 3, 120), (hurt / "log").read_text()
+        until(lambda: rows(hurt) >= 3, hurt)
         (follower,) = followers(process)
         process.kill()
         process.wait()
@@ -414,7 +440,7 @@ def test_a_run_survives_the_loss_of_any_rank(tmp_path: Path) -> None:
 def test_ctrl_c_is_rank_0s_affair(tmp_path: Path) -> None:
     """SIGINT goes to every process of a terminal: the step is finished by all ranks, saved, and all end."""
     with started(tmp_path, *train(tmp_path)) as process:
-        assert wait_until(lambda: rows(tmp_path) >= 1, 120), (tmp_path / "log").read_text()
+        until(lambda: rows(tmp_path) >= 1, tmp_path)
         (follower,) = followers(process)
         follower.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
@@ -423,3 +449,12 @@ def test_ctrl_c_is_rank_0s_affair(tmp_path: Path) -> None:
     assert "interrupted after step" in (tmp_path / "log").read_text()
     (checkpoint, *_) = sorted(tmp_path.glob("*/checkpoints/step-*"))[::-1]
     assert int(checkpoint.name.removeprefix("step-")) == rows(tmp_path)
+
+
+def test_layouts_that_cannot_be_are_refused_before_any_rank_begins(tmp_path: Path) -> None:
+    for layout, sentence in (("d2q3", "d2q3"), ("t7", "t7")):
+        with started(tmp_path, *train(tmp_path), f"parallel.layout={layout}") as process:
+            assert process.wait(120) == 2
+        last = (tmp_path / "log").read_text().splitlines()[-1]
+        assert last.startswith("ostinato: ") and sentence in last, last
+        assert not list(tmp_path.glob("*/ranks"))

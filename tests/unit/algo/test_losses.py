@@ -23,10 +23,12 @@ from ostinato.algo.advantages import (
     advantages,
     check_group_size,
     overlong_penalty,
+    zero_variance,
 )
-from ostinato.algo.algorithms import BOUNDS, algorithm, policy_loss
+from ostinato.algo.algorithms import BOUNDS, NAMED, Algorithm, Loss, algorithm, policy_loss
 from ostinato.algo.losses import LossTerms
 from ostinato.algo.offpolicy import Correction, importance_weights
+from ostinato.algo.pack import Aggregation
 
 NAN = math.nan
 VALID = [
@@ -117,6 +119,11 @@ def test_laws(rewards: list[list[float]], choice: tuple[Baseline, Scale], shift:
 def test_leave_one_out_equals_its_definition(rewards: list[float]) -> None:
     expected = [r - np.mean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
     np.testing.assert_allclose(one(rewards, Baseline.LEAVE_ONE_OUT, Scale.NONE), expected, atol=1e-12)
+
+
+def test_zero_variance() -> None:
+    assert zero_variance(np.array([1.0, 1.0, NAN])) and zero_variance(np.array([NAN, 1.0]))
+    assert not zero_variance(np.array([1.0, 0.0]))
 
 
 def test_overlong_penalty_by_hand() -> None:
@@ -235,6 +242,15 @@ def test_gradients_by_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(lambda x: LOSSES[name](x, old, advantages, weights).total, (new,))
 
 
+def test_cispo_gradient_is_that_of_logp_with_a_frozen_weight() -> None:
+    """The loss stops the gradient of rho, so finite differences of it are another function: freeze rho."""
+    new, old, advantages, weights = problem()
+    (grad,) = torch.autograd.grad(LOSSES["cispo"](new, old, advantages, weights).total, new)
+    frozen = (new - old).exp().clamp(max=2.0).detach()
+    (expected,) = torch.autograd.grad((-weights * frozen * advantages * new).sum(), new)
+    assert torch.equal(grad, expected)
+
+
 @pytest.mark.parametrize("name", ["clipped", "sequence", "cispo", "reinforce"])
 def test_on_policy_all_losses_have_the_policy_gradient(name: str) -> None:
     """At rho = 1 (and advantages and weights equal within a sample) each has gradient -w A."""
@@ -285,6 +301,39 @@ def arguments() -> tuple[Tensor, ...]:
     old = new.detach() + torch.tensor([0.5, -0.004, -0.5], dtype=torch.float64)
     advantages = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64)
     return new, old, advantages, torch.full((3,), 1 / 3, dtype=torch.float64), torch.tensor([0, 0, 1])
+
+
+def test_defaults_of_the_papers() -> None:
+    """The vetted settings, written a second time, so that a change of one is seen in a review."""
+    expected: dict[str, dict[str, Any]] = {
+        "grpo": {"scale": Scale.GROUP, "aggregation": Aggregation.SAMPLE, "clip_low": 0.2, "clip_high": 0.2},
+        "dr_grpo": {"scale": Scale.NONE, "aggregation": Aggregation.CONSTANT, "loss": Loss.CLIPPED},
+        "dapo": {
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "aggregation": Aggregation.TOKEN,
+            "overlong_buffer": 0.2,
+        },
+        "gspo": {"loss": Loss.SEQUENCE_CLIPPED, "aggregation": Aggregation.SAMPLE, "clip_high": 4e-3},
+        "cispo": {
+            "loss": Loss.CISPO,
+            "ratio_cap": 5.0,
+            "scale": Scale.BATCH,
+            "aggregation": Aggregation.PROMPT,
+        },
+        "rloo": {"loss": Loss.REINFORCE, "baseline": Baseline.LEAVE_ONE_OUT, "scale": Scale.NONE},
+        "reinforce_pp": {"baseline": Baseline.BATCH_MEAN, "scale": Scale.BATCH, "batch_pool": Pool.ALL},
+        "reinforce_pp_baseline": {"baseline": Baseline.GROUP_MEAN, "scale": Scale.BATCH},
+        "opd": {"loss": Loss.CLIPPED, "aggregation": Aggregation.TOKEN, "teacher_coef": 1, "reward_coef": 0},
+    }
+    assert expected.keys() == NAMED.keys()
+    for name, fields in expected.items():
+        chosen = algorithm(name)
+        assert (chosen.name, chosen.overridden) == (name, ())
+        assert {key: getattr(chosen, key) for key in fields} == fields
+        assert (chosen.kl_coef, chosen.entropy_coef, chosen.correction) == (0, 0, Correction.NONE)
+        assert chosen.drop_zero_variance == (name in ("dapo", "cispo"))
+    assert algorithm("grpo") == Algorithm()
 
 
 @pytest.mark.parametrize(
