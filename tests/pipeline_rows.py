@@ -85,7 +85,7 @@ def pipeline_metrics(step: int, staleness: int = 2) -> dict[str, float]:
         "queue/ready": 3.0,
         "groups/admitted_total": 16.0 * (step + 2),
         "groups/trained_total": 16.0 * step - 1,
-        "groups/dropped_total/stale": 1.0,
+        "groups/dropped_total/zero_variance": 1.0,
         "groups/outstanding": 32.0,
     }
 

@@ -309,7 +309,6 @@ class PipelineSection(Section):
 
     staleness: Count = 0  # steps
     overlap: bool = False
-    late: Literal["wait", "drop"] = "wait"  # for a group about to become too old, or drop it, counted
     placement: Literal["least-loaded", "longest-first", "histopipe"] = "least-loaded"
     watch_s: Annotated[float, Field(gt=0)] = 600.0  # without any progress, before the run ends and says where
 

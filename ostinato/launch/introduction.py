@@ -115,8 +115,6 @@ def _of_workers(recipe: Recipe) -> Iterator[str]:
             f'pipeline.placement = "{place}" has no lengths without draft.enabled, whose history has them: '
             "all answers count as equally long"
         )
-    if recipe.pipeline.late == "drop" and not recipe.pipeline.overlap:
-        yield 'pipeline.late = "drop" changes nothing without pipeline.overlap: nothing is ever late'
     if recipe.pipeline.overlap and not recipe.pipeline.staleness:
         yield (
             "pipeline.overlap with pipeline.staleness 0 is the synchronous loop: nothing overlaps; set "

@@ -28,7 +28,6 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters
 from ostinato.observe.ledger import Ledger, Life, SteadyClock, Terms
-from ostinato.pipeline.buffer import Late
 from ostinato.pipeline.curriculum import Curriculum
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent_in_steps
@@ -89,7 +88,6 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         minibatches=recipe.trainer.minibatches,
         staleness=recipe.pipeline.staleness,
         overlap=recipe.pipeline.overlap,
-        late=Late(recipe.pipeline.late),
         watch_s=recipe.pipeline.watch_s,
         seed=recipe.seed,
         solved_at=mark(recipe),

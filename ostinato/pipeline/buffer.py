@@ -13,9 +13,8 @@ token of it is older than k then.
 
 Without overlap the trainer waits until everything has ended that is admitted, and takes the oldest. With it,
 it takes the N groups with the earliest deadlines among those that have ended, unless that would leave more
-behind than the steps until some deadline can take. Then it waits for these ("wait": nothing is dropped, long
-answers are not selected against), or goes on as soon as N have ended and drops what is too late ("drop").
-Throttling alone would not bound the lag: an answer may take longer than k steps.
+behind than the steps until some deadline can take. Then it waits for these: nothing is dropped, long answers
+are not selected against. Throttling alone would not bound the lag: an answer may take longer than k steps.
 
 ``AdmissionRule`` is pure; ``RolloutBuffer`` has the tasks.
 """
@@ -27,7 +26,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from ostinato.pipeline.curriculum import Rates
 from ostinato.pipeline.rounds import Admission, Rounds
@@ -37,20 +35,12 @@ from ostinato.types import Group
 MOST_NAMED = 5  # groups, in a sentence
 
 
-class Late(StrEnum):
-    """What becomes of a group that has not ended when it would be too old for any later step."""
-
-    WAIT = "wait"
-    DROP = "drop"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """By place in the stream: whom a step trains on, in the order of the stream; who is dropped; whom it has
-    to wait for, and then the others are empty. All are empty when no group is on the way."""
+    """By place in the stream: whom a step trains on, in the order of the stream; whom it has to wait for, and
+    then the batch is empty. Both are empty when no group is on the way."""
 
     batch: tuple[int, ...] = ()
-    stale: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
 
 
@@ -62,7 +52,6 @@ class AdmissionRule:
     staleness: int
     steps: int
     overlap: bool = False
-    late: Late = Late.WAIT
 
     def room(self, held: Sequence[Admission], finished: int) -> int:
         """How many groups may be admitted after ``finished`` steps, while ``held`` are on their way."""
@@ -87,12 +76,10 @@ class AdmissionRule:
         ended = (one for one in held if one.ended)
         batch = set(sorted(ended, key=lambda one: (self.deadline(one), one.place))[:size])
         left = [one for one in held if one not in batch]
-        waits = self.late == Late.WAIT
-        awaited = [one for one in self._overdue(left, finished) if not one.ended] if waits else []
+        awaited = [one for one in self._overdue(left, finished) if not one.ended]
         if awaited or len(batch) < size:
             return Selection(awaited=_places(awaited or running))
-        late = [] if waits else [one for one in left if self.deadline(one) <= finished]
-        return Selection(batch=_places(batch), stale=_places(late))
+        return Selection(batch=_places(batch))
 
     def _overdue(self, left: Sequence[Admission], finished: int) -> list[Admission]:
         """Who is left behind by a batch, where up to some deadline they are more than the steps until then
@@ -139,8 +126,6 @@ class TrainBatch:
     """What a step gets, in the order of the stream."""
 
     batch: Sequence[RolloutResult]
-    stale: Sequence[RolloutResult]  # dropped after they had ended
-    num_stale: int  # dropped, those that had not ended too
     num_admitted: int  # from the stream, since the step before
     num_anew: int  # of an earlier process, since then: their policy is gone, and another plays them
     choices: Mapping[str, int] = field(default_factory=dict)  # of the curriculum, since then
@@ -164,7 +149,6 @@ class RolloutBuffer:
     _lost: list[Admission] = field(default_factory=list)  # on their way once, to be played anew
     _fresh: dict[int, RolloutResult] = field(default_factory=dict)  # by place
     _unjudged: dict[int, RolloutResult] = field(default_factory=dict)  # may still make their prompts leave
-    _given_up: set[asyncio.Task[RolloutResult]] = field(default_factory=set)
     _news: asyncio.Event = field(default_factory=asyncio.Event)  # somebody has ended
     _num_admitted: int = 0
     _num_anew: int = 0
@@ -219,7 +203,7 @@ class RolloutBuffer:
             self.admit(finished, version)
             choice = self.rule.choose(self._admissions(), finished)
             if not choice.awaited:
-                return self._take(choice, finished, version)
+                return self._take(choice)
             await self._news.wait()
 
     def admit(self, finished: int, version: int) -> None:
@@ -253,7 +237,7 @@ class RolloutBuffer:
 
     async def close(self) -> None:
         """Nothing goes on."""
-        await end_tasks([*self._given_up, *self._tasks()])
+        await end_tasks(self._tasks())
 
     def waiting(self) -> str:
         """Who has been on the way for longest, doing what since when."""
@@ -338,20 +322,11 @@ class RolloutBuffer:
         held.task = asyncio.create_task(play())
         held.task.add_done_callback(lambda task: self._news.set())
 
-    def _take(self, choice: Selection, finished: int, version: int) -> TrainBatch:
-        batch, stale = ([self._held.pop(place) for place in some] for some in (choice.batch, choice.stale))
-        for one in stale:
-            if one.task is not None:
-                one.task.cancel()
-                self._given_up.add(one.task)
-                one.task.add_done_callback(self._given_up.discard)
+    def _take(self, choice: Selection) -> TrainBatch:
+        batch = [self._held.pop(place) for place in choice.batch]
         self._training = [one.admission for one in batch]
-        if stale:
-            self.admit(finished, version)  # their places are free again
         train_batch = TrainBatch(
             batch=[one.played for one in batch if one.played is not None],
-            stale=[one.played for one in stale if one.played is not None],
-            num_stale=len(stale),
             num_admitted=self._num_admitted,
             num_anew=self._num_anew,
             choices=self._choices,

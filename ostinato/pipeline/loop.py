@@ -41,7 +41,7 @@ from ostinato.pipeline.scores import Scores
 from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog, in_thread
 from ostinato.pipeline.spool import Spool
 from ostinato.pipeline.state import Finish, Finished, LoopState, Plan, nothing_to_learn
-from ostinato.pipeline.step_metrics import Clock, add_totals, check_ages, with_stale
+from ostinato.pipeline.step_metrics import Clock, add_totals, check_ages
 from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
 from ostinato.rollout.rollout import RolloutContext, RolloutResult
 from ostinato.run import RunFolder
@@ -207,7 +207,7 @@ class Loop:
             self.drafting.begin()
         with clock.doing("rollout" if overlap else "", Kind.WAIT):
             due = await self._feed.batch(self.state.step, self.state.version)
-        groups, stale = ([of_step(step, item.group) for item in some] for some in (due.batch, due.stale))
+        groups = [of_step(step, item.group) for item in due.batch]
         self._failures.see(step, groups, first=step == 1)
         learned = await self._learned(groups, clock)
         version = self.state.version
@@ -215,12 +215,11 @@ class Loop:
             version += 1
             with clock.doing("publish" if overlap else "train", Kind.PUBLISH):
                 self.stage.engine.publish(self.trainer.adapters(), version)
-        learned = replace(learned, credit=with_stale(learned.credit, stale, due.num_stale))
         fresh = self._feed.fresh()
         if not overlap:
             clock.rollouts(fresh)
         drafted = self._drafted(fresh, clock)
-        row = self._recorder.record(clock, self._feed, [*groups, *stale], fresh, due, learned, drafted)
+        row = self._recorder.record(clock, self._feed, groups, fresh, due, learned, drafted)
         self._end_step(step, version, due, learned, row)
         row |= self.state.totals
         ended = self._why is not None
@@ -286,7 +285,7 @@ class Loop:
             empty_in_a_row=0 if learned.credit.samples else before.empty_in_a_row + 1,
             ahead=self._feed.ahead,
             admitted=before.admitted + due.num_admitted,
-            trained=before.trained + len(due.batch) + due.num_stale - gone.total(),
+            trained=before.trained + len(due.batch) - gone.total(),
             dropped=dict(sorted(dropped.items())),
             totals=add_totals(before.totals, row, self._ledger.terms),
         )

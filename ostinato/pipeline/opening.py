@@ -46,7 +46,6 @@ def new_buffer(
             staleness=plan.staleness,
             steps=plan.steps,
             overlap=plan.overlap,
-            late=plan.late,
         ),
         rounds=rounds,
         cursor=state.cursor,

@@ -12,7 +12,6 @@ from typing import Any
 from ostinato.every import NEVER, Every
 from ostinato.failure import NamedFailure
 from ostinato.model.flops import FlopModel
-from ostinato.pipeline.buffer import Late
 from ostinato.pipeline.curriculum import Curriculum, Rates
 from ostinato.pipeline.rounds import Admission
 from ostinato.pipeline.signals import ENDERS
@@ -59,7 +58,6 @@ class Plan:
     minibatches: int = 1  # optimizer steps per batch, as long as there are as many groups
     staleness: int = 0  # most steps between the policy that samples a token and the one that trains on it
     overlap: bool = False  # rollouts go on while the trainer learns, and take up its weights in flight
-    late: Late = Late.WAIT  # for a group about to become too old, with overlap; or drop it
     seed: int = 0
     solved_at: float = 1.0  # a reward from here on is a solution
     solved_for_good: float = 0.0  # share of a group's solutions at which its prompt leaves; 0: none ever does

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -154,19 +154,6 @@ def check_ages(batch: Batch, step: int, staleness: int) -> None:
             f"step {step} has {sum(wrong.values())} tokens that are {sorted(wrong)} versions old where "
             f"pipeline.staleness is {staleness}; nothing was trained on them"
         )
-
-
-def with_stale(credit: Credit, stale: Sequence[Group], num_stale: int) -> Credit:
-    """The credit of a step that also dropped ``num_stale`` groups as too old. Of ``stale``, those of them
-    that had ended, the tokens are wasted; of the others they are lost."""
-    if not num_stale:
-        return credit
-    tokens = sum(sampled_tokens(t) for group in stale for t in group.trajectories)
-    return replace(
-        credit,
-        dropped_groups=credit.dropped_groups + Counter(stale=num_stale),
-        wasted_tokens=credit.wasted_tokens + Counter(stale=tokens),
-    )
 
 
 def busy_by_pool(

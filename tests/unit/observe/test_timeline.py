@@ -352,7 +352,7 @@ def test_every_admitted_group_is_accounted_for() -> None:
     assert facts == {
         "Groups admitted": ("160", ""),
         "trained on": ("127", ""),
-        "dropped": ("1", "stale 1"),
+        "dropped": ("1", "zero variance 1"),
         "in play": ("32", ""),
     }
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.pipeline.buffer import AdmissionRule, Late, Selection
+from ostinato.pipeline.buffer import AdmissionRule, Selection
 from ostinato.pipeline.rounds import Admission
 
 
@@ -21,7 +21,7 @@ class World:
     def __init__(self, rule: AdmissionRule, seed: int, kills: float = 0.0) -> None:
         self.rule, self.random, self.kills = rule, random.Random(seed), kills
         self.held: dict[int, Admission] = {}
-        self.finished = self.admitted = self.dropped = 0
+        self.finished = self.admitted = 0
         self.trained: list[tuple[Admission, ...]] = []
 
     def admit(self) -> None:
@@ -35,7 +35,7 @@ class World:
         self.admit()
         choice = self.rule.choose(list(self.held.values()), self.finished)
         if choice.awaited:
-            assert not choice.batch and not choice.stale
+            assert not choice.batch
             assert all(not self.held[place].ended for place in choice.awaited)
             self.somebody_ends()
         else:
@@ -52,9 +52,6 @@ class World:
             self.held[place] = anew
 
     def train(self, choice: Selection) -> None:
-        for place in choice.stale:
-            del self.held[place]
-        self.dropped += len(choice.stale)
         self.trained.append(tuple(self.held.pop(place) for place in choice.batch))
         self.finished += 1
 
@@ -62,7 +59,7 @@ class World:
         while self.finished < self.rule.steps:
             self.move()
             done = sum(map(len, self.trained))
-            assert self.admitted == done + self.dropped + len(self.held)
+            assert self.admitted == done + len(self.held)
 
 
 def ages(world: World) -> list[int]:
@@ -75,7 +72,6 @@ RULES = st.builds(
     staleness=st.integers(0, 4),
     steps=st.integers(1, 9),
     overlap=st.just(True),
-    late=st.sampled_from(list(Late)),
 )
 
 
@@ -84,15 +80,13 @@ RULES = st.builds(
 def test_no_group_is_too_old_whatever_ends_first_and_whoever_is_killed(
     rule: AdmissionRule, seed: int, kills: float
 ) -> None:
-    """And every batch has its N groups, of which each was trained on once; to wait drops nothing."""
+    """And every batch has its N groups, of which each was trained on once; nothing is dropped."""
     world = World(rule, seed, kills)
     world.run()
     assert max(ages(world)) <= rule.staleness
     assert all(len(batch) == rule.prompts and all(one.ended for one in batch) for batch in world.trained)
     places = [one.place for batch in world.trained for one in batch]
-    assert len(set(places)) == len(places)
-    if rule.late is Late.WAIT:
-        assert world.dropped == 0 and sorted(places) == list(range(rule.steps * rule.prompts))
+    assert sorted(places) == list(range(rule.steps * rule.prompts))
 
 
 @given(RULES, st.integers(0, 10**6))
@@ -100,9 +94,7 @@ def test_who_is_late_is_waited_for_and_nobody_else(rule: AdmissionRule, seed: in
     """As N groups are admitted after each step and (k + 1) N are on their way, a batch is the whole round
     that was admitted k steps before, but for the first k + 1 steps, which share what was admitted at the
     start."""
-    world = World(
-        AdmissionRule(prompts=rule.prompts, staleness=rule.staleness, steps=rule.steps, overlap=True), seed
-    )
+    world = World(rule, seed)
     while world.finished < rule.steps:
         world.admit()
         held, finished = dict(world.held), world.finished
@@ -141,9 +133,7 @@ def test_a_batch_by_hand() -> None:
     rule = AdmissionRule(prompts=2, staleness=1, steps=9, overlap=True)
     some = held((1, 0, False), (2, 1, True), (3, 1, True))
     assert rule.choose(some, 1) == Selection(awaited=(1,))
-    dropping = AdmissionRule(prompts=2, staleness=1, steps=9, overlap=True, late=Late.DROP)
-    assert dropping.choose(some, 1) == Selection(batch=(2, 3), stale=(1,))
-    assert dropping.room(some, 1) == 1  # of four
+    assert rule.room(some, 1) == 1  # of four
     assert rule.choose(held((1, 0, True), (2, 1, False), (3, 1, True)), 1) == Selection(batch=(1, 3))
 
 

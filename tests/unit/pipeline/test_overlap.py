@@ -34,7 +34,6 @@ from small_loop import (
 from ostinato.config import Recipe
 from ostinato.launch.checks import check
 from ostinato.observe.ledger import Ledger, Terms, read, summary
-from ostinato.pipeline.buffer import Late
 from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.pipeline.signals import Stalled
 from ostinato.pipeline.state import StalenessViolation
@@ -75,14 +74,11 @@ def adds_up(state: LoopState) -> None:
     assert state.admitted == state.trained + sum(state.dropped.values()) + len(state.ahead)
 
 
-@pytest.mark.parametrize("late", list(Late))
-def test_without_staleness_it_is_the_synchronous_loop(tmp_path: Path, late: Late) -> None:
+def test_without_staleness_it_is_the_synchronous_loop(tmp_path: Path) -> None:
     """k = 0: the same bits as in lockstep, whatever is slow."""
     plain = Bench(tmp_path / "plain", steps=5, checkpoint_every=2, trajectories_every=1)
     plain.run()
-    other = Bench(
-        tmp_path / "overlap", steps=5, checkpoint_every=2, trajectories_every=1, overlap=True, late=late
-    )
+    other = Bench(tmp_path / "overlap", steps=5, checkpoint_every=2, trajectories_every=1, overlap=True)
     other.grader = Slow()
     other.run()
     assert other.trainer.logits.tobytes() == plain.trainer.logits.tobytes()
@@ -96,10 +92,10 @@ def test_without_staleness_it_is_the_synchronous_loop(tmp_path: Path, late: Late
 
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 4), st.sampled_from(list(Late)), st.integers(0, 10**6))
-def test_no_token_is_older_than_was_allowed(staleness: int, late: Late, seed: int) -> None:
+@given(st.integers(0, 4), st.integers(0, 10**6))
+def test_no_token_is_older_than_was_allowed(staleness: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        bench = overlapped(Path(folder), steps=6, staleness=staleness, late=late, grader=Slow(seed))
+        bench = overlapped(Path(folder), steps=6, staleness=staleness, grader=Slow(seed))
         finished = bench.run()
         assert finished.why is Finish.DONE and not finished.state.ahead
         assert max(max(ages) for ages in bench.trainer.ages) <= staleness
@@ -111,9 +107,8 @@ def test_no_token_is_older_than_was_allowed(staleness: int, late: Late, seed: in
             assert row["tokens/sampled"] == row["tokens/trained"] + row["tokens/wasted"]
             by_age = [n for name, n in row.items() if name.startswith("staleness/hist/")]
             assert sum(by_age) == row["tokens/trained"]
-        if late is Late.WAIT:
-            assert not finished.state.dropped
-            assert sorted(trained_on(bench)) == sorted(f"p{n}" for n in range(12))
+        assert not finished.state.dropped
+        assert sorted(trained_on(bench)) == sorted(f"p{n}" for n in range(12))
 
 
 def lives(path: Path, dies: Sequence[int], **changes: Any) -> list[Bench]:
@@ -133,19 +128,14 @@ def lives(path: Path, dies: Sequence[int], **changes: Any) -> list[Bench]:
 
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=2),
-    st.integers(0, 3),
-    st.sampled_from(list(Late)),
-    st.integers(1, 3),
-)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=2), st.integers(0, 3), st.integers(1, 3))
 def test_killed_at_any_group_nothing_is_lost_and_nothing_trained_on_twice(
-    dies: list[int], staleness: int, late: Late, every: int
+    dies: list[int], staleness: int, every: int
 ) -> None:
     """kill -9, as far as a test in one process can. What was on its way is found in the spool or played
     anew."""
     with tempfile.TemporaryDirectory() as folder:
-        sizes: dict[str, Any] = {"steps": 6, "checkpoint_every": every, "staleness": staleness, "late": late}
+        sizes: dict[str, Any] = {"steps": 6, "checkpoint_every": every, "staleness": staleness}
         benches = lives(Path(folder) / "run", dies, **sizes, flops=TEN_A_ROW)
         last = benches[-1]
         assert last.loop.state.step == 6 and not last.loop.state.ahead
@@ -153,8 +143,7 @@ def test_killed_at_any_group_nothing_is_lost_and_nothing_trained_on_twice(
         assert all(max(ages) <= staleness for bench in benches for ages in bench.trainer.ages)
         seen = trained_on(last)
         assert len(seen) == len(set(seen)) == 12 == last.loop.state.trained
-        if late is Late.WAIT:
-            assert sorted(seen) == sorted(f"p{n}" for n in range(12))
+        assert sorted(seen) == sorted(f"p{n}" for n in range(12))
         found = summary(read(last.folder))
         assert found.tokens["sampled"] == found.tokens["trained"] + sum(found.dropped.values())
         assert found.useful is not None
@@ -312,55 +301,6 @@ def test_a_batch_that_is_too_old_is_refused_by_name(tmp_path: Path) -> None:
     ):
         bench.run()
     assert bench.saved[-1][0]["step"] == 1 and len(bench.trainer.ages) == 1
-
-
-def test_what_is_dropped_as_stale_is_counted(tmp_path: Path) -> None:
-    """p1 never ends: it is cancelled when it would be too old, and another is admitted in its place."""
-    stuck = Stuck(lambda group: group.prompt.uid == "p1")
-    bench = overlapped(tmp_path, steps=6, staleness=1, late=Late.DROP, grader=stuck)
-    finished = bench.run()
-    assert finished.state.dropped == {"stale": 1} and finished.state.admitted == 13
-    assert sorted(trained_on(bench)) == sorted(f"p{n}" for n in range(13) if n != 1)
-    assert [row.get("groups/dropped/stale", 0) for row in bench.rows] == [0, 1, 0, 0, 0, 0]
-    assert bench.rows[-1]["groups/dropped_total/stale"] == 1
-
-
-def test_the_tokens_of_what_had_ended_and_is_stale_are_wasted(tmp_path: Path) -> None:
-    """k = 2, one group a step. p1 and p2 end while step 2 trains on p3, which had ended before; then both are
-    due, and only one can be trained on."""
-
-    class Held(Lesson):
-        def __init__(self) -> None:
-            super().__init__()
-            self.may_end = threading.Event()
-
-        async def grade(self, group: Group) -> list[Reward]:
-            while group.prompt.uid in ("p1", "p2") and not self.may_end.is_set():
-                await asyncio.sleep(0.001)
-            return await super().grade(group)
-
-    grader = Held()
-    sizes: dict[str, Any] = {"steps": 6, "prompts_per_step": 1, "late": Late.DROP, "flops": TEN_A_ROW}
-    bench = overlapped(tmp_path, grader=grader, **sizes)
-    learn = bench.trainer.step
-
-    def learns(batch: Batch) -> StepReport:
-        if len(bench.rows) == 1:
-            grader.may_end.set()
-            threading.Event().wait(0.1)
-        return learn(batch)
-
-    bench.trainer.step = learns  # type: ignore[method-assign]
-    finished = bench.run()
-    assert finished.state.dropped == {"stale": 1}
-    assert sorted(trained_on(bench)) == ["p0", "p1", "p3", "p4", "p5", "p6"]
-    assert [row.get("tokens/wasted/stale", 0) for row in bench.rows] == [0, 0, 16, 0, 0, 0]
-    for row in bench.rows:
-        assert row["tokens/sampled"] == row["tokens/trained"] + row["tokens/wasted"]
-    found = summary(read(bench.folder))
-    assert found.dropped["stale"] == 16 and found.tokens["sampled"] == 7 * 16
-    assert found.useful is not None
-    assert found.useful + sum(found.wasted.values()) == sum(found.flops.values())
 
 
 def test_with_workers_lockstep_trains_in_a_thread_and_is_the_same(tmp_path: Path) -> None:
