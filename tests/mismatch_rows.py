@@ -28,7 +28,6 @@ def mismatch_row(step: int, *, dense: bool = False, on: bool = True, growth: flo
         "step": step,
         "direction": DIRECTION,
         "replay": on and not dense,
-        "decision": "replay is on: native F(2) is 0.0011, above 0.0001" if on else "replay is off: no need",
         "arms": arms,
         "routers": None if dense else choice(dice),
         "versions": {"0": owner.size},

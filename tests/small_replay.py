@@ -33,7 +33,7 @@ RAW = tiny_moe(
     max_position_embeddings=128,
 )
 DENSE = {**RAW, "mlp_only_layers": [0, 1, 2, 3]}
-SLOW, FAST = OptimizerSettings(lr=1e-3), OptimizerSettings(lr=0.1)
+SLOW = OptimizerSettings(lr=1e-3)
 GRPO, BYPASS = algorithm("grpo", correction="token_truncate"), algorithm("grpo")
 
 

@@ -29,7 +29,7 @@ _MENDS = {
 }
 
 _UNIONS = {
-    "trainer.replay": 'use true, false, "auto" or "shuffled"',
+    "trainer.replay": 'use true, false or "shuffled"',
     "engine.threads": 'use "auto" or a whole number of 1 or more',
     "reward.solved_at": 'use "full" or a number',
     "trainer.budget": 'use a number of steps, or an amount of compute, e.g. "2e14 flops"',

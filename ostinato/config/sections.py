@@ -392,7 +392,7 @@ class TrainerSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0  # inf: off
     minibatches: Positive = 1
     tokens_per_microbatch: Positive = 4096
-    replay: bool | Literal["auto", "shuffled"] = True  # the sampler's experts; auto: if needed; a control
+    replay: bool | Literal["shuffled"] = True  # the sampler's experts; "shuffled": a control
     replay_threshold: Share = 0.9  # ids that a sequence's routes must share with the trainer's; 0: no gate
     recompute: bool = False  # trade a second forward for the activations' memory
     checkpoint_every: Count = 50  # 0: only at the end and on SIGTERM

@@ -79,11 +79,6 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
     if idle and not moe:
         names = " and ".join(f"trainer.{key}" for key in idle)
         yield f"{names} change nothing: {recipe.model.path} has no mixture of experts"
-    if moe and settings.replay == "auto" and recipe.log.mismatch_every == 0:
-        yield (
-            'trainer.replay = "auto" with log.mismatch_every = 0 measures the first step alone, and what it '
-            "decides there holds for the whole run"
-        )
     if recipe.adapter.path and chosen.needs_reference:
         yield f"algo.kl_coef = {chosen.kl_coef} measures from the base model, not from adapter.path"
     if chosen.loss is Loss.REINFORCE and recipe.trainer.minibatches > 1:

@@ -1,7 +1,7 @@
 """Which experts a step replays, and whether anything may be learned from them.
 
 admit      before a step: routes that no model could replay refuse the batch; now and then the mismatch is
-           measured, and with "auto" decides on replay
+           measured
 judge      before each optimizer step: are the carried experts those of their tokens?
 metrics    after the step
 """
@@ -9,14 +9,12 @@ metrics    after the step
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from ostinato.algo.mismatch import Decision, decide
 from ostinato.algo.routing import THRESHOLD, Misaligned
 from ostinato.model.config import ModelConfig
 from ostinato.model.flops import FlopModel, Work
@@ -36,11 +34,10 @@ class Admitted:
 
 
 class ReplayGuard:
-    """``replay``: MoE layers use the experts that the batch carries; "auto": where the mismatch calls for it
-    (``algo.mismatch.decide``); "shuffled", a control: those of the row half a microbatch on, without a gate.
-    With True and "auto", a sequence whose experts agree with the trainer's own in less than ``threshold``,
-    beyond chance, refuses the batch; 0 refuses none. Every ``measure_every`` steps a row of mismatch.jsonl is
-    measured; 0 is never, but for the first step with "auto". ``owner`` [L, E]: the rank that keeps an expert.
+    """``replay``: MoE layers use the experts that the batch carries; "shuffled", a control: those of the row
+    half a microbatch on, without a gate. With True a sequence whose experts agree with the trainer's own in
+    less than ``threshold``, beyond chance, refuses the batch; 0 refuses none. Every ``measure_every`` steps a
+    row of mismatch.jsonl is measured; 0 is never. ``owner`` [L, E]: the rank that keeps an expert.
 
     Raises ValueError for a setting that is out of bounds.
     """
@@ -52,7 +49,7 @@ class ReplayGuard:
         flops: FlopModel,
         *,
         device: torch.device,
-        replay: bool | Literal["auto", "shuffled"] = True,
+        replay: bool | Literal["shuffled"] = True,
         threshold: float = THRESHOLD,
         measure_every: int = 0,
         owner: np.ndarray | None = None,
@@ -64,7 +61,6 @@ class ReplayGuard:
         self._moe, self._passes, self._flops, self._device = config.moe, passes, flops, device
         self._replay, self._threshold, self._measure_every = replay, threshold, measure_every
         self._owner = owner
-        self.replaying = replay in (True, "shuffled")  # now; "auto" is decided before anything is trained
         self._missing = ""  # the last note on experts that a batch should have carried
 
     def inputs(self, microbatch: Microbatch) -> Inputs:
@@ -72,13 +68,16 @@ class ReplayGuard:
         if self._replay == "shuffled" and microbatch.experts is not None:
             half = len(microbatch.experts) // 2
             microbatch = replace(microbatch, experts=np.roll(microbatch.experts, half, axis=0))
-        return as_inputs(microbatch, self._device, moe=self._moe is not None, replay=self.replaying)
+        return as_inputs(microbatch, self._device, moe=self._moe is not None, replay=bool(self._replay))
 
     def admit(self, batch: Batch, step: int) -> Admitted:
         """Before training step number ``step``. Raises ``Misaligned`` for routes that cannot be replayed."""
-        batch, missing = self._replayable(batch)
-        row, decided = self._measured(batch, step)
-        return Admitted(batch=batch, mismatch=row, note=" ".join(filter(None, (missing, decided))))
+        batch, note = self._replayable(batch)
+        every, row = self._measure_every, None
+        if every and step % every == 0:
+            floor = step == 0 and self._moe is not None  # it costs most, and hardly moves
+            row = self.measure(batch, floor=floor)
+        return Admitted(batch=batch, mismatch=row, note=note)
 
     def measure(self, batch: Batch, *, floor: bool = True) -> dict[str, Any]:
         """A row of mismatch.jsonl but for its step: the batch scored natively and, where it carries experts,
@@ -92,8 +91,7 @@ class ReplayGuard:
         usable = self._moe is not None and not unreplayable(batch.microbatches, self._moe)
         found = scored(self._passes, parts, floor=floor, replay=usable)
         row = mismatch_row(found, self._moe.layers if self._moe else ())
-        decision = self._decision(row["arms"], len(batch.minibatches))
-        row |= {"replay": decision.on, "decision": decision.reason}
+        row["replay"] = "replay" in row["arms"] and bool(self._replay)
         work = sum((one.work for one in found), Work())
         own = sum((part.work for part in parts), Work())
         row["passes"] = self._flops.forward(work) / self._flops.forward(own)
@@ -135,14 +133,9 @@ class ReplayGuard:
         if moe is None:
             return {}
         share, counted = coverage(batch.microbatches), [(one.source, counts) for one, counts in totals.judged]
-        found = {"routing/coverage": share, "routing/replay": float(self.replaying and share > 0)}
+        found = {"routing/coverage": share, "routing/replay": float(bool(self._replay) and share > 0)}
         found |= balance(batch, moe, self._owner)
         return found | agreement(counted, moe.top_k).metrics if counted else found
-
-    def restore(self, replaying: bool) -> None:
-        """Go on as a checkpoint was; "auto" is decided in steps that measure, and the next may be far."""
-        if self._replay == "auto":
-            self.replaying = replaying
 
     def _replayable(self, batch: Batch) -> tuple[Batch, str]:
         """The batch, and what is new about the experts that it carries, in one sentence. Those that no model
@@ -155,26 +148,7 @@ class ReplayGuard:
                 raise found
             batch = without_routes(batch)
             sentence = f"the batch carries routes that cannot be replayed: {found.diagnosis.detail}"
-        elif self.replaying and not coverage(batch.microbatches):
+        elif self._replay and not coverage(batch.microbatches):
             sentence = "replay is on, but the batch carries no experts: the trainer chooses its own"
         news, self._missing = sentence if sentence != self._missing else "", sentence
         return batch, news
-
-    def _measured(self, batch: Batch, step: int) -> tuple[dict[str, Any] | None, str]:
-        """The row of a step that measures, and a note where replay was switched."""
-        every, auto = self._measure_every, self._replay == "auto"
-        due = step % every == 0 if every else auto and step == 0
-        if not due:
-            return None, ""
-        row = self.measure(batch, floor=step == 0 and self._moe is not None)  # it costs most, hardly moves
-        news = auto and (step == 0 or row["replay"] != self.replaying)
-        self.replaying = row["replay"] if auto else self.replaying
-        return row, row["decision"] if news else ""
-
-    def _decision(self, arms: Mapping[str, Any], minibatches: int) -> Decision:
-        if self._replay == "auto" and "replay" in arms:
-            return decide(arms["native"], arms["replay"], minibatches=minibatches, on=self.replaying)
-        if "replay" not in arms:
-            return Decision(on=False, reason="replay is off: the batch carries no experts to replay")
-        word = "on" if self.replaying else "off"
-        return Decision(on=self.replaying, reason=f"replay is {word}, as trainer.replay says")

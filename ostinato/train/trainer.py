@@ -85,7 +85,7 @@ class PolicyTrainer:
         *,
         optimizer: OptimizerSettings,
         temperature: float = 1.0,
-        replay: bool | Literal["auto", "shuffled"] = True,
+        replay: bool | Literal["shuffled"] = True,
         replay_threshold: float = THRESHOLD,
         measure_every: int = 0,
         recompute: bool = False,
@@ -229,7 +229,6 @@ class PolicyTrainer:
             "steps": self._steps,
             "refused_in_a_row": self._refused_in_a_row,
             "num_rows": self._num_rows,
-            "replaying": int(self._guard.replaying),
         }
 
     def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
@@ -240,7 +239,6 @@ class PolicyTrainer:
         load_state_tensors(self._leaves, self._optimizer, tensors)
         self._steps, self._num_rows = counters["steps"], counters["num_rows"]
         self._refused_in_a_row = counters["refused_in_a_row"]
-        self._guard.restore(bool(counters.get("replaying", True)))
 
     def identity(self) -> dict[str, str]:
         """What must be the same to resume from a checkpoint: the model, its frozen weights, the adapter."""

@@ -109,7 +109,7 @@ def facts(data: RunData) -> list[Fact]:
         limit = f"; the gate requires {_percent(gate(data))}" if gate(data) else ""
         margin, near = (figure_text(number(choice, f"margin_{name}median")) for name in ("", "flip_"))
         found += [
-            Fact("Experts in training", used, str(last.get("decision") or "")),
+            Fact("Experts in training", used),
             Fact("Experts in common", overlap, f"lowest answer {lowest}{limit}"),
             Fact("Routers that differ", differ, f"at least one in {tokens} of the tokens"),
             Fact("Router margin, median", f"{margin} logits", f"{near} where the two differ"),

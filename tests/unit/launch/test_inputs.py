@@ -104,8 +104,6 @@ def test_a_mark_that_no_answer_can_reach_is_refused_where_that_is_certain() -> N
             {"pipeline": {"staleness": 20}},
             ["pipeline.staleness is 20: the first 21 of 100 batches are all sampled by the policy of the"],
         ),
-        ({"trainer": {"replay": "auto"}}, []),
-        ({"trainer": {"replay": "auto"}, "log": {"mismatch_every": 0}}, ["holds for the whole run"]),
     ],
 )
 def test_what_is_not_exact_is_said_before_the_run(tree: dict, words: list[str]) -> None:
@@ -118,11 +116,9 @@ def test_what_is_not_exact_is_said_before_the_run(tree: dict, words: list[str]) 
 
 
 def test_keys_of_replay_are_said_to_do_nothing_where_nothing_is_routed() -> None:
-    recipe = Recipe.parse(
-        {"trainer": {"replay": "auto", "replay_threshold": 0.8}, "log": {"mismatch_every": 0}}
-    )
+    recipe = Recipe.parse({"trainer": {"replay": "shuffled"}})
     (output,) = caveats(recipe, check(recipe), moe=False)
-    assert "trainer.replay and trainer.replay_threshold change nothing" in output
+    assert "trainer.replay change nothing" in output
     assert not list(caveats(Recipe(), check(Recipe()), moe=False))
 
 

@@ -1,4 +1,4 @@
-"""Sampler against trainer: its figures against twins, the decision, the report, the command."""
+"""Sampler against trainer: its figures against twins, the report, the command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from reference.plain_pack import pad
 from typer.testing import CliRunner
 
 from ostinato.algo.algorithms import algorithm
-from ostinato.algo.mismatch import F2_ON, K3_ON, decide, tail
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.algo.routing import never_written, part_sums, sequence_spans
 from ostinato.cli.app import app
@@ -66,7 +65,7 @@ def test_an_arm_is_what_its_definitions_say(tokens: int, sequences: int, scale: 
     found, twin = arm(log_ratio, owner, bootstrap=50), naive_arm(log_ratio, owner)
     flat = {
         **found,
-        "F(1.5)": tail(found, 1.5),
+        "F(1.5)": dict(found["tails"])[1.5],
         "truncated": found["masked"]["token_truncate"],
         "masked": found["masked"]["token_mask"],
         "sequence": found["masked"]["sequence_mask"],
@@ -167,42 +166,6 @@ def test_routers_are_compared_one_by_one(seed: int, rows: int) -> None:
         assert found["margin_flip_median"] == pytest.approx(np.median([margins[t, i] for t, i in flips]))
     assert [layer["layer"] for layer in found["layers"]] == [1, 2, 5]
     assert np.mean([layer["differ"] for layer in found["layers"]]) == pytest.approx(found["differ"])
-
-
-def measured(k3: float, f2: float = 0.0, tokens: int = 5000) -> dict:
-    return {"k3": k3, "k3_high": k3, "tails": [[2.0, f2]], "tokens": tokens}
-
-
-def test_the_decision_follows_the_measurement() -> None:
-    quiet = measured(K3_ON / 2)
-    assert not decide(quiet, minibatches=1).on
-    assert decide(quiet, minibatches=2).on and "2 optimizer steps" in decide(quiet, minibatches=2).reason
-    assert decide(measured(0.0, 2 * F2_ON), minibatches=1).on
-    assert decide(measured(2 * K3_ON), minibatches=1).on
-    assert decide(measured(math.nan), minibatches=1).on, "in doubt"
-
-
-def test_a_batch_too_small_to_show_it_does_not_switch_replay_off() -> None:
-    """With 3,600 tokens a single one with a ratio above 2 is 2.8e-4: the quickstart switched replay on in one
-    measurement and off in the next, twice in four steps."""
-    assert decide(measured(0.0, tokens=3600), minibatches=1, on=True).on
-    assert not decide(measured(0.0, tokens=3600), minibatches=1, on=False).on
-    assert not decide(measured(0.0, tokens=40_000), minibatches=1, on=True).on
-
-
-def test_replay_that_makes_it_worse_is_not_switched_on() -> None:
-    """With shifted routes k3 was 0.1 with replay and 1e-5 without, and "auto" switched replay on, as a batch
-    took several optimizer steps: it never looked at the arm beside the native one."""
-    native = measured(0.002) | {"k3_low": 0.0018}
-    worse, better, unsure = (
-        measured(k3) | {"k3_low": low} for k3, low in ((0.1, 0.09), (1e-3, 9e-4), (0.1, 1e-3))
-    )
-    for minibatches in (1, 4):
-        off = decide(native, worse, minibatches=minibatches, on=True)
-        assert not off.on and "as with misaligned routes" in off.reason
-        assert decide(native, better, minibatches=minibatches).on
-        assert decide(native, unsure, minibatches=minibatches).on, "the intervals overlap"
-        assert decide(native, worse | {"k3_low": math.nan}, minibatches=minibatches).on, "no interval"
 
 
 def samples_of(rng: np.random.Generator, groups: int) -> list[Sample]:
@@ -331,12 +294,12 @@ def test_the_last_measurement_stands_beside_the_floor_of_the_first() -> None:
     assert "Step 75" in section.lead and section.lead.count("[") == 2
     facts = {fact.name: fact for fact in section.facts}
     assert facts["Routes of a token"].value == "24 bytes"
-    assert facts["Experts in training"].note == mismatch_row(75)["decision"]
+    assert facts["Experts in training"].value == "the sampler's, replayed"
     assert "the gate requires 90%" in facts["Experts in common"].note
 
 
-@pytest.mark.parametrize(("replay", "gated"), [(True, True), ("auto", True), (False, False)])
-def test_no_gate_is_told_of_where_nothing_is_replayed(replay: bool | str, gated: bool) -> None:
+@pytest.mark.parametrize(("replay", "gated"), [(True, True), (False, False)])
+def test_no_gate_is_told_of_where_nothing_is_replayed(replay: bool, gated: bool) -> None:
     """With replay off the report claimed that the gate requires 90 % and refuses less."""
     section = mismatch_section(data(mismatch_row(1), recipe={"trainer": {"replay": replay}}))
     (common,) = (fact for fact in section.facts if fact.name == "Experts in common")
@@ -467,7 +430,7 @@ def new_run(path: Path) -> RunFolder:
 def test_it_reaches_the_page(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     page = write_report(run).read_text(encoding="utf-8")
-    assert 'id="mismatch"' in page and 'data-chart="agreement"' in page and "replay is on: native" in page
+    assert 'id="mismatch"' in page and 'data-chart="agreement"' in page
     assert "collapse" in page and read_run(run).alarms == [ALARM]
 
 
@@ -475,7 +438,7 @@ def test_the_command_prints_one_screen_or_one_object_and_writes_nothing(tmp_path
     run = new_run(tmp_path)
     shown = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["report", str(run.path), "--mismatch"])
     assert shown.exit_code == 0
-    for words in ("Step 25", "with replay", "F(1.1)", "floor", "replay is on", "24 bytes"):
+    for words in ("Step 25", "with replay", "F(1.1)", "floor", "24 bytes"):
         assert words in shown.stdout
     assert len(shown.stdout.splitlines()) <= 48 and max(map(len, shown.stdout.splitlines())) <= 100
     reported = CliRunner().invoke(app, ["report", str(run.path), "--mismatch", "--json"])
