@@ -4,8 +4,8 @@
     step(batch) ------ batch ------------> PolicyTrainer.step
          report, adapters, snapshot <------
 
-The link keeps the newest snapshot (parameters, moments, counters) and the batches since. A trainer is a
-function of these, so what a new worker makes of them is, bit for bit, what the lost one would have made.
+The link keeps the newest snapshot (parameters, moments, counters). A trainer is a function of it and of the
+batch, so what a new worker makes of them is, bit for bit, what the lost one would have made.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stepped:
-    """What a worker sends back for a batch; ``snapshot`` where one was due."""
+    """What a worker sends back for a batch."""
 
     report: StepReport
     adapters: Any
-    snapshot: Snapshot | None
+    snapshot: Snapshot
     span: Span
 
 
@@ -54,14 +54,13 @@ class TrainerServer:
         """Read by the event loop of the worker while a thread computes."""
         return self._trainer.progress
 
-    def step(self, batch: Batch, due: bool) -> Stepped:
+    def step(self, batch: Batch) -> Stepped:
         start = time.time()
         report = self._trainer.step(batch)
         span = Span(
             worker=self._name, kind=Kind.TRAIN, start=start, stop=time.time(), amount=batch.num_tokens
         )
-        snapshot = self.snapshot() if due else None
-        return Stepped(report=report, adapters=self._trainer.adapters(), snapshot=snapshot, span=span)
+        return Stepped(report=report, adapters=self._trainer.adapters(), snapshot=self.snapshot(), span=span)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(tensors=dict(self._trainer.tensors()), counters=self._trainer.counters())
@@ -82,80 +81,61 @@ class TrainerServer:
 class TrainerLink:
     """A ``train.PolicyTrainer`` that lives in a worker which ``spawn`` makes.
 
-    ``within_s`` bounds one call, from the last progress on; every ``snapshot_every`` steps the worker's state
-    is fetched. After ``max_restarts`` losses without a step in between it raises WorkerLost, which names the
-    last cause. What the trainer itself raises (Misaligned, TrainingStopped ...) comes as itself and is no
-    loss.
+    ``within_s`` bounds one call, from the last progress on. After ``max_restarts`` losses without a step in
+    between it raises WorkerLost, which names the last cause. What the trainer itself raises (Misaligned,
+    TrainingStopped ...) comes as itself and is no loss.
     """
 
-    def __init__(
-        self, spawn: Callable[[], Remote], *, within_s: float, max_restarts: int = 5, snapshot_every: int = 1
-    ) -> None:
+    def __init__(self, spawn: Callable[[], Remote], *, within_s: float, max_restarts: int = 5) -> None:
         self.losses: Counter[str] = Counter()
         self._spawn, self._within_s = spawn, within_s
-        self._restarts, self._every = Restarts(most=max_restarts), snapshot_every
-        self._since: list[Batch] = []
+        self._restarts = Restarts(most=max_restarts)
         self._spans: list[Span] = []
         self._since_when, self._cause = time.time(), ""
         self._worker: Remote | None = None
         self._waits = False
         self._snapshot: Snapshot | None = None
-        self._identity: dict[str, str] = self._asked("identity")
-        self._snapshot = self._asked("snapshot")
-        self._adapters: Any = self._asked("adapters")
+        self._identity: dict[str, str] = self._call("identity")
+        self._snapshot = self._call("snapshot")
+        self._adapters: Any = self._call("adapters")
 
     def step(self, batch: Batch) -> StepReport:
-        due = len(self._since) + 1 >= self._every
-        stepped: Stepped = self._asked("step", batch, due)
+        stepped: Stepped = self._call("step", batch)
         self._restarts.worked()
-        self._adapters = stepped.adapters
+        self._adapters, self._snapshot = stepped.adapters, stepped.snapshot
         self._spans.append(stepped.span)
-        if stepped.snapshot is None:
-            self._since.append(batch)
-        else:
-            self._snapshot, self._since = stepped.snapshot, []
         return stepped.report
 
     def score(self, batch: Batch) -> Sequence[Any]:
-        return self._asked("score", batch)
+        return self._call("score", batch)
 
     @property
     def progress(self) -> float:
         """Grows while a worker is waited for: each such wait has a bound and an end with a name."""
         return time.monotonic() if self._waits else 0.0
 
-    @property
-    def consistent(self) -> bool:
-        """Does it have its state after the last step without its worker, which may be lost or in the next?"""
-        return not self._since
-
     def adapters(self) -> Any:
         """Those after the last step; a copy, as all that came over the wire."""
         return self._adapters
 
     def tensors(self) -> Mapping[str, Any]:
-        return self._newest().tensors
+        assert self._snapshot is not None
+        return self._snapshot.tensors
 
     def counters(self) -> Mapping[str, int]:
-        return self._newest().counters
+        assert self._snapshot is not None
+        return self._snapshot.counters
 
     def identity(self) -> dict[str, str]:
         return self._identity
 
     def restore(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None:
         snapshot = Snapshot(tensors=dict(tensors), counters=dict(counters))
-        self._asked("restore", snapshot)
-        self._snapshot, self._since = snapshot, []
-        self._adapters = self._asked("adapters")
+        self._call("restore", snapshot)
+        self._snapshot = snapshot
+        self._adapters = self._call("adapters")
 
-    def _newest(self) -> Snapshot:
-        """Of all steps: fetched where it is not the last one that came with a step."""
-        if self._since:
-            self._snapshot, self._since = self._asked("snapshot"), []
-        assert self._snapshot is not None
-        return self._snapshot
-
-    def _asked(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         """The answer of the worker, or of as many as it takes."""
         self._waits = True
         try:
@@ -175,8 +155,6 @@ class TrainerLink:
         try:
             if self._snapshot is not None:
                 worker.wait("restore", self._snapshot, within_s=self._within_s)
-            for batch in self._since:
-                worker.wait("step", batch, False, within_s=self._within_s)
         except BaseException:
             worker.kill()  # half of the way is not where it was
             raise

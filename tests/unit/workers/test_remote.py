@@ -416,13 +416,12 @@ def trainer(dies: Callable[[int], str], **options: Any) -> TrainerLink:
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     deaths=st.dictionaries(st.integers(1, 40), st.sampled_from(["before", "after"]), max_size=8),
-    every=st.integers(1, 3),
 )
 def test_a_trainer_that_dies_anywhere_is_bitwise_one_that_does_not(
-    sizes: list[int], deaths: dict[int, str], every: int
+    sizes: list[int], deaths: dict[int, str]
 ) -> None:
     plain = Sums()
-    link = trainer(lambda call: deaths.get(call, ""), max_restarts=9, snapshot_every=every)
+    link = trainer(lambda call: deaths.get(call, ""), max_restarts=9)
     for size in sizes:
         assert link.step(batch(size)) == plain.step(batch(size))
         assert link.adapters() == plain.adapters()
@@ -437,10 +436,7 @@ def test_the_last_state_is_safe_while_there_is_no_trainer() -> None:
     link.step(batch(7))
     with pytest.raises(WorkerLost):
         link.step(batch(7))
-    assert link.consistent and link.tensors() == {"w": np.array([1.0])} and link.counters() == {"steps": 1}
-    seldom = trainer(lambda call: "", snapshot_every=2)
-    seldom.step(batch(7))
-    assert not seldom.consistent
+    assert link.tensors() == {"w": np.array([1.0])} and link.counters() == {"steps": 1}
 
 
 def test_a_run_resumes_into_a_trainer_elsewhere() -> None:
