@@ -192,6 +192,10 @@ class RewardSection(Section):
     def _check(self) -> RewardSection:
         if not self.functions:
             raise ValueError('reward.functions is empty; name at least one, e.g. ["exact"]')
+        if len(set(self.functions)) != len(self.functions):
+            raise ValueError(
+                f"reward.functions is {list(self.functions)}, which names one twice; weigh it instead"
+            )
         if self.weights and len(self.weights) != len(self.functions):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} numbers for {len(self.functions)} reward.functions; "

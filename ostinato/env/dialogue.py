@@ -41,8 +41,7 @@ class Dialogue:
     """One episode on ``prompt``, of at most ``max_turns`` answers.
 
     ``counters`` is shared by the caller over episodes: ``tools/{calls,unreadable,unknown,raised,timeout,
-    cut,replaced,refused}``. Raises ValueError for tools without turns to read their replies, and for tools on
-    a plain text prompt.
+    cut,replaced,refused}``. Raises ValueError for tools on a plain text prompt.
     """
 
     def __init__(
@@ -56,12 +55,6 @@ class Dialogue:
         counters: Counter[str] | None = None,
     ) -> None:
         self._tools = Toolbox(tools or {}, tool_timeout_s, Counter() if counters is None else counters)
-        if max_turns < 1:
-            raise ValueError(f"task.max_turns is {max_turns}; use at least 1")
-        if tools and max_turns == 1:
-            raise ValueError(
-                f"task.tools has {list(tools)} but max_turns is 1; use 2 or more to read a reply"
-            )
         if tools and prompt.messages is None:
             raise ValueError(f"task.tools are set but prompt {prompt.uid} is plain text; use chat rows")
         if tools:

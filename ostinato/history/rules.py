@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from itertools import pairwise
 from typing import Any
 
 MOST_DEPTH = 32  # of a draft
@@ -42,28 +41,6 @@ class Rules:
     ring: int = 1 << 18
     group: int = 1 << 18
     total: int = 1 << 21
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.length <= MOST_DEPTH:
-            raise ValueError(f"rules.length is {self.length}; use 1 to {MOST_DEPTH}")
-        if not 1 <= self.least <= self.most <= 32:
-            raise ValueError(
-                f"rules.least is {self.least} and rules.most {self.most}; use 1 <= least <= most <= 32"
-            )
-        if not 1 <= self.epochs <= 4:
-            raise ValueError(f"rules.epochs is {self.epochs}; use 1 to 4")
-        if not 1 <= self.walk <= 512:
-            raise ValueError(f"rules.walk is {self.walk}; use 1 to 512")
-        for name in ("ring", "group", "total"):
-            if not 1 <= getattr(self, name) < 1 << 31:
-                raise ValueError(f"rules.{name} is {getattr(self, name)}; use 1 to 2147483647")
-        for name in ("ladder", "live", "shared"):
-            lengths = getattr(self, name)
-            falling = all(a > b for a, b in pairwise(lengths))
-            if len(lengths) > 7 or not falling or any(not 1 <= length <= 32 for length in lengths):
-                raise ValueError(
-                    f"rules.{name} is {lengths}; use up to 7 context lengths of 1 to 32, longest first"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,14 +53,6 @@ class Evaluation:
     start_factor: int = 1
     rules: str = ""  # what else decides the score that a policy has here: rewards, tools, interruption
 
-    def __post_init__(self) -> None:
-        if not self.prompts:
-            raise ValueError(f"eval.n is 0 for split {self.split}; use at least 1 prompt")
-        if not 1 <= self.k <= self.samples:
-            raise ValueError(
-                f"eval.k is {self.k}; use 1 to the number of samples per prompt ({self.samples})"
-            )
-
 
 def held_out(evaluation: Evaluation) -> str:
     """Twelve hex digits of the prompts and of how they are answered and judged: scores of one policy that

@@ -73,12 +73,6 @@ class Plan:
     watch_s: float = 600.0  # without any progress, before the run ends and says who waits for whom
     flops: FlopModel | None = None  # None: unknown, no FLOPs are reported
 
-    def __post_init__(self) -> None:
-        names = ("steps", "prompts_per_step", "group_size", "answer_tokens", "tokens_per_microbatch")
-        for name in (*names, "minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"plan.{name} is {getattr(self, name)}; use at least 1")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopState:

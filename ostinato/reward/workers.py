@@ -188,7 +188,6 @@ class WorkerGrader:
         scorers: Mapping[str, Scorer] = MappingProxyType({}),
         counters: Counter[str] | None = None,
     ) -> None:
-        _refuse(functions, weights, timeout_s, workers)
         self.counters = Counter[str]() if counters is None else counters
         self._functions = list(functions)
         self._names = _names(functions)
@@ -358,25 +357,6 @@ def _close(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> None:
     threads.shutdown(wait=True, cancel_futures=True)
     for worker in workers:
         worker.kill()
-
-
-def _refuse(
-    functions: Sequence[str], weights: Sequence[float] | None, timeout_s: float, workers: int
-) -> None:
-    if isinstance(functions, str) or not functions:
-        raise ValueError(f"reward.functions is {functions!r}; give a list of names, for example ['exact']")
-    if len(set(functions)) != len(functions):
-        raise ValueError(f"reward.functions is {list(functions)}, which names one twice; weigh it instead")
-    if weights is not None and len(weights) != len(functions):
-        raise ValueError(
-            f"reward.weights has {len(weights)} entries for {len(functions)} functions; give one each"
-        )
-    if weights is not None and not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"reward.weights is {list(weights)}; use finite numbers")
-    if not 0 < timeout_s < math.inf:
-        raise ValueError(f"reward.timeout_s is {timeout_s}; use a positive number of seconds")
-    if workers < 1:
-        raise ValueError(f"reward.workers is {workers}; use at least 1")
 
 
 def _refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:

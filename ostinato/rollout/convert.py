@@ -19,8 +19,6 @@ def samples(group: Group, group_index: int, advantages: np.ndarray) -> list[Samp
     All rows of a member have its advantage. The uid is "prompt uid#member", of further rows with ".row"
     behind it. ``experts`` is None where any token but the last lacks its route.
     """
-    if len(advantages) != len(group.trajectories):
-        raise ValueError(f"{len(advantages)} advantages for {len(group.trajectories)} trajectories")
     return [
         _sample(turns, trajectory, float(advantage), group_index, member, uid + f".{row}" * (row > 0))
         for member, (trajectory, advantage) in enumerate(zip(group.trajectories, advantages, strict=True))

@@ -166,8 +166,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
     Unbiased for every k <= n (Chen et al. 2021, arXiv 2107.03374, section 2.1).
     """
-    if not 0 <= c <= n or not 0 <= k <= n:
-        raise ValueError(f"pass@{k} of {c} right in {n} samples; use 0 <= right <= samples and k <= samples")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 

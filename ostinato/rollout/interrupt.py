@@ -47,17 +47,6 @@ class Interruption:
     think_end: str
     words: Words
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.shortest <= self.longest:
-            raise ValueError(
-                f"interruption after {self.shortest} to {self.longest} tokens; use 1 <= shortest <= longest"
-            )
-        if self.answer_tokens < 1 or not len(self.phrase):
-            raise ValueError(
-                f"interruption with a phrase of {len(self.phrase)} tokens and {self.answer_tokens} for the "
-                "answer; both need at least 1"
-            )
-
     @property
     def most_tokens(self) -> int:
         """The longest answer: thinking, phrase and answer."""

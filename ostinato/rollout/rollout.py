@@ -78,10 +78,6 @@ class RolloutContext:
     interruption: Interruption | None = None  # of thinking; sampling.max_tokens is not used with one
     identity: str = ""  # of what samples and judges: stages that play other groups have another
 
-    def __post_init__(self) -> None:
-        if self.context_limit < 2:
-            raise ValueError(f"context_limit is {self.context_limit}; use at least 2 (one in, one out)")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutRequest:

@@ -39,15 +39,13 @@ class Policy(StrEnum):
 
 
 def placement(name: str) -> Placement:
-    """The policy of this name. Raises ValueError for an unknown one."""
-    known: dict[str, Placement] = {
+    """The policy of this name."""
+    known: dict[Policy, Placement] = {
         Policy.LEAST_LOADED: least_loaded,
         Policy.LONGEST_FIRST: longest_first,
         Policy.HISTOPIPE: histopipe,
     }
-    if name not in known:
-        raise ValueError(f"pipeline.placement is {name!r}; use one of {', '.join(known)}")
-    return known[name]
+    return known[Policy(name)]
 
 
 def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:

@@ -9,7 +9,6 @@ Parameters may be arrays: everything broadcasts.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,14 +43,6 @@ class Sigmoid:
     A: float
     B: float
     C_mid: float
-
-    def __post_init__(self) -> None:
-        for name in ("B", "C_mid"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} of a sigmoid is {value}; use a positive number")
-        if not self.R0 <= self.A:
-            raise ValueError(f"A of a sigmoid is {self.A}, below R0 ({self.R0}); the curve can only rise")
 
     def score(self, C: Number) -> np.ndarray:
         return score(C, self.R0, self.A, self.B, self.C_mid)

@@ -34,25 +34,18 @@ class Outcomes:
     pre: np.ndarray
     post: np.ndarray
 
-    def __post_init__(self) -> None:
-        if self.post.ndim != 2 or self.post.shape[1:] != self.pre.shape or not self.post.size:
-            raise ValueError(
-                f"outcomes are of {self.pre.shape} problems before and {self.post.shape} seeds and problems "
-                "after; give all seeds the same problems"
-            )
 
-
-def headroom(pre: np.ndarray, post: np.ndarray, most: float = 1.0) -> np.ndarray:
-    """H = 1 - E_post / E_pre with E = most - score; NaN where there is no headroom."""
+def headroom(pre: np.ndarray, post: np.ndarray) -> np.ndarray:
+    """H = 1 - E_post / E_pre with E = 1 - score; NaN where there is no headroom."""
     pre, post = np.asarray(pre, float), np.asarray(post, float)
-    room = most - pre
-    return np.where(room > LEAST * abs(most), (post - pre) / np.where(room == 0, 1.0, room), np.nan)
+    room = 1.0 - pre
+    return np.where(room > LEAST, (post - pre) / np.where(room == 0, 1.0, room), np.nan)
 
 
-def logit_gain(pre: np.ndarray, post: np.ndarray, count: int, most: float = 1.0) -> np.ndarray:
-    """On scores as shares of ``most``, held half an answer of ``count`` off 0 and 1."""
+def logit_gain(pre: np.ndarray, post: np.ndarray, count: int) -> np.ndarray:
+    """On scores held half an answer of ``count`` off 0 and 1."""
     low = 1 / (2 * count)
-    a, b = (np.clip(np.asarray(one, float) / most, low, 1 - low) for one in (pre, post))
+    a, b = (np.clip(np.asarray(one, float), low, 1 - low) for one in (pre, post))
     return np.log(b / (1 - b)) - np.log(a / (1 - a))
 
 
@@ -102,16 +95,10 @@ class Gain:
     less: Mapping[str, Interval]
 
 
-def gains(
-    arms: Mapping[str, Outcomes], *, reference: str = "", most: float = 1.0, draws: int = DRAWS, seed: int = 0
-) -> dict[str, Gain]:
-    """Of every arm, and of it less ``reference`` (the first one). Raises ValueError for arms of different
-    problems."""
-    reference = reference or next(iter(arms))
-    sizes = {len(one.pre) for one in arms.values()}
-    if len(sizes) > 1:
-        raise ValueError(f"arms answered {sorted(sizes)} problems; give all of them the same ones")
-    (count,) = sizes
+def gains(arms: Mapping[str, Outcomes], *, draws: int = DRAWS, seed: int = 0) -> dict[str, Gain]:
+    """Of every arm, and of it less the first one; all of the same problems."""
+    reference = next(iter(arms))
+    (count,) = {len(one.pre) for one in arms.values()}
     rng = np.random.default_rng(seed)
     whole = np.full((1, count), 1 / count)
     problems = rng.multinomial(count, whole[0], draws) / count  # [draws, P]
@@ -122,8 +109,8 @@ def gains(
         found = {}
         for name, one in arms.items():
             off = by_seed[len(one.post)] @ (one.post.mean(1) - one.post.mean())
-            post = np.clip(by_problem @ one.post.mean(0) + off, 0.0, most)
-            found[name] = _figures(by_problem @ one.pre, post, most, count)
+            post = np.clip(by_problem @ one.post.mean(0) + off, 0.0, 1.0)
+            found[name] = _figures(by_problem @ one.pre, post, count)
         return found
 
     parts = [drawn(whole, none), drawn(problems, seeds), drawn(problems, none), drawn(whole, seeds)]
@@ -150,8 +137,8 @@ def _seeds(rng: np.random.Generator, count: int, draws: int) -> np.ndarray:
     return rng.multinomial(count - 1, np.full(count, 1 / count), draws) / (count - 1) - 1 / count
 
 
-def _figures(pre: np.ndarray, post: np.ndarray, most: float, count: int) -> dict[str, np.ndarray]:
-    ratio, odds = headroom(pre, post, most), logit_gain(pre, post, count, most)
+def _figures(pre: np.ndarray, post: np.ndarray, count: int) -> dict[str, np.ndarray]:
+    ratio, odds = headroom(pre, post), logit_gain(pre, post, count)
     return {"pre": pre, "post": post, "raw": post - pre, "H": ratio, "logit": odds}
 
 

@@ -33,14 +33,6 @@ class Noise:
     factor: float
     few: bool = False
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rho < 1:
-            raise ValueError(f"noise.rho is {self.rho}; use a correlation in [0, 1)")
-        if not self.floor > 0:
-            raise ValueError(f"noise.floor is {self.floor}; use a positive number")
-        if not self.factor >= 0:
-            raise ValueError(f"noise.factor is {self.factor}; use 0 or a positive number")
-
     def sd(self, residual_sd: float, stderr: np.ndarray | None, n: int) -> np.ndarray:
         """[n] standard deviations."""
         wider = student_90(max(1, n - PARAMETERS)) / Z_90 if self.few else 1.0

@@ -28,6 +28,4 @@ def truncated(low: np.ndarray, high: np.ndarray, u: np.ndarray) -> np.ndarray:
 
 def student_90(freedom: int) -> float:
     """The 95 % quantile of Student's t: half of a 90 % interval."""
-    if freedom < 1:
-        raise ValueError(f"freedom is {freedom}; use at least 1 degree of freedom")
     return float(stdtrit(freedom, 0.95))

@@ -67,10 +67,6 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> P
     Raises:
         CheckpointError: the disk is full or refuses to be written to.
     """
-    if keep < 1:
-        raise ValueError(f"trainer.keep_checkpoints is {keep}; use at least 1")
-    if reserved := {MANIFEST, STATE, TENSORS} & checkpoint.files.keys():
-        raise ValueError(f"checkpoint file {min(reserved)} is written by save_checkpoint; use another name")
     path = folder / f"step-{checkpoint.step:08d}"
     repair(folder)
     try:
@@ -97,22 +93,20 @@ def repair(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def load_checkpoint(
-    folder: Path, *, identity: Mapping[str, str], step: int | None = None
-) -> Checkpoint | None:
-    """The newest whole checkpoint in ``folder``, or that of ``step``; None when the folder has none at all.
+def load_checkpoint(folder: Path, *, identity: Mapping[str, str]) -> Checkpoint | None:
+    """The newest whole checkpoint in ``folder``; None when the folder has none at all.
 
     Damaged checkpoints are skipped with a warning. Nothing is written, and the run may go on
     meanwhile: where it deletes a checkpoint that is being read, its newer ones are looked at.
 
     Raises:
-        CheckpointError: the step that was requested is missing or damaged, or every checkpoint is damaged.
+        CheckpointError: every checkpoint is damaged.
         ValueError: the checkpoint was made with another ``identity``.
     """
     while True:
         found, lines = checkpoints(folder), list[str]()
         try:
-            checkpoint = _load(folder, found, identity, step, lines.append)
+            checkpoint = _load(folder, found, identity, lines.append)
         except (OSError, CheckpointError):
             if all(map(Path.exists, found)):
                 raise
@@ -125,22 +119,9 @@ def load_checkpoint(
 
 
 def _load(
-    folder: Path,
-    found: list[Path],
-    identity: Mapping[str, str],
-    step: int | None,
-    warn: Callable[[str], None],
+    folder: Path, found: list[Path], identity: Mapping[str, str], warn: Callable[[str], None]
 ) -> Checkpoint | None:
     """``load_checkpoint`` from those that were ``found``."""
-    if step is not None:
-        named = {_name(path): path for path in found}
-        wanted = f"step-{step:08d}"
-        if (path := named.get(wanted)) is None:
-            have = ", ".join(named) or "none"
-            raise CheckpointError(f"checkpoint {folder / wanted} does not exist; those that do: {have}")
-        if damage := find_damage(path):
-            raise CheckpointError(f"checkpoint {path} is damaged ({damage}); name another step")
-        return _read(path, identity)
     for path in reversed(found):
         if damage := find_damage(path):
             warn(f"checkpoint {path} is damaged ({damage}) and was skipped")

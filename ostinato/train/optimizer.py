@@ -38,32 +38,6 @@ class OptimizerSettings:
     warmup_steps: int = 0
     total_steps: int = 0  # of the run; read by the schedules that end
 
-    def __post_init__(self) -> None:
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"trainer.lr is {self.lr}; use a positive number")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"trainer.betas is {self.betas}; use two numbers in [0, 1)")
-        if not self.eps > 0:
-            raise ValueError(f"trainer.eps is {self.eps}; use a positive number")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"trainer.weight_decay is {self.weight_decay}; use 0 (off) or a positive number")
-        if not self.max_grad_norm > 0:
-            raise ValueError(
-                f"trainer.max_grad_norm is {self.max_grad_norm}; use a positive number (inf is off)"
-            )
-        if self.warmup_steps < 0:
-            raise ValueError(
-                f"trainer.warmup_steps is {self.warmup_steps}; use 0 (off) or a positive integer"
-            )
-        if self.schedule not in list(Schedule):
-            names = ", ".join(Schedule)
-            raise ValueError(f"trainer.schedule is {self.schedule!r}; use one of {names}")
-        if self.schedule != Schedule.CONSTANT and self.total_steps <= self.warmup_steps:
-            raise ValueError(
-                f"trainer.total_steps is {self.total_steps}; a {self.schedule} schedule "
-                f"needs more than warmup_steps ({self.warmup_steps})"
-            )
-
 
 def lr_factor(settings: OptimizerSettings, step: int) -> float:
     """The learning rate of step ``step`` (the first is 0) as a share of ``settings.lr``.

@@ -95,10 +95,6 @@ class PolicyTrainer:
         backend: Backend | None = None,
         teacher: Teacher | None = None,
     ) -> None:
-        if temperature <= 0:
-            raise ValueError(f"rollout.temperature is {temperature}; training needs a positive temperature")
-        if max_refused < 1:
-            raise ValueError(f"trainer.max_refused_in_a_row is {max_refused}; use at least 1")
         if adapters is None and algorithm.needs_reference:
             raise ValueError(
                 f"algo.kl_coef is {algorithm.kl_coef}, but full-parameter training keeps no reference policy "

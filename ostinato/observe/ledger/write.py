@@ -42,12 +42,6 @@ class Terms:
     currency: str = "USD"
     recipe: str = ""  # a hash of it
 
-    def __post_init__(self) -> None:
-        if self.pools and sum(self.pools.values()) != self.devices:
-            raise ValueError(
-                f"the pools {dict(self.pools)} are not the {self.devices} devices that are paid for"
-            )
-
     @property
     def by_pool(self) -> Mapping[str, int]:
         return self.pools or {POOL: self.devices}

@@ -105,7 +105,7 @@ TWO_MARKS = "reward.functions=['exact', 'numeric']; task.mix=[{name='a', rewards
         ("trainer.steps=true", "trainer.steps is True; use a whole number"),
         ("trainer.steps=0", "trainer.steps is 0; use 1 or more"),
         ("trainer.lr=nan", "trainer.lr is nan; use a finite number"),
-        ("trainer.replay=some", "trainer.replay is 'some'; use true, false, \"auto\" or \"shuffled\""),
+        ("trainer.replay=some", "trainer.replay is 'some'; use true, false or \"shuffled\""),
         ("trainer.replay_threshold=2.0", "trainer.replay_threshold is 2.0; use 1.0 or less"),
         ("trainer=3", "trainer is 3; use a section of keys"),
         ("adapter.kind=loar", "adapter.kind is 'loar'; use one of 'lora', 'full'"),
@@ -177,6 +177,7 @@ def test_a_recipe_of_an_older_run_folder_may_name_a_key_that_is_gone_and_was_off
     [
         ({"reward": {"weights": [1.0, 2.0]}}, ["reward.weights", "reward.functions"]),
         ({"reward": {"functions": []}}, ["reward.functions"]),
+        ({"reward": {"functions": ["exact", "exact"]}}, ["reward.functions", "names one twice"]),
         ({"trainer": {"betas": [0.9]}}, ["trainer.betas"]),
         ({"trainer": {"betas": [0.9, 1.0]}}, ["trainer.betas"]),
         ({"trainer": {"steps": 5, "warmup_steps": 5, "schedule": "cosine"}}, ["trainer.warmup_steps"]),

@@ -192,13 +192,8 @@ def test_a_flood_of_calls_is_cut_and_counted() -> None:
 
 def test_bad_settings_are_refused() -> None:
     text = Prompt(uid="p", text="2*3?")
-    for arguments, sentence in [
-        ((ASK, Letters(), {}, 0), "max_turns is 0"),
-        ((ASK, Letters(), {"calculator": calculator}, 1), "max_turns is 1"),
-        ((text, Letters(), {"calculator": calculator}, 2), "plain text"),
-    ]:
-        with pytest.raises(ValueError, match=sentence):
-            Dialogue(*arguments)
+    with pytest.raises(ValueError, match="plain text"):
+        Dialogue(text, Letters(), {"calculator": calculator}, 2)
 
 
 def test_calls_are_read_outside_of_thoughts_and_without_the_stop_string() -> None:

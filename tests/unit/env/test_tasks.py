@@ -99,8 +99,6 @@ def test_an_eighth_of_the_problems_is_held_out() -> None:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ({"split": "test"}, "split is 'test'"),
-        ({"n": 0}, "n is 0"),
         ({"families": ["sums"]}, "families has 'sums'"),
         ({"families": "sum"}, "families is 'sum'"),
         ({"families": []}, "families is []"),
@@ -354,8 +352,6 @@ def test_what_is_written_wrongly_is_named(source: str, params: dict[str, Any], s
 def test_split_and_n_are_checked(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", 3)
     for arguments, sentence in [
-        ((source, "test", 0, 3), "task.split is 'test'"),
-        ((source, "train", 0, 0), "n is 0"),
         (("arithmetic", "train", 0, None), "n is missing"),
         ((source, "train", 0, 3, {"promt_column": "q"}), "nearest is 'prompt_column'"),
         ((source, "train", 0, 3, {"holdout": 1.0}), "holdout is 1.0"),

@@ -371,9 +371,3 @@ def test_handles_that_are_not_open_are_refused() -> None:
             drafter.propose(running(wrong))
         with pytest.raises(ValueError, match="not open"):
             drafter.observe(emitted(wrong, [1]))
-
-
-def test_rules_are_checked() -> None:
-    for wrong in ({"length": 33}, {"least": 0}, {"epochs": 5}, {"live": (3, 6)}, {"walk": 0}, {"ring": 0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            replace(Rules(), **wrong)

@@ -245,7 +245,7 @@ def test_a_set_of_the_training_source_must_not_be_trained_on(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "change",
     [
-        {"reward": {"functions": ["exact", "exact"]}},
+        {"reward": {"functions": ["exact", "numeric"]}},
         {"task": {"max_turns": 2, "tools": ["calculator"]}},
         {"rollout": {"interrupt_after": [8, 12], "answer_tokens": 4}},
     ],

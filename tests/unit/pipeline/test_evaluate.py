@@ -124,13 +124,6 @@ def test_the_unjudged_are_excluded_and_not_scored_zero() -> None:
     )
 
 
-def test_an_evaluation_that_cannot_be_made_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"eval\.k is 3"):
-        Evaluation(split="eval", prompts=prompts(1), sampling=SAMPLING, samples=2, k=3)
-    with pytest.raises(ValueError, match=r"eval\.n is 0"):
-        Evaluation(split="eval", prompts=[], sampling=SAMPLING)
-
-
 # ---- two standard errors
 
 

@@ -254,8 +254,3 @@ def test_an_engine_that_forgets_a_request_is_an_error_not_a_hang() -> None:
 
     with pytest.raises(RuntimeError, match="0 completions for 2 requests"):
         play_one(stage(Forgets()), 2)
-
-
-def test_a_context_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="context_limit is 1"):
-        stage(answers(1), context_limit=1)

@@ -88,11 +88,6 @@ def test_equal_workers_are_loaded_alike_whatever_they_are_called(waiting: list[J
         assert loads[0] == loads[1]
 
 
-def test_an_unknown_placement_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match=r"pipeline\.placement is 'best'; use one of least-loaded"):
-        placement("best")
-
-
 def test_a_later_turn_goes_back_to_where_its_prefix_is() -> None:
     team = [Worker(id=id, slots=4) for id in range(3)]
     turn = Job(id=1, step=1, place=0, home=2)

@@ -16,16 +16,13 @@ share = st.floats(0.0, 1.0)
 P, S, K, EXPERIMENTS, DRAWS = 80, 3, 4, 240, 400
 
 
-@given(share, share, st.floats(0.1, 1000))
-def test_h_is_the_relative_reduction_of_the_error_in_any_unit(pre: float, post: float, most: float) -> None:
+@given(share, share)
+def test_h_is_the_relative_reduction_of_the_error(pre: float, post: float) -> None:
     found = headroom(np.array(pre), np.array(post))
     if pre > 1 - 1e-9:
         assert np.isnan(found)
         return
     assert found == pytest.approx(1 - (1 - post) / (1 - pre), abs=1e-6, rel=1e-6)
-    assert headroom(np.array(pre * most), np.array(post * most), most) == pytest.approx(
-        found, rel=1e-4, abs=1e-6
-    )
 
 
 @given(share, share)
@@ -46,17 +43,6 @@ def test_ratios_of_pairs_are_geometric_and_one_pair_has_no_interval() -> None:
     assert math.log(found.high / 10) == pytest.approx(6.314 * math.log(10), rel=1e-3)  # t of one degree
     assert alone is not None and alone.median == pytest.approx(2) and math.isnan(alone.low)
     assert ratio([1.0], [0.0]) is ratio([math.inf], [1.0]) is ratio([], []) is None
-
-
-def test_outcomes_of_other_problems_are_refused() -> None:
-    with pytest.raises(ValueError, match="same problems"):
-        Outcomes(pre=np.ones(4), post=np.ones((2, 5)))
-    arms = {
-        "a": Outcomes(pre=np.ones(4), post=np.ones((1, 4))),
-        "b": Outcomes(pre=np.ones(5), post=np.ones((1, 5))),
-    }
-    with pytest.raises(ValueError, match="same ones"):
-        gains(arms, draws=10)
 
 
 def planted(rng: np.random.Generator, gain: float, problems: np.ndarray) -> Outcomes:
