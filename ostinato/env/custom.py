@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ostinato.env.dialogue import Words
-from ostinato.env.tools import Message, Toolbox, imported, in_thread
+from ostinato.env.tools import Message, Toolbox, imported, in_time
 from ostinato.types import Completion, NewRow, Prompt, Stop
 
 SEEDS = "seeds"  # as task.source: rows are numbers for ``reset``
@@ -139,9 +139,7 @@ class EnvEpisode:
             action = completion.text
             if completion.stop is Stop.STRING:  # which is a part of what it says
                 action = self._renderer.decode(completion.tokens)
-            reply, reward, ended, cut, *_ = await in_thread(
-                self._env.step, {"action": action}, self._timeout_s
-            )
+            reply, reward, ended, cut, *_ = await in_time(self._env.step, {"action": action}, self._timeout_s)
             self.reward += float(reward)
             fresh = [] if isinstance(reply, str) else list(reply)
             replies, over = [{"role": "user", "content": reply}], bool(ended or cut)

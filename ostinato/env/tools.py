@@ -14,7 +14,6 @@ import inspect
 import operator
 import re
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.inputs import parse_json, replaced
+from ostinato.threads import in_thread
 
 Tool = Callable[..., Any]
 Message = Mapping[str, Any]
@@ -90,7 +90,7 @@ class Toolbox:
         except TypeError as error:
             return self._error("unreadable", f"{call.name}: {error}.")
         try:
-            text = str(await in_thread(tool, arguments, self._tool_timeout_s))
+            text = str(await in_time(tool, arguments, self._tool_timeout_s))
         except TimeoutError:
             return self._error("timeout", f"{call.name} gave no result in {self._tool_timeout_s:g} s.")
         except Exception as error:  # a user's code: its failure is what the policy reads
@@ -136,37 +136,18 @@ def _parse_call(text: str) -> Call:
     return Call(name=call["name"], arguments=arguments)
 
 
-async def in_thread(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-    """The tool's result, TimeoutError after ``timeout_s``. A daemon thread: an abandoned tool must not keep
-    the process from exiting, as the threads of asyncio's executor would."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+async def in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
+    """The tool's result, TimeoutError after ``timeout_s``: then it is abandoned."""
 
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return  # abandoned
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
+    def work() -> Any:
         try:
-            result = tool(**arguments)
-        except BaseException as error:  # SystemExit of a tool is a failure of the tool
-            failure = (
-                error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-            )
-        if isinstance(
-            failure, TimeoutError | StopIteration
-        ):  # the one means ours, the other no future may hold
-            failure = RuntimeError(f"{type(failure).__name__}: {failure}")
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            return tool(**arguments)
+        except BaseException as error:  # SystemExit is a failure of the tool, and TimeoutError means ours
+            if isinstance(error, Exception) and not isinstance(error, TimeoutError | StopIteration):
+                raise
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-    threading.Thread(target=run, daemon=True, name=f"tool {getattr(tool, '__name__', '')}").start()
-    return await asyncio.wait_for(future, timeout_s)
+    return await asyncio.wait_for(in_thread(work), timeout_s)
 
 
 def with_instructions(messages: Sequence[Message], tools: Sequence[str]) -> list[dict[str, Any]]:

@@ -38,13 +38,14 @@ from ostinato.pipeline.observer import InProcess, Observer, Silent, Workers
 from ostinato.pipeline.opening import new_buffer, recall
 from ostinato.pipeline.recorder import Learned, StepRecorder, prepare
 from ostinato.pipeline.scores import Scores
-from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog, in_thread
+from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog
 from ostinato.pipeline.spool import Spool
 from ostinato.pipeline.state import Finish, Finished, LoopState, Plan, nothing_to_learn
 from ostinato.pipeline.step_metrics import Clock, add_totals, check_ages
 from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
 from ostinato.rollout.rollout import RolloutContext, RolloutResult
 from ostinato.run import RunFolder
+from ostinato.threads import in_thread
 from ostinato.types import Group
 
 logger = logging.getLogger(__name__)

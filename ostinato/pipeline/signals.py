@@ -15,14 +15,12 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from ostinato.failure import NamedFailure
-
-T = TypeVar("T")
-
+from ostinato.threads import T
 
 # the signals that end a run, and what its ending is called in the ledger (``pipeline.state.Finish``)
 ENDERS = {signal.SIGTERM: "terminated", signal.SIGHUP: "hung_up"}
@@ -167,37 +165,6 @@ class StopSignals:
         self._expired = True
         if self._task is not None and not self._finishing:
             self._task.cancel()
-
-
-async def in_thread(work: Callable[[], T]) -> T:
-    """The result of ``work()``, done in a thread of its own while the event loop goes on.
-
-    A cancelled caller leaves the thread to itself, and a process that ends does not wait for it.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(result)  # type: ignore[arg-type]
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except StopIteration as raised:  # which no future can hold
-            error = RuntimeError(f"{raised!r} in a thread")
-        except BaseException as raised:  # an edge of the process: whatever it is, it is the caller's
-            error = raised
-        with suppress(RuntimeError):  # of a loop that is closed: there is no caller any more
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await done
 
 
 class Watchdog:

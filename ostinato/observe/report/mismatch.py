@@ -8,12 +8,11 @@ weights, the columns of the table. What is damaged counts as missing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ostinato.observe.report.charts import Chart, Section, Series, figure, lines
 from ostinato.observe.report.facts import Fact, Table, best_score, figure_text, seconds_text
-from ostinato.observe.report.reading import Row, RunData, number
+from ostinato.observe.report.reading import Row, RunData, mapping, number
 
 DIRECTION = "KL(sampler || trainer)"
 ARMS = {  # name, which experts the trainer used, color
@@ -46,18 +45,14 @@ def measured(data: RunData) -> list[Row]:
 
 def arm(row: Row, name: str) -> Row:
     """One arm of a measurement; empty where it has none."""
-    return _mapping(_mapping(row.get("arms")).get(name))
-
-
-def _mapping(value: Any) -> Row:
-    return value if isinstance(value, Mapping) else {}
+    return mapping(mapping(row.get("arms")).get(name))
 
 
 def _quantity(one: Row, name: str) -> float | None:
     """A figure of an arm: F(tau), the share of tokens whose ratio lies beyond tau or 1/tau, a masked share,
     or a value by its own name."""
     if not name.startswith("F("):
-        return number({**_mapping(one.get("masked")), **one}, name)
+        return number({**mapping(one.get("masked")), **one}, name)
     pairs = [pair for pair in one.get("tails") or () if isinstance(pair, list) and len(pair) == 2]
     found = [dict(zip(("tau", name), pair, strict=True)) for pair in pairs]
     return next((number(pair, name) for pair in found if number(pair, "tau") == float(name[2:-1])), None)
@@ -102,7 +97,7 @@ def facts(data: RunData) -> list[Fact]:
     if not rows:
         return found
     last, latest = rows[-1], data.metrics[-1] if data.metrics else {}
-    if choice := _mapping(last.get("routers")):
+    if choice := mapping(last.get("routers")):
         used = "the sampler's, replayed" if last.get("replay") else "the trainer's own"
         names = ("overlap", "lowest_sequence", "differ", "tokens_differ")
         overlap, lowest, differ, tokens = (_percent(number(choice, name)) for name in names)
@@ -126,7 +121,7 @@ def facts(data: RunData) -> list[Fact]:
 
 def _correction(data: RunData) -> list[Fact]:
     """How the ratio trainer / sampler is corrected, within which bounds, and what that touched at last."""
-    chosen = _mapping(data.starts[-1].get("algorithm")) if data.starts else {}
+    chosen = mapping(data.starts[-1].get("algorithm")) if data.starts else {}
     kind = str(chosen.get("correction", "none"))
     if kind == "none":
         return []

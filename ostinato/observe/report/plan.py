@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from ostinato.observe.report.charts import Section
 from ostinato.observe.report.facts import NOT_MEASURED, Line, Table
-from ostinato.observe.report.reading import RunData, names_under, number, numbers
+from ostinato.observe.report.reading import RunData, mapping, names_under, number, numbers
 
 # part of a step -> what metrics.jsonl measures, phases of the plan in it: as ``plan.record`` has them, which
 # a test asserts. In turns the trainer publishes in its own time; with overlap rollouts have no time.
@@ -27,7 +26,7 @@ def plan_sections(data: RunData) -> list[Section]:
     """Seconds and bytes, planned and measured; empty for a run without a plan."""
     if not data.plan:
         return []
-    layouts = ", ".join(f"{phase} {layout}" for phase, layout in _mapping(data.plan.get("layouts")).items())
+    layouts = ", ".join(f"{phase} {layout}" for phase, layout in mapping(data.plan.get("layouts")).items())
     lead = f"Planned for {data.plan.get('cluster', 'an unknown cluster')}: {layouts}." if layouts else ""
     low, high = (number(data.plan, end) or 1 for end in ("low", "high"))
     against = Table(
@@ -44,12 +43,12 @@ def plan_sections(data: RunData) -> list[Section]:
 
 def _seconds(data: RunData) -> Iterator[Line]:
     """Of one step by part, and the plan's largest term of each."""
-    phases = _mapping(data.plan.get("seconds"))
+    phases = mapping(data.plan.get("seconds"))
     overlapped = any(PUBLISH in row for row in data.metrics)
     for part, (key, names) in (OVERLAPPED if overlapped else IN_TURNS).items():
         terms = Counter[str]()
         for name in names:
-            terms.update(numbers(_mapping(phases.get(name))))
+            terms.update(numbers(mapping(phases.get(name))))
         note = f"s; mostly {max(terms, key=terms.__getitem__)}" if terms else "s"
         yield from _line(data, f"{part}\n{note}", terms.total(), key, ".3g", ".2f")
     yield from _line(data, "step\ns", number(data.plan, "total") or 0.0, "step_time", ".3g", ".2f")
@@ -57,7 +56,7 @@ def _seconds(data: RunData) -> Iterator[Line]:
 
 def _bytes(data: RunData) -> Iterator[Line]:
     """That the first rank sends in a step, by collective and axis."""
-    planned = numbers(_mapping(data.plan.get("traffic")))
+    planned = numbers(mapping(data.plan.get("traffic")))
     for name in sorted({*planned, *names_under(data.metrics[-1:], SENT)}):
         yield from _line(data, f"{name}\nbytes sent", planned.get(name, 0.0), SENT + name, ",.0f", ".3f")
 
@@ -69,7 +68,3 @@ def _line(data: RunData, name: str, planned: float, key: str, form: str, ratio: 
     if planned or measured is not None:
         text = NOT_MEASURED if measured is None else format(measured, form)
         yield name, f"{planned:{form}}", text, f"{measured / planned:{ratio}}" if measured and planned else ""
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -166,6 +166,11 @@ def number(row: Row, name: str) -> float | None:
     return float(value)
 
 
+def mapping(value: Any) -> Row:
+    """``value``, or nothing where it is no mapping."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def numbers(row: Row) -> dict[str, float]:
     """The finite values of a row, by name."""
     return {name: value for name in row if (value := number(row, name)) is not None}

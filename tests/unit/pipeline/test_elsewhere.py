@@ -26,7 +26,7 @@ from ostinato.model.shapes import AdapterSpec
 from ostinato.observe.ledger import Ledger, Terms
 from ostinato.observe.timeline import Kind
 from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.pipeline.signals import in_thread
+from ostinato.threads import in_thread
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.remote import TrainerLink, TrainerServer
 from ostinato.train.trainer import PolicyTrainer

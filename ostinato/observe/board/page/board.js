@@ -2,19 +2,12 @@
 "use strict";
 (() => {
   const EVERY = 1000, HIDDEN = 10000, REDRAW = 2000;  // milliseconds between two requests, while the page is hidden, between two drawings
-  const root = document.documentElement, at = (id) => document.getElementById(id);
+  const root = document.documentElement, at = (id) => document.getElementById(id), { make } = Samples;
   const mounted = new Map();  // charts by key
   const revisions = { charts: -1, timeline: -1 };
   const pick = document.querySelector(".pick"), choose = at("choose"), stretch = document.querySelector("#timeline [name=seconds]");
   const gantt = Gantt.mount(document.querySelector("figure.gantt"));
   let chosen = decodeURIComponent(location.hash.slice(1)).split(",").filter(Boolean), metrics = "", failing = "[]";
-
-  function make(tag, className, ...children) {
-    const made = document.createElement(tag);
-    if (className) made.className = className;
-    made.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
-    return made;
-  }
 
   async function request(path, parameters = {}) {
     const query = new URLSearchParams();

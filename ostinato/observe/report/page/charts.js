@@ -184,5 +184,5 @@ const Charts = (() => {
   new ResizeObserver(() => drawn.forEach(({ u, plot }) => { if (u.width !== Math.max(220, plot.clientWidth)) u.setSize({ width: Math.max(220, plot.clientWidth), height: HEIGHT }); })).observe(document.body);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach(({ u }) => u.redraw(false)));
   document.documentElement.dataset.charts = drawn.size;
-  return { mount, update, remove };
+  return { mount, update, remove, color };
 })();

@@ -8,8 +8,7 @@ const Gantt = (() => {
   const THIN = new Set(["wait", "start"]);  // lines, not bars: nothing comes of them
   const AXIS = 22, RIGHT = 44, FIELDS = 5, CLOSEST = 5;  // pixels; numbers of a span; milliseconds
   const TICKS = [1, 10, 100, 1000, 60000, 3600000].flatMap((unit) => (unit < 1000 ? [1, 2, 5] : [1, 2, 5, 10, 15, 30]).map((n) => n * unit));
-  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const two = (n) => String(n).padStart(2, "0");
+  const two = (n) => String(n).padStart(2, "0"), { color } = Charts;
 
   function words(ms) {
     if (Math.abs(ms) < 1000) return `${Math.round(ms)} ms`;

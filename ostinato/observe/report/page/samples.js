@@ -9,7 +9,7 @@ const Samples = (() => {
   function make(tag, className, ...children) {
     const made = document.createElement(tag);
     if (className) made.className = className;
-    made.append(...children.filter((child) => child !== null && child !== ""));
+    made.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
     return made;
   }
 
@@ -242,5 +242,5 @@ const Samples = (() => {
 
   const data = document.getElementById("sample-data");
   if (data) embedded(JSON.parse(data.textContent));
-  return { mount, refresh };
+  return { mount, refresh, make };
 })();

@@ -1,0 +1,42 @@
+"""Work in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """The result of ``work()``, done in a thread of its own while the event loop goes on.
+
+    A cancelled caller leaves the thread to itself, and a process that ends does not wait for it.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)  # type: ignore[arg-type]
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except StopIteration as raised:  # which no future can hold
+            error = RuntimeError(f"{raised!r} in a thread")
+        except BaseException as raised:  # an edge of the process: whatever it is, it is the caller's
+            error = raised
+        with suppress(RuntimeError):  # of a loop that is closed: there is no caller any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
