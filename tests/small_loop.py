@@ -194,7 +194,10 @@ class FakeMemory:
         self.added: list[tuple[int, str]] = []
         self.forgotten: list[str] = []
         self.observed, self.looked = 0, 0.1
-        self.accounts = Drafting(store=self, lengths=self, drafter=self, saved_s=lambda: 3 * self.looked)
+        all_of_it: Any = self
+        self.accounts = Drafting(
+            store=self, lengths=all_of_it, drafter=all_of_it, saved_s=lambda: 3 * self.looked
+        )
 
     def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:
         assert len(pasts) == 8 and pasts[0].context.tolist() == [7, 8, 9]

@@ -79,18 +79,8 @@ def importance_weights(
     return torch.where(inside, ratio, torch.zeros_like(ratio))
 
 
-def kl_k1(log_ratio: Tensor) -> Tensor:
-    """-log r per token: unbiased for KL(mu || pi), tokens drawn from mu; may be negative (Schulman 2020)."""
-    return -log_ratio
-
-
-def kl_k2(log_ratio: Tensor) -> Tensor:
-    """(log r)^2 / 2 per token: estimates KL(mu || pi) with bias, never negative."""
-    return 0.5 * log_ratio.square()
-
-
 def kl_k3(log_ratio: Tensor) -> Tensor:
-    """r - 1 - log r per token: unbiased for KL(mu || pi), tokens drawn from mu, never negative."""
+    """r - 1 - log r per token: unbiased for KL(mu || pi), tokens from mu, never negative (Schulman 2020)."""
     log_ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return torch.expm1(log_ratio) - log_ratio  # expm1: r - 1 would cancel where the policies almost agree
 
@@ -123,8 +113,6 @@ def mismatch(
         "abs": gap.sum(),
         "ratio": ratio.sum(),
         "ratio_squared": ratio.square().sum(),
-        "k1": kl_k1(log_ratio).sum(),
-        "k2": kl_k2(log_ratio).sum(),
         "k3": kl_k3(log_ratio).sum(),
     }
     sums |= {f"tail_{tau:g}": (gap > math.log(tau)).sum() for tau in taus}
@@ -137,8 +125,8 @@ def mismatch(
 def mismatch_metrics(parts: Sequence[Mismatch]) -> dict[str, float]:
     """Metrics of a step from its microbatches; TRL's names where TRL has one.
 
-    ``sampling/ess`` is (sum r)^2 / (R sum r^2) in (0, 1], 1 when the policies agree. ``sampling/kl_k1..3``
-    estimate KL(sampler || trainer) in nats per token. Raises ValueError for an empty step.
+    ``sampling/ess`` is (sum r)^2 / (R sum r^2) in (0, 1], 1 when the policies agree. ``sampling/kl_k3``
+    estimates KL(sampler || trainer) in nats per token. Raises ValueError for an empty step.
     """
     if not parts:
         raise ValueError("mismatch_metrics got no microbatch; measure at least one")
@@ -153,7 +141,7 @@ def mismatch_metrics(parts: Sequence[Mismatch]) -> dict[str, float]:
         "sampling/importance_sampling_ratio/min": -highest["-ratio"],
         # by Cauchy and Schwarz at most 1, but for the rounding of the sums
         "sampling/ess": min(1.0, total["ratio"] ** 2 / (count * total["ratio_squared"])),
+        "sampling/kl_k3": total["k3"] / count,
     }
-    metrics |= {f"sampling/kl_{name}": total[name] / count for name in ("k1", "k2", "k3")}
     shares = [name for name in total if name.startswith("tail_") or name in ("masked", "truncated")]
     return metrics | {f"sampling/{name}": total[name] / count for name in shares}

@@ -18,6 +18,8 @@ from typing import Protocol
 import numpy as np
 
 from ostinato.history.blocks import CONTEXT
+from ostinato.history.drafter import HistoryDrafter
+from ostinato.history.lengths import Lengths
 from ostinato.history.rules import DraftStats
 from ostinato.types import Completion, Group, HistoryEntry, Prompt, Stop
 
@@ -34,27 +36,13 @@ class Store(Protocol):
     def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None: ...
 
 
-class Lengths(Protocol):
-    """Answer lengths by prompt: ``history.lengths.Lengths``."""
-
-    def observe(self, uid: str, lengths: Sequence[int], *, step: int) -> None: ...
-
-
-class Drafter(Protocol):
-    """Statistics and live text of ``history.drafter.HistoryDrafter``."""
-
-    def stats(self) -> DraftStats: ...
-
-    def forget(self, uids: list[str] | None = None) -> None: ...
-
-
 @dataclass(kw_only=True)
 class Drafting:
     """Drafts in a run. ``begin`` before a step's rollouts, ``end`` when its groups are final."""
 
     store: Store
     lengths: Lengths
-    drafter: Drafter
+    drafter: HistoryDrafter
     saved_s: Callable[[], float]  # seconds that drafts have saved so far, by the engine's cost table
 
     def begin(self) -> None:
