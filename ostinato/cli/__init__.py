@@ -2,5 +2,5 @@
 
 ``app`` declares the commands and imports nothing heavy; each command imports what it needs when it runs.
 
-    app -> train, evaluate, generate, export, doctor -> session -> build -> every other room
+    app -> train, evaluate, generate, export, doctor -> launch -> every other room
 """

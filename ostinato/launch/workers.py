@@ -1,6 +1,6 @@
 """What the workers of a cluster are made of: factories from a recipe's text and plain names.
 
-They run in the worker's own process, on whatever host it has; ``cluster.host`` calls them by name. All that a
+They run in the worker's own process, on whatever host it has; ``workers.host`` calls them by name. All that a
 worker needs it finds or makes there: the recipe comes as TOML, the base is the one copy of its host.
 """
 

@@ -97,7 +97,7 @@ def swaps(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Iterator[tuple[in
 
 
 def placed_experts(owner: np.ndarray, ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """By MoE layer and rank the experts that it keeps, ascending: what ``sharded.shares_of`` takes."""
+    """By MoE layer and rank the experts that it keeps, ascending: what ``shares_of`` takes."""
     return tuple(
         tuple(tuple(np.flatnonzero(layer == rank).tolist()) for rank in range(ranks)) for layer in owner
     )

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ostinato.parallel.collectives import Collectives, Pending
 from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.schedule import Compute, Pass, Receive, Schedule, Send, actions
 
@@ -45,19 +46,6 @@ class PipelineBroken(RuntimeError):
     """Another stage did not send or take what it should have: it died, hangs, or lost its connection. The
     message says which, what was waited for and how long: at most the timeout of the process group. (With
     nccl it is the device that waits, and torch's watchdog ends the process after that timeout.)"""
-
-
-class Pending(Protocol):
-    """A tensor on its way: ``links.Pending``."""
-
-    def wait(self) -> Tensor: ...
-
-
-class Links(Protocol):
-    """What a stage needs of ``links.Links``; ``to`` and ``source`` are places on the axis."""
-
-    def send(self, x: Tensor, axis: str, to: int) -> Pending: ...
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, axis: str, source: int) -> Pending: ...
 
 
 class Forward(Protocol[PartIn]):
@@ -81,14 +69,14 @@ class Stages(Generic[Part]):
 
     shape: Callable[[Part], tuple[int, int]]
     dtype: torch.dtype
-    links: Links | None = None
+    links: Collectives | None = None
     stage: int = 0
     stages: int = 1
     virtual: int = 1
 
     @classmethod
     def at(
-        cls, mesh: Mesh, links: Links, *, shape: Callable[[Part], tuple[int, int]], dtype: torch.dtype
+        cls, mesh: Mesh, links: Collectives, *, shape: Callable[[Part], tuple[int, int]], dtype: torch.dtype
     ) -> Stages[Part]:
         """Of a rank in the layout of its mesh."""
         layout, place = mesh.layout, mesh.coords.pipeline

@@ -32,7 +32,7 @@ GRACE_S = 5.0  # for rank 0 to raise what another rank has raised, or for a bett
 STOP_S = 5.0  # for an answer of the store that is on its way
 VERDICT = "verdict"
 PACKAGE = Path(__file__).parents[1]
-COLLECTIVES = (PACKAGE / "parallel" / "links.py", PACKAGE / "parallel" / "control.py")
+COLLECTIVES = (PACKAGE / "parallel" / "collectives.py", PACKAGE / "parallel" / "control.py")
 
 
 def rank_lost(sentence: str) -> WorkerLost:

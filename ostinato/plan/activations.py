@@ -5,7 +5,7 @@ projection), ``elementwise`` (the input alone), ``packed`` (q, k, v, out, lse), 
 ``parallel/experts.py``. Of a map that is neither adapted nor trained nothing is kept. A test counts the
 tensors that autograd really saves.
 
-Rows of a microbatch of T, on one rank (``parallel/sharded.py``):
+Rows of a microbatch of T, on one rank (``train/sharded.py``):
     slice     T / c        attention and MLP, after ``enter``
     own       T / (c t)    residual stream, norms, routers
     received  rows that come to the experts here, once each        copies  (row, expert here) pairs

@@ -5,7 +5,7 @@
     messages                  ``plan.comm``'s bytes over the link that a group of ranks shares, and a latency
     bubble                    the way through the stages that other microbatches do not fill
     decode                    every step reads weights, caches of the sequences still running, and adapters;
-                              as many steps as the longest answers take (``plan.decode``)
+                              as many steps as the longest answers take (``plan.sampling``)
 
 Nothing overlaps but what our code overlaps: messages wait for products and products for messages (exposed
 seconds add up); a pipeline's stages work side by side; with a lag, trainer and sampler on GPUs of their own

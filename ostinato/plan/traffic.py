@@ -1,4 +1,4 @@
-"""What one rank sends in a training step, message by message: a plan's counterpart of ``links.Traffic``.
+"""What one rank sends in a training step, message by message: the plan's ``collectives.Traffic``.
 
 ``Steps`` follows the trainer's rules (``train.sharded``): microbatch n is data rank n mod d's; rows are
 padded to a multiple of c t; where microbatches of several data ranks meet, the others pass padding when they

@@ -24,7 +24,7 @@ from ostinato.parallel.control import Terms, arrive, keep_store, opened, sealed
 from ostinato.parallel.follow import Lead
 from ostinato.parallel.key import VARIABLE, fits, new_key, signed, users_key
 from ostinato.parallel.launch import Place, Ranks, interface_towards, local_place, loopback
-from ostinato.parallel.watch import GRACE_S, Doing, Judge, Member, Sign, Watch, position
+from ostinato.parallel.watch import COLLECTIVES, GRACE_S, Doing, Judge, Member, Sign, Watch, position
 from ostinato.workers.lost import WorkerLost
 
 TORCHRUN = {
@@ -502,6 +502,7 @@ def test_a_position_is_the_innermost_line_of_ours() -> None:
     at, waits = found[0]
     assert at.startswith("watch.py:") and at.endswith(" sign") and not waits
     assert position(None) == ("", False)
+    assert all(file.is_file() for file in COLLECTIVES)  # past whose lines it looks
 
 
 def test_nobody_is_in_the_store_any_more_once_it_was_stopped() -> None:
