@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -98,7 +97,7 @@ def evaluate(
     """Accuracy in each order, consistency, what cannot be read, calibration; with 95 % Wilson intervals."""
     recipe = Recipe.load("judge_rl", *(overrides or []))
     threads.configure(recipe)
-    from ostinato.launch.judge_runs import compared, figures, preferences
+    from ostinato.launch.judge_runs import figures, preferences
     from ostinato.launch.judges import sources
     from ostinato.launch.panel import Bench
 
@@ -107,8 +106,8 @@ def evaluate(
     bench_of = {name: Counter[str]() for name in (judge, *filter(None, [against]))}
     for name, counters in bench_of.items():
         (source,) = sources(name, like=first.spec)
-        opened = Bench(recipe=recipe, counters=counters).judge(source)
-        row = figures(asyncio.run(compared(opened, pairs)))
+        rows_of = ((one.chat, one.chosen, one.rejected) for one in pairs)
+        row = figures(Bench(recipe=recipe, counters=counters).compared(source, rows_of))
         found[name] = {"revision": source.revision, **row, **counters}
     Console().print(_table(found))
     if json_file is not None:

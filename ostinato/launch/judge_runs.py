@@ -5,7 +5,6 @@ pairs -> data folder (judge.json, warm/, pairs/, held_out.jsonl) -> SFT on criti
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -24,7 +23,7 @@ from ostinato.env.tasks import existing
 from ostinato.launch.judges import write_spec
 from ostinato.observe.report.facts import wilson
 from ostinato.product import judging
-from ostinato.product.judge import Compared, Judge, Spec, question
+from ostinato.product.judge import Compared, Spec, question
 from ostinato.product.judging import Choice
 from ostinato.product.pairs import deduplicated, extract, split
 from ostinato.product.store import open_store
@@ -225,18 +224,11 @@ def _source(recipe: Recipe, folder: Path) -> Recipe:
 # ---- how good it is
 
 
-async def compared(judge: Judge, rows: Sequence[Preference]) -> list[Compared]:
-    """Every pair in both orders, the chosen answer given first."""
-    each = await asyncio.gather(*(judge.compare(one.chat, [(one.chosen, one.rejected)]) for one in rows))
-    return [one for (one,) in each]
-
-
 def figures(found: Sequence[Compared]) -> dict[str, Any]:
     """Of pairs whose first answer is the better one, with 95 % Wilson intervals: accuracy in each order, of
     both (``accuracy``: they agree and are right), ``consistency``, ``unreadable`` in one order at least.
     ``first``: of readable verdicts for one side, those for whichever stood first. ``ece``: of the calibrated
-    probabilities over both orders, which
-    ``temperature`` would calibrate further."""
+    probabilities over both orders, which ``temperature`` would calibrate further."""
     n = len(found)
     whole = judging.tally([(one.ab, one.ba) for one in found], [Choice.A] * n)
     shares = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from ostinato.launch.models import load_decoder
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import load_peft
-from ostinato.product.judge import Cache, Chat, Judge, Score
+from ostinato.product.judge import Cache, Chat, Compared, Judge, Score
 from ostinato.render import Renderer
 from ostinato.reward.worker import Fault
 from ostinato.reward.workers import JUDGE
@@ -111,6 +111,10 @@ class Bench:
             engine.publish(load_peft(source.adapter, engine.decoder), 0, policy)
         writer = EngineWriter(timed.generate, renderer, policy, engine.context_limit, self.counters)
         return Judge(source.spec, source.revision, writer, self._cache, self.counters)
+
+    def compared(self, source: Source, rows: Iterable[tuple[Chat, str, str]]) -> list[Compared]:
+        """Every (chat, answer, other answer) in both orders."""
+        return asyncio.run(self.judge(source).compare_each(rows))
 
     def _engine(self, base: Path) -> tuple[EngineSeconds, Renderer]:
         if (at := base.resolve()) not in self.engines:

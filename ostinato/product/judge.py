@@ -9,11 +9,12 @@ verdict, by name: it is never a score of 0, and never a neutral one.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -136,6 +137,11 @@ class Judge:
         texts = [text for a, b in pairs for text in pairwise_prompts(self.spec.template, prompt, a, b)]
         replies = await self.ask([[{"role": "user", "content": text}] for text in texts])
         return [self._compared(ab, ba) for ab, ba in zip(replies[::2], replies[1::2], strict=True)]
+
+    async def compare_each(self, rows: Iterable[tuple[Chat, str, str]]) -> list[Compared]:
+        """Every (chat, answer, other answer) in both orders."""
+        found = await asyncio.gather(*(self.compare(chat, [(a, b)]) for chat, a, b in rows))
+        return [one for (one,) in found]
 
     def _compared(self, ab: Reply, ba: Reply) -> Compared:
         odds = [_log_odds(order.near or {}) for order in (ab, ba)]

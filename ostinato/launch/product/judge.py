@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,6 @@ from ostinato.launch.product.window import Window, decided, freeze, read_bank, r
 from ostinato.launch.session import learn, resume
 from ostinato.launch.sft import supervise
 from ostinato.product.gates import Judged, judge_gates
-from ostinato.product.judge import Compared
 from ostinato.product.judging import Choice, probability
 from ostinato.product.loop import Finding, Position, Verdict
 from ostinato.reward.verify import resolve
@@ -161,13 +159,8 @@ def _verdicts(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, Any]
     """Of the judge of a revision in both orders, A the chosen answer."""
     recipe = resolved(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *_engine(loop)))
     (source,) = sources(loop.judge_of(revision))
-    judge = Bench(recipe=recipe, counters=Counter()).judge(source)
-
-    async def compared() -> list[Compared]:
-        chats = ((one["messages"], [(one["chosen"], one["rejected"])]) for one in rows)
-        return [one for (one,) in await asyncio.gather(*(judge.compare(*each) for each in chats))]
-
-    found = asyncio.run(compared())
+    chats = ((one["messages"], one["chosen"], one["rejected"]) for one in rows)
+    found = Bench(recipe=recipe, counters=Counter()).compared(source, chats)
     odds = [one.log_odds for one in found]
     known = None if None in odds else probability(np.array(odds, float))
     return Judged(choices=[one.choice for one in found], probabilities=known)

@@ -154,14 +154,9 @@ def chat(prompt: Prompt) -> Messages:
 def preferred(recipe: Recipe, judge: str, ours: Answers, theirs: Answers) -> np.ndarray:
     """[n] 1 where the judge prefers ``ours``, -1 ``theirs``, 0 neither; NaN where it has no verdict."""
     (source,) = sources(judge)
-    opened = Bench(recipe=resolved(recipe), counters=Counter()).judge(source)
-
-    async def compared() -> list[float]:
-        rows = zip(ours.messages, ours.texts, theirs.texts, strict=True)
-        found = await asyncio.gather(*(opened.compare(chat, [(a, b)]) for chat, a, b in rows))
-        return [SCORES.get(one.choice, math.nan) for (one,) in found]
-
-    proxy = np.array(asyncio.run(compared()))
+    rows = zip(ours.messages, ours.texts, theirs.texts, strict=True)
+    found = Bench(recipe=resolved(recipe), counters=Counter()).compared(source, rows)
+    proxy = np.array([SCORES.get(one.choice, math.nan) for one in found])
     same = np.array([a == b for a, b in zip(ours.texts, theirs.texts, strict=True)], bool)
     return np.where(same, 0.0, proxy)
 

@@ -21,7 +21,7 @@ from ostinato.config import Recipe
 from ostinato.env.custom import EnvEpisode
 from ostinato.env.games import BothOrders
 from ostinato.launch.inputs import stage_identity
-from ostinato.launch.judge_runs import Preference, compared, figures, preferences, write_data
+from ostinato.launch.judge_runs import figures, preferences, write_data
 from ostinato.launch.judges import pinned, sources, write_spec
 from ostinato.launch.models import load_decoder
 from ostinato.launch.panel import Bench, Panel
@@ -79,8 +79,7 @@ answers_of = st.lists(st.text("xy", min_size=1, max_size=6), min_size=2, max_siz
 def test_a_judge_of_positions_gives_no_reward_and_is_never_right(answers: list[str], ring: bool) -> None:
     verdicts = asyncio.run(panel(judge(first), ring=ring).score(PROMPT, answers))
     assert [(value, fault) for value, fault, _ in verdicts] == [(None, "inconsistent")] * len(answers)
-    rows = [Preference(chat=CHAT, chosen=answers[0], rejected=answers[1])]
-    row = figures(asyncio.run(compared(judge(first), rows)))
+    row = figures(asyncio.run(judge(first).compare_each([(CHAT, answers[0], answers[1])])))
     assert row["accuracy"]["value"] == row["consistency"]["value"] == 0
     assert row["accuracy_ab"]["value"] == row["first"] == 1
 
