@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ostinato.inputs import parse_json
-from ostinato.serve.calls import ApiError, Call
+from ostinato.serve.calls import ApiError, Call, json_of
 from ostinato.serve.grammar import call_grammar, json_grammar
 
 REFUSED = (
@@ -189,10 +188,7 @@ def _is_ids(prompt: Any) -> bool:
 
 def parsed(kind: type[Body], data: bytes) -> Body:
     """The body, checked. ApiError 400 in one sentence."""
-    try:
-        tree = parse_json(data, surrogates=True)
-    except ValueError as error:
-        raise ApiError(f"the body is no JSON ({error})") from error
+    tree = json_of(data, surrogates=True)
     if not isinstance(tree, dict):
         raise ApiError(f"the body is a {type(tree).__name__}; send a JSON object")
     for name in REFUSED:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.inputs import parse_json
 from ostinato.types import Completion, Emitted, Stop
 
 Message = Mapping[str, Any]  # as chat templates take it: role, content, tool_calls, ...
@@ -37,6 +38,14 @@ class ApiError(Exception):
         """OpenAI's form."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def json_of(body: bytes, *, surrogates: bool = False) -> Any:
+    """The value of a request's body, see ``parse_json``. ApiError 400 for what is no JSON."""
+    try:
+        return parse_json(body, surrogates=surrogates)
+    except ValueError as error:
+        raise ApiError(f"the body is no JSON ({error})") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from ostinato.inputs import parse_json
 from ostinato.memory.chat import Chat, Message, chat_sizes, digests
 from ostinato.memory.importance import Importance, lexical
 from ostinato.memory.keep import Memory
 from ostinato.memory.refill import Refiller
 from ostinato.memory.sessions import Sessions
-from ostinato.serve.calls import ApiError
+from ostinato.serve.calls import ApiError, json_of
 from ostinato.serve.metrics import Metrics
 
 COUNTED = ("rewritten", "gone", "unsupported", "too_long", "failed", "read", "wrote")
@@ -117,10 +116,7 @@ class Remembered:
 
     async def change(self, name: str, body: bytes) -> dict[str, Any]:
         """Pin, unpin or restore a block; the view afterwards. ApiError 400 where there is no room for it."""
-        try:
-            given = parse_json(body)
-        except ValueError as error:
-            raise ApiError(f"the body is no JSON ({error})") from error
+        given = json_of(body)
         if not isinstance(given, dict) or len(given) != 1 or not {*given} <= {"pin", "unpin", "restore"}:
             raise ApiError('the body is one of {"pin": id}, {"unpin": id} and {"restore": id}')
         ((act, id_),) = given.items()

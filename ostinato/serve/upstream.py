@@ -17,8 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ostinato.inputs import parse_json
-from ostinato.serve.calls import ApiError
+from ostinato.serve.calls import ApiError, json_of
 from ostinato.serve.memory import Remembered
 
 KEPT = ("authorization", "content-type", "accept", "x-api-key", "openai-organization", "openai-project")
@@ -35,10 +34,7 @@ class Upstream:
         self._client = httpx2.AsyncClient(timeout=timeout_s, trust_env=False)
 
     async def chat(self, request: Request) -> Response:
-        try:
-            body = parse_json(await request.body(), surrogates=True)
-        except ValueError as error:
-            raise ApiError(f"the body is no JSON ({error})") from error
+        body = json_of(await request.body(), surrogates=True)
         messages = body.get("messages") if isinstance(body, dict) else None
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
             raise ApiError("messages is no list of messages with roles", param="messages")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ostinato.serve.calls import ApiError
+from ostinato.serve.calls import ApiError, json_of
 from ostinato.serve.server import Handler, guarded, read_body
 from ostinato.serve.tinker.futures import SAMPLE, Futures
 from ostinato.serve.tinker.listings import Listings
-from ostinato.serve.tinker.models import MODEL
+from ostinato.serve.tinker.models import MODEL, CreateBody, LoadBody
 from ostinato.serve.tinker.registry import FAILED, PENDING, Registry, UserError
 from ostinato.serve.tinker.wire import (
     MOST_BYTES,
@@ -44,18 +43,6 @@ SESSION = "session"
 class SeqBody(Body):
     model_id: str
     seq_id: int
-
-
-class LoadId(Body):
-    model_id: str | None = None
-    seq_id: int | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = None
-
-
-class CreateId(Body):
-    session_id: str
-    model_seq_id: int
 
 
 class SamplerBody(Body):
@@ -132,13 +119,13 @@ class Door:
 
     async def create_model(self, request: Request) -> Response:
         data = await _body(request)
-        body = parsed(CreateId, data)
+        body = parsed(CreateBody, data)
         self._registry.found(SESSION, body.session_id)
         return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "create_model", data)
 
     async def load_weights(self, request: Request) -> Response:
         data = await _body(request)
-        body = parsed(LoadId, data)
+        body = parsed(LoadBody, data)
         if body.session_id is not None and body.model_seq_id is not None:
             self._registry.found(SESSION, body.session_id)
             return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "load_weights", data)
@@ -260,10 +247,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    try:
-        found = json.loads(await _body(request) or b"{}")
-    except ValueError as error:
-        raise UserError(f"the body is no JSON: {error}") from error
+    found = json_of(await _body(request) or b"{}", surrogates=True)
     if not isinstance(found, dict):
         raise UserError("the body is no JSON object")
     return found
