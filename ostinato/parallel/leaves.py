@@ -22,27 +22,14 @@ import torch
 from torch import Tensor
 
 from ostinato.model.config import ModelConfig
-from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
+from ostinato.model.share import placed, size_of
 from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.fsdp import Pieces
-from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.pieces import cut, put
-from ostinato.parallel.shares import OwnedPart, Placement, keeps, owned_parts, shares_of
+from ostinato.parallel.shares import OwnedPart, Placement, keeps, owned_parts, shares_of, summed_over
 
 BUCKET_BYTES = 64 << 20  # of gradients that are summed in one call
-
-
-def summed_over(
-    name: str, shape: Sequence[int], share: Share, layout: Layout, *, in_pieces: bool = False
-) -> tuple[str, ...]:
-    """The axes over which the gradient of a leaf is summed, one after the other. ``shape``: of the whole."""
-    whole_over_t = not is_cut(share, name, shape)
-    if is_expert(name, shape):
-        return ("r", "t") if layout.expert_tensor > 1 and whole_over_t else ("r",)
-    if in_pieces:
-        return ("dcf", "t") if whole_over_t else ("dcf",)
-    return ("s",) if whole_over_t else ("dc",)
 
 
 class ShardedLeaves:
@@ -66,7 +53,7 @@ class ShardedLeaves:
         self._shares = [shares_of(mesh.layout, config, rank, placement) for rank in world]
         own = self._shares[mesh.rank][0]
         self._axes = {
-            name: summed_over(name, shapes[name], own, mesh.layout, in_pieces=self._in_pieces(leaf))
+            name: summed_over(name, shapes[name], own, in_pieces=self._in_pieces(leaf))
             for name, leaf in named.items()
         }
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ostinato.model.config import ModelConfig
-from ostinato.model.share import Share, Spans, placed
+from ostinato.model.share import Share, Spans, is_cut, is_expert, placed
 from ostinato.parallel.layout import Layout
 
 Placement = Sequence[Sequence[Sequence[int]]]  # by MoE layer, by expert rank: the ids that it keeps
@@ -86,3 +86,14 @@ def keeps(config: ModelConfig, share: Share, name: str) -> bool:
     if name in ("norm", "head"):
         return share.heads
     return int(name.split(".")[1]) in share.layers
+
+
+def summed_over(name: str, shape: Sequence[int], share: Share, *, in_pieces: bool = False) -> tuple[str, ...]:
+    """The axes over which the gradient of a leaf is summed, one after the other: the ranks that keep the same
+    values, whose gradients of them are partial sums. ``shape``: of the whole."""
+    whole_over_t = not is_cut(share, name, shape)
+    if is_expert(name, shape):
+        return ("r", "t") if share.expert_tensor > 1 and whole_over_t else ("r",)
+    if in_pieces:
+        return ("dcf", "t") if whole_over_t else ("dcf",)
+    return ("s",) if whole_over_t else ("dc",)

@@ -13,8 +13,9 @@ from math import ceil
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.shapes import STACKED, AdapterSpec, adapter_shapes, layer_shapes
-from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
+from ostinato.model.share import Share, placed, size_of
 from ostinato.parallel.layout import Layout
+from ostinato.parallel.shares import summed_over
 from ostinato.plan.comm import Message, ring
 from ostinato.plan.counts import end_tensors, layer_tensors
 from ostinato.plan.parts import is_moe, layer_of, share_of
@@ -23,17 +24,6 @@ Axes = tuple[str, ...]  # over which a gradient is summed, one after the other
 Sizes = Counter[Axes]  # values by axes
 
 NORM_BYTES = 8.0  # the sum of squares, in fp64
-
-
-def axes_of(share: Share, name: str, shape: tuple[int, ...], *, in_pieces: bool = False) -> Axes:
-    """Of a leaf: the ranks that keep the same values, whose gradients of them are partial sums
-    (``parallel.leaves.summed_over``)."""
-    whole_over_t = not is_cut(share, name, shape)
-    if is_expert(name, shape):
-        return ("r", "t") if share.expert_tensor > 1 and whole_over_t else ("r",)
-    if in_pieces:
-        return ("dcf", "t") if whole_over_t else ("dcf",)
-    return ("s",) if whole_over_t else ("dc",)
 
 
 def layer_sizes(config: ModelConfig, adapter: AdapterSpec | None, layout: Layout, *, moe: bool) -> Sizes:
@@ -56,12 +46,12 @@ def _layer(config: ModelConfig, adapter: AdapterSpec | None, cuts: Layout, shard
     for name, shape in _trained(config, adapter, layer):
         in_pieces = shard > 1 and adapter is None and len(shape) == 2
         if not in_pieces:
-            axes = axes_of(share, name, shape)
+            axes = summed_over(name, shape, share)
             found[axes] += size_of(placed(config, share, name, shape))
     if shard > 1 and adapter is None:
         for first, values in _stored(config, share, layer):
             name = f"layers.{layer}.{first}"
-            axes = axes_of(share, name, layer_shapes(config, layer)[first], in_pieces=True)
+            axes = summed_over(name, layer_shapes(config, layer)[first], share, in_pieces=True)
             found[axes] += ceil(values / shard)
     return found
 

@@ -26,9 +26,8 @@ from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
 from ostinato.parallel import load, placement
 from ostinato.parallel.fingerprint import parameter_shapes
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.leaves import summed_over
 from ostinato.parallel.mesh import AXES, Mesh
-from ostinato.parallel.shares import keeps, owned_parts, shares_of
+from ostinato.parallel.shares import keeps, owned_parts, shares_of, summed_over
 from ostinato.plan.parts import stage_elements
 from ostinato.plan.problem import find_model
 from ostinato.types import NO_EXPERT
@@ -173,7 +172,7 @@ def test_a_gradient_is_summed_over_all_with_the_same_part(text: str, model: str,
     parts = {rank: placed(config, shares[rank][0], name, shape) for rank in keepers}
     rank = data.draw(st.sampled_from(keepers))
     reached = {rank}
-    for axis in summed_over(name, shape, shares[rank][0], layout):
+    for axis in summed_over(name, shape, shares[rank][0]):
         reached = {other for one in reached for other in layout.group(axis, one)}
     stage = layout.coords(rank).pipeline
     same = {
@@ -191,7 +190,7 @@ def test_a_piece_is_summed_over_the_ranks_that_have_the_same_piece(text: str) ->
     for name in ("layers.0.attn.qkv", "layers.0.moe.router"):
         share = shares_of(layout, config, 0)[0]
         reached = {0}
-        for axis in summed_over(name, shapes[name], share, layout, in_pieces=True):
+        for axis in summed_over(name, shapes[name], share, in_pieces=True):
             reached = {other for one in reached for other in layout.group(axis, one)}
         whole = name.endswith("router") or layout.tensor == 1
         assert len(reached) == layout.stage_ranks // layout.shard // (1 if whole else layout.tensor)
