@@ -1,12 +1,11 @@
-"""The loop of a run, from its inputs and components: its ledger, its observer, checkpoints."""
+"""The loop of a run, from its inputs and components: its ledger, checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ostinato.config import Recipe, dump_toml
@@ -17,12 +16,10 @@ from ostinato.launch.components import RunComponents
 from ostinato.launch.drafts import Memory, save_history
 from ostinato.launch.engine import new_engine
 from ostinato.launch.evaluations import evaluations
-from ostinato.launch.forecast import new_forecaster
 from ostinato.launch.forgetting import new_forgetting
 from ostinato.launch.inputs import RunInputs, longest_answer, new_stage, new_tasks
 from ostinato.launch.introduction import device_name, own_weights
 from ostinato.launch.models import newest_checkpoint
-from ostinato.launch.progress import Monitor
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
@@ -218,27 +215,3 @@ def new_ledger(
         recipe=hashlib.sha256(dump_toml(recipe).encode()).hexdigest()[:12],
     )
     return Ledger(folder=run, terms=terms, clock=clock, life=life)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunObserver:
-    """``pipeline.observer.Observer`` of a run with a recipe."""
-
-    monitor: Monitor
-    forecaster: Callable[[int], bool] | None
-
-    def on_step(self, row: Mapping[str, float]) -> None:
-        self.monitor.step(row)
-
-    def on_eval(self, row: Mapping[str, Any]) -> None:
-        self.monitor.evaluated(row)
-
-    def should_stop(self, step: int) -> bool:
-        return self.forecaster is not None and self.forecaster(step)
-
-
-def new_observer(
-    recipe: Recipe, run: RunFolder, monitor: Monitor, writers: Sequence[MetricWriter]
-) -> RunObserver:
-    forecaster = new_forecaster(recipe, run, writers)
-    return RunObserver(monitor=monitor, forecaster=forecaster)

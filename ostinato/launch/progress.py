@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +27,10 @@ _ODD_STEPS = {"refused_step": "step refused", "empty_step": "nothing to learn fr
 
 
 class Monitor:
-    """Shows the rows of a run as they come. A context: the live line ends with it."""
+    """An ``Observer`` that shows the rows of a run as they come. A context: the live line
+    ends with it. ``forecaster``: is the rest of the run not worth its compute?"""
+
+    forecaster: Callable[[int], bool] | None = None
 
     def __init__(self, total: int, *, done: int = 0, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -50,7 +53,7 @@ class Monitor:
         if self._live is not None:
             self._live.stop()
 
-    def step(self, row: Row) -> None:
+    def on_step(self, row: Row) -> None:
         """A row of metrics.jsonl."""
         done = int(row["step"])
         eta = remaining(time.perf_counter() - self._start, done - self._first, self._total - done)
@@ -60,7 +63,7 @@ class Monitor:
         else:
             self.say("  ".join(parts))
 
-    def evaluated(self, row: Row) -> None:
+    def on_eval(self, row: Row) -> None:
         """A row of eval.jsonl."""
         if row["step"] == self._first:  # scored before the first step: no part of the pace
             self._start = time.perf_counter()
@@ -75,6 +78,9 @@ class Monitor:
             )
         if name == MAIN_SET and first and (row.get("reward_max") or 0) > 0 and (why := unsolved([row])):
             self.say(f"warning      {why}")
+
+    def should_stop(self, step: int) -> bool:
+        return self.forecaster is not None and self.forecaster(step)
 
     def exported(self, row: Row) -> None:
         """A row of eval.jsonl with the model's weights, of a run that samples with others."""

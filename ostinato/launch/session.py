@@ -134,10 +134,11 @@ def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, work
         recipe = resolved(recipe, run=path if resume else None, warn=True)
         from ostinato.launch.checks import check
         from ostinato.launch.drafts import new_memory
+        from ostinato.launch.forecast import new_forecaster
         from ostinato.launch.inputs import prepare
         from ostinato.launch.introduction import device_name
         from ostinato.launch.judges import pinned
-        from ostinato.launch.loop import new_ledger, new_loop, new_observer, restore
+        from ostinato.launch.loop import new_ledger, new_loop, restore
         from ostinato.launch.open_components import open_components
         from ostinato.pipeline.state import LoopState
 
@@ -158,10 +159,10 @@ def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, work
             record_start(run, device_name(prepared.decoder), algorithm, prompts)
             for line in _first_lines(prepared, components, path, chosen):
                 monitor.say(line)
-            observer = new_observer(recipe, run, monitor, writers)
+            monitor.forecaster = new_forecaster(recipe, run, writers)
             with _named_failures(path):
                 loop = new_loop(
-                    prepared, components, run, state, ledger=ledger, observer=observer, writers=writers
+                    prepared, components, run, state, ledger=ledger, observer=monitor, writers=writers
                 )
                 finished = asyncio.run(components.run(loop, path))
                 _export(prepared, components.trainer.adapters(), run, finished, ledger, monitor)
@@ -195,14 +196,8 @@ def _export(
 
     recipe, state = prepared.recipe, finished.state
     write_policy(prepared.decoder, adapters, prepared.folder, run.adapter, recipe.model.path)
-    if not own_weights(recipe) or finished.why not in (
-        "done",
-        "collapsed",
-        "forgot",
-        "solved",
-        "spent",
-        "enough",
-    ):
+    ended = ("done", "collapsed", "forgot", "solved", "spent", "enough")
+    if not own_weights(recipe) or finished.why not in ended:
         return
     known = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}
     if (state.step, MAIN_SET, "model") not in known:

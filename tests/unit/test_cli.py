@@ -69,10 +69,10 @@ def plain_console() -> tuple[Console, io.StringIO]:
 def test_without_a_terminal_every_step_is_a_plain_line() -> None:
     console, out = plain_console()
     with progress.Monitor(80, console=console) as monitor:
-        monitor.evaluated(BEFORE)
-        monitor.evaluated({**BEFORE, "set": "hard", "pass@1": 0.0, "stderr": 0.0})
-        monitor.evaluated({**BEFORE, "set": "greedy"})
-        monitor.step(ROW)
+        monitor.on_eval(BEFORE)
+        monitor.on_eval({**BEFORE, "set": "hard", "pass@1": 0.0, "stderr": 0.0})
+        monitor.on_eval({**BEFORE, "set": "greedy"})
+        monitor.on_step(ROW)
     lines = out.getvalue().splitlines()
     assert lines[0] == "step 0: held-out pass@1 0.300 [0.262, 0.341], mean reward 0.500 on 100 prompts"
     assert lines[1] == "step 0: hard pass@1 0.000 [0.000, 0.037], mean reward 0.500 on 100 prompts"
@@ -89,12 +89,12 @@ def test_a_score_that_cannot_be_reached_is_said_once_and_early() -> None:
     row = {**BEFORE, "pass@1": 0.0, "stderr": 0.0, "reward_max": 1.25, "solved_at": 1.999999}
     console, out = plain_console()
     with progress.Monitor(80, console=console) as monitor:
-        monitor.evaluated(row)
-        monitor.evaluated({**row, "step": 20})
+        monitor.on_eval(row)
+        monitor.on_eval({**row, "step": 20})
     (line,) = [line for line in out.getvalue().splitlines() if "warning" in line]
     assert "the highest reward was 1.25, and an answer is solved from 2 on (reward.solved_at)" in line
     with progress.Monitor(80, console=console) as monitor:
-        monitor.evaluated({**row, "reward_max": 0.0, "reward": 0.0})
+        monitor.on_eval({**row, "reward_max": 0.0, "reward": 0.0})
     assert out.getvalue().count("warning") == 1, "a hard task may begin at 0"
 
 
