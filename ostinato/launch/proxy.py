@@ -59,7 +59,7 @@ class Proxy:
     """Rollouts by id, played and written as they end; ``idle_s`` without a call ends one."""
 
     def __init__(self, served: Served, recipe: Recipe, out: JsonlZst, place: Place, idle_s: float) -> None:
-        self.written = 0
+        self.written = self.lost = 0
         self._served, self._recipe, self._out, self._idle_s = served, recipe, out, idle_s
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._over: set[str] = set()
@@ -127,6 +127,7 @@ class Proxy:
                 self.written += 1
         except Exception:  # the engine's: the rollout is lost, and the others go on
             log.exception("rollout %s is not written", id_)
+            self.lost += 1
         finally:
             self._over.add(id_)
             del self._playing[id_]
@@ -138,14 +139,15 @@ def proxy(
     """Serve rollouts of ``target`` until SIGTERM or Ctrl-C. Raises ValueError for what cannot be served."""
     out.parent.mkdir(parents=True, exist_ok=True)
 
-    async def run() -> int:
+    async def run() -> Proxy:
         end = asyncio.Event()
         for one in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(one, end.set)
         made = Proxy(served, recipe, JsonlZst(out), place, idle_s)
         await made.run(end, lambda at: print(f"address {at}/rollout/ID/v1 (Ctrl-C ends it)", flush=True))
-        return made.written
+        return made
 
     serving = Serving(target=target, overrides=tuple(overrides), limits=Limits(context=0))
     with open_service(serving) as served:
-        print(f"{asyncio.run(run())} rollouts in {out}")
+        made = asyncio.run(run())
+        print(f"{made.written} rollouts in {out}" + (f", {made.lost} lost" if made.lost else ""))

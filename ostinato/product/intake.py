@@ -12,7 +12,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import NamedTuple
 
 from ostinato.product.events import Event, Exchange
@@ -163,8 +162,7 @@ class Intake:
                 self.counts["dropped"] += len(self._made)
                 self._made = []
         if self._store is not None:
-            with suppress(Exception):
-                self._store.close()
+            self._store.close()
             self._store = None
 
     def _refuse(self, batch: Sequence[Waiting], error: Exception) -> None:

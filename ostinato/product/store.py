@@ -243,7 +243,8 @@ class Store:
         return {id_ for (id_,) in self._run("SELECT DISTINCT response_id FROM events WHERE held > 0")}
 
     def close(self) -> None:
-        self._db.close()
+        with suppress(*self._dialect.down):  # a connection that is gone
+            self._db.close()
 
     def __enter__(self) -> Store:
         return self
@@ -369,8 +370,7 @@ class Patient:
 
     def close(self) -> None:
         if self._store is not None:
-            with suppress(Exception):  # of a connection that is gone
-                self._store.close()
+            self._store.close()
         self._store = None
 
 
