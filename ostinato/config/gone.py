@@ -24,7 +24,7 @@ GONE: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def without_gone(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """``tree`` without keys that are gone. Raises ValueError for one that asks for something."""
+    """``tree`` without keys that are gone. Raises ValueError for one that is switched on."""
     kept = dict(tree)
     for name, (off, fix) in GONE.items():
         section, _, key = name.partition(".")

@@ -535,7 +535,7 @@ class EngineSection(Section):
         if self.address and len(given) > 1:
             raise ValueError(
                 f"engine.{given[1]} is {of_vllm[given[1]]!r} with engine.address {self.address!r}, where "
-                "somebody else starts the server; drop one of them"
+                "the server is started elsewhere; drop one of them"
             )
         return self
 

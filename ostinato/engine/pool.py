@@ -210,7 +210,7 @@ class EnginePool:
             for _ in mine:
                 result = await results.get()
                 if isinstance(result, BaseException):
-                    raise result.with_traceback(None)  # the same one is raised at everybody who waits
+                    raise result.with_traceback(None)  # the same one is raised at every waiting caller
                 yield result
         finally:
             calls.abandon(mine)

@@ -132,7 +132,7 @@ class OpenCalls:
         if wrong := fault(call, completion, worker.versions(call)):
             raise sampler_lost(wrong, by_calls=False)
         if completion.stop is Stop.ABORT and call.awaited:
-            raise sampler_lost(f"gave prompt {call.prompt} up unasked")
+            raise sampler_lost(f"gave up prompt {call.prompt}, which was not cancelled")
         del worker.calls[id]
         if len(self._homes) >= HOMES:
             self._homes.pop(next(iter(self._homes)))

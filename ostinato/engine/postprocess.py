@@ -136,8 +136,8 @@ def postprocess(
 def _keep(table: SequenceTable, by_token: np.ndarray, rows: np.ndarray, support: Support) -> None:
     """Give every sequence that has filters the ids that its new tokens, ``rows`` of the draw, came from."""
     ends = np.cumsum(support.counts, dtype=np.int64)[rows]
-    wanted = table.filtered[by_token]
-    spans = (by_token[wanted], (ends - support.counts[rows])[wanted], ends[wanted])
+    filtered = table.filtered[by_token]
+    spans = (by_token[filtered], (ends - support.counts[rows])[filtered], ends[filtered])
     for slot, start, end in zip(*(span.tolist() for span in spans), strict=True):
         table.at(slot).kept.append(support.ids[start:end].copy())  # a view would hold the whole draw
 

@@ -75,12 +75,12 @@ class Scheduler:
 
     def of(self, requests: Collection[Request]) -> tuple[list[int], list[Sequence]]:
         """(slots, waiting sequences) of the requests that have not ended."""
-        wanted = set(map(id, requests))
-        slots = [slot for slot in self.table.order if id(self.table.at(slot).request) in wanted]
-        return slots, [sequence for sequence in self.waiting if id(sequence.request) in wanted]
+        given = set(map(id, requests))
+        slots = [slot for slot in self.table.order if id(self.table.at(slot).request) in given]
+        return slots, [sequence for sequence in self.waiting if id(sequence.request) in given]
 
     def admit(self) -> list[tuple[int, int]]:
-        """Seat waiting sequences while there is room: (source, target) of blocks to copy before the pass."""
+        """Admit waiting sequences while there is room: (source, target) of blocks to copy before the pass."""
         copies: list[tuple[int, int]] = []
         later: deque[Sequence] = deque()
         room = self.cache.available - len(self.table)  # one spare block for each that runs

@@ -114,7 +114,7 @@ class SequenceTable:
         self.accepted = np.zeros(size, np.int64)
         self.passes = np.zeros(size, np.int64)
         self.special = np.zeros(size, bool)  # has stop strings: looked at token by token
-        self.listened = np.zeros(size, bool)  # somebody gets its tokens as they come
+        self.listened = np.zeros(size, bool)  # its tokens are streamed to a listener
         self.top = np.zeros(size, np.int64)  # of the likeliest tokens, for the listener
         self.policy = np.zeros(size, np.int64)
         self._stop_tokens: dict[tuple[int, ...], int] = {}  # how many slots have each
@@ -130,7 +130,7 @@ class SequenceTable:
         return not self._free
 
     def add(self, sequence: Sequence, computed: int) -> int:
-        """Seat a sequence, of which ``computed`` positions are in its blocks."""
+        """Admit a sequence, of which ``computed`` positions are in its blocks."""
         slot = self._free.pop()
         length, prompt, sampling = len(sequence.text), sequence.prompt_len, sequence.request.sampling
         self.text[slot, :length] = sequence.text

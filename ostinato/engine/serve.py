@@ -145,7 +145,7 @@ class SamplerServer:
             if len(calls) == 1:
                 self._end(ids[0], failed(str(error)))
                 return
-            for id in sorted(left):  # one of them is to blame, and the others need not suffer for it
+            for id in sorted(left):  # one of them is at fault: each is tried alone
                 self._begin({id: calls[id]})
         except Exception as error:  # the edge of the process: the collector gets the error
             self._broken = error

@@ -215,7 +215,7 @@ class Speculation:
         """What a token of each is worth, 1 on the average.
 
         A token that is accepted saves its own row of a later pass, whichever sequence gets it. The fixed
-        part of a pass is saved only where passes become fewer: while others wait everybody's tokens do that
+        part of a pass is saved only where passes become fewer: while others wait the tokens of all do that
         alike, in the tail those of the sequence that ends last.
         """
         if self._waiting:

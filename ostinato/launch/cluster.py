@@ -37,7 +37,7 @@ from ostinato.rollout.schedule import placement
 from ostinato.train.remote import TrainerLink
 from ostinato.types import HistoryEntry, Publication
 from ostinato.workers.lost import WorkerLost
-from ostinato.workers.ray_cluster import Cluster, RayRemote, Want
+from ostinato.workers.ray_cluster import Cluster, Need, RayRemote
 from ostinato.workers.remote import WorkerFault
 
 AHEAD = 2  # calls that a sampler has for each that it decodes: no place in the batch waits for a message
@@ -143,21 +143,21 @@ def _components(
 
 
 async def _ready(pool: EnginePool, graders: GraderLink | None) -> None:
-    """Everybody, at the same time."""
+    """All of them, at the same time."""
     await asyncio.gather(pool.ready(), *([graders.ready()] if graders else []))
 
 
-def places(recipe: Recipe) -> list[Want]:
+def places(recipe: Recipe) -> list[Need]:
     """A place for each worker, the trainer's first: with pinning it has the first cores."""
     section = recipe.cluster
     cpus = section.cpus_per_worker
     trainer = (
-        [Want(name="trainer", cpus=cpus, gpus=section.gpus_per_trainer)] if section.remote_trainer else []
+        [Need(name="trainer", cpus=cpus, gpus=section.gpus_per_trainer)] if section.remote_trainer else []
     )
     samplers = [
-        Want(name=f"sampler-{i}", cpus=cpus, gpus=section.gpus_per_sampler) for i in range(section.samplers)
+        Need(name=f"sampler-{i}", cpus=cpus, gpus=section.gpus_per_sampler) for i in range(section.samplers)
     ]
-    return [*trainer, *samplers, *(Want(name=f"grader-{i}", cpus=cpus) for i in range(section.graders))]
+    return [*trainer, *samplers, *(Need(name=f"grader-{i}", cpus=cpus) for i in range(section.graders))]
 
 
 def lines(recipe: Recipe) -> Iterator[str]:

@@ -48,7 +48,7 @@ from ostinato.train.trainer import identity_of
 log = logging.getLogger(__name__)
 REFERENCE = "reference.npy"  # of a checkpoint: log-probabilities of the answers before training
 LINES = 50  # of progress, in a run
-TOLD = ("loss", "eval_loss", "rewards/margins")
+REPORTED = ("loss", "eval_loss", "rewards/margins")
 
 Rows = list[tuple[Row, ...]]  # of each example its row, or chosen and rejected
 
@@ -221,7 +221,7 @@ class _Course:
             writer.write(self.step, metrics)
         steps = self._recipe.trainer.steps
         if "eval_loss" in metrics or self.step % max(1, steps // LINES) == 0 or self.step == steps:
-            words = [f"{name} {metrics[name]:.4f}" for name in TOLD if name in metrics]
+            words = [f"{name} {metrics[name]:.4f}" for name in REPORTED if name in metrics]
             log.info(f"step {self.step} of {steps}   {'   '.join(words)}")
 
     def _save(self, run: RunFolder) -> None:

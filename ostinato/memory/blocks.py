@@ -18,7 +18,7 @@ LEVELS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)  # of the tokens of the original tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What somebody wrote: ``speaker`` is a name or a role, ``day`` ("2023-05-08") that of the chat session
+    """A message: ``speaker`` is a name or a role, ``day`` ("2023-05-08") that of the chat session
     or ""."""
 
     speaker: str

@@ -133,7 +133,7 @@ class Memory:
     decide: Decide | None = None  # None: ``best_levels``
     parts: Parts = field(default_factory=Parts)
     whole: Callable[[MemoryState], int] | None = None  # tokens of a state in the caller's own form
-    on_block: Callable[[Block], None] = lambda block: None  # hears of every piece when it comes
+    on_block: Callable[[Block], None] = lambda block: None  # called with every new piece
     counters: Counter[str] = field(default_factory=Counter)
 
     # -- what a caller does

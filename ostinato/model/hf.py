@@ -61,18 +61,18 @@ def fill(decoder: Decoder, folder: str | Path) -> int:
     Tensors that a share does not keep may be missing: the rank that keeps them will say so.
     """
     folder, config = Path(folder), decoder.config
-    wanted = stored(decoder)
-    missing = {name for name, one in wanted.items() if name in one.covers}
+    expected = stored(decoder)
+    missing = {name for name, one in expected.items() if name in one.covers}
     others: list[str] = []
     read = 0
     with torch.no_grad():
         for path, listed in weight_files(folder).items():
-            if listed and not any(canonical(name, config) in wanted for name in listed):
+            if listed and not any(canonical(name, config) in expected for name in listed):
                 others += listed
                 continue
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    one = wanted.get(canonical(name, config))
+                    one = expected.get(canonical(name, config))
                     if one is None:
                         others.append(name)
                         continue
@@ -88,14 +88,14 @@ def check_sizes(empty: Decoder, folder: str | Path) -> None:
 
     Raises ValueError, in one sentence, for a missing or misshapen tensor, and a truncated file.
     """
-    wanted = stored(empty)
-    missing = {name for name, one in wanted.items() if name in one.covers}
+    expected = stored(empty)
+    missing = {name for name, one in expected.items() if name in one.covers}
     for path, listed in weight_files(Path(folder)).items():
-        if listed and not any(canonical(name, empty.config) in wanted for name in listed):
+        if listed and not any(canonical(name, empty.config) in expected for name in listed):
             continue
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
-                if one := wanted.get(canonical(name, empty.config)):
+                if one := expected.get(canonical(name, empty.config)):
                     _check_shape(one, file.get_slice(name), name, path)
                     missing -= one.covers
     _check_missing(Path(folder), sorted(missing))

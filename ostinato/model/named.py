@@ -51,9 +51,9 @@ def _download(name: str) -> Path:
         raise ValueError(
             f'model.path is {name!r}, a hub name, but huggingface_hub is missing; pip install "ostinato[hub]"'
         ) from error
-    wanted = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

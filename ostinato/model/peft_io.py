@@ -1,4 +1,4 @@
-"""Adapters in files: PEFT's format for everybody, our own beside it, and merged Hugging Face models.
+"""Adapters in files: PEFT's format for other programs, our own beside it, and merged Hugging Face models.
 
     adapter_config.json  adapter_model.safetensors   what peft.PeftModel.from_pretrained(model, folder) reads
     ostinato_adapter.safetensors                     logical tensors, spec, fingerprint of the base: lossless

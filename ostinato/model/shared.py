@@ -10,7 +10,7 @@ straight from the checkpoint, so that the weights are never in memory twice; the
 holds a shared lock, which the kernel takes back however the process ends. So a file that can be locked for
 oneself is unused, and ``sweep`` removes it; so is a folder (``own_folder``).
 
-/dev/shm is everybody's to write, and the name can be guessed. A file is mapped only if it is the user's own,
+/dev/shm is writable by all users, and the name can be guessed. A file is mapped only if it is the user's own,
 for no other user to open, of the size and header that the model calls for, with a digest of samples of its
 content at its end: never by way of a link, and never cut off, where reading the mapping ends in SIGBUS.
 """
@@ -111,7 +111,7 @@ def sweep(folder: Path | None = None) -> list[Path]:
     for path in (path for each in folders for pattern in patterns for path in each.glob(pattern)):
         try:
             held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:  # removed by somebody else just now, or never ours: a link, another user's
+        except OSError:  # removed by another process just now, or never ours: a link, another user's
             continue
         if _has_locked(held, fcntl.LOCK_EX):
             _remove(path)
@@ -121,7 +121,7 @@ def sweep(folder: Path | None = None) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """If it is there: somebody else may be at it too."""
+    """If it is there: another process may remove it too."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -214,8 +214,8 @@ def _mapped_at(
     while True:
         with _opened(path) as file:
             # to write it if no other does, to map it once it is whole: that changes while others are at it
-            wanted = fcntl.LOCK_SH if _is_finished(file) else fcntl.LOCK_EX
-            if _has_locked(file.fileno(), wanted) and _is_named(file.fileno(), path):
+            mode = fcntl.LOCK_SH if _is_finished(file) else fcntl.LOCK_EX
+            if _has_locked(file.fileno(), mode) and _is_named(file.fileno(), path):
                 if not _is_finished(file):
                     _write(file, path, plan, write)
                 fcntl.flock(file, fcntl.LOCK_SH)
@@ -298,9 +298,9 @@ def _is_finished(file: BinaryIO) -> bool:
 
 def _flaw(file: BinaryIO, path: Path, plan: Layout) -> str:
     """What is wrong with a finished file; empty where it is whole and of this model."""
-    size, wanted = os.fstat(file.fileno()).st_size, plan.size + _DIGEST_BYTES
-    if size != wanted:
-        return f"has {size} bytes instead of {wanted}"
+    size, expected = os.fstat(file.fileno()).st_size, plan.size + _DIGEST_BYTES
+    if size != expected:
+        return f"has {size} bytes instead of {expected}"
     if os.pread(file.fileno(), len(plan.header), 0) != plan.header:
         return "holds other tensors"
     if os.pread(file.fileno(), _DIGEST_BYTES, plan.size) != _digest(file, path, plan):

@@ -89,18 +89,18 @@ def read(buffer: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def _entry(buffer: Any, entry: Mapping[str, Any], start: int, size: int) -> Tensor:
-    wanted = Shaped(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    expected = Shaped(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
     first, end = entry["data_offsets"]
-    if first < 0 or end - first != wanted.nbytes or start + end > size:
-        raise ValueError(f"a tensor of {wanted.nbytes} bytes from {first} to {end} of {size - start}")
-    return _view(buffer, wanted, start + first)
+    if first < 0 or end - first != expected.nbytes or start + end > size:
+        raise ValueError(f"a tensor of {expected.nbytes} bytes from {first} to {end} of {size - start}")
+    return _view(buffer, expected, start + first)
 
 
-def _view(buffer: Any, wanted: Shaped, start: int) -> Tensor:
-    if not wanted.nbytes:
-        return torch.empty(wanted.shape, dtype=wanted.dtype)
-    count = wanted.nbytes // wanted.dtype.itemsize
-    return torch.frombuffer(buffer, dtype=wanted.dtype, count=count, offset=start).view(wanted.shape)
+def _view(buffer: Any, expected: Shaped, start: int) -> Tensor:
+    if not expected.nbytes:
+        return torch.empty(expected.shape, dtype=expected.dtype)
+    count = expected.nbytes // expected.dtype.itemsize
+    return torch.frombuffer(buffer, dtype=expected.dtype, count=count, offset=start).view(expected.shape)
 
 
 def raw(tensor: Tensor) -> memoryview:

@@ -70,12 +70,12 @@ def unpack(packed: Packed | None, config: ModelConfig) -> Adapters | None:
     if packed is None:
         return None
     shapes, factors = adapter_shapes(config, packed.spec), packed.factors
-    wanted = {
+    expected = {
         f"{name}.{part}": (torch.float32, shape)
         for name, pair in shapes.items()
         for part, shape in zip("AB", pair, strict=True)
     }
-    _check_fit(factors, wanted, "adapter tensor", "publish to samplers of the base that is trained")
+    _check_fit(factors, expected, "adapter tensor", "publish to samplers of the base that is trained")
     tensors = {name: (factors[f"{name}.A"], factors[f"{name}.B"]) for name in shapes}
     adapters = Adapters(packed.spec, tensors, config)
     check_finite(adapters)
@@ -130,8 +130,8 @@ def load_weights(decoder: Decoder, path: Path) -> None:
     metadata, state = read(content)
     if metadata != _METADATA:
         raise ValueError("the file is a safetensors file, but none of ours; publish with pack_weights")
-    wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
-    _check_fit(state, wanted, "weight", "publish to samplers of the same model and dtype")
+    expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
+    _check_fit(state, expected, "weight", "publish to samplers of the same model and dtype")
     _check_finite(state, "weight")
     with torch.no_grad():
         for name, tensor in own.items():
@@ -157,14 +157,14 @@ def _weights(decoder: Decoder) -> dict[str, Tensor]:
 
 def _check_fit(
     state: Mapping[str, Tensor],
-    wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     what: str,
     fix: str,
 ) -> None:
-    if odd := sorted(state.keys() ^ wanted.keys()):
-        where = "is missing" if odd[0] in wanted else "is unknown to this model"
+    if odd := sorted(state.keys() ^ expected.keys()):
+        where = "is missing" if odd[0] in expected else "is unknown to this model"
         raise ValueError(f"{what} {odd[0]} {where}; {fix}")
-    for name, (dtype, shape) in wanted.items():
+    for name, (dtype, shape) in expected.items():
         tensor = state[name]
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
             raise ValueError(

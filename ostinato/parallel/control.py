@@ -96,7 +96,7 @@ class Control:
         self._announce(STOP, [], b"")
 
     def farewell(self, within_s: float) -> None:
-        """Keep the store until everybody has read the end, or for ``within_s``."""
+        """Keep the store until all ranks have read the end, or for ``within_s``."""
         keys = [f"bye/{rank}" for rank in range(1, self.place.world)]
         with contextlib.suppress(dist.DistError):
             self._store.wait(keys, timedelta(seconds=within_s))
@@ -220,7 +220,7 @@ def opened(raw: bytes, key: str, what: str, place: Place) -> dict[str, Any]:
 def _forged(place: Place) -> str:
     return (
         f"what rank {place.rank} read at {place.address}:{place.port} is not signed with its key: "
-        f"set {VARIABLE} to the same value on all hosts, or somebody else writes there"
+        f"set {VARIABLE} to the same value on all hosts, or another program writes there"
     )
 
 

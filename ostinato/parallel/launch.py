@@ -1,7 +1,7 @@
 """Which rank a process is, and the ranks that rank 0 starts beside itself on one host.
 
 torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) is honoured where it is there:
-then somebody else has started all ranks. Otherwise ``Ranks`` starts them.
+then a launcher has started all ranks. Otherwise ``Ranks`` starts them.
 
 No torch here: who follows is known before it is imported.
 """
@@ -37,7 +37,7 @@ class Place:
     local_world: int
     address: str
     port: int
-    agent: bool = False  # somebody else keeps the store at this address: torchrun's agent
+    agent: bool = False  # torchrun's agent keeps the store at this address
     attempt: int = 0  # of that agent: keys of an earlier one may still be there
     key: str = field(default="", repr=False)  # of the run (``key``); empty: the user's
 

@@ -1,6 +1,6 @@
 """What the ranks of a layout train: gradients made complete, and the whole of it for callers.
 
-A leaf that several ranks keep has a part of its gradient on each of them, since every row is somebody's own
+A leaf that several ranks keep has a part of its gradient on each of them, since every row belongs to one rank
 (``parallel.rows``). Over which ranks it is summed follows from what it is:
 
     dense, whole on every tensor rank (norms, routers, the factors that see the hidden state)   the stage

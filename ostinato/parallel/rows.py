@@ -5,7 +5,7 @@
     leave                  partial sums [T / c] -> own rows of the sum             after what has cut inputs
     Ulysses                [T / c, H] -> [T, H / c] around attention               so attention sees all rows
 
-Everything else in a layer works row by row. Since every row is somebody's own, gradients of what several
+Everything else in a layer works row by row. Since every row belongs to one rank, gradients of what several
 ranks keep alike are partial sums everywhere; adding them up over these ranks is the one rule there is.
 """
 

@@ -1,6 +1,6 @@
 """For how long something has not moved, and a thread that finds out when a peer does not answer.
 
-Seconds are counted as they pass in slices in which somebody looked, not read from a clock: a machine that
+Seconds are counted as they pass in slices that were observed, not read from a clock: a machine that
 slept, or an event loop that was held up, makes no worker late.
 """
 

@@ -111,7 +111,7 @@ def end_with_parent(leave: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def witness(sentence: str, folder: Path | None) -> Iterator[None]:
-    """If this process ends in the block, however it does: somebody says ``sentence`` and removes ``folder``.
+    """If this process ends in the block, however it does: a guard prints ``sentence`` and removes ``folder``.
 
     A shell that waits at the other end of a pipe, which the kernel closes for those who cannot.
     """

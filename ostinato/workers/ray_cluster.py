@@ -1,6 +1,6 @@
 """Ray: a cluster started here or joined, one actor for each worker, a watch over its head.
 
-    Cluster.open(address, wants) -> places reserved -> .remote(name, factory, arguments) -> RayRemote
+    Cluster.open(address, needs) -> places reserved -> .remote(name, factory, arguments) -> RayRemote
                                          |
                                     Watch: does the head still answer?
 
@@ -52,7 +52,7 @@ REACH_S = 5.0  # for an address to answer at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class Need:
     """What a worker needs of its host."""
 
     name: str
@@ -61,11 +61,11 @@ class Want:
 
 
 class Cluster:
-    """A place for each of ``wants``. ``open`` makes one; a context, at whose end all workers have ended."""
+    """A place for each of ``needs``. ``open`` makes one; a context, at whose end all workers have ended."""
 
-    def __init__(self, wants: Sequence[Want], *, pin: bool, silence_s: float, folder: Path | None) -> None:
-        self._wants = {want.name: want for want in wants}
-        self._places = {want.name: place for place, want in enumerate(wants)}
+    def __init__(self, needs: Sequence[Need], *, pin: bool, silence_s: float, folder: Path | None) -> None:
+        self._needs = {need.name: need for need in needs}
+        self._places = {need.name: place for place, need in enumerate(needs)}
         self._pin, self.silence_s, self._folder = pin, silence_s, folder
         self._group: Any = None
         self._alive: dict[str, RayRemote] = {}
@@ -77,7 +77,7 @@ class Cluster:
     def open(
         cls,
         address: str,
-        wants: Sequence[Want],
+        needs: Sequence[Need],
         *,
         pin: bool = False,
         start_s: float,
@@ -95,8 +95,8 @@ class Cluster:
         folder = None if joined or address else _short_folder()
         with witness(last_words, folder):
             if not joined:
-                _begin(address, wants, folder)
-            cluster = cls(wants, pin=pin, silence_s=silence_s, folder=folder)
+                _begin(address, needs, folder)
+            cluster = cls(needs, pin=pin, silence_s=silence_s, folder=folder)
             try:
                 if pin:
                     check_one_host(ray.nodes())
@@ -108,7 +108,7 @@ class Cluster:
     def _reserve(self, start_s: float) -> None:
         """A bundle for each worker: what replaces it finds its place free."""
         bundles = [
-            {"CPU": want.cpus} | ({"GPU": want.gpus} if want.gpus else {}) for want in self._wants.values()
+            {"CPU": need.cpus} | ({"GPU": need.gpus} if need.gpus else {}) for need in self._needs.values()
         ]
         self._group = placement_group(bundles, strategy="PACK" if self._folder else "SPREAD")
         if not self._group.wait(start_s):
@@ -125,22 +125,22 @@ class Cluster:
             )
 
     def remote(self, name: str, factory: str, arguments: Mapping[str, Any], *, start_s: float) -> RayRemote:
-        """A worker of that name (one of ``wants``), beginning to build its object; it takes the place of an
+        """A worker of that name (one of ``needs``), beginning to build its object; it takes the place of an
         earlier one. Returns at once."""
         self.check()
         if (before := self._alive.get(name)) is not None:
             before.kill()
-        want, place = self._wants[name], self._places[name]
+        need, place = self._needs[name], self._places[name]
         actor = ray.remote(Host).options(
-            num_cpus=want.cpus,
-            num_gpus=want.gpus,
+            num_cpus=need.cpus,
+            num_gpus=need.gpus,
             max_restarts=0,
             max_concurrency=CALLS,
-            runtime_env={"env_vars": _environment(want.cpus, local=self._folder is not None)},
+            runtime_env={"env_vars": _environment(need.cpus, local=self._folder is not None)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, place),
         )
-        first = sum(other.cpus for other in [*self._wants.values()][:place])
-        handle = actor.remote(name, (first, want.cpus) if self._pin else None)
+        first = sum(other.cpus for other in [*self._needs.values()][:place])
+        handle = actor.remote(name, (first, need.cpus) if self._pin else None)
         self._alive[name] = remote = RayRemote(self, name, handle, start_s)
         remote.build(factory, arguments)
         return remote
@@ -295,7 +295,7 @@ class Watch:
         self.lost = f"the head of the Ray cluster, or its daemon here, has not answered for {seconds:.0f} s"
 
 
-def _begin(address: str, wants: Sequence[Want], folder: Path | None) -> None:
+def _begin(address: str, needs: Sequence[Need], folder: Path | None) -> None:
     """Join the Ray at ``address``, or start one in ``folder``. Signals stay ours."""
     if address not in ("", "auto"):
         reach(address)
@@ -308,7 +308,7 @@ def _begin(address: str, wants: Sequence[Want], folder: Path | None) -> None:
             ray.init(address=address, **quiet)
         else:
             ray.init(
-                num_cpus=sum(want.cpus for want in wants),  # as many as we place, whatever the machine has
+                num_cpus=sum(need.cpus for need in needs),  # as many as we place, whatever the machine has
                 include_dashboard=False,
                 object_store_memory=STORE_BYTES,
                 _temp_dir=str(folder),

@@ -72,9 +72,9 @@ class CanarySettings(_Section):
 
 
 class ProductSettings(_Section):
-    """``gold``: a reward function ("file.py:function", TRL's signature) that stands for what is really
-    wanted: a panel, or a stronger judge of another family. Detectors and gates go by it; nothing is trained
-    on it but pairs of the hack bank, about which it disagrees with the judge."""
+    """``gold``: a reward function ("file.py:function", TRL's signature) that stands for the
+    true objective: a panel, or a stronger judge of another family. Detectors and gates go by it; nothing is
+    trained on it but pairs of the hack bank, about which it disagrees with the judge."""
 
     model: str
     store: str

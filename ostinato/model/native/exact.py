@@ -104,12 +104,12 @@ class _Paired(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[2:]
-        inputs = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
+        needed = ctx.needs_input_grad[2:]
+        inputs = [x.detach().requires_grad_(own) for x, own in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():
             outputs = ctx.slow(*inputs)
         found = iter(torch.autograd.grad(outputs, [x for x in inputs if x.requires_grad], grads))
-        return None, None, *(next(found) if want else None for want in wanted)
+        return None, None, *(next(found) if own else None for own in needed)
 
 
 class _Linear(torch.autograd.Function):

@@ -24,7 +24,7 @@ Kernel = Callable[..., int]
 
 
 class Experts(ctypes.Structure):
-    """The struct of moe.h: sizes, and pointers to tensors that somebody else keeps alive."""
+    """The struct of moe.h: sizes, and pointers to tensors that the caller keeps alive."""
 
     _fields_ = [
         *[(name, Matrix) for name in ("gate_up", "down")],

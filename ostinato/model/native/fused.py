@@ -177,8 +177,8 @@ class FusedStep:
             value_layer=values.stride(0),
         )
         model, room = ctypes.byref(self._model), self._workspace
-        while wanted := self._run(model, ctypes.byref(batch), room.data_ptr(), room.numel()):
-            self._grow(wanted)
+        while needed := self._run(model, ctypes.byref(batch), room.data_ptr(), room.numel()):
+            self._grow(needed)
             room = self._workspace
         return hidden, routing
 
@@ -196,12 +196,12 @@ class FusedStep:
             hidden, decoder.head_weight, None, dtype, out=self._logits[:needed].view(-1, vocab)
         )
 
-    def _grow(self, wanted: int) -> None:
+    def _grow(self, needed: int) -> None:
         """What the pass needs: bytes of workspace, or with a minus the rotations of more positions."""
-        if wanted > 0:
-            self._workspace = torch.empty(wanted, dtype=torch.uint8)
+        if needed > 0:
+            self._workspace = torch.empty(needed, dtype=torch.uint8)
             return
-        length = max(-wanted, 2 * self._model.positions, 512)
+        length = max(-needed, 2 * self._model.positions, 512)
         cos, sin = self._decoder.rotations(torch.arange(length))
         self._turns = cos, sin
         self._model.cos, self._model.sin, self._model.positions = cos.data_ptr(), sin.data_ptr(), length

@@ -13,7 +13,7 @@ _PLAIN, _BF16 = 0, 3  # of the type that it is multiplied with; bf16 under fp32
 
 
 class Matrix(ctypes.Structure):
-    """Rows of a matrix (or of several, one after the other), which somebody else keeps alive."""
+    """Rows of a matrix (or of several, one after the other), which the caller keeps alive."""
 
     _fields_ = [("data", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("format", ctypes.c_long)]
 

@@ -23,7 +23,7 @@ class Futures:
 
     def __init__(self, registry: Registry, run: Run) -> None:
         self._registry, self._run = registry, run
-        self._ended: dict[str, asyncio.Event] = {}  # of requests that somebody waits for
+        self._ended: dict[str, asyncio.Event] = {}  # of requests with a waiting client
         self._queues: dict[str, asyncio.Task[None]] = {}  # by model
         self._samples: dict[str, asyncio.Task[None]] = {}  # by request
         self._is_ending = False
@@ -58,7 +58,7 @@ class Futures:
         return stored
 
     def cancel(self, id: str) -> None:
-        """Give up a sample that nobody waits for."""
+        """Give up a sample whose client is gone."""
         if (task := self._samples.get(id)) is not None:
             task.cancel()
             self._finish(id, Result.failed("the client has cancelled this request", "User"))

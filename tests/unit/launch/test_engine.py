@@ -74,8 +74,8 @@ def test_filters_are_allowed_where_the_server_tells_what_they_kept() -> None:
     [
         ({"backend": "local", "address": "http://host:1"}, "engine.address .* has no server"),
         ({"backend": "local", "python": "python3"}, "engine.python .* has no server"),
-        ({"address": "http://host:1", "python": "python3"}, "somebody else starts the server"),
-        ({"address": "http://host:1", "server_args": ["--x"]}, "somebody else starts the server"),
+        ({"address": "http://host:1", "python": "python3"}, "the server is started elsewhere"),
+        ({"address": "http://host:1", "server_args": ["--x"]}, "the server is started elsewhere"),
     ],
 )
 def test_keys_that_nothing_would_use_are_refused(engine: dict[str, Any], sentence: str) -> None:
