@@ -6,14 +6,16 @@ A 200 comes behind the commit. Answers are recorded behind the reply, and droppe
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import hashlib
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -21,18 +23,20 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ostinato.inputs import parse_json
 from ostinato.product.actions import action_of
 from ostinato.product.events import Event, Exchange, Name, parse_event
 from ostinato.product.intake import Full, Intake
 from ostinato.product.store import Outcome, Unavailable, open_store
 from ostinato.render import Renderer
-from ostinato.serve.calls import Answer, ApiError, Call, json_of
+from ostinato.serve.calls import Answer, ApiError, Call
 from ostinato.serve.metrics import Metrics
 from ostinato.serve.service import Model, Service
 
 SCRIPT = Path(__file__).parent / "feedback.js"
 MOST = 1_000  # events of one request
 _NAME = TypeAdapter(Name)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,7 @@ class Feedback:
         self, intake: Intake, metrics: Metrics, renderer: Renderer, origins: Sequence[str] = ()
     ) -> None:
         self._intake, self._renderer, self._origins = intake, renderer, frozenset(origins)
-        self._refused = 0
+        self._refused, self._acknowledged = 0, Acknowledged()
         outcomes = (*Outcome, "turned_away", "refused")
         read = lambda name: self._refused if name == "refused" else intake.counts[name]  # noqa: E731
         metrics.show("feedback_events", "Events by outcome", outcomes, read)
@@ -123,7 +127,7 @@ class Feedback:
 
     async def _written(self, events: list[Event]) -> list[Outcome]:
         try:
-            return await asyncio.wrap_future(self._intake.submit(events)) if events else []
+            return await self._acknowledged.of(self._intake.submit(events)) if events else []
         except (Full, Unavailable) as error:
             raise ApiError(
                 f"{error}; send the same events again",
@@ -185,6 +189,37 @@ class Feedback:
         )
 
 
+class Acknowledged:
+    """Outcomes on their way from the writer's thread to the event loop, which is woken once for all that come
+    together: as ``asyncio.wrap_future``, which wakes it for each."""
+
+    def __init__(self) -> None:
+        self._come: deque[tuple[asyncio.Future[Any], concurrent.futures.Future[Any]]] = deque()
+
+    async def of(self, future: concurrent.futures.Future[T]) -> T:
+        loop = asyncio.get_running_loop()
+        here: asyncio.Future[T] = loop.create_future()
+        future.add_done_callback(lambda done: self._hand_over(loop, here, done))
+        return await here
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop, here: Any, done: Any) -> None:
+        sleeping = not self._come
+        self._come.append((here, done))
+        if sleeping:
+            with suppress(RuntimeError):  # the loop has ended, and with it who waited
+                loop.call_soon_threadsafe(self._arrive)
+
+    def _arrive(self) -> None:
+        while self._come:
+            here, done = self._come[0]
+            if not here.done():  # or its client has hung up
+                if (error := done.exception()) is None:
+                    here.set_result(done.result())
+                else:
+                    here.set_exception(error)
+            self._come.popleft()
+
+
 def _routes(answer: Answer) -> np.ndarray | None:
     """[P + T, moe layers, top_k], where those of the whole prompt are known too."""
     prompt, sampled = answer.completion.prompt_experts, answer.completion.experts
@@ -195,7 +230,10 @@ def _routes(answer: Answer) -> np.ndarray | None:
 
 def _documents(body: bytes) -> tuple[list[Any], bool]:
     """The events of a body, and whether it is a single one."""
-    tree = json_of(body)
+    try:
+        tree = parse_json(body)
+    except ValueError as error:
+        raise ApiError(f"the body is no JSON ({error})") from error
     if isinstance(tree, dict):
         return [tree], True
     if not isinstance(tree, list):
