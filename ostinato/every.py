@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ostinato.axis import Axis
 
+MONEY = "total/money/"  # and a currency
 UNITS = (Axis.STEPS, Axis.FLOPS, Axis.TOKENS, Axis.HOURS, Axis.DEVICE_HOURS)  # of steps alone
 
 
@@ -39,7 +40,7 @@ class Every:
         )
 
     def times(self, spent: Mapping[str, float]) -> int:
-        """How many times the amount has been spent (``pipeline.evaluate.spent_in_steps``)."""
+        """How many times the amount has been spent (``spent_in_steps``)."""
         return math.floor(self._of(spent) / self.amount) if self.amount else 0
 
     def share(self, spent: Mapping[str, float]) -> float:
@@ -60,3 +61,22 @@ class Every:
 
 
 NEVER = Every()
+
+
+def spent_in_steps(step: int, totals: Mapping[str, float]) -> dict[str, float]:
+    """Training compute up to the end of ``step``, from the sums of ``pipeline.step_metrics.add_totals``.
+
+    It is that of the steps which made the policy, and of nothing else: loading, what lies between steps, lost
+    and repeated work are in the ledger alone (``observe.ledger.spent``), and so are FLOPs that the recipe
+    did not require (``Costs.compute``): flops, tokens and steps are the same whenever a recipe is run.
+    ``money/CURRENCY`` is not there where a step had no price.
+    """
+    money = {name.removeprefix("total/"): n for name, n in totals.items() if name.startswith(MONEY)}
+    return {
+        "flops": totals.get("total/compute_flops", 0.0),
+        "tokens": totals.get("total/sampled_tokens", 0.0),
+        "device_hours": totals.get("total/device_seconds", 0.0) / 3600,
+        "seconds": totals.get("total/seconds", 0.0),
+        "steps": float(step),
+        **money,
+    }

@@ -41,6 +41,7 @@ from ostinato.workers.ray_cluster import Cluster, Need, RayRemote
 from ostinato.workers.remote import WorkerFault
 
 AHEAD = 2  # calls that a sampler has for each that it decodes: no place in the batch waits for a message
+GIVE_WAY = 5  # nice: a core has 3/4 for the trainer of the process of the loop, 1/4 for a sampler beside it
 KEPT_WEIGHTS = 3  # files of all weights
 IMPORT_S = 60.0  # that a child of a grader may take to import the reward functions
 
@@ -148,14 +149,19 @@ async def _ready(pool: EnginePool, graders: GraderLink | None) -> None:
 
 
 def places(recipe: Recipe) -> list[Need]:
-    """A place for each worker, the trainer's first: with pinning it has the first cores."""
+    """A place for each worker, the trainer's first: with pinning it has the first cores.
+
+    A trainer without cores of its own learns while samplers work beside it. They give way, since all wait for
+    a step and hardly ever for one pass of a sampler (docs/pipeline.md)."""
     section = recipe.cluster
     cpus = section.cpus_per_worker
     trainer = (
         [Need(name="trainer", cpus=cpus, gpus=section.gpus_per_trainer)] if section.remote_trainer else []
     )
+    nice = GIVE_WAY if recipe.pipeline.overlap and not section.remote_trainer else 0
     samplers = [
-        Need(name=f"sampler-{i}", cpus=cpus, gpus=section.gpus_per_sampler) for i in range(section.samplers)
+        Need(name=f"sampler-{i}", cpus=cpus, gpus=section.gpus_per_sampler, nice=nice)
+        for i in range(section.samplers)
     ]
     return [*trainer, *samplers, *(Need(name=f"grader-{i}", cpus=cpus) for i in range(section.graders))]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine.local import LocalEngine
-from ostinato.every import Every
+from ostinato.every import Every, spent_in_steps
 from ostinato.launch.checks import check, solved_at
 from ostinato.launch.components import RunComponents
 from ostinato.launch.drafts import Memory, save_history
@@ -27,7 +27,7 @@ from ostinato.model.lora import Adapters
 from ostinato.observe.ledger import Ledger, Life, SteadyClock, Terms
 from ostinato.pipeline.curriculum import Curriculum
 from ostinato.pipeline.draft_metrics import Drafting
-from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent_in_steps
+from ostinato.pipeline.evaluate import Evaluation, evaluate_groups
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.observer import Observer
 from ostinato.pipeline.step_metrics import evaluation_work
@@ -94,11 +94,16 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         eval_at_start=recipe.eval.at_start,
         checkpoint_every=recipe.trainer.checkpoint_every,
         trajectories_every=recipe.log.trajectories_every,
-        budget=Every.parse(recipe.trainer.budget, "trainer.budget").part(recipe.trainer.until),
+        budget=new_budget(recipe),
         stop_on_collapse=recipe.trainer.stop_on_collapse,
         stop_on_forgetting=recipe.trainer.stop_on_forgetting,
         flops=flops,
     )
+
+
+def new_budget(recipe: Recipe) -> Every:
+    """What the run may spend until it stops, for good or for now."""
+    return Every.parse(recipe.trainer.budget, "trainer.budget").part(recipe.trainer.until)
 
 
 def new_curriculum(recipe: Recipe) -> Curriculum | None:

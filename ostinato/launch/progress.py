@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from ostinato.every import NEVER, Every, spent_in_steps
 from ostinato.inputs import escaped
 from ostinato.observe.report.facts import estimate, score_text
 from ostinato.observe.report.verdicts import unsolved
@@ -27,14 +28,21 @@ _ODD_STEPS = {"refused_step": "step refused", "empty_step": "nothing to learn fr
 
 
 class Monitor:
-    """An ``Observer`` that shows the rows of a run as they come. A context: the live line
-    ends with it. ``forecaster``: is the rest of the run not worth its compute?"""
+    """An ``Observer`` that shows the rows of a run as they come. A context: the live line ends with it.
+
+    A run of ``total`` steps ends earlier where ``budget`` is spent. ``row``: the last before this start.
+    ``forecaster``: is the rest of the run not worth its compute?
+    """
 
     forecaster: Callable[[int], bool] | None = None
 
-    def __init__(self, total: int, *, done: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self, total: int, *, row: Row | None = None, budget: Every = NEVER, console: Console | None = None
+    ) -> None:
         self.console = console or Console()
-        self._total, self._first = total, done
+        self._total, self._budget = total, budget
+        self._first = int((row or {}).get("step", 0))
+        self._first_share = self._share(row or {})
         self._scores: dict[str, str] = {}  # the last of each set, the main one first
         self._start = time.perf_counter()
         self._live: Progress | None = None
@@ -44,7 +52,8 @@ class Monitor:
         if self.console.is_terminal:
             columns = BarColumn(bar_width=12), TextColumn("{task.description}", markup=False)
             live = Progress(*columns, console=self.console)
-            self._task = live.add_task("sampling the first step", total=self._total, completed=self._first)
+            self._task = live.add_task("sampling the first step", total=1.0)
+            live.update(self._task, completed=self._first_share)
             live.start()
             self._live = live
         return self
@@ -55,13 +64,19 @@ class Monitor:
 
     def on_step(self, row: Row) -> None:
         """A row of metrics.jsonl."""
-        done = int(row["step"])
-        eta = remaining(time.perf_counter() - self._start, done - self._first, self._total - done)
-        parts = step_parts(row, self._total, "  ".join(self._scores.values()), eta)
+        share = self._share(row)
+        eta = remaining(time.perf_counter() - self._start, share - self._first_share, 1 - share)
+        of = f" ({share:.0%} of the budget)" if self._budget.amount else f"/{self._total}"
+        parts = step_parts(row, of, "  ".join(self._scores.values()), eta)
         if self._live is not None and self._task is not None:
-            self._live.update(self._task, completed=done, description="\n".join(parts))
+            self._live.update(self._task, completed=share, description="\n".join(parts))
         else:
             self.say("  ".join(parts))
+
+    def _share(self, row: Row) -> float:
+        """How much of the run is done."""
+        step = int(row.get("step", 0))
+        return min(1.0, max(step / self._total, self._budget.share(spent_in_steps(step, row))))
 
     def on_eval(self, row: Row) -> None:
         """A row of eval.jsonl."""
@@ -91,9 +106,9 @@ class Monitor:
         self.console.print(escaped(line), highlight=False, markup=False, soft_wrap=True)
 
 
-def step_parts(row: Row, total: int, held_out: str, eta: str) -> tuple[str, str]:
+def step_parts(row: Row, of: str, held_out: str, eta: str) -> tuple[str, str]:
     """One step in two halves, each short enough for a terminal: what was learned, and what it took."""
-    learned = [f"step {int(row['step'])}/{total}", f"reward {_number(row, 'reward')}"]
+    learned = [f"step {int(row['step'])}{of}", f"reward {_number(row, 'reward')}"]
     learned += [held_out] if held_out else []
     learned += [words for key, words in _ODD_STEPS.items() if row.get(key)]
     took = [f"{_number(row, 'tokens_per_s', ',.0f')} tok/s", per_pass(row), shares(row), f"ETA {eta}"]
@@ -114,8 +129,8 @@ def shares(row: Row, names: Sequence[str] = ("rollout", "reward", "train")) -> s
     )
 
 
-def remaining(elapsed_s: float, done: int, left: int) -> str:
-    """Minutes and seconds for ``left`` steps at the pace so far."""
+def remaining(elapsed_s: float, done: float, left: float) -> str:
+    """Minutes and seconds for what is ``left`` at the pace so far, in the unit of ``done``."""
     if done <= 0:
         return "?"
     seconds = round(elapsed_s / done * left)

@@ -138,7 +138,7 @@ def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, work
         from ostinato.launch.inputs import prepare
         from ostinato.launch.introduction import device_name
         from ostinato.launch.judges import pinned
-        from ostinato.launch.loop import new_ledger, new_loop, restore
+        from ostinato.launch.loop import new_budget, new_ledger, new_loop, restore
         from ostinato.launch.open_components import open_components
         from ostinato.pipeline.state import LoopState
 
@@ -153,7 +153,8 @@ def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, work
         run = open_folder(path, dump_toml(recipe), resume)
         ledger = new_ledger(recipe, run, prepared.decoder, clock, life, components.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
-        screen = Monitor(recipe.trainer.steps, done=state.step, console=console)
+        done, budget = {"step": state.step, **state.totals}, new_budget(recipe)
+        screen = Monitor(recipe.trainer.steps, row=done, budget=budget, console=console)
         with ledger.session(state.step), screen as monitor:
             algorithm, prompts = asdict(check(recipe)), len(prepared.train_prompts)
             record_start(run, device_name(prepared.decoder), algorithm, prompts)

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from ostinato.every import NEVER, Every
-from ostinato.pipeline.step_metrics import MONEY
 from ostinato.rollout.health import counters, length_figures, of_tasks, pass_at_k
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResult, play, verdicts
 from ostinato.run import MAIN_SET, to_json
@@ -78,25 +77,6 @@ def _prompts(evaluation: Evaluation) -> list[Any]:
 
 def _digest(tree: Any) -> str:
     return hashlib.sha256(to_json(tree).encode()).hexdigest()[:12]
-
-
-def spent_in_steps(step: int, totals: Mapping[str, float]) -> dict[str, float]:
-    """Training compute up to the end of ``step``, from the sums of ``pipeline.step_metrics.add_totals``.
-
-    It is that of the steps which made the policy, and of nothing else: loading, what lies between steps, lost
-    and repeated work are in the ledger alone (``observe.ledger.spent``), and so are FLOPs that the recipe
-    did not require (``Costs.compute``): flops, tokens and steps are the same whenever a recipe is run.
-    ``money/CURRENCY`` is not there where a step had no price.
-    """
-    money = {name.removeprefix("total/"): n for name, n in totals.items() if name.startswith(MONEY)}
-    return {
-        "flops": totals.get("total/compute_flops", 0.0),
-        "tokens": totals.get("total/sampled_tokens", 0.0),
-        "device_hours": totals.get("total/device_seconds", 0.0) / 3600,
-        "seconds": totals.get("total/seconds", 0.0),
-        "steps": float(step),
-        **money,
-    }
 
 
 def due(

@@ -27,11 +27,12 @@ from dataclasses import dataclass, field, replace
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.routing import Misaligned
+from ostinato.every import spent_in_steps
 from ostinato.observe.ledger import Ledger
 from ostinato.observe.timeline import Kind
 from ostinato.pipeline.buffer import TrainBatch
 from ostinato.pipeline.draft_metrics import Drafting
-from ostinato.pipeline.evaluate import Evaluation, spent_in_steps
+from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.failed import Failures, RewardFails
 from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.observer import InProcess, Observer, Silent, Workers

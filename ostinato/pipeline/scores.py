@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ostinato.every import spent_in_steps
 from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.draft_metrics import Drafting
-from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent_in_steps
+from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups
 from ostinato.pipeline.failed import Failures
 from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.observer import Observer

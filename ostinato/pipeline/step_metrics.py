@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.algo.pack import prompts_apart
+from ostinato.every import MONEY
 from ostinato.model.flops import FlopModel
 from ostinato.observe.ledger import Terms
 from ostinato.observe.timeline import Kind, Span, pool_of
@@ -388,7 +389,6 @@ def evaluation_work(groups: Sequence[Group], model: FlopModel | None) -> dict[st
 
 
 FREE = Terms()
-MONEY = "total/money/"  # and a currency
 SUMMED = {
     "total/seconds": ("step_time",),
     "total/device_seconds": ("device_seconds",),

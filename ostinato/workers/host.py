@@ -42,15 +42,18 @@ def here() -> Place:
 
 
 class Host:
-    """Serves one object. ``cores`` (first, count): of those of its host, the only ones that it computes on.
+    """Serves one object. ``cores`` (first, count): of those of its host, the only ones that it computes on;
+    ``nice``: by how much it gives way to others there, as the command of that name has it.
 
     Every call carries its number, and begins when all before it have begun: an actor of Ray that serves
     several calls at once may start a small one before a large one that was sent first.
     """
 
-    def __init__(self, name: str, cores: tuple[int, int] | None = None) -> None:
+    def __init__(self, name: str, cores: tuple[int, int] | None = None, nice: int = 0) -> None:
         if cores is not None:
             pin(dealt(*cores, sorted(os.sched_getaffinity(0))))
+        if nice:
+            give_way(nice)
         self._name = name
         self._object: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -108,6 +111,13 @@ def pin(cores: Sequence[int]) -> None:
     """Let all threads of this process, those that are there and those to come, run on ``cores`` alone."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
+
+
+def give_way(nice: int) -> None:
+    """Make all threads of this process, those that are there and those to come, so much nicer."""
+    tasks = "/proc/self/task"  # on Linux every thread has a priority of its own
+    for thread in map(int, os.listdir(tasks)) if os.path.isdir(tasks) else (0,):
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
 
 
 def dealt(first: int, count: int, cores: Sequence[int]) -> list[int]:

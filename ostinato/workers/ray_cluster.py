@@ -58,6 +58,7 @@ class Need:
     name: str
     cpus: int = 1
     gpus: float = 0.0
+    nice: int = 0
 
 
 class Cluster:
@@ -140,7 +141,7 @@ class Cluster:
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, place),
         )
         first = sum(other.cpus for other in [*self._needs.values()][:place])
-        handle = actor.remote(name, (first, need.cpus) if self._pin else None)
+        handle = actor.remote(name, (first, need.cpus) if self._pin else None, need.nice)
         self._alive[name] = remote = RayRemote(self, name, handle, start_s)
         remote.build(factory, arguments)
         return remote

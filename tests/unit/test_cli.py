@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from ostinato.cli.app import main
+from ostinato.every import Every
 from ostinato.launch import progress
 from ostinato.launch.writers import open_writers
 
@@ -44,14 +45,14 @@ BEFORE = {"step": 0, "set": "eval", "n": 100, "pass@1": 0.3, "stderr": 0.02} | {
 
 
 def test_a_step_is_what_was_learned_and_what_it_took() -> None:
-    assert progress.step_parts(ROW, 80, "held-out 0.300", "1:40") == (
+    assert progress.step_parts(ROW, "/80", "held-out 0.300", "1:40") == (
         "step 3/80  reward 0.500  held-out 0.300",
         "1,234 tok/s  rollout 61% reward 2% train 35%  ETA 1:40",
     )
-    drafted = progress.step_parts({**ROW, "draft/tokens_per_pass": 2.314}, 80, "", "1:40")
+    drafted = progress.step_parts({**ROW, "draft/tokens_per_pass": 2.314}, "/80", "", "1:40")
     assert drafted[1] == "1,234 tok/s  2.31 tok/pass  rollout 61% reward 2% train 35%  ETA 1:40"
     empty = {"step": 1, "reward": math.nan, "refused_step": 1.0}
-    assert progress.step_parts(empty, 2, "", "?") == ("step 1/2  reward -  step refused", "- tok/s  ETA ?")
+    assert progress.step_parts(empty, "/2", "", "?") == ("step 1/2  reward -  step refused", "- tok/s  ETA ?")
 
 
 def test_intervals_hold_at_the_ends_too() -> None:
@@ -81,6 +82,20 @@ def test_without_a_terminal_every_step_is_a_plain_line() -> None:
     learned += "  hard 0.000 [0.000, 0.037] (reward 0.500)"
     assert lines[3].startswith(learned)
     assert "\x1b" not in out.getvalue()
+
+
+def test_a_budget_ends_the_run_and_its_share_is_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ostinato compare` gives every arm a budget and no limit of steps: its logs read "step 3/1000000"
+    and had an ETA of two months."""
+    console, out = plain_console()
+    seconds = iter([0.0, 30.0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(seconds))
+    begun = {"step": 1, "total/compute_flops": 2e11}
+    budget = Every.parse("1e12 flops", "trainer.budget")
+    with progress.Monitor(1_000_000, row=begun, budget=budget, console=console) as monitor:
+        monitor.on_step({**ROW, "total/compute_flops": 4e11})
+    assert out.getvalue().startswith("step 3 (40% of the budget)")
+    assert "ETA 1:30" in out.getvalue()
 
 
 def test_a_score_that_cannot_be_reached_is_said_once_and_early() -> None:

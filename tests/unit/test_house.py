@@ -59,34 +59,34 @@ def test_classes_can_be_read() -> None:
     assert not long, "\n".join(long)
 
 
-# Lines of Python: what was reached on 2026-11-24. The aims are 40,000 for the wheel, 8,000 for the lab
+# Lines of Python: what was reached on 2026-11-25. The aims are 40,000 for the wheel, 8,000 for the lab
 # and 32,000 for the tests (with those of the lab), so these come down.
 BUDGETS = {
-    "observe": 5_235,  # 4,970, the page of a product, pictures 33; bets (from product), abilities kept
+    "observe": 5_230,  # 4,970, the page of a product, pictures 33; bets (from product), abilities kept
     "engine": 5_415,  # 5,395, whether the cores are busy now 20
     "model": 5_945,  # 5,650, the trainer's forward on the sampler's kernels, TinyLoRA 115
-    "plan": 4_315,
+    "plan": 4_305,
     "cli": 1_585,  # 1,000 and the options of serve, proxy, tinker, sft, judge, product and memory
-    "serve": 5_700,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 340; Tinker 1,990
+    "serve": 5_680,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 340; Tinker 1,990
     # sessions and the proxy of a memory 310
     "ablate": 1_280,  # 780, arms under one budget 430; other sets and the other accounting 60, per FLOP 25
-    "parallel": 3_395,
-    "launch": 6_285,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    "parallel": 3_380,
+    "launch": 6_260,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
     # the loop of a product 1,090, the questions of the forgetting watch 120, memories 135, first users 30,
     # caches of torch 20, pilots 22
-    "pipeline": 3_545,  # 3,150, a curriculum, the forgetting watch 360, pilots 16
-    "scaling": 2_770,  # with its commands, gains of arms 175
-    "train": 3_270,  # 2,650, training call by call (accumulate), teachers, SFT and DPO;
+    "pipeline": 3_430,  # 3,150, a curriculum, the forgetting watch 360, pilots 16
+    "scaling": 2_740,  # with its commands, gains of arms 175
+    "train": 3_165,  # 2,650, training call by call (accumulate), teachers, SFT and DPO;
     # AdamW without the import of a compiler 35
-    "(files of their own)": 2_255,
-    "algo": 2_160,  # and log-probabilities by the sampler's kernel
+    "(files of their own)": 2_320,  # threads.py and what a budget has spent, from pipeline and train
+    "algo": 2_075,  # and log-probabilities by the sampler's kernel
     "interop": 1_570,
-    "reward": 1_705,
-    "workers": 1_175,
-    "rollout": 1_275,  # 1,200, pilot answers
-    "history": 920,
-    "env": 1_620,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
-    "product": 3_055,  # feedback in 1,250; rewards, pairs, judge, gates, detectors, marks, the loop
+    "reward": 1_685,
+    "workers": 1_185,  # 1,170, samplers that give way to a trainer
+    "rollout": 1_250,  # 1,200, pilot answers
+    "history": 895,
+    "env": 1_580,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
+    "product": 3_060,  # feedback in 1,250; rewards, pairs, judge, gates, detectors, marks, the loop
     "memory": 1_595,  # a context within a budget: blocks, facts, importance, allocation, refills, sessions
     # a masked-diffusion checkpoint as refiller 105
     "config": 1_300,  # the reference of all keys is generated there; mixtures, curricula, teachers

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ostinato.every import Every, spent_in_steps
 from ostinato.inputs import parse_json, parse_toml
 from ostinato.observe.board.curves import Curves, charts
 from ostinato.observe.board.tail import Tail
@@ -161,11 +162,18 @@ class Follower:
         return self._clock() - self._beat_at
 
     def progress(self) -> dict[str, Any]:
-        """Finished steps, those that are planned, and a guess at the seconds that are left."""
-        step, planned = int(self._curves.last.get("step", 0)), self.data.setting("trainer.steps")
+        """Finished steps, those that are planned (None under a budget, which ends the run before them), the
+        share of the run that is done, and a guess at the time that is left."""
+        last, planned = self._curves.last, self.data.setting("trainer.steps")
+        step, share = int(last.get("step", 0)), 0.0
+        if budget := self.data.setting("trainer.budget"):
+            until = Every.parse(budget, "trainer.budget").part(self.data.setting("trainer.until", 1.0))
+            planned, share = None, min(1.0, until.share(spent_in_steps(step, last)))
+        elif isinstance(planned, int):
+            share = min(1.0, step / planned)
         lengths = [one.stop - one.start for one in steps_of(self._rows["ledger"])][-20:]
-        left = median(lengths) * max(0, planned - step) if lengths and isinstance(planned, int) else None
-        return {"step": step, "of": planned, "left": None if not left else seconds_text(left)}
+        left = median(lengths) * step * (1 / share - 1) if lengths and share else 0.0
+        return {"step": step, "of": planned, "share": share, "left": seconds_text(left) if left else None}
 
     def tiles(self) -> list[dict[str, str]]:
         """The figures of now."""

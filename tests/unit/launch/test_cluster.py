@@ -213,3 +213,19 @@ def test_workers_are_given_their_threads_and_this_path() -> None:
     assert environment["OMP_NUM_THREADS"] == "3"
     assert str(Path(__file__).parents[3]) in environment["PYTHONPATH"].split(os.pathsep)
     assert "PYTHONPATH" not in ray_cluster._environment(1, local=False)
+
+
+@pytest.mark.parametrize(
+    ("sections", "gives_way"),
+    [
+        ({}, False),  # one works at a time
+        ({"pipeline": {"overlap": True, "staleness": 1}}, True),
+        ({"pipeline": {"overlap": True, "staleness": 1}, "cluster": {"remote_trainer": True}}, False),
+    ],
+)
+def test_samplers_give_way_to_a_trainer_that_shares_their_cores(
+    sections: dict[str, Any], gives_way: bool
+) -> None:
+    wants = {want.name: want.nice for want in cluster.places(recipe(**sections))}
+    assert (wants["sampler-0"], wants["sampler-1"]) == (cluster.GIVE_WAY * gives_way,) * 2
+    assert not wants.get("trainer")

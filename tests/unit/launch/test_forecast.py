@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.config import ForecastSection, Recipe
+from ostinato.every import spent_in_steps
 from ostinato.launch.forecast import goes_on, look, metrics, new_forecaster, outlook
 from ostinato.observe.ledger import Terms
 from ostinato.observe.report.forecast import forecast_sections
 from ostinato.observe.report.reading import read_run as read_folder
-from ostinato.pipeline.evaluate import spent_in_steps
 from ostinato.pipeline.step_metrics import add_totals
 from ostinato.run import RunFolder, to_json
 from ostinato.scaling.curve import Sigmoid

@@ -284,7 +284,7 @@ def test_a_run_before_its_first_step(run: RunFolder) -> None:
     follower = Follower(run, hands)
     assert later(follower, hands) == {"tone": "open", "text": "has not begun yet"}
     assert follower.charts([]) == [] and follower.timeline(60) is None
-    assert follower.state()["progress"] == {"step": 0, "of": 40, "left": None}
+    assert follower.state()["progress"] == {"step": 0, "of": 40, "share": 0.0, "left": None}
     began(run)
     beat(run, time.time())
     assert later(follower, hands) == {"tone": "live", "text": "running, the first step"}
@@ -384,6 +384,17 @@ def test_workers_in_words(tmp_path: Path) -> None:
     for broken in ("[", "{}", '[1, {"state": 3}]'):
         path.write_text(broken)
         assert workers(path) == []
+
+
+def test_progress_under_a_budget_is_its_share(tmp_path: Path) -> None:
+    tree = {"name": "quickstart", "trainer": {"steps": 10**6, "budget": "8 steps", "until": 0.5}}
+    run, hands = RunFolder.create(tmp_path / "run", dump_toml(Recipe.parse(tree))), Hands()
+    follower = Follower(run, hands)
+    began(run)
+    a_step(run, 1)
+    later(follower, hands)
+    progress = follower.state()["progress"]
+    assert progress.pop("left") is not None and progress == {"step": 1, "of": None, "share": 0.25}
 
 
 def test_the_page_shows_scores_alarms_and_the_forecast(run: RunFolder) -> None:

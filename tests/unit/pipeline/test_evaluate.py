@@ -17,7 +17,7 @@ from reference.fake_engine import FakeEngine
 from small_loop import Bench, IsRight, LoopState
 
 from ostinato.axis import Axis
-from ostinato.every import Every
+from ostinato.every import Every, spent_in_steps
 from ostinato.pipeline.evaluate import (
     Evaluation,
     answer_error,
@@ -26,7 +26,6 @@ from ostinato.pipeline.evaluate import (
     held_out,
     mean_and_error,
     same_prompts,
-    spent_in_steps,
 )
 from ostinato.pipeline.failed import RewardFails
 from ostinato.rollout.rollout import RolloutContext

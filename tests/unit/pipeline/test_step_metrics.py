@@ -22,13 +22,13 @@ from nouns import completion, episode
 from nouns import group_of as group
 from small_loop import TEN_A_ROW, Bench, IsRight, Killed, send
 
+from ostinato.every import MONEY
 from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.observe.ledger import Ledger, SteadyClock, Summary, Terms, read, spent, summary
 from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.pipeline.credit import Credit
 from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.pipeline.step_metrics import (
-    MONEY,
     Costs,
     add_totals,
     busy_by_pool,

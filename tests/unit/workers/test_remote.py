@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -194,6 +196,24 @@ def test_methods_that_compute_do_so_in_one_thread_and_refusals_come_back() -> No
         assert await host.alive() == 1.0
 
     hosted(test)
+
+
+def test_a_worker_that_gives_way_does_so_with_all_its_threads() -> None:
+    """On Linux a priority is one of a thread, and Ray has started some before the worker is made."""
+    code = """
+import os, threading
+from ostinato.workers.host import Host
+before, stop = os.getpriority(os.PRIO_PROCESS, 0), threading.Event()
+threading.Thread(target=stop.wait).start()
+Host("sampler-0", nice=3)
+threading.Thread(target=stop.wait).start()
+print({os.getpriority(os.PRIO_PROCESS, int(one)) - before for one in os.listdir("/proc/self/task")})
+stop.set()
+"""
+    if not os.path.isdir("/proc/self/task"):
+        pytest.skip("this system does not list the threads of a process")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "{3}"
 
 
 def test_what_follows_waits_until_the_worker_is_built() -> None:
