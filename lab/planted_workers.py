@@ -64,15 +64,15 @@ class Spoilt:
     def __init__(self, trainer: TrainerServer, step: int) -> None:
         self._trainer, self._left = trainer, step
 
-    def step(self, batch: Batch, due: bool) -> Stepped:
-        stepped = self._trainer.step(batch, due)
+    def step(self, batch: Batch) -> Stepped:
+        stepped = self._trainer.step(batch)
         self._left -= 1
         if self._left:
             return stepped
         adapters = self._trainer.adapters()
         next(adapters.parameters()).data.view(-1)[0] = float("nan")
         struck()
-        return replace(stepped, adapters=adapters, snapshot=self.snapshot() if due else None)
+        return replace(stepped, adapters=adapters, snapshot=self.snapshot())
 
     def snapshot(self) -> Snapshot:
         return self._trainer.snapshot()
