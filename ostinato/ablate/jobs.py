@@ -134,6 +134,8 @@ def _differs(job: Job) -> str:
         del tree["engine"]["threads"], tree["trainer"]["until"]
         for section in ("name", "log", "ablate", "ledger"):
             tree.pop(section, None)
+    if planned["model"]["dtype"] == "auto":  # the run has what "auto" became where it began
+        planned["model"]["dtype"] = there["model"]["dtype"]
     for section, value in planned.items():
         if value != there[section]:
             if not isinstance(value, Mapping):

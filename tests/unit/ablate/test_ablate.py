@@ -22,7 +22,7 @@ from ostinato.ablate.jobs import Job, State, check, plan, run
 from ostinato.ablate.kept import Measure, acted, collect, ended, prompts, read_kept, series_of, write_kept
 from ostinato.axis import Axis
 from ostinato.cli.app import main
-from ostinato.config import Recipe
+from ostinato.config import Recipe, dump_toml
 from ostinato.lock import locked
 from ostinato.observe.report.reading import read_run
 from ostinato.run import RunFolder
@@ -135,6 +135,9 @@ def test_a_folder_of_another_recipe_is_not_gone_on_with(recipe: Path, tmp_path: 
     run(jobs, 3, ignore, command=child("exit 1"), pause=short)
     check(jobs)
     check(plan(recipe, ["engine.threads=1"], seeds=(0,), out=tmp_path / "out"))
+    begun = plan(recipe, ["model.dtype=float32"], seeds=(0,), out=tmp_path / "out")[0].recipe
+    (jobs[0].folder / "recipe.toml").write_text(dump_toml(begun))
+    check(plan(recipe, ["model.dtype=auto"], seeds=(0,), out=tmp_path / "out"))  # what a run writes of "auto"
     with pytest.raises(ValueError, match=r"recipe-s0 is a run of another recipe \(trainer.lr differs\)"):
         check(plan(recipe, ["trainer.lr=0.5"], seeds=(0,), out=tmp_path / "out"))
 
