@@ -19,7 +19,7 @@ GONE: dict[str, tuple[tuple[Any, ...], str]] = {
     "draft.run_ahead": ((False,), "idle rows of a pass stay idle; drop it"),
     "draft.leaves": ((1, 4), "a draft is one chain of tokens, and what is sampled is the same; drop it"),
     "parallel.replan": ((False,), "name a better layout when it is resumed; drop it"),
-    "pipeline.late": (("wait",), "a step waits for a group that would become too old; drop it"),
+    "pipeline.late": (("wait",), "a step waits for a group that would become too old; remove the key"),
 }
 
 

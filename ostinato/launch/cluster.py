@@ -41,7 +41,7 @@ from ostinato.workers.ray_cluster import Cluster, Need, RayRemote
 from ostinato.workers.remote import WorkerFault
 
 AHEAD = 2  # calls that a sampler has for each that it decodes: no place in the batch waits for a message
-GIVE_WAY = 5  # nice: a core has 3/4 for the trainer of the process of the loop, 1/4 for a sampler beside it
+GIVE_WAY = 5  # nice: of a core that they share, 3/4 go to the trainer and 1/4 to a sampler
 KEPT_WEIGHTS = 3  # files of all weights
 IMPORT_S = 60.0  # that a child of a grader may take to import the reward functions
 
@@ -139,7 +139,7 @@ def _components(
         status=lambda: [row | factory.where(row["worker"]) for one in sources for row in one.status()],
         ready=lambda: _ready(pool, graders),
         end=pool.close,
-        trainer_consistent=lambda: link is not None,  # it has the state after the last step,
+        trainer_consistent=lambda: link is not None,  # it has the state after the last step
     )
 
 

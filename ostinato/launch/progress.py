@@ -66,7 +66,8 @@ class Monitor:
         """A row of metrics.jsonl."""
         share = self._share(row)
         eta = remaining(time.perf_counter() - self._start, share - self._first_share, 1 - share)
-        of = f" ({share:.0%} of the budget)" if self._budget.amount else f"/{self._total}"
+        by_steps = share == int(row["step"]) / self._total
+        of = f"/{self._total}" if by_steps else f" ({share:.0%} of what it may spend)"
         parts = step_parts(row, of, "  ".join(self._scores.values()), eta)
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=share, description="\n".join(parts))

@@ -75,7 +75,8 @@ def _session(recipe: Recipe, path: Path, *, again: bool) -> tuple[Path, int, str
     train, held_out = read_rows(recipe, folder)
     if epochs := recipe.sft.epochs:
         steps = math.ceil(epochs * len(train) / recipe.sft.rows_per_step)
-        recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": steps})})
+        tree = recipe.model_dump()
+        recipe = Recipe.parse({**tree, "trainer": {**tree["trainer"], "steps": steps}})
     decoder = load_decoder(recipe.model, folder)
     adapters = new_adapters(recipe, decoder)
     learner = Accumulator(

@@ -118,7 +118,7 @@ def _own_adapters(
 
 
 def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
-    """AdamW and its schedule. Raises ValueError for what cannot work together."""
+    """AdamW and its schedule."""
     settings = recipe.trainer
     beta1, beta2 = settings.betas
     return OptimizerSettings(

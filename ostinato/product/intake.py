@@ -161,9 +161,12 @@ class Intake:
             if not isinstance(error, Unavailable):
                 self.counts["dropped"] += len(self._made)
                 self._made = []
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        store, self._store = self._store, None
+        if store is not None:
+            try:
+                store.close()
+            except Exception:  # as above: senders hear of what failed first
+                log.exception("the store of feedback could not be closed")
 
     def _refuse(self, batch: Sequence[Waiting], error: Exception) -> None:
         with self._lock:

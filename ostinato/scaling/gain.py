@@ -98,7 +98,11 @@ class Gain:
 def gains(arms: Mapping[str, Outcomes], *, draws: int = DRAWS, seed: int = 0) -> dict[str, Gain]:
     """Of every arm, and of it less the first one; all of the same problems."""
     reference = next(iter(arms))
-    (count,) = {len(one.pre) for one in arms.values()}
+    count = len(arms[reference].pre)
+    if other := [name for name, one in arms.items() if len(one.pre) != count]:
+        raise ValueError(
+            f"{other[0]!r} was scored on other problems than {reference!r}; score all on the same"
+        )
     rng = np.random.default_rng(seed)
     whole = np.full((1, count), 1 / count)
     problems = rng.multinomial(count, whole[0], draws) / count  # [draws, P]

@@ -14,6 +14,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -110,14 +111,16 @@ def resolve(factory: str) -> Any:
 def pin(cores: Sequence[int]) -> None:
     """Let all threads of this process, those that are there and those to come, run on ``cores`` alone."""
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 def give_way(nice: int) -> None:
     """Make all threads of this process, those that are there and those to come, so much nicer."""
     tasks = "/proc/self/task"  # on Linux every thread has a priority of its own
     for thread in map(int, os.listdir(tasks)) if os.path.isdir(tasks) else (0,):
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
 
 
 def dealt(first: int, count: int, cores: Sequence[int]) -> list[int]:

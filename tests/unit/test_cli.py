@@ -94,7 +94,7 @@ def test_a_budget_ends_the_run_and_its_share_is_the_progress(monkeypatch: pytest
     budget = Every.parse("1e12 flops", "trainer.budget")
     with progress.Monitor(1_000_000, row=begun, budget=budget, console=console) as monitor:
         monitor.on_step({**ROW, "total/compute_flops": 4e11})
-    assert out.getvalue().startswith("step 3 (40% of the budget)")
+    assert out.getvalue().startswith("step 3 (40% of what it may spend)")
     assert "ETA 1:30" in out.getvalue()
 
 

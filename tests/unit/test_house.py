@@ -71,7 +71,7 @@ BUDGETS = {
     # sessions and the proxy of a memory 310
     "ablate": 1_280,  # 780, arms under one budget 430; other sets and the other accounting 60, per FLOP 25
     "parallel": 3_380,
-    "launch": 6_260,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    "launch": 6_265,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
     # the loop of a product 1,090, the questions of the forgetting watch 120, memories 135, first users 30,
     # caches of torch 20, pilots 22
     "pipeline": 3_430,  # 3,150, a curriculum, the forgetting watch 360, pilots 16
@@ -86,7 +86,7 @@ BUDGETS = {
     "rollout": 1_250,  # 1,200, pilot answers
     "history": 895,
     "env": 1_580,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
-    "product": 3_060,  # feedback in 1,250; rewards, pairs, judge, gates, detectors, marks, the loop
+    "product": 3_065,  # feedback in 1,250; rewards, pairs, judge, gates, detectors, marks, the loop
     "memory": 1_595,  # a context within a budget: blocks, facts, importance, allocation, refills, sessions
     # a masked-diffusion checkpoint as refiller 105
     "config": 1_300,  # the reference of all keys is generated there; mixtures, curricula, teachers

@@ -162,15 +162,15 @@ class Follower:
         return self._clock() - self._beat_at
 
     def progress(self) -> dict[str, Any]:
-        """Finished steps, those that are planned (None under a budget, which ends the run before them), the
-        share of the run that is done, and a guess at the time that is left."""
+        """Finished steps, those that are planned (None where a budget ends the run before them), the share of
+        the run that is done, and a guess at the time that is left."""
         last, planned = self._curves.last, self.data.setting("trainer.steps")
-        step, share = int(last.get("step", 0)), 0.0
+        step = int(last.get("step", 0))
+        share = min(1.0, step / planned) if isinstance(planned, int) else 0.0
         if budget := self.data.setting("trainer.budget"):
             until = Every.parse(budget, "trainer.budget").part(self.data.setting("trainer.until", 1.0))
-            planned, share = None, min(1.0, until.share(spent_in_steps(step, last)))
-        elif isinstance(planned, int):
-            share = min(1.0, step / planned)
+            if (spent := min(1.0, until.share(spent_in_steps(step, last)))) > share:
+                planned, share = None, spent
         lengths = [one.stop - one.start for one in steps_of(self._rows["ledger"])][-20:]
         left = median(lengths) * step * (1 / share - 1) if lengths and share else 0.0
         return {"step": step, "of": planned, "share": share, "left": seconds_text(left) if left else None}

@@ -24,7 +24,7 @@
     at("status").className = `state ${status.tone}`;
     at("status").textContent = status.text;
     at("progress").value = progress.share;
-    at("steps").textContent = `step ${progress.step}${progress.of ? ` of ${progress.of}` : progress.share ? `, ${Math.round(100 * progress.share)} % of the budget` : ""}${status.tone === "live" ? left : ""}`;
+    at("steps").textContent = `step ${progress.step}${progress.of ? ` of ${progress.of}` : progress.share ? `, ${Math.round(100 * progress.share)} % of what it may spend` : ""}${status.tone === "live" ? left : ""}`;
     document.title = `${progress.step}${progress.of ? `/${progress.of}` : ""} ${state.name} · Ostinato`;
     at("tiles").replaceChildren(...state.tiles.map((tile) => make("li", "", make("b", "", tile.value), tile.name, tile.note ? make("small", "", tile.note) : null)));
     at("notes").replaceChildren(...state.notes.map((note) => make("li", "look", note)));
