@@ -140,8 +140,8 @@ def sweep(
 ) -> tuple[dict[str, float], Scores, list[State]]:
     """(the learning rate of each arm, scores, states): successive halving (Jamieson and Talwalkar 2016). The
     runs of the better half, two at least, go on where they are, to the end: at half of the budget a rate may
-    still lead that falls. Nothing runs where there is nothing to choose. Raises ValueError where no rate of
-    an arm has a score."""
+    still lead that falls. Nothing runs where there is nothing to choose. An arm without any score
+    is out, and its ``states`` say why."""
     left = {name: [*(arm.lrs or file.lrs)] for name, arm in file.arms.items()}
     swept: Scores = {name: {lr: [] for lr in lrs} for name, lrs in left.items() if len(lrs) > 1}
     states = list[State]()
@@ -151,12 +151,10 @@ def sweep(
         for name in swept:
             some = {one.recipe.trainer.lr: validated(one) for one in going if one.arm == name}
             scores = {lr: each for lr, each in some.items() if each is not None}
-            if not scores:
-                raise ValueError(f"no sweep of arm {name!r} has come to a score; look at its train.log")
             swept[name] |= {lr: [*swept[name][lr], float(each.mean())] for lr, each in scores.items()}
             order = sorted(scores, key=lambda lr: (-scores[lr].mean(), lr))
             left[name] = order[: 1 if share == 1 else max(2, (len(order) + 1) // 2)]
-    return {name: lrs[0] for name, lrs in left.items()}, swept, states
+    return {name: lrs[0] for name, lrs in left.items() if lrs}, swept, states
 
 
 def course(folder: Path, name: str) -> list[tuple[Mapping[str, float], np.ndarray]]:

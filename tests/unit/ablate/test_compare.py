@@ -170,6 +170,21 @@ def test_a_comparison_sweeps_chooses_and_answers(tmp_path: Path) -> None:
     assert json.dumps(again.lines) == json.dumps(found.lines)
 
 
+def test_an_arm_whose_runs_all_fail_leaves_the_others_their_answer(tmp_path: Path) -> None:
+    """Both rates of an arm had destroyed its policy, and the whole comparison ended without a table."""
+
+    def run(jobs: Sequence[Job]) -> list[State]:
+        lost = [one for one in jobs if one.arm == "large, LoRA"]
+        states = fake([one for one in jobs if one not in lost])
+        return [*states, *(State(job=one, what="failed", error="nothing to learn from") for one in lost)]
+
+    file = arms(tmp_path)
+    found = compare(file, BUDGET, range(2), tmp_path / "out", run)
+    assert [*found.chosen] == ["small, full", "coin"] and len(found.failed) == 2
+    shown = answer(found, "1e12 flops", file.threshold)
+    assert "large-lora-lr0.0001-s0 failed: nothing to learn from." in shown.lead
+
+
 def test_a_sweep_is_the_beginning_of_a_race(tmp_path: Path) -> None:
     file = arms(tmp_path, f"overrides = ['{OTHERS}']\nlrs = [1e-4]\n[arms.a]\ntied = 13\nrank = 2\n")
     swept, raced = (job(file, "a", 1e-3, 0, BUDGET, tmp_path, until) for until in (1 / 8, 1.0))
