@@ -32,7 +32,7 @@ def introduction(prepared: RunInputs, adapters: Adapters | None) -> Iterator[str
         f"model        {recipe.model.path}: {decoder.config.model_type}, {size / 1e6:.1f} M parameters, "
         f"{active / 1e6:.1f} M active, {recipe.model.dtype} on {decoder.device.type}"
     )
-    trained = sum(leaf.numel() for leaf in adapters.leaves().values()) if adapters else size
+    trained = recipe.adapter.tied or (adapters.num_parameters if adapters else size)
     size_text = f"{trained / 1e6:.2f} M" if trained > 1e4 else str(trained)
     yield f"training     {recipe.adapter.kind}, {size_text} parameters"
     chosen = check(recipe)
