@@ -158,7 +158,10 @@ def places(recipe: Recipe) -> list[Need]:
     trainer = (
         [Need(name="trainer", cpus=cpus, gpus=section.gpus_per_trainer)] if section.remote_trainer else []
     )
-    nice = GIVE_WAY if recipe.pipeline.overlap and not section.remote_trainer else 0
+    apart = (
+        section.remote_trainer or section.address or section.gpus_per_sampler
+    )  # no core is shared for sure
+    nice = GIVE_WAY if recipe.pipeline.overlap and not apart else 0
     samplers = [
         Need(name=f"sampler-{i}", cpus=cpus, gpus=section.gpus_per_sampler, nice=nice)
         for i in range(section.samplers)

@@ -221,6 +221,8 @@ def test_workers_are_given_their_threads_and_this_path() -> None:
         ({}, False),  # one works at a time
         ({"pipeline": {"overlap": True, "staleness": 1}}, True),
         ({"pipeline": {"overlap": True, "staleness": 1}, "cluster": {"remote_trainer": True}}, False),
+        ({"pipeline": {"overlap": True, "staleness": 1}, "cluster": {"address": "auto"}}, False),
+        ({"pipeline": {"overlap": True, "staleness": 1}, "cluster": {"gpus_per_sampler": 1.0}}, False),
     ],
 )
 def test_samplers_give_way_to_a_trainer_that_shares_their_cores(
