@@ -15,6 +15,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -26,10 +27,11 @@ from lab.harness import Bench, Result, Say, columns, option, seeds
 from lab.pipeline_work import SMOLLM2, Window, Work, figures, write_prompts
 from lab.simulator.events import Mode, Setup, simulate
 from lab.simulator.policies import Policy
-from lab.simulator.recorded import answers, batched, calibrated, pass_cost, scaled
+from lab.simulator.recorded import answers, batched, calibrated, longer, pass_cost
 from lab.simulator.sampler import Cost
 from lab.whole_runs import allowed_cores, trained
 from ostinato.config import Recipe
+from ostinato.launch.cluster import AHEAD, GIVE_WAY
 from ostinato.launch.dtype import resolved
 from ostinato.launch.models import load_decoder
 from ostinato.model.named import model_folder
@@ -48,6 +50,7 @@ WORKS = {
     "smollm2-135m": replace(SMOLLM2, max_tokens=128, distinct=8, slots=4, scored=8),  # passes wait for memory
 }
 RUN_LIMIT_S = 1200.0
+WEIGHT = 1.25**-GIVE_WAY  # of a sampler in Linux's scheduler, if that of the trainer is 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,7 @@ class Cube(Bench):
     model: str = option("seed-moe", f"One of {', '.join(WORKS)}.")
     seeds: tuple[int, ...] = option((0, 1, 2), "Rounds: how many, or FIRST:END.", parse=seeds)
     steps: int = option(20, "Of every run; the first five and the last three are not measured.")
+    keep: str = option("", "Folder that keeps the runs; empty: they are deleted.")
 
     def __post_init__(self) -> None:
         if self.model not in WORKS:
@@ -75,8 +79,11 @@ class Cube(Bench):
         folders: dict[tuple[int, tuple[int, ...]], RunFolder] = {}
         model = resolved(Recipe.load(work.recipe)).model
         cost = pass_cost(load_decoder(model, model_folder(model.path)))
-        with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
-            prompts = write_prompts(work, Path(root) / "prompts.jsonl")
+        kept = nullcontext(self.keep) if self.keep else tempfile.TemporaryDirectory(prefix="ostinato-bench-")
+        with kept as place:
+            root = Path(place)
+            root.mkdir(parents=True, exist_ok=True)
+            prompts = write_prompts(work, root / "prompts.jsonl")
             for seed, cell in turns(self.seeds):
                 name = f"{named(cell)}, seed {seed}"
                 keys = (
@@ -85,7 +92,7 @@ class Cube(Bench):
                     f"seed={seed}",
                     f"trainer.steps={self.steps}",
                 )
-                logs = Path(root) / f"{seed}-{''.join(map(str, cell))}"
+                logs = root / f"{seed}-{''.join(map(str, cell))}"
                 folder = trained(
                     work.recipe, keys, logs, name, cores=allowed_cores()[:2], limit_s=RUN_LIMIT_S
                 )
@@ -115,10 +122,11 @@ def simulated(
     work: Work, folder: RunFolder, baseline: RunFolder, cost: Cost, window: Window
 ) -> dict[str, float]:
     """Steps per second of the answers of ``folder``, by the seconds of ``baseline``, and the mean tokens of a
-    sequence in a pass. ``cost``: of a pass by its rows, in proportion."""
+    sequence in a pass. ``cost``: of a pass by its rows."""
     recipe, first = Recipe.load(folder.recipe), answers(baseline, work.siblings)
     setup = Setup(
         workers=recipe.cluster.samplers,
+        ahead=AHEAD,
         cores=recipe.cluster.samplers,
         cost=batched(cost, work.slots),
         prompts=work.prompts,
@@ -134,15 +142,15 @@ def simulated(
             sum(row.get(f"tokens/{name}", 0.0) for row in kept) for name in ("sampled", "drafted")
         )
         per_pass = statistics.fmean(row.get("draft/tokens_per_pass") or 1.0 for row in kept)
-        height = setup.cost.base[work.slots] / batched(cost, work.slots).base[work.slots]
+        more = setup.cost.base[work.slots] - batched(cost, work.slots).base[work.slots]
         setup = replace(
             setup,
-            cost=batched(scaled(cost, height), work.slots, 1 + drafted / sampled * per_pass),
+            cost=longer(batched(cost, work.slots, 1 + drafted / sampled * per_pass), more),
             train_token_s=setup.train_token_s * per_pass,
         )
         stream = replace(stream, lengths=np.ceil(stream.lengths / per_pass).astype(int))
     if recipe.pipeline.overlap:
-        setup = replace(setup, mode=Mode.PIPELINE, staleness=recipe.pipeline.staleness)
+        setup = replace(setup, mode=Mode.PIPELINE, staleness=recipe.pipeline.staleness, weight=WEIGHT)
     ends = simulate(replace(setup, policy=Policy(recipe.pipeline.placement)), stream).steps_s
     rate = window.measured / (ends[window.steps - window.drain - 1] - ends[window.warm_up - 1])
     return {"steps_per_s": rate, "tokens_per_pass": per_pass}

@@ -9,6 +9,7 @@ tests compare the two. Admission, deadlines and batches are those of ``feed.Rule
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -41,17 +42,19 @@ class Setup:
     mode: Mode = Mode.PIPELINE
     policy: Policy = Policy.LEAST_LOADED
     oracle: bool = False  # true lengths in place of predictions
+    ahead: int = 1  # answers that a sampler is given for each that it decodes
     train_s: float = 0.0  # of a step, beside ...
     train_token_s: float = 0.0  # ... and of each of its sampled tokens
     publish_s: float = 0.0  # that a sampler pauses when weights change
     grade_s: float = 0.0  # of a group
     graders: int = 0  # 0: nothing waits for one
     between_s: float = 0.0  # of the loop after a step, in which the trainer is idle
-    cores: int = 0  # that samplers and the trainer share, each with the same part; 0: a core for each
+    cores: int = 0  # that samplers, spread evenly, and the trainer share; 0: a core for each
+    weight: float = 1.0  # of a sampler in the scheduler of the operating system, if that of the trainer is 1
     warmup: int = 2  # first steps that no figure counts; the last ``staleness`` ones do not count either
 
     def __post_init__(self) -> None:
-        for name in ("workers", "prompts", "steps"):
+        for name in ("workers", "prompts", "steps", "ahead"):
             if getattr(self, name) < 1:
                 raise ValueError(f"setup.{name} is {getattr(self, name)}; use at least 1")
         if not 0 <= self.warmup < self.last:
@@ -133,14 +136,15 @@ def simulate(setup: Setup, stream: Stream) -> Outcome:
     return Simulation(setup, stream).run()
 
 
-_SAMPLER, _GRADED, _TRAINED = range(3)  # in this order when at the same time
+_SAMPLER, _GRADED = range(2)  # in this order when at the same time, and before the end of a step
 
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
     """Sums since the beginning."""
 
-    seconds: float = 0.0  # if nothing had to share a core
+    seconds: float = 0.0  # of samplers, if nothing had to share a core
+    trainer_s: float = 0.0  # the same of the trainer
     clock_s: float = 0.0
     busy_s: float = 0.0
     paused_s: float = 0.0
@@ -152,7 +156,12 @@ class _Figures:
 
 
 class Simulation:
-    """The state between two events. The twin has parts of its own, one pass at a time."""
+    """The state between two events. The twin has parts of its own, one pass at a time.
+
+    ``now`` is the time of samplers that share no core: where they do, all are slowed alike, so that their
+    order is the same and only the ``clock`` differs. The trainer is slowed by another factor, and ``end`` of
+    its batch moves in the time of the samplers whenever the ratio of the two changes.
+    """
 
     def __init__(
         self,
@@ -160,7 +169,7 @@ class Simulation:
         stream: Stream,
         *,
         sampler: Callable[[int, Cost], Sampler] = Sampler,
-        waiting: Callable[[Policy, Answers, Sequence[Sampler]], Queue] = queue,
+        waiting: Callable[[Policy, Answers, Sequence[Sampler], int], Queue] = queue,
         gate: type[Gate] = Gate,
     ) -> None:
         if len(stream.lengths) < setup.steps * setup.prompts:
@@ -169,11 +178,12 @@ class Simulation:
                 f"{setup.steps * setup.prompts}"
             )
         self.setup, self.stream, self.size = setup, stream, stream.lengths.shape[1]
-        self.now, self.clock, self.admitted, self.version = 0.0, 0.0, 0, 0
+        self.now, self.trainer_now, self.clock, self.admitted, self.version = 0.0, 0.0, 0.0, 0, 0
+        self.end, self.ratio = math.inf, 1.0
         self.samplers = [sampler(i, setup.cost) for i in range(setup.workers)]
         self.gate = gate(prompts=setup.prompts, staleness=setup.staleness, steps=setup.steps)
         self.answers = Answers(stream, oracle=setup.oracle)
-        self.queue = waiting(setup.policy, self.answers, self.samplers)
+        self.queue = waiting(setup.policy, self.answers, self.samplers, setup.ahead)
         self.events: list[tuple[float, int, int, int]] = []  # (time, kind, who, stamp)
         self.left = list[int]()  # of each admitted group, answers that have not ended
         self.since = list[int]()  # the step that admitted it
@@ -191,8 +201,14 @@ class Simulation:
         before = after = _Figures()
         self.admit()
         while self.gate.finished < self.setup.steps:
-            time, kind, who, stamp = heapq.heappop(self.events)
-            self.clock += (time - self.now) * self.crowded()
+            speed, trainer = self.speeds()
+            if speed != self.ratio * trainer:
+                self.end = self.now + (self.end - self.now) * speed / trainer / self.ratio
+                self.ratio = speed / trainer
+            trained = not self.events or self.end < self.events[0][0]
+            time, kind, who, stamp = (self.end, None, 0, 0) if trained else heapq.heappop(self.events)
+            self.clock += (time - self.now) / speed
+            self.trainer_now += (time - self.now) / speed * trainer
             self.now = time
             if kind == _SAMPLER:
                 if self.samplers[who].stamp == stamp:
@@ -209,13 +225,15 @@ class Simulation:
                 self.go_on()
         return self.outcome(before, after)
 
-    def crowded(self) -> float:
-        """How many times as long everything takes while more work than there are cores. As all are slowed
-        alike, their order is that of a core for each, and only the clock differs."""
-        if not self.setup.cores:
-            return 1.0
+    def speeds(self) -> tuple[float, float]:
+        """Of samplers and of the trainer, 1 = a core of its own. Where more work than there are cores, the
+        trainer has the part of one core that its weight gives it there, and samplers have the rest."""
+        cores, training = self.setup.cores, bool(self.batch)
         working = sum(bool(sampler.batch) and not sampler.halted for sampler in self.samplers)
-        return max(1.0, (working + bool(self.batch)) / self.setup.cores)
+        if not cores or working + training <= cores:
+            return 1.0, 1.0
+        part = 1 / (1 + self.setup.weight * working / cores) if training else 0.0
+        return (cores - part) / working, part or 1.0
 
     def go_on(self) -> None:
         self.admit()
@@ -227,7 +245,7 @@ class Simulation:
             tokens = sum(self.answers.tokens(group) for _, group in self.batch)
             seconds = self.setup.train_s + self.setup.train_token_s * tokens
             self.train_busy += seconds
-            self.push(self.now + self.setup.between_s + seconds, _TRAINED)
+            self.end, self.ratio = self.now + self.setup.between_s + seconds, 1.0
             if self.setup.mode is Mode.PARTIAL:
                 for sampler in self.samplers:
                     sampler.settle(self.now)
@@ -242,7 +260,7 @@ class Simulation:
             self.age_max = max(self.age_max, self.gate.finished - oldest)
         self.trained.append(tuple(sorted(group for _, group in self.batch)))
         self.gate.trained(self.batch)
-        self.batch, self.version = [], self.gate.finished
+        self.batch, self.end, self.version = [], math.inf, self.gate.finished
         self.ends.append(self.clock)
         if self.setup.mode is Mode.ROUNDS:
             self.unpublished = True
@@ -351,6 +369,7 @@ class Simulation:
             sampler.settle(self.now)
         return _Figures(
             seconds=self.now,
+            trainer_s=self.trainer_now,
             clock_s=self.clock,
             busy_s=sum(sampler.busy_s for sampler in self.samplers),
             paused_s=self.publish_busy,
@@ -368,7 +387,7 @@ class Simulation:
             step_s=found.clock_s / (self.setup.last - self.setup.warmup),
             bubble_share=max(0.0, 1 - (found.busy_s + found.paused_s) / whole),
             publish_share=found.paused_s / whole,
-            trainer_idle_share=max(0.0, 1 - found.trained_s / found.seconds),
+            trainer_idle_share=max(0.0, 1 - found.trained_s / found.trainer_s),
             tokens_per_s=found.tokens / found.clock_s,
             token_s=found.busy_s / max(1.0, found.tokens),
             batch_mean=found.tokens / max(1.0, found.passes),

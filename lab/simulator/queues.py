@@ -80,18 +80,20 @@ class Queue(Protocol):
         ...
 
 
-def queue(policy: Policy, answers: Answers, samplers: Sequence[Sampler]) -> Queue:
+def queue(policy: Policy, answers: Answers, samplers: Sequence[Sampler], ahead: int) -> Queue:
+    """``ahead``: answers that a sampler is given for each that it decodes."""
     if policy in (Policy.STATIC, Policy.HISTOPIPE):
-        return Dealt(policy, answers, samplers)
-    return Central(policy, answers, samplers)
+        return Dealt(policy, answers, samplers, ahead)
+    return Central(policy, answers, samplers, ahead)
 
 
 class Central:
     """One queue for all, of groups: least-loaded, longest-first. See ``schedule._fill``."""
 
-    def __init__(self, policy: Policy, answers: Answers, samplers: Sequence[Sampler]) -> None:
+    def __init__(self, policy: Policy, answers: Answers, samplers: Sequence[Sampler], ahead: int) -> None:
         self._by_length = policy is Policy.LONGEST_FIRST
-        self._answers, self._samplers = answers, samplers
+        self._answers, self._samplers, self._ahead = answers, samplers, ahead
+        self._dealt: list[deque[int]] = [deque() for _ in samplers]  # behind what a sampler decodes
         self._left: dict[int, deque[int]] = {}  # answers of a group that wait
         self._order: list[tuple[int, float, int]] = []  # heap of ``_key``, where entries may be of before
         self._closed: list[tuple[int, float, int]] = []  # the same, of groups that their holders go on with
@@ -105,7 +107,7 @@ class Central:
             answers = range(group * size, (group + 1) * size)
             self._left[group] = deque(sorted(answers, key=self._rank))
             heapq.heappush(self._order, self._key(group))
-        open = [sampler for sampler in self._samplers if sampler.has < sampler.cost.slots]
+        open = [sampler for sampler in self._samplers if self._room(sampler)]
         heap = [(self._load(sampler), sampler.id) for sampler in open] if self._left else []
         heapq.heapify(heap)
         while heap and self._left:
@@ -113,13 +115,22 @@ class Central:
             sampler = self._samplers[id]
             for answer in self._take(sampler):
                 load += self._answers.to_go(answer) if self._by_length else 1.0
-            if sampler.has < sampler.cost.slots:
+            if self._room(sampler):
                 heapq.heappush(heap, (load, id))
+        for sampler in open:
+            self._fill(sampler)
         return [sampler for sampler in open if sampler.coming]
 
     def more(self, sampler: Sampler) -> None:
-        while self._left and sampler.has < sampler.cost.slots:
+        while self._left and self._room(sampler):
             self._take(sampler)
+        self._fill(sampler)
+
+    def _room(self, sampler: Sampler) -> int:
+        return self._ahead * sampler.cost.slots - sampler.has - len(self._dealt[sampler.id])
+
+    def _fill(self, sampler: Sampler) -> None:
+        _begin(sampler, self._dealt[sampler.id])
 
     def ended(self, sampler: Sampler, answer: int) -> None:
         group, has = answer // self._answers.size, self._has[sampler.id]
@@ -138,9 +149,9 @@ class Central:
         mine -= {group for group in mine if group not in self._left or group not in has}
         group = min(map(self._key, mine))[2] if mine else self._first()
         waiting = self._left[group]
-        most = min(self._piece(group), sampler.cost.slots - sampler.has, len(waiting))
+        most = min(self._piece(group), self._room(sampler), len(waiting))
         consumed = [waiting.popleft() for _ in range(most)]
-        sampler.coming += consumed
+        self._dealt[sampler.id] += consumed
         self._holders[group] += group not in has
         has[group] += len(consumed)
         if waiting:
@@ -175,17 +186,17 @@ class Central:
 
     def _load(self, sampler: Sampler) -> float:
         if not self._by_length:
-            return float(sampler.has)
+            return float(sampler.has + len(self._dealt[sampler.id]))
         length, predicted, passes = self._answers.length, self._answers.predicted, sampler.passes
         running = (max(1.0, predicted[a] - length[a] + end - passes) for end, a in sampler.ending)
-        return sum(running) + sum(self._answers.to_go(a) for a in sampler.coming)
+        return sum(running) + sum(map(self._answers.to_go, (*sampler.coming, *self._dealt[sampler.id])))
 
 
 class Dealt:
     """A queue for each: static, histopipe."""
 
-    def __init__(self, policy: Policy, answers: Answers, samplers: Sequence[Sampler]) -> None:
-        self._policy, self._answers, self._samplers = policy, answers, samplers
+    def __init__(self, policy: Policy, answers: Answers, samplers: Sequence[Sampler], ahead: int) -> None:
+        self._policy, self._answers, self._samplers, self._ahead = policy, answers, samplers, ahead
         self._waiting: list[deque[int]] = [deque() for _ in samplers]
 
     def admit(self, groups: range) -> list[Sampler]:
@@ -197,9 +208,7 @@ class Dealt:
         return [sampler for sampler in self._samplers if sampler.coming]
 
     def more(self, sampler: Sampler) -> None:
-        mine = self._waiting[sampler.id]
-        free = min(sampler.cost.slots - sampler.has, len(mine))
-        sampler.coming += [mine.popleft() for _ in range(free)]
+        _begin(sampler, self._waiting[sampler.id])
 
     def ended(self, sampler: Sampler, answer: int) -> None:
         pass
@@ -208,7 +217,7 @@ class Dealt:
         if self._policy is Policy.STATIC:
             return [group % len(self._samplers) for group in groups]
         size, predicted, round = self._answers.size, self._answers.predicted, self._answers.round
-        slots = [sampler.cost.slots for sampler in self._samplers]
+        slots = [self._ahead * sampler.cost.slots for sampler in self._samplers]
         places: list[int] = []
         for step in sorted({round[group] for group in groups}):
             some = [group for group in groups if round[group] == step]
@@ -216,3 +225,8 @@ class Dealt:
             means = np.maximum(each, 1.0).mean(axis=1)
             places += lanes(means, size, slots, self._samplers[0].cost.pass_s, step)
         return places
+
+
+def _begin(sampler: Sampler, dealt: deque[int]) -> None:
+    """Of what it was dealt, as many as there is room for in its batch."""
+    sampler.coming += [dealt.popleft() for _ in range(min(sampler.cost.slots - sampler.has, len(dealt)))]

@@ -1,8 +1,9 @@
 """A run of several workers for the simulator: its answers, and what a pass, a trained token and a step cost.
 
-A cost table measured beside the run gives the shape of a pass, and the run its height: a simulated token
-takes the samplers the seconds that a token of the run took them. What works when, and what waits for what, is
-then the simulator's own.
+A cost table measured beside the run gives the seconds of a pass over the model by its rows, and the run what
+its sampler adds to each pass (the loop around it, and what it shares with other cores): a simulated token
+then takes the samplers the seconds that a token of the run took them. What works when, and what waits for
+what, is the simulator's own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.run import RunFolder
 
-FITS = 4  # rounds of fitting the height of a cost table: the batches depend on it
+FITS = 4  # rounds of fitting what is added to a pass: the batches depend on it
 PREFILLED = 64  # rows of a pass that reads prompts
 MOST_ROWS = 256
 
@@ -50,10 +51,9 @@ def batched(cost: Cost, slots: int, rows: float = 1.0) -> Cost:
     return replace(cost, base=tuple(base.tolist()))
 
 
-def scaled(cost: Cost, height: float) -> Cost:
-    """With all seconds so many times as long."""
-    base, others = tuple(height * seconds for seconds in cost.base), (cost.attended_s, cost.prefill_s)
-    return Cost(base=base, attended_s=height * others[0], prefill_s=height * others[1])
+def longer(cost: Cost, seconds: float) -> Cost:
+    """With so many seconds more for each pass; at least a tenth of what it has is left."""
+    return replace(cost, base=tuple(max(0.1 * one, one + seconds) for one in cost.base))
 
 
 def answers(folder: RunFolder, siblings: int) -> Stream:
@@ -85,11 +85,26 @@ def calibrated(setup: Setup, stream: Stream, spans: Sequence[Span]) -> Setup:
         train_token_s=training / tokens,
         between_s=statistics.fmean(_between([s for s in spans if pool_of(s.worker) == "trainer"])),
         publish_s=statistics.fmean(publish) if publish else 0.0,
+        grade_s=statistics.fmean(_quiet(spans)),
     )
+    cost, more = setup.cost, 0.0
     for _ in range(FITS):
-        height = sampling / tokens / simulate(setup, stream).token_s
-        setup = replace(setup, cost=scaled(setup.cost, height))
+        found = simulate(setup, stream)
+        more += (sampling / tokens - found.token_s) * found.batch_mean
+        setup = replace(setup, cost=longer(cost, more))
     return setup
+
+
+def _quiet(spans: Sequence[Span]) -> Iterator[float]:
+    """Seconds of each wait of the trainer in which no sampler works: verdicts, and what is on its way."""
+    work = [s for s in spans if pool_of(s.worker) == "samplers"]
+    for wait in (s for s in spans if s.worker == "trainer" and s.kind is Kind.WAIT):
+        inside = [(max(s.start, wait.start), min(s.stop, wait.stop)) for s in work]
+        covered = until = 0.0
+        for start, stop in sorted(pair for pair in inside if pair[0] < pair[1]):
+            covered += max(0.0, stop - max(start, until))
+            until = max(until, stop)
+        yield wait.seconds - covered
 
 
 def _between(trainer: Sequence[Span]) -> Iterator[float]:

@@ -84,8 +84,9 @@ class PlainSampler(Sampler):
 class PlainQueue:
     """What waits, as the pool places it."""
 
-    def __init__(self, policy: Policy, answers: Answers, samplers: Sequence[Sampler]) -> None:
+    def __init__(self, policy: Policy, answers: Answers, samplers: Sequence[Sampler], ahead: int) -> None:
         self._place, self._answers, self._samplers = placement(policy), answers, samplers
+        self._ahead = ahead
         self._waiting: list[int] = []
         self._dealt: list[list[int]] = [[] for _ in samplers]
 
@@ -121,7 +122,8 @@ class PlainQueue:
         assert isinstance(sampler, PlainSampler)
         had = sampler.got | dict.fromkeys([*sampler.coming, *self._dealt[sampler.id]], 0)
         jobs = tuple(self._job(answer, got) for answer, got in had.items())
-        return Worker(id=sampler.id, slots=sampler.cost.slots, jobs=jobs, pass_s=sampler.cost.pass_s)
+        slots = self._ahead * sampler.cost.slots
+        return Worker(id=sampler.id, slots=slots, jobs=jobs, pass_s=sampler.cost.pass_s)
 
     def _job(self, answer: int, generated: int) -> Job:
         one, group = self._answers, answer // self._answers.size

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lab.simulate import ARMS, DATA, RECORDED, Arm, Simulate, bound_s, work_s, world
 from lab.simulator.events import Gate, Mode, Setup, simulate
 from lab.simulator.policies import Policy
-from lab.simulator.recorded import batched, calibrated
+from lab.simulator.recorded import batched, calibrated, longer
 from lab.simulator.sampler import Cost
 from lab.simulator.traces import Stream, Trace, log_normal, read_cost, stability
 from lab.tests.plain_simulator import PlainGate, simulate_plain
@@ -54,6 +54,7 @@ def worlds(draw: st.DrawFn) -> tuple[Setup, Stream]:
         mode=mode,
         policy=draw(st.sampled_from(Policy)),
         oracle=draw(st.booleans()),
+        ahead=draw(st.integers(1, 2)),
         train_s=float(rng.uniform(0, 30)),
         train_token_s=float(rng.uniform(0, 0.1)),
         publish_s=float(rng.uniform(0, 2)),
@@ -61,6 +62,7 @@ def worlds(draw: st.DrawFn) -> tuple[Setup, Stream]:
         graders=draw(st.integers(0, 2)),
         between_s=float(rng.uniform(0, 2)),
         cores=draw(st.integers(0, 3)),
+        weight=float(rng.uniform(0.2, 1)),
         warmup=0,
     )
     lengths = np.ceil(rng.lognormal(2.0, 0.9, (steps * prompts, draw(st.integers(1, 4))))).astype(int)
@@ -121,24 +123,47 @@ def test_work_that_shares_cores_takes_longer_and_nothing_else_changes() -> None:
     assert (apart.step_s, shared.step_s) == (3.0, 5.0)
     assert apart.trained == shared.trained
     assert simulate(replace(setup, cores=2), lengths) == apart
+    light = simulate(replace(setup, cores=1, weight=1 / 3), lengths)
+    assert (
+        light.step_s == pytest.approx(5.0) and light.trained == shared.trained
+    )  # the same work on the same core
 
 
-def test_a_cost_table_of_the_right_shape_gets_the_height_of_a_run() -> None:
-    """A run by hand: both samplers work as long as the true table says, a token is trained in 0.5 s, and 2 s
-    lie between two steps in which the trainer neither works nor waits."""
+def test_a_trainer_of_more_weight_is_slowed_less_than_the_samplers_beside_it() -> None:
+    """Two samplers on two cores, steps of 3 s of sampling and 2 s of training, one step ahead.
+
+    The trainer has 3/4 of a core, so that 2 s take it 8/3; the samplers, who have 5/8 of one each, have 5/3
+    of 3 s behind them then, and 4/3 s to go alone: 4 s a step. With equal weights it has half: 4 s, in which
+    the samplers at 3/4 come to the end of their 3 s as well."""
+    setup = Setup(
+        workers=2, cost=Cost(base=(0.0, 1.0)), prompts=2, steps=6, staleness=1, train_s=2.0, warmup=2, cores=2
+    )
+    lengths = stream(np.full((12, 1), 3))
+    found = simulate(replace(setup, weight=1 / 3), lengths)
+    equal = simulate(setup, lengths)
+    assert (found.step_s, equal.step_s) == (pytest.approx(4.0), pytest.approx(4.0))
+    assert (found.trainer_idle_share, equal.trainer_idle_share) == (pytest.approx(0.4), pytest.approx(0.0))
+
+
+def test_passes_of_a_cost_table_get_what_a_run_adds_to_them() -> None:
+    """A run by hand: both samplers work as long as the true table says, a token is trained in 0.5 s, 2 s
+    lie between two steps in which the trainer neither works nor waits, and it waits 20 s for each step, the
+    first time 15 s of them for samplers."""
     lengths = stream(np.array([[3, 9], [5, 2], [4, 4], [8, 1]]))
     right = Cost(base=(0.0, 1.0, 1.5, 2.0), attended_s=0.01, prefill_s=0.1)
-    wrong = Cost(base=(0.0, 3.0, 4.5, 6.0), attended_s=0.03, prefill_s=0.3)
-    setup = Setup(workers=2, cost=wrong, prompts=2, steps=2, mode=Mode.LOCKSTEP, warmup=0)
+    setup = Setup(workers=2, cost=longer(right, -0.4), prompts=2, steps=2, mode=Mode.LOCKSTEP, warmup=0)
     busy = simulate(replace(setup, cost=right), lengths).token_s * lengths.lengths.sum()
-    spans = [Span(worker="sampler-0", kind=Kind.DECODE, start=0.0, stop=busy)]
+    spans = [
+        Span(worker="sampler-0", kind=Kind.DECODE, start=25.0 - busy, stop=25.0),
+        Span(worker="sampler-1", kind=Kind.START, start=0.0, stop=12.0),
+    ]
     for step, start in ((1, 30.0), (2, 60.0)):
         spans.append(Span(worker="trainer", kind=Kind.WAIT, start=start - 20, stop=start, step=step))
         spans.append(Span(worker="trainer", kind=Kind.TRAIN, start=start, stop=start + 8, step=step))
     found = calibrated(setup, lengths, spans)
-    assert found.cost.base == pytest.approx(right.base)
-    assert found.cost.prefill_s == pytest.approx(right.prefill_s)
+    assert busy > 15 and found.cost.base[1:] == pytest.approx(right.base[1:])
     assert (found.train_token_s, found.between_s) == (16 / lengths.lengths.sum(), 2.0)
+    assert found.grade_s == pytest.approx((5 + 20) / 2)
 
 
 def test_rows_of_drafts_cost_what_so_many_rows_cost() -> None:

@@ -165,7 +165,7 @@ def course(folder: Path, name: str) -> list[tuple[Mapping[str, float], np.ndarra
 
 def line(one: Job, control: str) -> dict[str, Any] | None:
     """A finished run as plain numbers: what tables are made of. None where it has not ended."""
-    points, rollout = course(one.folder, MAIN_SET), one.recipe.rollout
+    points = course(one.folder, MAIN_SET)
     if not done(one):
         return None
     folder = RunFolder(one.folder)
@@ -173,6 +173,8 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
     left = kept(rows)
     steps = [row for row in folder.ledger.rows() if row["event"] == "step"]
     first = next(row for row in folder.eval.rows() if row["set"] == MAIN_SET)
+    at = [row["step"] for row in rows]
+    episodes = np.cumsum([row.get("rollout/trajectories", 0.0) for row in rows])
     parts = {name: sum(row["flops"][name] for row in steps) for name in ("sample", "train", "measure")}
     return {
         "arm": one.arm,
@@ -180,7 +182,7 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
         "lr": one.recipe.trainer.lr,
         "control": control,
         "compute": [spent["flops"] for spent, _ in points],
-        "played": [spent["steps"] * rollout.prompts_per_step * rollout.group_size for spent, _ in points],
+        "played": np.interp([spent["steps"] for spent, _ in points], [0, *at], [0.0, *episodes]).tolist(),
         "each": [right.tolist() for _, right in points],
         "others": {
             name: [right.tolist() for _, right in course(one.folder, name)]
@@ -193,7 +195,7 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
         "truncated": mean(rows, "completions/clipped_ratio"),
         "flops": parts,
         "seconds": sum(row["seconds"] for row in steps),
-        "interactions": sum(int(row.get("rollout/trajectories", 0)) for row in rows),
+        "interactions": int(episodes[-1]),
         "steps": len(steps),
     }
 

@@ -130,7 +130,7 @@ def points(lines: Sequence[Line], along: str = "compute") -> list[tuple[float, f
 
 
 def charts(lines: Sequence[Line]) -> list[Chart]:
-    """Courses of all arms over compute and interactions, and the fronts: what nobody beats with as much."""
+    """Courses of all arms over compute and interactions, and the fronts: what no arm beats with as much."""
     return [
         _courses("Score over compute", points(lines), "# FLOP"),
         _courses("Score over interactions", points(lines, "played"), "# episodes"),

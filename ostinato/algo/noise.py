@@ -26,7 +26,7 @@ def key(seed: Iterable[SupportsIndex]) -> int:
 
     Raises ValueError for a part outside signed 64 bits, since it would share its key with another one.
     """
-    parts = [index(part) for part in seed]  # a float would be a seed of somebody else's rounding
+    parts = [index(part) for part in seed]  # a float would make the seed depend on rounding
     state = _mix(len(parts) + _GOLDEN)
     for part in parts:
         if not -(1 << 63) <= part < 1 << 63:

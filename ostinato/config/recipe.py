@@ -74,6 +74,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
+        if self.trainer.drift and self.trainer.minibatches == 1 and not self.pipeline.staleness:
+            raise ValueError(
+                f"trainer.drift is {self.trainer.drift:g} with trainer.minibatches 1 and pipeline.staleness "
+                "0, so there is nothing to limit; raise one of them, or set drift to 0"
+            )
         if self.trainer.minibatches > (prompts := self.rollout.prompts_per_step):
             raise ValueError(
                 f"trainer.minibatches is {self.trainer.minibatches} with rollout.prompts_per_step {prompts}, "

@@ -284,13 +284,16 @@ class CurriculumSection(Section):
     for ever. What was never sampled has no rate, and is taken.
 
     The rate is a mean over the answers of one prompt, each group counting half as much as the next one of it;
-    or, by task, over those of all its prompts (a factor of 0.95 for each group).
+    or, by task, over those of all its prompts (a factor of 0.95 for each group). With ``sizes`` a group has
+    answers in proportion to the expected deviation of its rewards, ``rollout.group_size`` of them on average
+    and twice as many at most (docs/switches.md).
     """
 
     by: Literal["off", "prompt", "task"] = "off"
     low: Share = 0.2
     high: Share = 0.8
     revisit: Annotated[float, Field(ge=0.001, le=1)] = 0.1  # of the places of what is passed over
+    sizes: bool = False  # groups of different sizes
 
     @model_validator(mode="after")
     def _check(self) -> CurriculumSection:
@@ -298,6 +301,11 @@ class CurriculumSection(Section):
             raise ValueError(
                 f"curriculum.low is {self.low:g} and curriculum.high {self.high:g}, so no rate lies between "
                 "them; use low <= high"
+            )
+        if self.sizes and self.by == "off":
+            raise ValueError(
+                'curriculum.sizes is true with curriculum.by "off", which measures no rates; set by to '
+                '"prompt"'
             )
         return self
 
@@ -382,7 +390,12 @@ class AlgoSection(Section):
 
 
 class TrainerSection(Section):
-    """AdamW and its schedule; ``steps`` are rollout batches, each of ``minibatches`` optimizer steps."""
+    """AdamW and its schedule; ``steps`` are rollout batches, each of ``minibatches`` optimizer steps.
+
+    With ``drift`` these are the most, and so is ``pipeline.staleness``: a step has as much of both as keeps
+    its oldest tokens under so many nats of KL from the policy that sampled them, by forecast
+    (docs/switches.md).
+    """
 
     steps: Positive = 100
     budget: Count | str = 0  # of training compute, as eval.every; the step that spends it is the last
@@ -395,6 +408,7 @@ class TrainerSection(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0  # inf: off
     minibatches: Positive = 1
+    drift: Annotated[float, Field(ge=0)] = 0.0  # nats a token; 0: off
     tokens_per_microbatch: Positive = 4096
     replay: bool | Literal["shuffled"] = True  # the sampler's experts; "shuffled": a control
     replay_threshold: Share = 0.9  # ids that a sequence's routes must share with the trainer's; 0: no gate

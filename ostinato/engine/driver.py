@@ -1,4 +1,4 @@
-"""Steps an engine in the event loop of those who wait for its results."""
+"""Steps an engine in the event loop of its callers."""
 
 from __future__ import annotations
 

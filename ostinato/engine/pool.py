@@ -1,7 +1,7 @@
 """Many samplers as one engine: placement, supervision, replacement, and proof of what they serve.
 
     generate -> OpenCalls (which worker gets what) -> Worker (one life; Fleet: all) -> its sampler -> answers
-    publish  -> Publications (what is sent, and who has proved it) -> every Worker
+    publish  -> Publications (what is sent, and which workers have proved it) -> every Worker
 
 A call is a request with its seed, so every worker gives the same tokens, but for the policy in flight.
 Every worker has at most ``slots`` calls; the others wait here, where placement can still choose. One that
@@ -119,10 +119,10 @@ def unknown(request: Request) -> float:
 class EnginePool:
     """Implements ``protocols.Engine`` with ``count`` samplers; ``spawn(i)`` makes the i-th, again and again.
 
-    place: who samples what (``rollout.schedule``); expect: tokens of an answer, 0 if unknown; slots: calls
-    that a worker has at once; publication: a policy as it is sent. Seconds: silence_s without a reply or
-    without progress, and a worker is lost; start_s for one to come up (then ``spawn`` is cancelled, and has
-    to leave nothing behind, as where it raises). ``generate`` raises WorkerLost when no worker serves and
+    place: which worker samples what (``rollout.schedule``); expect: tokens of an answer, 0 if unknown; slots:
+    calls that a worker has at once; publication: a policy as it is sent. Seconds: silence_s without a reply
+    or without progress, and a worker is lost; start_s for one to come up (then ``spawn`` is cancelled, and
+    has to leave nothing behind, as where it raises). ``generate`` raises WorkerLost when no worker serves and
     each was lost more than ``max_restarts`` times in a row without an answer, after more than
     ``max_quarantined`` prompts, and as soon as the loss of a worker is final (the cluster is gone).
     Names of workers: "sampler-0" and so on.

@@ -26,7 +26,7 @@ HOMES = 10_000  # conversations whose worker is remembered
 
 
 class OpenCalls:
-    """``placement`` says who samples what, ``serving`` gives the workers that it can choose from; workers
+    """``placement`` says which worker samples what, ``serving`` gives those that it can choose from; workers
     that are lost within ``window_s`` of each other may have a cause in common. ``counters`` are added to."""
 
     def __init__(

@@ -96,7 +96,7 @@ async def bounded(awaited: Awaitable[T], seconds: float, what: str) -> T:
     waited for, since it may not listen.
 
     Time is counted in slices: where the event loop itself was held up for long (by a training step), what has
-    arrived meanwhile is looked at before anybody is called silent.
+    arrived meanwhile is looked at before a worker is called silent.
     """
     task = asyncio.ensure_future(awaited)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged as not seen

@@ -27,7 +27,7 @@ TRIALS = 0.005  # of the time: what may be lost on looking whether drafts would 
 LONGEST_NAP = 1000  # passes
 INTRODUCTION_S = 15e-6  # that a drafter takes to open a request, about
 LEAST_FIXED = 0.2  # share of a pass beside its rows; below, drafts that are all right could not gain much
-LAST = 1.5  # tokens: who is so far behind the last one shares its weight
+LAST = 1.5  # tokens: a sequence so far behind the last one shares its weight
 STRICT = 0.5  # the same where the account is made up: many who are last together must all get on
 
 
@@ -64,7 +64,7 @@ class Speculation:
 
     def propose(self, chosen: np.ndarray, counts: np.ndarray, waiting: int) -> Drafts:
         """Drafts for a pass of ``counts`` rows of known text of the ``chosen`` slots, aligned with them;
-        ``waiting`` others have no slot yet. Nothing is drafted for who has a constraint."""
+        ``waiting`` others have no slot yet. Nothing is drafted for one with a constraint."""
         self.awake, self.spent = False, 0.0
         if self._nap:
             self._nap -= 1

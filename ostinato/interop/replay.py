@@ -1,4 +1,4 @@
-"""Rollout routing replay (R3, arXiv 2510.11370) for anybody's mixture of experts in ``transformers`` v5.
+"""Rollout routing replay (R3, arXiv 2510.11370) for mixtures of experts in ``transformers`` v5.
 
     replay = attach_replay(model)                       # finds every router, or raises UnsupportedRouter
     with replay.using(Routes.padded(routes, mask)):     # the experts of the rollout, for forward and backward

@@ -194,7 +194,7 @@ def pools(recipe: Recipe) -> dict[str, int]:
 
 
 def pool_metrics(pool: EnginePool) -> dict[str, float]:
-    """For a row of metrics: who is there, and what was published since the last one."""
+    """For a row of metrics: which workers are there, and what was published since the last one."""
     published = pool.take_publications()
     sent = {
         "publish/count": float(len(published)),

@@ -2,7 +2,7 @@
 
 forgetting.source           rows of that source, judged by their ``answer`` where they have one
 a task of arithmetic        the families that it leaves out; where it has all, longer operands and chains
-another task                short arithmetic, and plain questions whose answers nobody judges
+another task                short arithmetic, and plain questions whose answers have no verdict
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from ostinato.model.lora import Adapters
 from ostinato.observe.ledger import Ledger, Life, SteadyClock, Terms
 from ostinato.pipeline.curriculum import Curriculum
 from ostinato.pipeline.draft_metrics import Drafting
+from ostinato.pipeline.drift import Drift
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.observer import Observer
@@ -83,6 +84,7 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         answer_tokens=answer_tokens * max(task.max_turns for task in recipe.task.by_name.values()),
         tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
         minibatches=recipe.trainer.minibatches,
+        drift=new_drift(recipe),
         staleness=recipe.pipeline.staleness,
         overlap=recipe.pipeline.overlap,
         watch_s=recipe.pipeline.watch_s,
@@ -104,6 +106,15 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
 def new_budget(recipe: Recipe) -> Every:
     """What the run may spend until it stops, for good or for now."""
     return Every.parse(recipe.trainer.budget, "trainer.budget").part(recipe.trainer.until)
+
+
+def new_drift(recipe: Recipe) -> Drift | None:
+    """Overlap keeps a step of staleness, without which nothing overlaps."""
+    staleness, most = recipe.pipeline.staleness, recipe.trainer.minibatches
+    if not recipe.trainer.drift:
+        return None
+    least = min(staleness, int(recipe.pipeline.overlap))
+    return Drift(limit=recipe.trainer.drift, staleness=staleness, minibatches=most, least=least)
 
 
 def new_curriculum(recipe: Recipe) -> Curriculum | None:

@@ -26,7 +26,7 @@ SWEEPS = 16  # of subspace iteration: Q need not be exact, only the same again
 
 
 class TiedAdapters(Adapters):
-    """``numbers`` [N] are trained; ``tensors`` are computed from them, ordinary factors to whoever looks.
+    """``numbers`` [N] are trained; ``tensors`` are computed from them, ordinary factors to their readers.
 
     frozen: (A, W Q) by logical name; mixes: [maps, r * r, r, r], the P of each map.
     """

@@ -1,4 +1,4 @@
-"""The feed: who is admitted, who is trained on, and whom the trainer waits for.
+"""The buffer of rollouts: which groups are admitted, which are trained on, which the trainer waits for.
 
 Groups of prompts are admitted while those that are on their way (playing, being graded, waiting or being
 trained on) are fewer than (k + 1) N, for a staleness of k and N prompts in a step; so they come in rounds of
@@ -37,7 +37,7 @@ MOST_NAMED = 5  # groups, in a sentence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """By place in the stream: whom a step trains on, in the order of the stream; whom it has to wait for, and
+    """By place in the stream: what a step trains on, in the order of the stream; what it has to wait for, and
     then the batch is empty. Both are empty when no group is on the way."""
 
     batch: tuple[int, ...] = ()
@@ -53,11 +53,13 @@ class AdmissionRule:
     steps: int
     overlap: bool = False
 
-    def room(self, held: Sequence[Admission], finished: int) -> int:
-        """How many groups may be admitted after ``finished`` steps, while ``held`` are on their way."""
+    def room(self, held: Sequence[Admission], finished: int, staleness: int | None = None) -> int:
+        """How many groups may be admitted after ``finished`` steps, while ``held`` are on their way, for a
+        ``staleness`` of at most that."""
+        ahead = self.staleness if staleness is None else staleness
         if not self.overlap and not all(one.ended for one in held):
             return 0  # a round is played when the one before it has ended
-        room = min(self.staleness + 1, self.steps - finished) * self.prompts - len(held)
+        room = min(ahead + 1, self.steps - finished) * self.prompts - len(held)
         return max(0, room if self.overlap else min(room, self.prompts))
 
     def round(self, outstanding: int, finished: int) -> int:
@@ -94,7 +96,7 @@ class AdmissionRule:
         """Whom no step would reach in time, one step after the other: where a recipe was changed in
         between."""
         late: list[Admission] = []
-        before = 0  # in overlap who is late is played anew behind the others, in lockstep in front of them
+        before = 0  # in overlap a late one is played anew behind the others, in lockstep in front of them
         for one in sorted(held, key=lambda one: (one.step if self.overlap else 0, one.place)):
             if is_late := self.deadline(one) < finished + before // self.prompts:
                 late.append(one)
@@ -134,8 +136,8 @@ class TrainBatch:
 @dataclass(kw_only=True)
 class RolloutBuffer:
     """Admits groups, and hands out batches of them. ``cursor`` is the place of the stream that comes next,
-    which ``retired`` have left; ``leaving`` says who leaves by the groups that have ended (None: no prompt
-    ever does). ``on_progress`` is called whenever a group gets on."""
+    which ``retired`` have left; ``leaving`` names those that leave by the groups that have ended (None: no
+    prompt ever does). ``on_progress`` is called whenever a group gets on."""
 
     rule: AdmissionRule
     rounds: Rounds
@@ -143,20 +145,21 @@ class RolloutBuffer:
     retired: Sequence[str]
     rates: Rates  # that the curriculum of ``rounds`` goes by
     leaving: Callable[[Sequence[Group], Sequence[str]], Sequence[str]] | None = None
+    staleness: int | None = None  # of what is admitted now; None: as ``rule`` has it
     on_progress: Callable[[], None] = lambda: None
     _held: dict[int, _Held] = field(default_factory=dict)  # by place; without those that are trained on
     _training: Sequence[Admission] = ()
     _lost: list[Admission] = field(default_factory=list)  # on their way once, to be played anew
     _fresh: dict[int, RolloutResult] = field(default_factory=dict)  # by place
     _unjudged: dict[int, RolloutResult] = field(default_factory=dict)  # may still make their prompts leave
-    _news: asyncio.Event = field(default_factory=asyncio.Event)  # somebody has ended
+    _news: asyncio.Event = field(default_factory=asyncio.Event)  # a group has ended
     _num_admitted: int = 0
     _num_anew: int = 0
     _choices: Counter[str] = field(default_factory=Counter)
 
     def recall(self, ahead: Sequence[Admission], finished: int, version: int) -> list[Admission]:
         """Take up what an earlier process had on its way, as far as the spool has it. The others, which are
-        returned, are played anew, by the policy of then; and so is who would be too old by now."""
+        returned, are played anew, by the policy of then; and so is what would be too old by now."""
         late = self.rule.too_old(ahead, finished)
         for one in ahead:
             now = time.perf_counter()
@@ -208,7 +211,7 @@ class RolloutBuffer:
 
     def admit(self, finished: int, version: int) -> None:
         """As many as there is room for."""
-        while room := self.rule.room([*self._training, *self._admissions()], finished):
+        while room := self.rule.room([*self._training, *self._admissions()], finished, self.staleness):
             self._judge()
             new = self._again(room, finished, version) or self._next(room, finished, version)
             if not new:
@@ -246,7 +249,7 @@ class RolloutBuffer:
         now, uid = time.perf_counter(), self.rounds.uid
         named = [f"{uid(one.admission)} ({one.stage} for {now - one.since:.0f} s)" for one in running]
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-        return ", ".join(named[:MOST_NAMED]) + more or "nobody"
+        return ", ".join(named[:MOST_NAMED]) + more or "nothing"
 
     # ---- inside
 
@@ -261,7 +264,7 @@ class RolloutBuffer:
         return [one.task for one in self._held.values() if one.task is not None]
 
     def _hear(self) -> None:
-        """Take in who has ended."""
+        """Take in what has ended."""
         self._news.clear()
         for place, one in self._held.items():
             if one.task is not None and one.task.done() and not _broken(one.task):
@@ -303,7 +306,13 @@ class RolloutBuffer:
         """Admissions of these places."""
         first = len(self._held) + len(self._training) + len(self._lost)
         return [
-            Admission(self.rule.round(first + i, finished), place, finished, version)
+            Admission(
+                self.rule.round(first + i, finished),
+                place,
+                finished,
+                version,
+                size=self.rounds.size(place, self.rates),
+            )
             for i, place in enumerate(places)
         ]
 

@@ -1,7 +1,7 @@
 """The forgetting watch: does a policy lose what it could do and is not trained on?
 
 Before training the policy answers questions that are not the task's (``launch.forgetting``), greedily.
-Its right answers are kept, and those that nobody judges. While it trains, a look scores some of them anew, by
+Its right answers are kept, and those without a verdict. While it trains, a look scores some of them anew, by
 one forward. Of an answer y, with rho = p(y) / p_start(y),
 
     lost    1 - min(rho, 1): the share of its probability that is gone. What other answers gain makes up for
@@ -9,7 +9,7 @@ one forward. Of an answer y, with rho = p(y) / p_start(y),
     kept    the mean of min(rho, 1)
     bets    (``observe.bets``) that the mean of what is lost is above ``tolerance``
 
-Of an answer that nobody judges rho is per token: its T-th root. Rows are looked at in turn, once in a pass.
+Of an answer without a verdict rho is per token: its T-th root. Rows are looked at in turn, once in a pass.
 The training does not use them, so whatever the policy has become they are fresh draws, and a pass is a
 fair game: pass j raises a false alarm with a probability of at most ALPHA / (j (j + 1)), all together ALPHA.
 

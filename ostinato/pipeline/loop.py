@@ -10,8 +10,8 @@ Randomness is addressed by (seed, round, index of the prompt in the stream, samp
 back from the spool. The loop prints nothing: it logs, and calls its ``Observer``.
 
 With ``Plan.overlap`` a step trains in a thread while groups play on, and what it learned is published while
-they do: PipelineRL (arXiv 2509.19128, algorithm 2). The feed says who is admitted and who is trained on. A
-group that was admitted is trained on once, dropped by a rule that is counted, or on its way: also after a
+they do: PipelineRL (arXiv 2509.19128, algorithm 2). The buffer says what is admitted and trained on. A group
+that was admitted is trained on once, dropped by a rule that is counted, or on its way: also after a
 kill, and asserted in every step.
 """
 
@@ -252,7 +252,8 @@ class Loop:
             return self._learn(groups, clock)
 
     def _learn(self, groups: Sequence[Group], clock: Clock) -> Learned:
-        prepared = prepare(groups, self.plan, self.algorithm, clock, self.state.version)
+        plan = self.plan.at(self.state.drift)
+        prepared = prepare(groups, plan, self.algorithm, clock, self.state.version)
         if prepared.batch is None:
             return prepared
         check_ages(prepared.batch, self.state.step + 1, self.plan.staleness)
@@ -284,6 +285,7 @@ class Loop:
             cursor=self._feed.cursor,
             retired=self._feed.retired,
             rates=self._feed.rates,
+            drift=self.plan.drift.after(before.drift, row) if self.plan.drift else (),
             empty_in_a_row=0 if learned.credit.samples else before.empty_in_a_row + 1,
             ahead=self._feed.ahead,
             admitted=before.admitted + due.num_admitted,
@@ -293,6 +295,8 @@ class Loop:
         )
         self._between_steps = False
         row |= self.state.left(before, len(self.tasks)) if self.plan.solved_for_good else {}
+        self._feed.staleness = self.plan.at(self.state.drift).staleness
+        row |= self.plan.drift.figures(self.state.drift) if self.plan.drift else {}
         row |= self.state.accounted()
         if due.num_anew:
             row["groups/played_anew"] = float(due.num_anew)

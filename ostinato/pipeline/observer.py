@@ -1,4 +1,4 @@
-"""The two seams of the loop beside engine and trainer: who gets its rows, and who works for it."""
+"""The two seams of the loop beside engine and trainer: what gets its rows, and its workers elsewhere."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ def new_buffer(
         cursor=state.cursor,
         retired=state.retired,
         rates=state.rates,
+        staleness=plan.at(state.drift).staleness,
         leaving=leaving if plan.solved_for_good else None,
         on_progress=on_progress,
     )
@@ -58,8 +59,8 @@ def new_buffer(
 
 def recall(buffer: RolloutBuffer, state: LoopState, spool: Spool) -> str:
     """Take up what an earlier process had on its way. What the spool does not have is played anew, by the
-    policy of now, in its place; who had left by what is lost does not return. Returns a sentence where that
-    changes the run, else ""."""
+    policy of now, in its place; a prompt that had left by what is lost does not return. Returns a sentence
+    where that changes the run, else ""."""
     lost = [one.version for one in buffer.recall(state.ahead, state.step, state.version)]
     if not (gone := sorted({version for version in lost if version != state.version})):
         return ""

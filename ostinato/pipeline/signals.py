@@ -6,7 +6,7 @@ SIGTERM       as the first Ctrl-C, and what is on its way may end too; what is n
               seconds is abandoned, but for an optimizer step
 SIGHUP        as SIGTERM: the terminal is gone, or the reader of the output; nothing where it is ignored
 
-A wait that nothing ends is ended by a ``Watchdog``, which says who waits for whom.
+A wait that nothing ends is ended by a ``Watchdog``, which says what waits for what.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class StopSignals:
 
 class Watchdog:
     """Ends a wait without progress. ``amount`` is something that grows while there is any (tokens sampled);
-    what else gets on calls ``on_progress``. ``waiting`` says who waits for whom.
+    what else gets on calls ``on_progress``. ``waiting`` says what waits for what.
 
     Idle time is counted in slices of the event loop: while something keeps it from running, no worker can get
     on, and none is late."""

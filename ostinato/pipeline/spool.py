@@ -41,7 +41,7 @@ class Spool:
     def __init__(self, path: Path, ledger: Ledger, step: int = 0) -> None:
         self.path, self._log, self._ledger = path, JsonlZst(path), ledger
         self._found: dict[str, dict[str, Any]] = {}
-        for row in self._log.rows():  # a later row of an address says who pays instead
+        for row in self._log.rows():  # a later row of an address says which process pays instead
             if row["step"] > step:
                 self._found[row["address"]] = {**self._found.get(row["address"], {}), **row}
 

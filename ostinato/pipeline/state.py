@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from signal import Signals
@@ -13,6 +13,7 @@ from ostinato.every import NEVER, Every
 from ostinato.failure import NamedFailure
 from ostinato.model.flops import FlopModel
 from ostinato.pipeline.curriculum import Curriculum, Rates
+from ostinato.pipeline.drift import Drift, Measured
 from ostinato.pipeline.rounds import Admission
 from ostinato.pipeline.signals import ENDERS
 from ostinato.rollout.pilot import Pilot
@@ -56,6 +57,7 @@ class Plan:
     tokens_per_microbatch: int
     budget: Every = NEVER  # of training compute: the step that spends it is the last
     minibatches: int = 1  # optimizer steps per batch, as long as there are as many groups
+    drift: Drift | None = None  # fewer of them, and less staleness, by forecast; None: always as many
     staleness: int = 0  # most steps between the policy that samples a token and the one that trains on it
     overlap: bool = False  # rollouts go on while the trainer learns, and take up its weights in flight
     seed: int = 0
@@ -70,8 +72,15 @@ class Plan:
     stop_on_collapse: bool = False  # end after the step in which the stability watch first reports one
     stop_on_forgetting: bool = False  # the same of the forgetting watch
     grace_s: float = 20.0  # for a step, and what is on its way, to end after SIGTERM
-    watch_s: float = 600.0  # without any progress, before the run ends and says who waits for whom
+    watch_s: float = 600.0  # without any progress, before the run ends and says what waits for what
     flops: FlopModel | None = None  # None: unknown, no FLOPs are reported
+
+    def at(self, measured: Measured) -> Plan:
+        """With the staleness and the minibatches of the next step, where a forecast limits them."""
+        if self.drift is None:
+            return self
+        staleness, minibatches = self.drift.chosen(measured)
+        return replace(self, staleness=staleness, minibatches=minibatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +96,7 @@ class LoopState:
     empty_in_a_row: int = 0
     retired: Sequence[str] = ()  # uids of prompts that have left the stream for good, as they left
     rates: Rates = field(default_factory=dict)  # measured ones, of prompts or tasks, for a curriculum
+    drift: Measured = ()  # what a forecast of it goes by
     ahead: Sequence[Admission] = ()  # on their way; those that had ended are in the spool
     admitted: int = 0
     trained: int = 0  # part of a batch, and not dropped there by a rule
@@ -94,13 +104,15 @@ class LoopState:
     totals: Mapping[str, float] = field(default_factory=dict)  # sums over the whole run
 
     def __post_init__(self) -> None:
-        if any(len(one) != len(Admission._fields) or isinstance(one, Mapping) for one in self.ahead):
+        most = len(Admission._fields)
+        if any(isinstance(one, Mapping) or not most - 1 <= len(one) <= most for one in self.ahead):
             raise ValueError(
                 "the checkpoint is of a version of ostinato that this one does not read: it names rounds "
                 "that were played ahead, and not their groups; resume with that version, or begin a new run"
             )
         object.__setattr__(self, "ahead", tuple(Admission(*one) for one in self.ahead))  # lists in JSON
         object.__setattr__(self, "retired", tuple(self.retired))
+        object.__setattr__(self, "drift", tuple(self.drift))
         object.__setattr__(self, "rates", {name: tuple(pair) for name, pair in self.rates.items()})
 
     def to_json(self) -> dict[str, Any]:

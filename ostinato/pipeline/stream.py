@@ -1,4 +1,4 @@
-"""The stream of prompts: which places of it a step takes, and who has left it for good.
+"""The stream of prompts: which places of it a step takes, and which prompts have left it for good.
 
 The order is the tasks' own, epoch after epoch, and a place is an index into it. A prompt that the policy
 solves is sampled for nothing: its siblings get equal rewards. ScaleRL's "No-Positive-Resampling" (arXiv

@@ -1,4 +1,4 @@
-"""A client for products: what users do with answers, sent to ``POST /feedback`` without anybody waiting.
+"""A client for products: what users do with answers, sent to ``POST /feedback`` in the background.
 
 Standard library alone. An event keeps its id until the server has it, so sent again it counts once.
 """

@@ -1,6 +1,6 @@
 """Gates of a candidate judge and of a candidate policy: measurements in, a decision with its reasons out.
 
-"Not worse" is shown, not assumed: the lower end of an interval of the paired difference to who is in office
+"Not worse" is shown, not assumed: the lower end of an interval of the paired difference to the one in office
 has to be above minus the margin, so too little data does not pass. Rows of one user are one cluster.
 """
 

@@ -1,13 +1,13 @@
-"""Where and in which order answers are sampled: pure functions from what waits and who works to a plan.
+"""Where and in which order answers are sampled: pure functions from jobs and workers to a plan.
 
-    least-loaded    one queue in the order of the stream; who has the fewest takes the next group
+    least-loaded    one queue in the order of the stream; the worker with the fewest takes the next group
     longest-first   one queue, in each round the longest prediction first; who has the least predicted to do
                     takes the next group
     histopipe       prompts ranked by predicted length and laid along the line of workers, short to long in
                     odd rounds and long to short in even ones, more workers to the long (RhymeRL, 2508.18588)
 
 The last deals everything at once, and the workers queue; the others leave what has no room yet where it can
-still be given to anybody. A round goes before the next one: with a bounded staleness it is due
+still be given to any worker. A round goes before the next one: with a bounded staleness it is due
 earlier. Predictions are of ``history.lengths``; the mean of the known ones stands for one that is inf.
 docs/histopipe.md has what each is worth.
 """
@@ -64,7 +64,7 @@ def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
 
 def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     """Each round that waits along the line of workers (``lanes``), forth and back in turn. What was there
-    before (a later turn, an answer whose worker was lost) goes to who has the least."""
+    before (a later turn, an answer whose worker was lost) goes to the worker with the least."""
     if not workers:
         return ()
     line = sorted(workers, key=lambda worker: worker.id)
@@ -206,7 +206,7 @@ def _fill(
     *,
     count: bool = False,
 ) -> tuple[tuple[int, int], ...]:
-    """(job, worker): who goes home first; then, as long as there is room, the least loaded takes siblings.
+    """(job, worker): first what has a home; then, as long as there is room, the least loaded takes siblings.
 
     It takes of a group that it has, whose prompt is in its cache; else of the first that no worker has, or of
     which a ``piece`` waits; else of any: reading a prompt once more costs less than idling. It takes a piece.

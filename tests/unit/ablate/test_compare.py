@@ -69,9 +69,10 @@ def play(jobs: Sequence[Job], right: Callable[[Job, float, int], int]) -> list[S
             row = {"step": step, "set": "eval", "split": "eval", "k": 2, "pass@k": 0.5, "prompts": "p"}
             row |= {"spent": {"flops": share * BUDGET[0], "steps": float(step)}}
             run.eval.append({**row, "each": [[4, right(one, share, n)] for n in range(20)]})
+            if step:
+                run.metrics.append({"step": step, "forgetting/kept": 0.9, "rollout/trajectories": 256.0})
             for name in one.recipe.eval.downstream:  # the better rate loses there
                 run.eval.append({**row, "set": name, "each": [[4, 2 * (not share)]] * 6})
-        run.metrics.append({"step": 1, "forgetting/kept": 0.9, "rollout/trajectories": 64.0})
         flops = {"sample": 5, "train": 6, "measure": 1}
         run.ledger.append({"event": "step", "seconds": 2.0, "flops": flops}, {"event": "end", "why": "spent"})
     return [State(job=one, what="done") for one in jobs]
