@@ -5,8 +5,9 @@ drafts and lengths to predict. Two samplers have a core each; the trainer, in th
 takes from both what it needs. A round is a seed: all eight ways once, another one first each time, and every
 ratio is of one round. The baseline is synchronous, least-loaded, without drafts.
 
-Beside each way stands what the simulator makes of its answers, with the seconds of a pass, of a trained token
-and of the loop from the baseline's run of the round, and tokens and rows of a pass with drafts from its own.
+Beside each way stands what the simulator makes of its answers. Seconds of a pass, of a trained token and of
+the loop are those of the round's baseline; with overlap, where trainer and samplers slow each other, those of
+the round's run with overlap alone. Tokens and rows of a pass with drafts are of the run itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lab.simulator.recorded import answers, batched, calibrated, longer, pass_co
 from lab.simulator.sampler import Cost
 from lab.whole_runs import allowed_cores, trained
 from ostinato.config import Recipe
-from ostinato.launch.cluster import AHEAD, GIVE_WAY
+from ostinato.launch.cluster import AHEAD
 from ostinato.launch.dtype import resolved
 from ostinato.launch.models import load_decoder
 from ostinato.model.named import model_folder
@@ -50,7 +51,6 @@ WORKS = {
     "smollm2-135m": replace(SMOLLM2, max_tokens=128, distinct=8, slots=4, scored=8),  # passes wait for memory
 }
 RUN_LIMIT_S = 1200.0
-WEIGHT = 1.25**-GIVE_WAY  # of a sampler in Linux's scheduler, if that of the trainer is 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,8 @@ class Cube(Bench):
                     f"trainer.steps={self.steps}",
                 )
                 logs = root / f"{seed}-{''.join(map(str, cell))}"
+                if logs.exists():
+                    raise ValueError(f"{logs} is of another call; name an empty folder for --keep")
                 folder = trained(
                     work.recipe, keys, logs, name, cores=allowed_cores()[:2], limit_s=RUN_LIMIT_S
                 )
@@ -100,7 +102,9 @@ class Cube(Bench):
                 runs.append({"cell": list(cell), "seed": seed} | figures(folder, self.window))
                 say(f"{name}: {runs[-1]['steps_per_s']:.3f} steps/s, reward {runs[-1]['reward']:.3f}")
             for run in runs:
-                here, first = folders[run["seed"], tuple(run["cell"])], folders[run["seed"], CELLS[0]]
+                here, first = (
+                    folders[run["seed"], cell] for cell in (tuple(run["cell"]), plain(run["cell"]))
+                )
                 run["simulated"] = simulated(work, here, first, cost, self.window)
         return {"runs": runs, **compared(runs)}
 
@@ -118,20 +122,25 @@ class Cube(Bench):
         return columns("two cores, two samplers", names, rows)
 
 
+def plain(cell: Sequence[int]) -> tuple[int, ...]:
+    """The way whose seconds a simulation has: least-loaded without drafts, synchronous or with overlap."""
+    return (0, 0, cell[2])
+
+
 def simulated(
     work: Work, folder: RunFolder, baseline: RunFolder, cost: Cost, window: Window
 ) -> dict[str, float]:
-    """Steps per second of the answers of ``folder``, by the seconds of ``baseline``, and the mean tokens of a
-    sequence in a pass. ``cost``: of a pass by its rows."""
+    """Steps per second of the answers of ``folder``, by the seconds of the run ``baseline``, and the mean
+    tokens of a sequence in a pass. ``cost``: of a pass by its rows."""
     recipe, first = Recipe.load(folder.recipe), answers(baseline, work.siblings)
     setup = Setup(
         workers=recipe.cluster.samplers,
         ahead=AHEAD,
-        cores=recipe.cluster.samplers,
         cost=batched(cost, work.slots),
         prompts=work.prompts,
         steps=window.steps,
-        mode=Mode.LOCKSTEP,
+        mode=Mode.PIPELINE if recipe.pipeline.overlap else Mode.LOCKSTEP,
+        staleness=recipe.pipeline.staleness,
         warmup=0,
     )
     setup = calibrated(setup, first, [Span.of(row) for row in baseline.timeline.rows()])
@@ -149,8 +158,6 @@ def simulated(
             train_token_s=setup.train_token_s * per_pass,
         )
         stream = replace(stream, lengths=np.ceil(stream.lengths / per_pass).astype(int))
-    if recipe.pipeline.overlap:
-        setup = replace(setup, mode=Mode.PIPELINE, staleness=recipe.pipeline.staleness, weight=WEIGHT)
     ends = simulate(replace(setup, policy=Policy(recipe.pipeline.placement)), stream).steps_s
     rate = window.measured / (ends[window.steps - window.drain - 1] - ends[window.warm_up - 1])
     return {"steps_per_s": rate, "tokens_per_pass": per_pass}
@@ -167,8 +174,8 @@ def named(cell: Sequence[int]) -> str:
 
 
 def turns(rounds: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    for number, seed in enumerate(rounds):
-        shift = number * 3 % len(CELLS)
+    for seed in rounds:
+        shift = seed * 3 % len(CELLS)
         yield from ((seed, cell) for cell in (*CELLS[shift:], *CELLS[:shift]))
 
 

@@ -9,7 +9,6 @@ tests compare the two. Admission, deadlines and batches are those of ``feed.Rule
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -49,8 +48,6 @@ class Setup:
     grade_s: float = 0.0  # of a group
     graders: int = 0  # 0: nothing waits for one
     between_s: float = 0.0  # of the loop after a step, in which the trainer is idle
-    cores: int = 0  # that samplers, spread evenly, and the trainer share; 0: a core for each
-    weight: float = 1.0  # of a sampler in the scheduler of the operating system, if that of the trainer is 1
     warmup: int = 2  # first steps that no figure counts; the last ``staleness`` ones do not count either
 
     def __post_init__(self) -> None:
@@ -71,7 +68,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Figures of the steps that count. Shares are of work: what waits for a shared core is at it."""
+    """Figures of the steps that count."""
 
     step_s: float
     bubble_share: float  # of the samplers' time: nothing runs, and no weights are loaded
@@ -136,16 +133,14 @@ def simulate(setup: Setup, stream: Stream) -> Outcome:
     return Simulation(setup, stream).run()
 
 
-_SAMPLER, _GRADED = range(2)  # in this order when at the same time, and before the end of a step
+_SAMPLER, _GRADED, _TRAINED = range(3)  # in this order when at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
     """Sums since the beginning."""
 
-    seconds: float = 0.0  # of samplers, if nothing had to share a core
-    trainer_s: float = 0.0  # the same of the trainer
-    clock_s: float = 0.0
+    seconds: float = 0.0
     busy_s: float = 0.0
     paused_s: float = 0.0
     trained_s: float = 0.0
@@ -156,12 +151,7 @@ class _Figures:
 
 
 class Simulation:
-    """The state between two events. The twin has parts of its own, one pass at a time.
-
-    ``now`` is the time of samplers that share no core: where they do, all are slowed alike, so that their
-    order is the same and only the ``clock`` differs. The trainer is slowed by another factor, and ``end`` of
-    its batch moves in the time of the samplers whenever the ratio of the two changes.
-    """
+    """The state between two events. The twin has parts of its own, one pass at a time."""
 
     def __init__(
         self,
@@ -178,8 +168,7 @@ class Simulation:
                 f"{setup.steps * setup.prompts}"
             )
         self.setup, self.stream, self.size = setup, stream, stream.lengths.shape[1]
-        self.now, self.trainer_now, self.clock, self.admitted, self.version = 0.0, 0.0, 0.0, 0, 0
-        self.end, self.ratio = math.inf, 1.0
+        self.now, self.admitted, self.version = 0.0, 0, 0
         self.samplers = [sampler(i, setup.cost) for i in range(setup.workers)]
         self.gate = gate(prompts=setup.prompts, staleness=setup.staleness, steps=setup.steps)
         self.answers = Answers(stream, oracle=setup.oracle)
@@ -201,15 +190,7 @@ class Simulation:
         before = after = _Figures()
         self.admit()
         while self.gate.finished < self.setup.steps:
-            speed, trainer = self.speeds()
-            if speed != self.ratio * trainer:
-                self.end = self.now + (self.end - self.now) * speed / trainer / self.ratio
-                self.ratio = speed / trainer
-            trained = not self.events or self.end < self.events[0][0]
-            time, kind, who, stamp = (self.end, None, 0, 0) if trained else heapq.heappop(self.events)
-            self.clock += (time - self.now) / speed
-            self.trainer_now += (time - self.now) / speed * trainer
-            self.now = time
+            self.now, kind, who, stamp = heapq.heappop(self.events)
             if kind == _SAMPLER:
                 if self.samplers[who].stamp == stamp:
                     self.wake(self.samplers[who])
@@ -225,16 +206,6 @@ class Simulation:
                 self.go_on()
         return self.outcome(before, after)
 
-    def speeds(self) -> tuple[float, float]:
-        """Of samplers and of the trainer, 1 = a core of its own. Where more work than there are cores, the
-        trainer has the part of one core that its weight gives it there, and samplers have the rest."""
-        cores, training = self.setup.cores, bool(self.batch)
-        working = sum(bool(sampler.batch) and not sampler.halted for sampler in self.samplers)
-        if not cores or working + training <= cores:
-            return 1.0, 1.0
-        part = 1 / (1 + self.setup.weight * working / cores) if training else 0.0
-        return (cores - part) / working, part or 1.0
-
     def go_on(self) -> None:
         self.admit()
         if self.batch:
@@ -245,7 +216,7 @@ class Simulation:
             tokens = sum(self.answers.tokens(group) for _, group in self.batch)
             seconds = self.setup.train_s + self.setup.train_token_s * tokens
             self.train_busy += seconds
-            self.end, self.ratio = self.now + self.setup.between_s + seconds, 1.0
+            self.push(self.now + self.setup.between_s + seconds, _TRAINED)
             if self.setup.mode is Mode.PARTIAL:
                 for sampler in self.samplers:
                     sampler.settle(self.now)
@@ -260,8 +231,8 @@ class Simulation:
             self.age_max = max(self.age_max, self.gate.finished - oldest)
         self.trained.append(tuple(sorted(group for _, group in self.batch)))
         self.gate.trained(self.batch)
-        self.batch, self.end, self.version = [], math.inf, self.gate.finished
-        self.ends.append(self.clock)
+        self.batch, self.version = [], self.gate.finished
+        self.ends.append(self.now)
         if self.setup.mode is Mode.ROUNDS:
             self.unpublished = True
         else:
@@ -369,8 +340,6 @@ class Simulation:
             sampler.settle(self.now)
         return _Figures(
             seconds=self.now,
-            trainer_s=self.trainer_now,
-            clock_s=self.clock,
             busy_s=sum(sampler.busy_s for sampler in self.samplers),
             paused_s=self.publish_busy,
             trained_s=self.train_busy,
@@ -384,11 +353,11 @@ class Simulation:
         found = _Figures(*(b - a for a, b in zip(astuple(before), astuple(after), strict=True)))
         whole = found.seconds * self.setup.workers
         return Outcome(
-            step_s=found.clock_s / (self.setup.last - self.setup.warmup),
+            step_s=found.seconds / (self.setup.last - self.setup.warmup),
             bubble_share=max(0.0, 1 - (found.busy_s + found.paused_s) / whole),
             publish_share=found.paused_s / whole,
-            trainer_idle_share=max(0.0, 1 - found.trained_s / found.trainer_s),
-            tokens_per_s=found.tokens / found.clock_s,
+            trainer_idle_share=max(0.0, 1 - found.trained_s / found.seconds),
+            tokens_per_s=found.tokens / found.seconds,
             token_s=found.busy_s / max(1.0, found.tokens),
             batch_mean=found.tokens / max(1.0, found.passes),
             staleness_mean=found.ages / max(1.0, found.trained),

@@ -61,8 +61,6 @@ def worlds(draw: st.DrawFn) -> tuple[Setup, Stream]:
         grade_s=float(rng.uniform(0, 3)),
         graders=draw(st.integers(0, 2)),
         between_s=float(rng.uniform(0, 2)),
-        cores=draw(st.integers(0, 3)),
-        weight=float(rng.uniform(0.2, 1)),
         warmup=0,
     )
     lengths = np.ceil(rng.lognormal(2.0, 0.9, (steps * prompts, draw(st.integers(1, 4))))).astype(int)
@@ -107,42 +105,6 @@ def test_publishing_in_flight_pauses_and_ages_tokens() -> None:
     assert done.steps_s[:2] == (5.0, 16.0)
     assert done.staleness_max == 1
     assert done.staleness_mean == pytest.approx(5 / 14)
-
-
-def test_work_that_shares_cores_takes_longer_and_nothing_else_changes() -> None:
-    """One sampler and the trainer: of each step of 3 + 2 s, one step ahead, 2 s are of both.
-
-    A core for each: 3 s a step. One core: 5 s, as if one had followed the other.
-    """
-    setup = Setup(
-        workers=1, cost=Cost(base=(0.0, 1.0)), prompts=1, steps=6, staleness=1, train_s=2.0, warmup=2
-    )
-    lengths = stream(np.full((6, 1), 3))
-    apart = simulate(setup, lengths)
-    shared = simulate(replace(setup, cores=1), lengths)
-    assert (apart.step_s, shared.step_s) == (3.0, 5.0)
-    assert apart.trained == shared.trained
-    assert simulate(replace(setup, cores=2), lengths) == apart
-    light = simulate(replace(setup, cores=1, weight=1 / 3), lengths)
-    assert (
-        light.step_s == pytest.approx(5.0) and light.trained == shared.trained
-    )  # the same work on the same core
-
-
-def test_a_trainer_of_more_weight_is_slowed_less_than_the_samplers_beside_it() -> None:
-    """Two samplers on two cores, steps of 3 s of sampling and 2 s of training, one step ahead.
-
-    The trainer has 3/4 of a core, so that 2 s take it 8/3; the samplers, who have 5/8 of one each, have 5/3
-    of 3 s behind them then, and 4/3 s to go alone: 4 s a step. With equal weights it has half: 4 s, in which
-    the samplers at 3/4 come to the end of their 3 s as well."""
-    setup = Setup(
-        workers=2, cost=Cost(base=(0.0, 1.0)), prompts=2, steps=6, staleness=1, train_s=2.0, warmup=2, cores=2
-    )
-    lengths = stream(np.full((12, 1), 3))
-    found = simulate(replace(setup, weight=1 / 3), lengths)
-    equal = simulate(setup, lengths)
-    assert (found.step_s, equal.step_s) == (pytest.approx(4.0), pytest.approx(4.0))
-    assert (found.trainer_idle_share, equal.trainer_idle_share) == (pytest.approx(0.4), pytest.approx(0.0))
 
 
 def test_passes_of_a_cost_table_get_what_a_run_adds_to_them() -> None:

@@ -195,7 +195,7 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
         "truncated": mean(rows, "completions/clipped_ratio"),
         "flops": parts,
         "seconds": sum(row["seconds"] for row in steps),
-        "interactions": int(episodes[-1]),
+        "interactions": int(sum(row.get("rollout/trajectories", 0) for row in rows)),
         "steps": len(steps),
     }
 

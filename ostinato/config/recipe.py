@@ -74,10 +74,12 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        if self.trainer.drift and self.trainer.minibatches == 1 and not self.pipeline.staleness:
+        least = int(self.pipeline.overlap)
+        if self.trainer.drift and self.trainer.minibatches == 1 and self.pipeline.staleness <= least:
             raise ValueError(
                 f"trainer.drift is {self.trainer.drift:g} with trainer.minibatches 1 and pipeline.staleness "
-                "0, so there is nothing to limit; raise one of them, or set drift to 0"
+                f"{self.pipeline.staleness}, so there is nothing to limit{' (overlap needs a step)' * least}"
+                "; raise one of them, or set drift to 0"
             )
         if self.trainer.minibatches > (prompts := self.rollout.prompts_per_step):
             raise ValueError(

@@ -284,16 +284,13 @@ class CurriculumSection(Section):
     for ever. What was never sampled has no rate, and is taken.
 
     The rate is a mean over the answers of one prompt, each group counting half as much as the next one of it;
-    or, by task, over those of all its prompts (a factor of 0.95 for each group). With ``sizes`` a group has
-    answers in proportion to the expected deviation of its rewards, ``rollout.group_size`` of them on average
-    and twice as many at most (docs/switches.md).
+    or, by task, over those of all its prompts (a factor of 0.95 for each group).
     """
 
     by: Literal["off", "prompt", "task"] = "off"
     low: Share = 0.2
     high: Share = 0.8
     revisit: Annotated[float, Field(ge=0.001, le=1)] = 0.1  # of the places of what is passed over
-    sizes: bool = False  # groups of different sizes
 
     @model_validator(mode="after")
     def _check(self) -> CurriculumSection:
@@ -301,11 +298,6 @@ class CurriculumSection(Section):
             raise ValueError(
                 f"curriculum.low is {self.low:g} and curriculum.high {self.high:g}, so no rate lies between "
                 "them; use low <= high"
-            )
-        if self.sizes and self.by == "off":
-            raise ValueError(
-                'curriculum.sizes is true with curriculum.by "off", which measures no rates; set by to '
-                '"prompt"'
             )
         return self
 
@@ -392,8 +384,8 @@ class AlgoSection(Section):
 class TrainerSection(Section):
     """AdamW and its schedule; ``steps`` are rollout batches, each of ``minibatches`` optimizer steps.
 
-    With ``drift`` these are the most, and so is ``pipeline.staleness``: a step has as much of both as keeps
-    its oldest tokens under so many nats of KL from the policy that sampled them, by forecast
+    With ``drift`` set, ``minibatches`` and ``pipeline.staleness`` are upper bounds: steps have as many as
+    keep their oldest tokens, by forecast, under ``drift`` nats of KL from the policy that sampled them
     (docs/switches.md).
     """
 

@@ -119,12 +119,13 @@ def unknown(request: Request) -> float:
 class EnginePool:
     """Implements ``protocols.Engine`` with ``count`` samplers; ``spawn(i)`` makes the i-th, again and again.
 
-    place: which worker samples what (``rollout.schedule``); expect: tokens of an answer, 0 if unknown; slots:
-    calls that a worker has at once; publication: a policy as it is sent. Seconds: silence_s without a reply
-    or without progress, and a worker is lost; start_s for one to come up (then ``spawn`` is cancelled, and
-    has to leave nothing behind, as where it raises). ``generate`` raises WorkerLost when no worker serves and
-    each was lost more than ``max_restarts`` times in a row without an answer, after more than
-    ``max_quarantined`` prompts, and as soon as the loss of a worker is final (the cluster is gone).
+    place: which worker samples what (``rollout.schedule``); expect: tokens of an answer, 0 if unknown;
+    on_answer: called with each one that has ended; slots: calls that a worker has at once; publication: a
+    policy as it is sent. Seconds: silence_s without a reply or without progress, and a worker is lost;
+    start_s for one to come up (then ``spawn`` is cancelled, and has to leave nothing behind, as where it
+    raises). ``generate`` raises WorkerLost when no worker serves and each was lost more than ``max_restarts``
+    times in a row without an answer, after more than ``max_quarantined`` prompts, and as soon as the loss of
+    a worker is final (the cluster is gone).
     Names of workers: "sampler-0" and so on.
     """
 
@@ -135,6 +136,7 @@ class EnginePool:
         *,
         place: Placement,
         expect: Callable[[Request], float] = unknown,
+        on_answer: Callable[[Request, Completion], None] = lambda request, completion: None,
         slots: int = 256,
         silence_s: float = 60.0,
         start_s: float = 300.0,
@@ -145,7 +147,7 @@ class EnginePool:
     ) -> None:
         if count < 1 or slots < 1:
             raise ValueError(f"a pool of {count} samplers with {slots} slots; both must be at least 1")
-        self._expect, self._max_quarantined = expect, max_quarantined
+        self._expect, self._on_answer, self._max_quarantined = expect, on_answer, max_quarantined
         self._window_s = silence_s / 4 if count > 1 else 0.0  # in which a cause that workers share shows
         self._loop: asyncio.AbstractEventLoop | None = None
         self._planned, self._plan_again = False, 0.0
@@ -211,6 +213,7 @@ class EnginePool:
                 result = await results.get()
                 if isinstance(result, BaseException):
                     raise result.with_traceback(None)  # the same one is raised at every waiting caller
+                self._on_answer(requests[result[0]], result[1])
                 yield result
         finally:
             calls.abandon(mine)

@@ -29,11 +29,12 @@ def check(recipe: Recipe) -> Algorithm:
     except ValueError as error:
         raise ValueError(f"rollout.group_size: {error}") from error
     check_ranks(recipe)
-    check_groups(recipe, chosen)
+    check_pilot(recipe, chosen)
     if recipe.trainer.drift and chosen.decoupled:
         raise ValueError(
             f"trainer.drift is {recipe.trainer.drift:g} with a ratio to the trainer's own policy, where no "
-            'drift is seen; set algo.anchor to "auto" and algo.correction to "none", or drift to 0'
+            'drift within a step is seen; set algo.anchor to "auto" and algo.correction to "none", or drift '
+            "to 0"
         )
     if recipe.model.exact:
         check_exact(recipe)
@@ -49,33 +50,21 @@ def check(recipe: Recipe) -> Algorithm:
     return chosen
 
 
-def check_groups(recipe: Recipe, chosen: Algorithm) -> None:
-    """Raises ValueError where groups that are cut short (``rollout.pilot``), or of different sizes
-    (``curriculum.sizes``), would change what is learned."""
-    pilot, by_size = recipe.rollout.pilot, recipe.curriculum.sizes
-    judged = any(one.startswith(JUDGE) for one in recipe.reward.functions)
-    scales = {Scale.BATCH} | ({Scale.GROUP} if by_size else set())
-    averages = {Aggregation.TOKEN} | ({Aggregation.PROMPT} if by_size else set())
+def check_pilot(recipe: Recipe, chosen: Algorithm) -> None:
+    """Raises ValueError where groups that are cut short would change what is learned (``rollout.pilot``)."""
     apart = {
         f"algo.baseline {str(chosen.baseline)!r}": chosen.baseline is Baseline.BATCH_MEAN,
-        f"algo.scale {str(chosen.scale)!r}": chosen.scale in scales,
-        f"algo.aggregation {str(chosen.aggregation)!r}": chosen.aggregation in averages,
+        f"algo.scale {str(chosen.scale)!r}": chosen.scale is Scale.BATCH,
+        f"algo.aggregation {str(chosen.aggregation)!r}": chosen.aggregation is Aggregation.TOKEN,
         "algo.drop_zero_variance": chosen.drop_zero_variance,
         "algo.mask_truncated": chosen.mask_truncated,
         "rollout.solved_for_good": bool(recipe.rollout.solved_for_good),
-        "a judge, which compares all siblings": judged,
-        f"rollout.pilot {pilot}": bool(pilot) and by_size,
+        "a judge, which compares all siblings": any(one.startswith(JUDGE) for one in recipe.reward.functions),
     }
-    found = [what for what, is_so in apart.items() if is_so]
-    if by_size and found:
+    if recipe.rollout.pilot and (found := [what for what, is_so in apart.items() if is_so]):
         raise ValueError(
-            f"curriculum.sizes is true with {found[0]}, where groups of different sizes would change what is "
-            "learned from each; set it to false, or change that"
-        )
-    if pilot and found:
-        raise ValueError(
-            f"rollout.pilot is {pilot} with {found[0]}, where groups that are cut short would change what is "
-            "learned from the others; set rollout.pilot to 0, or change that"
+            f"rollout.pilot is {recipe.rollout.pilot} with {found[0]}, where groups that are cut short would "
+            "change what is learned from the others; set rollout.pilot to 0, or change that"
         )
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.engine.pool import EnginePool, adapters_only, unknown
+from ostinato.engine.pool import EnginePool, adapters_only
 from ostinato.engine.serve import SamplerLink
 from ostinato.history.store import History
 from ostinato.launch import RunFailed
 from ostinato.launch.components import RunComponents
-from ostinato.launch.drafts import Memory
+from ostinato.launch.drafts import Memory, Seen
 from ostinato.launch.engine import kernels
 from ostinato.launch.inputs import RunInputs
 from ostinato.launch.ranks import open_trainer
@@ -223,7 +223,7 @@ class WorkerFactory:
         return {} if place is None else {"pid": place.pid, "host": place.host}
 
     def pool(self, memory: Memory | None, publication: Callable[[Any, int], Publication]) -> EnginePool:
-        section = self.recipe.cluster
+        section, seen = self.recipe.cluster, Seen()
 
         async def spawn(index: int) -> Sampler:
             name = f"sampler-{index}"
@@ -235,7 +235,8 @@ class WorkerFactory:
             spawn,
             section.samplers,
             place=placement(self.recipe.pipeline.placement),
-            expect=unknown if memory is None else memory.expect,
+            expect=seen.expect if memory is None else memory.expect,
+            on_answer=seen.observe,
             slots=AHEAD * self.recipe.engine.max_batch,
             silence_s=section.silence_s,
             start_s=section.start_s,

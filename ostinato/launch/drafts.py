@@ -14,9 +14,10 @@ from pathlib import Path
 from ostinato.compiler import BuildError
 from ostinato.config import DraftSection
 from ostinato.history.drafter import HistoryDrafter
+from ostinato.history.lengths import Lengths
 from ostinato.history.rules import Rules
 from ostinato.history.store import History
-from ostinato.types import Request
+from ostinato.types import Completion, Request
 
 LOOKED_AT = 4  # most epochs that the drafter looks at
 logger = logging.getLogger(__name__)
@@ -30,9 +31,28 @@ class Memory:
     drafter: HistoryDrafter
 
     def expect(self, request: Request) -> float:
-        """How many tokens the request will be answered with; 0 where nothing is known."""
-        length = self.history.lengths.predict(request.uid)
-        return length if math.isfinite(length) else 0.0
+        """See ``expected``."""
+        return expected(self.history.lengths, request)
+
+
+class Seen:
+    """Lengths of answers without a history: of this process alone."""
+
+    def __init__(self) -> None:
+        self._lengths = Lengths()
+
+    def expect(self, request: Request) -> float:
+        """See ``expected``."""
+        return expected(self._lengths, request)
+
+    def observe(self, request: Request, answer: Completion) -> None:
+        self._lengths.observe(request.uid, [len(answer.tokens)])
+
+
+def expected(lengths: Lengths, request: Request) -> float:
+    """How many tokens the request will be answered with; 0 where nothing is known."""
+    length = lengths.predict(request.uid)
+    return length if math.isfinite(length) else 0.0
 
 
 def new_memory(section: DraftSection, saved: Path | None) -> Memory | None:

@@ -87,7 +87,8 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
             "all but the first learn off-policy without a correction"
         )
     yield from _of_workers(recipe)
-    if 5 * (first := recipe.pipeline.staleness + 1) > settings.steps and first > 1:
+    first = 1 if settings.drift else recipe.pipeline.staleness + 1
+    if 5 * first > settings.steps and first > 1:
         yield (
             f"pipeline.staleness is {first - 1}: the first {first} of {settings.steps} batches are all "
             "sampled by the policy of the beginning"
@@ -105,11 +106,6 @@ def _of_workers(recipe: Recipe) -> Iterator[str]:
     usual = type(recipe.pipeline).model_fields["placement"].default
     if place != usual and workers < 2:
         yield f'pipeline.placement = "{place}" changes nothing with {workers or "no"} cluster.samplers'
-    elif place in ("longest-first", "histopipe") and not recipe.draft.enabled:
-        yield (
-            f'pipeline.placement = "{place}" has no lengths without draft.enabled, whose history has them: '
-            "all answers count as equally long"
-        )
     if recipe.pipeline.overlap and not recipe.pipeline.staleness:
         yield (
             "pipeline.overlap with pipeline.staleness 0 is the synchronous loop: nothing overlaps; set "

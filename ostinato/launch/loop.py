@@ -110,11 +110,10 @@ def new_budget(recipe: Recipe) -> Every:
 
 def new_drift(recipe: Recipe) -> Drift | None:
     """Overlap keeps a step of staleness, without which nothing overlaps."""
-    staleness, most = recipe.pipeline.staleness, recipe.trainer.minibatches
-    if not recipe.trainer.drift:
-        return None
+    staleness, trainer = recipe.pipeline.staleness, recipe.trainer
     least = min(staleness, int(recipe.pipeline.overlap))
-    return Drift(limit=recipe.trainer.drift, staleness=staleness, minibatches=most, least=least)
+    most = {"staleness": staleness, "minibatches": trainer.minibatches, "least": least}
+    return Drift(limit=trainer.drift, **most) if trainer.drift else None
 
 
 def new_curriculum(recipe: Recipe) -> Curriculum | None:

@@ -306,13 +306,7 @@ class RolloutBuffer:
         """Admissions of these places."""
         first = len(self._held) + len(self._training) + len(self._lost)
         return [
-            Admission(
-                self.rule.round(first + i, finished),
-                place,
-                finished,
-                version,
-                size=self.rounds.size(place, self.rates),
-            )
+            Admission(self.rule.round(first + i, finished), place, finished, version)
             for i, place in enumerate(places)
         ]
 

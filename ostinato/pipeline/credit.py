@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ostinato.algo.advantages import Baseline, Overlong, advantages, overlong_penalty, zero_variance
+from ostinato.algo.advantages import Overlong, advantages, overlong_penalty, zero_variance
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import aggregation_weights
 from ostinato.rollout.convert import samples
@@ -42,7 +42,6 @@ def assign(
     answer_tokens: int,
     solved_at: float = 1.0,
     pilot: Pilot | None = None,
-    group_size: int = 0,
 ) -> Credit:
     """Shape rewards, drop what cannot be learned from, compute advantages and aggregation weights.
 
@@ -50,15 +49,16 @@ def assign(
     constant aggregation. ``solved_at`` is the reward from which an answer is solved. A sample whose advantage
     is 0 contributes nothing to the gradient unless a KL or entropy term is on; it then keeps its share in the
     weights' denominators and is not computed. Where ``algorithm.reward_coef`` is 0 every episode that was
-    played counts, whatever its verdict. With ``pilot`` a group has its weight, with ``group_size`` one of
-    another size counts as one of that size: sums over groups have the same expectation where all answers
-    have verdicts.
+    played counts, whatever its verdict. With ``pilot`` a group has its weight; sums over groups have the
+    expectation of whole ones where all answers have verdicts.
     """
-    whole = [pilot.weight(verdicts(one)) if pilot else 1.0 for one in groups]
+    times = [pilot.weight(verdicts(group)) if pilot else 1.0 for group in groups]
     if not algorithm.reward_coef:
         groups, min_verdicts = [_without_verdicts(group) for group in groups], 1
-    reasons = [drop_reason(group, min_verdicts) for group in groups]
-    drops = [one if weight else Drop.CUT_SHORT for one, weight in zip(reasons, whole, strict=True)]
+    drops = [
+        drop_reason(group, min_verdicts) if weight else Drop.CUT_SHORT
+        for group, weight in zip(groups, times, strict=True)
+    ]
     rewards = [
         _shaped(group, drop, algorithm, answer_tokens, solved_at)
         for group, drop in zip(groups, drops, strict=True)
@@ -70,8 +70,7 @@ def assign(
         batch_pool=algorithm.batch_pool,
         drop_zero_variance=algorithm.drop_zero_variance,
     )
-    as_of = group_size if algorithm.baseline is Baseline.GROUP_MEAN else 0
-    values = [algorithm.reward_coef * _as_of(value, as_of) for value in by_rewards]
+    values = [algorithm.reward_coef * value for value in by_rewards]
     wasted: Counter[str] = Counter()
     made: list[Sample] = []
     for index, (group, drop, reward, value) in enumerate(zip(groups, drops, rewards, values, strict=True)):
@@ -84,8 +83,9 @@ def assign(
         made += samples(group, index, np.where(kept, value, np.nan))
     made = _with_routes(made, wasted)
     weights = aggregation_weights(made, algorithm.aggregation, max_tokens=answer_tokens)
-    times = _shares(made) if group_size else _of_all(whole, drops)
-    weights = [times[one.group] * each for one, each in zip(made, weights, strict=True)]
+    if pilot is not None:  # the denominators are those of all groups
+        whole = drops.count(None) / max(1, drops.count(None) + drops.count(Drop.CUT_SHORT))
+        weights = [times[one.group] * whole * each for one, each in zip(made, weights, strict=True)]
     pairs = _with_gradient(list(zip(made, weights, strict=True)), algorithm, wasted)
     return Credit(
         samples=[sample for sample, _ in pairs],
@@ -93,25 +93,6 @@ def assign(
         dropped_groups=Counter(str(drop) for drop in drops if drop),
         wasted_tokens=+wasted,
     )
-
-
-def _as_of(value: np.ndarray, group_size: int) -> np.ndarray:
-    """Advantages [n] as in a group of that size, if any: the mean of n rewards has 1/n of each in it."""
-    judged = max(2, int(np.isfinite(value).sum()))
-    return value * (1 - 1 / group_size) / (1 - 1 / judged) if group_size else value
-
-
-def _shares(made: Sequence[Sample]) -> list[float]:
-    """By group, what makes groups count alike, however many answers they have, where answers do."""
-    episodes = Counter(group for group, _ in {(one.group, one.member) for one in made})
-    mean = episodes.total() / max(1, len(episodes))
-    return [mean / max(1, episodes[group]) for group in range(max(episodes, default=-1) + 1)]
-
-
-def _of_all(weights: Sequence[float], drops: Sequence[Drop | None]) -> list[float]:
-    """By group, weights whose denominators are those of all groups, those that were cut short too."""
-    cut, whole = drops.count(Drop.CUT_SHORT), drops.count(None)
-    return [weight * whole / (whole + cut) for weight in weights] if cut else [*weights]
 
 
 def _without_verdicts(group: Group) -> Group:

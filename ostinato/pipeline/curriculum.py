@@ -5,10 +5,6 @@ teaches as little. So places of prompts with rates outside [low, high] are passe
 ``revisit`` of them, drawn by an addressed uniform: what is forgotten, or has come into reach, is met again.
 (Difficulty pools are in prime-rl; ScaleRL, arXiv 2510.13786, removes at 0.9 for good: ``solved_for_good``.)
 
-With ``sizes`` a group has answers in proportion to the deviation that its rewards are expected to have: of
-so many answers in all, a sum over groups has the least variance then (Neyman, 1934). Samples are weighed so
-that the expectation is that of equal sizes (``pipeline.credit``).
-
 The rates are all the state there is, and a checkpoint has them. Pure functions of them and of the address.
 """
 
@@ -17,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 
@@ -27,8 +22,6 @@ from ostinato.types import Group, Prompt
 
 Rates = Mapping[str, tuple[float, float]]  # by prompt or task: solved answers, judged answers, both faded
 LANE = -1  # beside the run's seed, for the draw of a place; steps count from 0
-MOST = 2  # times the usual size
-LEAST = 2  # answers, which have something to be compared with
 FADES = {"prompt": 0.5, "task": 0.95}  # what is left of what was measured, for each group that is added
 
 
@@ -54,7 +47,6 @@ class Curriculum:
     revisit: float
     seed: int
     solved_at: float
-    sizes: bool = False
 
     def choice(self, rates: Rates, prompt: Prompt, place: int) -> Choice:
         """Is the prompt sampled at this place of the stream?"""
@@ -64,16 +56,6 @@ class Curriculum:
         if uniform(key((self.seed, LANE)), place) < self.revisit:
             return Choice.REVISITED
         return Choice.SOLVED if solved / judged > self.high else Choice.HOPELESS
-
-    def group_size(self, rates: Rates, prompt: Prompt, usual: int) -> int:
-        """Answers of the next group of ``prompt``: ``usual`` ones on average over what has a rate within
-        [low, high], and so many for what has none. Time is linear in the number of rates."""
-        if not self.sizes or not (mine := rates.get(self._name(prompt), (0.0, 0.0)))[1]:
-            return usual
-        solved, judged = np.array([one for one in rates.values() if one[1]]).T
-        inside = (self.low <= solved / judged) & (solved / judged <= self.high)
-        mean = deviation(solved[inside], judged[inside]).mean() if inside.any() else deviation(*mine)
-        return int(np.clip(np.round(usual * deviation(*mine) / mean), LEAST, MOST * usual))
 
     def measured(self, rates: Rates, groups: Sequence[Group]) -> dict[str, tuple[float, float]]:
         """The rates with these groups, in their order. A group without verdicts changes none."""
@@ -87,20 +69,13 @@ class Curriculum:
                 found[name] = (fade * solved + right, fade * total + len(judged))
         return found
 
-    def figures(self, choices: Mapping[str, int], rates: Rates, groups: Sequence[Group]) -> dict[str, float]:
-        """Metrics of the places that were looked at for a step, and of its groups."""
-        sizes = [len(group.trajectories) for group in groups]
-        row = {name: choices.get(name, 0) for name in (*PASSED_OVER, Choice.REVISITED)} | {
-            "known": len(rates)
-        }
-        row |= {"size_min": min(sizes), "size_max": max(sizes)} if self.sizes and sizes else {}
-        return {f"curriculum/{name}": float(value) for name, value in row.items()}
-
     def _name(self, prompt: Prompt) -> str:
         return prompt.task if self.by == "task" else prompt.uid
 
 
-def deviation(solved: Any, judged: Any) -> Any:
-    """Expected standard deviation of a reward of 0 or 1, by Laplace's rule of succession: never 0."""
-    rate = (solved + 1) / (judged + 2)
-    return np.sqrt(rate * (1 - rate))
+def curriculum_figures(choices: Mapping[str, int], known: int) -> dict[str, float]:
+    """Metrics of the places that were looked at for a step; ``known``: how many rates there are."""
+    names = (*PASSED_OVER, Choice.REVISITED)
+    return {f"curriculum/{name}": float(choices.get(name, 0)) for name in names} | {
+        "curriculum/known": float(known)
+    }

@@ -51,7 +51,7 @@ def new_buffer(
         cursor=state.cursor,
         retired=state.retired,
         rates=state.rates,
-        staleness=plan.at(state.drift).staleness,
+        staleness=plan.at(state).staleness,
         leaving=leaving if plan.solved_for_good else None,
         on_progress=on_progress,
     )

@@ -19,6 +19,7 @@ from ostinato.observe.stability import watch_after
 from ostinato.observe.timeline import Kind, Span, kept, pool_of
 from ostinato.pipeline.buffer import RolloutBuffer, TrainBatch
 from ostinato.pipeline.credit import Credit, assign
+from ostinato.pipeline.curriculum import curriculum_figures
 from ostinato.pipeline.forgetting import Look
 from ostinato.pipeline.observer import Observer, Workers
 from ostinato.pipeline.state import Finish, Plan
@@ -64,7 +65,6 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
         answer_tokens=plan.answer_tokens,
         solved_at=plan.solved_at,
         pilot=plan.pilot,
-        group_size=plan.group_size if plan.curriculum and plan.curriculum.sizes else 0,
     )
     if not credit.samples:
         return Learned(credit=credit)
@@ -150,8 +150,7 @@ class StepRecorder:
             work["forgetting"] = dict(learned.look.cost)
         self.ledger.step(clock.step, row["step_time"], clock.busy(), work, by_pool)
         self.draw(clock.step, spans)
-        if (rule := self.plan.curriculum) is not None:
-            row |= rule.figures(train_batch.choices, feed.rates, groups)
+        row |= curriculum_figures(train_batch.choices, len(feed.rates)) if self.plan.curriculum else {}
         if self.plan.pilot is not None:
             row |= self.plan.pilot.figures([verdicts(one) for one in groups], self.plan.group_size)
         row |= {"rollout/from_spool": float(sum(item.spooled for item in train_batch.batch)), **counts}

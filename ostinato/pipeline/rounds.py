@@ -38,7 +38,6 @@ class Admission(NamedTuple):
     step: int  # finished when it was admitted
     version: int  # of the policy that was published then
     ended: bool = False
-    size: int = 0  # answers; 0: as many as usual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +67,6 @@ class Rounds:
         return places(
             self.tasks, cursor, count or self.prompts, gone, wanted if rule and rates is not None else None
         )
-
-    def size(self, place: int, rates: Rates) -> int:
-        """Answers of the group at this place, where the curriculum says how many; else 0."""
-        rule = self.curriculum
-        if rule is None or not rule.sizes:
-            return 0
-        return rule.group_size(rates, self.tasks.prompt(place), self.group_size)
 
     def choices(self, cursor: int, end: int, retired: Iterable[str], rates: Rates) -> Counter[str]:
         """What the curriculum made of the places from ``cursor`` to ``end``, by ``Choice``."""
@@ -113,7 +105,7 @@ class Rounds:
         return RolloutRequest(
             prompt=self.tasks.prompt(one.place),
             seed=(self.seed, one.round, one.place),
-            group_size=one.size or self.group_size,
+            group_size=self.group_size,
             step=one.round,
             pilot=self.pilot,
         )

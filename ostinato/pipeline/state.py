@@ -13,10 +13,11 @@ from ostinato.every import NEVER, Every
 from ostinato.failure import NamedFailure
 from ostinato.model.flops import FlopModel
 from ostinato.pipeline.curriculum import Curriculum, Rates
-from ostinato.pipeline.drift import Drift, Measured
+from ostinato.pipeline.drift import Drift, Measured, ages
 from ostinato.pipeline.rounds import Admission
 from ostinato.pipeline.signals import ENDERS
 from ostinato.rollout.pilot import Pilot
+from ostinato.types import Batch
 
 
 class NoTrainableSamples(NamedFailure):
@@ -75,12 +76,24 @@ class Plan:
     watch_s: float = 600.0  # without any progress, before the run ends and says what waits for what
     flops: FlopModel | None = None  # None: unknown, no FLOPs are reported
 
-    def at(self, measured: Measured) -> Plan:
+    def at(self, state: LoopState) -> Plan:
         """With the staleness and the minibatches of the next step, where a forecast limits them."""
         if self.drift is None:
             return self
-        staleness, minibatches = self.drift.chosen(measured)
+        staleness, minibatches = self.drift.chosen(state.drift, state.updates)
         return replace(self, staleness=staleness, minibatches=minibatches)
+
+    def drifted(
+        self, state: LoopState, batch: Batch | None, row: Mapping[str, float]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """(what changes of ``state``, metrics) by a step that trained on ``batch`` and has this ``row``,
+        where a forecast limits the next one."""
+        if self.drift is None or batch is None:
+            return {}, {}
+        updates = [*state.updates, len(batch.minibatches)][max(0, len(state.updates) + 1 - self.staleness) :]
+        aged = ages(batch, state.updates)
+        measured = self.drift.after(state.drift, {**row, **aged})
+        return {"drift": measured, "updates": updates}, aged | self.drift.figures(measured, updates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +110,7 @@ class LoopState:
     retired: Sequence[str] = ()  # uids of prompts that have left the stream for good, as they left
     rates: Rates = field(default_factory=dict)  # measured ones, of prompts or tasks, for a curriculum
     drift: Measured = ()  # what a forecast of it goes by
+    updates: Sequence[int] = ()  # optimizer steps of the last steps, as many as tokens may be stale
     ahead: Sequence[Admission] = ()  # on their way; those that had ended are in the spool
     admitted: int = 0
     trained: int = 0  # part of a batch, and not dropped there by a rule
@@ -104,8 +118,7 @@ class LoopState:
     totals: Mapping[str, float] = field(default_factory=dict)  # sums over the whole run
 
     def __post_init__(self) -> None:
-        most = len(Admission._fields)
-        if any(isinstance(one, Mapping) or not most - 1 <= len(one) <= most for one in self.ahead):
+        if any(len(one) != len(Admission._fields) or isinstance(one, Mapping) for one in self.ahead):
             raise ValueError(
                 "the checkpoint is of a version of ostinato that this one does not read: it names rounds "
                 "that were played ahead, and not their groups; resume with that version, or begin a new run"
@@ -113,6 +126,7 @@ class LoopState:
         object.__setattr__(self, "ahead", tuple(Admission(*one) for one in self.ahead))  # lists in JSON
         object.__setattr__(self, "retired", tuple(self.retired))
         object.__setattr__(self, "drift", tuple(self.drift))
+        object.__setattr__(self, "updates", tuple(self.updates))
         object.__setattr__(self, "rates", {name: tuple(pair) for name, pair in self.rates.items()})
 
     def to_json(self) -> dict[str, Any]:

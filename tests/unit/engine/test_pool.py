@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from small_pool import (
 
 from ostinato.engine.pool_worker import Call
 from ostinato.jobs import Job, Starts, Worker
+from ostinato.launch.drafts import Seen
 from ostinato.observe.timeline import Kind
 from ostinato.rollout.schedule import least_loaded, placement
 from ostinato.types import Completion, Request, Sampling, Stop
@@ -353,6 +355,23 @@ async def test_calls_wait_in_the_pool_where_placement_can_still_choose() -> None
     order = [index async for index, _ in pool.generate([group(place, 1)[0] for place in range(4)])]
     await pool.close()
     assert order == [3, 2, 1, 0]
+
+
+@jumping
+async def test_a_placement_by_lengths_knows_them_without_drafts() -> None:
+    """Lengths were those of the history that drafts come from: without drafts a placement by lengths had
+    none, and histopipe dealt the first half of a round to the first worker."""
+    lengths = Seen()
+    pool = World().pool(1, expect=lengths.expect, on_answer=lengths.observe)
+    await pool.ready()
+    asked = [replace(group(place, 1)[0], uid=str(place)) for place in range(4)]
+    assert [lengths.expect(request) for request in asked] == [0.0] * 4
+    taken = {index: len(answer.tokens) async for index, answer in pool.generate(asked)}
+    await pool.close()
+    means = [lengths.expect(request) for request in asked]
+    assert (
+        sorted(range(4), key=means.__getitem__) == sorted(range(4), key=taken.__getitem__) and min(means) > 0
+    )
 
 
 @jumping

@@ -48,7 +48,6 @@ def test_what_workers_elsewhere_cannot_do_is_refused(sections: dict[str, Any], w
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"pipeline": {"placement": "histopipe"}, "draft": {"enabled": False}}, "has no lengths"),
         ({"pipeline": {"placement": "histopipe"}, "cluster": {"samplers": 0}}, "changes nothing with no"),
     ],
 )

@@ -13,17 +13,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pushes import Answers, drawn, pushes
+from nouns import completion, episode, group_of
 from reference.fake_engine import FakeEngine, scripted
 from small_loop import RIGHT, SAMPLING, Bench, IsRight, Once
 
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.config import Recipe
 from ostinato.launch.checks import check
+from ostinato.pipeline.credit import assign
 from ostinato.rollout.pilot import Pilot
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
 from ostinato.types import Prompt
 
+Answers = tuple[bool, ...]
 ALGORITHMS = [
     algorithm("grpo"),
     algorithm("dr_grpo"),
@@ -31,6 +33,12 @@ ALGORITHMS = [
     algorithm("grpo", aggregation="prompt", overlong_buffer=0.2),
     algorithm("grpo", baseline="none", scale="none", kl_coef=0.1),
 ]
+
+
+def drawn(size: int, right: float) -> Iterator[tuple[float, Answers]]:
+    """(probability, which are right) of ``size`` answers."""
+    for answers in itertools.product((True, False), repeat=size):
+        yield float(np.prod([right if one else 1 - right for one in answers])), answers
 
 
 def played(size: int, right: float, pilot: Pilot) -> Iterator[tuple[float, Answers]]:
@@ -43,13 +51,29 @@ def played(size: int, right: float, pilot: Pilot) -> Iterator[tuple[float, Answe
             yield chance * other * (pilot.share if alike else 1), first + rest
 
 
+def pushes(groups: Sequence[Answers], chosen: Algorithm, pilot: Pilot | None) -> np.ndarray:
+    """[groups, right or wrong] sums of weights times advantages; of weights where no advantage is needed."""
+    made = assign(
+        [group_of(*(episode(completion(9 if y else 10), reward=y) for y in each)) for each in groups],
+        chosen,
+        min_verdicts=2,
+        answer_tokens=10,
+        pilot=pilot,
+    )
+    found = np.zeros((len(groups), 2))
+    for sample, weights in zip(made.samples, made.weights, strict=True):
+        by = 1.0 if chosen.needs_reference else sample.advantages
+        found[sample.group, int(sample.loss_mask.sum() == 9)] += (weights * by).sum()
+    return found
+
+
 def expected(size: int, rights: Sequence[float], chosen: Algorithm, pilot: Pilot | None) -> np.ndarray:
     total = np.zeros(1)
     for outcome in itertools.product(
         *(played(size, right, pilot) if pilot else drawn(size, right) for right in rights)
     ):
         chances, groups = zip(*outcome, strict=True)
-        total = total + np.prod(chances) * pushes(groups, chosen, pilot=pilot)
+        total = total + np.prod(chances) * pushes(groups, chosen, pilot)
     return total
 
 
