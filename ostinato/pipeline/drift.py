@@ -57,7 +57,7 @@ class Drift:
             return (floor + kl) / 2, *(FADE * one for one in slope)
         least = (slope[0] if slope else floor / age) / FALL
         new = max((kl - floor) / age, least)
-        return floor, math.sqrt(slope[0] * new) if slope else new
+        return floor, math.sqrt(slope[0] * new) if slope and slope[0] else new
 
     def figures(self, measured: Measured, updates: Sequence[int]) -> dict[str, float]:
         """Metrics: what the next step may do."""

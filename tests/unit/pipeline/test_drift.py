@@ -47,6 +47,8 @@ def test_one_reading_below_the_floor_does_not_lift_the_limit() -> None:
     seen = RULE.after((2e-5, 1e-3), found(1e-5, 1.0))
     assert seen == pytest.approx((2e-5, 5e-4)) and RULE.chosen(seen, []) == (0, 3)
     assert RULE.after((2e-5,), found(1e-5, 0.5)) == pytest.approx((2e-5, 1e-5))
+    still = RULE.after((0.0,), found(0.0, 1.0))  # exact numerics, and a first update that moves nothing
+    assert RULE.after(still, found(1e-3, 1.0)) == (0.0, 1e-3), "a slope of 0 once stayed 0 for ever"
 
 
 @given(
