@@ -3,7 +3,7 @@
     runs/<recipe>-<yyyymmdd-hhmmss>/
         recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl
         mismatch.jsonl  watch.jsonl  forecast.jsonl  timeline.jsonl  failed_rewards.jsonl
-        checkpoints/  adapter/  pictures/  history.bin  report.html  .lock  alive.json
+        checkpoints/  adapter/  scored/  pictures/  history.bin  report.html  .lock  alive.json
 
 Whole files are replaced (``atomic_write``, ``atomic_folder``): a reader sees the old one or the new one.
 Logs are appended to, one JSON object per line, and forgive a torn end: what a kill or a full disk left of
@@ -299,6 +299,7 @@ class RunFolder:
         self.recipe = path / "recipe.toml"
         self.checkpoints = path / "checkpoints"
         self.adapter = path / "adapter"
+        self.scored = path / "scored"
         self.history = path / "history.bin"
         self.report = path / "report.html"
         self.metrics = Jsonl(path / "metrics.jsonl")
@@ -340,10 +341,12 @@ class RunFolder:
         self.metrics.append({"step": step, **metrics})
 
     def truncate_after(self, step: int) -> None:
-        """Forget the rows of later steps, so that a resumed run writes them again once. The ledger forgets
-        nothing: what is done again was paid for."""
+        """Forget later steps, which a resumed run writes again. The ledger keeps them: they were paid for."""
         for log in self._logs:
             log.keep(lambda row: row.get("step", step) <= step)
+        for folder in self.scored.glob("*"):
+            if not "step-" <= folder.name <= f"step-{step:08d}":  # hidden: half written
+                shutil.rmtree(folder)
         self.failed.keep(lambda row: row["step"] <= step and not row["stopped"])
 
     def sweep(self) -> None:

@@ -51,8 +51,8 @@ def pairs(count: int, seed: int) -> Iterator[dict[str, object]]:
             if set(rewards) != {0.0, 1.0}:
                 continue
             row = {"chosen": texts[rewards.index(1.0)], "rejected": texts[rewards.index(0.0)]}
-            said = {name: [{"role": "assistant", "content": text}] for name, text in row.items()}
-            yield {"prompt": list(prompt.messages or ()), **said}
+            turns = {name: [{"role": "assistant", "content": text}] for name, text in row.items()}
+            yield {"prompt": list(prompt.messages or ()), **turns}
             if (count := count - 1) == 0:
                 return
 

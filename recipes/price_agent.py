@@ -37,12 +37,13 @@ async def visit(shop: PriceList, client: AsyncOpenAI, seed: int) -> float:
         answer = completion.choices[0]
         if answer.finish_reason == "length":
             return total
-        said = answer.message
-        calls: list[Any] = said.tool_calls or []
-        text = "".join([said.content or "", *(f"{json.loads(c.function.arguments)['item']}=" for c in calls)])
+        message = answer.message
+        calls: list[Any] = message.tool_calls or []
+        items = [json.loads(call.function.arguments)["item"] for call in calls]
+        text = "".join([message.content or "", *(f"{item}=" for item in items)])
         reply, reward, ended, *_ = shop.step(text)
         total += reward
         if ended:
             return total
         replies = [{"role": "tool", "tool_call_id": call.id, "content": reply} for call in calls]
-        messages += [said.model_dump(exclude_none=True), *replies]
+        messages += [message.model_dump(exclude_none=True), *replies]

@@ -26,7 +26,7 @@ LIMITS = UsageLimits(request_limit=4)
 
 @dataclass
 class Visit:
-    """One episode: the item that is asked for, and whether its price was looked up."""
+    """One episode: the item in question, and whether its price was looked up."""
 
     shop: PriceList
     item: int
@@ -53,6 +53,6 @@ async def agent(base_url: str, row: Mapping[str, Any]) -> float:
     model, answer = OpenAIChatModel("policy", provider=provider), ""
     with suppress(UnexpectedModelBehavior, UsageLimitExceeded):  # no final answer: the policy's doing
         answer = (await AGENT.run(question, deps=visit, model=model, usage_limits=LIMITS)).output
-    said = re.findall("-?[0-9]+", answer)
-    right = bool(said) and int(said[-1]) == shop.lookup(visit.item)
+    numbers = re.findall("-?[0-9]+", answer)
+    right = bool(numbers) and int(numbers[-1]) == shop.lookup(visit.item)
     return 0.3 * visit.found + 0.7 * (right and visit.found)

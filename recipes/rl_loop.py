@@ -149,7 +149,7 @@ async def train(
     for step in range(1, steps + 1):
         started = time.perf_counter()
         indices = range((step - 1) * prompts, step * prompts)
-        # all prompts at once: the engine batches whatever it is asked
+        # all prompts at once: the engine batches all of its requests
         groups = await asyncio.gather(
             *(rollout(task, engine, task.prompt(i), group_size, (seed, step, i)) for i in indices)
         )

@@ -115,14 +115,14 @@ def main() -> None:
     parser.add_argument("--model", default=str(SEED_MOE))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--no-replay", action="store_true")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     pairs = np.random.default_rng(0).integers(10, 1000, (64, 2)).tolist()
     data = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": f"{a} + {b} = ?"}], "answer": a + b} for a, b in pairs]
     )
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        max_steps=asked.steps,
+        max_steps=args.steps,
         per_device_train_batch_size=8,
         num_generations=4,
         steps_per_generation=2,  # two minibatches from each generation, each
@@ -135,8 +135,8 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
         bf16=False,
     )
-    kind = GRPOTrainer if asked.no_replay else ReplayGRPOTrainer
-    trainer = kind(model=asked.model, reward_funcs=last_number, args=settings, train_dataset=data)
+    kind = GRPOTrainer if args.no_replay else ReplayGRPOTrainer
+    trainer = kind(model=args.model, reward_funcs=last_number, args=settings, train_dataset=data)
     trainer.train()
     for entry in trainer.state.log_history:
         shown = ("step", "loss", "reward", "grad_norm", "replay/overlap", "step_time")

@@ -89,12 +89,12 @@ class Heat:
             command = [self.trl_python, str(PEERS / "trl_race.py"), json.dumps(task)]
             with closing(Meter()) as meter:
                 environ = torch_threads()[setting["threads"]]
-                told = run("trl", command, environ, limit_s=self.limit_s, started=meter.follow)
-            found = meter.course(told["start"], told["ends"], told["pauses"])
+                report = run("trl", command, environ, limit_s=self.limit_s, started=meter.follow)
+            found = meter.course(report["start"], report["ends"], report["pauses"])
             model = flop_model(recipe, bool(setting["experts"]))
-            spent = (compute(model, groups) for groups in told["groups"])
+            spent = (compute(model, groups) for groups in report["groups"])
             found["flops"] = list(accumulate(spent, initial=0.0))
-            facts = {name: told[name] for name in ("rewards", "check", "ready")}
+            facts = {name: report[name] for name in ("rewards", "check", "ready")}
             return self._scored(found, seed, peft=made) | facts
 
     def _task(self, recipe: Recipe, setting: Setting, made: Path) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def test_a_run_that_never_gets_there_is_a_lower_bound_and_is_named_one() -> None
     assert half["at_least"] == 0 and half["trl"]["n"] == 2
     assert most["at_least"] == 1 and most["trl"]["n"] == 1 and most["of"] == 2
     assert most["ratio"]["n"] == 2 and most["ratio"]["mean"] == pytest.approx((2 / 0.9) ** 0.5)
-    nobody = compared([run([0.0, 0.1])], [run([0.0, 1.0])])["shares"]["0.9"]["wall_s"]
-    assert nobody["ours"] is None and nobody["ratio"] is None
+    unreached = compared([run([0.0, 0.1])], [run([0.0, 1.0])])["shares"]["0.9"]["wall_s"]
+    assert unreached["ours"] is None and unreached["ratio"] is None
 
 
 def test_what_can_be_attained_is_the_better_end() -> None:

@@ -35,14 +35,14 @@ class Scale(StrEnum):
 
 
 class Pool(StrEnum):
-    """Whose spread a batch scale measures: groups without variance shrink it, and ScaleRL does not say."""
+    """Groups over which a batch scale is measured: those without variance shrink it; ScaleRL is silent."""
 
     KEPT = "kept"  # groups with some variance only
     ALL = "all"
 
 
 class Overlong(StrEnum):
-    """Whose reward falls with length."""
+    """Which answers have a reward that falls with length."""
 
     ALL = "all"  # DAPO, arXiv 2503.14476, section 3.4
     SOLVED = "solved"  # solved answers alone (ScaleRL, arXiv 2510.13786, eq. 9)

@@ -71,7 +71,7 @@ class Algorithm:
     teacher_coef: float = 0.0  # of log p(teacher) - log p(policy) in the advantage of a token
     reward_coef: float = 1.0  # of the advantage by rewards; 0: rewards are measured only
     entropy_coef: float = 0.0
-    shuffled: bool = False  # a control: the rewards of a group are dealt anew among its answers
+    shuffled: bool = False  # a control: the rewards of a group are permuted among its answers
     overridden: tuple[str, ...] = ()  # the user's keys, in their order
 
     def __post_init__(self) -> None:
@@ -198,7 +198,7 @@ def algorithm(name: str, **overrides: Any) -> Algorithm:
     """The algorithm called ``name`` with the user's keys on top; enum values may be given as strings.
 
     Raises ValueError, with the nearest match, for an unknown name, key or value, for a value of the wrong
-    type, and for a key that would change nothing beside the others.
+    type, and for a key that has no effect given the others.
     """
     if name not in NAMED:
         raise ValueError(f"algo.name is {name!r}; {_nearest(name, NAMED)}")
@@ -313,8 +313,8 @@ def _typed(key: str, value: Any) -> Any:
 
 
 def _of_trl(key: str, loss: Any) -> str:
-    """What a key of TRL's GRPOConfig is here; empty where it is none. The nearest of our names to its
-    epsilon_high would be correction_high."""
+    """A hint at what a key of TRL's GRPOConfig is called here; empty for others. By spelling alone, our name
+    nearest to its epsilon_high would be correction_high."""
     if loss == Loss.CISPO and key.startswith("epsilon"):  # there epsilon_high is the cap itself
         return f"TRL's {key} " + ("is ratio_cap here" if key == "epsilon_high" else "does nothing in CISPO")
     names = {

@@ -5,7 +5,7 @@ default chunk is small because [chunk, V] in fp32 is the peak memory of the head
 the weight to be read from memory a few times per step only.
 
 Two functions with one meaning: ``linear_logprobs`` for a frozen linear head (the fast path), and
-``chunked_logprobs`` for any differentiable head (the twin, and the path of a trainable or adapted head).
+``chunked_logprobs`` for any differentiable head (the reference, and for a trainable or adapted head).
 
 With a ``support`` a row's distribution is normalised over the ids that the sampler drew its token from: log
 p(y) = z_y - logsumexp of z over the support, the entropy is that of the same distribution, and logits outside
@@ -38,10 +38,10 @@ Over = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The ``size`` token ids from ``start`` on, whose logits are computed here; the others are elsewhere,
-    where the same function is called with the same rows, targets and supports.
+    """The ``size`` token ids from ``start`` on, whose logits are computed here; other ranks have the others,
+    and call the same function with the same rows, targets and supports.
 
-    ``sum`` and ``max`` give the sum and the maximum of a tensor [n, k] over all parts, the same bits to each;
+    ``sum`` and ``max`` give the sum and the maximum of a tensor [n, k] over all parts, the same bits on each;
     they may overwrite what they are given. Gradients of hidden states are then partial sums: each part has
     those through its own logits.
     """
@@ -114,7 +114,7 @@ def _in_parts(
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over parts which all go on with it alike: what comes back is for each the slope of its share."""
+    """A sum over parts that all continue with it alike, so its gradient is that of each part's share."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, over: Over) -> Tensor:
@@ -333,7 +333,7 @@ def _score_part(
 
 
 def _place(targets_n: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Where targets stand in a part of the vocabulary, and whether they do; 0 for those elsewhere."""
+    """(index of each target in this part of the vocabulary, 0 for those elsewhere; whether it is here)."""
     local = targets_n - vocabulary.start
     here = (local >= 0) & (local < vocabulary.size)
     return local.masked_fill(~here, 0), here
@@ -355,7 +355,7 @@ def _split(support: Support | None, size: int, number: int) -> list[Support | No
 def _set_outside(x_nV: Tensor, support: Support, value: Tensor, vocabulary: Vocabulary | None = None) -> None:
     """x = ``value`` ([n, 1] or []) outside of the support of its row, in place; free rows stay as they are.
 
-    The kept entries are put aside and back, which costs a sweep where a mask of [n, V] costs many.
+    The kept entries are saved and put back, which costs one sweep where a mask of [n, V] costs many.
     """
     places, flat = _places(support, x_nV, vocabulary), x_nV.view(-1)
     kept = flat[places]
@@ -368,7 +368,7 @@ def _set_outside(x_nV: Tensor, support: Support, value: Tensor, vocabulary: Voca
 
 
 def _outside(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """[n, V] bool: outside of the support of its row; nothing is where a row has none."""
+    """[n, V] bool: whether an id is outside of the support of its row; False where a row has none."""
     restricted = torch.from_numpy(support.counts > 0).to(z_nV.device)
     outside_nV = restricted[:, None].expand(z_nV.shape).contiguous()
     outside_nV.view(-1)[_places(support, z_nV, vocabulary)] = False
@@ -376,7 +376,7 @@ def _outside(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> T
 
 
 def _places(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """Of the kept ids in the flattened logits, those elsewhere left out; int64."""
+    """Int64 indices of the kept ids in the flattened logits, without those of other parts."""
     owners, ids = np.repeat(np.arange(len(support), dtype=np.int64), support.counts), support.ids
     if vocabulary is not None:
         here = (ids >= vocabulary.start) & (ids < vocabulary.start + vocabulary.size)

@@ -40,7 +40,7 @@ def clipped(
     """PPO's clipped surrogate, -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), per token.
 
     GRPO (arXiv 2402.03300, eq. 3) and Dr.GRPO with one epsilon; DAPO (arXiv 2503.14476, eq. 10) with a
-    higher ``clip_high``. They differ in advantages and weights, which are not the loss's business.
+    higher ``clip_high``. They differ in advantages and weights, which this function only applies.
     """
     ratio = bounded_exp(new_logprobs - old_logprobs)
     return _clipped_ratio(ratio, advantages, weights, clip_low, clip_high, correction)
@@ -108,9 +108,9 @@ def distilled(
     """(advantages + coef * (teacher - new), sums over tokens): the reverse KL of each token, which has no
     gradient of its own (on-policy distillation; GKD, arXiv 2306.13649).
 
-    Its expectation under the policy is -KL(policy || teacher) at that place, so the policy gradient that is
-    made of it is the KL's. ``new`` is the policy that learns: with an importance ratio that stays so for
-    tokens of an older one.
+    Its expectation under the policy is -KL(policy || teacher) at that position, so the policy gradient with
+    it is the gradient of the KL. ``new`` is the policy that learns: with an importance ratio this also holds
+    for tokens of an older one.
     """
     reverse_kl = new_logprobs.detach() - teacher_logprobs
     sums = {"opd/reverse_kl": reverse_kl.sum(), "opd/teacher_logprob": teacher_logprobs.sum()}

@@ -24,7 +24,7 @@ class Correction(StrEnum):
     """What becomes of the ratio r (token) or prod r (sequence) outside [low, high]."""
 
     NONE = "none"
-    TOKEN_TRUNCATE = "token_truncate"  # min(r, high): TIS; low has no part in it
+    TOKEN_TRUNCATE = "token_truncate"  # min(r, high): TIS; low is not used
     TOKEN_MASK = "token_mask"  # r inside, 0 outside: IcePop
     SEQUENCE_TRUNCATE = "sequence_truncate"  # min(prod r, high) for every token of the sequence
     SEQUENCE_MASK = "sequence_mask"  # prod r inside, 0 outside: TRL's default with high 3

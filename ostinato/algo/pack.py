@@ -4,7 +4,7 @@ This is the only place where a token is paired with the row that predicts it: to
 predicted by the row of token t-1, and the first token after a shared prompt by the prompt's last row.
 
 A forward row exists only if a loss depends on it: the last trained token of a sample is a target and
-never an input, and whatever follows it is context of nothing. So a microbatch holds fewer rows than
+never an input, and no loss depends on what follows it. So a microbatch holds fewer rows than
 the samples have tokens; nothing that is trained is ever left out.
 """
 
@@ -33,7 +33,7 @@ def aggregation_weights(
 ) -> list[np.ndarray]:
     """Per-token weights [L] float64 of each sample, 0 outside its mask: loss = sum(weights * token loss).
 
-    They sum to 1 over the step, except ``constant`` (at most 1, and blind to lengths by intention).
+    They sum to 1 over the step, except ``constant`` (at most 1, and independent of lengths by design).
     Samples and prompts without a trained token do not count in the means of ``sample`` and ``prompt``. The
     rows of one episode (same ``group`` and ``member``) are one sample here.
     Raises ValueError when ``constant`` is requested without ``max_tokens``, the longest completion allowed.
@@ -82,7 +82,7 @@ def pack(
     """Pack samples and their weights (each [L]) into microbatches of at most ``tokens_per_microbatch`` rows.
 
     Siblings (same group, same first ``prompt_len`` tokens, same routing of these) share the rows of their
-    prompt; one whose prompt was run anew, by another policy or in another batch, may have met other experts
+    prompt; one whose prompt was recomputed, by another policy or in another batch, may have other experts
     and gets rows of its own. A group beyond the budget is split and its prompt repeated; one sample beyond
     the budget has a microbatch for itself. First-fit-decreasing, twice: siblings into parts, parts into
     microbatches; ties keep the order of ``samples``, so the result is a function of the input. ``sample_idx``
@@ -91,8 +91,8 @@ def pack(
     whole groups, as many as the others or one fewer, in the order of ``samples``, and is packed by itself. A
     batch of fewer groups has as many minibatches as groups.
 
-    Raises ValueError for a sample that trains on its prompt, whose routing is missing beside others', or one
-    of whose trained tokens is not in the support that it says the token was drawn from.
+    Raises ValueError for a sample that trains on its prompt, that has no routing while others have one, or
+    that has a token outside of the support recorded for it.
     """
     _check(samples, weights, tokens_per_microbatch)
     dealt = _deal(_families(samples, share_prompts), samples, minibatches)
@@ -142,9 +142,9 @@ def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_
 
 
 def _deal(families: Sequence[list[int]], samples: Sequence[Sample], hands: int) -> list[list[list[int]]]:
-    """The families by optimizer step, those of a group together: runs of groups in their order, which is that
-    of a stream that was shuffled. Dealt by size, as microbatches are filled, one step would have all the long
-    groups and another most of the prompts."""
+    """The families by optimizer step, those of a group together: consecutive groups in the order of the
+    stream, which is shuffled already. Dealt by size, as microbatches are filled, one step would have all the
+    long groups and another most of the prompts."""
     groups = [samples[family[0]].group for family in families]
     places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     hands = min(hands, len(places))
@@ -182,7 +182,7 @@ def _prompt(sample: Sample) -> tuple[bytes, bytes]:
 
 
 def prompts_apart(samples: Sequence[Sample]) -> int:
-    """Prompts that ``pack`` runs once more than it had to, because siblings met other experts in them."""
+    """Prompts that ``pack`` runs again because siblings were routed to different experts in them."""
     prompts = {(sample.group, *_prompt(sample)) for sample in samples if sample.loss_mask.any()}
     return len(prompts) - len({(group, tokens) for group, tokens, _ in prompts})
 
@@ -279,7 +279,7 @@ def _microbatch(
 
 
 def _support(samples: Sequence[Sample], trained: Sequence[np.ndarray]) -> Support | None:
-    """Of the trained tokens (indices of each sample's); None where no sample has a record."""
+    """The support of the ``trained`` tokens (indices in each sample); None where no sample has one."""
     if all(sample.support is None for sample in samples):
         return None
     return Support.concatenate(

@@ -24,9 +24,9 @@ from ostinato.failure import NamedFailure
 from ostinato.types import NO_EXPERT, Microbatch
 
 THRESHOLD = 0.9  # measured: aligned sequences from 0.98 on, misaligned ones up to 0.6
-USUAL = 0.98  # what aligned sequences agree in; more than that is not expected of any
-SURE = 20.0  # nats: what chance does once in exp(20), 5e8, is no chance
-ALONE = 32  # routers from which on the overlap of a sequence says something by itself
+USUAL = 0.98  # overlap of aligned sequences; no more than that is expected of any
+SURE = 20.0  # nats: what happens by chance once in exp(20), 5e8, is not ascribed to chance
+ALONE = 32  # routers from which on the overlap of a single sequence is meaningful
 _LEAST, _LOOK = 16, 512  # fewest and most rows and...
 _SEQUENCES = 16  # ...sequences that a diagnosis looks at, and...
 _OTHERS = 512  # sequences that a shuffled one may really be
@@ -47,7 +47,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found where it is worst; ``best``: what would be in common with ``cause`` fixed."""
+    """What was found in the worst sequences; ``best``: the overlap that they would have if fixed."""
 
     cause: Cause
     best: float
@@ -109,7 +109,7 @@ def misaligned(
     uids: Sequence[str] = (),
     at_fault: np.ndarray | None = None,
 ) -> Misaligned:
-    """What to raise where some of the ``overlaps`` [B] are below the threshold. ``uids`` name the sequences;
+    """The error to raise where some ``overlaps`` [B] are below the threshold. ``uids`` name the sequences;
     ``at_fault`` [B] bool: those that are blamed, by default all below it."""
     low = np.flatnonzero(overlaps < threshold if at_fault is None else at_fault).tolist()
     found = diagnose([native[i] for i in low], [replayed[i] for i in low], threshold, others=replayed)
@@ -205,8 +205,8 @@ def diagnose(
     threshold: float = THRESHOLD,
     others: Sequence[np.ndarray] = (),
 ) -> Diagnosis:
-    """The explanation of a disagreement that fixes most of it, and by how much. Looks at the worst stretch of
-    the 16 worst sequences, and for routes that were shuffled also at ``others``, the first 512 of them."""
+    """The explanation of a disagreement that would fix most of it, and by how much. Looks at the worst
+    stretch of the 16 worst sequences, and for shuffled routes also at the first 512 of ``others``."""
     pairs = [(a, b) for a, b in _pairs(native, replayed) if len(a)]
     worst = sorted(pairs, key=lambda pair: np.nan_to_num(_mean(*pair), nan=1.0))[:_SEQUENCES]
     windows = [_worst_stretch(a, b, threshold) for a, b in worst]
@@ -248,8 +248,8 @@ def _pairs(
 
 
 def _worst_stretch(native: np.ndarray, replayed: np.ndarray, threshold: float) -> slice:
-    """The neighbouring rows, 16 to 512 of them, that fall short of the threshold most: what a bug left alone,
-    such as a prompt that siblings share, would veil what fixes the rest."""
+    """The neighbouring rows, 16 to 512 of them, that fall short of the threshold most: rows that a bug did
+    not affect, such as a prompt that siblings share, would hide what fixes the rest."""
     share = shared_ids(native, replayed)
     short = np.where(np.isnan(share), 0, threshold - share).sum(axis=1).cumsum()
     before = np.minimum.accumulate(np.concatenate(([0.0], short)))[:-1]
@@ -280,13 +280,13 @@ def _explanations(
 
 
 def _prefix(a: np.ndarray, b: np.ndarray) -> float:
-    """The overlap as far as both go; none where they hardly meet, since a few rows agree by chance."""
+    """The overlap over their common length; 0 where that is short, since a few rows agree by chance."""
     length = min(len(a), len(b))
     return float(np.nan_to_num(_mean(a[:length], b[:length]))) if 2 * length >= len(a) else 0.0
 
 
 def _chance(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """What rows of other tokens agree in: some experts are popular everywhere."""
+    """The overlap with rows of other tokens: some experts are popular everywhere."""
     return _mean_of([_mean(a, np.roll(b, len(b) // 2, axis=0)) for a, b in pairs])
 
 

@@ -2,7 +2,7 @@
 
 Every argument is [R], one entry per token: log p under the policy that learns (with gradient), and the
 client's ``logprobs`` (q, of the policy that sampled), ``advantages`` A and ``weights`` w. Nothing is divided
-and nothing is averaged: what an average is, the client writes into A or w. With r = p / q:
+and nothing is averaged: any averaging is up to the client, in A or w. With r = p / q:
 
     cross_entropy         -sum w log p
     importance_sampling   -sum r A
@@ -29,7 +29,7 @@ BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 
 
 def cross_entropy(logprobs: Tensor, given: Values) -> Tensor:
-    """Also what runs a loss of the client's own: its weights are then -d loss / d log p."""
+    """-sum w log p. It also serves a client's own loss, with weights -d loss / d log p."""
     return -(given["weights"] * logprobs).sum()
 
 
@@ -98,17 +98,17 @@ class TokenLoss:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """What every row has to bring beside its targets."""
+        """Names of the values that every row must have besides its targets."""
         return _FORMS[self.name].needed
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """What a row may bring: bounds instead of the settings, weights instead of 1."""
+        """Names of values that a row may have: bounds instead of the settings, weights instead of 1."""
         return _FORMS[self.name].optional
 
 
 def token_loss(name: str, settings: Mapping[str, float | str] | None = None) -> TokenLoss:
-    """Raises ValueError for a loss, a setting or a value that there is not."""
+    """The loss ``name``. Raises ValueError for an unknown name or setting, and for a bad value."""
     if name not in _FORMS:
         raise ValueError(f"loss_fn is {name!r}; this server computes {', '.join(NAMES)}")
     full = dict(_FORMS[name].settings)

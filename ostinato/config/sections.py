@@ -453,6 +453,7 @@ class EvalSection(Section):
 
     every: Count | str = 20  # 0: only before and after
     shares: Floats = ()  # of trainer.budget, at which it is scored beside that
+    keep_weights: bool = False  # those of every score, in scored/ of the run: adapters as PEFT has them
     n: Positive = 256
     k: Positive = 1
     temperature: Annotated[float, Field(ge=0)] = 1.0  # 0: greedy

@@ -124,7 +124,7 @@ class KVCache:
     def insert(self, tokens: Sequence[int], blocks: Sequence[int], *, ready: bool = True) -> list[Node]:
         """Make the blocks of ``tokens`` findable; the last may be partly filled. Returns the new nodes.
 
-        Where another sequence already stands for the same tokens its node stays, and ours is not added.
+        Where there already is a node for the same tokens, it stays and ours is not added.
         """
         node, made = self._root, []
         for index, block in enumerate(blocks):
@@ -154,7 +154,7 @@ class KVCache:
         return made
 
     def discard(self, nodes: Sequence[Node]) -> None:
-        """Take back nodes that were never made ready, with all that hangs below them."""
+        """Take back nodes that were never made ready, with all nodes below them."""
         below = list(nodes)  # a list and not a recursion: a long prompt is a deep chain
         while below:
             node = below.pop()

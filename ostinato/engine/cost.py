@@ -47,9 +47,9 @@ KNOTS = (
     2048,
 )
 MEASURED = (1, 4, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 128, 256)
-_GAIN = 0.08  # of a new timing against what the table says
+_GAIN = 0.08  # weight of a new timing against the table
 _LATEST = 32  # passes whose overhead is remembered
-_TRUST = (0.6, 1.6)  # a timing outside this band of the table is cut to it: another process was in the way
+_TRUST = (0.6, 1.6)  # a timing outside this band of the table is clipped to it: another process interfered
 
 
 class CostTable:
@@ -90,7 +90,7 @@ class CostTable:
         return cls(np.maximum(base, 1e-6).tolist(), slope)
 
     def seconds(self, rows: np.ndarray | int, attended: np.ndarray | float) -> np.ndarray:
-        """Of passes of ``rows`` rows that see ``attended`` positions in all."""
+        """Predicted seconds of passes of ``rows`` rows that see ``attended`` positions in all."""
         rows = np.asarray(rows, np.float64)
         base = np.interp(rows, self._knots, self._base)
         per_row = (self._base[-1] - self._base[-2]) / (self._knots[-1] - self._knots[-2])

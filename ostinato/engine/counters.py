@@ -22,14 +22,14 @@ class Counters:
     drafted: int = 0  # draft tokens run
     accepted: int = 0  # of them, those that were what was sampled
     cut_drafts: int = 0  # draft tokens given up for want of KV blocks
-    passes: int = 0  # sums over the steps the sequences that were given tokens
+    passes: int = 0  # sequences that were given tokens, summed over steps
     seconds: float = 0.0  # in steps, drafting included
     seconds_without: float = (
         0.0  # that plain decoding would have taken for the same tokens, by the cost table
     )
 
 
-MOST = 10_000  # spans that are kept where nothing takes them: the newest
+MOST = 10_000  # the newest spans, kept where nothing collects them
 
 
 class Busy:
@@ -51,7 +51,7 @@ class Busy:
         self._spans.append([prefill, start, stop, prefilled + sampled, seconds])
 
     def take(self) -> list[Span]:
-        """What there was since it was last queried, in order."""
+        """The spans since the last call, in order."""
         spans = [
             Span(
                 worker=self._worker,

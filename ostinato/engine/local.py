@@ -1,9 +1,9 @@
 """The in-process engine: continuous batching on the trainer's own base tensors.
 
 A step is schedule -> run -> postprocess: one forward over a flat row of tokens, the last token of every
-decoding sequence with its draft and chunks of prompts within a budget. Nothing a sequence receives depends on
-the others, or on drafts: kernels work row by row, noise is addressed, and a draft counts only as far as it is
-what was sampled.
+decoding sequence with its draft and chunks of prompts within a budget. Tokens of a sequence depend neither on
+other sequences nor on drafts: kernels work row by row, noise is addressed, and a draft counts only as far
+as it equals what was sampled.
 
 In-flight publish: running sequences keep their keys and values and go on under the new adapters; every token
 carries the version that sampled it, and such sequences are not added to the prefix tree.
@@ -46,8 +46,8 @@ class LocalEngine:
 
     ``decode`` turns token ids into text (needed for stop strings and ``Completion.text``). ``context_limit``
     is the largest number of tokens in a sequence. ``drafter`` proposes drafts. ``expect``: see
-    ``Scheduler``. ``cost`` is what passes take, measured here unless given. ``record_routing`` and
-    ``record_support``: completions carry experts, and what their filters had kept.
+    ``Scheduler``. ``cost`` predicts pass times; measured here unless given. ``record_routing`` and
+    ``record_support``: completions carry routed experts, and the token ids that sampling filters kept.
     ``name`` is the worker's in the timeline. Raises ValueError for requests that can never fit.
     """
 
@@ -94,24 +94,24 @@ class LocalEngine:
         self.speculation = self.speculate(drafter) if drafter is not None else None
 
     def speculate(self, drafter: Drafter) -> Speculation:
-        """With ``drafter``; at work once it is this engine's ``speculation``, changed between rollouts."""
+        """A ``Speculation`` with ``drafter``; to use it, assign it to ``speculation`` between rollouts."""
         assert self.cost is not None, "an engine made without a drafter has no cost table"
         return Speculation(drafter, self.cost, self._scheduler.table)
 
     def model_of(self, policy: str) -> tuple[Decoder, Adapters | None, Ops]:
-        """What requests of ``policy`` would run: no adapters are the base."""
+        """(decoder, adapters, ops) that requests of ``policy`` run; without adapters it is the base."""
         return self._runner.model_of(self.policies.numbers[policy])
 
     @property
     def version(self) -> int:
-        """Of the policy without a name."""
+        """The version of the policy without a name."""
         return self.policies.versions[0]
 
     def publish(self, adapters: Adapters | None, version: int, policy: str = "") -> None:
         """Serve a copy of ``adapters`` (None: the base) from the next step on.
 
-        Without a name it is the policy that is trained: what runs goes on under it, and the prefix tree is
-        forgotten. A named one is for requests that come; those that run end as they have begun.
+        Without a name it is the policy being trained: running requests continue under it, and the prefix tree
+        is cleared. A named policy is for new requests; running ones end under the policy they began with.
         """
         self.policies.publish(adapters, version, policy)
         self.policies.retire(one.policy for one in self._scheduler.unfinished)
@@ -119,12 +119,12 @@ class LocalEngine:
             self._scheduler.cache.forget()
 
     def withdraw(self, policy: str) -> None:
-        """Serve a named policy no more; requests that run under it end as they have begun."""
+        """Stop serving a named policy; requests that run under it still end under it."""
         self.policies.withdraw(policy)
         self.policies.retire(one.policy for one in self._scheduler.unfinished)
 
     def publish_weights(self, path: Path, version: int) -> None:
-        """The same of a whole policy: all weights in ``path`` (``wire.pack_weights``), into the decoder."""
+        """``publish`` for all weights: loads those in ``path`` (``wire.pack_weights``) into the decoder."""
         self._runner.load(path)
         self.publish(None, version)
 
@@ -159,7 +159,7 @@ class LocalEngine:
             self._drop(mine)
 
     def cut(self, requests: Collection[Request]) -> None:
-        """End these now, between two passes: they come back as ABORT with what they have."""
+        """End these now, between two passes: they are yielded as ABORT with the tokens sampled so far."""
         slots, waiting = self._scheduler.of(requests)
         ended = [*map(self._scheduler.table.at, slots), *waiting]
         for slot in slots:
@@ -239,7 +239,7 @@ class LocalEngine:
     def _sample(
         self, hidden: torch.Tensor, plan: ModelInput, drafts: Drafts, ready: np.ndarray
     ) -> StepOutput:
-        """Draw a token on every row that may emit one, keep what follows from the last one that is real."""
+        """Draw a token for every row that may emit one, verify the drafts, and append what is accepted."""
         table = self._scheduler.table
         rows_to_sample = sampling_rows(table, plan, drafts, ready)
         drawn = self._runner.draw(
@@ -296,8 +296,8 @@ class LocalEngine:
         sequence.results.put_nowait((sequence.index, completion))
 
     def _keep_routes(self, slot: int) -> None:
-        """Before a preemption: the rows that the tokens so far were sampled through. They are computed again,
-        perhaps under another policy, and may choose otherwise: true for what follows, not for what was."""
+        """Before a preemption: keep the routes that the tokens so far were sampled through. Recomputed rows,
+        perhaps of another policy, may route differently: right for later tokens, not for these."""
         table, sequence = self._scheduler.table, self._scheduler.table.at(slot)
         if self._routes is not None and table.length[slot] > table.prompt[slot]:
             sequence.routes = self._routes.of(sequence, int(table.computed[slot]))

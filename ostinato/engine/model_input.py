@@ -45,10 +45,10 @@ def draft_counts(drafts: Drafts, sequences: int) -> np.ndarray:
 def build_model_input(
     table: SequenceTable, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts
 ) -> ModelInput:
-    """The pass of sequences ``chosen``, of which ``counts`` rows of known text and then ``drafts`` are run.
+    """The input of a pass over the sequences ``chosen``: ``counts`` rows of known text, then ``drafts``.
 
-    ``drafts.counts`` is aligned with ``chosen``, or empty where nothing is drafted. The blocks are there
-    already.
+    ``drafts.counts`` is aligned with ``chosen``, or empty where nothing is drafted. The blocks must be
+    allocated already.
     """
     rows = counts + draft_counts(drafts, len(chosen))
     ends = np.cumsum(rows)

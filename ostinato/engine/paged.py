@@ -21,7 +21,7 @@ from ostinato.model.native import Kernels
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``torch.zeros``, which writes to every page of a CPU's memory; the system's own zeros cost none."""
+    """``torch.zeros``, but on a CPU in pages that the system zeroes on first use instead of now."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or sys.platform == "win32" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -107,7 +107,7 @@ class NativePaged:
 
 @dataclass(frozen=True, slots=True)
 class TorchPaged:
-    """The twin, on any device: gathers the blocks of every row's sequence and masks what it does not see."""
+    """In torch, on any device: gathers the blocks of every row's sequence and masks what it does not see."""
 
     store: KVStore
     rows: Rows

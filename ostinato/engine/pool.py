@@ -3,10 +3,10 @@
     generate -> OpenCalls (which worker gets what) -> Worker (one life; Fleet: all) -> its sampler -> answers
     publish  -> Publications (what is sent, and which workers have proved it) -> every Worker
 
-A call is a request with its seed, so every worker gives the same tokens, but for the policy in flight.
-Every worker has at most ``slots`` calls; the others wait here, where placement can still choose. One that
-raises, is silent, stands still, or serves what it was not sent is replaced, and its calls go to workers with
-room. Failures of workers and of prompts are distinguished; each kind has a budget of its own.
+A call is a request with its seed, so every worker gives the same tokens, apart from the policy in flight.
+Every worker has at most ``slots`` calls; the others wait here, where placement can still choose. A worker
+that raises, is silent, makes no progress, or serves what it was not sent is replaced, and its calls go to
+others with room. Failures of workers and of prompts are distinguished; each kind has a budget of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ostinato.workers.lost import Restarts, WorkerLost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A policy that all workers of its time serve."""
+    """A policy served by all workers that it was published to."""
 
     version: int
     bytes: int  # sent, to all workers together
@@ -47,7 +47,7 @@ class _Unproved:
 
 
 class Publications:
-    """``new`` makes what is sent of a policy; ``current`` is what every worker is to serve."""
+    """``new`` builds the publication of a policy; ``current`` is the one every worker is to serve."""
 
     def __init__(self, new: Callable[[Any, int], Publication]) -> None:
         self.current = Publication(version=0, fingerprint="")
@@ -61,8 +61,8 @@ class Publications:
         self._answers += ((uid, step, tuple(answers)),)
 
     def publish(self, adapters: Any, version: int, workers: Collection[int]) -> Publication:
-        """What is to be sent to every worker; ``workers`` have to prove it, others when they start. Raises
-        what ``new`` raises, and nothing has changed."""
+        """The publication to send to every worker; ``workers`` have to prove that they serve it, others when
+        they start. Raises what ``new`` raises, and then nothing has changed."""
         begun = time.time()
         self.current = self._new(adapters, version)
         sent, self._answers = replace(self.current, answers=self._answers), ()
@@ -71,7 +71,7 @@ class Publications:
         return sent
 
     def proved(self, worker: int, version: int) -> None:
-        """It serves ``version``, and so was never sent what is older."""
+        """The worker serves ``version``; nothing older is awaited from it any more."""
         for one in self._unproved:
             if one.publication.version <= version and worker in one.missing:
                 one.missing.discard(worker)
@@ -112,21 +112,21 @@ def adapters_only(adapters: Any, version: int) -> Publication:
 
 
 def unknown(request: Request) -> float:
-    """Nothing is known of how long it will be answered."""
+    """Predicts no answer length: 0 means unknown."""
     return 0.0
 
 
 class EnginePool:
-    """Implements ``protocols.Engine`` with ``count`` samplers; ``spawn(i)`` makes the i-th, again and again.
+    """Implements ``protocols.Engine`` with ``count`` samplers; ``spawn(i)`` makes the i-th, each time anew.
 
-    place: which worker samples what (``rollout.schedule``); expect: tokens of an answer, 0 if unknown;
-    on_answer: called with each one that has ended; slots: calls that a worker has at once; publication: a
-    policy as it is sent. Seconds: silence_s without a reply or without progress, and a worker is lost;
-    start_s for one to come up (then ``spawn`` is cancelled, and has to leave nothing behind, as where it
-    raises). ``generate`` raises WorkerLost when no worker serves and each was lost more than ``max_restarts``
-    times in a row without an answer, after more than ``max_quarantined`` prompts, and as soon as the loss of
-    a worker is final (the cluster is gone).
-    Names of workers: "sampler-0" and so on.
+    place: which worker samples what (``rollout.schedule``); expect: predicted tokens of an answer, 0 if
+    unknown; on_answer: called with each one that has ended; slots: calls that a worker has at once;
+    publication: makes what is sent of a policy. silence_s: seconds without a reply or progress after which a
+    worker is lost; start_s: seconds for one to start (then ``spawn`` is cancelled; it must leave nothing
+    behind, also where it raises). Workers are named "sampler-0" and so on.
+
+    ``generate`` raises WorkerLost when no worker serves and each was lost more than ``max_restarts`` times in
+    a row without an answer, after more than ``max_quarantined`` prompts, and at a final loss (cluster gone).
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class EnginePool:
     # ---- the protocol
 
     def publish(self, adapters: Any, version: int) -> None:
-        """Send it to all workers, and come back at once. Calls that come from here on are sampled by it,
-        running ones go on under it. Raises what packing raises (NotFinite), and the old policy stays."""
+        """Send the policy to all workers, and return at once. New calls are sampled by it, running ones
+        continue under it. Raises what packing raises (NotFinite), and then the old policy stays."""
         places = self._fleet.places
         serving = [place.id for place in places if place.state is State.SERVING]
         publication = self._publications.publish(adapters, version, serving)
@@ -227,7 +227,7 @@ class EnginePool:
     # ---- beside the protocol
 
     async def ready(self) -> None:
-        """Until every worker serves. Raises WorkerLost where one is lost too often, whatever others do."""
+        """Wait until every worker serves. Raises WorkerLost where any one of them is lost too often."""
         self._begin()
         await self._fleet.ready()
 
@@ -249,7 +249,7 @@ class EnginePool:
         return self._publications.take()
 
     def gauges(self) -> dict[str, float]:
-        """Of now, by the names of metrics; 0 for what is counted, which a row of a quiet step has too."""
+        """Current gauges by metric name, and 0 for every counter, so that each row of metrics has them."""
         alive = sum(place.state is State.SERVING for place in self._fleet.places)
         now = {"workers/alive": float(alive), "workers/calls_waiting": float(len(self._open.waiting))}
         return now | dict.fromkeys(self.counters, 0.0)
@@ -261,8 +261,8 @@ class EnginePool:
     # ---- placement, once for all that happens at a time
 
     def _plan_soon(self) -> None:
-        """Once, when all that is ready has sent its requests: placement sees groups that arrive together. A
-        plan for many workers takes its time, and gets a tenth of it."""
+        """Schedule one placement, after all ready callers have sent their requests, so that it sees groups
+        that arrive together. Planning for many workers is slow, and is limited to a tenth of the time."""
         if not self._planned:
             self._planned = True
             loop = asyncio.get_running_loop()
@@ -314,7 +314,7 @@ class EnginePool:
         self._judge(now)
 
     def _judge(self, now: float) -> None:
-        """What was lost until a prompt is found is explained by it."""
+        """Once a prompt is found to be at fault, the losses until then are attributed to it."""
         if self._open.judge(now):
             for place in self._fleet.places:
                 place.restarts.worked()

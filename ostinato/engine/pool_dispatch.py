@@ -4,8 +4,8 @@
               ^                     |
               +---- the worker is lost (take_back)
 
-Prompts that were on two workers that were lost run by themselves, fewer and fewer; a prompt with which alone
-one more is lost is quarantined: it ends as ERROR (``workers.suspects``).
+Prompts that were on two lost workers run apart from the others, in smaller and smaller sets; a prompt that
+loses one more worker when it runs alone is quarantined: it ends as ERROR (``workers.suspects``).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class OpenCalls:
         return call
 
     def abandon(self, calls: Iterable[Call]) -> None:
-        """Nothing waits for these any more."""
+        """Drop these calls: their callers no longer wait for them."""
         workers = self._serving().values()
         for call in calls:
             if call.awaited:
@@ -66,7 +66,7 @@ class OpenCalls:
                     worker.drop(call)
 
     def fail(self, error: Exception) -> None:
-        """It is the result of all."""
+        """Give every open call ``error`` as its result."""
         for call in itertools.chain(*self._open.values()):
             call.results.put_nowait(error)
 
@@ -86,7 +86,7 @@ class OpenCalls:
     # ---- placement
 
     def place(self) -> None:
-        """Deal what waits."""
+        """Assign the waiting calls to workers."""
         workers = self._serving()
         if not workers or not self.waiting:
             return
@@ -103,7 +103,7 @@ class OpenCalls:
         self._follow(starts, workers)
 
     def _place_suspects(self, waiting: Sequence[Call], workers: Mapping[int, Worker]) -> frozenset[int]:
-        """Deal them by cells; the workers reserved for one cell."""
+        """Assign suspects cell by cell. Returns the workers reserved for one cell."""
         cells = self.suspects.cells
         held = {id: {call.key for call in worker.all_calls} for id, worker in workers.items()}
         places, closed = isolated([*dict.fromkeys(cells[call.key] for call in waiting)], cells, held)
@@ -125,7 +125,7 @@ class OpenCalls:
     # ---- what comes back
 
     def answered(self, worker: Worker, id: int, completion: Completion) -> bool:
-        """Is this a whole answer? Raises WorkerLost where it cannot be right."""
+        """End the call; whether the answer is no ERROR. Raises WorkerLost where it cannot be right."""
         call = worker.calls.get(id)
         if call is None:
             raise sampler_lost(f"answered call {id}, which it does not have", by_calls=False)
@@ -141,7 +141,7 @@ class OpenCalls:
         return completion.stop is not Stop.ERROR
 
     def take_back(self, worker: Worker, lost: WorkerLost, now: float) -> bool:
-        """What it had not ended waits again. True: it was lost to its calls."""
+        """Queue its unfinished calls again. True: the loss is explained by its calls."""
         handed = [call for call in worker.calls.values() if call.handed]
         self._counters["workers/redispatched"] += sum(call.awaited for call in handed)
         for call in worker.all_calls:
@@ -155,7 +155,7 @@ class OpenCalls:
         return explained
 
     def judge(self, now: float) -> bool:
-        """Quarantine the prompts of which it is certain by now; were there any?"""
+        """Quarantine the prompts that are certain to be at fault by now; whether there were any."""
         found = self.suspects.judge(now)
         self._counters["workers/quarantined"] += len(found)
         self._end_quarantined([*self.waiting.values()])

@@ -1,4 +1,4 @@
-"""The workers of a pool: one life, from its first publication until it is lost, and all lives of all of them.
+"""The workers of a pool: ``Worker`` is one life, from its first publication until it is lost; ``Fleet`` all.
 
 Two tasks talk to it. One sends, in order, what it is given: publications, calls, drops. The other collects.
 Whatever the worker raises, and every wait longer than was agreed, ends its life as ``WorkerLost``,
@@ -45,17 +45,17 @@ class Call:
 
     @property
     def key(self) -> Key:
-        """Calls of one prompt in one round have the same."""
+        """The same for all calls of one prompt in one round."""
         return self.request.uid, self.request.seed[:-1]
 
     @property
     def prompt(self) -> str:
-        """What it is named by in failures."""
+        """Its name in error messages."""
         return name(self.key)
 
     def job(self) -> Job:
-        """As placements see it. A seed path is (run, round, ..., place in the stream, sample); where it is
-        shorter, it has no sibling."""
+        """The call as placements see it. A seed path is (run, round, ..., place in the stream, sample); a
+        call with a shorter one has no siblings."""
         seed = self.request.seed
         step, place = (seed[1], seed[-2]) if len(seed) > 3 else (0, self.id)
         return Job(
@@ -92,11 +92,11 @@ def sampler_lost(cause: str, by_calls: bool = True, final: bool = False) -> Work
 
 
 async def bounded(awaited: Awaitable[T], seconds: float, what: str) -> T:
-    """Its result. Raises WorkerLost where it raises, or is not there in time: it is then cancelled, and not
-    waited for, since it may not listen.
+    """The result of ``awaited``. Raises WorkerLost where it raises, or takes longer than ``seconds``: it is
+    then cancelled, but not waited for, since it may ignore that.
 
-    Time is counted in slices: where the event loop itself was held up for long (by a training step), what has
-    arrived meanwhile is looked at before a worker is called silent.
+    Time is counted in slices: where the event loop itself was blocked for long (by a training step), what has
+    arrived meanwhile is read before a worker is called silent.
     """
     task = asyncio.ensure_future(awaited)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged as not seen
@@ -154,12 +154,12 @@ class Worker:
         self._mail = asyncio.Event()
         self._policies: dict[int, tuple[int, str]] = {}  # (version, fingerprint) by number of publication
         self._posted = self._sent = self._served = 0  # numbers: meant for it, on their way, acknowledged
-        self._still_s = 0.0  # how long it has not got on
+        self._still_s = 0.0  # seconds without progress
 
     # ---- what is sent to it
 
     def post(self, publication: Publication) -> None:
-        """Send it, instead of one that has not been sent yet: nothing needs that any more."""
+        """Send it; it replaces one that has not been sent yet, which is no longer needed."""
         last = self._outbox[-1].publication if self._outbox else None
         if last is None:
             self._posted += 1
@@ -171,7 +171,7 @@ class Worker:
         self._mail.set()
 
     def versions(self, call: Call) -> set[int]:
-        """That its tokens may be of: what the worker was sent last before it, and what it was sent since."""
+        """Versions that its tokens may have: the last one sent before the call, and all sent since."""
         return {version for n, (version, _) in self._policies.items() if call.after <= n <= self._sent}
 
     def deal(self, call: Call) -> None:
@@ -192,7 +192,7 @@ class Worker:
                 letter.calls.append(call)
 
     def drop(self, call: Call) -> None:
-        """Give ``call`` up, if it is here."""
+        """Cancel ``call``, if this worker has it."""
         if call in self.dealt:
             self.dealt.remove(call)
             return
@@ -205,7 +205,7 @@ class Worker:
             self._letter().drop.append(call.id)
 
     def _letter(self) -> _Letter:
-        """To be sent after all that was posted."""
+        """The last letter of the outbox, which is sent after all publications posted so far."""
         self._mail.set()
         if not self._outbox:
             self._outbox.append(_Letter())
@@ -272,7 +272,7 @@ class Worker:
             await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - awaited))
 
     def _check(self, reply: PollResult, floor: int, waited_s: float) -> None:
-        """Does it serve what it was sent, and get on with what it has?"""
+        """Raises WorkerLost unless it serves what it was sent and makes progress with its calls."""
         sent = [policy for n, policy in self._policies.items() if floor <= n <= self._sent]
         if (reply.version, reply.fingerprint) not in sent:
             served = _policy(reply.version, reply.fingerprint)
@@ -291,7 +291,7 @@ class Worker:
 
     @property
     def publishing(self) -> bool:
-        """It has not proved yet what it was sent last: that may be why it is lost."""
+        """Whether it has yet to prove the last publication, which may then be why it is lost."""
         return self._sent > self._served
 
     @property
@@ -311,7 +311,7 @@ class State(StrEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Place:
-    """Of a worker in the pool, over its lives."""
+    """The place of a worker in the pool, over all its lives."""
 
     id: int
     restarts: Restarts  # losses in a row, without an answer, that no prompt is held to have caused
@@ -340,8 +340,8 @@ class Place:
 
 @dataclass(kw_only=True, eq=False)
 class Fleet:
-    """Each place has a budget of its own, as ``restarts`` is; ``start_s`` is for a sampler to come up, and
-    for its first policy."""
+    """All places of a pool, each with its own copy of the budget ``restarts``; ``start_s`` bounds the start
+    of a sampler, and its first publication."""
 
     count: int
     spawn: Callable[[int], Awaitable[Sampler]]  # the sampler of a place
@@ -370,7 +370,7 @@ class Fleet:
             task.add_done_callback(self._broke)
 
     async def ready(self) -> None:
-        """Until every worker serves. Raises WorkerLost where one is lost too often, whatever others do."""
+        """Wait until every worker serves. Raises WorkerLost where any one of them is lost too often."""
         while starting := [place for place in self.places if place.state is not State.SERVING]:
             if self.failure is not None:
                 raise self.failure
@@ -390,7 +390,7 @@ class Fleet:
         return [span]
 
     def fail(self, error: Exception) -> None:
-        """The end of all workers, unless it has come already."""
+        """End all workers because of ``error``; does nothing after the first call."""
         if self.failure is not None:
             return
         self.failure = error
@@ -433,7 +433,7 @@ class Fleet:
                         await bounded(sampler.close(), CLOSE_S, "closing")
 
     def _lose(self, place: Place, lost: WorkerLost) -> None:
-        """Give its work back, and see whether this can go on."""
+        """Give its work back; fail if the loss is final, or no place can go on."""
         if lost.final:
             self.fail(lost)
             return

@@ -20,7 +20,7 @@ Decode = Callable[[Seq[int]], str] | None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """What R sequences were given by a pass; arrays of tokens go on from sequence to sequence."""
+    """The tokens that a pass gave to R sequences, concatenated over the sequences."""
 
     counts: np.ndarray  # [R] tokens
     accepted: np.ndarray  # [R] of them, those that had been drafted
@@ -30,7 +30,7 @@ class StepOutput:
     top: tuple[np.ndarray, np.ndarray] | None = None  # the likeliest of every token: ids, logprobs [n, m]
 
     def of(self, r: int, top: int) -> Emitted:
-        """What sequence r was given, with ``top`` of the likeliest beside each token."""
+        """The tokens of sequence r, with the ``top`` likeliest at each position."""
         first = int(self.counts[:r].sum())
         mine = slice(first, first + int(self.counts[r]))
         best: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
@@ -55,7 +55,7 @@ class SamplingRows:
 
 
 def sampling_rows(table: SequenceTable, plan: ModelInput, drafts: Drafts, ready: np.ndarray) -> SamplingRows:
-    """Of every ready sequence the row of its last token and those of its draft, in their order."""
+    """For every ready sequence, the row of its last token and the rows of its draft, in order."""
     lengths = draft_counts(drafts, len(plan.slots))[ready] + 1
     heads = plan.firsts[ready] + plan.counts[ready] - lengths  # the row of the last token
     starts = np.cumsum(lengths) - lengths
@@ -77,7 +77,7 @@ def sampling_rows(table: SequenceTable, plan: ModelInput, drafts: Drafts, ready:
 
 
 def _banned(table: SequenceTable, slot: int, position: int) -> list[int] | np.ndarray:
-    """What must not stand at ``position``: stop tokens that come too early, and what its constraint says."""
+    """Ids or a mask [V] that ``position`` may not have: early stop tokens, and what the constraint bans."""
     request, prompt = table.at(slot).request, int(table.prompt[slot])
     early = list(request.sampling.stop_tokens) if position < prompt + request.sampling.min_tokens else []
     if request.constraint is None:
@@ -96,10 +96,10 @@ def postprocess(
     versions: np.ndarray,
     decode: Decode,
 ) -> StepOutput:
-    """Verify the drafts of the ``ready`` sequences of the pass, and append what they were given.
+    """Verify the drafts of the ``ready`` sequences of the pass, and append their new tokens.
 
-    ``versions`` [R] of the policies that they ran under. ``drawn`` has a token for the last token and each
-    draft token of every ready sequence, in their order.
+    ``versions`` [R] of the policies that they ran under. ``drawn`` has one token for the last token and for
+    each draft token of every ready sequence, in order.
     """
     chosen = plan.slots[ready]
     if len(drafts.tokens):
@@ -173,7 +173,7 @@ def _cut_off(
 
 
 def _listen(table: SequenceTable, slot: int, given: np.ndarray, decode: Decode) -> tuple[int, Stop | None]:
-    """One sequence, token by token, as plain decoding would."""
+    """(tokens kept, why it ends) of one sequence, checked token by token as in plain decoding."""
     sequence = table.at(slot)
     sampling, length, prompt = sequence.request.sampling, int(table.length[slot]), int(table.prompt[slot])
     for n, token in enumerate(given.tolist(), start=1):

@@ -1,4 +1,4 @@
-"""Which dtype a model computes in fastest here: its own matrix products, timed and kept per machine.
+"""Which dtype is fastest for a model on this machine: its matrix products, timed and cached per machine.
 
     choose -> cached | measure(shapes of the model) -> seconds of a token by dtype -> Choice, with its reason
 
@@ -38,11 +38,11 @@ from ostinato.model.shapes import STACKED, layer_shapes
 DTYPES = ("float32", "bfloat16")
 SAMPLED_ROWS, TRAINED_ROWS = 16, 256  # of a product: of a decoding batch, of a microbatch
 BUDGET_S = 1.0  # for all products together
-ROUNDS = 5  # of each in up to ``PATIENCE`` times the budget: beside other work one in a few is undisturbed
+ROUNDS = 5  # of each in up to ``PATIENCE`` times the budget: on a busy machine one in a few is undisturbed
 PATIENCE = 4
 MOST_ELEMENTS = 1 << 18  # of a measured matrix; a larger one is cut and counts in proportion
 MOST_EXPERT_ELEMENTS = 1 << 23  # of all measured experts of a layer together
-GAIN = 1.1  # that bfloat16 has to bring: float32 is the more exact
+GAIN = 1.1  # speed-up that bfloat16 has to bring: float32 is more exact
 MUCH_SLOWER = 2.0  # than the other dtype: the user is warned
 
 
@@ -77,7 +77,7 @@ class Choice:
 
 
 def choose(config: ModelConfig, *, device: str, native: bool, fp32_head: bool) -> Choice:
-    """The dtype in which an RL step of the model takes least. ``device``: "cpu" or "cuda"; ``native``: with
+    """The dtype in which an RL step of the model is fastest. ``device``: "cpu" or "cuda"; ``native``: with
     the native kernels, where they can be had."""
     if device.startswith("cuda"):
         if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -123,8 +123,8 @@ def seconds_by_dtype(
     budget_s: float = BUDGET_S,
     busy: bool | None = None,
 ) -> dict[str, Seconds]:
-    """The kept figures of this machine for these shapes, or those of a measurement, which are then kept.
-    Figures of a ``busy`` machine (None: as this one is now) hold while it is busy."""
+    """The cached figures of this machine for these shapes; without any they are measured and cached.
+    Figures of a ``busy`` machine (None: find out whether it is) are valid only while it is busy."""
     needed = products(config)
     inference, training, built = _arithmetic(native)
     file = kept_file(needed, built, fp32_head=fp32_head)
@@ -142,7 +142,7 @@ def seconds_by_dtype(
 
 
 def kept_file(needed: list[Product], built: str, *, fp32_head: bool) -> Path:
-    """In the user's cache, named by all that the figures depend on. ``built``: the kernels."""
+    """A path in the user's cache, named by a hash of all that the figures depend on. ``built``: kernels."""
     facts = (threads.fingerprint(), torch.get_num_threads(), torch.__version__, built, isa.instruction_set())
     digest = hashlib.sha256(repr((*facts, needed, fp32_head)).encode()).hexdigest()[:16]
     return cache_folder() / f"products-{digest}.json"
@@ -207,8 +207,8 @@ def products(config: ModelConfig) -> list[Product]:
 def measure(
     needed: list[Product], inference: Ops, training: Ops, *, fp32_head: bool, budget_s: float
 ) -> dict[str, Seconds]:
-    """Seconds of a token by dtype. The dtypes take turns, and the fastest call of each counts, so that what
-    else the machine does meets both."""
+    """Seconds of a token by dtype. The dtypes take turns, and the fastest call of each counts, so that other
+    load on the machine affects both alike."""
     totals = {name: {"sampled": 0.0, "trained": 0.0} for name in DTYPES}
     share = budget_s / (2 * len(needed))
     for product in needed:
@@ -232,7 +232,7 @@ def _fastest(calls: Mapping[str, Callable[[], Any]], budget_s: float) -> dict[st
     return best
 
 
-Timed = tuple[Callable[[], Any], float]  # a call, and by what its seconds are those of one token
+Timed = tuple[Callable[[], Any], float]  # a call, and the factor from its seconds to those of one token
 
 
 def _calls(product: Product, dtype: str, inference: Ops, training: Ops, fp32_head: bool) -> dict[str, Timed]:
@@ -283,7 +283,7 @@ def _experts(product: Product, kind: torch.dtype, ops: Ops, rows: int, *, backwa
 
 
 def _filled(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
-    """No zeros and nothing subnormal, which some processors multiply at another pace."""
+    """Neither zeros nor subnormals, which some processors multiply at another speed."""
     return torch.full(shape, 0.01, dtype=kind)
 
 

@@ -1,4 +1,4 @@
-"""Requests, checked, as sequences; and sequences as completions, whole or as far as they got."""
+"""Makes sequences from requests, after checking them, and completions from sequences, whole or cut."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def new_completion(
 
 
 def text_of(tokens: np.ndarray, strings: Seq[str], stop: Stop, decode: Decode | None) -> str:
-    """Up to a stop string, and without a stop token."""
+    """The text of ``tokens`` up to a stop string, without a stop token; empty without ``decode``."""
     if decode is None:
         return ""
     cut = text_before(decode, tokens, strings) if stop is Stop.STRING else None

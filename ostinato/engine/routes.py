@@ -31,8 +31,8 @@ class RouteStore:
         self._blocks[targets] = self._blocks[sources]
 
     def of(self, sequence: Sequence, ran: int, length: int = 0) -> np.ndarray:
-        """Routes from ``routes_from`` on: of the ``ran`` tokens that have run, NO_EXPERT up to ``length``.
-        Rows that the sequence already had when it was preempted are given as they were then."""
+        """Routes [n, layers, K] from ``routes_from`` on: of the ``ran`` tokens that have run, then NO_EXPERT
+        up to ``length``. Rows that the sequence had when it was preempted are returned as they were then."""
         start = sequence.request.routes_from
         first, ran = start // BLOCK, max(start, ran)
         blocks = self._blocks[sequence.blocks[first : -(-ran // BLOCK)]]

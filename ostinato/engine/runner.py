@@ -32,7 +32,7 @@ class Served:
 
     adapters: Adapters | None
     prepared: Prepared | None
-    fingerprint: str | None = None  # when it was first requested
+    fingerprint: str | None = None  # computed when first requested
 
 
 class Runner:
@@ -51,7 +51,7 @@ class Runner:
         self.serve(None)
 
     def serve(self, adapters: Adapters | None, policy: int = 0) -> None:
-        """Run ``policy`` with a copy of ``adapters`` from now on; None: the base. NotFinite: as before."""
+        """Run ``policy`` with a copy of ``adapters`` (None: the base). Raises NotFinite, changing nothing."""
         if adapters is not None:
             check_finite(adapters)
         with torch.inference_mode():
@@ -129,7 +129,7 @@ class Runner:
         return hidden, None if routing is None else routing.to(torch.int16).cpu().numpy()
 
     def run(self, plan: ModelInput) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Of the rows of a plan: as ``forward``."""
+        """``forward`` of the rows of a plan."""
         rows = Rows(
             slots=self.on_device(plan.kv_slots),
             tables=self.on_device(np.ascontiguousarray(plan.tables)),
@@ -194,7 +194,7 @@ class Runner:
         return torch.from_numpy(array).to(self.decoder.device)
 
     def seconds(self, rows: int, context: int) -> float:
-        """Of a pass of ``rows`` rows that see ``context`` positions: what the cost table is made of.
+        """The measured time of a pass of ``rows`` rows that see ``context`` positions, for the cost table.
 
         It writes into the first blocks of the store, so it must come before any sequence.
         """
@@ -222,7 +222,7 @@ class Runner:
 
 
 class Policies:
-    """Numbers by name, and versions by number, of what ``runner`` holds. The policy without a name is 0."""
+    """The policies of ``runner``: numbers by name, versions by number. The policy without a name is 0."""
 
     def __init__(self, runner: Runner) -> None:
         self.numbers: dict[str, int] = {"": 0}
@@ -237,7 +237,7 @@ class Policies:
         self._next += number > 0
 
     def withdraw(self, name: str) -> None:
-        """Take the name away: no request that comes can have it."""
+        """Remove the name: no new request can use it."""
         self.numbers.pop(name, None)
 
     def versions_of(self, numbers: np.ndarray) -> np.ndarray:
@@ -245,7 +245,7 @@ class Policies:
         return np.array([self.versions[number] for number in numbers.tolist()], np.int32)
 
     def retire(self, running: Iterable[int]) -> None:
-        """Forget those that have lost their name and that nothing runs under."""
+        """Drop the policies that have no name any more and no running requests."""
         for number in self.versions.keys() - {*self.numbers.values(), *running}:
             del self.versions[number]
             self._runner.retire(number)

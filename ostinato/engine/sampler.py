@@ -58,7 +58,7 @@ def sample(
 ) -> Drawn:
     """Tokens from logits [B, V] and uniforms u [B] float64 in (0, 1).
 
-    ``want_support``: with what each was drawn from, two more passes over the rows whose filters are on.
+    ``want_support``: also the ids that each was drawn from, by two more passes over rows with filters.
     """
     if kernels is None:
         return sample_torch(logits, settings, u, want_support=want_support)
@@ -77,10 +77,10 @@ def sample(
 
 
 def likeliest(logits: Tensor, settings: Settings, drawn: Drawn, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, log-probabilities) [B, n] of the likeliest tokens, best first, under what was sampled from.
+    """(ids, log-probabilities) [B, n] of the likeliest tokens, best first, under the sampled distribution.
 
-    The scale is that of ``drawn.logprobs``: what filters took away is -inf. At temperature 0 it is softmax
-    (logits): the probabilities that the choice was made by.
+    The scale is that of ``drawn.logprobs``: tokens removed by filters have -inf. At temperature 0 it is
+    softmax(logits), the probabilities by which the token was chosen.
     """
     with torch.inference_mode():
         temperature = torch.from_numpy(np.where(settings.temperature > 0, settings.temperature, 1.0))
@@ -99,7 +99,7 @@ def likeliest(logits: Tensor, settings: Settings, drawn: Drawn, n: int) -> tuple
 
 
 def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray, *, want_support: bool = False) -> Drawn:
-    """The twin of the native sampler, in torch on the device of the logits."""
+    """The equivalent of the native sampler, in torch on the device of the logits."""
     device, V = logits.device, logits.shape[1]
     z = logits.float()
     temperature = torch.from_numpy(settings.temperature).to(device)

@@ -25,8 +25,8 @@ from ostinato.types import Request
 class Scheduler:
     """Owns the queue, the running ``table`` and the ``cache`` of blocks.
 
-    ``step_tokens``: rows of known text in a pass. ``expect`` predicts how many tokens a request will be
-    answered with (0: unknown): the longest are begun first. ``before_preemption`` gets the slot of a sequence
+    ``step_tokens``: rows of known text in a pass. ``expect`` predicts the tokens of the answer to a request
+    (0: unknown): the longest are started first. ``before_preemption`` gets the slot of a sequence
     that is about to lose its blocks.
     """
 
@@ -58,7 +58,7 @@ class Scheduler:
             self.waiting = longest_first(self.waiting, new, self._expect)
 
     def remove(self, slot: int) -> Sequence:
-        """Take a sequence from its slot, and its blocks from it."""
+        """Remove a sequence from its slot, and release its blocks."""
         sequence = self.table.remove(slot)
         self.cache.discard(sequence.nodes)
         self.cache.release(sequence.blocks)
@@ -139,8 +139,8 @@ class Scheduler:
         return order[by_policy], counts[by_policy]
 
     def append_blocks(self, slot: int) -> set[int]:
-        """Give a sequence the blocks of its next token; others, or itself, are preempted where nothing is
-        free. The slots of those that were."""
+        """Give a sequence the blocks for its next token; others, or itself, are preempted where nothing is
+        free. Returns the slots of the preempted ones."""
         sequence, length, preempted = self.table.at(slot), int(self.table.length[slot]), set[int]()
         while len(sequence.blocks) * BLOCK < length:
             try:
@@ -160,7 +160,7 @@ class Scheduler:
         return preempted
 
     def computed(self, chosen: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The pass has run. Which of ``chosen`` have all their text computed, and are sampled now."""
+        """After a pass: the indices in ``chosen`` whose text is all computed, and which are sampled now."""
         table = self.table
         table.computed[chosen] += counts
         ready = np.flatnonzero(table.computed[chosen] == table.length[chosen])
@@ -178,7 +178,7 @@ class Scheduler:
             self.cache.insert(sequence.prefix(self.table.text[slot, :computed]), sequence.blocks)
 
     def _free_surplus_blocks(self) -> int:
-        """Give back the blocks that drafts have left behind the ends of sequences; how many."""
+        """Release the blocks that drafts have left past the ends of sequences; returns how many."""
         table, freed = self.table, 0
         for slot in table.order:
             sequence, keep = table.at(slot), -(-int(table.length[slot]) // BLOCK)
@@ -193,7 +193,7 @@ class Scheduler:
 def longest_first(
     waiting: Iterable[Sequence], new: Seq[Sequence], expect: Callable[[Request], float]
 ) -> deque[Sequence]:
-    """Begin with those that are predicted to be long: one that begins late is what all wait for."""
+    """The queue, longest predictions first: a long answer that starts late is what all wait for."""
     known: dict[str, float] = {}  # siblings are predicted alike
     for sequence in new:
         request = sequence.request

@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way. While it waits it has ``text`` and ``sampled``; while it runs, its slot does."""
+    """A request in flight. ``text`` and ``sampled`` are here while it waits, in its slot while it runs."""
 
     index: int  # of the request in its call
     request: Request
@@ -71,7 +71,7 @@ class Sequence:
     observed: int = 0  # length up to which the drafter has its tokens
     cached: int = 0
     computed: int = 0  # positions that had run when it was preempted
-    again: list[tuple[int, int]] = field(default_factory=list)  # of them [from, to) ran once more, each time
+    again: list[tuple[int, int]] = field(default_factory=list)  # [from, to) that ran again, per preemption
     drafted: int = 0
     accepted: int = 0
     passes: int = 0
@@ -170,7 +170,7 @@ class SequenceTable:
         self.num_blocks[slot] = want
 
     def remove(self, slot: int) -> Sequence:
-        """Free the slot; its sequence takes its text along."""
+        """Free the slot; its text and results are copied back to the sequence."""
         sequence, length, prompt = self.at(slot), int(self.length[slot]), int(self.prompt[slot])
         sequence.text = self.text[slot, :length].copy()
         arrays = (self.logprobs, self.edges, self.versions)
@@ -193,7 +193,7 @@ class SequenceTable:
         return sequence
 
     def watched(self) -> list[int]:
-        """The stop tokens of all that run."""
+        """The stop tokens of all running sequences."""
         return sorted({token for tokens in self._stop_tokens for token in tokens})
 
     def settings(self, slots: np.ndarray) -> Settings:

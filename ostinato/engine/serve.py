@@ -54,7 +54,7 @@ class Reloadable(Protocol):
 
 
 def failed(sentence: str) -> Completion:
-    """No answer, and why."""
+    """An empty completion that ended as ERROR, with ``sentence`` as the reason."""
     none, tokens = np.zeros(0, np.float32), np.zeros(0, np.int32)
     return Completion(tokens=tokens, logprobs=none, versions=tokens, stop=Stop.ERROR, error=sentence)
 
@@ -100,8 +100,8 @@ class SamplerServer:
         return self._report()  # nothing awaits from here on: what is taken is given out
 
     async def publish(self, publication: Publication) -> str:
-        """Serve it from the next pass on. Raises what the engine and ``read`` raise; the old policy goes on
-        then."""
+        """Serve it from the next pass on; returns the fingerprint served. Raises what the engine and ``read``
+        raise; then the old policy stays."""
         start, engine, version = time.time(), self._engine, publication.version
         size = publication.size
         if publication.path:
@@ -121,7 +121,7 @@ class SamplerServer:
         return fingerprint
 
     async def close(self) -> None:
-        """End all calls; nothing comes of them."""
+        """Cancel all calls; they give no answers."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -207,8 +207,8 @@ class SamplerLink:
         self._remote, self._silence_s = remote, silence_s
 
     async def built(self) -> SamplerLink:
-        """Itself, once the sampler is there: a policy that it was sent before may be gone when it has loaded
-        its model. A worker in which none comes to be, or is waited for no longer, is ended."""
+        """Returns itself once the sampler is built: a policy sent before it has loaded its model may be lost.
+        The worker is ended if building fails or the wait is cancelled."""
         try:
             await self.collect(0.0)
         except BaseException:

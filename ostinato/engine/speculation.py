@@ -1,10 +1,10 @@
-"""The engine's dealings with its drafter: when it is called, what it observes, what the engine can afford.
+"""The engine's use of its drafter: when it is called, what it observes, which drafts the engine can afford.
 
-Speculation must never cost more than it saves, so it is called only while it pays. After every pass for
-which it was called the account is made up: what plain decoding would have taken for the same progress, less
-what the pass takes by the cost table, less the time spent on drafting. Where that is a loss it is left alone
-for so many passes that the loss is no more than a two-hundredth of their time; meanwhile it does not observe
-what was sampled either, and catches up when it is called again.
+Speculation must never cost more than it saves, so the drafter is called only while it pays. After every pass
+for which it was called the profit is computed: what plain decoding would have taken for the same progress,
+less what the pass takes by the cost table, less the time spent on drafting. After a loss the drafter is
+skipped for so many passes that the loss is no more than a two-hundredth of their time; meanwhile it does not
+observe what was sampled either, and catches up when it is called again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ostinato.types import DraftQuery, Drafts, SampledTokens
 
 MAX_ROWS = 512  # draft tokens in one pass
 MAX_DEPTH = 32  # draft tokens of one sequence, about: it bounds the table of costs that is handed over
-TRIALS = 0.005  # of the time: what may be lost on looking whether drafts would pay
+TRIALS = 0.005  # share of the time that may be lost on trying whether drafts pay
 LONGEST_NAP = 1000  # passes
 INTRODUCTION_S = 15e-6  # that a drafter takes to open a request, about
-LEAST_FIXED = 0.2  # share of a pass beside its rows; below, drafts that are all right could not gain much
-LAST = 1.5  # tokens: a sequence so far behind the last one shares its weight
-STRICT = 0.5  # the same where the account is made up: many who are last together must all get on
+LEAST_FIXED = 0.2  # share of a pass that does not depend on its rows; below, even perfect drafts gain little
+LAST = 1.5  # tokens: temperature of the softmax of tokens left that weights the sequences
+STRICT = 0.5  # the same in the profit, where sequences that are last together must all advance
 
 
 class Speculation:
@@ -47,15 +47,15 @@ class Speculation:
         self._farewells = 0.0  # seconds of telling what ended, not yet in the account
 
     def begin(self, uids: set[str]) -> None:
-        """Requests of these prompts are on their way. When prompts begin to return there is history at last,
-        and what drafts were worth without it says nothing any more."""
+        """Requests of these prompts begin. Once prompts recur there is history to draft from, so the profit
+        measured without it is reset."""
         returning = not self._met.isdisjoint(uids)
         self._met |= uids
         if returning != self._returning:
             self._returning, self._nap, self._profit = returning, 0, 0.0
 
     def _open(self, slots: np.ndarray) -> None:
-        """Introduce those that the drafter does not know yet."""
+        """Open a handle for each sequence that the drafter does not know yet."""
         state = self._table
         for slot in slots[state.handle[slots] == NO_HANDLE].tolist():
             sequence = state.at(slot)
@@ -93,7 +93,7 @@ class Speculation:
         return Drafts(counts=aligned, tokens=drafts.tokens)
 
     def _worth_meeting(self, ready: np.ndarray, pass_s: float) -> bool:
-        """Whether what is left to gain, at best, is much more than introducing the newcomers costs."""
+        """Whether the best possible gain is much more than what opening the newcomers' handles costs."""
         newcomers = int((self._table.handle[ready] == NO_HANDLE).sum())
         gain_s = self._fixed * pass_s * float(self._left(ready).max())
         return newcomers * INTRODUCTION_S <= 0.25 * gain_s or self._waiting
@@ -120,7 +120,7 @@ class Speculation:
     def judge(
         self, slots: np.ndarray, emitted: np.ndarray, ended: np.ndarray, plain_s: float, pass_s: float
     ) -> float:
-        """Make up the account of a pass for which it was called, and decide how long it is left alone.
+        """Compute the profit of a pass for which the drafter was called, and decide how long to skip it.
 
         emitted: tokens of each of ``slots``; ended: those that got their last one; plain_s and pass_s:
         predicted seconds of a pass without drafts, and of this one. Returns the seconds that plain decoding
@@ -140,7 +140,7 @@ class Speculation:
     def account(
         self, plan: ModelInput, nodes: int, ready: np.ndarray, output: StepOutput, seconds: float, step: int
     ) -> float:
-        """What a pass with ``nodes`` of drafts was good for: the cost table and the account learn from it.
+        """Update the cost table and the profit after a pass with ``nodes`` draft tokens.
         Returns the seconds that plain decoding would have taken for the same progress."""
         if not (self.awake or step % 8 == 0):
             return seconds
@@ -157,8 +157,8 @@ class Speculation:
         return without_s if nodes else seconds - self.spent
 
     def observe_end(self, slots: np.ndarray) -> None:
-        """The same of sequences that have ended, and whose handles are closed by it. Those that it has never
-        been looked up need no introduction."""
+        """``observe`` for sequences that have ended, which closes their handles. Those without a handle are
+        skipped."""
         start, state = time.perf_counter(), self._table
         self.observe(slots[state.handle[slots] != NO_HANDLE], ended=True)
         self._farewells += time.perf_counter() - start
@@ -194,7 +194,7 @@ class Speculation:
             self._table.at(slot).handle = NO_HANDLE
 
     def close(self, sequences: list[Sequence]) -> None:
-        """These have no caller any more, and no slot."""
+        """Close the handles of sequences that were dropped and have no slot any more."""
         handles = np.array([s.handle for s in sequences if s.handle != NO_HANDLE], np.int64)
         for sequence in sequences:
             sequence.handle = NO_HANDLE

@@ -34,8 +34,8 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 # the gap between two kernels of a decode step, which is all that spinning is good for here.
 SPINS = {"active": "20000", "passive": "0"}  # GOMP_SPINCOUNT
 
-PROBE_LIMIT_S = 120.0  # a process that takes longer, import of torch and compiler included, is out
-LOOK_S = 0.2  # at the other work of the machine
+PROBE_LIMIT_S = 120.0  # a process that takes longer, import of torch and compiler included, has failed
+LOOK_S = 0.2  # for which the other load of the machine is observed
 SPIN_GAIN = 1.1  # what spinning must gain to be chosen: it takes time from other work on the core
 
 
@@ -79,9 +79,9 @@ def configure(
     """Choose, and write the choice into the environment that torch will read. Call it before importing torch.
 
     What the caller gives wins, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then the
-    earlier measurement of ``work`` on this machine, then a measurement of some ten seconds. The number that
-    the earlier measurement found fastest, given or set, waits as it did there, any other one passively; so do
-    all while the machine has other work, as two runs that both spin take five times as long.
+    earlier measurement of ``work`` on this machine, then a measurement of some ten seconds. If the number of
+    threads is the one that an earlier measurement found fastest, the wait policy is also the one found there,
+    else passive; on a busy machine it is always passive: two runs that both spin take five times as long.
     """
     if "torch" in sys.modules:
         warnings.warn(

@@ -4,17 +4,17 @@
     publish  -> PEFT folder -> Served (pause, replace, label, resume), in this life of the server or the next
 
 Running requests go on under the new adapter with the keys and values that they have. vLLM labels every token
-with the policy in force when it was sampled, so versions are exact; a label that was not published here is a
-server that is not ours any more, and none of its answers is used. New requests find no prefix of an older
-policy: the label salts the prefix cache.
+with the policy in force when it was sampled, so versions are exact; a label that was not published here means
+that the server is not ours any more, and none of its answers are used. New requests find no prefix of an
+older policy: the label salts the prefix cache.
 
 What is served is proven three times: the worker returns the digest of the adapter that it has read, every
 answer carries its labels, and the first answers of every policy are scored by our own decoder (k3 below
 ``bound``).
 
-A server that is lost (``Lives``) gets the requests again in its next life; a prompt that breaks it again and
-again is found, and ends as an error (``Company``). The noise is vLLM's own: seeded by the request (not on a
-CPU), but a function of the numerics of its batch, so there is no law that tokens are the same in any company.
+A lost server is restarted and gets the requests again (``Lives``); a prompt that breaks it repeatedly is
+identified, and ends as an error (``Company``). The noise is vLLM's own: seeded by the request (not on a CPU),
+but dependent on the numerics of its batch, so tokens are not guaranteed to be the same in another batch.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class VllmEngine:
     """Implements ``protocols.Engine`` on a server that has the weights of ``decoder``; it begins with the
     base.
 
-    ``folder`` is written to, and has to be read by the server under the same path. ``decode`` turns token ids
-    into text. ``probe`` ([T] token ids) is sent to the base before any work; no policy's k3 may reach
+    ``folder`` is written to, and must be readable for the server under the same path. ``decode`` turns token
+    ids into text. ``probe`` ([T] token ids) is sent to the base before any work; no policy's k3 may reach
     ``bound``. ``name`` is the worker's in the timeline.
 
-    Raises ValueError for a server that cannot do what is requested of it, WorkerLost where it is not there.
+    Raises ValueError for a server that lacks a needed feature, WorkerLost where it cannot be reached.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class VllmEngine:
             raise
 
     def _start(self) -> None:
-        """A life of the server, of which nothing is proved yet."""
+        """Start the server, with nothing proved about it yet."""
         with self._time.of(Kind.START):
             self._proofs.forget()
             self._server.revive()
 
     def _prove_the_base(self, probe: np.ndarray) -> None:
-        """That the server has the weights, the dtype and the log-probabilities it should."""
+        """Check that the server has the weights, the dtype and the log-probabilities it should."""
         request = Request(tokens=probe, sampling=Sampling(max_tokens=PROBE_TOKENS), seed=(0,))
         reply = self._served.ask("POST", QUESTIONS, self._question(request, self._policy))
         self._proofs.hear(self._policy.label, None, request, self._completion(request, self._policy, reply))
@@ -139,7 +139,7 @@ class VllmEngine:
 
     @property
     def signs(self) -> int:
-        """Of life: answers, and beats while requests run."""
+        """The number of signs of life: answers, and beats while requests run."""
         return self._served.signs
 
     def publish(self, adapters: Adapters | None, version: int) -> None:
@@ -224,8 +224,8 @@ class VllmEngine:
             raise Unreachable(self._blame(desk, epoch, str(lost))) from lost
 
     def _blame(self, desk: _Desk, epoch: int, why: str) -> str:
-        """``why``, and what was in flight; the first to find out says it. Raises WorkerLost for too many
-        culprits."""
+        """``why``, with the requests in flight as the first caller to notice the loss found them. Raises
+        WorkerLost for too many culprits."""
         if epoch != self._lives.epoch:
             return why
         if desk.blamed[0] != epoch:
@@ -287,8 +287,8 @@ class VllmEngine:
                 desk.watch = None
 
     async def _watch(self) -> None:
-        """Ends with Unreachable. In a thread, for the event loop may be kept busy longer than silence is
-        borne."""
+        """Beat until that raises Unreachable; in a thread, since the event loop may be blocked for longer
+        than the server may be silent."""
         while True:
             await asyncio.sleep(BEAT_S)
             await asyncio.to_thread(self._served.beat)
@@ -305,7 +305,7 @@ class _Desk:
     gate: asyncio.Semaphore
     proof: asyncio.Lock = field(default_factory=asyncio.Lock)
     company: Company = field(default_factory=Company)
-    blamed: tuple[int, str] = (-1, "")  # the last epoch whose loss has been, and its description
+    blamed: tuple[int, str] = (-1, "")  # the last epoch whose loss was blamed, and its description
     open: int = 0  # questions that are being answered
     watch: asyncio.Task[None] | None = None
 
@@ -323,7 +323,7 @@ class _Time:
         self._since = time.time()
 
     def run(self, requests: int) -> None:
-        """So many more, or fewer."""
+        """So many more requests are running, or fewer."""
         with self._lock:
             if not self._running or not self._running + requests:
                 self._turn()
@@ -331,7 +331,7 @@ class _Time:
 
     @contextmanager
     def of(self, kind: Kind | None) -> Iterator[None]:
-        """Doing this, and nothing else; None: what another worker does."""
+        """Records the block as ``kind`` alone; None: as nothing, since another worker records it."""
         with self._lock:
             self._turn()
             before, self._doing = self._doing, (kind,)
@@ -350,7 +350,7 @@ class _Time:
         return spans
 
     def _turn(self) -> None:
-        """What was done until now is a span."""
+        """End the current span, if there is one."""
         (kind,) = self._doing or (Kind.DECODE if self._running else None,)
         now = time.time()
         if kind is not None and now > self._since:
@@ -359,7 +359,7 @@ class _Time:
 
 
 def written(adapters: Adapters | None, version: int, parent: Path) -> Policy:
-    """Checked, and in files of a folder of their own. Raises NotFinite."""
+    """The policy of ``adapters``, checked and written to a folder of its own. Raises NotFinite."""
     if adapters is None:
         return Policy(version=version)
     check_finite(adapters)

@@ -17,11 +17,11 @@ from ostinato.routes import route_dtype
 from ostinato.types import NO_EXPERT, Completion, Request, Stop, Support
 
 COLDEST = 0.01  # vLLM raises temperatures between 0 and this to it
-NO_LOGPROB = -9999.0  # what vLLM says for none
+NO_LOGPROB = -9999.0  # vLLM's value for a missing one
 
 
 def refuse(request: Request, limits: Limits) -> None:
-    """Raises ValueError for what never fits, and for what vLLM would answer otherwise than our own engine."""
+    """Raises ValueError for what never fits, and for what vLLM would answer differently from our engine."""
     sampling = request.sampling
     check(request, limits)
     if request.constraint is not None:
@@ -38,7 +38,7 @@ def refuse(request: Request, limits: Limits) -> None:
 
 
 def question(request: Request, model: str, salt: str, context: int, *, seeded: bool = True) -> dict[str, Any]:
-    """The request to vLLM; ``salt`` keeps apart what may share a prefix."""
+    """The body of the request to vLLM; only requests with the same ``salt`` share cached prefixes."""
     sampling, length = request.sampling, len(request.tokens)
     most = min(sampling.max_tokens, context - length)
     return {
@@ -92,7 +92,7 @@ def answer(
     stop = _stop(choice)
     if len(logprobs) != len(tokens) or (logprobs <= NO_LOGPROB).any():
         return failed("vLLM gave tokens without log-probabilities: the logits are not finite")
-    if sampling.temperature == 0:  # a greedy token is not drawn; vLLM gives what it would have had at 1
+    if sampling.temperature == 0:  # a greedy token is not drawn; vLLM gives its logprob at temperature 1
         logprobs = np.zeros_like(logprobs)
     routes = _routes(choice, len(request.tokens) + len(tokens), num_experts)
     return Completion(

@@ -1,7 +1,7 @@
-"""Which requests are in flight together: all of them lose a server that is lost.
+"""Which requests are in flight together: a loss of the server affects all of them.
 
-``Suspects`` says which are sent together after that, and in the end which prompt it is that breaks servers.
-A pool has several workers for its cells; here is one server, on which they take turns.
+``Suspects`` decides which are sent together after a loss, and in the end which prompt breaks servers.
+A pool has several workers for its cells; here the cells take turns on one server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Company:
 
     @property
     def quarantined(self) -> Mapping[Key, str]:
-        """What each prompt did that is not sent any more, in one sentence."""
+        """For each prompt that is not sent any more, what it did, in one sentence."""
         return self.suspects.quarantined
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Company:
 
     @contextmanager
     def member(self, key: Key) -> Iterator[None]:
-        """While a request has no answer; afterwards nothing is held against its prompt."""
+        """Around a request without an answer; after the last one its prompt is no longer suspected."""
         try:
             with _counted(self._open, key):
                 yield
@@ -49,7 +49,7 @@ class Company:
 
     @asynccontextmanager
     async def together(self, key: Key) -> AsyncIterator[None]:
-        """Wait for a turn, and be sent: with those of the same cell alone, suspects before all others."""
+        """Wait for a turn to be sent: only together with the same cell, and suspects before all others."""
         try:
             with _counted(self._waiting, key):
                 while not self._may(key):

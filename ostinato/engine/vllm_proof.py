@@ -1,7 +1,7 @@
 """Whether a server samples from the policy that was published: its log-probabilities against our decoder's.
 
-By tokens that were sampled, and not by a text that the server is to score: ``prompt_logprobs`` kill vLLM 0.32
-on a CPU where other requests are in the batch, since its adapter of the head takes all rows for sampled ones.
+Uses sampled tokens, and not a text that the server is to score: ``prompt_logprobs`` crash vLLM 0.32 on a CPU
+where other requests are in the batch, since its adapter of the head takes all rows for sampled ones.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ostinato.model.lora import Adapters
 from ostinato.types import Completion, Request, Sampling
 
 LEAST, MOST = 32, 1024  # tokens to judge by
-OF_AN_ANSWER, BEHIND = 64, 2048  # that are scored, behind a prompt of that many at most
+OF_AN_ANSWER, BEHIND = 64, 2048  # tokens of an answer that are scored, and of the longest prompt
 ERRORS = 2.0  # standard errors above the bound before fewer than MOST tokens count against a server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How far a server is from our decoder, as a policy was judged by."""
+    """How far a server is from our decoder, as measured for one policy."""
 
     version: int  # of the policy
     k3: float  # the mean over tokens
@@ -35,7 +35,7 @@ class Verdict:
 
 
 class Proofs:
-    """Of policies, by label, on one server."""
+    """Proofs that one server samples from the policies published to it, by label."""
 
     def __init__(self, decoder: Decoder, bound: float) -> None:
         self._decoder, self._bound = decoder, bound
@@ -44,20 +44,20 @@ class Proofs:
         self._verdicts = deque[Verdict](maxlen=1)  # put by one thread, taken by another
 
     def forget(self) -> None:
-        """It is another server."""
+        """Start over: the server is a new one."""
         self._sure.clear()
         self._measured.clear()
 
     def want(self, label: str, version: int, request: Request, completion: Completion) -> bool:
-        """Is the policy not sure yet, and can this answer be scored by one forward: by that policy alone,
-        from all of its distribution, not too long?"""
+        """Whether the policy still needs proof and this answer can give it: sampled by that policy alone,
+        from its unfiltered distribution, after a prompt that is not too long."""
         sampling = request.sampling
         plain = sampling.temperature > 0 and not sampling.filtered and not sampling.min_tokens
         whole = len(completion.tokens) > 0 and bool((completion.versions == version).all())
         return label not in self._sure and plain and whole and len(request.tokens) <= BEHIND
 
     def hear(self, label: str, adapters: Adapters | None, request: Request, completion: Completion) -> None:
-        """Judge the policy by one answer more. Raises WorkerLost."""
+        """Judge the policy by one more answer. Raises WorkerLost where it is not the published one."""
         if label in self._sure:
             return
         tokens = completion.tokens[:OF_AN_ANSWER]

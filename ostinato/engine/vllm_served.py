@@ -1,4 +1,4 @@
-"""What a vLLM server serves: how a policy comes to it, the labels that prove it, and its lives.
+"""What a vLLM server serves: how a policy is installed, the labels that prove it, and its restarts.
 
 install: pause (KV kept) -> the adapter replaced, its digest compared -> labelled -> resume -> its label read
 lost -> started anew, at most so many times in a row -> the policy installed -> a new epoch
@@ -44,14 +44,14 @@ class Policy:
 
 
 class Served:
-    """By ``server``, each part of whose answers may take ``silence_s``."""
+    """What ``server`` serves; each part of its answers may take up to ``silence_s`` seconds."""
 
     def __init__(self, server: Server, silence_s: float) -> None:
         self.label = ""  # that the server gave last
         self.signs = 0  # of life: answers, and beats while requests run
         self._server, self._silence_s = server, silence_s
-        self._slot = -1  # the version in the adapter's place
-        self._versions: dict[str, int] = {}  # in the adapter's place, by the label of that time
+        self._slot = -1  # the version of the loaded adapter
+        self._versions: dict[str, int] = {}  # of the loaded adapter, by the label at that time
 
     def install(self, policy: Policy) -> None:
         """Have the server serve it. Raises WorkerLost and Unreachable, and the server stays paused: an
@@ -68,7 +68,7 @@ class Served:
             raise vllm_wrong(f"vLLM serves policy {self.label!r} after {policy.label!r} was published")
 
     def _load(self, policy: Policy, folder: Path) -> None:
-        """The adapter into its place, which the first one makes."""
+        """Load the adapter into its slot, which the first one creates."""
         place, refused = str(folder.absolute()), f"vLLM does not take the adapter of policy {policy.label}"
         if LORA not in {card["id"] for card in self.must("GET", "/v1/models")["data"]}:
             reply = self.ask("POST", "/v1/load_lora_adapter", {"lora_name": LORA, "lora_path": place})
@@ -103,7 +103,7 @@ class Served:
 
     def beat(self) -> None:
         """A sign of life; raises Unreachable where there is none. The engine core answers this between two
-        passes. ``/health`` says well for a while after it died."""
+        passes. ``/health`` reports a healthy server for a while after it died."""
         reply = self._call("GET", "/weight_info")
         if reply.status != 200:
             raise Unreachable(f"vLLM gave no sign of life but {reply.error}")
@@ -111,13 +111,13 @@ class Served:
         self.signs += 1
 
     def must(self, method: str, path: str, body: Any = None) -> Any:
-        """What the server says. Raises Unreachable where it refuses: it always can."""
+        """The body of the reply. Raises Unreachable where a request is refused that always works."""
         if (reply := self.ask(method, path, body)).status != 200:
             raise Unreachable(f"{method} {path}: {reply.error}")
         return reply.body
 
     def ask(self, method: str, path: str, body: Any = None) -> Reply:
-        """Raises Unreachable where nothing answers, or the last words of a server that dies."""
+        """The reply. Raises Unreachable where there is none, or only a 5xx of a dying server."""
         reply = self._call(method, path, body)
         if reply.status >= 500:
             self.beat()
@@ -130,22 +130,22 @@ class Served:
 
 @dataclass(kw_only=True, eq=False)
 class Lives:
-    """Of ``server``, one after the other: ``start`` begins one, ``install`` gives it the policy. ``counters``
-    are added to."""
+    """The lives of ``server``, one after the other: ``start`` begins one, ``install`` gives it the policy.
+    ``counters`` are updated."""
 
     server: Server
     start: Callable[[], None]
     install: Callable[[Policy], None]
     restarts: Restarts
     counters: Counter[str]
-    epoch: int = 0  # lives that this one comes after
+    epoch: int = 0  # the number of earlier lives
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()  # of the server's life and of what it serves
         self._policy, self._closed = Policy(version=0), False
 
     def publish(self, policy: Policy) -> None:
-        """To the server as it is, or in its next life. Raises WorkerLost."""
+        """Install ``policy`` on the server, restarted where it is lost. Raises WorkerLost."""
         with self._lock:
             try:
                 self.install(policy)
@@ -154,7 +154,7 @@ class Lives:
             self._policy = policy
 
     def recover(self, epoch: int, why: str) -> None:
-        """Have a server again, after it was lost in ``epoch``. One of many that find it lost does the work.
+        """Restart the server that was lost in ``epoch``. Of the callers that find it lost, one does so.
         Raises WorkerLost."""
         with self._lock:
             if epoch == self.epoch:

@@ -3,8 +3,8 @@
     VllmChild  -> guard -> python -m vllm... -> engine core, workers       a session of its own
     VllmAt                                                                 an address
 
-Both can be probed (``revive``) and why they are not. What a server has to be able to do is
-checked once (``check``), so that what is missing is reported in words before any work.
+Both can be made ready (``revive``) and report why they are not (``why``). What a server has to be able to do
+is checked once (``check``), so that what is missing is reported in words before any work.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DIRECT: dict[str, Any] = {"trust_env": False, "verify": False}  # no proxy; the 
 
 
 class Unreachable(ConnectionError):
-    """No whole answer came: nothing listens, the connection broke, or time was over."""
+    """No whole answer came: nothing listens, the connection broke, or it timed out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Reply:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Raises ValueError for what is no address of a server."""
+    """(host, port) of an address. Raises ValueError for what is no address of a server."""
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port
@@ -122,11 +122,11 @@ class Server(Protocol):
 
     @property
     def key(self) -> str:
-        """That every request brings; empty where it needs none."""
+        """The API key sent with every request; empty where it needs none."""
         ...
 
     def revive(self) -> None:
-        """Be there, and ready, after whatever happened. Raises WorkerLost."""
+        """Make it ready, whatever happened before. Raises WorkerLost."""
         ...
 
     def why(self) -> str:
@@ -138,7 +138,7 @@ class Server(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serve:
-    """What is served, and how; ``args`` are further arguments of vLLM's, and win."""
+    """What is served, and how; ``args`` are further arguments of vLLM, which take precedence."""
 
     python: str  # of the environment that has vLLM
     model: Path
@@ -177,8 +177,8 @@ class Serve:
 
 
 def environment(environ: Mapping[str, str], key: str) -> dict[str, str]:
-    """For vLLM: its endpoints for training, the ``key`` that it requires, our worker extension, and the
-    threads that were chosen for us."""
+    """The environment of vLLM: its endpoints for training, the ``key`` that it requires, our worker
+    extension, and the threads that were chosen for us."""
     package = str(Path(__file__).parents[2])
     usual = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     needed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", KEY: key}
@@ -188,7 +188,7 @@ def environment(environ: Mapping[str, str], key: str) -> dict[str, str]:
 
 class VllmChild:
     """A server that is started here; ``log`` has what it prints, of all its lives. ``revive`` starts it.
-    ``key``: that it requires on every path; empty: one at random."""
+    ``key``: required on every path; empty: a random one."""
 
     def __init__(self, serve: Serve, log: Path, *, start_s: float = 300.0, key: str = "") -> None:
         serve.command(0)
@@ -224,14 +224,14 @@ class VllmChild:
         return f"the end of {self._log} is: {last_lines(self._log, TAIL_LINES) or 'empty'}"
 
     def close(self) -> None:
-        """End it and all that it has started; politely first, for it has files in shared memory."""
+        """End it and all that it has started; gracefully first, since it has files in shared memory."""
         child, self._guard = self._guard, None
         if child is not None:
             child.close(guard.GRACE_S + 2)
 
 
 class VllmAt:
-    """A server that others run; ``key``: that it requires, if any."""
+    """A server that others run; ``key``: the one that it requires, if any."""
 
     def __init__(self, address: str, *, start_s: float = 300.0, key: str = "") -> None:
         host_and_port(address)
@@ -252,7 +252,7 @@ class VllmAt:
         return "its log is where it was started"
 
     def close(self) -> None:
-        """It goes on without a caller here."""
+        """Stop waiting for it; the server itself keeps running."""
         self._left.set()
 
 

@@ -31,7 +31,7 @@ STEP_S = 10.0
 
 
 class TextEnv(Protocol):
-    """What ``task.env`` names makes these."""
+    """The interface of the environments that ``task.env`` makes."""
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]: ...
 
@@ -42,7 +42,7 @@ Factory = Callable[[], TextEnv]
 
 
 def factory(spec: str, params: Mapping[str, Any]) -> Factory:
-    """What makes an episode's environment. Raises ValueError where there is none, or it is not made so."""
+    """A maker of an episode's environment. Raises ValueError where there is none, or making one fails."""
     make = imported(spec, "task.env", nearest="ostinato.env.games:GuessNumber")
     try:
         made = make(**params)
@@ -137,7 +137,7 @@ class EnvEpisode:
             assert self._env is not None
             self._counters["env/steps"] += 1
             action = completion.text
-            if completion.stop is Stop.STRING:  # which is a part of what it says
+            if completion.stop is Stop.STRING:  # the stop string is part of the action
                 action = self._renderer.decode(completion.tokens)
             reply, reward, ended, cut, *_ = await in_time(self._env.step, {"action": action}, self._timeout_s)
             self.reward += float(reward)

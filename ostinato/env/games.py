@@ -39,7 +39,7 @@ class PriceList:
     """A price that only a tool has: an answer that ends in "item =" is a lookup and gets the price of this
     item, any other is final. Use ``rollout.stop = ["="]``, so that the policy does not write the price
     itself, as with the calculator of GSM8K (arXiv 2110.14168). Prices are new in each episode, from 1 to
-    ``items``; ``lookups`` at most. The right lookup is worth 0.3, the right price behind it 0.7 more."""
+    ``items``; ``lookups`` at most. The right lookup is worth 0.3, the right price after it 0.7 more."""
 
     def __init__(self, items: int = 9, lookups: int = 2) -> None:
         if items < 2 or lookups < 1:

@@ -66,7 +66,7 @@ def _floor_sum(count: int, start: int) -> int:
 
 
 def shares(weights: Mapping[str, float]) -> dict[str, float]:
-    """Of all places, by name."""
+    """The share of all places that each task has, by name."""
     total = math.fsum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 

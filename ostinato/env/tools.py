@@ -137,7 +137,7 @@ def _parse_call(text: str) -> Call:
 
 
 async def in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-    """The tool's result, TimeoutError after ``timeout_s``: then it is abandoned."""
+    """The tool's result. Raises TimeoutError after ``timeout_s``; the tool is then abandoned."""
 
     def work() -> Any:
         try:
@@ -229,7 +229,7 @@ def _import_tool(spec: str) -> Tool:
 
 
 def imported(spec: str, what: str, nearest: str) -> Callable[..., Any]:
-    """``module:name`` or ``path.py:name``, of a user's. Raises ValueError with one sentence."""
+    """The user's callable at ``module:name`` or ``path.py:name``. Raises ValueError with one sentence."""
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise ValueError(f"{what} {spec!r} is unknown; use {nearest!r}, module:name or path.py:name")

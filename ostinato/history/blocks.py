@@ -162,7 +162,7 @@ PROBS = prob_table()
 
 
 def prob_codes(probs: np.ndarray) -> np.ndarray:
-    """[T] uint8, the nearest code of each, 1 or more; of what is no number, 1."""
+    """[T] uint8, the nearest code of each, 1 or more; 1 for NaN."""
     between = (PROBS[1:-1] + PROBS[2:]) / 2
     return (1 + np.searchsorted(between, np.nan_to_num(probs, nan=0.0))).astype(np.uint8)
 

@@ -1,4 +1,4 @@
-"""The drafter: continues running sequences with what followed the same tokens, as far as it pays.
+"""The drafter: drafts for running sequences what followed the same tokens before, as far as it pays.
 
 Drafts only ever cost or save time: what is sampled never depends on them. The drafter is compiled (one call
 into C++ per pass and method, see native/drafter.cpp).
@@ -81,7 +81,7 @@ class HistoryDrafter:
 
     def __init__(self, history: History | None = None, rules: Rules | None = None) -> None:
         self.rules = rules or Rules()
-        self._history = history  # its store is read as long as we are here
+        self._history = history  # keeps alive the store that is read here
         self._library = _bind(load_library())
         store = history.native if history is not None else None
         self._drafter = self._library.drafter_new(

@@ -74,12 +74,12 @@ class Lengths:
         return (float(own.sum()) + (PRIOR * float(everyone.mean()) if len(everyone) else 0.0)) / weight
 
     def state(self) -> dict[str, Any]:
-        """All of it, as JSON can say it."""
+        """The whole state, as values for JSON."""
         own = {uid: [lengths.tolist(), self._steps[uid].tolist()] for uid, lengths in self._own.items()}
         return {"own": own, "all": [self._all.tolist(), self._all_steps.tolist()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Become what ``state`` was saved of; older states have a list more, of what was truncated."""
+        """Go back to a saved ``state``; the extra list in older ones, of what was truncated, is ignored."""
         own = state["own"].items()
         self._own = {uid: np.array(lengths, np.int32) for uid, (lengths, *_) in own}
         self._steps = {uid: np.array(steps, np.int32) for uid, (*_, steps) in own}

@@ -54,7 +54,7 @@ class DraftStats:
     passes: int  # calls of propose
     naps: int  # of them, those in which the whole drafter slept
     looked: int  # look-ups: candidates for one place
-    slept: int  # (sequence, pass) pairs in which a sequence was left alone
+    slept: int  # (sequence, pass) pairs in which a sequence was skipped
     emitted: int  # tokens that came, drafted or not
     drafted: Mapping[Source, int]
     accepted: Mapping[Source, int]

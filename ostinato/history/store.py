@@ -36,10 +36,10 @@ def prompt_key(uid: str) -> int:
 class History:
     """Blocks by prompt, newest first: at most ``epochs`` per prompt and ``memory_mb`` (MiB) in all.
 
-    What is over goes in this order: blocks of which their prompt has a newer one, the oldest step first; then
-    whole prompts, by a fixed hash. Prompts come round once per epoch, and of a round that is larger than the
-    memory the least recently used block is the one that is needed next: dropping that one would find nothing,
-    ever, while the hash keeps the same prompts, as large a share of them as there is memory.
+    Blocks beyond that are evicted in this order: those whose prompt has a newer one, the oldest step first;
+    then whole prompts, by a fixed hash. Prompts recur once per epoch. In an epoch larger than the memory the
+    least recently used block is the one that is needed next, so evicting that one would never give a hit,
+    while the hash keeps the same prompts, as large a share of them as there is memory.
 
     Several engines and drafters, and their threads, may share one History: see native/library.py. Blocks are
     sorted when they are first requested, so that what is never used costs next to nothing; ``build_now`` does
@@ -67,7 +67,7 @@ class History:
         return self._store.pointer
 
     def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:
-        """Remember what prompt ``uid`` was answered in ``step``, instead of what was there for that step.
+        """Store the responses to prompt ``uid`` in ``step``, replacing those stored for that step.
 
         Empty responses are left out. Raises ValueError for a response whose intervals are not all there.
         """
@@ -80,8 +80,8 @@ class History:
         self._make_room()
 
     def forget_after(self, step: int) -> None:
-        """Drop what was answered in later steps, lengths too: a run that goes on from ``step`` has yet to
-        sample it. Older answers that these had pushed out do not come back."""
+        """Drop the responses of later steps, and their lengths: a run that resumes from ``step`` has yet to
+        sample them. Older responses that these had pushed out do not come back."""
         for key, kept in list(self._blocks.items()):
             for block in [block for block in kept if block.step > step]:
                 self._drop(key, block, "undone")

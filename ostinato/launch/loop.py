@@ -20,6 +20,7 @@ from ostinato.launch.forgetting import new_forgetting
 from ostinato.launch.inputs import RunInputs, longest_answer, new_stage, new_tasks
 from ostinato.launch.introduction import device_name, own_weights
 from ostinato.launch.models import newest_checkpoint
+from ostinato.launch.policy import write_policy
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
@@ -34,7 +35,7 @@ from ostinato.pipeline.observer import Observer
 from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.protocols import MetricWriter, RestorableTrainer
 from ostinato.rollout.pilot import Pilot
-from ostinato.run import RunFolder
+from ostinato.run import RunFolder, atomic_folder
 from ostinato.train.checkpoint import Checkpoint, oldest_step, repair, save_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -154,16 +155,17 @@ def new_loop(
     flops = new_flops(recipe, prepared.decoder.config, trainer.adapters())
 
     def save(state: LoopState) -> int:
-        checkpoint = Checkpoint(
-            step=state.step,
-            tensors=trainer.tensors(),
-            state={"trainer": trainer.counters(), "loop": state.to_json()},
-            identity=trainer.identity(),
-        )
+        counts = {"trainer": trainer.counters(), "loop": state.to_json()}
+        tensors, identity = trainer.tensors(), trainer.identity()
+        checkpoint = Checkpoint(step=state.step, tensors=tensors, state=counts, identity=identity)
         save_checkpoint(run.checkpoints, checkpoint, keep=recipe.trainer.keep_checkpoints)
         if memory is not None:
             save_history(memory.history, run.history)
         return oldest_step(run.checkpoints)
+
+    def keep(step: int) -> None:
+        with atomic_folder(run.scored / f"step-{step:08d}") as to:
+            write_policy(prepared.decoder, trainer.adapters(), prepared.folder, to, recipe.model.path)
 
     return Loop(
         plan=new_plan(recipe, flops, longest_answer(recipe, prepared.renderer)[0]),
@@ -184,6 +186,7 @@ def new_loop(
         forgetting=new_forgetting(prepared, trainer, run, flops),
         drafting=components.drafting,
         save=save,
+        keep=keep if recipe.eval.keep_weights else lambda step: None,
     )
 
 

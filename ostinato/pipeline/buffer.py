@@ -1,22 +1,21 @@
 """The buffer of rollouts: which groups are admitted, which are trained on, which the trainer waits for.
 
-Groups of prompts are admitted while those that are on their way (playing, being graded, waiting or being
-trained on) are fewer than (k + 1) N, for a staleness of k and N prompts in a step; so they come in rounds of
-N whenever a step has ended (the capacity rule of AReaL, arXiv 2505.24298, section 5.1). What was admitted
-after f finished steps has to be trained on after f + k of them at the latest: that is its deadline, and no
-token of it is older than k then.
+Groups are admitted while fewer than (k + 1) N are in flight (playing, being graded, waiting or being trained
+on), for a staleness of k and N prompts per step; so N more are admitted whenever a step has ended (the
+capacity rule of AReaL, arXiv 2505.24298, section 5.1). A group admitted after f finished steps must be
+trained on after f + k of them at the latest. That is its deadline: no token of it is then older than k.
 
     finished steps      0        1        2        3               k = 2, with overlap
     admitted          a b c      d        e        f               a, b, c ...: N groups each
     deadline          2 2 2      3        4        5
     trained on          a        b        c        d               whichever N of a b c have ended first
 
-Without overlap the trainer waits until everything has ended that is admitted, and takes the oldest. With it,
-it takes the N groups with the earliest deadlines among those that have ended, unless that would leave more
-behind than the steps until some deadline can take. Then it waits for these: nothing is dropped, long answers
-are not selected against. Throttling alone would not bound the lag: an answer may take longer than k steps.
+Without overlap the trainer waits until every admitted group has ended, and takes the oldest. With overlap it
+takes the N groups with the earliest deadlines among those that have ended, unless that leaves more groups
+than the steps up to some deadline can train on. Then it waits for those: nothing is dropped, and there is no
+bias against long answers. Throttling alone would not bound the lag: an answer may take longer than k steps.
 
-``AdmissionRule`` is pure; ``RolloutBuffer`` has the tasks.
+``AdmissionRule`` is pure; ``RolloutBuffer`` owns the tasks.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ MOST_NAMED = 5  # groups, in a sentence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """By place in the stream: what a step trains on, in the order of the stream; what it has to wait for, and
-    then the batch is empty. Both are empty when no group is on the way."""
+    """Places in the stream: ``batch`` is what a step trains on, in stream order; ``awaited`` what it must
+    wait for first, and then ``batch`` is empty. Both are empty when no group is in flight."""
 
     batch: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
@@ -54,8 +53,8 @@ class AdmissionRule:
     overlap: bool = False
 
     def room(self, held: Sequence[Admission], finished: int, staleness: int | None = None) -> int:
-        """How many groups may be admitted after ``finished`` steps, while ``held`` are on their way, for a
-        ``staleness`` of at most that."""
+        """How many groups may be admitted after ``finished`` steps, while ``held`` are in flight;
+        ``staleness`` replaces that of the rule unless it is None."""
         ahead = self.staleness if staleness is None else staleness
         if not self.overlap and not all(one.ended for one in held):
             return 0  # a round is played when the one before it has ended
@@ -71,7 +70,7 @@ class AdmissionRule:
         return one.step + self.staleness
 
     def choose(self, held: Sequence[Admission], finished: int) -> Selection:
-        """Of those on their way, the batch of the step that follows ``finished`` ones."""
+        """The batch of the step after ``finished`` ones, chosen from the groups in flight, ``held``."""
         running, size = [one for one in held if not one.ended], min(self.prompts, len(held))
         if not self.overlap:
             return Selection(awaited=_places(running)) if running else Selection(batch=_places(held)[:size])
@@ -84,8 +83,8 @@ class AdmissionRule:
         return Selection(batch=_places(batch))
 
     def _overdue(self, left: Sequence[Admission], finished: int) -> list[Admission]:
-        """Who is left behind by a batch, where up to some deadline they are more than the steps until then
-        have places for."""
+        """The groups of ``left`` that are due by the first deadline by which more are due than the steps up
+        to it can train on; empty if there is no such deadline."""
         order = sorted(left, key=self.deadline)
         for i, one in enumerate(order):
             if self.deadline(one) < finished + 1 + i // self.prompts:
@@ -93,10 +92,10 @@ class AdmissionRule:
         return []
 
     def too_old(self, held: Sequence[Admission], finished: int) -> tuple[int, ...]:
-        """Whom no step would reach in time, one step after the other: where a recipe was changed in
-        between."""
+        """Places of the groups that no step would reach by their deadline. There are some only where a
+        recipe was changed before a resume."""
         late: list[Admission] = []
-        before = 0  # in overlap a late one is played anew behind the others, in lockstep in front of them
+        before = 0  # with overlap a late group is played again after the others, in lockstep before them
         for one in sorted(held, key=lambda one: (one.step if self.overlap else 0, one.place)):
             if is_late := self.deadline(one) < finished + before // self.prompts:
                 late.append(one)
@@ -129,27 +128,27 @@ class TrainBatch:
 
     batch: Sequence[RolloutResult]
     num_admitted: int  # from the stream, since the step before
-    num_anew: int  # of an earlier process, since then: their policy is gone, and another plays them
+    num_anew: int  # since then: groups of an earlier process that another policy plays again
     choices: Mapping[str, int] = field(default_factory=dict)  # of the curriculum, since then
 
 
 @dataclass(kw_only=True)
 class RolloutBuffer:
-    """Admits groups, and hands out batches of them. ``cursor`` is the place of the stream that comes next,
-    which ``retired`` have left; ``leaving`` names those that leave by the groups that have ended (None: no
-    prompt ever does). ``on_progress`` is called whenever a group gets on."""
+    """Admits groups, and hands out batches of them. ``cursor`` is the next place in the stream, ``retired``
+    the uids of prompts removed from it; ``leaving`` returns the uids to remove, given the groups that have
+    ended (None: none ever is). ``on_progress`` is called whenever a group makes progress."""
 
     rule: AdmissionRule
     rounds: Rounds
     cursor: int
     retired: Sequence[str]
-    rates: Rates  # that the curriculum of ``rounds`` goes by
+    rates: Rates  # pass rates for the curriculum of ``rounds``
     leaving: Callable[[Sequence[Group], Sequence[str]], Sequence[str]] | None = None
-    staleness: int | None = None  # of what is admitted now; None: as ``rule`` has it
+    staleness: int | None = None  # for groups admitted now; None: that of ``rule``
     on_progress: Callable[[], None] = lambda: None
     _held: dict[int, _Held] = field(default_factory=dict)  # by place; without those that are trained on
     _training: Sequence[Admission] = ()
-    _lost: list[Admission] = field(default_factory=list)  # on their way once, to be played anew
+    _lost: list[Admission] = field(default_factory=list)  # in flight in an earlier process, to be replayed
     _fresh: dict[int, RolloutResult] = field(default_factory=dict)  # by place
     _unjudged: dict[int, RolloutResult] = field(default_factory=dict)  # may still make their prompts leave
     _news: asyncio.Event = field(default_factory=asyncio.Event)  # a group has ended
@@ -158,8 +157,8 @@ class RolloutBuffer:
     _choices: Counter[str] = field(default_factory=Counter)
 
     def recall(self, ahead: Sequence[Admission], finished: int, version: int) -> list[Admission]:
-        """Take up what an earlier process had on its way, as far as the spool has it. The others, which are
-        returned, are played anew, by the policy of then; and so is what would be too old by now."""
+        """Restore from the spool the groups that an earlier process had in flight. Those that it does not
+        have, or that would be too old by now, are returned: they are played again, by a later policy."""
         late = self.rule.too_old(ahead, finished)
         for one in ahead:
             now = time.perf_counter()
@@ -176,7 +175,7 @@ class RolloutBuffer:
 
     @property
     def ahead(self) -> list[Admission]:
-        """Who is on the way, and not being trained on."""
+        """The groups in flight that are not being trained on, in stream order."""
         return sorted([*self._lost, *self._admissions()], key=lambda one: one.place)
 
     @property
@@ -189,7 +188,7 @@ class RolloutBuffer:
 
     @property
     def addresses(self) -> list[str]:
-        """In the spool, of what is being trained on."""
+        """Spool addresses of the groups being trained on."""
         return [self.rounds.address(one) for one in self._training]
 
     @property
@@ -210,7 +209,7 @@ class RolloutBuffer:
             await self._news.wait()
 
     def admit(self, finished: int, version: int) -> None:
-        """As many as there is room for."""
+        """Admit as many groups as there is room for."""
         while room := self.rule.room([*self._training, *self._admissions()], finished, self.staleness):
             self._judge()
             new = self._again(room, finished, version) or self._next(room, finished, version)
@@ -220,30 +219,30 @@ class RolloutBuffer:
                 self._begin(one)
 
     def fresh(self) -> list[RolloutResult]:
-        """The groups that have ended since the last call, in the order of the stream: the row of a step pays
-        for them."""
+        """The groups that have ended since the last call, in stream order: their cost is charged to the row
+        of this step."""
         self._hear()
         self._judge()
         fresh, self._fresh = self._fresh, {}
         return [fresh[place] for place in sorted(fresh)]
 
     def trained(self) -> None:
-        """The step has ended: what it was given has left."""
+        """The step has ended: its groups are no longer in flight."""
         self._training = ()
 
     async def drain(self) -> None:
-        """Let all that is on its way end. What has ended is in the spool."""
+        """Wait until every running group has ended; the spool then has them."""
         while self.running:
             await self._news.wait()
             self._hear()
             self._raise()
 
     async def close(self) -> None:
-        """Nothing goes on."""
+        """End all running tasks."""
         await end_tasks(self._tasks())
 
     def waiting(self) -> str:
-        """Who has been on the way for longest, doing what since when."""
+        """The groups that have waited longest, each with its stage and the seconds spent in it."""
         running = [one for one in self._held.values() if one.played is None]
         running.sort(key=lambda one: one.since)
         now, uid = time.perf_counter(), self.rounds.uid
@@ -272,13 +271,13 @@ class RolloutBuffer:
                 one.task, one.admission, one.stage = None, one.admission._replace(ended=True), "ready"
 
     def _raise(self) -> None:
-        """What a group died of."""
+        """Raise the error of a group whose task has failed."""
         for task in self._tasks():
             if task.done():
                 task.result()
 
     def _judge(self) -> None:
-        """Prompts that the ended groups solve for good leave the stream."""
+        """Retire prompts that the ended groups solve for good, and update the pass rates."""
         groups = [self._unjudged.pop(place).group for place in sorted(self._unjudged)]
         if self.leaving is not None and groups:
             self.retired = (*self.retired, *self.leaving(groups, self.retired))
@@ -286,14 +285,14 @@ class RolloutBuffer:
             self.rates = self.rounds.curriculum.measured(self.rates, groups)
 
     def _again(self, room: int, finished: int, version: int) -> list[Admission]:
-        """Of those that were lost: they keep their noise and their place, and are as young as their new
+        """Admit lost groups again: they keep their noise and their place, and their age counts from the new
         policy."""
         some, self._lost = self._lost[:room], self._lost[room:]
         self._num_anew += sum(one.version != version for one in some)
         return [one._replace(step=finished, version=version, ended=False) for one in some]
 
     def _next(self, room: int, finished: int, version: int) -> list[Admission]:
-        """From the stream; empty when everybody has left it."""
+        """New admissions from the stream; empty when every prompt has left it."""
         places = self.rounds.places(self.cursor, self._left, room, self.rates)
         new = self._following(places, finished, version)
         if new:

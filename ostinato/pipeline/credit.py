@@ -21,7 +21,7 @@ from ostinato.rollout.pilot import Pilot
 from ostinato.rollout.rollout import FAILED, Drop, drop_reason, verdicts
 from ostinato.types import Group, Reward, Sample, Stop, Trajectory
 
-NO_ADVANTAGE = 1e-9  # below it an advantage is the rounding of a mean of equal rewards
+NO_ADVANTAGE = 1e-9  # an advantage below this is the rounding error of a mean of equal rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,11 +46,11 @@ def assign(
     """Shape rewards, drop what cannot be learned from, compute advantages and aggregation weights.
 
     ``answer_tokens`` is the longest answer allowed (all turns): the unit of the overlong penalty and of the
-    constant aggregation. ``solved_at`` is the reward from which an answer is solved. A sample whose advantage
-    is 0 contributes nothing to the gradient unless a KL or entropy term is on; it then keeps its share in the
-    weights' denominators and is not computed. Where ``algorithm.reward_coef`` is 0 every episode that was
-    played counts, whatever its verdict. With ``pilot`` a group has its weight; sums over groups have the
-    expectation of whole ones where all answers have verdicts.
+    constant aggregation. ``solved_at`` is the least reward of a solved answer. A sample whose advantage is 0
+    contributes nothing to the gradient unless a KL or entropy term is on; it then still counts in the
+    weights' denominators, but is not computed. Where ``algorithm.reward_coef`` is 0 every episode that was
+    played counts, whatever its verdict. With ``pilot`` each group is weighted so that sums over groups have
+    the same expectation as without pilots, where all answers have verdicts.
     """
     times = [pilot.weight(verdicts(group)) if pilot else 1.0 for group in groups]
     if not algorithm.reward_coef:
@@ -104,7 +104,7 @@ def _without_verdicts(group: Group) -> Group:
 def _shaped(
     group: Group, drop: Drop | None, algorithm: Algorithm, answer_tokens: int, solved_at: float
 ) -> np.ndarray:
-    """Rewards [G] with the overlong penalty; all NaN for a dropped group: it sways no statistic."""
+    """Rewards [G] with the overlong penalty; all NaN for a dropped group: it affects no statistic."""
     rewards = verdicts(group)
     if drop is not None:
         return np.full_like(rewards, np.nan)

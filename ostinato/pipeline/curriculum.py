@@ -1,8 +1,8 @@
 """Which prompts are worth sampling now, by their measured pass rates.
 
 A group whose answers are all right or all wrong teaches nothing, and the next group of its prompt most likely
-teaches as little. So places of prompts with rates outside [low, high] are passed over, but for a share
-``revisit`` of them, drawn by an addressed uniform: what is forgotten, or has come into reach, is met again.
+teaches as little. So places of prompts with rates outside [low, high] are passed over, except for a share
+``revisit`` of them, drawn by an addressed uniform, so that prompts forgotten or newly in reach are found.
 (Difficulty pools are in prime-rl; ScaleRL, arXiv 2510.13786, removes at 0.9 for good: ``solved_for_good``.)
 
 The rates are all the state there is, and a checkpoint has them. Pure functions of them and of the address.
@@ -20,13 +20,13 @@ from ostinato.algo.noise import key, uniform
 from ostinato.rollout.rollout import verdicts
 from ostinato.types import Group, Prompt
 
-Rates = Mapping[str, tuple[float, float]]  # by prompt or task: solved answers, judged answers, both faded
-LANE = -1  # beside the run's seed, for the draw of a place; steps count from 0
-FADES = {"prompt": 0.5, "task": 0.95}  # what is left of what was measured, for each group that is added
+Rates = Mapping[str, tuple[float, float]]  # by prompt or task: solved answers, judged answers, both decayed
+LANE = -1  # next to the run's seed in the key of a place's draw; steps count from 0
+FADES = {"prompt": 0.5, "task": 0.95}  # factor on the counts so far, whenever a group is added
 
 
 class Choice(StrEnum):
-    """What becomes of a place of the stream."""
+    """What the curriculum decides about a place in the stream."""
 
     TAKEN = "taken"
     REVISITED = "revisited"  # taken, though its rate is outside
@@ -49,7 +49,7 @@ class Curriculum:
     solved_at: float
 
     def choice(self, rates: Rates, prompt: Prompt, place: int) -> Choice:
-        """Is the prompt sampled at this place of the stream?"""
+        """Whether the prompt is sampled at this place of the stream, and why."""
         solved, judged = rates.get(self._name(prompt), (0.0, 0.0))
         if not judged or self.low <= solved / judged <= self.high:
             return Choice.TAKEN
@@ -58,7 +58,7 @@ class Curriculum:
         return Choice.SOLVED if solved / judged > self.high else Choice.HOPELESS
 
     def measured(self, rates: Rates, groups: Sequence[Group]) -> dict[str, tuple[float, float]]:
-        """The rates with these groups, in their order. A group without verdicts changes none."""
+        """The rates updated by these groups, in their order. A group without verdicts changes none."""
         found, fade = dict(rates), FADES[self.by]
         for group in groups:
             values = verdicts(group)

@@ -1,4 +1,4 @@
-"""Drafts in a run: what a step leaves for the next ones, and the account of what drafting did.
+"""Drafts (speculative decoding) in a run: what a step stores for later ones, and the drafting metrics.
 
     finished groups -> pasts -> store       the drafts of each prompt's next epoch come from here
                     -> lengths              how long its answers will be: the longest are admitted first
@@ -46,7 +46,7 @@ class Drafting:
     saved_s: Callable[[], float]  # seconds that drafts have saved so far, by the engine's cost table
 
     def begin(self) -> None:
-        """What is drafted from here on belongs to the step."""
+        """Count what is drafted from here on for the step."""
         self._stats, self._saved_s = self.drafter.stats(), self.saved_s()
 
     def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> dict[str, float]:
@@ -79,10 +79,10 @@ class Drafting:
 def pasts(groups: Iterable[Group]) -> tuple[dict[str, list[HistoryEntry]], int]:
     """(every answer of the groups as history keeps it, by prompt; how many could not be kept).
 
-    Each turn is an answer of its own, behind the last tokens of all that came before it, with the reward of
-    its episode; so is what followed an interruption, behind the phrase, which was not sampled. Kept are those
-    with records of where each uniform fell (``Completion.edges``), but for failed ones, whose numbers may be
-    broken.
+    Each turn is an entry of its own, with the last tokens before it as context and the reward of its episode;
+    so is the part after an interruption, with the injected phrase (not sampled) in its context. Only answers
+    that record where each uniform fell (``Completion.edges``) are kept, and no failed ones, whose numbers may
+    be broken.
     """
     kept: dict[str, list[HistoryEntry]] = {}
     num_skipped = 0
@@ -118,7 +118,7 @@ def _pasts(context: np.ndarray, completion: Completion, reward: float | None) ->
 
 
 def _sampled_parts(completion: Completion) -> list[slice]:
-    """Where the answer was sampled; the whole of it where nothing was put in."""
+    """Where the answer was sampled; the whole of it where nothing was injected."""
     if completion.injected is None:
         return [slice(0, len(completion.tokens))]
     ends = np.flatnonzero(np.diff(~completion.injected, prepend=False, append=False)).tolist()
@@ -134,7 +134,7 @@ def _tail(before: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def counts(groups: Sequence[Group]) -> dict[str, float]:
-    """What the answers have themselves, those that were read back from the spool included."""
+    """Draft metrics recorded in the answers themselves, including those read back from the spool."""
     passed = [one for completions in _by_prompt(groups).values() for one in completions if one.passes]
     passes, tokens = sum(one.passes for one in passed), sum(map(_sampled, passed))
     drafted, accepted = sum(one.drafted for one in passed), sum(one.accepted for one in passed)

@@ -1,9 +1,9 @@
 """How old tokens may be, by a forecast of how far the policy is from the one that sampled them.
 
 The KL of sampler to trainer (``sampling/kl_k3``, nats a token) grows about linearly with the optimizer steps
-between them, since these go now here, now there; what it is at an age of 0 is numerics. So a step measures
-the slope, and the next one has as many minibatches, and admits with as much staleness, as keep the oldest
-tokens under ``limit``, if the steps to come have as many optimizer steps as those before:
+between them, since these point in varying directions; at an age of 0 it is numerical error. So each step
+measures the slope, and the next one uses as much staleness, and as many minibatches, as keep the KL of the
+oldest tokens under ``limit``, provided that coming steps have as many optimizer steps as the last ones:
 
     optimizer steps of the last ``staleness`` steps + minibatches - 1  <=  limit / slope
 
@@ -22,14 +22,14 @@ import numpy as np
 from ostinato.types import Batch
 
 Measured = tuple[float, ...]  # (), (KL at an age of 0,) or (that, slope per optimizer step)
-FADE = 0.7  # of a slope, for each step that had nothing to measure it by: slopes fall as a policy gets sure
-FALL = 4.0  # a slope is taken to be no less than that part of the one before, or of what numerics are
+FADE = 0.7  # factor on a slope for each step that cannot measure it: slopes fall as a policy grows confident
+FALL = 4.0  # a slope is at least 1 / FALL of the one before, or at first of the numerical error over the age
 FARTHEST = 10**6  # optimizer steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """``staleness`` and ``minibatches`` are the most that there may be; ``least`` staleness is kept."""
+    """``staleness`` and ``minibatches`` are upper bounds; ``least`` is a lower bound of the staleness."""
 
     limit: float
     staleness: int
@@ -37,8 +37,8 @@ class Drift:
     least: int = 0
 
     def chosen(self, measured: Measured, updates: Sequence[int]) -> tuple[int, int]:
-        """(staleness, minibatches) of the next step, after ones of so many ``updates``, the newest last.
-        Without a slope its oldest tokens are of age 1."""
+        """(staleness, minibatches) of the next step; ``updates``: optimizer steps of each past step, newest
+        last. Until a slope is known, the next step's oldest tokens are of age 1."""
         age = 1.0 if len(measured) < 2 else min(FARTHEST, self.limit / max(measured[1], 1e-30))
         past = passed(updates, self.staleness)
         staleness = max(self.least, int(np.searchsorted(past, age, side="right")) - 1)
@@ -47,8 +47,8 @@ class Drift:
         return staleness, min(self.minibatches, max(1, int(age - past[staleness]) + 1))
 
     def after(self, measured: Measured, metrics: Mapping[str, float]) -> Measured:
-        """With what a step found. A step without these metrics, or with an optimizer step that was refused,
-        changes nothing, nor does one of older tokens before there was one of new ones."""
+        """``measured``, updated by the metrics of a step. Unchanged by a step without these metrics or with a
+        refused optimizer step, and by one on older tokens before any on tokens of age 0."""
         kl, age = metrics.get("sampling/kl_k3", math.nan), metrics.get("staleness/mean", math.nan)
         if not math.isfinite(kl + age) or metrics.get("refused_steps") or (age and not measured):
             return measured
@@ -73,7 +73,7 @@ def passed(updates: Sequence[int], most: int) -> np.ndarray:
 
 
 def ages(batch: Batch, updates: Sequence[int]) -> dict[str, float]:
-    """``staleness/mean`` and ``staleness/max``, where steps had different numbers of ``updates``."""
+    """``staleness/mean`` and ``staleness/max`` in optimizer steps, where past steps had ``updates``."""
     oldest = max(int(part.staleness.max(initial=0)) for part in batch.microbatches)
     past = passed(updates, oldest)
     found = np.concatenate(

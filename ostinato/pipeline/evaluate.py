@@ -1,9 +1,9 @@
 """Evaluation: play without training, on the same prompts with the same noise every time.
 
 Common random numbers: two evaluations of one run differ by the policy alone, so their difference is known
-better than each of them. There are two standard errors. ``stderr`` takes the prompts as independent draws
-(answers to one prompt are not): it is for what the score says of other prompts. ``answer_stderr`` takes these
-very prompts and only their answers as drawn: it is for a curve over one set.
+better than each of them. There are two standard errors. ``stderr`` treats the prompts as independent draws
+(answers to one prompt are not): use it to generalise to other prompts. ``answer_stderr`` treats the prompts
+as fixed and only their answers as random: use it for a curve over one set.
 
 When a set is scored follows from the rows of eval.jsonl and what training has spent: nothing else is kept.
 """
@@ -46,17 +46,17 @@ class Evaluation:
     solved_at: float = 1.0  # a reward from here on is a solution
     seed: int = 0
     weights: str = "model"  # those of the base that the engine samples with (engine.weights)
-    every: Every = NEVER  # beside before and after training
+    every: Every = NEVER  # in addition to before and after training
     budget: Every = NEVER  # of the run
     shares: Sequence[float] = ()  # of the budget: once at each of them
     start_factor: int = 1
-    rules: str = ""  # what else decides the score that a policy has here: rewards, tools, interruption
+    rules: str = ""  # whatever else affects a policy's score: rewards, tools, interruption
 
 
 def held_out(evaluation: Evaluation) -> str:
-    """Twelve hex digits of the prompts and of how they are answered and judged: scores of one policy that
-    differ in them have different expectations, and do not compare. How many answers are drawn, which noise
-    they use and the ids of a tokenizer are not in it."""
+    """Hash (twelve hex digits) of the prompts and of how they are answered and judged. Scores with different
+    hashes are not comparable: even for one policy their expectations differ. The number of answers, their
+    noise and the ids of a tokenizer are not in it."""
     sampling = evaluation.sampling
     prompts = _prompts(evaluation)
     drawn = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.stop_strings]
@@ -66,8 +66,8 @@ def held_out(evaluation: Evaluation) -> str:
 
 
 def same_prompts(evaluation: Evaluation) -> str:
-    """Twelve hex digits of the prompts alone, with what rewards know of them: of policies that sample or
-    answer by other rules, on the same ones."""
+    """Hash (twelve hex digits) of the prompts alone, with the columns that rewards read: it is equal for
+    policies that sample or answer by different rules on the same prompts."""
     return _digest(_prompts(evaluation))
 
 
@@ -82,11 +82,11 @@ def _digest(tree: Any) -> str:
 def due(
     evaluation: Evaluation, now: Mapping[str, float], last: Mapping[str, Any] | None, *, ended: bool
 ) -> bool:
-    """Is the set to be scored, where ``now`` is spent (as ``spent_in_steps`` has it) and ``last`` is its last
-    row of eval.jsonl?
+    """Whether to score the set now. ``now``: what the run has spent (``spent_in_steps``); ``last``: the set's
+    last row of eval.jsonl.
 
-    Before training, when the run has ``ended``, and whenever the amount of ``evaluation.every`` has been
-    spent once more than at its last evaluation: what a signal left out is made up for, nothing made twice.
+    Before training, when the run has ``ended``, and whenever another ``evaluation.every`` or one more of its
+    ``shares`` was spent since ``last``: a score that a signal prevented is made up for, none is made twice.
     """
     if last is not None and last["step"] == now["steps"]:
         return False

@@ -1,9 +1,9 @@
-"""Reward functions that fail: counted by step and function, kept with their last traceback, and the end of a
-run of which one has never worked.
+"""Failing reward functions: counted by step and function, and kept with their last traceback. A run ends when
+one of its reward functions has never worked.
 
-A row of failed_rewards.jsonl is a function in a step or an evaluation: ``count`` of ``of`` answers that it
-gave no verdict, ``detail`` in one line, ``trace`` (empty where nothing was raised), and the last prompt and
-completion for which it failed. ``stopped`` where the run ended by it.
+A row of failed_rewards.jsonl is one function in one step or evaluation. It gave no verdict to ``count`` of
+``of`` answers; ``detail`` is one line, ``trace`` is empty where nothing was raised, and the row has the last
+prompt and completion for which it failed. ``stopped``: the run ended because of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ostinato.rollout.rollout import fault_name
 from ostinato.run import RunFolder
 from ostinato.types import Group, Trajectory
 
-TRAIN = "train"  # the part of the answers of a step, beside the names of evaluation sets
+TRAIN = "train"  # ``part`` of a training step; its other values are names of evaluation sets
 MAX_SHOWN = 1000  # characters of a completion
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class Failures:
         self._logged = set[tuple[str, ...]]()
 
     def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, first: bool = False) -> None:
-        """The answers of ``step`` to which ``part`` gave rise. Raises RewardFails where they are the
-        ``first`` and a function failed for all of them; that is kept too."""
+        """Record the failures in the answers of ``part`` at ``step``. Raises RewardFails where they are the
+        ``first`` answers and a function failed for all of them, once that is recorded too."""
         rows = failures(groups)
         try:
             if first:

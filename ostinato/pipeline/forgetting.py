@@ -1,24 +1,24 @@
-"""The forgetting watch: does a policy lose what it could do and is not trained on?
+"""The forgetting watch: does a policy lose abilities that it had and is not trained on?
 
 Before training the policy answers questions that are not the task's (``launch.forgetting``), greedily.
-Its right answers are kept, and those without a verdict. While it trains, a look scores some of them anew, by
-one forward. Of an answer y, with rho = p(y) / p_start(y),
+Its right answers are kept, and those without a verdict. During training, a look scores some of them again in
+one forward pass. For an answer y, with rho = p(y) / p_start(y),
 
-    lost    1 - min(rho, 1): the share of its probability that is gone. What other answers gain makes up for
-            nothing, so this grows before answers turn wrong
+    lost    1 - min(rho, 1): the share of its probability that is gone. Gains on other answers do not offset
+            it, so this grows before answers turn wrong
     kept    the mean of min(rho, 1)
-    bets    (``observe.bets``) that the mean of what is lost is above ``tolerance``
+    bets    (``observe.bets``) that the mean of ``lost`` is above ``tolerance``
 
 Of an answer without a verdict rho is per token: its T-th root. Rows are looked at in turn, once in a pass.
 The training does not use them, so whatever the policy has become they are fresh draws, and a pass is a
 fair game: pass j raises a false alarm with a probability of at most ALPHA / (j (j + 1)), all together ALPHA.
 
-Some answers are drawn as well, at the run's temperature: KL(start || now) per token is estimated on them. A
-policy that has next to nothing right could do nothing of this: wrong answers are kept, and nothing is bet.
+Some answers are also sampled at the run's temperature: KL(start || now) per token is estimated on them. A
+policy with next to nothing right has no ability to lose here: wrong answers are kept, and nothing is bet.
 
-A look is taken while all of the watch has cost no more than ``share`` of the FLOPs that the run has spent, or
-HEAD_START of what it will: a learning rate that is too high forgets early. It is SLICE rows, and as many more
-as the bets go up, up to the end of the pass.
+A look is taken while the whole watch has cost at most ``share`` of the FLOPs that the run has spent, or
+HEAD_START of what the watch may cost in all: too high a learning rate forgets early. A look is SLICE rows,
+and further slices while the bets rise, at most to the end of the pass.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from ostinato.run import Jsonl
 from ostinato.types import Batch, Completion, Request, Sample, Sampling
 
 ALPHA = 0.05  # of a false alarm in a run, however long
-UNIT = 10  # tolerances that one answer can lose in bets: what is lost beyond counts as that
+UNIT = 10  # the most that one answer can lose in bets, in tolerances: larger losses are clipped
 HEAD_START = 0.6  # of what the watch may cost in all, supposing that coming steps cost half of those so far
 SLICE = 16  # rows of a look, and the fewest that a watch takes
 ROUND = 48  # questions at a time
 ENOUGH = 96  # rows, after which there are no more questions
 MOST = 256  # questions
-ANSWERS_PER_QUESTION = 130  # of the run: so the beginning costs no more than the head start
+ANSWERS_PER_QUESTION = 130  # of the run, so that asking costs no more than the head start
 SEED = 1_000_003  # between the run's seed and a question's: noise that no rollout has
 
 
@@ -97,7 +97,7 @@ class State:
     at: int = 0  # the next slice
 
     def seen(self, x: np.ndarray, slices: int) -> tuple[State, bool]:
-        """After the losses of a slice; is there an alarm? Behind one nothing is bet any more."""
+        """(state after the losses ``x`` of a slice, whether there is an alarm). After one, nothing is bet."""
         bets, alarm = self.bets.update(x)
         if alarm is not None or bets.alarmed:
             return replace(self, bets=bets, at=(self.at + 1) % slices), alarm is not None
@@ -108,7 +108,7 @@ class State:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> State:
-        """Of ``asdict``, through JSON."""
+        """The state from its ``asdict``, read back from JSON."""
         bets = {**saved["bets"], "wealth": tuple(saved["bets"]["wealth"])}
         return cls(bets=Bets(**bets), passed=saved["passed"], at=saved["at"])
 
@@ -128,8 +128,8 @@ def ratios(gains: Iterable[float]) -> np.ndarray:
 
 
 def losses(gains: Iterable[float], tolerance: float) -> np.ndarray:
-    """Observations for ``Bets``, in [-1, 1]: cut from above, which makes a mean smaller, so it is at most 0
-    while no more than ``tolerance`` is lost."""
+    """Observations for ``Bets``, in [-1, 1]: clipped from above, which only lowers their mean, so it is at
+    most 0 while no more than ``tolerance`` is lost."""
     return np.minimum((1 - ratios(gains) - tolerance) / (UNIT * max(tolerance, 0.01)), 1.0)
 
 
@@ -151,8 +151,8 @@ class Forgetting:
     """The watch of one run of ``steps``. Rows and looks are in ``log`` (forgetting.jsonl), from which a
     resumed run goes on.
 
-    ``about``: the questions, in words. ``share``: of the FLOPs of the run. ``tolerance``: the share of the
-    ability whose loss is no alarm.
+    ``about``: the questions, in words. ``share``: of the run's FLOPs, what the watch may cost.
+    ``tolerance``: the share of the ability that may be lost without an alarm.
     """
 
     questions: Sequence[Question]
@@ -184,7 +184,7 @@ class Forgetting:
                 self._gains |= dict(zip(line["places"], gains, strict=True))
 
     async def begin(self, engine: Engine) -> dict[str, Any] | None:
-        """Ask, and keep what is right: the line of the log. None where that was done before."""
+        """Ask the questions and keep the right answers. Returns the line of the log, None if done before."""
         if self._rows:
             return None
         started = time.perf_counter()
@@ -221,7 +221,7 @@ class Forgetting:
     async def _answers(
         self, engine: Engine, numbers: Sequence[int], sampling: Sampling
     ) -> tuple[list[Row], Work]:
-        """To the questions of these numbers, and what sampling them took."""
+        """(answers to the questions of these numbers, the work of sampling them)."""
         some = [self.questions[number] for number in numbers]
         requests = [
             Request(tokens=one.tokens, sampling=sampling, seed=(self.seed, SEED, number))
@@ -270,7 +270,7 @@ class Forgetting:
         return alarmed
 
     def _metrics(self, scores: Mapping[int, np.ndarray]) -> dict[str, float]:
-        """Kept by the newest score of every row; the others by those of now."""
+        """``kept`` is over the newest score of every row, the other metrics over ``scores`` alone."""
         mean, low, high = kept(self._gains.values())
         found = {
             "forgetting/kept": mean,

@@ -10,9 +10,9 @@ Randomness is addressed by (seed, round, index of the prompt in the stream, samp
 back from the spool. The loop prints nothing: it logs, and calls its ``Observer``.
 
 With ``Plan.overlap`` a step trains in a thread while groups play on, and what it learned is published while
-they do: PipelineRL (arXiv 2509.19128, algorithm 2). The buffer says what is admitted and trained on. A group
-that was admitted is trained on once, dropped by a rule that is counted, or on its way: also after a
-kill, and asserted in every step.
+they do: PipelineRL (arXiv 2509.19128, algorithm 2). The buffer decides what is admitted and trained on. Every
+admitted group is trained on once, dropped by a rule that counts it, or still in flight, even after a kill;
+every step asserts this.
 """
 
 from __future__ import annotations
@@ -84,16 +84,17 @@ class Loop:
     forgetting: Forgetting | None = None  # what the policy could do before, looked at while it trains
     drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
     save: Callable[[LoopState], int] = lambda state: state.step
+    keep: Callable[[int], None] = lambda step: None  # keeps the weights that were scored after a step
 
     def __post_init__(self) -> None:
         check_group_size(self.plan.group_size, self.algorithm.baseline, self.algorithm.scale)
 
     async def run(self) -> Finished:
         """Raises NoTrainableSamples when ``max_empty_steps`` steps in a row had nothing to learn from,
-        RewardFails when a reward function has never worked, and Stalled when nothing has got on for
+        RewardFails when a reward function has never worked, and Stalled when there was no progress for
         ``watch_s``. What the engine and the trainer raise passes through, after a checkpoint unless the
-        trainer is between two steps. A batch that it refuses as ``Misaligned`` is not spooled any more, so
-        a resumed run plays it anew, and has mostly not changed the trainer."""
+        trainer is between two steps. A batch that the trainer refuses as ``Misaligned`` is removed from the
+        spool, so a resumed run plays it again; mostly it has not changed the trainer."""
         self._ledger = self.ledger or Ledger(folder=self.folder)
         with self._ledger.session(self.state.step):
             finished = await self._run()
@@ -101,7 +102,7 @@ class Loop:
         return finished
 
     def _open(self) -> None:
-        """What lives as long as the run."""
+        """Create what lives as long as the run."""
         self.folder.truncate_after(self.state.step)
         self._spool = Spool(self.folder.path / "inflight.jsonl.zst", self._ledger, self.state.step)
         self._feed = new_buffer(
@@ -138,6 +139,7 @@ class Loop:
             failures=self._failures,
             observer=self.observer,
             drafting=self.drafting,
+            keep=self.keep,
             on_progress=lambda: self._dog.on_progress(),
         )
         self._why = self._at_its_end()
@@ -171,11 +173,8 @@ class Loop:
             finally:
                 await self._feed.close()
             self._checkpoint()
-        if self.state.step == self.plan.steps:
-            return Finished(state=self.state, why=Finish.DONE)
-        if self._why is not None:
-            return Finished(state=self.state, why=self._why)
-        return Finished(state=self.state, why=Finish.of(self._signals.received))
+        ended = Finish.DONE if self.state.step == self.plan.steps else self._why
+        return Finished(state=self.state, why=ended or Finish.of(self._signals.received))
 
     async def _train(self, signals: StopSignals) -> None:
         if self.plan.overlap and self.drafting is not None:
@@ -232,7 +231,7 @@ class Loop:
         self._dog.on_progress()
 
     def _drafted(self, ended: Sequence[RolloutResult], clock: Clock) -> dict[str, float]:
-        """The metrics of drafts; what has ended is remembered."""
+        """The draft metrics of the step; answers that have ended are stored for later drafts."""
         if self.drafting is None:
             return {}
         # where rollouts go on all the time a drafter has the whole step to work in
@@ -273,7 +272,7 @@ class Loop:
     def _end_step(
         self, step: int, version: int, due: TrainBatch, learned: Learned, row: dict[str, float]
     ) -> None:
-        """The step has happened; ``row`` gets what the new state has."""
+        """Advance the state by the finished step, and add the new state's metrics to ``row``."""
         self._feed.trained()
         before, gone = self.state, learned.credit.dropped_groups
         dropped = Counter(before.dropped) + gone
@@ -302,7 +301,7 @@ class Loop:
             row["groups/played_anew"] = float(due.num_anew)
 
     def _at_its_end(self) -> Finish | None:
-        """Is this the end, because the budget is spent or every prompt has left the stream?"""
+        """Why the run ends now (SPENT, or SOLVED: every prompt has left the stream); None: it goes on."""
         if self.plan.budget.share(spent_in_steps(self.state.step, self.state.totals)) >= 1:
             return Finish.SPENT
         if not self._feed.is_dry:
@@ -327,8 +326,8 @@ class Loop:
             watching.cancel()
 
     async def _evaluate(self) -> None:
-        """Score what is due, and get the forecast by those of the main set. The end of a run is due for
-        every set."""
+        """Score the sets that are due: all of them at the end of a run. After a score of the main set, ask
+        the observer whether to stop."""
         self._doing = f"the evaluation after step {self.state.step}"
         await self._scores.score(self.state, ended=self._due(0))
         if not self.state.step or not self._scores.is_new(self.state.step):
@@ -353,7 +352,7 @@ class Loop:
             self._dog.on_progress()
 
     def _save_what_there_is(self) -> None:
-        """After an error, which is the one to be raised."""
+        """Checkpoint after an error. A failure to save is only logged: the first error is to be raised."""
         try:
             self._checkpoint()
         except (OSError, RuntimeError) as error:
@@ -361,5 +360,5 @@ class Loop:
 
 
 def of_step(step: int, group: Group) -> Group:
-    """The group as that of the step that trains on it."""
+    """The group, with ``step`` set to the step that trains on it."""
     return group if group.step == step else replace(group, step=step)

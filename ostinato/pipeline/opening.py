@@ -58,9 +58,9 @@ def new_buffer(
 
 
 def recall(buffer: RolloutBuffer, state: LoopState, spool: Spool) -> str:
-    """Take up what an earlier process had on its way. What the spool does not have is played anew, by the
-    policy of now, in its place; a prompt that had left by what is lost does not return. Returns a sentence
-    where that changes the run, else ""."""
+    """Restore the groups that an earlier process had in flight. Those that the spool does not have are played
+    again in their places by the current policy; prompts that lost groups had retired stay retired. Returns a
+    sentence where that changes the run, else ""."""
     lost = [one.version for one in buffer.recall(state.ahead, state.step, state.version)]
     if not (gone := sorted({version for version in lost if version != state.version})):
         return ""

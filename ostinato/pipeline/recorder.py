@@ -1,7 +1,7 @@
 """What a step leaves behind: its row of metrics, its spans, its costs in the ledger, its answers.
 
-record(...)   the row of a step that has happened, but for sums over the run; ledger and timeline get theirs
-report(...)   the row is written everywhere, and watched for signs of a collapse
+record(...)   makes the row of a finished step, without sums over the run; writes ledger and timeline
+report(...)   writes the row everywhere, and watches it for signs of a collapse
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
 
 @dataclass(kw_only=True)
 class StepRecorder:
-    """Of one run. ``counters`` of the grader, the tools and others: a row has what a step added to them."""
+    """Records the steps of one run. ``counters`` (grader, tools ...): a row has what a step added to them."""
 
     plan: Plan
     folder: RunFolder
@@ -109,8 +109,8 @@ class StepRecorder:
         learned: Learned,
         drafted: Mapping[str, float],
     ) -> dict[str, float]:
-        """The row of the step, but for sums over the run; the ledger and the timeline have theirs then.
-        ``groups`` are those that have left: trained on or dropped. ``ended`` is what the row pays for."""
+        """The row of the step, without sums over the run; also writes the ledger and the timeline.
+        ``groups`` were trained on or dropped in the step; the cost of ``ended`` is charged to the row."""
         fresh = [item.group for item in ended]
         credit, batch, report = learned.credit, learned.batch, learned.report
         if (
@@ -162,8 +162,8 @@ class StepRecorder:
     def _by_pool(
         self, feed: RolloutBuffer, spans: Sequence[Span], row: dict[str, float], waited_s: float
     ) -> dict[str, dict[str, float]] | None:
-        """What each pool was busy with, for the ledger; None where everything is one pool. ``row`` gets its
-        metrics of the pipeline, where there is one."""
+        """Busy seconds by pool and part, for the ledger; None where everything is one pool. Otherwise the
+        pipeline metrics are added to ``row``."""
         known, seconds = self.ledger.terms.pools, row["step_time"]
         if not (known or self.plan.overlap):
             return None
@@ -177,7 +177,7 @@ class StepRecorder:
         return {POOL: in_turn(together, seconds)}
 
     def new_spans(self, *, kept: bool = True) -> list[Span]:
-        """What all workers were busy with since the last call, behind what was ``kept`` for the row."""
+        """The spans of all workers since the last call; with ``kept`` after those kept for the row."""
         new = [span for worker in self.span_sources for span in worker.take_spans()]
         if not kept:
             return new
@@ -193,7 +193,7 @@ class StepRecorder:
     def report(
         self, step: int, row: dict[str, float], groups: Sequence[Group], learned: Learned, ended: bool
     ) -> Finish | None:
-        """COLLAPSED or FORGOT where the run is to end for that; ``ended``: it is the last step anyway."""
+        """Write the row. Returns COLLAPSED or FORGOT to end the run; ``ended``: it is the last step."""
         report, (row, why) = learned.report, self._watched(step, row, learned.look)
         for writer in (self.folder, *self.writers):
             writer.write(step, row)

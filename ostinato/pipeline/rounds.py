@@ -1,4 +1,4 @@
-"""Groups on their way: from the stream to the players, to the spool and back.
+"""Groups in flight: from the stream to the rollouts, to the spool and back.
 
 With a staleness of k, the policy that step s begins with plays the round of step s + k, so that every batch
 (but the first k) is trained on k updates after it was sampled: PipelineRL's off-policyness (arXiv 2509.19128)
@@ -9,8 +9,8 @@ in lockstep, in one process and the same to the last bit whenever it is run.
     trains on     1        2    3    4    5
     staleness     0        1    2    2    2
 
-What was played and not yet trained on cannot be played again, for its policy is gone: a checkpoint names the
-groups, and the spool keeps them. Who plays a group, and when, changes nothing but the policy in flight: its
+Groups played but not yet trained on cannot be played again, since their policy is gone: a checkpoint names
+them, and the spool keeps them. Where and when a group is played changes nothing but the policy in flight: its
 noise is addressed by its admission.
 """
 
@@ -31,11 +31,11 @@ from ostinato.types import Prompt
 
 
 class Admission(NamedTuple):
-    """All that says which group this is, and how old it is. A checkpoint has one for each on its way."""
+    """Identifies a group, and its age. A checkpoint has one for each group in flight."""
 
     round: int  # the step that trains on it if nothing intervenes: a part of its seed
     place: int  # of its prompt in the stream; no place is taken twice
-    step: int  # finished when it was admitted
+    step: int  # how many were finished when it was admitted
     version: int  # of the policy that was published then
     ended: bool = False
 
@@ -57,8 +57,8 @@ class Rounds:
     def places(
         self, cursor: int, retired: Iterable[str], count: int = 0, rates: Rates | None = None
     ) -> list[int]:
-        """Indices in the stream of the next ``count`` prompts (0: a round of them), which ``retired`` have
-        left, and of which a curriculum passes some over by their ``rates``; empty when all have left."""
+        """Stream indices of the next ``count`` prompts (0: a round of them), without ``retired`` ones and
+        those that a curriculum passes over by their ``rates``; empty when all have left."""
         gone, rule = frozenset(retired), self.curriculum
 
         def wanted(prompt: Prompt, place: int) -> bool:
@@ -69,7 +69,7 @@ class Rounds:
         )
 
     def choices(self, cursor: int, end: int, retired: Iterable[str], rates: Rates) -> Counter[str]:
-        """What the curriculum made of the places from ``cursor`` to ``end``, by ``Choice``."""
+        """How many places from ``cursor`` to ``end`` got each ``Choice`` of the curriculum."""
         gone, rule = frozenset(retired), self.curriculum
         if rule is None:
             return Counter()
@@ -79,8 +79,8 @@ class Rounds:
     async def play(
         self, one: Admission, *, since: float, generated: Callable[[], None] = lambda: None
     ) -> RolloutResult:
-        """The group; what the spool had was there at ``since``. ``generated`` is called when the last answer
-        is there, and only the verdict is missing."""
+        """Play the group, or read it from the spool, with ``since`` as its times. ``generated`` is called
+        when the last answer is sampled and only the verdict is missing."""
         found = self.recall(one, one.version, since=since)
         if found is not None:
             return found
@@ -90,12 +90,12 @@ class Rounds:
         return played
 
     def recall(self, one: Admission, version: int, *, since: float) -> RolloutResult | None:
-        """The group as an earlier process played it; None where the spool does not have it, or has one that a
-        later policy than ``version`` went on with: that policy is not there, or not yet."""
+        """The group as an earlier process played it; None where the spool does not have it, or where it has
+        tokens of a policy later than ``version``, which does not exist in this run, or not yet."""
         return self.spool.take(self.address(one), self._ask(one), since, newest=version)
 
     def uid(self, one: Admission) -> str:
-        """Of its prompt."""
+        """The uid of its prompt."""
         return self.tasks.prompt(one.place).uid
 
     def address(self, one: Admission) -> str:

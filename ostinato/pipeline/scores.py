@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Scores:
-    """Of one run, whose last score of each set is in ``folder``."""
+    """Runs the evaluations of one run; the last score of each set is read from ``folder``."""
 
     plan: Plan
     stage: RolloutContext
@@ -35,6 +35,7 @@ class Scores:
     failures: Failures
     observer: Observer
     drafting: Drafting | None
+    keep: Callable[[int], None]
     on_progress: Callable[[], None]
 
     def __post_init__(self) -> None:
@@ -45,14 +46,14 @@ class Scores:
         return self._last.get(MAIN_SET, {}).get("step") == step
 
     async def score(self, state: LoopState, *, ended: bool) -> None:
-        """What is due; at the end of a run that is every set."""
+        """Score the sets that are due; at the end of a run that is every set."""
         now = spent_in_steps(state.step, state.totals)
         for evaluation in self.evaluations:
             if due(evaluation, now, self._last.get(evaluation.name), ended=ended):
                 await self._score(evaluation, state.step, now)
 
     async def remember(self, forgetting: Forgetting) -> None:
-        """Before training: what the policy can do that it is not trained on."""
+        """Before training: record what the policy can do that it is not trained on."""
         self.recorder.spans = self.recorder.new_spans()
         with self.ledger.evaluating():
             line = await forgetting.begin(self.stage.engine)
@@ -74,6 +75,8 @@ class Scores:
             row, groups = await evaluate_groups(
                 self.stage, evaluation, step, lambda *ended: self.on_progress()
             )
+            if step and evaluation.name == MAIN_SET:
+                self.keep(step)  # before the row: a score that is there is not made again
         row |= {"spent": now, **recorder.new_counts()}
         self.ledger.evaluation(
             step, evaluation.name, row["seconds"], evaluation_work(groups, self.plan.flops)

@@ -6,7 +6,7 @@ SIGTERM       as the first Ctrl-C, and what is on its way may end too; what is n
               seconds is abandoned, but for an optimizer step
 SIGHUP        as SIGTERM: the terminal is gone, or the reader of the output; nothing where it is ignored
 
-A wait that nothing ends is ended by a ``Watchdog``, which says what waits for what.
+A wait without progress is ended by a ``Watchdog``, which says what is waiting for what.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDERS = {signal.SIGTERM: "terminated", signal.SIGHUP: "hung_up"}
 
 
 def enders() -> list[signal.Signals]:
-    """Those that are handled: SIGHUP is not where it is ignored, for ``nohup`` lets a run outlive its
+    """The signals to handle: not SIGHUP where it is ignored, since ``nohup`` lets a run outlive its
     terminal."""
     return [one for one in ENDERS if one is signal.SIGTERM or signal.getsignal(one) is not signal.SIG_IGN]
 
@@ -43,9 +43,9 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """In here the first SIGTERM or SIGHUP raises Ended, so that all that is open is closed in order; a shell
-    that is closed sends SIGHUP twice. ``StopSignals`` stands above it. Outside the main thread nothing
-    changes."""
+    """Inside, the first SIGTERM or SIGHUP raises Ended, so that everything open is closed in order; a shell
+    that is closed sends SIGHUP twice. ``StopSignals`` takes precedence over it. Outside the main thread
+    nothing changes."""
     raised = False
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -68,7 +68,7 @@ class Abandoned(Exception):
 
 
 class Stalled(NamedFailure):
-    """Nothing has got on for as long as the plan allows."""
+    """There was no progress for as long as the plan allows."""
 
 
 class StopSignals:
@@ -97,7 +97,7 @@ class StopSignals:
 
     @property
     def limited(self) -> bool:
-        """Has a signal come that leaves no more than the grace period?"""
+        """Whether a signal was received that leaves only the grace period."""
         return self.received in ENDERS
 
     @property
@@ -106,8 +106,8 @@ class StopSignals:
         return self.received.name if self.received is not None else ""
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``. When the grace period ends or a second Ctrl-C comes first, it is cancelled
-        and Abandoned or KeyboardInterrupt raised; so is the error of ``give_up``."""
+        """The result of ``work``. It is cancelled when the grace period ends, a second Ctrl-C comes or
+        ``give_up`` is called; then Abandoned, KeyboardInterrupt or the error of ``give_up`` is raised."""
         if self._expired:
             work.close()
             raise Abandoned
@@ -168,11 +168,11 @@ class StopSignals:
 
 
 class Watchdog:
-    """Ends a wait without progress. ``amount`` is something that grows while there is any (tokens sampled);
-    what else gets on calls ``on_progress``. ``waiting`` says what waits for what.
+    """Ends a wait without progress. ``amount`` grows with progress (tokens sampled); other progress is
+    reported by calls of ``on_progress``. ``waiting`` says what is waiting for what.
 
-    Idle time is counted in slices of the event loop: while something keeps it from running, no worker can get
-    on, and none is late."""
+    Idle time is counted in slices of the event loop: while the loop is blocked, no worker can make progress,
+    so none is considered late."""
 
     SLICES = 20  # of the limit, between two looks
 

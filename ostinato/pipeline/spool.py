@@ -5,14 +5,14 @@ back is the same and free. A group is found by its whole address: the request, t
 the stage that played it (model, sampler, task, rewards). So a recipe that changed one of these finds nothing
 and plays anew. Prompts are not stored: the stream gives them again.
 
-A row says which process pays for the group, in its ledger's row of which step: a group is paid for once,
-however many processes read it back.
+A row names the process, and the step in its ledger, to which the group's cost is charged: a group is charged
+once, however many processes read it back.
 
 With workers that go on while the trainer learns, the tokens of a group may be of several policies. Its
 address names the one that it began under; it is given back only to a run that has come as far as the newest
 of them.
 
-Of a step that was interrupted, only the missing groups are played, in a smaller batch than before. Their
+After an interrupted step, only the missing groups are played, in a smaller batch than before. Their
 tokens are the same; their log-probabilities are the same bits where the engine's kernels work row by row
 (the native ones), and equal up to rounding (1e-6) where they do not (torch's).
 """
@@ -35,7 +35,7 @@ from ostinato.types import Completion, Group, Reward, Stop, Support, Trajectory,
 
 
 class Spool:
-    """The file ``inflight.jsonl.zst`` of a run folder: one compressed row per group, a torn end forgiven.
+    """The file ``inflight.jsonl.zst`` of a run folder: one compressed row per group; a torn end is ignored.
     ``ledger`` is that of this process, which has finished ``step`` and recalls no group up to there."""
 
     def __init__(self, path: Path, ledger: Ledger, step: int = 0) -> None:
@@ -53,8 +53,8 @@ class Spool:
     def take(
         self, address: str, ask: RolloutRequest, since: float, newest: int | None = None
     ) -> RolloutResult | None:
-        """The group that an earlier process played under this address, there at ``since``; given once, and
-        only if none of its tokens is of a later policy than ``newest``."""
+        """The group that an earlier process played under this address, with ``since`` as its times; returned
+        once, and only if none of its tokens is of a policy later than ``newest``."""
         row = self._found.pop(address, None)
         if row is None:
             return None
@@ -83,13 +83,13 @@ class Spool:
 
 
 def address(ask: RolloutRequest, stage: RolloutContext, version: int) -> str:
-    """All that a played group is a function of: the request, the policy version and the stage."""
+    """A key of everything that determines a played group: the request, the policy version and the stage."""
     request = f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version}" + f" {ask.pilot}" * bool(ask.pilot)
     return f"{request} context={stage.context_limit} stage={stage.identity} {stage.sampling}"
 
 
 def newest_version(group: Group) -> int:
-    """Of the policies that sampled its tokens; -1 without any."""
+    """The newest version among the policies that sampled its tokens; -1 without tokens."""
     turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
     return max((int(turn.completion.versions.max(initial=-1)) for turn in turns), default=-1)
 

@@ -1,4 +1,4 @@
-"""What a run is to do, where it stands, and how it may end: the nouns of the loop."""
+"""What a run is to do, where it stands, and how it may end: the data types of the loop."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Finish(StrEnum):
 
     @classmethod
     def of(cls, received: Signals | None) -> Finish:
-        """The ending that a signal brings."""
+        """The ending for a received signal."""
         return cls.INTERRUPTED if received is None else cls(ENDERS.get(received, cls.INTERRUPTED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much of everything. ``*_every`` counts steps, 0 is never (checkpoints: only at the end)."""
+    """The sizes and limits of a run. ``*_every`` counts steps, 0 is never (checkpoints: only at the end)."""
 
     steps: int
     prompts_per_step: int
@@ -77,7 +77,7 @@ class Plan:
     flops: FlopModel | None = None  # None: unknown, no FLOPs are reported
 
     def at(self, state: LoopState) -> Plan:
-        """With the staleness and the minibatches of the next step, where a forecast limits them."""
+        """This plan with the staleness and minibatches of the next step, where a forecast limits them."""
         if self.drift is None:
             return self
         staleness, minibatches = self.drift.chosen(state.drift, state.updates)
@@ -86,8 +86,8 @@ class Plan:
     def drifted(
         self, state: LoopState, batch: Batch | None, row: Mapping[str, float]
     ) -> tuple[dict[str, Any], dict[str, float]]:
-        """(what changes of ``state``, metrics) by a step that trained on ``batch`` and has this ``row``,
-        where a forecast limits the next one."""
+        """(changes to ``state``, metrics) after a step that trained on ``batch`` and has this ``row``; both
+        empty unless a forecast limits the next step."""
         if self.drift is None or batch is None:
             return {}, {}
         updates = [*state.updates, len(batch.minibatches)][max(0, len(state.updates) + 1 - self.staleness) :]
@@ -100,7 +100,7 @@ class Plan:
 class LoopState:
     """Where a run stands; a checkpoint carries it as JSON (``asdict``, ``LoopState(**d)``).
 
-    ``admitted`` = ``trained`` + the sum of ``dropped`` + the number of those ``ahead``, groups all of them.
+    ``admitted`` = ``trained`` + the sum of ``dropped`` + the number of those ``ahead``, all in groups.
     """
 
     step: int = 0  # finished
@@ -109,7 +109,7 @@ class LoopState:
     empty_in_a_row: int = 0
     retired: Sequence[str] = ()  # uids of prompts that have left the stream for good, as they left
     rates: Rates = field(default_factory=dict)  # measured ones, of prompts or tasks, for a curriculum
-    drift: Measured = ()  # what a forecast of it goes by
+    drift: Measured = ()  # what the forecast has measured so far
     updates: Sequence[int] = ()  # optimizer steps of the last steps, as many as tokens may be stale
     ahead: Sequence[Admission] = ()  # on their way; those that had ended are in the spool
     admitted: int = 0
@@ -133,7 +133,7 @@ class LoopState:
         return asdict(self)
 
     def accounted(self) -> dict[str, float]:
-        """Metrics of where all the groups are that were ever admitted: each exactly once."""
+        """Metrics of where all groups ever admitted are now, each counted exactly once."""
         dropped = sum(self.dropped.values())
         assert self.admitted == self.trained + dropped + len(self.ahead), (
             f"step {self.step}: of {self.admitted} groups {self.trained} were trained on, {dropped} "

@@ -26,7 +26,7 @@ from ostinato.types import Batch, Group, StepReport
 
 BUSY = {"rollout": "sample", "reward": "grade", "train": "train", "measure": "measure"}  # in the ledger
 UNEVEN = ("routing/straggler", "routing/straggler_ranks", "routing/capacity_factor")  # in the ledger too
-OF_KIND = {  # parts of the ledger; to publish and to save is to be held and not busy, as in one process
+OF_KIND = {  # parts of the ledger; publishing and saving count as held, not busy, as in one process
     Kind.PREFILL: "sample",
     Kind.DECODE: "sample",
     Kind.GRADE: "grade",
@@ -36,12 +36,12 @@ OF_KIND = {  # parts of the ledger; to publish and to save is to be held and not
 
 
 class Clock:
-    """Wall seconds of one step, split so that the parts add up to the whole; and the spans of the timeline,
-    as ``worker``, by ``unix``, a clock of Unix seconds.
+    """Wall seconds of one step, split so that the parts add up to the whole; also records timeline spans as
+    ``worker``, with times from ``unix``, a clock of Unix seconds.
 
     Grading overlaps with generation; only what is left of it after the last token counts as "reward".
     Passes that measure the mismatch and train nothing are "measure". Where rollouts overlap with training,
-    "rollout" is what the trainer waited for them, and "publish" is apart.
+    "rollout" is the time that the trainer waited for them, and "publish" is a part of its own.
     """
 
     def __init__(self, step: int = 0, unix: Callable[[], float] = time.time, worker: str = "trainer") -> None:
@@ -58,7 +58,7 @@ class Clock:
 
     @contextmanager
     def doing(self, part: str, kind: Kind) -> Iterator[None]:
-        """What happens in here is of this part (empty: of none that is known) and one span."""
+        """Counts the time of the block as ``part`` (empty: as "other"), and records it as one span."""
         started, at = time.perf_counter(), self._unix()
         try:
             yield
@@ -71,11 +71,11 @@ class Clock:
             )
 
     def add(self, part: str, seconds: float) -> None:
-        """So much more of a part, which nothing else has counted."""
+        """Add ``seconds``, counted nowhere else, to a part."""
         self._seconds[part] += seconds
 
     def measured(self, seconds: float) -> None:
-        """So much of "train" was spent on measuring."""
+        """Move ``seconds`` from "train" to "measure"."""
         self._seconds["train"] -= seconds
         self._seconds["measure"] += seconds
 
@@ -85,7 +85,7 @@ class Clock:
 
     @property
     def waited_s(self) -> float:
-        """For the batch."""
+        """Seconds waited for the batch."""
         return self._seconds["rollout"] + self._seconds["reward"]
 
     def read(self) -> tuple[float, dict[str, float]]:
@@ -160,12 +160,12 @@ def check_ages(batch: Batch, step: int, staleness: int) -> None:
 def busy_by_pool(
     spans: Iterable[Span], over: Mapping[str, Mapping[str, float]], pools: Mapping[str, int], seconds: float
 ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-    """(seconds by pool and part that ``seconds`` of a step have room for, what is left over for the next
-    one).
+    """(busy seconds by pool and part, at most ``seconds`` for each pool; the rest, carried over to the next
+    step).
 
-    ``pools`` are numbers of devices; a second of a pool is one of each of its devices. Spans come when
-    they have ended, so what began in an earlier step may be more than this one has: ``over`` was left by the
-    step before. Nothing is counted twice or lost."""
+    ``pools`` maps a pool to its number of devices; a second of a pool is one on each of its devices. Spans
+    are reported when they end, so they may add up to more than this step has; ``over`` is what the step
+    before carried over. Nothing is counted twice or lost."""
     spent = {pool: dict(over.get(pool, {})) for pool in pools}
     for span in spans:
         part, pool = OF_KIND.get(span.kind), pool_of(span.worker)
@@ -260,14 +260,14 @@ def step_costs(
     fresh: Sequence[Group] | None = None,
     counted: Sequence[Group] | None = None,
 ) -> Costs:
-    """What a step has computed, and what of it was in vain.
+    """The FLOPs of a step, and which of them were wasted.
 
-    A step pays for what it has played (``fresh``; None: ``groups``), the step that trains on it says what
-    became of it, and in between it is pending. Sampling is useful as the share of its tokens that was trained
-    on, and each reason of ``wasted_tokens`` has its share; drafts that failed, what ran again after a
-    preemption and passes that only measure are wasted, and so is everything that led to an optimizer step
-    that was refused. The compute is that of ``counted`` (None: of what was played) and of training: where the
-    clock says what has ended by now, of those that have left.
+    A step is charged for what it played (``fresh``; None: ``groups``). The step that trains on that decides
+    what was useful; in between it is pending. Sampling FLOPs are split by tokens: the trained share is
+    useful, and each reason of ``wasted_tokens`` gets its share. Refused drafts, rows recomputed after a
+    preemption and passes that only measure are wasted, and so is everything that led to a refused optimizer
+    step. ``compute`` is that of ``counted`` (None: of what was played) and of training; where timing decides
+    what has ended by now, ``counted`` are the groups that have left.
     """
     played = groups if fresh is None else fresh
     paid, vain = sampling_flops(model, played)
@@ -377,7 +377,7 @@ def token_counts(groups: Sequence[Group]) -> dict[str, int]:
 
 
 def recomputed(groups: Sequence[Group]) -> list[np.ndarray]:
-    """Of each answer that was preempted, the positions [n, 2] that ran again."""
+    """For each answer that was preempted, the spans [n, 2] of positions that were recomputed."""
     turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
     return [spans for turn in turns if (spans := turn.completion.recomputed) is not None]
 
@@ -405,9 +405,8 @@ SUMMED = {
 def add_totals(
     totals: Mapping[str, float], row: Mapping[str, float], terms: Terms = FREE
 ) -> dict[str, float]:
-    """Sums over the run, this step included, which was done on ``terms``: what steps cost on other devices
-    and at other prices stays what it was. ``total/money/CURRENCY`` is there while every step was paid in
-    it."""
+    """Sums over the run including this step, whose devices and price are ``terms``; earlier steps keep the
+    cost that they had. ``total/money/CURRENCY`` is there while every step was paid in that currency."""
     seconds = terms.devices * row["step_time"]
     row = {**row, "device_seconds": seconds}
     money = f"{MONEY}{terms.currency}"

@@ -1,7 +1,7 @@
 """The stream of prompts: which places of it a step takes, and which prompts have left it for good.
 
 The order is the tasks' own, epoch after epoch, and a place is an index into it. A prompt that the policy
-solves is sampled for nothing: its siblings get equal rewards. ScaleRL's "No-Positive-Resampling" (arXiv
+solves is sampled in vain: all its answers get equal rewards. ScaleRL's "No-Positive-Resampling" (arXiv
 2510.13786, section 4) removes it from all later epochs, which here means that its places are passed over:
 
     epoch 0      | epoch 1      | epoch 2
@@ -30,7 +30,7 @@ def places(
     wanted: Callable[[Prompt, int], bool] | None = None,
 ) -> list[int]:
     """The next ``count`` indices of the stream from ``cursor`` on whose prompts (by uid) are not ``retired``
-    and, where a curriculum says so, ``wanted`` at that index: each is so at some index, sooner or later.
+    and, with a curriculum, ``wanted`` at that index (which must hold for each prompt at some index).
 
     The next cursor is the last of them plus 1. Empty when no prompt is left: 2 ``tasks.epoch`` places in a
     row contain every prompt. While fewer are left than are requested, a prompt comes once in each epoch, so
@@ -54,8 +54,8 @@ def places(
 def solved_for_good(
     groups: Sequence[Group], *, share: float, solved_at: float, retired: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The uids, in order, of prompts that leave: of the group's members with a verdict, at least two, a
-    ``share`` or more has a reward of at least ``solved_at``. Those in ``retired`` have left already."""
+    """The uids, in order, of prompts that leave: at least two members of the group have a verdict, and at
+    least ``share`` of these a reward of ``solved_at`` or more. Those in ``retired`` are left out."""
     gone: dict[str, None] = {}  # a set that keeps its order
     for group in groups:
         values = verdicts(group)

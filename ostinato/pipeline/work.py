@@ -40,14 +40,14 @@ class RolloutWork:
 
 
 def rollout_work(groups: Iterable[Group]) -> RolloutWork:
-    """Of all episodes of ``groups``."""
+    """The work of all episodes of ``groups``."""
     trajectories = (trajectory for group in groups for trajectory in group.trajectories)
     return sum(map(trajectory_work, trajectories), RolloutWork())
 
 
 def trajectory_work(trajectory: Trajectory) -> RolloutWork:
-    """Of one episode, turn by turn: what a turn found in the prefix tree, from siblings or from the turn
-    before, was not computed again."""
+    """The work of one episode, turn by turn: tokens that a turn found in the prefix tree, from siblings or
+    from the turn before, were not computed again."""
     work, history = RolloutWork(), 0
     for turn in trajectory.turns:
         history = (0 if turn.new_row else history) + len(turn.context)
@@ -57,12 +57,12 @@ def trajectory_work(trajectory: Trajectory) -> RolloutWork:
 
 
 def completion_work(prompt: int, answer: Completion) -> RolloutWork:
-    """Of the answer to ``prompt`` tokens.
+    """The work of an answer to ``prompt`` tokens.
 
-    The last row of the prompt gives the logits of the first token, and the last token is no row. Injected
-    tokens are known text. A pass runs one row beside its drafts, so what all passes ran and no sampled token
-    came from was in vain: the refused drafts, and the last token where it was a draft itself. Where these
-    rows stood is not recorded: they count as many pairs as those of the answer on average.
+    The last row of the prompt gives the logits of the first token, and the last token is never a row.
+    Injected tokens are known text. A pass runs one row besides its drafts, so rows from which no sampled
+    token came were in vain: the refused drafts, and the last token where it was a draft itself. The positions
+    of these rows are not recorded: each counts as many pairs as a row of the answer on average.
     """
     length = len(answer.tokens)
     sampled = length - answer.num_injected
@@ -90,9 +90,9 @@ def _answer_work(prompt: int, cached: int, answer: Completion) -> RolloutWork:
 
 
 def needed_work(groups: Iterable[Group]) -> Work:
-    """What ``groups`` take of an engine that does nothing twice and nothing in vain: a prompt is read once
-    for its group, but for the last token, which every answer begins from, and a later turn reads what no row
-    was before. It follows from the tokens alone, so it is the same for every engine, cache and drafter."""
+    """The work of ``groups`` on an engine that does nothing twice and nothing in vain: a prompt is prefilled
+    once for its group, except for the last token, from which every answer begins, and a later turn prefills
+    new tokens only. It follows from the tokens alone, so every engine, cache and drafter has the same."""
     total = _NONE
     for group in groups:
         begun: np.ndarray | None = None  # the first context of an earlier answer
@@ -123,7 +123,7 @@ def _recomputed(answer: Completion) -> Work:
 
 
 def batch_work(batch: Batch) -> Work:
-    """Of one forward of ``batch``."""
+    """The work of one forward of ``batch``."""
     return sum((Work.packed(part.segments, len(part.rows)) for part in batch.microbatches), _NONE)
 
 
@@ -136,7 +136,7 @@ class StepFlops:
 
 
 def step_flops(flops: FlopModel, batch: Work, passes: Mapping[str, float]) -> StepFlops:
-    """Of one training step on ``batch``, with the further passes that the trainer's metrics count."""
+    """The FLOPs of one training step on ``batch``, with the extra passes that the trainer's metrics count."""
     forward, backward = flops.forward(batch), flops.backward(batch)
     repeated, extra, measure = (
         passes.get(f"passes/{name}", 0.0) for name in ("repeated", "extra", "measure")

@@ -8,7 +8,7 @@
     trainer -> keeper -+-> init (first of the process namespace; does nothing)
                        +-> the worker, confined: runs reward functions
 
-No capability is kept in either case, also not root's. docs/security.md says what this does not keep out. Only
+No capability is kept in either case, not even root's. docs/security.md says what this does not keep out. Only
 the standard library: every worker loads this file, and ``python isolation.py`` prints what works here.
 """
 
@@ -60,7 +60,7 @@ ROUNDS = 10  # of looking for descendants, which may start more meanwhile
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without variables that look like a secret, by name or as an address with a password."""
+    """``environ`` without variables that look like a secret, by name or as an address with a password."""
     return {
         name: value
         for name, value in environ.items()
@@ -99,10 +99,10 @@ def refuse(left_open: Sequence[str]) -> None:
 
 
 def enter(used: Sequence[str], folder: str, parent: int, close: Callable[[], None]) -> None:
-    """Returns in a new process, confined; this one stays as its keeper, ends as it ends, and ends it when
-    ``parent`` is gone. ``close``: in all but the new one, what only that may hold open.
+    """Returns in a new, confined process; this one stays as its keeper, ends as it ends, and ends it when
+    ``parent`` is gone. ``close`` is called in all others, to close what only the new one may hold open.
 
-    Of Linux; call it in a process of one thread. Raises OSError.
+    For Linux; call it in a process of one thread. Raises OSError.
     """
     if "namespaces" in used:
         hidden = _unix_sockets()
@@ -189,7 +189,7 @@ def _keep(worker: int, folder: str, parent: int) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Of the living; a zombie is its parent's to reap."""
+    """The living descendants; zombies are left to their parents to reap."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -219,7 +219,7 @@ def _namespaces(folder: str) -> None:
 
 
 def _new_namespaces() -> None:
-    """Of users, processes (those forked from now on), network and shared memory."""
+    """New namespaces of users, processes (those forked from now on), network and shared memory."""
     uid, gid = os.geteuid(), os.getegid()
     _libc("unshare", CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):

@@ -1,9 +1,9 @@
 """``protocols.Grader`` over several workers: a group goes to the one with the fewest, and is never lost.
 
-A worker gets no more groups than it grades at once, so whatever waits is here when it is lost. Of the groups
-that it had then one is suspected, the oldest: the others go to workers with room, and this one is judged once
-more, alone, elsewhere where there is another. What fails then too has no verdict, by name: a fault is not a
-reward of 0.
+A worker gets no more groups than it grades at once, so all that wait are still here when it is lost. Of the
+groups that it had, the oldest is suspected: the others go to workers with room, and this one is graded once
+more, alone, on another worker if there is one. If that fails too it gets no verdict, with a named reason: a
+fault is not a reward of 0.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class GraderLink:
         self._spans: list[Span] = []
 
     async def ready(self) -> None:
-        """Until every worker is built; what it cannot be built of is raised here, before any group."""
+        """Wait until every worker is built; errors of building one are raised here, before any group."""
         await asyncio.gather(*(self._built(index) for index in range(len(self._places))))
 
     async def _built(self, index: int) -> None:
@@ -125,8 +125,8 @@ class GraderLink:
         return [Reward(value=None, reason=f"{FAULT}: {'; then '.join(causes)}")] * len(group.trajectories)
 
     async def _room(self, but: int, *, alone: bool) -> int:
-        """The worker with the fewest groups; with none for who has to be ``alone``, which goes first. Rather
-        not ``but``."""
+        """The index of the worker with the fewest groups; of one with none for a group that has to be
+        ``alone``, which goes first. If possible not ``but``."""
         self._suspects += alone
         try:
             while not (found := self._with_room(alone)):
@@ -196,7 +196,7 @@ class GraderLink:
 
 
 def without_routes(group: Group) -> Group:
-    """What a verdict may depend on: words and tokens, not the experts they came about by."""
+    """The group with only what a verdict may depend on: text and tokens, not routes or supports."""
 
     def stripped(trajectory: Trajectory) -> Trajectory:
         heavy = {"experts": None, "prompt_experts": None, "support": None, "edges": None}

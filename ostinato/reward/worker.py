@@ -167,7 +167,7 @@ def describe(error: BaseException) -> str:
 
 
 def _was_refused(error: BaseException | None) -> bool:
-    """Is it, or what led to it, an error that isolation causes?"""
+    """Whether this error, or one that led to it, is of a kind that isolation causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in CONFINED):
@@ -186,13 +186,13 @@ def where(error: BaseException) -> str:
 
 
 def _is_own(filename: str) -> bool:
-    """Neither Python's nor an installed package's, and no text that is run."""
+    """Whether a file is the user's: not Python's, not an installed package's, and no text that is run."""
     library = filename.startswith((os.path.dirname(os.__file__), "<")) or "-packages" in filename
     return not library and filename != __file__
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The innermost, without this file's and those of the import system."""
+    """The innermost frames, without those of this file and of the import system."""
     frames = traceback.extract_tb(error.__traceback__, limit=-MAX_FRAMES)
     return [one for one in frames if one.filename != __file__ and not one.filename.startswith("<frozen")]
 
@@ -257,7 +257,7 @@ def _answer(functions: dict[str, Callable[..., Any]], request: bytes, confined: 
 
 
 def _confine(hello: dict[str, Any], sock: socket.socket) -> list[str]:
-    """What this machine leaves open; the process that comes back is another one, confined (``isolation``).
+    """Confine this worker: returns, in a new confined process, what this machine leaves open (``isolation``).
 
     Raises OSError, and ValueError where isolation is "strict" and something is left open.
     """

@@ -63,8 +63,8 @@ class Worker:
         self._socket: socket.socket | None = None
 
     def start(self) -> str:
-        """Have a process with the functions imported. Returns "" or the sentence that says why not, and the
-        lines of a traceback under it."""
+        """Start a process that imports the functions, unless there is one. Returns "" or a sentence that says
+        why it failed, with the lines of a traceback under it."""
         if self._process is not None:
             return ""
         try:
@@ -149,7 +149,7 @@ class Worker:
 
 
 class Scorer(Protocol):
-    """A reward of this process, without a child: a judge on an engine, or at an address."""
+    """A reward computed in this process, without a child: a judge on an engine, or at an address."""
 
     async def score(self, prompt: Prompt, answers: Sequence[str]) -> Sequence[Verdict]:
         """A verdict for each of the siblings, in order; it bounds its own time and raises nothing."""
@@ -232,8 +232,8 @@ class WorkerGrader:
         change: a function that cannot be imported, does not take the row's columns, looks up a column that
         the row does not have, or uses a name or a module that does not exist. So it does for a result that
         is no list of as many numbers, for a function that ends its process, and one that is not done in time.
-        What other completions may not meet, any other exception or a NaN for both, is returned as warnings:
-        a run ends by its first evaluation or step where they all meet it.
+        Failures that other completions may not have (any other exception, or a NaN for both) are returned as
+        warnings: a run ends at its first evaluation or step if all of its answers have them.
         """
         for started in [self._threads.submit(self._start) for _ in self._workers]:
             if error := started.result():
@@ -360,7 +360,7 @@ def _close(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> None:
 
 
 def _refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:
-    """Why a function is refused that has failed on its dry run; empty where another completion may do."""
+    """Why a function that failed on its dry run is refused; empty where another completion may work."""
     match fault:
         case Fault.WRONG_LENGTH:
             return f"reward {name} returned {detail}; return one number per completion"

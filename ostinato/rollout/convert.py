@@ -16,8 +16,8 @@ from ostinato.types import NO_EXPERT, Group, Sample, Support, Trajectory, Turn
 def samples(group: Group, group_index: int, advantages: np.ndarray) -> list[Sample]:
     """One Sample for each row of each member with a finite advantage ([G], NaN = not trained on), in order.
 
-    All rows of a member have its advantage. The uid is "prompt uid#member", of further rows with ".row"
-    behind it. ``experts`` is None where any token but the last lacks its route.
+    All rows of a member have its advantage. The uid is "prompt uid#member", with ".row" appended
+    for further rows. ``experts`` is None where any token but the last lacks its route.
     """
     return [
         _sample(turns, trajectory, float(advantage), group_index, member, uid + f".{row}" * (row > 0))
@@ -58,8 +58,8 @@ def _sample(
 
 
 def _support(turns: Sequence[Turn]) -> Support | None:
-    """What every token of the merged sequence was drawn from, context from the whole vocabulary; None where
-    no turn has a record."""
+    """The ids that each token of the merged sequence was drawn from (for context the whole vocabulary); None
+    where no turn has a record."""
     if all(turn.completion.support is None for turn in turns):
         return None
     parts: list[Support] = []

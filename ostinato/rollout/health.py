@@ -1,4 +1,4 @@
-"""Is there anything to learn from? Figures of graded groups, from the first step on.
+"""Metrics of graded groups, from the first step on: is there anything to learn from?
 
 Names are TRL's where TRL has one. A figure without data is NaN (null in the run folder), never 0.
 """
@@ -91,8 +91,8 @@ def task_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
 
 
 def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Sampled tokens per trajectory, all turns, failed ones left out; terminated ones ended by themselves.
-    Beside them, how answers fared that were interrupted."""
+    """Sampled tokens per trajectory, over all turns, without failed ones; "terminated" ones ended by
+    themselves. Also the figures of interrupted answers."""
     played = [trajectory for trajectory in trajectories if trajectory.stop not in FAILED]
     lengths = [sampled_tokens(trajectory) for trajectory in played]
     ended = [n for n, trajectory in zip(lengths, played, strict=True) if trajectory.stop is not Stop.LENGTH]
@@ -107,8 +107,8 @@ def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def interruption_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """``interrupt/rate``: share of answers (turns) that were interrupted. Where there are some:
-    ``answered``, the share of them that ended by themselves then, and ``answer_length``, the tokens that were
-    sampled behind the phrase."""
+    ``answered``, the share of them that then ended by themselves, and ``answer_length``, the mean number of
+    tokens sampled after the phrase."""
     answers = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
     interrupted = [answer for answer in answers if answer.injected is not None]
     rate = {"interrupt/rate": _mean([answer.injected is not None for answer in answers])}
@@ -175,7 +175,7 @@ def zero_variance(rewards: np.ndarray) -> bool:
 
 
 def sampled_tokens(trajectory: Trajectory) -> int:
-    """Tokens of all its answers, without those that were put into them."""
+    """Tokens of all its answers, without injected ones."""
     return sum(len(turn.completion.tokens) - turn.completion.num_injected for turn in trajectory.turns)
 
 
@@ -185,8 +185,8 @@ def injected_tokens(trajectory: Trajectory) -> int:
 
 
 def prefilled_tokens(trajectory: Trajectory) -> int:
-    """Tokens that the engine computed and did not sample: of each turn's whole context what was not cached,
-    and what was put into the answer."""
+    """Tokens that the engine computed and did not sample: the uncached part of each turn's whole context,
+    and tokens injected into the answer."""
     computed, history = 0, 0
     for turn in trajectory.turns:
         history += len(turn.context)

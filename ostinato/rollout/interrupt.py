@@ -1,4 +1,4 @@
-"""Forced interruption of thinking: a phrase behind a thought that is long enough (ScaleRL, arXiv 2510.13786,
+"""Forced interruption of thinking: a phrase after a thought that is long enough (ScaleRL, arXiv 2510.13786,
 A.10).
 
     request b tokens -> ended by itself              the answer
@@ -24,7 +24,7 @@ import numpy as np
 from ostinato.algo.noise import key, uniform
 from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop, Support
 
-_BUDGETS = -1  # behind a seed path: no sample has this number, so no token shares a budget's noise
+_BUDGETS = -1  # appended to a seed path: no sample has this number, so no token shares a budget's noise
 
 
 class Words(Protocol):
@@ -64,16 +64,16 @@ class Interruption:
     def first(self, seed: tuple[int, ...], position: int, room: int) -> int:
         """Tokens to sample first where ``room`` are left in the context.
 
-        A thought is shortened so that phrase and answer fit behind it. Where they do not, it is an ordinary
-        answer, as long as the room is.
+        The thought is shortened so that phrase and answer fit after it. Where they cannot fit, it is an
+        ordinary answer that may fill the room.
         """
         return min(self.budget(seed, position), room - self._reserved) if room > self._reserved else room
 
     def second(
         self, request: Request, answer: Completion, sampling: Sampling, context_limit: int
     ) -> Request | None:
-        """What to request after ``answer`` to ``request``; None when it is whole. ``sampling`` is that of the
-        whole answer."""
+        """The request that follows ``answer`` to ``request``; None when the answer is complete. ``sampling``
+        is that of the whole answer."""
         if answer.stop is not Stop.LENGTH or len(answer.tokens) < request.sampling.max_tokens:
             return None  # fewer than requested: the engine's own limit
         closed = self.think_end and self.think_end in self.words.decode(answer.tokens, skip_special=False)
@@ -90,7 +90,7 @@ class Interruption:
         )
 
     def joined(self, request: Request, answer: Completion, again: Request, more: Completion) -> Completion:
-        """``answer`` to ``request``, what ``again`` put behind it, and ``more``, the answer to that, as one.
+        """``answer`` to ``request``, what ``again`` appended, and ``more``, the answer to ``again``, as one.
 
         Where thinking went on without the phrase, a stop string may lie across the seam, where the engine
         could not see it: the answer ends there, as that of one request would have.
@@ -107,8 +107,8 @@ class Interruption:
         return replace(whole, text=text)
 
     def _across(self, whole: Completion, seam: int, strings: Sequence[str]) -> int:
-        """How many tokens there are up to a stop string that ends behind the seam, and before the engine
-        has stopped; 0 without one."""
+        """The number of tokens up to the end of a stop string that ends after the seam and before the engine
+        stopped; 0 without one."""
 
         def holds(end: int) -> bool:
             text = self.words.decode(whole.tokens[:end])
@@ -123,8 +123,8 @@ class Interruption:
 def merged(before: Completion, phrase: np.ndarray, more: Completion, known: int) -> Completion:
     """``before``, the tokens of ``phrase`` (marked as injected) and ``more`` as one completion without text.
 
-    ``known`` tokens stood before the phrase; all but the last of them had run, so what of them the second
-    request did not find in the cache was computed twice, and is taken from ``cached_tokens``.
+    ``known`` tokens come before the phrase; all but the last of them had run, so those that the second
+    request did not find in the cache were computed twice, and are subtracted from ``cached_tokens``.
     """
     put_in = len(phrase)
     again = [one.recomputed for one in (before, more) if one.recomputed is not None]

@@ -7,8 +7,8 @@ sampled only sometimes.
                               or the group is cut short                     weight 0
 
 The weight is the inverse of the probability of being whole (Horvitz and Thompson, 1952), given the pilot. So
-a sum over groups of what is computed within a whole one has the expectation that it has without pilots. What
-comes behind it (clipping by norm, AdamW) is not linear, and has not.
+a weighted sum over groups of what is computed within a whole group has the same expectation as without
+pilots. This does not hold after later steps that are not linear (clipping by norm, AdamW).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Pilot:
     share: float
 
     def goes_on(self, rewards: np.ndarray, seed: Sequence[int]) -> bool:
-        """Is the rest of the group ``seed`` sampled, whose pilot has ``rewards`` [answers]?"""
+        """Whether the rest of the group ``seed`` is sampled, given its pilot's ``rewards`` [answers]."""
         return not self.alike(rewards) or uniform(key((*seed, LANE)), 0) < self.share
 
     def weight(self, rewards: np.ndarray) -> float:
-        """Of a group with ``rewards`` [G, or answers where it was cut short], NaN = no verdict."""
+        """The weight of a group with ``rewards`` [G, or answers where it was cut short], NaN = no verdict."""
         if not self.alike(rewards):
             return 1.0
         return 0.0 if len(rewards) == self.answers else 1.0 / self.share
 
     def alike(self, rewards: np.ndarray) -> bool:
-        """Have all of the pilot the same reward? One without a verdict is not the same."""
+        """Whether all pilot answers have the same reward; one without a verdict counts as different."""
         first = rewards[: self.answers]
         return bool(np.isfinite(first).all() and np.ptp(first) == 0)
 

@@ -42,7 +42,7 @@ from ostinato.types import (
     Turn,
 )
 
-END_S = 10.0  # for what was cancelled to end
+END_S = 10.0  # for cancelled tasks to end
 FAILED = (Stop.ERROR, Stop.ABORT)  # ends after which a trajectory is neither graded nor trained on
 
 
@@ -76,7 +76,7 @@ class RolloutContext:
     sampling: Sampling
     context_limit: int  # tokens of prompt, answers and replies together
     interruption: Interruption | None = None  # of thinking; sampling.max_tokens is not used with one
-    identity: str = ""  # of what samples and judges: stages that play other groups have another
+    identity: str = ""  # of what samples and judges: differs where other groups would be played
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,7 +128,7 @@ async def rollout_group(
     stage: RolloutContext, ask: RolloutRequest, generated: Callable[[], None] = lambda: None
 ) -> RolloutResult:
     """The siblings of one prompt, played and graded together; ``generated`` is called in between. A pilot is
-    played and graded before the others, which may then never be."""
+    played and graded before the others, which may then be left out."""
     pilot = ask.pilot
     if pilot is None:
         return await _members(stage, ask, range(ask.group_size), generated)
@@ -283,7 +283,7 @@ class _Episode:
             await end_tasks([whole, gone])
 
     async def instead(self) -> None:
-        """The answer to ``request`` has no caller any more: what is requested next."""
+        """The caller of ``request`` has left: ask the environment what to request next."""
         self.request = self._begun = None
         try:
             reply = await getattr(self._env, "instead")()  # noqa: B009  of environments that have ``left``
@@ -417,8 +417,8 @@ async def _only(engine: Engine, request: Request) -> Completion:
 
 
 async def end_tasks(tasks: Sequence[asyncio.Task[Any]], limit_s: float = END_S) -> None:
-    """Cancel what still runs and wait for it: no task may go on behind a failed call. A user's
-    code that will not be cancelled is left behind after ``limit_s``."""
+    """Cancel what still runs and wait for it: no task may outlive a failed call. User code that
+    ignores the cancellation is abandoned after ``limit_s``."""
     for task in tasks:
         task.cancel()
     if tasks:

@@ -1,15 +1,15 @@
 """Where and in which order answers are sampled: pure functions from jobs and workers to a plan.
 
     least-loaded    one queue in the order of the stream; the worker with the fewest takes the next group
-    longest-first   one queue, in each round the longest prediction first; who has the least predicted to do
-                    takes the next group
+    longest-first   one queue, in each round the longest prediction first; the worker with the least predicted
+                    work takes the next group
     histopipe       prompts ranked by predicted length and laid along the line of workers, short to long in
                     odd rounds and long to short in even ones, more workers to the long (RhymeRL, 2508.18588)
 
-The last deals everything at once, and the workers queue; the others leave what has no room yet where it can
-still be given to any worker. A round goes before the next one: with a bounded staleness it is due
-earlier. Predictions are of ``history.lengths``; the mean of the known ones stands for one that is inf.
-docs/histopipe.md has what each is worth.
+histopipe assigns everything at once, and the workers queue it; the others keep what has no room yet in the
+shared queue. A round goes before the next one: with a bounded staleness it is due earlier. Predictions come
+from ``history.lengths``; one that is inf (unknown) is replaced by the mean of the known ones.
+docs/histopipe.md compares the three.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from ostinato.jobs import Job, Placement, Starts, Worker
 
 RANKS = 2  # ranking groups of histopipe: more were worse in every simulation (docs/histopipe.md)
-READ_SHARE = 0.02  # of the tokens that are sampled: what may be read again for the sake of balance
+READ_SHARE = 0.02  # of the sampled tokens: how many prompt tokens may be prefilled again for balance
 
 
 class Policy(StrEnum):
@@ -63,8 +63,8 @@ def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
 
 
 def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
-    """Each round that waits along the line of workers (``lanes``), forth and back in turn. What was there
-    before (a later turn, an answer whose worker was lost) goes to the worker with the least."""
+    """Each waiting round is laid along the line of workers (``lanes``), in alternating directions. Jobs that
+    began earlier (a later turn, an answer whose worker was lost) go to the worker with the least load."""
     if not workers:
         return ()
     line = sorted(workers, key=lambda worker: worker.id)
@@ -138,9 +138,9 @@ def tiers(
 ) -> list[int]:
     """How many workers each ranking group gets, short to long: at least one, all together ``workers``.
 
-    Completion times are to be linear in rank, from the share of the longest that equal parts would give the
-    shortest: then those of rank i and of rank R - 1 - i add up to the same, and two rounds, forth and back,
-    end together everywhere. The smallest time of the last group for which the workers suffice is searched.
+    Target completion times are linear in rank; the first, as a share of the last, is what equal numbers of
+    workers would give. Then those of rank i and of rank R - 1 - i add up to the same, and two rounds in
+    opposite directions end together everywhere. Searches the smallest last time that the workers allow.
 
     tokens, longest, answers: [R] of each group, predicted. Raises ValueError with fewer workers than groups.
     """
@@ -154,7 +154,7 @@ def tiers(
         return one * max(longest[i], tokens[i] / count / batch)
 
     def needed(z: float) -> list[int]:
-        """The least workers of each with which it ends by its share of z; one too many where none do."""
+        """For each, the fewest workers with which it ends by its share of z; workers + 1 if none suffice."""
         every = range(1, workers + 1)
         return [
             1 + bisect_left(every, True, key=lambda n, i=i, end=z * share: seconds(i, n) <= end)
@@ -206,10 +206,10 @@ def _fill(
     *,
     count: bool = False,
 ) -> tuple[tuple[int, int], ...]:
-    """(job, worker): first what has a home; then, as long as there is room, the least loaded takes siblings.
+    """(job, worker): first jobs with a home; then, while there is room, the least loaded takes siblings.
 
-    It takes of a group that it has, whose prompt is in its cache; else of the first that no worker has, or of
-    which a ``piece`` waits; else of any: reading a prompt once more costs less than idling. It takes a piece.
+    It takes a ``piece`` of a group that it has, whose prompt is in its cache; else of the first that no
+    worker has, or of which a piece waits; else of any: prefilling a prompt again costs less than idling.
     """
     team = {one.id: _Filling(one, load, count) for one, load in zip(workers, loads, strict=True)}
     starts = list[tuple[int, int]]()
@@ -240,7 +240,7 @@ def _fill(
 
 
 class _Filling:
-    """A worker while it is given more."""
+    """A worker while jobs are assigned to it."""
 
     def __init__(self, worker: Worker, load: float, count: bool) -> None:
         self.id, self.load = worker.id, load
@@ -256,8 +256,8 @@ class _Filling:
 
 
 def piece(prompt: int, tokens: float) -> int:
-    """How many siblings of so many predicted ``tokens`` go to a worker together, so that it reads (``prompt``
-    tokens, once for them) at most READ_SHARE of what it samples."""
+    """How many siblings of ``tokens`` predicted tokens each go to a worker together, so that prefilling their
+    prompt (``prompt`` tokens, once) is at most READ_SHARE of what it samples."""
     return max(1, math.ceil(prompt / (READ_SHARE * max(1.0, tokens))))
 
 

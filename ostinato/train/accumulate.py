@@ -5,8 +5,8 @@
 It is for callers that write the loop themselves: the training API (``serve.tinker``), supervised and
 preference recipes. Rows come with targets, weights and a loss; they are packed into microbatches, siblings
 share the rows of their prompt, and they go through the passes of ``PolicyTrainer`` (``train.local``). Losses
-are sums, so neither the cut into calls nor the packing changes a gradient but by rounding; the same calls in
-the same order give the same bits. Several of these may stand on one frozen base.
+are sums, so the cut into calls and the packing change gradients only by rounding; the same calls in the same
+order give the same bits. Several of these may share one frozen base.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Row:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens before the first target that matters, which siblings have in common; all if none does."""
+        """Tokens before the first target with non-zero values, which siblings may share; all if none has."""
         telling = [values for name, values in self.values.items() if name not in BOUNDS]
         flat = [values.reshape(len(self.tokens), -1).any(1) for values in telling]
         first = np.flatnonzero(np.logical_or.reduce(flat)) if flat else np.zeros(1, np.int64)
@@ -97,12 +97,12 @@ class Adam:
 
 
 class NotFinite(ValueError):
-    """Gradients that are not finite: nothing was learned from them, and they are gone."""
+    """Gradients that are not finite: nothing was learned from them, and they were cleared."""
 
 
 class Accumulator:
-    """Trains ``adapters`` in place on a frozen ``decoder``; None: its own parameters. Call after call,
-    in one thread."""
+    """Trains ``adapters`` in place on a frozen ``decoder``; None: the decoder's own parameters. Calls must
+    come one after another, in one thread."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Accumulator:
 
     @property
     def adapters(self) -> Adapters:
-        """Those that are trained, which there are where the decoder's own parameters are not."""
+        """The trained adapters. There are none where the decoder's own parameters are trained."""
         assert self._adapters is not None
         return self._adapters
 
@@ -139,8 +139,8 @@ class Accumulator:
         return drained(self.pieces(rows, loss, learn=False))
 
     def pieces(self, rows: Sequence[Row], loss: TokenLoss, *, learn: bool) -> Generator[None, None, Scored]:
-        """Either of the two, microbatch by microbatch: other work of the thread may stand in between, but
-        none of this adapter. An error in one of them takes back the gradients of those before it."""
+        """``forward_backward`` or ``forward``, one microbatch per iteration: the thread may do other work in
+        between, but none on this adapter. An error restores the gradients from before the call."""
         check_rows(rows, loss, self.decoder.config.vocab_size, self.decoder.config.max_positions)
         found: dict[int, np.ndarray] = {}
         total = 0.0
@@ -165,7 +165,7 @@ class Accumulator:
             assert scores.logprobs is not None
             logprobs = scores.logprobs.index_select(0, part.places)
             seen.append(logprobs.detach())
-            unmeasured = Mismatch(0, {}, {})  # what the sampler's were is the client's to compare
+            unmeasured = Mismatch(0, {}, {})  # comparing with the sampler's is up to the client
             return Outcome(loss=loss(logprobs, part.values), stats={}, mismatch=unmeasured, counts=None)
 
         (outcome,) = self._passes.train([part.inputs], objective, 1.0)
@@ -178,9 +178,9 @@ class Accumulator:
         return logprobs, float(loss(logprobs, part.values))
 
     def optim_step(self, settings: Adam) -> dict[str, float]:
-        """Learn from what has added up, and forget it. Without any, nothing changes (as in torch).
+        """One step on the accumulated gradients, which are then cleared. Without any, no parameter changes.
 
-        Raises NotFinite where the gradients are not.
+        Raises NotFinite where the gradients are not finite; they are cleared then too.
         """
         gradients = [leaf.grad for leaf in self._leaves.named.values() if leaf.grad is not None]
         norm = float(self._leaves.reduce()) if gradients else 0.0
@@ -213,7 +213,7 @@ class Accumulator:
 
 
 def drained(work: Generator[None, None, T]) -> T:
-    """What it returns at its end."""
+    """Run a generator to its end; returns its return value."""
     while True:
         try:
             next(work)
@@ -222,7 +222,7 @@ def drained(work: Generator[None, None, T]) -> T:
 
 
 def check_rows(rows: Sequence[Row], loss: TokenLoss, vocab_size: int, context: int) -> None:
-    """Raises ValueError naming the first row that ``loss`` cannot take, or the model."""
+    """Raises ValueError naming the first row that ``loss`` or the model cannot take."""
     for index, row in enumerate(rows):
         missing = [name for name in loss.needed if name not in row.values]
         unread = sorted(row.values.keys() - {*loss.needed, *loss.optional})
@@ -268,7 +268,7 @@ def packed(rows: Sequence[Row], tokens_per_microbatch: int, decoder: Decoder) ->
 
 
 def _sample(row: Row, index: int) -> Sample:
-    """For ``pack``, which lays out whatever comes before the last trained token: a token behind the row."""
+    """For ``pack``, which lays out all before the last trained token: the row and a dummy token after it."""
     length = len(row.tokens) + 1
     mask = np.arange(length) == length - 1
     return Sample(

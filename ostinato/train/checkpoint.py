@@ -84,8 +84,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> P
 
 
 def repair(folder: Path) -> None:
-    """Put right what a killed process left: a checkpoint that it had moved aside is back under its name,
-    what it had half written or half deleted is gone. Only for the holder of the run's lock."""
+    """Clean up after a killed process: a checkpoint that it had moved aside gets its name back, and what it
+    had half written or half deleted is removed. Only for the holder of the run's lock."""
     for path in checkpoints(folder):
         if path.suffix == ASIDE:
             path.rename(folder / _name(path))
@@ -96,8 +96,8 @@ def repair(folder: Path) -> None:
 def load_checkpoint(folder: Path, *, identity: Mapping[str, str]) -> Checkpoint | None:
     """The newest whole checkpoint in ``folder``; None when the folder has none at all.
 
-    Damaged checkpoints are skipped with a warning. Nothing is written, and the run may go on
-    meanwhile: where it deletes a checkpoint that is being read, its newer ones are looked at.
+    Damaged checkpoints are skipped with a warning. Nothing is written, and the run may continue
+    meanwhile: where it deletes a checkpoint that is being read, its newer ones are tried.
 
     Raises:
         CheckpointError: every checkpoint is damaged.
@@ -141,12 +141,12 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def oldest_step(folder: Path) -> int:
-    """The step of the oldest of them, the earliest that a run may have to go on from."""
+    """The step of the oldest checkpoint, the earliest from which a run may have to resume."""
     return int(_name(checkpoints(folder)[0]).removeprefix("step-"))
 
 
 def _name(path: Path) -> str:
-    """That of a checkpoint, also of one that was moved aside."""
+    """The name of a checkpoint, also of one that was moved aside."""
     return path.name.removeprefix(".").removesuffix(ASIDE)
 
 

@@ -42,8 +42,8 @@ _NOTHING = "nothing was learned from them"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Of the trainer's own experts with those that some microbatches carry: overlaps are shares of ids, a
-    router is one (token, layer). Parts are the answer of a sequence and its prompt."""
+    """How the trainer's own experts agree with those that some microbatches carry: overlaps are shares of
+    ids, a router is one (token, layer) pair. Parts are the answer of a sequence and its prompt."""
 
     uids: tuple[str, ...]  # of the S sequences
     ages: np.ndarray  # [S] batches that were learned from since the sequence was sampled, its oldest token
@@ -75,7 +75,7 @@ class Agreement:
 def row_counts(native: Tensor, carried: Tensor) -> Tensor:
     """[3, T] int64 of two [T, L, K] on one device: ids in common, ids known, ids in sets that differ.
 
-    A row of NO_EXPERT is unknown and counts nowhere. The twin is ``algo.routing.shared_ids``.
+    A row of NO_EXPERT is unknown and counts nowhere. In numpy: ``algo.routing.shared_ids``.
     """
     top_k = native.shape[-1]
     known = carried[..., 0] != NO_EXPERT
@@ -84,7 +84,7 @@ def row_counts(native: Tensor, carried: Tensor) -> Tensor:
 
 
 def agreement(counted: Sequence[tuple[Microbatch, Tensor]], top_k: int) -> Agreement:
-    """From microbatches, at least one, and the ``row_counts`` of each."""
+    """The agreement over at least one microbatch, from the ``row_counts`` of each."""
     rows = [counts.cpu().numpy() for _, counts in counted]
     parts = [
         part_sums(counts[:2], sequence_spans(microbatch))
@@ -106,7 +106,7 @@ def agreement(counted: Sequence[tuple[Microbatch, Tensor]], top_k: int) -> Agree
 
 
 def _oldest(microbatch: Microbatch) -> np.ndarray:
-    """Of each sequence, [S]: the staleness of its oldest token."""
+    """[S] the staleness of the oldest token of each sequence."""
     firsts = np.append(0, np.flatnonzero(np.diff(microbatch.sample_idx)) + 1)
     return np.maximum.reduceat(microbatch.staleness, firsts)
 
@@ -136,9 +136,9 @@ def refusal(
 
 
 def unreplayable(microbatches: Sequence[Microbatch], moe: MoEConfig) -> Misaligned | None:
-    """What to raise where the experts that microbatches carry cannot be replayed by any model: a buffer that
-    not filled, physical instead of logical ids, rows known in part. It names the sequences; None where all
-    can be. One look at each array, before any pass."""
+    """The error to raise where the experts that microbatches carry cannot be replayed by any model: a buffer
+    that was not filled, physical instead of logical ids, rows known in part. It names the sequences; None
+    where all can be replayed. Each array is checked once, before any pass."""
     broken = [(one, fault) for one in microbatches if (fault := _fault(one, slice(None), moe))]
     if not broken:
         return None
@@ -155,7 +155,7 @@ def unreplayable(microbatches: Sequence[Microbatch], moe: MoEConfig) -> Misalign
 
 
 def _broken_sequences(microbatch: Microbatch, moe: MoEConfig) -> list[str]:
-    """Of a microbatch at fault; all, where its array as a whole has another shape."""
+    """The uids at fault in a microbatch; all, where its array as a whole has the wrong shape."""
     assert microbatch.experts is not None
     if len(microbatch.experts) != len(microbatch.tokens):
         return list(microbatch.uids)
@@ -164,7 +164,7 @@ def _broken_sequences(microbatch: Microbatch, moe: MoEConfig) -> list[str]:
 
 
 def _fault(microbatch: Microbatch, rows: slice | np.ndarray, moe: MoEConfig) -> str:
-    """Of the experts of some rows; empty where there is none."""
+    """What is wrong with the experts of some rows; empty where nothing is."""
     if microbatch.experts is None:
         return ""
     return routing_fault(torch.from_numpy(microbatch.experts[rows]), len(microbatch.tokens[rows]), moe)

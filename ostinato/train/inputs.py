@@ -39,12 +39,12 @@ class Inputs:
 
     @property
     def work(self) -> Work:
-        """What one forward has to go through."""
+        """The work of one forward."""
         return Work.packed(self.segments, len(self.rows))
 
 
 def as_inputs(microbatch: Microbatch, device: torch.device, *, moe: bool, replay: bool) -> Inputs:
-    """On ``device``. Only a mixture of experts carries the sampler's choice, and replays it if it is to."""
+    """Tensors on ``device``. Carried experts are kept with ``moe``, and replayed with ``replay`` as well."""
 
     def tensor(array: np.ndarray, dtype: type) -> Tensor:
         return torch.from_numpy(array.astype(dtype)).to(device)
@@ -69,8 +69,8 @@ def as_inputs(microbatch: Microbatch, device: torch.device, *, moe: bool, replay
 def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
     """The same sequences in the same order, no prompt shared, in passes of about half as many rows.
 
-    Their ``rows`` and targets follow each other as those of ``part`` do. For scores alone: they carry no
-    experts, and what a loss needs is left as it is.
+    Their ``rows`` and targets are in the same order as those of ``part``. For scoring only: they carry no
+    experts, and the fields that a loss needs are not adapted.
     """
     spans = sequence_spans(part.source)
     lengths = spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2]
@@ -99,6 +99,6 @@ def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
 
 
 def places(rows: np.ndarray, span: np.ndarray) -> np.ndarray:
-    """Where rows of a microbatch stand in their sequence: the shared prompt first, then its own."""
+    """Positions of rows of a microbatch in their sequence: the shared prompt first, then its own rows."""
     start, _, first, last = span
     return np.where(rows < start, rows - first, rows - start + last - first)

@@ -88,7 +88,7 @@ def sharded_trainer(
 
 
 def _cut(decoders: Sequence[Decoder], links: Collectives) -> Pieces:
-    """Leave of the matrices the pieces of this rank."""
+    """Keep only this rank's pieces of the matrices."""
     pieces = Pieces(links)
     for decoder in decoders:
         pieces.take(decoder)
@@ -116,7 +116,7 @@ def _named(decoders: Sequence[Decoder], adapters: Adapters | None, mesh: Mesh) -
 
 
 def _shapes(config: ModelConfig, spec: AdapterSpec | None) -> dict[str, tuple[int, ...]]:
-    """Of all leaves of the whole model."""
+    """The shapes of all leaves of the whole model, by name."""
     if spec is None:
         return {
             name: shape

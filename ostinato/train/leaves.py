@@ -1,4 +1,4 @@
-"""What is trained: every parameter of a model that is here, or on each rank of a layout its part of some."""
+"""What is trained: all parameters of a model in one process, or each rank's parts of some of them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Leaves(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def reduce(self) -> Tensor:
-        """Make the gradients of the leaves here complete, once per optimizer step. The L2 norm of all of the
-        model, the same everywhere; not finite when one is not, or on overflow."""
+        """Complete the gradients of the local leaves, once per optimizer step. Returns the L2 norm over the
+        whole model, the same on all ranks; not finite when a gradient is not, or on overflow."""
         ...
 
     def whole(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors that belong to leaves (themselves, their moments) as the whole model has them, from those
-        of the leaves here. Complete where the run is driven from, empty elsewhere."""
+        """The whole model's tensors that belong to leaves (themselves, their moments), gathered from those
+        of the local leaves. Complete on the rank that drives the run, empty elsewhere."""
         ...
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """Of a tensor that belongs to a leaf here, the part that does."""
+        """The local part of a whole tensor that belongs to the leaf ``name``."""
         ...
 
 
@@ -76,8 +76,8 @@ def trained_parameters(decoder: Decoder, adapters: Adapters | None) -> dict[str,
 
 
 def state_tensors(leaves: Leaves, optimizer: AdamW) -> dict[str, Tensor]:
-    """Of the whole model. Not copied where they are here; on other ranks than the one that drives the run,
-    none."""
+    """Parameters and moments of the whole model, not copied where they are local; none on ranks other than
+    the one that drives the run."""
     parameters = leaves.whole({name: leaf.detach() for name, leaf in leaves.named.items()})
     found = {f"parameters.{name}": tensor for name, tensor in parameters.items()}
     state = optimizer_tensors(optimizer, leaves.named)
@@ -89,8 +89,8 @@ def state_tensors(leaves: Leaves, optimizer: AdamW) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_state_tensors(leaves: Leaves, optimizer: AdamW, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse, under any layout. Raises ValueError naming the first parameter that is missing, unknown or
-    of another shape, before anything is changed."""
+    """The inverse of ``state_tensors``, under any layout. Raises ValueError naming the first parameter that
+    is missing, unknown or of another shape, before anything is changed."""
     saved, shapes = _under("parameters.", tensors), leaves.shapes
     for name in sorted(saved.keys() | shapes.keys()):
         have = tuple(saved[name].shape) if name in saved else "nothing"

@@ -43,7 +43,7 @@ class LocalPasses:
         return {}
 
     def _trained(self, part: Inputs, objective: Objective, scale: float) -> Outcome:
-        """The graph of a microbatch is gone on return."""
+        """Forward and backward of a microbatch; its graph is freed on return."""
         self.progress += 1
         hidden, native = self.forward(part, self._adapters)
         logprobs, entropy = self.logprobs(hidden, part, want_entropy=True)

@@ -39,7 +39,7 @@ class Scored:
 
 
 def scored(passes: Passes, parts: Sequence[Inputs], *, floor: bool, replay: bool) -> list[Scored]:
-    """Microbatches in up to three ways, by the very forward that training runs (``ScoreOptions``)."""
+    """Score microbatches in up to three ways, by the same forward as in training (``ScoreOptions``)."""
     free = [replace(part, routing=None) for part in parts]
     native = passes.score(free, ScoreOptions(native=True, margins=True))
     carrying = [replace(part, routing=part.carried) for part in parts if replay and part.carried is not None]

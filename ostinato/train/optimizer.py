@@ -78,7 +78,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Of the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         for group in self.param_groups:
             leaves = [leaf for leaf in group["params"] if leaf.grad is not None]
             if not leaves:

@@ -28,7 +28,7 @@ from ostinato.train.leaves import Leaves
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scores:
-    """What a microbatch got. Without a gradient, but for those that an ``Objective`` is given in training."""
+    """The scores of a microbatch, without gradients except those given to an ``Objective`` in training."""
 
     logprobs: Tensor | None  # [R] of the targets
     entropy: Tensor | None = None  # [R] of their distributions; in training only
@@ -39,7 +39,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """What a microbatch is worth: its loss, and sums of measurements over its tokens, without gradient."""
+    """The loss of a microbatch, and sums of measurements over its tokens, these without gradient."""
 
     loss: Tensor  # with a gradient until its backward is done
     stats: Mapping[str, Tensor]
@@ -85,13 +85,13 @@ class Passes(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What the work since the last call took beside the work itself."""
+        """Metrics of the overhead since the last call (traffic, padding)."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Backend:
-    """What computes for a trainer: one process, or the ranks that hold a model together, as one of them."""
+    """What computes for a trainer: one process, or this one of the ranks that together hold a model."""
 
     passes: Passes
     leaves: Leaves
@@ -101,7 +101,7 @@ class Backend:
 
 
 def counted(part: Inputs, native: Tensor | None) -> Tensor | None:
-    """Of carried experts against native ones; None where there is nothing to compare."""
+    """``row_counts`` of carried experts against native ones; None where there is nothing to compare."""
     return None if native is None or part.carried is None else row_counts(native, part.carried)
 
 
@@ -140,8 +140,8 @@ def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[N
 
 
 def batch_objective(algorithm: Algorithm, num_samples: int) -> Objective:
-    """For the microbatches of a batch of ``num_samples``. A decoupled algorithm anchors its ratio at the old
-    policy and corrects for the mismatch of old and behaviour; another one anchors it at behaviour."""
+    """The objective for microbatches of a batch of ``num_samples``. A decoupled algorithm anchors its ratio
+    at the old policy and corrects for the mismatch of old and behaviour; others anchor it at behaviour."""
 
     def objective(part: Inputs, scores: Scores) -> Outcome:
         logprobs, entropy, weights = scores.logprobs, scores.entropy, None

@@ -1,11 +1,11 @@
-"""``protocols.Trainer`` over a worker that may die: made anew, put back, its batches done again.
+"""``protocols.Trainer`` over a worker that may die: it is replaced and restored, and its batch is repeated.
 
     link                                   worker
     step(batch) ------ batch ------------> PolicyTrainer.step
          report, adapters, snapshot <------
 
-The link keeps the newest snapshot (parameters, moments, counters). A trainer is a function of it and of the
-batch, so what a new worker makes of them is, bit for bit, what the lost one would have made.
+The link keeps the newest snapshot (parameters, moments, counters). A step is a function of it and of the
+batch, so a new worker computes, bit for bit, what the lost one would have computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """All that a trainer is, beside what its recipe says."""
+    """The whole state of a trainer, apart from what its recipe says."""
 
     tensors: Mapping[str, Any]
     counters: Mapping[str, int]
@@ -111,7 +111,7 @@ class TrainerLink:
 
     @property
     def progress(self) -> float:
-        """Grows while a worker is waited for: each such wait has a bound and an end with a name."""
+        """Grows while waiting for a worker: each such wait is bounded and ends with a named error."""
         return time.monotonic() if self._waits else 0.0
 
     def adapters(self) -> Any:
@@ -136,7 +136,7 @@ class TrainerLink:
         self._adapters = self._call("adapters")
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """The answer of the worker, or of as many as it takes."""
+        """The answer of the worker, or of a new one where it is lost."""
         self._waits = True
         try:
             while True:
@@ -148,7 +148,7 @@ class TrainerLink:
             self._waits = False
 
     def _standing(self) -> Remote:
-        """The worker; a new one is first put where the lost one was."""
+        """The worker; a new one is first restored to the newest snapshot."""
         if self._worker is not None:
             return self._worker
         worker = self._spawn()
@@ -156,7 +156,7 @@ class TrainerLink:
             if self._snapshot is not None:
                 worker.wait("restore", self._snapshot, within_s=self._within_s)
         except BaseException:
-            worker.kill()  # half of the way is not where it was
+            worker.kill()  # it may be restored in part only
             raise
         self._worker = worker
         return worker

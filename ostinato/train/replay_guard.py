@@ -29,15 +29,15 @@ from ostinato.types import Batch, Microbatch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
     batch: Batch
-    mismatch: dict[str, Any] | None  # a row of mismatch.jsonl but for its step
+    mismatch: dict[str, Any] | None  # a row of mismatch.jsonl without its step
     note: str  # news for a person; "" for none
 
 
 class ReplayGuard:
     """``replay``: MoE layers use the experts that the batch carries; "shuffled", a control: those of the row
-    half a microbatch on, without a gate. With True a sequence whose experts agree with the trainer's own in
-    less than ``threshold``, beyond chance, refuses the batch; 0 refuses none. Every ``measure_every`` steps a
-    row of mismatch.jsonl is measured; 0 is never. ``owner`` [L, E]: the rank that keeps an expert.
+    half a microbatch on, without a gate. With True the batch is refused if the experts of a sequence agree
+    with the trainer's own in less than ``threshold``, beyond chance; 0 refuses none. Every ``measure_every``
+    steps a row of mismatch.jsonl is measured; 0 is never. ``owner`` [L, E]: the rank that keeps an expert.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class ReplayGuard:
         return Admitted(batch=batch, mismatch=row, note=note)
 
     def measure(self, batch: Batch, *, floor: bool = True) -> dict[str, Any]:
-        """A row of mismatch.jsonl but for its step: the batch scored natively and, where it carries experts,
-        with these; with ``floor`` also natively once more, packed otherwise (see ``train.measure``).
+        """A row of mismatch.jsonl without its step: the batch scored natively and, where it carries experts,
+        with these; with ``floor`` natively once more, packed differently (see ``train.measure``).
 
-        With temperature, head and forward of training, so the arm that is in use is what the step's own
-        ``sampling/*`` says while no weight has moved. Changes nothing.
+        Uses the temperature, head and forward of training, so the arm in use equals the step's own
+        ``sampling/*`` as long as no weight has changed. Changes nothing.
         """
         started = time.perf_counter()
         parts = [self.inputs(microbatch) for microbatch in batch.microbatches]
@@ -92,12 +92,12 @@ class ReplayGuard:
         return row | {"seconds": time.perf_counter() - started}
 
     def judge(self, totals: Totals, num_minibatches: int) -> Misaligned | None:
-        """Before an optimizer step: what refuses it where carried experts that were not judged yet are not
-        those of their tokens.
+        """Before an optimizer step: the error to raise where carried experts that were not judged yet are not
+        those of their tokens, else None.
 
-        Once weights have moved since they were chosen, on this batch or on those before an older one, another
-        choice may be their doing. Then only routes are refused that would agree if they were put right: those
-        of a neighbour, of other layers, of another sequence.
+        Once weights have changed since the experts were chosen, by this batch or by earlier ones, that may be
+        why the trainer chooses others. Then routes are refused only if they would agree once corrected: those
+        of a neighbouring token, of other layers, of another sequence.
         """
         fresh, totals.unjudged = totals.unjudged, []
         totals.judged += fresh

@@ -7,8 +7,8 @@
                same loss
     pipeline   ``parallel.stages``
 
-What a microbatch got is then sent to all ranks (``everywhere``), so that the trainer decides alike on all of
-them. Gradients are left as partial sums (``parallel.leaves``).
+The scores of a microbatch are then sent to all ranks (``_everywhere``), so that the trainer decides alike on
+all of them. Gradients are left as partial sums (``parallel.leaves``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ostinato.types import NO_EXPERT, Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slice:
-    """What of a microbatch one rank goes through. T rows with padding, n of them this rank's own.
+    """The part of a microbatch that one rank computes. T rows with padding, n of them this rank's own.
 
     Seven rows over c2 t2 (P is padding), and what rank (context 1, tensor 0) has of them::
 
@@ -90,7 +90,7 @@ def sliced(part: Inputs, index: int, mesh: Mesh, links: Collectives) -> Slice:
 
 
 def idle(mesh: Mesh, links: Collectives) -> Slice:
-    """A pass of a rank that has no microbatch left, so that the others find it in their collectives."""
+    """A pass of a rank that has no microbatch left, to take part in the collectives of the others."""
     total = mesh.layout.row_shards
     context, own = _ranges(total, mesh)
     blank = torch.zeros(len(context), dtype=torch.int64, device=mesh.device)
@@ -109,7 +109,7 @@ def idle(mesh: Mesh, links: Collectives) -> Slice:
 
 
 def padding(rows: int, layout: Layout) -> int:
-    """Rows that a microbatch of so many gets besides, to be cut evenly."""
+    """Padding rows of a microbatch of ``rows`` rows, so that it can be cut evenly."""
     return -rows % layout.row_shards
 
 
@@ -123,7 +123,7 @@ def _ranges(total: int, mesh: Mesh) -> tuple[range, range]:
 
 
 def _filled(x: Tensor, rows: range, fill: int) -> Tensor:
-    """Rows of x, those behind its end filled."""
+    """``rows`` of x; those past its end are ``fill``."""
     found = x[rows.start : rows.stop]
     missing = len(rows) - len(found)
     return torch.cat((found, x.new_full((missing, *x.shape[1:]), fill))) if missing else found
@@ -163,7 +163,7 @@ class ShardedPasses:
 
     @property
     def progress(self) -> float:
-        """Passes over microbatches, and whatever else ranks say to each other: checkpoints take long, too."""
+        """Passes over microbatches, and other communication of the ranks: checkpoints take long, too."""
         return float(self._passed + self._links.progress)
 
     def train(self, parts: Sequence[Inputs], objective: Objective, scale: float) -> list[Outcome]:
@@ -260,8 +260,8 @@ class ShardedPasses:
     def _head(self, hidden: Tensor, one: Slice, *, want_entropy: bool) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropy [R] of all targets of a microbatch, from hidden states of own rows.
 
-        Each tensor rank has a part of the vocabulary, each context rank its rows; what they all go on with is
-        whole. So gradients come back to own rows of the one and through own logits of the other.
+        Each tensor rank has a part of the vocabulary, each context rank its rows; the result is whole on all
+        of them. So gradients flow to a context rank's own rows, and through a tensor rank's own logits.
         """
         assert one.source is not None or not len(one.predictors)
         decoder = self._decoders[-1]
@@ -282,7 +282,7 @@ class ShardedPasses:
     def _scored(
         self, decoder: Decoder, hidden: Tensor, one: Slice, want_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """Of the targets whose hidden states [m, D] are here."""
+        """(log-probabilities, entropy) [m] of the targets whose hidden states [m, D] are here."""
         assert one.source is not None
         support = one.source.source.support
         head, targets = decoder.head_weight, one.source.targets[one.places]
@@ -310,12 +310,12 @@ class ShardedPasses:
 
     @property
     def _wide(self) -> torch.dtype:
-        """Of log-probabilities."""
+        """The dtype of log-probabilities."""
         return torch.promote_types(self._decoders[0].dtype, torch.float32)
 
     @property
     def _leads(self) -> bool:
-        """Of the ranks that have the log-probabilities of a microbatch, the one that sends them."""
+        """Whether this is the one of the ranks with a microbatch's log-probabilities that sends them."""
         return self._stages.is_last and self._at.context == 0 and self._at.tensor == 0
 
     def _everywhere(self, shapes: Sequence[Sequence[int]], own: Mapping[int, Tensor]) -> list[Any]:
@@ -323,7 +323,7 @@ class ShardedPasses:
         return all_gather_ragged(self._links, shapes, own, dtype=self._wide, device=device)
 
     def _counts(self, parts: Sequence[Inputs], mine: Sequence[Slice], extras: Any) -> list[Tensor | None]:
-        """``gate.row_counts`` of all layers and rows: of each rank those of its own add up."""
+        """``gate.row_counts`` over all layers and rows: the sum of what each rank counts for its own."""
         if not self._moe_layers or all(part.carried is None for part in parts):
             return [None] * len(parts)
         shapes = [(3, len(part.tokens) if part.carried is not None else 0) for part in parts]

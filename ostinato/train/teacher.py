@@ -28,17 +28,17 @@ class Teacher(Protocol):
         ...
 
     def score(self, parts: Sequence[Inputs]) -> tuple[list[Inputs], float]:
-        """With ``teacher``, its log-probabilities [R] of the targets; and the FLOPs that this took here."""
+        """(parts with ``teacher``, its log-probabilities [R] of the targets; the FLOPs spent here)."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What the work since the last call took beside."""
+        """Metrics of the work since the last call."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalTeacher:
-    """In this process. A mixture of experts is routed by its own routers."""
+    """A teacher in this process. A mixture of experts is routed by its own routers."""
 
     passes: Passes
     flops: FlopModel
@@ -62,7 +62,7 @@ class LocalTeacher:
 def local_teacher(
     decoder: Decoder, adapters: Adapters | None, *, temperature: float = 1.0, ops: Ops = TORCH_OPS
 ) -> LocalTeacher:
-    """In this process. ``decoder`` may be the one that is trained, if its base is frozen."""
+    """A teacher in this process. ``decoder`` may be the one that is trained, if its base is frozen."""
     for pair in adapters.tensors.values() if adapters else ():
         for factor in pair:
             factor.requires_grad_()  # as in training, where a layer may multiply in another order

@@ -1,9 +1,9 @@
 """A teacher at an address: an OpenAI-compatible server whose ``/v1/completions`` gives ``prompt_logprobs``,
 as vLLM and ``ostinato serve`` do. They are at temperature 1, over the whole vocabulary.
 
-A sequence is one request, of which ``TOGETHER`` run at once. What may pass (no answer, a time that is over,
-429 and 5xx) is tried again and counted; after ``max_retries`` the run ends: no token is learned from without
-its number.
+A sequence is one request, of which ``TOGETHER`` run at once. Transient failures (no answer, a timeout, 429
+and 5xx) are retried and counted; after ``max_retries`` the run ends: no token is learned from without its
+log-probability.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class TeacherAt:
         self.progress = 0.0
 
     def check(self, texts: Callable[[list[int]], str], ids: Sequence[int]) -> None:
-        """Raises ValueError for a server without what is needed, or where ``texts``, the student's tokenizer,
-        decodes one of ``ids``, all tokens of the student, otherwise."""
+        """Raises ValueError for a server that lacks what is needed, or that decodes any of ``ids``, all
+        tokens of the student, differently from ``texts``, the student's tokenizer."""
         try:
             known = self._models()
             if (model := self._model or known[0]) not in known:
@@ -98,7 +98,7 @@ class TeacherAt:
             raise
 
     def score(self, parts: Sequence[Inputs]) -> tuple[list[Inputs], float]:
-        """Raises TeacherFailed."""
+        """As ``Teacher.score``, with no FLOPs here. Raises TeacherFailed."""
         self._model = self._model or self._models()[0]
         requested = [list(_sequences(part.source)) for part in parts]
         with ThreadPoolExecutor(TOGETHER) as pool:
@@ -139,7 +139,7 @@ class TeacherAt:
         return [str(one["id"]) for one in self._ask("/v1/models")["data"]]
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """JSON; of ``body`` by POST, by GET without one."""
+        """The JSON reply to a POST of ``body``, or to a GET without one. Raises TeacherFailed."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
         for tried in range(self._max_retries + 1):
@@ -175,8 +175,8 @@ def _words(error: urllib.error.HTTPError) -> str:
 
 
 def _sequences(source: Microbatch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Of each sequence, in the order of the targets: its tokens [L], the last one a target alone, and which
-    of them are targets."""
+    """For each sequence, in the order of the targets: its tokens [L], the last of which is only a target, and
+    the indices of those that are targets."""
     firsts = np.flatnonzero(np.diff(source.sample_idx)) + 1
     rows, targets = (np.split(one, firsts) for one in (source.rows, source.targets))
     for span, own, wanted in zip(sequence_spans(source), rows, targets, strict=True):

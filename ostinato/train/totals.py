@@ -1,4 +1,4 @@
-"""What the microbatches of a training step add up to, and what its batch says of itself."""
+"""Sums over the microbatches of a training step, and metrics of its batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ostinato.types import Batch
 
 @dataclass(slots=True)
 class Totals:
-    """What the microbatches of a step add up to, left on the device until the step is over."""
+    """Sums over the microbatches of a step, kept on the device until the step is over."""
 
     loss: list[Tensor] = field(default_factory=list)
     stats: list[Mapping[str, Tensor]] = field(default_factory=list)  # sums over tokens
@@ -66,8 +66,8 @@ def staleness(batch: Batch) -> dict[str, float]:
 
 
 def support(batch: Batch) -> dict[str, float]:
-    """What recorded supports hold, by token that has one, and their bytes by trained token: an id is four, a
-    count is four."""
+    """Mean number of ids in recorded supports, per token that has one, and their bytes per trained token:
+    four for an id, four for a count."""
     supports = [one.support for one in batch.microbatches if one.support is not None]
     restricted = sum(int(np.count_nonzero(one.counts)) for one in supports)
     if not restricted:
@@ -78,8 +78,8 @@ def support(batch: Batch) -> dict[str, float]:
 
 
 def balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> dict[str, float]:
-    """How unevenly the experts that the batch carries would keep ranks busy (``parallel.load``), layer by
-    layer of every microbatch, since there they wait for each other; nothing where it carries none. ``owner``
+    """How unevenly the experts that the batch carries would load the ranks (``parallel.load``), layer by
+    layer of every microbatch, since ranks wait for each other there; nothing where it carries none. ``owner``
     [L, E]: the rank that keeps an expert; None: neighbours together, on ``nominal_ranks`` of them."""
     carried = [one.experts for one in batch.microbatches if one.experts is not None]
     if not carried:

@@ -4,7 +4,7 @@
         for each microbatch:   tokens -> decoder -> hidden[rows] -> logprobs -> loss -> backward
         refuse, or clip -> AdamW
 
-The trainer is blind to whatever wrote the advantages. Weights are normalised over the whole step before they
+The trainer does not know how advantages were computed. Weights are normalised over the whole step before they
 get here, so the losses of microbatches just add, and cutting a batch differently changes memory, not results.
 Three policies take part, all at the sampling temperature:
 
@@ -70,9 +70,9 @@ class PolicyTrainer:
     An optimizer step whose loss or gradient is not finite is refused: nothing is updated, the report names
     the samples of the microbatches at fault, ``on_refused`` gets each of these, and training goes on.
 
-    ``backend``: of a model that lies on several (``train.sharded.sharded_trainer``); decoder and adapters are
-    then the first of the parts that this one has. All ranks make the same calls with the same batches at the
-    same time, decide the same and report the same; adapters and tensors are complete on the first.
+    ``backend``: for a model spread over ranks (``train.layouts.sharded_trainer``); decoder and adapters are
+    then the first of the parts on this rank. All ranks make the same calls with the same batches at the same
+    time, decide the same and report the same; adapters and tensors are complete on the first.
 
     Raises ValueError for settings that cannot work together, before any work.
     """
@@ -246,14 +246,14 @@ class PolicyTrainer:
         return self._flops.forward(sum((part.work for part in parts), Work()))
 
     def _with_old(self, parts: Sequence[Inputs]) -> list[Inputs]:
-        """With ``old``. The same passes show the trainer's own experts before any weight has moved."""
+        """The parts with ``old``, and with counts of the trainer's own experts before any weight changes."""
         found = self._passes.score(parts, ScoreOptions())
         return [
             replace(part, old=one.logprobs, counts=one.counts) for part, one in zip(parts, found, strict=True)
         ]
 
     def _with_reference(self, parts: Sequence[Inputs]) -> list[Inputs]:
-        """With those of the base policy: the same model without adapters, choosing its own experts."""
+        """The parts with ``reference``: scored by the model without adapters, choosing its own experts."""
         free = [replace(part, routing=None, carried=None) for part in parts]
         found = self._passes.score(free, ScoreOptions(adapted=False, as_trained=False))
         return [replace(part, reference=one.logprobs) for part, one in zip(parts, found, strict=True)]
@@ -284,7 +284,7 @@ class PolicyTrainer:
     def _accumulate(
         self, minibatch: Sequence[Inputs], num_samples: int, scale: int, totals: Totals
     ) -> tuple[float, bool]:
-        """Gradients of a minibatch from nothing: their norm, and whether they and the loss are finite."""
+        """Gradients of a minibatch, from zero: (their norm, whether they and the loss are finite)."""
         self._optimizer.zero_grad()
         parts = minibatch
         if self._algorithm.needs_reference:

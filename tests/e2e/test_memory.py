@@ -100,8 +100,8 @@ def test_a_person_pins_and_restores(at: ServerAt) -> None:
 @pytest.mark.parametrize(
     ("name", "body", "status", "sentence"),
     [
-        ("nobody", None, 404, "there is no session 'nobody' in this memory"),
-        ("nobody", {"pin": 0}, 404, "there is no session 'nobody'"),
+        ("ghost", None, 404, "there is no session 'ghost' in this memory"),
+        ("ghost", {"pin": 0}, 404, "there is no session 'ghost'"),
         ("bad", {"pin": 999}, 404, "session 'bad' has no block 999"),
         ("bad", {"pin": True}, 404, "has no block True"),
         ("bad", {"forget": 1}, 400, "the body is one of"),
@@ -154,12 +154,12 @@ def test_another_programs_chat_is_kept_within_the_budget_by_a_proxy(at: ServerAt
         assert view["turns"] == 79 and any(not one["here"] for one in view["blocks"])
         assert http(f"{url}/v1/models")[1]["data"]
         assert http(f"{url}/v1/chat/completions", {"messages": "hello"})[0] == 400
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"{url}/v1/chat/completions",
             json.dumps({"messages": chat(41), "stream": True, "max_tokens": 3}).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(asked, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             assert b"data: [DONE]" in reply.read()
         runner.should_exit = True
         thread.join(20)

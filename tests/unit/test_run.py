@@ -159,7 +159,10 @@ def test_truncate_after_forgets_later_steps_everywhere(tmp_path: Path) -> None:
         run.trajectories.append(*group_rows(make_group(step)))
         run.ledger.append({"event": "step", "step": step})
     run.watch.append({"machine": "a row without a step stays"})
+    for name in ("step-00000001", "step-00000002", ".step-00000001.half"):
+        (run.scored / name).mkdir(parents=True)
     run.truncate_after(1)
+    assert [path.name for path in run.scored.iterdir()] == ["step-00000001"]
     assert [row["step"] for row in run.metrics.rows()] == [0, 1]
     assert [row["step"] for row in run.trajectories.rows()] == [0, 0, 1, 1]
     assert len(list(run.watch.rows())) == 1

@@ -108,5 +108,5 @@ class NativeStore:
         self._library.history_drop(self.pointer, key, step)
 
     def sort(self, key: int, step: int) -> None:
-        """Sort a block, unless it is."""
+        """Sort a block, unless it is sorted."""
         self._library.history_block(self.pointer, key, step)

@@ -50,7 +50,7 @@ def run(ours: LocalEngine, requests: Sequence[Request], cut_after: int | None = 
     return asyncio.run(main())
 
 
-ASKED = [
+REQUESTS = [
     ask(0, 5),
     ask(1, 17, temperature=0.7, stop_strings=("ab", "c")),
     ask(2, 33, top_p=0.8),
@@ -62,13 +62,13 @@ ASKED = [
 
 def test_a_cut_frees_what_the_request_had() -> None:
     ours = engine(kernels=None, max_batch=2, step_tokens=8)
-    found = run(ours, ASKED, cut_after=2)
+    found = run(ours, REQUESTS, cut_after=2)
     assert all(one.stop is Stop.ABORT for one in found)
     assert not ours._scheduler.waiting and not len(ours._scheduler.table)
     ours._scheduler.cache.check([])
-    again = run(ours, ASKED)
+    again = run(ours, REQUESTS)
     assert [one.tokens.tolist() for one in again] == [
-        one.tokens.tolist() for one in run(engine(kernels=None), ASKED)
+        one.tokens.tolist() for one in run(engine(kernels=None), REQUESTS)
     ]
 
 
@@ -77,7 +77,7 @@ def test_only_those_that_are_named_are_cut() -> None:
 
     async def main() -> list[tuple[int, Completion]]:
         found = []
-        async for index, completion in ours.generate(ASKED[:3]):
+        async for index, completion in ours.generate(REQUESTS[:3]):
             found.append((index, completion))
         return found
 
@@ -87,7 +87,7 @@ def test_only_those_that_are_named_are_cut() -> None:
             await asyncio.sleep(0)
         tokens = {request.uid: tokens for request, tokens in ours.under_way()}
         assert set(tokens) == {"p0", "p1", "p2"} and max(tokens.values()) >= 3
-        ours.cut([ASKED[1], ASKED[5]])
+        ours.cut([REQUESTS[1], REQUESTS[5]])
         return await task
 
     found = dict(asyncio.run(both()))

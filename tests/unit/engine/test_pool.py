@@ -364,11 +364,11 @@ async def test_a_placement_by_lengths_knows_them_without_drafts() -> None:
     lengths = Seen()
     pool = World().pool(1, expect=lengths.expect, on_answer=lengths.observe)
     await pool.ready()
-    asked = [replace(group(place, 1)[0], uid=str(place)) for place in range(4)]
-    assert [lengths.expect(request) for request in asked] == [0.0] * 4
-    taken = {index: len(answer.tokens) async for index, answer in pool.generate(asked)}
+    requests = [replace(group(place, 1)[0], uid=str(place)) for place in range(4)]
+    assert [lengths.expect(request) for request in requests] == [0.0] * 4
+    taken = {index: len(answer.tokens) async for index, answer in pool.generate(requests)}
     await pool.close()
-    means = [lengths.expect(request) for request in asked]
+    means = [lengths.expect(request) for request in requests]
     assert (
         sorted(range(4), key=means.__getitem__) == sorted(range(4), key=taken.__getitem__) and min(means) > 0
     )

@@ -122,7 +122,7 @@ def test_equal_chats_are_judged_once() -> None:
     numbers = itertools.count()
     one = judge(lambda text: str(next(numbers)))
     chat = [{"role": "user", "content": "?"}]
-    assert [said.text for said in asyncio.run(one.ask([chat, chat]))] == ["0", "0"]
+    assert [answer.text for answer in asyncio.run(one.ask([chat, chat]))] == ["0", "0"]
     assert one._counters["judge/cached"] == 1 and one._counters["judge/judgements"] == 2
 
 

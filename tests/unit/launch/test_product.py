@@ -100,8 +100,8 @@ def test_the_gates_of_a_judge_may_go_by_gold_instead_of_clicks(tmp_path: Path) -
     the one in office, and its gates dropped it."""
     (tmp_path / "gold.py").write_text(GOLD)
     texts = [("a good answer, in many words", "short"), ("short", "a long one"), ("what?", "a"), ("aa", "bb")]
-    asked = [{"role": "user", "content": "question"}]
-    rows = [{"messages": asked, "chosen": one, "rejected": other} for one, other in texts]
+    chat = [{"role": "user", "content": "question"}]
+    rows = [{"messages": chat, "chosen": one, "rejected": other} for one, other in texts]
     assert labels(rows, "") == [Choice.A] * 4
     assert labels(rows, f"{tmp_path}/gold.py:short") == [Choice.B, Choice.A, Choice.A, Choice.A]
     with pytest.raises(RunFailed, match=r"cannot score a pair of the window \(TypeError: .*judge.by_gold"):
@@ -306,12 +306,12 @@ def probes(seed: int, n: int, gold_per_proxy: float, drift: float = 0.0, questio
     rng = np.random.default_rng(seed)
     proxy = np.where(rng.random(n) < 0.5 + drift, 1.0, -1.0)
     gold = gold_per_proxy * proxy * (drift == 0) + rng.normal(0, 0.5, n)
-    asked = int(rng.binomial(n, questions))
+    num_questions = int(rng.binomial(n, questions))
     return Probe(
         step=5,
         proxy=proxy,
         gold=gold,
-        actions={"question": asked, "answer": n - asked},
+        actions={"question": num_questions, "answer": n - num_questions},
         kl=0.01,
         level=(0.0, 0.05),
         pairs=(((), "well 1", "1"),) * n,
@@ -351,13 +351,13 @@ def test_an_office_that_was_measured_once_gives_the_knee_no_false_alarms() -> No
 
 
 def test_what_is_against_gold_is_an_exemplar_the_clearest_first() -> None:
-    asked = ({"role": "user", "content": "2+2?"},)
+    chat = ({"role": "user", "content": "2+2?"},)
     seen = Probe(
         step=5,
         proxy=np.array([1.0, -1.0, 1.0, np.nan, 0.0]),
         gold=np.array([-0.5, 1.0, 0.5, -2.0, -2.0]),
         actions={},
-        pairs=((asked, "great 4", "4"), (asked, "5", "great 6"), *((asked, "7", "8"),) * 3),
+        pairs=((chat, "great 4", "4"), (chat, "5", "great 6"), *((chat, "7", "8"),) * 3),
     )
     again = Probe.of(json.loads(to_json(seen.row())))
     assert to_json(again.row()) == to_json(seen.row())

@@ -192,16 +192,15 @@ def test_an_episode_with_a_memory_begins_rows_and_stays_within_the_budget() -> N
         for n in range(15):
             contexts.append(context)
             text = f'<tool_call>{{"name": "lookup", "arguments": {{"n": {n}}}}}</tool_call>'
-            said = completion([ord(char) for char in text], text=text)
-            reply = await dialogue.step(said)
+            answer = completion([ord(char) for char in text], text=text)
+            reply = await dialogue.step(answer)
             if isinstance(reply, NewRow):
                 context = reply.tokens
-                assert "Find the code of entry 3." in letters.decode(context) and NOTE in letters.decode(
-                    context
-                )
+                seen = letters.decode(context)
+                assert "Find the code of entry 3." in seen and NOTE in seen
             else:
                 assert reply is not None
-                context = np.concatenate([context, said.tokens, reply])
+                context = np.concatenate([context, answer.tokens, reply])
             assert len(context) <= 900
         return contexts
 

@@ -104,8 +104,8 @@ def test_logits_of_the_token_behind_are_shifted(folder: Path) -> None:
             return SimpleNamespace(logits=plain.model(input_ids=input_ids).logits.roll(-1, dims=1))
 
     behind = ByDiffusion(model=Behind(), tokenizer=plain.tokenizer, mask=plain.mask, shift=1)
-    asked = ("", "Ann saw 17 boats in Rome and met Bob", "", 5)
-    assert behind(*asked) == plain(*asked) != ""
+    gap = ("", "Ann saw 17 boats in Rome and met Bob", "", 5)
+    assert behind(*gap) == plain(*gap) != ""
 
 
 def test_what_is_no_masked_diffusion_model_is_refused(folder: Path, tmp_path: Path) -> None:

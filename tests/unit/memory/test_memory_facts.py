@@ -87,29 +87,29 @@ def test_turns_of_a_year_and_the_ends_of_the_calendar() -> None:
 
 
 def test_extracts_take_facts_first_and_keep_what_denies() -> None:
-    said = "Oh wow, that is so nice to hear from you. I will not move to Oslo before 2025. How are things?"
-    assert extract(said, lambda text: len(text) <= 45) == "I will not move to Oslo before 2025."
-    assert extract(said, lambda text: len(text) <= 14) == "not move Oslo"
-    assert extract(said, lambda text: False) == "" and extract("", lambda text: True) == ""
+    text = "Oh wow, that is so nice to hear from you. I will not move to Oslo before 2025. How are things?"
+    assert extract(text, lambda text: len(text) <= 45) == "I will not move to Oslo before 2025."
+    assert extract(text, lambda text: len(text) <= 14) == "not move Oslo"
+    assert extract(text, lambda text: False) == "" and extract("", lambda text: True) == ""
     assert terse("I have the 7 of them and that is so nice") == "I the 7 of them and nice"
 
 
 def test_a_request_to_a_model_has_the_original_and_its_answer_is_cleaned() -> None:
-    asked = messages("before", "ORIGINAL", "", 20)
-    assert "ORIGINAL" in asked[1]["content"] and "14 words" in asked[1]["content"]
-    assert "After it" not in asked[1]["content"]
+    chat = messages("before", "ORIGINAL", "", 20)
+    assert "ORIGINAL" in chat[1]["content"] and "14 words" in chat[1]["content"]
+    assert "After it" not in chat[1]["content"]
     assert cleaned('<think>hm</think>\n---\n"Ann is 7."') == "Ann is 7."
 
 
 def test_importance_puts_facts_before_small_talk_and_can_be_fitted(tmp_path: Path) -> None:
     keeper = Memory(sizes=Sizes(budget=4000, recent=200), count=len, originals=Kept())
     state = MemoryState()
-    said = [
+    texts = [
         "Hello there, how are things?",
         "I moved to Oslo on 3 May 2021 with Bob.",
         "Nice, great to hear that.",
     ]
-    for text in said * 3:
+    for text in texts * 3:
         state = keeper.append(state, Turn(speaker="user", text=text))
     scores = lexical()(state, state.blocks[:3])
     assert scores[1] > max(scores[0], scores[2]) and min(scores) > 0

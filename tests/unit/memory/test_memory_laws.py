@@ -202,15 +202,15 @@ false_facts = st.one_of(
 @given(fact=false_facts, at=st.integers(0, 5), seed=st.integers(0, 5))
 def test_a_planted_number_name_or_date_is_rejected(fact: str, at: int, seed: int) -> None:
     """Wherever it stands in a refill that is true otherwise; an extract takes the refill's place."""
-    said = ["bought", "7", "kites", "with", "Bob", "on", "2", "May", "2021"]
-    refill = " ".join([*said[:at], fact, *said[at:]])
+    words = ["bought", "7", "kites", "with", "Bob", "on", "2", "May", "2021"]
+    refill = " ".join([*words[:at], fact, *words[at:]])
     keeper = memory(sizes=Sizes(budget=2000, recent=600, piece=600))
     original = (
         "So yesterday I bought 7 kites with Bob, and that was on 2 May 2021, which is a day to remember."
     )
     state = keeper.joined(MemoryState(), Turn(speaker="Ann", text=original, day="2021-05-03"))
     gap = keeper._gap(Candidate(block=state.blocks[0], score=1.0, levels=(1,), options=(90,)), 0)
-    assert not keeper.faults(gap, " ".join(said)) and keeper.faults(gap, refill)
+    assert not keeper.faults(gap, " ".join(words)) and keeper.faults(gap, refill)
     kept = keeper.apply(state, [gap], [refill]).blocks[0]
     assert keeper.counters["memory/unsupported"] == 1 and not keeper.faults(gap, kept.text)
     believed = replace(keeper, parts=Parts(gate=False)).apply(state, [gap], [refill]).blocks[0]
@@ -274,17 +274,17 @@ def test_a_block_that_is_gone_comes_back_and_others_give_way() -> None:
 
 def test_levels_decided_elsewhere_are_lowered_into_the_room() -> None:
     """A policy that spends too much costs its overspending, never the budget."""
-    asked: list[int] = []
+    rooms: list[int] = []
 
     def spendthrift(state: MemoryState, candidates: list[Candidate], room: int) -> list[int]:
-        asked.append(room)
+        rooms.append(room)
         return [0] * len(candidates)
 
     keeper, state = memory(decide=spendthrift), MemoryState()
     for turn in chat(30):
         state = keeper.append(state, turn)
         assert len(state.text) <= SIZES.budget
-    assert asked and keeper.counters["memory/overspent"] > 0
+    assert rooms and keeper.counters["memory/overspent"] > 0
 
 
 def test_a_block_that_later_turns_speak_of_is_used() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,18 +62,14 @@ def test_scores_come_at_shares_of_the_budget(tmp_path: Path) -> None:
     budget = Every.parse("8 steps", "")
     bench = Bench(tmp_path, steps=100, budget=budget)
     (one,) = bench.loop.evaluations
-    bench.loop.evaluations = [
-        type(one)(**{**as_fields(one), "budget": budget, "shares": (1 / 8, 1 / 4, 1 / 2)})
-    ]
+    bench.loop.evaluations = [replace(one, budget=budget, shares=(1 / 8, 1 / 4, 1 / 2))]
+    kept = list[int]()
+    bench.loop.keep = kept.append
     bench.run()
     rows = [*bench.folder.eval.rows()]
-    assert [row["step"] for row in rows] == [0, 1, 2, 4, 8]
+    assert [row["step"] for row in rows] == [0, 1, 2, 4, 8] == [0, *kept]
     assert all(len(row["each"]) == 8 and all(n == 4 for n, _ in row["each"]) for row in rows)
     assert rows[-1]["pass@1"] == pytest.approx(np.mean([c / n for n, c in rows[-1]["each"]]))
-
-
-def as_fields(one: object) -> dict[str, object]:
-    return {name: getattr(one, name) for name in one.__dataclass_fields__}  # type: ignore[attr-defined]
 
 
 def test_shuffled_rewards_are_the_same_rewards_of_other_answers() -> None:

@@ -270,7 +270,7 @@ def test_a_schedule_in_compute(costs: list[float], amount: float, skipped: set[i
 
 
 TRACE = "Traceback (most recent call last):\n  File \"/rewards.py\", line 3, in graded\nKeyError: 'gold'"
-TOLD = "raised: KeyError: 'gold' (rewards.py:3)"
+REASON = "raised: KeyError: 'gold' (rewards.py:3)"
 
 
 class Failing(IsRight):
@@ -285,8 +285,8 @@ class Failing(IsRight):
         rewards = await super().grade(group)
         if not self.at(number):
             return rewards
-        reason = TOLD.replace("raised: ", "raised: graded: ", 1)
-        failed = {"graded": f"{TOLD}\n{TRACE}"}
+        reason = REASON.replace("raised: ", "raised: graded: ", 1)
+        failed = {"graded": f"{REASON}\n{TRACE}"}
         return [Reward(value=None, reason=reason, parts={"graded": None}, failed=failed) for _ in rewards]
 
 
@@ -298,7 +298,7 @@ def test_a_reward_that_fails_for_all_of_the_first_evaluation_ends_the_run(tmp_pa
         bench.run()
     assert str(caught.value) == (
         "reward graded gave no verdict to any of the 32 answers of the evaluation of the set eval at step 0 "
-        f"({TOLD}); fix it"
+        f"({REASON}); fix it"
     )
     assert caught.value.__notes__ == [f"{TRACE}\nprompt e7, completion '1 6'"]
     assert not bench.rows and not bench.saved and not list(bench.folder.eval.rows())
@@ -321,7 +321,7 @@ def test_a_reward_that_fails_later_is_counted_and_its_last_traceback_kept(
         (1, "train", 16, 32),
     ]
     assert rows[1]["function"] == "graded" and rows[1]["trace"] == TRACE
-    assert rows[1]["detail"] == TOLD and not rows[1]["stopped"]
+    assert rows[1]["detail"] == REASON and not rows[1]["stopped"]
     reported = [note for note in caplog.messages if "reported once" in note]
     assert reported == [
         "step 0: raised: graded: KeyError: 'gold' (rewards.py:3) (reported once; faults/raised counts them)"

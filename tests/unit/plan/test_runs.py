@@ -159,8 +159,8 @@ def test_what_is_planned_to_be_sent_has_old_logprobs_in_it() -> None:
 # ---- ``ostinato plan fit``: runs that took so many times longer teach later plans
 
 
-ASKED = ["plan", "qwen3-8b", "--gpus", "4xH100-80", "--prompts", "32", "--max-answer", "4096"]
-ASKED += ["--answer-tokens", "512", "--train-layout", "d4"]
+ARGS = ["plan", "qwen3-8b", "--gpus", "4xH100-80", "--prompts", "32", "--max-answer", "4096"]
+ARGS += ["--answer-tokens", "512", "--train-layout", "d4"]
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +178,7 @@ def reported(*arguments: str) -> str:
 def slow_run(folder: Path, times: float) -> RunFolder:
     """A run that was planned, and takes so many times longer than its plan says."""
     run = RunFolder.create(folder, 'name = "planned"\n\n[parallel]\nlayout = "d4"\n')
-    reported(*ASKED, "--record", str(folder))
+    reported(*ARGS, "--record", str(folder))
     seconds = json.loads((folder / FILE).read_bytes())["seconds"]
     took = {phase: times * sum(terms.values()) for phase, terms in seconds.items()}
     train = took["train"] + took["logprobs"] + took["refit"]
@@ -194,7 +194,7 @@ def changed(run: RunFolder, **more: Any) -> RunFolder:
 
 
 def seconds_of_a_step() -> tuple[str, float]:
-    found = json.loads(reported(*ASKED, "--json", "-"))
+    found = json.loads(reported(*ARGS, "--json", "-"))
     return found["efficiency"], found["plans"][0]["seconds_total"]
 
 

@@ -91,15 +91,15 @@ def test_what_waits_is_written_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_store_that_went_away_is_reached_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sender is told, sends the same event again, and the answers that waited are not lost."""
+    """The sender gets an error, sends the same event again, and the answers that waited are not lost."""
     monkeypatch.setattr("ostinato.product.intake.AGAIN_S", 0.01)
     opened, reach = gated(tmp_path / "f.db", broken=1)
     intake = Intake(reach)
-    told = intake.submit([rated("a")])
+    receipt = intake.submit([rated("a")])
     intake.record(exchange)
     opened.set()
     with pytest.raises(Unavailable):
-        told.result(60)
+        receipt.result(60)
     assert intake.submit([rated("a")]).result(60) == [Outcome.ACCEPTED]
     intake.close()
     assert intake.counts["failures"] == 1 and intake.counts["written"] == 1

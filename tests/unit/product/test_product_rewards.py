@@ -162,10 +162,10 @@ def test_an_event_of_another_answer_is_refused() -> None:
     st.lists(st.tuples(st.integers(0, 4), kinds, st.sampled_from(["u", "v", "w"])), max_size=40),
     st.floats(0.1, 2.0),
 )
-def test_one_user_cannot_move_the_sum_beyond_the_cap(said: list[tuple[int, Kind, str]], cap: float) -> None:
+def test_one_user_cannot_move_the_sum_beyond_the_cap(votes: list[tuple[int, Kind, str]], cap: float) -> None:
     table = TABLE.model_copy(update={"cap": cap})
     answers = [exchange(f"r{i}", action=list(Action)[i]) for i in range(5)]
-    events = [event(kind, f"r{i}", user=user) for i, kind, user in said]
+    events = [event(kind, f"r{i}", user=user) for i, kind, user in votes]
 
     def total(events: list[Event]) -> float:
         found = rewards(answers, events, LATE, table).outcomes

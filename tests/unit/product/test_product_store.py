@@ -121,8 +121,8 @@ def test_any_order_and_any_repetition_give_the_same_join(
     sent, before = [rows[k] for k in [*order, *again]], store.counts()
     for first in range(0, len(sent), cut):
         some = sent[first : first + cut]
-        told = [one for one in some if isinstance(one, Event)]
-        store.write(told, [one for one in some if isinstance(one, Exchange)])
+        event_rows = [one for one in some if isinstance(one, Event)]
+        store.write(event_rows, [one for one in some if isinstance(one, Exchange)])
     window = (start - 100, start + 100)
     assert plain(store.joined(*window, training=False)) == [
         (f"{n}r{r}", [f"{n}e{k}" for k in range(r, 12, 4)]) for r in range(3)
