@@ -98,12 +98,17 @@ def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> 
     return 1 if failed else 0
 
 
-def compare(source: Path, budget: str, study: Study, page: Path | None, json_file: Path | None) -> int:
-    """Sweep, choose and race the arms of a file under one budget; 1 where a run failed, 130 on Ctrl-C."""
+def compare(
+    source: Path, budget: str, study: Study, page: Path | None, json_file: Path | None, against: str = ""
+) -> int:
+    """Sweep, choose and race the arms of a file under one budget; 1 where a run failed, 130 on Ctrl-C.
+    Differences are to the arm ``against``, or the first one of the file."""
     file, terms = read_arms(source), parse_budget(budget)
+    if against and against not in file.arms:
+        raise ValueError(f"--against is {against!r}; use one of the arms of {source}: {'; '.join(file.arms)}")
     out = study.out or Path("runs") / f"{source.stem}-compare"
     found = race(file, terms, range(study.seeds), out, lambda jobs: finished(jobs, study, out, json_file))
-    answered = answer_of(found, budget, file.threshold)
+    answered = answer_of(found, budget, file.threshold, against)
     show(answered, json_file)
     write_page(page or out / "compare.html", source.stem, answered, charts(found.lines))
     return 1 if found.failed else 0
@@ -127,7 +132,6 @@ def fit(source: Path, output: Output) -> int:
 
 
 def show_fits(rows: Sequence[Row], notes: Sequence[str], output: Output) -> None:
-    """``notes`` come first."""
     axis, first = Axis(output.axis), amount(output.cut, "--cut") if output.cut else 0.0
     if output.kept is not None:
         write_kept(output.kept, rows)
@@ -158,7 +162,8 @@ def progress(console: Console) -> Callable[[Sequence[State]], None]:
     def update(states: Sequence[State]) -> None:
         for state in states:
             if before.get(state.job.folder) != state.what:
-                steps = f"{state.step}/{state.job.recipe.trainer.steps}"
+                trainer = state.job.recipe.trainer  # a budget ends before any number of steps
+                steps = f"step {state.step}" if trainer.budget else f"{state.step}/{trainer.steps}"
                 cells = (state.job.folder.name, state.what, steps, state.error)
                 console.print("  ".join(cells), highlight=False, markup=False, soft_wrap=True)
             before[state.job.folder] = state.what

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -23,10 +23,11 @@ NOTE = (
 )
 
 
-def answer(of: Compared, budget: str, threshold: float) -> Answer:
-    """Raises ValueError where no run has come to its end."""
+def answer(of: Compared, budget: str, threshold: float, against: str = "") -> Answer:
+    """What finished runs show, less the arm ``against`` (the first one). ValueError where none has ended."""
     if not of.lines:
         raise ValueError(" ".join(of.failed) or "no run has come to its end yet")
+    of = replace(of, lines=sorted(of.lines, key=lambda one: one["arm"] != against))
     arms = outcomes(of.lines)
     found = gains(arms)
     best = max(float(one.post.median) for one in found.values())
@@ -47,9 +48,7 @@ def answer(of: Compared, budget: str, threshold: float) -> Answer:
         "swept": of.swept,
         "chosen": of.chosen,
         "arms": {name: asdict(one) for name, one in found.items()},
-        "elsewhere": {
-            key: {name: asdict(one) for name, one in arms.items()} for key, arms in elsewhere.items()
-        },
+        "elsewhere": {key: {n: asdict(one) for n, one in some.items()} for key, some in elsewhere.items()},
         "same": {"along": along, "amount": common, "arms": {name: asdict(one) for name, one in same.items()}},
         "compute_to": reached,
         "over_first": {name: {k: v and asdict(v) for k, v in one.items()} for name, one in over.items()},
@@ -203,17 +202,13 @@ def _less(
 
 
 def _spent(mine: Mapping[str, Sequence[Line]], of: Compared) -> Table:
-    rows = []
+    parts, rows = ("sample", "train", "measure"), []
+    head = ("lr", "sweep, validation half", "steps", "interactions", *parts, "seconds")
     for name, some in mine.items():
-        parts = {
-            part: np.mean([one["flops"][part] for one in some]) for part in ("sample", "train", "measure")
-        }
-        steps, seconds, played = (
-            np.mean([one[key] for one in some]) for key in ("steps", "seconds", "interactions")
-        )
+        flops = [float(np.mean([one["flops"][part] for one in some])) for part in parts]
+        steps, played, seconds = (np.mean([one[key] for one in some]) for key in (*head[2:4], head[-1]))
         swept = of.swept.get(name, {}).items()
         grid = "; ".join(f"{lr:g}: {', '.join(map('{:.3f}'.format, s)) or NONE}" for lr, s in swept)
-        figures = (f"{steps:.0f}", f"{played:,.0f}", *(compute_text(float(n)) for n in parts.values()))
+        figures = (f"{steps:.0f}", f"{played:,.0f}", *map(compute_text, flops))
         rows.append((name, f"{of.chosen[name]:g}", grid or NONE, *figures, seconds_text(float(seconds))))
-    head = ("lr", "sweep, validation half", "steps", "interactions", "sample", "train", "measure", "seconds")
     return Table(title="Spent, FLOP", head=head, rows=rows, words=("sweep, validation half",))

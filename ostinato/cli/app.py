@@ -384,6 +384,7 @@ def compare(
     ],
     budget: Annotated[str, typer.Option(help='Of each run: "2e14 flops", interactions or seconds.')],
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm.")] = 3,
+    against: Annotated[str, typer.Option(metavar="ARM", help="Others less it; by default the first.")] = "",
     workers: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the runs.")] = None,
     page: Annotated[Path | None, typer.Option(help="By default compare.html in that folder.")] = None,
@@ -396,7 +397,7 @@ def compare(
     from ostinato.ablate.commands import compare as command
 
     study = Study(seeds=seeds, workers=workers, out=out)
-    raise typer.Exit(command(arms, budget, study, page, json_file))
+    raise typer.Exit(command(arms, budget, study, page, json_file, against))
 
 
 @app.command(hidden=True)
