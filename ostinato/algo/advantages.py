@@ -1,7 +1,7 @@
 """Rewards -> advantages, and the shaping of rewards by length. Numpy, float64, one value per completion.
 
-NaN is "not trained on" in and out: a completion without a verdict enters as NaN, takes no part in any
-mean or deviation and leaves as NaN; the caller drops it and counts it. Nothing becomes 0 by failure.
+NaN means "not trained on" in input and output: a completion without a verdict enters as NaN, takes no part
+in any mean or deviation and leaves as NaN; the caller drops and counts it. No failure becomes a 0.
 
 Deviations are the sample's (ddof=1) and divide as ``a / (std + 1e-4)``: TRL's convention (torch.std).
 """
@@ -35,7 +35,7 @@ class Scale(StrEnum):
 
 
 class Pool(StrEnum):
-    """Groups over which a batch scale is measured: those without variance shrink it; ScaleRL is silent."""
+    """Groups over which a batch scale is measured: those without variance shrink it; ScaleRL does not say."""
 
     KEPT = "kept"  # groups with some variance only
     ALL = "all"
@@ -59,7 +59,7 @@ def advantages(
     """Advantages of every completion of a step; ``rewards`` holds one array [G] per prompt, NaN = no verdict.
 
     A = (r - baseline) / (std + EPS). With ``drop_zero_variance`` a group whose verdicts are all equal
-    leaves as NaN. A group that kept one verdict only has nothing to be compared with: NaN under a group
+    leaves as NaN. A group with only one verdict has nothing to compare it with: NaN under a group
     baseline or scale. Raises ValueError for a group of fewer than 2 completions under these, for choices
     that do not fit together (``check_choices``) and for an infinite reward.
     """
@@ -96,7 +96,7 @@ def zero_variance(rewards: np.ndarray) -> bool:
 
 
 def check_choices(baseline: Baseline, scale: Scale, batch_pool: Pool) -> None:
-    """Raises ValueError for choices that would divide a difference by a spread that is not its own.
+    """Raises ValueError for choices that would divide differences by the spread of something else.
 
     Equal rewards would then become advantages of 1 / EPS.
     """

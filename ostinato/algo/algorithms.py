@@ -1,6 +1,6 @@
 """Named algorithms: a frozen record of vetted choices, every one of which can be overridden by name.
 
-``algorithm("dapo", clip_high=0.3)`` is DAPO with one key of the user's, and says so in ``overridden``.
+``algorithm("dapo", clip_high=0.3)`` is DAPO with one key changed by the user, listed in ``overridden``.
 A name stands for choices of advantage, aggregation and loss; the trainer sees only ``policy_loss``.
 """
 
@@ -32,10 +32,10 @@ class Loss(StrEnum):
 
 
 class Anchor(StrEnum):
-    """Whose log-probabilities the ratio new / old is measured from."""
+    """Which policy's log-probabilities are the denominator of the ratio new / old."""
 
     AUTO = "auto"  # the trainer's where there is a correction, else the sampler's ("bypass")
-    TRAINER = "trainer"  # the trainer at the start of the step, also where nothing is corrected
+    TRAINER = "trainer"  # the trainer's at the start of the step, even without a correction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Algorithm:
     ratio ("bypass": the ratio is itself the correction, and forwards are saved). With one, the anchor is the
     trainer at the start of the step, and trainer/sampler is corrected separately, within bounds that
     ``algorithm`` takes from ``BOUNDS``. ``anchor="trainer"`` without a correction ignores the mismatch: what
-    the literature calls GRPO without importance sampling, and a study of the lab compares the others with.
+    the literature calls GRPO without importance sampling, and the baseline in one study of the lab.
     """
 
     name: str = "grpo"
@@ -128,7 +128,7 @@ _LOWEST = {
     "entropy_coef": 0.0,
 }
 
-# What each name changes in GRPO, and where the numbers come from.
+# What each name changes relative to GRPO, and the sources of the numbers.
 NAMED: Mapping[str, Mapping[str, Any]] = {
     # arXiv 2402.03300, section 4.1. The clip of PPO; no KL term (the paper's 0.04 went out of use; TRL: 0).
     "grpo": {},
@@ -182,7 +182,7 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-# correction_low and correction_high of a correction for which the user names none.
+# The default correction_low and correction_high of each correction.
 BOUNDS: Mapping[Correction, tuple[float, float]] = {
     Correction.TOKEN_TRUNCATE: (0.0, 2.0),  # TIS, Yao et al. 2025
     Correction.TOKEN_MASK: (0.5, 5.0),  # IcePop in Ring-1T, arXiv 2510.18855
@@ -233,7 +233,7 @@ def policy_loss(
     entropy: Tensor | None = None,
 ) -> LossTerms:
     """The loss of one microbatch: policy term + kl_coef * k3(new || ref) - entropy_coef * entropy. With
-    teacher_coef the policy term has ``losses.distilled`` advantages.
+    teacher_coef the policy term uses the advantages of ``losses.distilled``.
 
     Arguments as in ``algo.losses``, all [R]; ``num_samples`` is the batch's. ``entropy`` needs a gradient.
     Raises ValueError when a term with a non-zero coefficient lacks its tensor.
@@ -275,7 +275,7 @@ def policy_loss(
 
 
 def _idle_keys(chosen: Algorithm) -> dict[str, str]:
-    """Keys that nothing reads under the other choices, and why."""
+    """Keys that have no effect under the other choices, and why."""
     clips = chosen.loss in (Loss.CLIPPED, Loss.SEQUENCE_CLIPPED)
     truncates = chosen.correction in (Correction.TOKEN_TRUNCATE, Correction.SEQUENCE_TRUNCATE)
     loss, correction = f"algo.loss is '{chosen.loss}'", f"algo.correction is '{chosen.correction}'"
@@ -313,9 +313,9 @@ def _typed(key: str, value: Any) -> Any:
 
 
 def _of_trl(key: str, loss: Any) -> str:
-    """A hint at what a key of TRL's GRPOConfig is called here; empty for others. By spelling alone, our name
-    nearest to its epsilon_high would be correction_high."""
-    if loss == Loss.CISPO and key.startswith("epsilon"):  # there epsilon_high is the cap itself
+    """A hint with our name for a key of TRL's GRPOConfig; empty for other keys. By spelling alone, our name
+    closest to its epsilon_high would be correction_high."""
+    if loss == Loss.CISPO and key.startswith("epsilon"):  # its epsilon_high is the cap itself
         return f"TRL's {key} " + ("is ratio_cap here" if key == "epsilon_high" else "does nothing in CISPO")
     names = {
         "epsilon": "clip_low and clip_high",

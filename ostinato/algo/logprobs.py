@@ -1,18 +1,18 @@
 """Log-probabilities of given tokens and the entropy of their distribution, never ``[R, V]`` at once.
 
 Legend: R rows of the loss, D hidden size, V vocabulary. Logits exist for ``chunk`` rows at a time. The
-default chunk is small because [chunk, V] in fp32 is the peak memory of the head, and large enough for
-the weight to be read from memory a few times per step only.
+default chunk is small because [chunk, V] in fp32 is the peak memory of the head, and large enough that
+the weight is read from memory only a few times per step.
 
-Two functions with one meaning: ``linear_logprobs`` for a frozen linear head (the fast path), and
+Two functions compute the same: ``linear_logprobs`` for a frozen linear head (the fast path), and
 ``chunked_logprobs`` for any differentiable head (the reference, and for a trainable or adapted head).
 
 With a ``support`` a row's distribution is normalised over the ids that the sampler drew its token from: log
 p(y) = z_y - logsumexp of z over the support, the entropy is that of the same distribution, and logits outside
 have gradient zero ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 
-Where the vocabulary is cut into parts (``Vocabulary``), V is that of the part, a chunk of n rows takes
-n maxima and 3 n sums from the others, and nothing of size V moves (Megatron-LM, arXiv 1909.08053 section 3).
+Where the vocabulary is split into parts (``Vocabulary``), V is the size of the local part, a chunk of n rows
+exchanges n maxima and 3 n sums, and nothing of size V is sent (Megatron-LM, arXiv 1909.08053 section 3).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Over = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The ``size`` token ids from ``start`` on, whose logits are computed here; other ranks have the others,
+    """The ``size`` token ids from ``start`` on, whose logits this rank computes; other ranks have the others,
     and call the same function with the same rows, targets and supports.
 
-    ``sum`` and ``max`` give the sum and the maximum of a tensor [n, k] over all parts, the same bits on each;
-    they may overwrite what they are given. Gradients of hidden states are then partial sums: each part has
-    those through its own logits.
+    ``sum`` and ``max`` give the sum and the maximum of a tensor [n, k] over all parts, bit-identical on each;
+    they may overwrite their argument. Gradients of hidden states are then partial sums: each part has the
+    gradients through its own logits.
     """
 
     start: int
@@ -102,7 +102,7 @@ def _in_parts(
     """Log-probabilities and entropy [n] from one part of the logits."""
     z_nV = z_nV - vocabulary.max(
         z_nV.detach().amax(-1, keepdim=True)
-    )  # a shift is for range: it has no slope
+    )  # a shift for numerical range only: it needs no gradient
     p_nV = z_nV.exp()
     shares = (_at_target(z_nV, targets_n, vocabulary), p_nV.sum(-1), torch.linalg.vecdot(p_nV, z_nV))
     sums: Tensor = _Sum.apply(torch.stack(shares, dim=1), vocabulary.sum)  # type: ignore[assignment]
@@ -114,7 +114,7 @@ def _in_parts(
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over parts that all continue with it alike, so its gradient is that of each part's share."""
+    """A sum over parts. All parts compute the same from it, so each one's share gets the sum's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, over: Over) -> Tensor:
@@ -153,7 +153,7 @@ def linear_logprobs(
     ``matmul_nt(x [n, D], w [V, D]) -> [n, V]`` (overwritten here) and ``matmul_nn(dy [n, V], w [V, D]) ->
     [n, D]``, both fp32 out, replace the default together: the FP32 head, both operands cast to fp32.
     ``score(logits [n, V], temperature, targets [n]) -> [n]`` computes the log-probabilities instead, from
-    logits that are -inf outside of a support; the slopes stay.
+    logits that are -inf outside of a support; the gradients stay the same.
     Raises ValueError for a weight that requires a gradient and for a target outside of its support.
     """
     _check(targets, hidden, support, temperature, chunk)
@@ -253,7 +253,7 @@ class _LinearLogprobs(torch.autograd.Function):
 def _chunks(
     hidden: Tensor, targets: Tensor, support: Support | None, chunk: int
 ) -> Iterator[tuple[Tensor, Tensor, Support | None]]:
-    """What belongs to ``chunk`` rows at a time; no support where none of them is restricted."""
+    """The inputs of ``chunk`` rows at a time; the support is None where it restricts none of them."""
     parts = hidden.split(chunk), targets.split(chunk)
     return zip(*parts, _split(support, chunk, len(parts[0])), strict=True)
 
@@ -281,8 +281,8 @@ def _score(
         z, target, score = logits_nV[rows], targets_n[rows, None], scores[rows]
         p = scratch[: len(z)]
         if kept is not None:
-            # Outside any logit will do, its p is set to 0 below: one like the others, since the exponential
-            # of -1e30 takes twelve times as long.
+            # Any logit works outside, where p is set to 0 below: we take an ordinary one, since the
+            # exponential of -1e30 takes twelve times as long.
             _set_outside(z, kept, z.gather(1, target))
         z.sub_(z.amax(-1, keepdim=True))
         at_target = z.gather(1, target)
@@ -296,7 +296,7 @@ def _score(
         if entropy_slope_nV is not None:  # dH / d logits = -p (log p + H)
             torch.sub(z, total.log() - score[:, 1:], out=entropy_slope_nV[rows]).mul_(p).div_(-total)
         torch.div(p, -total, out=z)
-        # 1 - p of a near-certain token by expm1, not by cancellation: it is all of that token's gradient.
+        # 1 - p by expm1: for a near-certain token it is the whole gradient, and cancellation would lose it.
         z.scatter_(1, target, -torch.expm1(score[:, :1]))
     return scores
 
@@ -309,14 +309,14 @@ def _score_part(
     vocabulary: Vocabulary,
     want_entropy: bool,
 ) -> Tensor:
-    """``_score`` where the logits are of a part of the vocabulary: a whole chunk between two exchanges."""
+    """``_score`` for the logits of a part of the vocabulary: a whole chunk at once, with two exchanges."""
     z, nothing = logits_nV, logits_nV.new_zeros(())
     if support is not None:
         _set_outside(z, support, torch.full_like(nothing, _lowest(z)), vocabulary)
     z.sub_(vocabulary.max(z.amax(-1, keepdim=True)))
     at_target = _at_target(z, targets_n, vocabulary)
     if support is not None:
-        _set_outside(z, support, nothing, vocabulary)  # see ``_score``: their exponential takes no time then
+        _set_outside(z, support, nothing, vocabulary)  # see ``_score``: this makes their exponential fast
     p = torch.exp(z)
     if support is not None:
         _set_outside(p, support, nothing, vocabulary)
@@ -340,20 +340,20 @@ def _place(targets_n: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
 
 
 def _at_target(z_nV: Tensor, targets_n: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[n]: the logit of the target, 0 where it is elsewhere."""
+    """[n]: the logit of the target, 0 where the target is in another part."""
     local, here = _place(targets_n, vocabulary)
     return z_nV.gather(1, local[:, None]).squeeze(1).masked_fill(~here, 0)
 
 
 def _split(support: Support | None, size: int, number: int) -> list[Support | None]:
-    """``number`` pieces of ``size`` rows; None for one without a restricted row."""
+    """``number`` pieces of ``size`` rows; None for a piece without a restricted row."""
     if support is None:
         return [None] * number
     return [part if len(part.ids) else None for part in support.split(size)]
 
 
 def _set_outside(x_nV: Tensor, support: Support, value: Tensor, vocabulary: Vocabulary | None = None) -> None:
-    """x = ``value`` ([n, 1] or []) outside of the support of its row, in place; free rows stay as they are.
+    """x = ``value`` ([n, 1] or []) outside of the support of its row, in place; rows without one stay as is.
 
     The kept entries are saved and put back, which costs one sweep where a mask of [n, V] costs many.
     """
@@ -385,7 +385,7 @@ def _places(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Te
 
 
 def _lowest(z: Tensor) -> float:
-    """A logit whose exponential is 0 beside any other, and finite: 0 times it is 0, not NaN."""
+    """A logit whose exponential is 0 next to any other, but finite, so that 0 times it is 0, not NaN."""
     return torch.finfo(z.dtype).min / 4
 
 

@@ -1,8 +1,8 @@
 """Policy losses: pure functions of per-token tensors, to be minimised.
 
 Every argument is [R], one entry per trained token: ``new_logprobs`` under the policy that learns (with
-gradient), ``old_logprobs`` under the one that the ratio rho = exp(new - old) is anchored to,
-``advantages``, ``weights`` (aggregation, decides what an average is), ``sample_idx`` (the sample of each
+gradient), ``old_logprobs`` under the policy that the ratio rho = exp(new - old) is anchored to,
+``advantages``, ``weights`` (of the aggregation: they define the average), ``sample_idx`` (the sample of each
 token, among ``num_samples``) and ``correction``, importance weights without gradient (``offpolicy``), or
 None for 1. A loss never divides: its total is sum(weights * correction * loss), its stats are sums over
 tokens, to be divided by the global count once the step is complete.
@@ -60,7 +60,7 @@ def sequence_clipped(
 ) -> LossTerms:
     """GSPO (arXiv 2507.18071, eq. 5-7): the clipped surrogate with s_i = exp(mean_t log rho[i, t]).
 
-    All trained tokens of a sample must be in the call (``pack`` sees to it); each receives the gradient of
+    All trained tokens of a sample must be in the call (``pack`` ensures it); each receives the gradient of
     the sequence's ratio.
     """
     log_ratio = sequence_means(new_logprobs - old_logprobs, sample_idx, num_samples)
@@ -80,7 +80,7 @@ def cispo(
     """CISPO: -sg(min(rho, ratio_cap)) A log p (MiniMax-M1, arXiv 2506.13585; ScaleRL, 2510.13786, eq. 4).
 
     ``ratio_cap`` is the absolute cap (TRL's convention for this loss; verl's is cap - 1). A capped token
-    keeps its gradient with a bounded weight; there is no lower clip and none is dropped. As in TRL,
+    keeps its gradient with a bounded weight; there is no lower clip and no token is dropped. As in TRL,
     ``cispo_clip_ratio`` counts the capped tokens of positive advantage.
     """
     ratio = bounded_exp(new_logprobs - old_logprobs).detach()
@@ -92,7 +92,7 @@ def cispo(
 def reinforce(
     new_logprobs: Tensor, advantages: Tensor, weights: Tensor, *, correction: Tensor | None = None
 ) -> LossTerms:
-    """REINFORCE, -A log p (RLOO, arXiv 2402.14740). No ratio: off-policy it is as right as ``correction``."""
+    """REINFORCE, -A log p (RLOO, arXiv 2402.14740). No ratio: off-policy only ``correction`` corrects it."""
     return _terms(-advantages * new_logprobs, weights, correction, {})
 
 
@@ -110,7 +110,7 @@ def distilled(
 
     Its expectation under the policy is -KL(policy || teacher) at that position, so the policy gradient with
     it is the gradient of the KL. ``new`` is the policy that learns: with an importance ratio this also holds
-    for tokens of an older one.
+    for tokens of an older policy.
     """
     reverse_kl = new_logprobs.detach() - teacher_logprobs
     sums = {"opd/reverse_kl": reverse_kl.sum(), "opd/teacher_logprob": teacher_logprobs.sum()}

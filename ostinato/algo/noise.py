@@ -3,7 +3,7 @@
 A counter-based hash (the splitmix64 finaliser, Steele et al., OOPSLA 2014) turns a seed path such as
 (run seed, step, prompt, sample) into a 64-bit key, and (key, position) into a number in (0, 1). So the
 batch around a request, its preemption or the number of workers cannot change a token. The values are
-pinned by a test: a change of this file would change every run that is repeated.
+pinned by a test: with a change to this file, no earlier run could be reproduced.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ LOG_RATIO_BOUND = 20.0
 
 
 class Correction(StrEnum):
-    """What becomes of the ratio r (token) or prod r (sequence) outside [low, high]."""
+    """The weight of a token by its ratio r, or by prod r of its sequence; "inside" is in [low, high]."""
 
     NONE = "none"
     TOKEN_TRUNCATE = "token_truncate"  # min(r, high): TIS; low is not used
@@ -87,7 +87,7 @@ def kl_k3(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums and maxima over the tokens of one microbatch; ``mismatch_metrics`` joins them."""
+    """Sums and maxima over the tokens of one microbatch; ``mismatch_metrics`` combines them."""
 
     count: int
     sums: dict[str, Tensor]
@@ -103,7 +103,7 @@ def mismatch(
 ) -> Mismatch:
     """Measure log r = trainer - sampler over R tokens, without gradient and without leaving the device.
 
-    ``correction``: the weights of ``importance_weights`` if any, to report what they changed. ``taus`` name
+    ``correction``: the weights of ``importance_weights`` if any, to report what they changed. ``taus`` define
     the tails F(tau): the share of tokens with abs(log r) > log tau.
     """
     log_ratio = (trainer_logprobs - sampler_logprobs).detach().float()
@@ -139,7 +139,7 @@ def mismatch_metrics(parts: Sequence[Mismatch]) -> dict[str, float]:
         "sampling/importance_sampling_ratio/mean": total["ratio"] / count,
         "sampling/importance_sampling_ratio/max": highest["ratio"],
         "sampling/importance_sampling_ratio/min": -highest["-ratio"],
-        # by Cauchy and Schwarz at most 1, but for the rounding of the sums
+        # at most 1 by Cauchy-Schwarz, except for rounding in the sums
         "sampling/ess": min(1.0, total["ratio"] ** 2 / (count * total["ratio_squared"])),
         "sampling/kl_k3": total["k3"] / count,
     }

@@ -64,7 +64,7 @@ def aggregation_weights(
 
 
 def _episodes(samples: Sequence[Sample]) -> np.ndarray:
-    """[S] which episode each sample is of, numbered from 0."""
+    """[S] int64: the episode of each sample, numbered from 0."""
     numbers: dict[tuple[int, int | None, int], int] = {}
     keys = [(s.group, s.member, index if s.member is None else -1) for index, s in enumerate(samples)]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
@@ -83,13 +83,13 @@ def pack(
 
     Siblings (same group, same first ``prompt_len`` tokens, same routing of these) share the rows of their
     prompt; one whose prompt was recomputed, by another policy or in another batch, may have other experts
-    and gets rows of its own. A group beyond the budget is split and its prompt repeated; one sample beyond
-    the budget has a microbatch for itself. First-fit-decreasing, twice: siblings into parts, parts into
+    and gets its own rows. A group beyond the budget is split and its prompt repeated; a sample beyond the
+    budget gets its own microbatch. First-fit-decreasing, twice: siblings into parts, parts into
     microbatches; ties keep the order of ``samples``, so the result is a function of the input. ``sample_idx``
     indexes ``samples``, the rows of one sample are contiguous, and a sample without trained tokens appears in
     no microbatch. ``staleness`` is ``version`` minus the token's. Each of ``minibatches`` optimizer steps has
-    whole groups, as many as the others or one fewer, in the order of ``samples``, and is packed by itself. A
-    batch of fewer groups has as many minibatches as groups.
+    whole groups, in the order of ``samples`` and in numbers that differ by at most one, and is packed
+    separately. With fewer groups than ``minibatches``, there is one minibatch per group.
 
     Raises ValueError for a sample that trains on its prompt, that has no routing while others have one, or
     that has a token outside of the support recorded for it.
@@ -142,9 +142,9 @@ def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_
 
 
 def _deal(families: Sequence[list[int]], samples: Sequence[Sample], hands: int) -> list[list[list[int]]]:
-    """The families by optimizer step, those of a group together: consecutive groups in the order of the
-    stream, which is shuffled already. Dealt by size, as microbatches are filled, one step would have all the
-    long groups and another most of the prompts."""
+    """The families of each optimizer step, those of a group together: consecutive groups in stream order,
+    which is already shuffled. Split by size, as microbatches are filled, one step would get all the long
+    groups and another most of the prompts."""
     groups = [samples[family[0]].group for family in families]
     places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     hands = min(hands, len(places))
@@ -176,7 +176,7 @@ def _families(samples: Sequence[Sample], share_prompts: bool) -> list[list[int]]
 
 
 def _prompt(sample: Sample) -> tuple[bytes, bytes]:
-    """What siblings that share the rows of a prompt have in common: its tokens, and its routes."""
+    """What siblings must have in common to share the rows of a prompt: its tokens and its routes."""
     routes = b"" if sample.experts is None else sample.experts[: sample.prompt_len].tobytes()
     return sample.tokens[: sample.prompt_len].tobytes(), routes
 
@@ -215,7 +215,7 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 @dataclass(slots=True)
 class _Layout:
-    """A microbatch while it grows: which tokens its forward rows are, and which row predicts each target."""
+    """A microbatch being built: which tokens its forward rows are, and which row predicts each target."""
 
     slices: list[tuple[int, int, int]] = field(default_factory=list)  # (sample, first token, end token)
     segments: list[Segment] = field(default_factory=list)

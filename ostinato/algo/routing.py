@@ -1,7 +1,7 @@
-"""Are replayed expert routes the routes of these tokens, and if not, what happened to them?
+"""Checks that replayed expert routes belong to these tokens, and if not, finds the probable cause.
 
 A routing is an integer array [T, L, K]: the K experts that token t went to in each of L mixture layers; rows
-of NO_EXPERT are unknown and count nowhere. A trainer that replays routes computes its own (native) choice
+of NO_EXPERT are unknown and not counted. A trainer that replays routes computes its own (native) choice
 anyway, so comparing the two is free. Where both sides run the same weights on the same tokens, 98-99 % of the
 ids agree; rows shifted by one, layers in another order or another sequence's routes agree in half of them or
 less, silently: the loss stays finite and the run learns from noise.
@@ -24,20 +24,20 @@ from ostinato.failure import NamedFailure
 from ostinato.types import NO_EXPERT, Microbatch
 
 THRESHOLD = 0.9  # measured: aligned sequences from 0.98 on, misaligned ones up to 0.6
-USUAL = 0.98  # overlap of aligned sequences; no more than that is expected of any
-SURE = 20.0  # nats: what happens by chance once in exp(20), 5e8, is not ascribed to chance
-ALONE = 32  # routers from which on the overlap of a single sequence is meaningful
-_LEAST, _LOOK = 16, 512  # fewest and most rows and...
-_SEQUENCES = 16  # ...sequences that a diagnosis looks at, and...
-_OTHERS = 512  # sequences that a shuffled one may really be
-_MARGIN = 0.1  # an explanation has to agree by that much more than what is to be explained
+USUAL = 0.98  # overlap of aligned sequences; the expected overlap is at most this
+SURE = 20.0  # nats: what happens by chance once in exp(20), 5e8, is not attributed to chance
+ALONE = 32  # fewest routers for which the overlap of a single sequence is meaningful
+_LEAST, _LOOK = 16, 512  # fewest and most rows, and ...
+_SEQUENCES = 16  # ... sequences that a diagnosis looks at
+_OTHERS = 512  # sequences tried as the source of shuffled routes
+_MARGIN = 0.1  # an explanation must raise the overlap by this much
 
 
 class Cause(StrEnum):
     """Why replayed routes disagree with native ones."""
 
     ALIGNED = "aligned"
-    ZERO = "zero"  # never written: one expert named K times
+    ZERO = "zero"  # never written: the same expert K times
     SHIFTED = "shifted"  # rows belong to a neighbouring token
     LAYERS = "layers"  # layers in another order
     SHUFFLED = "shuffled"  # another sequence of the same batch
@@ -57,8 +57,8 @@ class Diagnosis:
 class Misaligned(NamedFailure):
     """Replayed routes are not those of these tokens under these weights.
 
-    ``uids``: of the sequences below the threshold. ``steps_taken``: optimizer steps on the same batch that
-    came before; where it is 0, no weight has changed.
+    ``uids``: of the sequences below the threshold. ``steps_taken``: optimizer steps already taken on the same
+    batch; if 0, no weight has changed.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Misaligned(NamedFailure):
         self.diagnosis, self.uids, self.steps_taken = diagnosis, tuple(uids), steps_taken
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled whole: a trainer in another process refuses a batch as one in this process does."""
+        """Pickles all fields: a trainer in another process raises the same error as one in this process."""
         return type(self), (str(self), self.diagnosis), self.__dict__
 
 
 def shared_ids(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The share of ids in common, [T, L] float32 of two [T, L, K]; NaN where either side is unknown.
 
-    The order of the K does not count. Ids of a row have to differ, else one counts twice.
+    The order of the K ids does not matter. The ids of a row must differ, else one counts twice.
     """
     common = sum((a[..., k : k + 1] == b).any(axis=-1) for k in range(a.shape[-1]))
     share = np.asarray(common, np.float32) / a.shape[-1]
@@ -159,15 +159,15 @@ def overlap_of(common: ArrayLike, known: ArrayLike) -> np.ndarray:
 
 
 def too_low(overlaps: np.ndarray, routers: np.ndarray, threshold: float = THRESHOLD) -> np.ndarray:
-    """Which parts of a batch are below the threshold, and lower than chance makes them: bool, as the two.
+    """[S, P] bool: which parts of a batch are below the threshold, and lower than chance would make them.
 
     overlaps [S, P]: of each part of a sequence (answer, prompt), NaN where nothing is known. routers [S, P]:
     how many (token, layer) pairs each is the mean of.
 
-    A few routers may all flip. A part is too low only if a part of n routers, each of which agrees with
+    A few routers may all differ. A part is too low only if a part of n routers, each of which agrees with
     probability p, would agree in a share ``a`` or less of them with a chance below exp(-20): by Chernoff's
-    bound, if n KL(a || p) > 20 nats. p is the median of the answers or of the prompts, the higher one,
-    between the threshold and 0.98. Routers of a sequence are not independent; but where two sets differ
+    bound, if n KL(a || p) > 20 nats. p is the median of the answers or of the prompts (the higher one),
+    kept between the threshold and 0.98. Routers of a sequence are not independent; but where two sets differ
     they mostly differ in one of K, and a share of K ids scatters less than the one coin per router that the
     bound allows for.
     """
@@ -178,7 +178,7 @@ def too_low(overlaps: np.ndarray, routers: np.ndarray, threshold: float = THRESH
 
 def improbability(overlaps: ArrayLike, routers: ArrayLike, usual: float) -> np.ndarray:
     """n KL(a || p) in nats: n routers that agree with probability ``usual`` agree in a share of ``overlaps``
-    or less with a chance of at most exp(-it) (Chernoff, for a < p). NaN where an overlap is."""
+    or less with a probability of at most exp of minus this (Chernoff, for a < p). NaN where an overlap is."""
     a, p = np.asarray(overlaps, np.float64), min(max(usual, 1e-12), 1 - 1e-12)
     with np.errstate(divide="ignore", invalid="ignore"):  # 0 log 0 is 0
         gone = np.where(a < 1, (1 - a) * (np.log1p(-a) - math.log1p(-p)), 0.0)
@@ -187,13 +187,13 @@ def improbability(overlaps: ArrayLike, routers: ArrayLike, usual: float) -> np.n
 
 
 def lowest(overlaps: np.ndarray, routers: np.ndarray) -> float:
-    """The lowest overlap of the parts of at least 32 routers; NaN where there is none."""
+    """The lowest overlap among parts with at least 32 routers; NaN if there are none."""
     lone = overlaps[(routers >= ALONE) & ~np.isnan(overlaps)]
     return float(lone.min()) if lone.size else math.nan
 
 
 def never_written(routes: np.ndarray) -> bool:
-    """Whether a known row [..., K] names one expert K times: a buffer that nothing filled."""
+    """Whether a known row [..., K] has the same expert K times: a buffer that was never filled."""
     if routes.shape[-1] == 1 or routes.size == 0:
         return False
     return bool(((routes == routes[..., :1]).all(axis=-1) & (routes[..., 0] != NO_EXPERT)).any())
@@ -211,7 +211,7 @@ def diagnose(
     worst = sorted(pairs, key=lambda pair: np.nan_to_num(_mean(*pair), nan=1.0))[:_SEQUENCES]
     windows = [_worst_stretch(a, b, threshold) for a, b in worst]
     looked = [(a[w], b[w], w) for (a, b), w in zip(worst, windows, strict=True)]
-    # those in order have nothing to explain, and would dilute what is wrong with one among them
+    # aligned stretches need no explanation, and would dilute the fault of a misaligned one
     looked = [(a, b, w) for a, b, w in looked if _mean(a, b) < threshold] or looked
     pairs = [(a, b) for a, b, _ in looked]
     overlap = _mean_of([_mean(a, b) for a, b in pairs])
@@ -223,11 +223,11 @@ def diagnose(
     fits = threshold - _MARGIN
 
     def plausible(one: tuple[float, Cause, str]) -> tuple[bool, float]:
-        """Among many sequences one fits a short stretch by luck: what needs no such search comes first."""
+        """One of many sequences fits a short stretch by luck: causes without such a search come first."""
         return one[1] is not Cause.SHUFFLED and one[0] >= fits, one[0]
 
     best, cause, detail = max(_explanations(pairs, elsewhere), key=plausible, default=(0.0, Cause.STALE, ""))
-    # the best of many sequences fits better than one by chance: the right one fits
+    # the best of many wrong sequences fits better than one alone; the right one reaches ``fits``
     by_chance = cause is Cause.SHUFFLED and best < fits
     if best >= overlap + _MARGIN and not by_chance:
         return Diagnosis(cause=cause, best=best, detail=detail)
@@ -248,8 +248,8 @@ def _pairs(
 
 
 def _worst_stretch(native: np.ndarray, replayed: np.ndarray, threshold: float) -> slice:
-    """The neighbouring rows, 16 to 512 of them, that fall short of the threshold most: rows that a bug did
-    not affect, such as a prompt that siblings share, would hide what fixes the rest."""
+    """The 16 to 512 adjacent rows that fall furthest short of the threshold: rows that a bug did not affect,
+    such as a prompt that siblings share, would hide what fixes the rest."""
     share = shared_ids(native, replayed)
     short = np.where(np.isnan(share), 0, threshold - share).sum(axis=1).cumsum()
     before = np.minimum.accumulate(np.concatenate(([0.0], short)))[:-1]
@@ -262,8 +262,8 @@ def _worst_stretch(native: np.ndarray, replayed: np.ndarray, threshold: float) -
 def _explanations(
     pairs: list[tuple[np.ndarray, np.ndarray]], elsewhere: Sequence[Sequence[np.ndarray]]
 ) -> Iterator[tuple[float, Cause, str]]:
-    """(overlap once fixed, cause, detail) of everything worth trying; ``elsewhere``: the routes of other
-    sequences that each of the pairs may really have."""
+    """(overlap once fixed, cause, detail) of every explanation worth trying; ``elsewhere``: for each pair,
+    the routes of other sequences that it may have got."""
     for shift in (-2, -1, 1, 2):
         here = [(a[max(-shift, 0) : len(a) - max(shift, 0)], b[max(shift, 0) :]) for a, b in pairs]
         overlap = _mean_of([_mean(a, b[: len(a)]) for a, b in here])
@@ -291,7 +291,7 @@ def _chance(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
 
 
 def _repeated(ids: np.ndarray) -> float:
-    """The share of known rows in which an expert stands twice."""
+    """The share of known rows in which an expert occurs twice."""
     ordered = np.sort(ids[ids[:, 0, 0] != NO_EXPERT], axis=-1)
     if ordered.size == 0 or ordered.shape[-1] == 1:
         return float("nan")
@@ -303,7 +303,7 @@ def _mean(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _mean_of(values: np.ndarray | Sequence[float]) -> float:
-    """The mean of what is not NaN; NaN, silently, of nothing."""
+    """The mean of the values that are not NaN; NaN, without a warning, if there are none."""
     known = np.asarray(values, np.float64)
     known = known[~np.isnan(known)]
     return float(known.mean()) if known.size else float("nan")

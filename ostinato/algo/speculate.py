@@ -1,17 +1,17 @@
 """Verification of drafts: sample, then match.
 
 A pass runs the last token of a sequence and the tokens of its draft. Every row draws its next token as plain
-decoding would, with the addressed noise of its position and without the draft. Begin at the last token: what
-it drew is emitted; if the draft goes on with that token, go there and repeat. So
+decoding would, with the addressed noise of its position and without the draft. Start at the last token: what
+its row drew is emitted; if the draft continues with that token, move to its row and repeat. So
 
-- what is emitted is what plain decoding emits, token by token; the draft decides how far one pass reaches.
-  That holds whatever the drafter knows, the noise included (drafts are then coupled, arXiv 2408.07978);
+- the emitted tokens are those of plain decoding, token by token; the draft decides how far one pass reaches.
+  That holds whatever the drafter uses, even the noise (drafts are then coupled, arXiv 2408.07978);
 - for a draft fixed before the draw no lossless rule accepts more: a token is reached with the probability of
-  the draft up to it under the policy, which bounds every rule from above.
+  the draft up to it under the policy, which is an upper bound for every rule.
 
 Accepting a past answer by min(1, p / q) against its old probability q is not in this file: it is wrong.
-Training knew the answer, so given the new policy it is no draw from q. A rewarded answer has p > q and would
-be repeated with certainty. ``tests/e2e/test_drafts_exact.py`` shows that rule, and another wrong one,
+Training used the answer, so given the new policy it is not a draw from q. A rewarded answer has p > q and
+would be repeated with certainty. ``tests/e2e/test_drafts_exact.py`` shows that rule, and another wrong one,
 failing.
 
 S sequences; n draft tokens in all. A sequence has one row more than draft tokens: row 0 is its last token,
@@ -26,7 +26,7 @@ import numpy as np
 def accepted_drafts(counts: np.ndarray, drafts: np.ndarray, drawn: np.ndarray) -> np.ndarray:
     """Accepted draft tokens [S]: the leading ones that equal what the rows before them drew.
 
-    counts [S]: draft tokens of each; drafts [n]: tokens; drawn [n + S]: what each row drew.
+    counts [S]: draft tokens of each sequence; drafts [n]: tokens; drawn [n + S]: what each row drew.
     """
     S, n = len(counts), len(drafts)
     if n == 0:

@@ -1,4 +1,4 @@
-"""Losses as sums over tokens, as Tinker defines them: what a client of the training API chooses by name.
+"""Losses as sums over tokens, as Tinker defines them; a client of the training API chooses one by name.
 
 Every argument is [R], one entry per token: log p under the policy that learns (with gradient), and the
 client's ``logprobs`` (q, of the policy that sampled), ``advantages`` A and ``weights`` w. Nothing is divided
@@ -45,7 +45,7 @@ def ppo(logprobs: Tensor, given: Values) -> Tensor:
 
 
 def cispo(logprobs: Tensor, given: Values) -> Tensor:
-    """MiniMax-M1, arXiv 2506.13585: a bounded weight, and no token without a gradient."""
+    """MiniMax-M1, arXiv 2506.13585: a bounded weight, and every token keeps its gradient."""
     return -(_clip(_ratio(logprobs, given).detach(), given) * given["advantages"] * logprobs).sum()
 
 
@@ -85,7 +85,7 @@ NAMES = tuple(_FORMS)
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """A loss by name, and its settings, all of them."""
+    """A loss by name, with all of its settings."""
 
     name: str
     settings: Mapping[str, float]
@@ -108,7 +108,7 @@ class TokenLoss:
 
 
 def token_loss(name: str, settings: Mapping[str, float | str] | None = None) -> TokenLoss:
-    """The loss ``name``. Raises ValueError for an unknown name or setting, and for a bad value."""
+    """The loss called ``name``. Raises ValueError for an unknown name or setting, and for a bad value."""
     if name not in _FORMS:
         raise ValueError(f"loss_fn is {name!r}; this server computes {', '.join(NAMES)}")
     full = dict(_FORMS[name].settings)

@@ -1,14 +1,14 @@
-"""Environments of other packages as ``task.env``: gem-llm's, textarena's and textworld's games.
+"""Games of other packages (gem-llm, textarena, textworld) as ``task.env``.
 
     [task]
     source = "seeds"
     env = "ostinato.env.adapters:Gem"
     env_params = {id = "game:GuessTheNumber-v0-easy", action = "\\\\boxed{{{number}}}"}
 
-``action`` is what the game reads for an answer: "{text}" is the answer itself, "{number}" its last number, so
-that a small model which writes plain numbers can play games that require a box. ``shown`` is a regular
-expression: of a game's text only its matches are read, one a line, where there are some. So a game of 500
-bytes of English is one of 20 for a model that knows no English.
+``action`` is the format in which an answer is sent to the game: "{text}" is the answer itself, "{number}" its
+last number, so that a small model that writes plain numbers can play games that require a box. ``shown`` is a
+regular expression: where it matches a game's text, the policy gets only the matches, one per line. So a game
+of 500 bytes of English becomes one of 20 for a model that knows no English.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 def _package(name: str, install: str) -> Any:
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # some greet
+        with contextlib.redirect_stdout(io.StringIO()):  # some packages print a greeting
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ValueError(f"this environment needs {error.name}; install it: pip install {install}") from error
@@ -48,14 +48,14 @@ def _matches(shown: re.Pattern[str], text: str) -> str:
 
 
 class Gem:
-    """gem-llm's ``id``; ``params`` are its own."""
+    """The gem-llm game ``id``; ``params`` are passed to ``gem.make``."""
 
     def __init__(self, id: str, action: str = "{text}", shown: str = "", **params: Any) -> None:
         self._env, self._form = _package("gem", "gem-llm").make(id, **params), action
         self._shown = re.compile(shown)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        random.seed(seed)  # its games draw from there
+        random.seed(seed)  # its games use the global generator
         text, info = self._env.reset(seed=seed)
         return _matches(self._shown, f"{text}{info.get('suffix', '')}"), {}
 
@@ -66,14 +66,14 @@ class Gem:
 
 
 class TextArena:
-    """textarena's single-player ``id``."""
+    """The single-player textarena game ``id``; ``params`` are passed to ``textarena.make``."""
 
     def __init__(self, id: str, action: str = "{text}", shown: str = "", **params: Any) -> None:
         self._env, self._form = _package("textarena", "textarena").make(env_id=id, **params), action
         self._shown = re.compile(shown)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        random.seed(seed)  # its games draw from there
+        random.seed(seed)  # its games use the global generator
         self._env.reset(num_players=1, seed=seed)
         self._seen = ""
         return self._observed(), {}
@@ -86,7 +86,7 @@ class TextArena:
         return "", float(rewards.get(0, 0.0)), True, False, {}
 
     def _observed(self) -> str:
-        """What is new: some games show all of it again."""
+        """The new part of the observation: some games repeat all of the earlier text."""
         _, observed = self._env.get_observation()
         if not isinstance(observed, str):
             observed = "\n".join(str(part[1]) for part in observed)  # (from whom, message, kind)
@@ -95,9 +95,9 @@ class TextArena:
 
 
 class TextWorld:
-    """A textworld game for each seed, generated offline: ``rooms``, ``objects`` and ``quest`` steps. What can
-    be done is listed with numbers; an answer is a command, or ends in a number of the list. A game is
-    compiled once in a process, which takes about a second."""
+    """A textworld game for each seed, generated offline: ``rooms``, ``objects`` and ``quest`` steps. The
+    admissible commands are listed with numbers; an answer is a command, or ends in a number from the list.
+    Each game is compiled once per process, which takes about a second."""
 
     def __init__(self, rooms: int = 1, objects: int = 2, quest: int = 1, shown: str = "") -> None:
         self._textworld = _package("textworld", "textworld")
@@ -109,7 +109,7 @@ class TextWorld:
         file = _compiled(self._textworld, self._size, seed % 2**31)
         needed = self._textworld.EnvInfos(admissible_commands=True, score=True, max_score=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a generated game is none of the published ones
+            warnings.simplefilter("ignore")  # that a generated game is not a published one
             self._env = self._textworld.start(file, needed)
             return self._shown_text(self._env.reset()), {}
 
@@ -135,13 +135,13 @@ class TextWorld:
 
 @functools.cache
 def _games() -> tempfile.TemporaryDirectory[str]:
-    """Where games are compiled to; it goes with the process."""
+    """The folder of compiled games; deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="ostinato-textworld-")
 
 
 @functools.cache
 def _compiled(textworld: Any, size: tuple[int, int, int], seed: int) -> str:
-    """The file of a game."""
+    """The path of a compiled game."""
     chosen = textworld.GameOptions()
     chosen.nb_rooms, chosen.nb_objects, chosen.quest_length = size
     name = "-".join(map(str, (*size, seed)))

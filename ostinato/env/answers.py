@@ -1,10 +1,10 @@
-"""Rows with answers, for supervised training: Hugging Face's and TRL's forms, as tokens and what is trained.
+"""Rows with answers, for supervised training, in Hugging Face's and TRL's formats -> tokens and a loss mask.
 
     {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]}                  a chat
     {"prompt": "2+2?", "completion": "4"}                                              texts, or chats
     {"prompt": .., "chosen": .., "rejected": ..}                                       a preference
 
-A procedural source gives its prompt and the reference answer. Every row is used or refused by its number.
+A procedural source gives its prompt and the reference answer. No row is skipped: a bad one is an error.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Turns = Literal["last", "all"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Example:
-    """A row as tokens, up to the last one that is trained."""
+    """A row as tokens, up to the last one that is trained on."""
 
     tokens: np.ndarray  # [L] int32
-    mask: np.ndarray  # [L] bool: of the assistant, the token that ends its turn included
+    mask: np.ndarray  # [L] bool: True on the assistant's tokens, including the one that ends its turn
 
 
 def load_rows(
     source: str, split: str, seed: int, n: int | None, params: Mapping[str, Any]
 ) -> list[tuple[str, Row]]:
-    """(how to name it, row) of ``split`` ("train" or "eval"), ``n`` of them or all, as ``load_tasks`` does. A
-    file without ``holdout`` has no rows for "eval". Raises ValueError for what cannot be read."""
+    """(name in errors, row) of ``split`` ("train" or "eval"), ``n`` of them or all, as in ``load_tasks``. A
+    file without ``holdout`` has no rows for "eval". Raises ValueError for a source that cannot be read."""
     if source == "arithmetic" or source.startswith("gym:"):
         prompts = load_tasks(source, split, seed, n, params)
         return [(f"prompt {prompt.uid}", _answered(prompt)) for prompt in prompts]
@@ -73,7 +73,7 @@ def _read(source: str, split: str, *, holdout: float = 0.0, config: str = "") ->
 
 
 def _held_out(row: Row, share: float) -> bool:
-    """By the prompt alone: two rows with the same prompt fall on the same side."""
+    """Depends on the prompt only: two rows with the same prompt are in the same split."""
     chat = itertools.takewhile(lambda one: not _of_assistant(one), row.get("messages") or [])
     requested = row.get("prompt") or list(chat)
     digest = hashlib.sha256(json.dumps(requested, sort_keys=True, default=str).encode()).digest()
@@ -87,7 +87,7 @@ def _of_assistant(message: Any) -> bool:
 def example(
     renderer: Renderer, row: Row, where: str, *, context: int, turns: Turns = "last", key: str = "completion"
 ) -> Example:
-    """The row in tokens as a policy would have sampled them: of ``messages``, or ``prompt`` and ``key``.
+    """The row's ``messages``, or ``prompt`` and ``key``, as the tokens that a policy would have sampled.
     Raises ValueError, beginning with ``where``, for a row that cannot be trained on."""
     try:
         pieces = _pieces(renderer, row, turns, key)
@@ -105,7 +105,7 @@ def example(
 
 
 def pair(renderer: Renderer, row: Row, where: str, *, context: int) -> tuple[Example, Example]:
-    """(chosen, rejected) of a preference. Raises ValueError as ``example`` does, and where they are equal."""
+    """(chosen, rejected) of a preference row. Raises ValueError as ``example`` does, or if they are equal."""
     chosen, rejected = (
         example(renderer, row, where, context=context, turns="all", key=key) for key in ("chosen", "rejected")
     )
@@ -114,7 +114,7 @@ def pair(renderer: Renderer, row: Row, where: str, *, context: int) -> tuple[Exa
     return chosen, rejected
 
 
-_Pieces = list[tuple[np.ndarray, bool]]  # tokens, and whether they are trained
+_Pieces = list[tuple[np.ndarray, bool]]  # (tokens, whether they are trained on)
 
 
 def _pieces(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces:
@@ -147,13 +147,13 @@ def _plain(chat: Any) -> tuple[dict[str, str], ...]:
 
 
 def _chat(renderer: Renderer, chat: Sequence[Message], start: int, turns: Turns) -> _Pieces:
-    """Context and answers in turn, cut where sampling cuts: an answer ends with its stop token."""
+    """Contexts and answers alternately, split where sampling splits: an answer ends with its stop token."""
     answers = [at for at in range(start, len(chat)) if chat[at]["role"] == "assistant"]
     if not answers:
         raise ValueError("it has no assistant turn; add one, or leave the row out")
     stops = [renderer.decode([token], skip_special=False) for token in renderer.stop_tokens]
     pieces: _Pieces = []
-    done = ""  # text of what is in the pieces
+    done = ""  # the text already in the pieces
     for at in answers[-1:] if turns == "last" else answers:
         before = renderer.chat_text(chat[:at])
         whole = renderer.chat_text(chat[: at + 1], add_generation_prompt=False)

@@ -1,8 +1,8 @@
-"""School arithmetic without a download: five families of problems, endless, addressed by a seed.
+"""School arithmetic without a download: five families of problems, an endless stream for each seed.
 
 A problem is its expression ("347 + 586"). The hash of the expression, not of the sentence around it,
-says whether the problem belongs to training or to evaluation, so no evaluation problem is ever
-trained on, in whatever phrasing or order of its operands, and whatever the seeds and parameters.
+decides whether the problem belongs to training or to evaluation, so no evaluation problem is ever
+trained on, in any phrasing or order of its operands, with any seeds and parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import StrEnum
 from ostinato.types import Prompt
 
 EVAL_SHARE = 8  # one expression in 8 belongs to the evaluation split
-MAX_DRAWS_PER_PROMPT = 200  # new draws in vain before a parameter space is called used up
+MAX_DRAWS_PER_PROMPT = 200  # draws without a new problem, before a parameter space counts as exhausted
 PHRASINGS = ("What is {}?", "Compute {}.", "{} = ?")
 
 
@@ -38,8 +38,8 @@ def rows(
     product and remainder (the fewest is 2); ``terms`` the most terms of a chain (the fewest is 3).
     The same (split, seed, parameters) gives the same stream: a larger ``n`` only continues it.
     Columns: ``answer`` (a string), ``family``, ``expression``. The uid is the expression, so it is
-    stable over runs. Raises ValueError for a bad parameter, and when the parameters hold fewer
-    distinct problems than ``n``.
+    stable across runs. Raises ValueError for a bad parameter, and when the parameters allow fewer
+    than ``n`` distinct problems.
     """
     _check(families, digits, terms)
     rng = random.Random(f"{split}/{seed}")  # a string seed is hashed in full: streams do not overlap

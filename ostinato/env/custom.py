@@ -1,4 +1,4 @@
-"""An environment of one's own, named by ``task.env``: a class with gymnasium's methods, on text.
+"""A user's own environment, named by ``task.env``: a class with gymnasium's methods, on text.
 
     class Game:
         def __init__(self, **params): ...                    # task.env_params; one object for each episode
@@ -8,9 +8,9 @@
         tools = ("look",)                                    # optional: methods that the policy may call
 
 ``options`` are the columns of the row. A first text of "" means the row's own prompt. A reply that is a list
-of messages begins a conversation of its own, in which nothing before is seen. The rewards of an episode add
-up to what the reward function ``env`` gives. ``step`` and tools run in threads, each call within a time
-limit; what they raise ends the episode as a fault that is counted, never as a reward of 0.
+of messages starts a new conversation, without the earlier messages. The reward function ``env`` gives the sum
+of the rewards of an episode. ``step`` and tools run in threads, each call within a time limit; what they
+raise ends the episode as a counted fault, never as a reward of 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ostinato.env.dialogue import Words
 from ostinato.env.tools import Message, Toolbox, imported, in_time
 from ostinato.types import Completion, NewRow, Prompt, Stop
 
-SEEDS = "seeds"  # as task.source: rows are numbers for ``reset``
+SEEDS = "seeds"  # as task.source: the rows are seeds for ``reset``
 STEP_S = 10.0
 
 
@@ -42,7 +42,7 @@ Factory = Callable[[], TextEnv]
 
 
 def factory(spec: str, params: Mapping[str, Any]) -> Factory:
-    """A maker of an episode's environment. Raises ValueError where there is none, or making one fails."""
+    """A function that makes one episode's environment. Raises ValueError if there is none or it fails."""
     make = imported(spec, "task.env", nearest="ostinato.env.games:GuessNumber")
     try:
         made = make(**params)
@@ -58,9 +58,9 @@ def factory(spec: str, params: Mapping[str, Any]) -> Factory:
 
 
 def seeds(make: Factory | None, spec: str, split: str, seed: int, n: int) -> list[Prompt]:
-    """``n`` prompts of ``split``, each the first text of an environment with a seed of its own, or without an
-    environment (an agent has its own) the seed itself. The seeds of the splits differ; whether their games do
-    is up to the environment."""
+    """``n`` prompts of ``split``. Each is the first text of an environment reset with its own seed, or the
+    seed itself if ``make`` is None (an agent has its own environment). The splits have different seeds;
+    whether their games differ too is up to the environment."""
     prompts = []
     for k in range(n):
         number = int.from_bytes(hashlib.sha256(f"{split}/{seed}/{k}".encode()).digest()[:4], "big") >> 1
@@ -93,7 +93,7 @@ def _close(made: TextEnv) -> None:
 
 
 class EnvEpisode:
-    """One episode of an environment of ``make`` on ``prompt``: at most ``max_turns`` answers.
+    """One episode on ``prompt`` in an environment made by ``make``: at most ``max_turns`` answers.
 
     ``reward`` is the sum of the rewards so far. ``counters``: ``env/steps`` and those of ``Toolbox``.
     """
@@ -154,7 +154,7 @@ class EnvEpisode:
         return context
 
     def close(self) -> None:
-        """End the environment; once."""
+        """Close the environment; later calls do nothing."""
         if self._env is not None:
             made, self._env = self._env, None
             _close(made)

@@ -5,8 +5,8 @@
                    <tool_call>{"name": .., "arguments": {..}}</tool_call> ...
                                                     -> the tools' replies, as the chat template writes them
 
-Tokens in, tokens out: an answer stays the tokens that were sampled. A call that cannot be read, an unknown
-tool, a tool that raises or takes too long are ordinary replies which say so: the policy's to learn from.
+Tokens in, tokens out: an answer keeps the tokens that were sampled. A call that cannot be parsed, an unknown
+tool, or a tool that raises or takes too long gives an ordinary reply that says so: the policy can learn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ostinato.types import Completion, NewRow, Prompt, Stop
 
 
 class Words(Protocol):
-    """What a dialogue needs of ``render.Renderer``, or of what keeps its contexts within a budget."""
+    """What a dialogue uses of ``render.Renderer``, or of a class that keeps its contexts within a budget."""
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str: ...
 
@@ -40,7 +40,7 @@ class Words(Protocol):
 class Dialogue:
     """One episode on ``prompt``, of at most ``max_turns`` answers.
 
-    ``counters`` is shared by the caller over episodes: ``tools/{calls,unreadable,unknown,raised,timeout,
+    ``counters`` may be shared by many episodes: ``tools/{calls,unreadable,unknown,raised,timeout,
     cut,replaced,refused}``. Raises ValueError for tools on a plain text prompt.
     """
 

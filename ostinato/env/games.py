@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"-?[0-9]+")
 
 
 class GuessNumber:
-    """A number from ``low`` to ``high`` is to be found in ``tries`` guesses; each wrong one is answered by
+    """Find a number from ``low`` to ``high`` in ``tries`` guesses; each wrong guess is answered by
     "higher" or "lower". The last number of an answer is the guess. Reward 1 for finding it."""
 
     def __init__(self, low: int = 1, high: int = 10, tries: int = 4) -> None:
@@ -36,10 +36,10 @@ class GuessNumber:
 
 
 class PriceList:
-    """A price that only a tool has: an answer that ends in "item =" is a lookup and gets the price of this
-    item, any other is final. Use ``rollout.stop = ["="]``, so that the policy does not write the price
-    itself, as with the calculator of GSM8K (arXiv 2110.14168). Prices are new in each episode, from 1 to
-    ``items``; ``lookups`` at most. The right lookup is worth 0.3, the right price after it 0.7 more."""
+    """A price that only a lookup reveals: an answer that ends in "item =" is a lookup and gets the price of
+    this item, any other is final. Use ``rollout.stop = ["="]``, so that the policy does not write the price
+    itself, as with the calculator of GSM8K (arXiv 2110.14168). Prices are redrawn in each episode, from 1 to
+    ``items``. At most ``lookups`` lookups; the right one is worth 0.3, the right price after it 0.7 more."""
 
     def __init__(self, items: int = 9, lookups: int = 2) -> None:
         if items < 2 or lookups < 1:
@@ -69,8 +69,8 @@ class PriceList:
 
 
 class BothOrders:
-    """A row's prompt, and then, in a conversation of its own, what its column ``swapped`` has (a chat): a
-    comparison whose two answers stand in the other order. Rewards see both answers of the policy."""
+    """A row's prompt and then, in a new conversation, the chat in its column ``swapped``: a comparison with
+    its two answers in the other order. Reward functions get both answers of the policy."""
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         self._swapped = list(options["swapped"])

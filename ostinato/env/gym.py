@@ -1,7 +1,7 @@
 """Any task of reasoning_gym by name: endless problems, scored by the task's own rules (reward ``gym_score``).
 
 reasoning_gym draws item i of a dataset from the generator seeded ``seed + i``, so neighbouring seeds share
-items. We spread our seeds by a hash, and the text of the question says which split it belongs to: no
+items. We hash our seeds to spread them, and a question's text decides which split it belongs to: no
 evaluation question is ever trained on, whatever the seeds, sizes and parameters.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from ostinato.types import Prompt
 
 EVAL_SHARE = 8  # one question in 8 belongs to the evaluation split
-MAX_DRAWS_IN_VAIN = 2000  # draws in a row without a new question, before a task is called used up
+MAX_DRAWS_IN_VAIN = 2000  # consecutive draws without a new question, before a task counts as exhausted
 
 
 def rows(name: str, split: str, seed: int, n: int, config: Mapping[str, Any]) -> list[Prompt]:
@@ -59,7 +59,7 @@ def _prompt(name: str, config: Mapping[str, Any], entry: dict[str, Any]) -> Prom
 
 
 def _spread(seed: int) -> int:
-    """31 bits far from those of the neighbouring seeds; some tasks feed numpy, which takes 32."""
+    """31 bits unlike those of neighbouring seeds; some tasks seed numpy with them, which takes 32."""
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big") >> 1
 
 

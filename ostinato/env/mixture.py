@@ -1,8 +1,8 @@
-"""Several tasks as one stream, with weights: which task a place belongs to, and which prompt of it.
+"""Several tasks mixed into one stream by weight: which task a place belongs to, and which of its prompts.
 
-Places go round a circle by the golden ratio, and each task has an arc as long as its share: every stretch of
-the stream has each task nearly as often as its weight says (a low-discrepancy sequence). All is integers
-modulo 2^64, and a function of (seed, index) alone:
+Places step around a circle by the golden ratio, and each task has an arc as long as its share: every stretch
+of the stream has each task nearly as often as its weight says (a low-discrepancy sequence). All arithmetic is
+in integers modulo 2^64, and the result a function of (seed, index) alone:
 
     place     0  1  2  3  4  5  6  7  8  9        weights 2 and 1, seed 0
     prompt    a0 a1 b0 a2 b1 a3 a4 b2 a5 a6       of the task's own stream
@@ -22,11 +22,11 @@ from ostinato.types import Prompt
 
 CIRCLE = 1 << 64
 STEP = 0x9E3779B97F4A7C15  # CIRCLE / golden ratio
-SLACK = 16  # places; a stretch of any length has a task less than 2 SLACK times too rarely
+SLACK = 16  # places; in any stretch, a task falls short of its share by less than 2 SLACK
 
 
 def arcs(weights: Sequence[float]) -> list[int]:
-    """Where each task's arc ends, on a circle of CIRCLE; the first begins at 0."""
+    """Where each task's arc ends, on a circle of length CIRCLE; the first arc begins at 0."""
     total, ends, so_far = sum(map(Fraction, weights)), list[int](), Fraction(0)
     for weight in weights:
         so_far += Fraction(weight)
@@ -35,15 +35,15 @@ def arcs(weights: Sequence[float]) -> list[int]:
 
 
 def turn(seed: int, ends: Sequence[int], index: int) -> tuple[int, int]:
-    """(task by number, place in its own stream) of the place ``index`` of a mixture with these ``arcs``: the
-    task on whose arc start + index * STEP lies, and how many places before it lay there too."""
+    """(task number, place in that task's own stream) of place ``index`` in a mixture with these ``arcs``: the
+    task whose arc contains start + index * STEP, and the number of earlier places on the same arc."""
     task = bisect_right(ends, (_start(seed) + index * STEP) % CIRCLE)
     return task, before(seed, ends, task, index)
 
 
 def before(seed: int, ends: Sequence[int], task: int, count: int) -> int:
-    """How many of the first ``count`` places are this task's. Points below c on the circle are counted one by
-    one: x mod m < c exactly where floor(x / m) is greater by 1 than floor((x - c) / m)."""
+    """How many of the first ``count`` places belong to ``task``. Points below c on the circle are counted by
+    a sum: x mod m < c exactly where floor(x / m) is greater by 1 than floor((x - c) / m)."""
     begin = ends[task - 1] if task else 0
     to_end, to_begin = (_floor_sum(count, _start(seed) + CIRCLE - end) for end in (ends[task], begin))
     return to_begin - to_end
@@ -80,7 +80,7 @@ def counts(weights: Mapping[str, float], seed: int, n: int) -> dict[str, int]:
 class Mixture:
     """Implements protocols.Tasks: the streams of ``parts`` by name, mixed by their ``weights``.
 
-    Without state, so a resumed run continues the stream by its index alone.
+    Stateless, so a resumed run continues the stream by its index alone.
     """
 
     def __init__(self, parts: Mapping[str, Tasks], weights: Mapping[str, float], *, seed: int) -> None:
@@ -101,7 +101,7 @@ class Mixture:
 
 
 def named(prompts: Sequence[Prompt], task: str) -> list[Prompt]:
-    """The prompts as those of a task: two tasks may have the same one, so its name is part of their uids."""
+    """The prompts, labelled with ``task``, also in their uids: two tasks may have the same prompt."""
     return (
         [replace(prompt, uid=f"{task}/{prompt.uid}", task=task) for prompt in prompts] if task else [*prompts]
     )

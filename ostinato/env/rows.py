@@ -22,7 +22,7 @@ from ostinato.types import Prompt
 ANSWERS = ("answer", "solution", "ground_truth")
 NESTED_ANSWERS = ("reward_model", "reward_spec")  # verl, SkyRL
 IDS = ("uid", "id")
-RESERVED = frozenset({"prompts", "completions", "completion_ids"})  # what a reward function is given besides
+RESERVED = frozenset({"prompts", "completions", "completion_ids"})  # also passed to reward functions
 EVAL_SPLITS = ("eval", "validation", "valid", "dev", "test")
 
 Row = Mapping[str, Any]
@@ -122,7 +122,7 @@ def _uid(row: Row, content: Any, answer: Any) -> str:
 
 
 def _held_out(prompt: Prompt, share: float) -> bool:
-    """By the prompt alone: two rows with the same prompt fall on the same side."""
+    """Depends on the prompt only: two rows with the same prompt are in the same split."""
     text = json.dumps([prompt.text, prompt.messages], sort_keys=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") < share * 2**32
 
@@ -148,7 +148,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
                 continue
             try:
                 row = parse_json(line, surrogates=True)  # checked by column
-            except ValueError as error:  # no JSON, no UTF-8, or nested too deeply
+            except ValueError as error:  # not JSON, not UTF-8, or nested too deeply
                 raise ValueError(f"row {number} of {path} is not JSON ({error}); fix the line") from error
             if not isinstance(row, dict):
                 raise ValueError(
@@ -172,7 +172,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         for batch in file.iter_batches():
             try:
                 rows = batch.to_pylist()
-            except UnicodeDecodeError as error:  # a text column is bytes that nothing has checked
+            except UnicodeDecodeError as error:  # a text column holds unchecked bytes
                 among = f"one of the rows {number + 1} to {number + batch.num_rows} of {path}"
                 raise ValueError(f"{among} has a text that is not UTF-8 ({error}); fix it") from error
             yield from rows

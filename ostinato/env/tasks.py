@@ -22,7 +22,7 @@ SUBSET_EPOCH = -1  # addresses the order that picks a subset; the epochs of a st
 class Rows:
     """Implements protocols.Tasks: each epoch is a permutation of ``prompts`` addressed by (seed, epoch).
 
-    Without state, so a resumed run continues the stream by its index alone.
+    Stateless, so a resumed run continues the stream by its index alone.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
@@ -48,7 +48,7 @@ class Rows:
 
 @functools.lru_cache(maxsize=16)  # a batch can straddle two epochs of each task
 def order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """A permutation of ``count``: the order of raw Philox words, which numpy keeps stable across versions."""
+    """[count] int64, a permutation: argsort of raw Philox words, which numpy keeps stable across versions."""
     key = np.array([seed, epoch], np.int64).view(np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
@@ -133,7 +133,7 @@ def check_params(
 
 
 def subset(rows: list[T], seed: int, n: int | None) -> list[T]:
-    """``n`` of the rows, in their order, chosen by ``seed``; all where there are no more."""
+    """``n`` rows chosen by ``seed``, in their original order; all if there are no more than ``n``."""
     if n is None or n >= len(rows):
         return rows
     return [rows[k] for k in sorted(order(seed, SUBSET_EPOCH, len(rows))[:n].tolist())]

@@ -1,7 +1,7 @@
-"""Tools that a policy calls: how calls are written and read, how they are made, and tools by name.
+"""Tools that a policy calls: the format of calls, parsing and running them, and looking up tools by name.
 
 Tools are trusted code that runs in a thread of this process. A tool that exceeds its limit is abandoned,
-not killed; one that never lets go of the interpreter (a C loop) blocks it.
+not killed; one that never releases the GIL (a C loop) blocks the process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tool = Callable[..., Any]
 Message = Mapping[str, Any]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-EQUALS = re.compile(r"([0-9]{1,6}) *=\s*$")  # an answer that ends so looks the number up
+EQUALS = re.compile(r"([0-9]{1,6}) *=\s*$")  # an answer that ends like this looks up the number
 MAX_CALLS = 8  # per answer; more are refused, and counted
 MAX_REPLY_CHARS = 4000
 
@@ -52,8 +52,8 @@ class Call:
 
 
 class Toolbox:
-    """``tools`` by name, each call within ``timeout_s``; ``counters`` gets ``tools/{calls,unreadable,unknown,
-    raised,timeout,cut,replaced,refused}``."""
+    """Runs calls of ``tools`` (by name), each within ``timeout_s``. Counts in ``counters``:
+    ``tools/{calls,unreadable,unknown,raised,timeout,cut,replaced,refused}``."""
 
     def __init__(self, tools: Mapping[str, Tool], timeout_s: float, counters: Counter[str]) -> None:
         self._tools, self._tool_timeout_s, self.counters = dict(tools), timeout_s, counters
@@ -93,7 +93,7 @@ class Toolbox:
             text = str(await in_time(tool, arguments, self._tool_timeout_s))
         except TimeoutError:
             return self._error("timeout", f"{call.name} gave no result in {self._tool_timeout_s:g} s.")
-        except Exception as error:  # a user's code: its failure is what the policy reads
+        except Exception as error:  # a user's code: the policy reads its failure
             return self._error("raised", f"{call.name}: {type(error).__name__}: {error}")
         if len(text) > MAX_REPLY_CHARS:
             self.counters["tools/cut"] += 1
@@ -101,7 +101,7 @@ class Toolbox:
         return text
 
     def _readable(self, text: str) -> str:
-        """No tokenizer takes half of a surrogate pair; a policy can have a tool say one (``"\\ud83d"``)."""
+        """Lone surrogates replaced: no tokenizer takes them, and a tool can return one (``"\\ud83d"``)."""
         readable = replaced(text)
         if readable != text:
             self.counters["tools/replaced"] += 1
@@ -113,9 +113,9 @@ class Toolbox:
 
 
 def parse_calls(text: str) -> list[Call]:
-    """The tool calls of an answer, in order; calls inside thoughts (before ``</think>``) are not made.
+    """The tool calls of an answer, in order, without those in its reasoning (before ``</think>``).
 
-    A call whose closing tag is missing reads to the end: it may have been the stop string.
+    A call without a closing tag extends to the end of the text: the tag may have been the stop string.
     """
     _, closed, rest = text.rpartition("</think>")
     if not closed and "<think>" in rest:
@@ -142,7 +142,7 @@ async def in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) ->
     def work() -> Any:
         try:
             return tool(**arguments)
-        except BaseException as error:  # SystemExit is a failure of the tool, and TimeoutError means ours
+        except BaseException as error:  # SystemExit is the tool's failure; TimeoutError means our limit
             if isinstance(error, Exception) and not isinstance(error, TimeoutError | StopIteration):
                 raise
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
@@ -151,7 +151,7 @@ async def in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) ->
 
 
 def with_instructions(messages: Sequence[Message], tools: Sequence[str]) -> list[dict[str, Any]]:
-    """The chat with a system message that says how to call ``tools``, a line for each."""
+    """The chat with a system message that says how to call ``tools``, one line per tool."""
     instructions, chat = _INSTRUCTIONS.format(tools="\n".join(tools)), [dict(one) for one in messages]
     if chat and chat[0]["role"] == "system":
         instructions = f"{chat.pop(0)['content']}\n\n{instructions}"

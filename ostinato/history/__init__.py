@@ -1,4 +1,4 @@
-"""Past responses as drafts: the store of closed responses, what is being written now, and the drafter.
+"""Past responses as drafts: the store of finished responses, the text sampled at present, and the drafter.
 
 Nothing here imports torch: the drafter also serves inside other engines.
 """

@@ -1,4 +1,4 @@
-"""One block of history: the responses to one prompt in one step, as they lie in memory.
+"""One block of history: the responses to one prompt in one step, and their layout in memory.
 
 native/blocks.cpp sorts and searches it.
 
@@ -20,19 +20,19 @@ from ostinato.types import HistoryEntry
 
 END = -1  # as a token id
 CONTEXT = 8  # tokens kept before a response, so that its first token can be drafted
-NARROW = np.iinfo(np.uint16).max  # END among 16-bit tokens; every id lies below
+NARROW = np.iinfo(np.uint16).max  # stands for END among 16-bit tokens; ids are smaller
 EDGE_STEP = 2.0**-16
-REWARD_TOLERANCE = 1e-6  # rewards this near to the mean of their prompt count as the mean
+REWARD_TOLERANCE = 1e-6  # rewards this close to the mean of their prompt count as the mean
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Block:
-    """Arrays that share one piece of memory, in this order: each is aligned for its type."""
+    """Arrays that share one piece of memory, in the order below: each is aligned for its type."""
 
     step: int  # of the rollout
     length: int  # tokens of text, ENDs included
     documents: int
-    wide: bool  # tokens of 32 bits, for ids that 16 do not hold
+    wide: bool  # 32-bit tokens, for ids that do not fit in 16 bits
     memory: np.ndarray  # [bytes_needed(...)] uint8
     is_sorted: bool = False  # is ``order`` filled in?
 
@@ -91,13 +91,13 @@ class Block:
 
 
 def bytes_needed(length: int, documents: int, wide: bool) -> int:
-    """The memory of a block."""
+    """The size of a block's memory in bytes."""
     return 4 * (length - documents) + 4 * (documents + 1) + (7 if wide else 5) * length + documents
 
 
 def lay_out(step: int, pasts: Sequence[HistoryEntry]) -> Block:
-    """The block of these responses, not yet sorted. Raises ValueError for a response without its intervals or
-    with a negative token."""
+    """The block of these responses, not yet sorted. Raises ValueError for a response without a prob and an
+    edge for every token, or with a negative token."""
     for past in pasts:
         if not len(past.tokens) == len(past.probs) == len(past.edges):
             raise ValueError(

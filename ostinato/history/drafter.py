@@ -1,6 +1,6 @@
-"""The drafter: drafts for running sequences what followed the same tokens before, as far as it pays.
+"""The drafter: proposes for running sequences what followed the same tokens before, where that saves time.
 
-Drafts only ever cost or save time: what is sampled never depends on them. The drafter is compiled (one call
+Drafts only affect time: the sampled tokens never depend on them. The drafter is compiled (one call
 into C++ per pass and method, see native/drafter.cpp).
 """
 
@@ -17,9 +17,9 @@ from ostinato.history.rules import BINS, MOST_DEPTH, DraftStats, Rules, Source
 from ostinato.history.store import History, prompt_key
 from ostinato.types import DraftQuery, Drafts, Request, SampledTokens
 
-FEATURES = 16  # of a candidate, by which its chance is estimated (native/estimate.h)
+FEATURES = 16  # of a candidate, to estimate its chance of being right (native/estimate.h)
 INITIAL_WEIGHTS = (-2.6, 0.8, -0.8, -2.6, 1.9, 2.0, 0.1, 0.0, -1.1, -0.7, 0.7, 0.2, 0.4, 3.6, 0.7, 3.9)
-"""Of these features, fitted to recorded rollouts, so that the first drafts of a run are sensible."""
+"""Weights of these features, fitted to recorded rollouts so that the first drafts of a run are sensible."""
 
 _MOST_LEVELS = 7
 _P, _L, _I64, _I32, _U64 = ctypes.c_void_p, ctypes.c_long, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint64
@@ -66,7 +66,7 @@ class _Shelf:
         self.hold(256)
 
     def hold(self, size: int) -> None:
-        """Room for ``size`` entries in each; what is in them may be lost."""
+        """Make room for ``size`` entries in each array; their contents may be lost."""
         if size > self._size:
             self._size = 2 * size
             self.arrays = {name: np.zeros(self._size, kind) for name, kind in self._kinds.items()}
@@ -97,7 +97,7 @@ class HistoryDrafter:
         self._sampled = _Shelf(handles=np.int64, counts=i32, ended=np.uint8, tokens=i32, probs=f32, edges=f32)
 
     def open(self, request: Request) -> int:
-        """A sequence begins; the handle under which it is continued."""
+        """Begin a sequence. Returns its handle for ``propose`` and ``observe``."""
         start = time.perf_counter()
         tokens, seed = np.ascontiguousarray(request.tokens, np.int32), request.seed
         if request.uid != self._prompt[0]:  # siblings come one after another
@@ -116,7 +116,7 @@ class HistoryDrafter:
         return handle
 
     def propose(self, running: DraftQuery) -> Drafts:
-        """The draft tokens that are worth their time in the coming pass; often none."""
+        """The draft tokens worth their time in the next pass, if any. ValueError if a handle is closed."""
         start = time.perf_counter()
         count, most = len(running.handles), len(running.seconds) - 1
         self._asked.hold(max(count, most + 1))
@@ -138,7 +138,7 @@ class HistoryDrafter:
         return drafts
 
     def observe(self, emitted: SampledTokens) -> None:
-        """What the pass gave, drafted or not."""
+        """Take in the tokens that the pass emitted, drafted or not. ValueError if a handle is closed."""
         start = time.perf_counter()
         count, tokens = len(emitted.handles), len(emitted.tokens)
         self._sampled.hold(max(count, tokens))
@@ -158,8 +158,8 @@ class HistoryDrafter:
         self._seconds[2] += time.perf_counter() - start
 
     def forget(self, uids: list[str] | None = None) -> None:
-        """Drop the live text of these prompts (None: of all), as far as none of their sequences is running:
-        it has become closed history, or will not be needed."""
+        """Drop the live text of these prompts (None: of all prompts), except of prompts with a running
+        sequence: it has become closed history, or will not be needed."""
         if uids is None:
             self._library.drafter_forget(self._drafter, None, -1)
             return
@@ -167,7 +167,7 @@ class HistoryDrafter:
         self._library.drafter_forget(self._drafter, prompts.ctypes.data, len(prompts))
 
     def stats(self) -> DraftStats:
-        """What it has done since it was made."""
+        """Its counters since it was created."""
         raw = _Stats()
         self._library.drafter_stats(self._drafter, ctypes.byref(raw))
         values = {name: getattr(raw, name) for name, *_ in _Stats._fields_}

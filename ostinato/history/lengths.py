@@ -1,7 +1,7 @@
 """How long will a response be? From the lengths of earlier responses to the same prompt.
 
 Lengths of neighbouring epochs keep their order among prompts well (RhymeRL, arXiv 2508.18588), so a prompt's
-own past is the best forecast there is; where it is short it is filled up with the lengths of all prompts.
+own past is the best forecast there is; where it is short, the lengths of all prompts supplement it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Lengths:
         self._sorted = None
 
     def forget_after(self, step: int) -> None:
-        """Drop what was sampled in later steps. What these had pushed out does not come back."""
+        """Drop what was sampled in later steps. Older lengths that these pushed out do not come back."""
         for uid, steps in list(self._steps.items()):
             known = steps <= step
             self._own[uid], self._steps[uid] = self._own[uid][known], steps[known]
@@ -79,7 +79,7 @@ class Lengths:
         return {"own": own, "all": [self._all.tolist(), self._all_steps.tolist()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved ``state``; the extra list in older ones, of what was truncated, is ignored."""
+        """Restore a saved ``state``; the extra list of truncated lengths in older states is ignored."""
         own = state["own"].items()
         self._own = {uid: np.array(lengths, np.int32) for uid, (lengths, *_) in own}
         self._steps = {uid: np.array(steps, np.int32) for uid, (*_, steps) in own}

@@ -1,4 +1,4 @@
-"""What a drafter may look at and how far it goes, and what it has done."""
+"""The settings of a drafter (what it searches and how far), and its counters."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Rules:
     sources: frozenset[Source] = frozenset(Source)
     use_noise: bool = True  # look at the uniform of the coming position, and at stored intervals
     length: int = MOST_DEPTH  # the longest draft, in tokens
-    most: int = 32  # tokens of context that are searched for in history ...
-    least: int = 3  # ... and that have to agree
+    most: int = 32  # last tokens of context that are searched for in history ...
+    least: int = 3  # ... and how many of them must match at least
     epochs: int = 3  # newest blocks of history looked at, at most 4
     ladder: tuple[int, ...] = (6, 3)  # context lengths tried in history when the longest match is unsure
     live: tuple[int, ...] = (12, 6, 3)  # context lengths in siblings' and own text, longest first
@@ -45,10 +45,10 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStats:
-    """What a drafter has done since it began; ``now - then`` is what it did in between.
+    """The counters of a drafter since it was created; ``now - then`` counts what happened in between.
 
-    By source, by depth (1 first) and by bin of the estimate, in tenths. A candidate is labelled when its
-    place was reached, whether it had been drafted or not; ``predicted`` is the sum of their estimates.
+    By source, by depth (1 first) and by bin of the estimate, in tenths. A candidate is labelled once its
+    position is sampled, whether it was drafted or not; ``predicted`` is the sum of their estimates.
     """
 
     passes: int  # calls of propose
@@ -61,7 +61,7 @@ class DraftStats:
     drafted_at: tuple[int, ...]  # [MOST_DEPTH]
     accepted_at: tuple[int, ...]  # [MOST_DEPTH]
     labels: tuple[int, ...]  # [BINS]
-    hits: tuple[int, ...]  # [BINS] of them, those that came true
+    hits: tuple[int, ...]  # [BINS] labelled candidates that were right
     predicted: tuple[float, ...]  # [BINS]
     open_s: float  # seconds spent in open, propose and observe; one thread, no waiting
     propose_s: float
@@ -76,7 +76,7 @@ class DraftStats:
         return self.open_s + self.propose_s + self.observe_s
 
     def __sub__(self, earlier: DraftStats) -> DraftStats:
-        """What was done since ``earlier``; what is a state keeps its value of now."""
+        """The counts since ``earlier``; fields that are a state keep their current value."""
         values: dict[str, Any] = {}
         for one in fields(self):
             now, then = getattr(self, one.name), getattr(earlier, one.name)

@@ -1,4 +1,4 @@
-"""The closed history: what prompts were answered in earlier steps, compact, searchable and bounded.
+"""The closed history: the responses to prompts in earlier steps, compact, searchable and bounded.
 
 Drafts from it are guesses that a forward pass checks, so nothing here can change a token: a lost or damaged
 history costs time only.
@@ -29,7 +29,7 @@ OVERHEAD = 640  # bytes that a block takes besides its arrays, in Python and C++
 
 
 def prompt_key(uid: str) -> int:
-    """64 bits that stand for a prompt in every process and on every machine."""
+    """A 64-bit key of a prompt, the same in every process and on every machine."""
     return int.from_bytes(blake2b(uid.encode(), digest_size=8).digest(), "little")
 
 
@@ -39,7 +39,7 @@ class History:
     Blocks beyond that are evicted in this order: those whose prompt has a newer one, the oldest step first;
     then whole prompts, by a fixed hash. Prompts recur once per epoch. In an epoch larger than the memory the
     least recently used block is the one that is needed next, so evicting that one would never give a hit,
-    while the hash keeps the same prompts, as large a share of them as there is memory.
+    while the hash always keeps the same prompts, as many as fit into memory.
 
     Several engines and drafters, and their threads, may share one History: see native/library.py. Blocks are
     sorted when they are first requested, so that what is never used costs next to nothing; ``build_now`` does
@@ -47,12 +47,12 @@ class History:
     """
 
     def __init__(self, *, memory_mb: float = 256, epochs: int = 3) -> None:
-        """Raises BuildError where there is no compiler, and ValueError."""
+        """Raises BuildError where there is no compiler, ValueError for a limit out of range."""
         if not memory_mb > 0:
             raise ValueError(f"memory_mb is {memory_mb}; use a positive number of MiB")
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; use 1 or more")
-        self.counters: Counter[str] = Counter()  # blocks and tokens that came and went
+        self.counters: Counter[str] = Counter()  # blocks and tokens added and dropped
         self.lengths = Lengths()  # of the same responses; saved with them
         self.num_bytes = 0
         self.num_tokens = 0  # of responses: what was sampled
@@ -69,7 +69,7 @@ class History:
     def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:
         """Store the responses to prompt ``uid`` in ``step``, replacing those stored for that step.
 
-        Empty responses are left out. Raises ValueError for a response whose intervals are not all there.
+        Empty responses are left out. Raises ValueError as ``blocks.lay_out`` does.
         """
         key, responses = prompt_key(uid), [past for past in pasts if len(past.tokens)]
         block = lay_out(step, responses) if responses else None
@@ -96,14 +96,14 @@ class History:
         return kept
 
     def build_now(self) -> None:
-        """Sort all blocks that wait for it."""
+        """Sort all blocks that are not sorted yet."""
         for key, kept in self._blocks.items():
             for block in kept:
                 self._store.sort(key, block.step)
 
     def save(self, path: Path) -> None:
-        """Write all but the suffix arrays: they would be nearly half of every checkpoint, and sorting again
-        what is requested takes 0.1 us per token."""
+        """Write all but the suffix arrays: they would be nearly half of every checkpoint, and sorting the
+        blocks that are requested again takes 0.1 us per token."""
         atomic_write(path, self._write)
 
     @classmethod
@@ -147,7 +147,7 @@ class History:
             self._drop(key, self._blocks[key][-1], "evicted")
 
     def _victims(self) -> Iterator[int]:
-        """Keys of the prompts whose oldest block is to go, one after another."""
+        """Keys of the prompts whose oldest block is evicted next, in order."""
         outdated = sorted((old.step, key) for key, kept in self._blocks.items() for old in kept[1:])
         yield from (key for _, key in outdated)
         yield from sorted(self._blocks, reverse=True)  # a key is a hash
@@ -166,7 +166,7 @@ class History:
 
 
 def _unsorted(block: Block) -> memoryview:
-    """The memory of a block behind its ``order``."""
+    """The memory of a block after its ``order``."""
     return block.memory[4 * block.size :].data
 
 

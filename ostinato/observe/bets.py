@@ -1,7 +1,7 @@
 """Bets against a null hypothesis: evidence that is valid at any look (Ville's inequality).
 
-A state is a frozen value of plain numbers: ``state.update(observation) -> (state, alarm or None)``. Behind
-its alarm a state stands still: begin a fresh one.
+A state is a frozen value of plain numbers: ``state.update(observation) -> (state, alarm or None)``. After
+its alarm a state no longer changes: start a fresh one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Alarm:
 class Bets:
     """A bettor on "the mean of x is above 0", x in [-1, 1]; its wealth is 1 / p-value at any time.
 
-    Null: whatever was seen, the next x has a mean of at most 0. Bettors of four stakes begin at every
-    observation anew, so that a long quiet time costs little (a mixture over starts, as of e-detectors, Shin
+    Null: given all that was seen, the next x has a mean of at most 0. New bettors with four stakes start at
+    every observation, so that a long quiet time costs little (a mixture over starts, as in e-detectors, Shin
     et al., arXiv 2203.03532, with a total of 1: a supermartingale). P(an alarm, ever) <= ``alpha`` (Ville).
     """
 
@@ -47,8 +47,8 @@ class Bets:
         return self.alpha * _total(np.array(self.wealth), self.at).item()
 
     def update(self, x: Sequence[float] | np.ndarray) -> tuple[Bets, Alarm | None]:
-        """With what one step showed: one x per prompt, for those of one prompt are no separate bets. What is
-        outside of [-1, 1] is cut and counted. Raises ValueError for a value that is not finite."""
+        """Bet on the ``x`` of one step, one per prompt: answers to one prompt are not separate bets. Values
+        outside [-1, 1] are clipped and counted. Raises ValueError for a value that is not finite."""
         given = np.asarray(x, float).ravel()
         if not np.isfinite(given).all():
             raise ValueError(f"{self.name}: an observation is not finite; leave out what was not measured")
@@ -71,13 +71,13 @@ class Bets:
 
 
 def grown(wealth: np.ndarray, at: int, x: np.ndarray) -> np.ndarray:
-    """``wealth [..., stakes]`` behind observation ``at`` (from 0) of ``x [..., n]``, with those who join."""
+    """``wealth [..., stakes]`` after observation ``at`` (from 0), ``x [..., n]``, new bettors included."""
     odds = np.log1p(np.asarray(STAKES) * x[..., None]).sum(-2)
     return (wealth + _reserve(at) - _reserve(at + 1)) * np.exp(np.minimum(odds, 600.0))  # stays finite
 
 
 def _reserve(at: int) -> float:
-    """What is kept for starts to come; slow, as little is known of when."""
+    """Wealth kept for later starts; it falls slowly, as nothing is known of when a change comes."""
     return 1 / (1 + math.log1p(at))
 
 

@@ -1,8 +1,8 @@
-"""Sampler against trainer in figures: one set of log ratios (an arm), and router disagreement.
+"""Sampler-trainer mismatch statistics: of one set of log ratios (an arm), and of router disagreement.
 
 ``algo.offpolicy`` corrects a loss and measures every step; here a whole batch is described once in a while,
-with intervals and curves, as rows that a report can be drawn from. Everything is numpy, pure, and comes
-back as plain numbers that JSON can say.
+with intervals and curves, as rows for a report. Everything is numpy and pure, and is returned as plain
+Python numbers for JSON.
 
 log ratio = trainer - sampler, of tokens that the sampler drew; both sides score with the same weights, so
 what remains is kernels, precision and, in a mixture of experts, routing (R3, arXiv 2510.11370 section 3).
@@ -38,11 +38,11 @@ def arm(
     bootstrap: int = 1000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Everything that is reported about the log ratios [R] of tokens; ``sample_idx`` [R]: whose they are;
-    ``clusters`` [R]: which of these are alike, such as the answers to one prompt (by default, none are).
+    """All reported statistics of the tokens' log ratios [R]; ``sample_idx`` [R]: the sequence of each token;
+    ``clusters`` [R]: equal for dependent sequences, such as answers to one prompt (default: ``sample_idx``).
 
     k3 estimates KL(sampler || trainer) in nats per token (Schulman 2020), with a 95 % interval by bootstrap
-    over clusters, whose tokens are not independent; NaN, of fewer than 5 clusters. ``tails`` is F(tau): the
+    over clusters, as their tokens are not independent; NaN for fewer than 5. ``tails`` is F(tau): the
     share of tokens with max(r, 1/r) > tau. ``ess``: (sum r)^2 / (R sum r^2). ``masked``: shares of tokens
     that truncation, IcePop and the mask of whole sequences would touch. Raises ValueError for no tokens.
     """
@@ -65,7 +65,7 @@ def arm(
         "k3_high": high,
         "abs_mean": float(gap.mean()),
         "abs_max": float(gap.max()),
-        "ess": min(1.0, float(ratio.mean()) ** 2 / squares),  # but for rounding, by Cauchy and Schwarz
+        "ess": min(1.0, float(ratio.mean()) ** 2 / squares),  # <= 1 by Cauchy-Schwarz, but for rounding
         "tails": [[tau, float((gap > math.log(tau)).mean())] for tau in TAUS],
         "cdf": _cdf(gap),
         "masked": {
@@ -91,14 +91,14 @@ def routers(
     spans: np.ndarray | None = None,
     layers: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Where the trainer's routers choose otherwise than the sampler's did.
+    """How often, and where, the trainer's routers choose other experts than the sampler's did.
 
     native, recorded: [T, L, K] expert ids, recorded NO_EXPERT where unknown. margins: [T, L], by how much
     the last expert chosen beat the first one left out (``model.moe.margins``). A router is one (token,
     layer); two differ when their *sets* do. ``spans`` [S, 4] are the rows of each sequence
-    (``algo.routing.sequence_spans``), without which the lowest sequence (the lowest overlap of an answer or
-    a prompt of at least 32 routers) is NaN; ``layers``: the decoder's numbers of the L layers. What nothing
-    is known of is NaN.
+    (``algo.routing.sequence_spans``); without it ``lowest_sequence`` (the lowest overlap of an answer or
+    a prompt of at least 32 routers) is NaN. ``layers``: the decoder's numbers of the L layers. A statistic
+    without known routers is NaN.
     """
     share = shared_ids(native, recorded)
     known = ~np.isnan(share)
@@ -126,7 +126,7 @@ def routers(
 
 
 def _interval(values: np.ndarray, clusters: np.ndarray, bootstrap: int, seed: int) -> tuple[float, float]:
-    """95 % of the means of ``values`` [R] when whole clusters of them are drawn anew."""
+    """95 % bootstrap interval of the mean of ``values`` [R], resampling whole clusters."""
     _, owner = np.unique(clusters, return_inverse=True)
     sums, lengths = np.bincount(owner, weights=values), np.bincount(owner)
     if (count := len(lengths)) < _LEAST_CLUSTERS:
@@ -147,7 +147,7 @@ def _cdf(gap: np.ndarray) -> list[list[float]]:
 
 
 def _lowest(share: np.ndarray, spans: np.ndarray) -> float:
-    """The lowest overlap of a sequence's answer or prompt, of those that are long enough."""
+    """The lowest overlap among the sequences' answers and prompts that are long enough."""
     known = ~np.isnan(share)
     common, routers = part_sums(np.stack((np.where(known, share, 0).sum(axis=1), known.sum(axis=1))), spans)
     return lowest(overlap_of(common, routers), routers)

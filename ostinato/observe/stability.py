@@ -1,12 +1,12 @@
-"""The stability watch: does a run still learn, or has it begun to come apart?
+"""The stability watch: is a run still learning, or has it begun to diverge?
 
 Mixtures of experts rarely break in one step. Sampler and trainer drift apart, the gradient answers for tokens
 that the sampler would not have drawn, and the reward follows some tens of steps later. ``Watch`` reads that
-from columns which every run writes. The condition of a rule has to hold for several steps in a row; a rule is
-reported once, from the past alone: the alarms after n steps are those of the first n of a longer run.
+from columns that every run writes. The condition of a rule must hold for several steps in a row; a rule is
+reported once, from past rows only: the alarms after n steps are those of the first n of a longer run.
 
-Three rules call it a collapse, as the studies of collapse do: F(2), k3 and the reward. The others (gradient
-norm, entropy, truncated answers) are signs to look at, for a healthy run may show them.
+Three rules count as a collapse, as in published studies of collapse: F(2), k3 and the reward. The others
+(gradient norm, entropy, truncated answers) are only warnings, as a healthy run may show them.
 
 No rule depends on the unit or the zero of a reward. F(2) and truncation are
 held against published runs, everything else against the run itself.
@@ -36,7 +36,7 @@ class Rule(StrEnum):
     ENTROPY_HIGH = "entropy_high"
     TRUNCATED = "truncated"  # the warning
     TRUNCATED_MUCH = "truncated_much"  # the alarm
-    TRUNCATED_EARLY = "truncated_early"  # the run began so
+    TRUNCATED_EARLY = "truncated_early"  # from the start of the run
     FORGETTING = "forgetting"  # of ``pipeline.forgetting``, which has rows to look at
 
 
@@ -45,7 +45,7 @@ COLLAPSES = frozenset({Rule.TAIL, Rule.KL, Rule.REWARD})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where each rule begins, and why. ``*_steps``: finished steps in a row that have the value."""
+    """The threshold of each rule, and why. ``*_steps``: consecutive finished steps for which it must hold."""
 
     # F(2), the share of tokens to which one side gives more than twice the probability of the other: 1e-5 to
     # 2e-3 in published healthy runs, above 0.1 just before GRPO collapsed (R3, arXiv 2510.11370).
@@ -62,7 +62,7 @@ class Limits:
     # between answers: that is the scale of a run which began high and gained little. 20 steps in a row, in
     # short runs too: fewer may be a hard stretch of prompts, and a run that ends before has
     # nothing left to stop. The fall must also exceed what noise explains, for the highest of many means lies
-    # well above the truth. 40 made-up runs of 200 steps each, groups of 8 answers to prompts of unequal
+    # well above the truth. 40 simulated runs of 200 steps each, groups of 8 answers to prompts of unequal
     # difficulty: of those that stay level at 0.1, 0.5 or 0.9 none is called collapsed; at 0.005 and
     # 0.02, 3 to 9 with 8 or 32 answers a step, none with 256. A fall from 0.5 to 0.08 is found after 22 steps
     # with 64 answers a step, within 100 steps in 6 of 15 runs with 8; one from 0.5 to 0.45 never. Where no
@@ -76,20 +76,20 @@ class Limits:
     gradient_before: int = 10
     gradient_steps: int = 3
     # Entropy: a task that is learned ends at a few percent of where it began (quickstart at 6), so a low one
-    # counts only while the reward is not near its best. A high one has to have risen by half a nat, for twice
-    # next to nothing is next to nothing, and be rising still.
+    # counts only while the reward is not near its best. A high one must also have risen by half a nat, as a
+    # multiple of next to nothing is next to nothing, and must still be rising.
     entropy_left: float = 0.05
     entropy_times: float = 3.0
     entropy_nats: float = 0.5
     entropy_steps: int = 5
     # Truncated answers: ScaleRL's runs destabilised at 10 to 15 % and did not recover, while healthy ones
-    # stayed below 5 % (arXiv 2510.13786). A rise is reported. A policy that begins so, as base models do that
-    # never learned to end, may unlearn it: the start is reported, and one above the alarm is alarmed
-    # by a rise of 15 points more.
+    # stayed below 5 % (arXiv 2510.13786). A rise is reported. A policy that starts high, like a base model
+    # that never learned to stop, may still improve: the start is reported, and if it is above the alarm,
+    # only a further rise of 15 points raises the alarm.
     truncated_warning: float = 0.10
     truncated_alarm: float = 0.15
     truncated_rise: float = 0.15
-    truncated_window: int = 10  # steps in the mean: long enough that one of them above is enough
+    truncated_window: int = 10  # steps in the mean: long enough that one mean above the limit is enough
     truncated_steps: int = 1
     thriving: float = 0.8  # of the reward's highest gain: near its best
     window: int = 5  # steps in a moving mean
@@ -98,7 +98,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A rule that has just been met, after ``step``; its condition holds since ``since``."""
+    """A rule that was met for the first time at ``step``; its condition has held since step ``since``."""
 
     step: int
     since: int
@@ -112,10 +112,10 @@ class Alarm:
 
 @dataclass(slots=True)
 class Course:
-    """A noisy column as it goes on: the mean of its last ``window`` values (None before there are so many),
-    the first, the highest and the least of these means, and the standard error of one.
+    """Running statistics of a noisy column: the mean of its last ``window`` values (None until there are that
+    many), the first, highest and lowest of these means, and the standard error of one.
 
-    The error is from the changes between steps (von Neumann 1941), which a trend hardly enters.
+    The error is estimated from the changes between steps (von Neumann 1941), so a trend hardly affects it.
     """
 
     window: int
@@ -158,7 +158,7 @@ class Course:
 
 
 class Sign(NamedTuple):
-    """What a rule finds in a row: whether its condition holds, and what to say once it has for ``steps``."""
+    """A rule applied to a row: does its condition hold, and what to report once it has held for ``steps``."""
 
     rule: Rule
     steps: int
@@ -167,8 +167,8 @@ class Sign(NamedTuple):
 
 
 class Watch:
-    """Row by row, for a run that goes on: some tens of microseconds and a few numbers a step. Each rule is
-    reported once; values that are missing or not finite raise nothing."""
+    """Checks a run in progress, row by row: some tens of microseconds and a few numbers per step. Each rule
+    is reported once; values that are missing or not finite raise nothing."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
@@ -177,17 +177,17 @@ class Watch:
         self._truncated = Course(self._limits.truncated_window)
         self._early: list[float] = []  # the first values of k3
         self._norms: list[float] = []  # all so far, sorted
-        self._streaks: dict[Rule, list[int]] = {rule: [] for rule in Rule}  # steps in which it held, till now
+        self._streaks: dict[Rule, list[int]] = {rule: [] for rule in Rule}  # the steps of its current streak
         self._reported: set[Rule] = set()
 
     @property
     def collapsed(self) -> bool:
-        """Has a rule of collapse been met? Stays so: that a run recovered is for a person to say."""
+        """Has a collapse rule been met? Never reset: whether a run has recovered is for a person to judge."""
         return not self._reported.isdisjoint(COLLAPSES)
 
     def see(self, row: Row) -> list[Alarm]:
-        """The rules that are met with this row of metrics.jsonl. What is missing, null or not finite is no
-        value: it neither goes on with a streak nor ends it."""
+        """The alarms that this row of metrics.jsonl raises. A value that is missing, null or not finite is
+        ignored: it neither extends a streak nor ends it."""
         if (spread := _number(row, "reward_std")) is not None:
             self._spread.add(spread)
         step, found = int(_number(row, "step") or 0), list[Alarm]()
@@ -246,7 +246,7 @@ class Watch:
         lost, scale = course.best - course.now, max(course.best - course.start, self._spread.now or 0.0)
         deep = lost > 0 and (lost / scale if scale > 0 else math.inf) > limits.reward_lost
         beyond_noise = lost > limits.reward_errors * course.error
-        # where no reward was below 0, 0 is their zero, and a collapse is below half of the highest as well
+        # if no reward was negative, 0 is a meaningful zero: a collapse must be below half of the highest too
         halved = course.lowest < 0 or course.now < course.best / 2
         sentence = (
             f"the reward is {course.now:.3g} after {course.best:.3g} at its highest and "
@@ -303,7 +303,7 @@ class Watch:
 
 
 def watch_after(rows: Iterable[Row], limits: Limits | None = None) -> Watch:
-    """A watch that has seen ``rows``: how a resumed run goes on."""
+    """A watch that has already seen ``rows``, for a resumed run."""
     watch = Watch(limits)
     for row in rows:
         watch.see(row)

@@ -1,9 +1,9 @@
 """What every worker was busy with, and when: the rows of timeline.jsonl, merged so that a run stays small.
 
 A row is a span: {"worker": "sampler-0", "kind": "decode", "from": 1763650000.1, "to": 1763650000.4}.
-Times are Unix seconds of the host that worked. A worker does one thing at a time; its name is that of its
-place, which its replacement takes over. What no span covers is idle. The file is only ever appended to,
-like the ledger: work that is done again was done twice.
+Times are Unix seconds of the worker's host. A worker does one thing at a time; its name is that of its slot,
+so its replacement has the same name. Time that no span covers is idle. The file is append-only, like the
+ledger: work that was repeated appears twice.
 
     spans of a step -> kept -> timeline.jsonl -> coarse -> a picture
                                               -> usage  -> utilisation, idle share
@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-GAP_S = 0.005  # spans of one kind that are nearer than this are one
-DETAIL_BYTES = 8 << 20  # of the file, until steps are left out; and again until half of the rest are
+GAP_S = 0.005  # spans of one kind that are closer than this are merged
+DETAIL_BYTES = 8 << 20  # each time the file has grown by this much, every other step of the rest is left out
 MOST_PER_STEP = 128  # spans of one worker
 
 
@@ -34,10 +34,10 @@ class Kind(StrEnum):
     PACK = "pack"
     TRAIN = "train"
     SAVE = "save"
-    START = "start"  # loading, until it can work
+    START = "start"  # loading, until it is ready
 
 
-IDLE = frozenset({Kind.WAIT, Kind.START})  # nothing comes of it
+IDLE = frozenset({Kind.WAIT, Kind.START})  # does not count as work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class Span:
     kind: Kind
     start: float  # Unix seconds
     stop: float
-    step: int = -1  # that it belongs to, where it belongs to one
+    step: int = -1  # the step it belongs to; -1: none
     amount: int = 0  # rows, tokens or bytes
-    busy: float = -1.0  # seconds of it that it worked, where it is several with gaps in between; -1: all
+    busy: float = -1.0  # seconds of work in it, if spans with gaps between them were merged; -1: all of it
 
     @property
     def length(self) -> float:
@@ -56,7 +56,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Of work: gaps that were joined are none."""
+        """Seconds of work, without the gaps between merged spans."""
         return self.length if self.busy < 0 else self.busy
 
     def to_json(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Span:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Span:
-        """Raises KeyError, ValueError or TypeError for what is no span."""
+        """The span of a row. Raises KeyError, ValueError or TypeError if it is not one."""
         return cls(
             worker=str(row["worker"]),
             kind=Kind(row["kind"]),
@@ -87,12 +87,12 @@ class Span:
         )
 
 
-# ---- fewer of them
+# ---- merging
 
 
 def merged(spans: Iterable[Span], gap_s: float = GAP_S) -> Iterator[Span]:
-    """Neighbours of one worker, kind and step as one span, in the order of their ends, with how long it
-    was busy: a gap is drawn over, and not worked through."""
+    """Merges neighbouring spans of one worker, kind and step, at most ``gap_s`` apart, in the order of their
+    ends. The merged span covers the gaps, but its ``busy`` does not count them."""
     last: dict[str, Span] = {}
     for span in spans:
         before = last.get(span.worker)
@@ -115,10 +115,10 @@ def merged(spans: Iterable[Span], gap_s: float = GAP_S) -> Iterator[Span]:
 
 
 def coarse(spans: Iterable[Span], grain_s: float) -> list[Span]:
-    """Fewer spans that stand for the same: what a worker did in less than ``grain_s`` becomes one span for
-    each kind, laid one behind the other. Seconds by worker and kind and amounts stay what they were, and
-    nothing moves by more than the grain; a window of W seconds has at most 2 W / grain + 1 such stretches of
-    a worker. Ordered by start."""
+    """Fewer spans with the same totals: a worker's short spans within ``grain_s`` seconds become one span per
+    kind, placed end to end. Amounts, and seconds by worker and kind, are unchanged, and nothing moves by more
+    than the grain; a window of W seconds has at most 2 W / grain + 1 such stretches of a worker. Ordered by
+    start."""
     found: list[Span] = []
     short: dict[str, list[Span]] = defaultdict(list)  # by worker: a stretch that fits into a grain
     for span in sorted(spans, key=lambda span: span.start):
@@ -136,7 +136,7 @@ def coarse(spans: Iterable[Span], grain_s: float) -> list[Span]:
 
 
 def _by_kind(stretch: Sequence[Span]) -> Iterator[Span]:
-    """One span for each kind, from the start of the first one on."""
+    """One span per kind, placed end to end from the start of the first span."""
     kinds: dict[Kind, list[Span]] = defaultdict(list)
     for span in stretch:
         kinds[span.kind].append(span)
@@ -148,7 +148,7 @@ def _by_kind(stretch: Sequence[Span]) -> Iterator[Span]:
 
 
 def fewer(spans: Sequence[Span], most: int) -> list[Span]:
-    """As ``coarse`` as it takes for a worker to have at most ``most`` spans: one for each kind, at least."""
+    """``coarse`` with a grain at which no worker has more than ``most`` spans (at least one per kind)."""
     assert most >= len(Kind)
     found = list(spans)
     if not found:
@@ -162,10 +162,10 @@ def fewer(spans: Sequence[Span], most: int) -> list[Span]:
 
 
 def kept(spans: Iterable[Span], *, step: int, file_bytes: int) -> list[Span]:
-    """What of a step's spans (in order, each worker's) is written to a timeline.jsonl of ``file_bytes``.
+    """The spans to write for a step, given all of its ``spans`` (in order per worker) and the file's size.
 
-    Every step for the first 8 MiB of the file, every 2nd for the next 8, every 4th for the next ones: the
-    file grows with the logarithm of the run, and a step is there in full or not at all, but for
+    Every step is written in the first 8 MiB of the file, every 2nd in the next 8, every 4th in the next: the
+    file grows with the logarithm of the run. A step is written in full or not at all, except for
     ``fewer`` where a worker changed its kind of work more than ``MOST_PER_STEP`` times.
     """
     if step % 2 ** (file_bytes // DETAIL_BYTES):
@@ -173,37 +173,37 @@ def kept(spans: Iterable[Span], *, step: int, file_bytes: int) -> list[Span]:
     return fewer(list(merged(spans)), MOST_PER_STEP)
 
 
-# ---- what they come to
+# ---- utilisation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What workers did from ``start`` to ``stop``: seconds by worker and kind. Time that overlaps within a
-    worker counts once, as what began first."""
+    """What workers did from ``start`` to ``stop``: seconds by worker and kind. Where spans of one worker
+    overlap, the time counts once, for the span that began first."""
 
     start: float
     stop: float
     seconds: Mapping[str, Mapping[Kind, float]]
 
     def utilisation(self, worker: str) -> float:
-        """The share of the window in which it worked; to wait or to load is not to work."""
+        """The share of the window in which the worker was working; waiting and loading do not count."""
         busy = sum(s for kind, s in self.seconds[worker].items() if kind not in IDLE)
         return min(1.0, busy / (self.stop - self.start)) if self.stop > self.start else 0.0
 
     def idle(self, pool: str | None = None) -> float | None:
-        """The bubble share: time in which workers (of a pool; None: all) did not work, over all their time.
-        None without such workers."""
+        """The bubble share: idle time of the workers (of a pool; None: all) over all their time. None if
+        there are no such workers."""
         shares = [1 - self.utilisation(name) for name in self.seconds if pool in (None, pool_of(name))]
         return sum(shares) / len(shares) if shares else None
 
 
 def usage(spans: Iterable[Span], start: float, stop: float) -> Usage:
-    """Of one window."""
+    """The usage in one window, in Unix seconds."""
     return usages(spans, [(start, stop)])[0]
 
 
 def usages(spans: Iterable[Span], windows: Sequence[tuple[float, float]]) -> list[Usage]:
-    """Of each of many windows, which are in order and do not overlap."""
+    """The usage in each of many windows, which must be in order and must not overlap."""
     stops = [stop for _, stop in windows]
     sums: list[dict[tuple[str, Kind], float]] = [defaultdict(float) for _ in windows]
     until: dict[str, float] = {}
@@ -225,7 +225,7 @@ def usages(spans: Iterable[Span], windows: Sequence[tuple[float, float]]) -> lis
 
 
 def together(parts: Sequence[Usage]) -> Usage:
-    """Several windows as one of their whole length, beginning at 0."""
+    """Several windows added up: one that starts at 0 and is as long as all of them together."""
     sums: dict[tuple[str, Kind], float] = defaultdict(float)
     for part in parts:
         for name, kinds in part.seconds.items():

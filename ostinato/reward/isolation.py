@@ -1,15 +1,15 @@
 """Confines the process that runs reward functions, as far as this Linux lets an unprivileged process do it.
 
-    namespaces    a network without interfaces, every mount read-only but a temporary folder, /proc of its own
-                  processes alone (user_namespaces(7)); all of them end with the first
-    otherwise     seccomp(2) refuses sockets but those of Unix, landlock(7) refuses to write elsewhere; what
-                  was started is found as the descendants of a subreaper
+    namespaces    no network interfaces, every mount read-only except a temporary folder, only its own
+                  processes in /proc (user_namespaces(7)); all of them end with the first one
+    otherwise     seccomp(2) refuses all but Unix sockets, landlock(7) refuses writes elsewhere; started
+                  processes are found as the descendants of a subreaper
 
     trainer -> keeper -+-> init (first of the process namespace; does nothing)
                        +-> the worker, confined: runs reward functions
 
-No capability is kept in either case, not even root's. docs/security.md says what this does not keep out. Only
-the standard library: every worker loads this file, and ``python isolation.py`` prints what works here.
+All capabilities are dropped in either case, even root's. docs/security.md lists what this does not prevent.
+Standard library only: every worker loads this file, and ``python isolation.py`` prints what works here.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ LOGIN = re.compile(r"://[^/\s]*:[^/\s]*@")  # a password within an address
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # of Linux 5.12, on every architecture
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # since Linux 5.12, same on every architecture
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAPABILITIES_3 = 0x20080522
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SHM = "/dev/shm"  # semaphores of multiprocessing
-SOCKETS = ("/run/docker.sock", "/var/run/docker.sock")  # mounted from elsewhere, so that no list has them
+SOCKETS = ("/run/docker.sock", "/var/run/docker.sock")  # mounted from outside, so in no list
 
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 WRITE_FILE, TRUNCATE, IOCTL_DEV = 1 << 1, 1 << 14, 1 << 15
@@ -56,7 +56,7 @@ IO_URING_SETUP, X32 = 425, 0x40000000  # both open sockets without socket(2)
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 13  # EACCES
 
 WATCH_S = 0.5
-ROUNDS = 10  # of looking for descendants, which may start more meanwhile
+ROUNDS = 10  # of searching for descendants, which may start more in the meantime
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
@@ -69,8 +69,8 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def means(folder: str) -> list[str]:
-    """What can be used here: "namespaces", or what there is of "seccomp" and "landlock". Each is tried in a
-    child; call it in a process of one thread."""
+    """The means that work here: "namespaces", or else those of "seccomp" and "landlock" that do. Each is
+    tried in a child; call it from a single-threaded process."""
     if sys.platform != "linux":
         return []
     if _works(lambda: _namespaces(folder)):
@@ -80,7 +80,7 @@ def means(folder: str) -> list[str]:
 
 
 def left_open(used: Sequence[str]) -> list[str]:
-    """What reward code can still do with these means, in words; empty where nothing is missing."""
+    """What reward code can still do when confined by the means ``used``, in words; empty if nothing."""
     gaps = {
         "use the network": {"namespaces", "seccomp"},
         "write outside of their temporary folder": {"namespaces", "landlock"},
@@ -90,7 +90,7 @@ def left_open(used: Sequence[str]) -> list[str]:
 
 
 def refuse(left_open: Sequence[str]) -> None:
-    """Raises ValueError where anything is left open."""
+    """Raises ValueError if anything is left open."""
     if left_open:
         raise ValueError(
             f'reward.isolation is "strict", but on this machine rewards can {" and ".join(left_open)}: this '
@@ -99,10 +99,10 @@ def refuse(left_open: Sequence[str]) -> None:
 
 
 def enter(used: Sequence[str], folder: str, parent: int, close: Callable[[], None]) -> None:
-    """Returns in a new, confined process; this one stays as its keeper, ends as it ends, and ends it when
-    ``parent`` is gone. ``close`` is called in all others, to close what only the new one may hold open.
+    """Forks and returns in a new, confined process. This one stays as its keeper: exits with its status, and
+    kills it when ``parent`` is gone. ``close`` runs in all others: only the new one may hold that open.
 
-    For Linux; call it in a process of one thread. Raises OSError.
+    Linux only; call it from a single-threaded process. Raises OSError.
     """
     if "namespaces" in used:
         hidden = _unix_sockets()
@@ -125,7 +125,7 @@ def enter(used: Sequence[str], folder: str, parent: int, close: Callable[[], Non
 
 
 def end_descendants(pid: int) -> None:
-    """Kill all that a process has started, also what has left its group; it has to be a subreaper."""
+    """Kill all descendants of a process, also those that left its group. It must be a subreaper."""
     for _ in range(ROUNDS):
         if not (found := _descendants(pid)):
             return
@@ -135,7 +135,7 @@ def end_descendants(pid: int) -> None:
 
 
 def summary() -> str:
-    """One line on what this machine can do, found out in a process of its own."""
+    """One line on the isolation that works on this machine, tried in a separate process."""
     command = [sys.executable, "-P", __file__]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if ran.returncode:
@@ -168,7 +168,7 @@ def _idle() -> None:
 
 
 def _keep(worker: int, folder: str, parent: int) -> None:
-    _prctl(PR_SET_DUMPABLE, 0)  # nothing to be read or traced by the worker, and no core of this one
+    _prctl(PR_SET_DUMPABLE, 0)  # the worker cannot read or trace this process; no core dump
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     status = None
     while status is None and os.getppid() == parent:
@@ -181,7 +181,7 @@ def _keep(worker: int, folder: str, parent: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if status is None:
         os.killpg(0, signal.SIGKILL)
-    elif os.WIFSIGNALED(status):  # the trainer names how its worker has ended
+    elif os.WIFSIGNALED(status):  # same signal: the trainer reports how its worker ended
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
@@ -197,7 +197,7 @@ def _descendants(pid: int) -> list[int]:
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(stat.parent.name))
     found = list(children.get(pid, ()))
-    for one in found:  # grows as it is read
+    for one in found:  # grows during the loop
         found += children.get(one, ())
     return found
 
@@ -206,7 +206,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _namespaces(folder: str) -> None:
-    """All of it, as a trial: the child that it forks becomes the first of the process namespace."""
+    """The full setup, as a trial: the child that it forks is the first process of the namespace."""
     hidden = _unix_sockets()
     _new_namespaces()
 
@@ -219,7 +219,7 @@ def _namespaces(folder: str) -> None:
 
 
 def _new_namespaces() -> None:
-    """New namespaces of users, processes (those forked from now on), network and shared memory."""
+    """New user, PID (of processes forked from now on), network and IPC namespaces."""
     uid, gid = os.geteuid(), os.getegid()
     _libc("unshare", CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -227,8 +227,8 @@ def _new_namespaces() -> None:
 
 
 def _mounts(folder: str, hidden: Sequence[str]) -> None:
-    """Everything read-only and without devices, but ``folder`` and shared memory, both empty and in memory
-    only, and the devices that every program expects; nothing in the place of the ``hidden`` sockets."""
+    """Makes everything read-only and without devices, except ``folder`` and shared memory (both empty, in
+    memory only) and the devices that every program expects. /dev/null covers the ``hidden`` sockets."""
     _libc("unshare", CLONE_NEWNS)
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     devices = [device for device in DEVICES if os.path.exists(device)]
@@ -248,7 +248,7 @@ def _mounts(folder: str, hidden: Sequence[str]) -> None:
 
 
 def _unix_sockets() -> list[str]:
-    """Where programs outside listen: a network namespace keeps nothing from these."""
+    """Paths where programs outside listen: a network namespace does not block these sockets."""
     names = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()[1:]
@@ -261,13 +261,13 @@ def _mount(source: str, place: str, kind: str, flags: int, data: str = "") -> No
 
 
 def _set_attributes(place: str, flags: int, on: int, off: int) -> None:
-    """mount_setattr(2); its attributes have the numbers of mount's first flags."""
+    """mount_setattr(2); its attributes have the same values as the first flags of mount(2)."""
     attributes = struct.pack("=QQQQ", on, off, 0, 0)
     _syscall(MOUNT_SETATTR, AT_FDCWD, os.fsencode(place), flags, attributes, len(attributes))
 
 
 def _drop_capabilities() -> None:
-    """All of them, for good: programs that it starts regain none."""
+    """Drop all of them permanently: programs started from here do not regain any."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     _libc("capset", struct.pack("=Ii", CAPABILITIES_3, 0), bytes(24))
 
@@ -276,7 +276,7 @@ def _drop_capabilities() -> None:
 
 
 def _landlock(folder: str) -> None:
-    """Write nowhere but in ``folder`` and to harmless devices; signal and trace no process outside."""
+    """Allow writes only to ``folder`` and harmless devices; no signalling or tracing of outside processes."""
     version = _syscall(LANDLOCK_CREATE, None, 0, 1)
     if version < 3:
         raise OSError("this landlock does not keep files from being truncated")
@@ -295,7 +295,7 @@ def _landlock(folder: str) -> None:
 
 
 def _seccomp() -> None:
-    """Refuse socket(2) but for AF_UNIX, and the ways around it."""
+    """Refuse socket(2) except for AF_UNIX, and the ways around it."""
     if platform.machine() not in AUDIT_ARCH:
         raise OSError(f"no filter is known for {platform.machine()}")
     arch, socket = AUDIT_ARCH[platform.machine()]
@@ -322,7 +322,7 @@ def _seccomp() -> None:
 
 
 def _libc(name: str, *arguments: object) -> int:
-    """Raises OSError, as every call of this file."""
+    """Raises OSError, like every system call in this file."""
     return _checked(getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments), name)
 
 

@@ -1,7 +1,7 @@
-"""``protocols.Grader`` over several workers: a group goes to the one with the fewest, and is never lost.
+"""``protocols.Grader`` over several workers: a group goes to the least loaded one, and is never lost.
 
-A worker gets no more groups than it grades at once, so all that wait are still here when it is lost. Of the
-groups that it had, the oldest is suspected: the others go to workers with room, and this one is graded once
+A worker gets no more groups than it grades at once, so no waiting group is lost with it. Of the groups that
+it was grading, the oldest is the suspect: the others go to workers with room, and the suspect is graded once
 more, alone, on another worker if there is one. If that fails too it gets no verdict, with a named reason: a
 fault is not a reward of 0.
 """
@@ -21,7 +21,7 @@ from ostinato.types import Group, Reward, Trajectory
 from ostinato.workers.lost import Restarts, WorkerLost
 from ostinato.workers.remote import Remote
 
-FAULT = "grader_lost"  # the name of a verdict that could not be had
+FAULT = "grader_lost"  # the reason of a missing verdict begins with this
 
 
 class Counting(Grader, Protocol):
@@ -38,14 +38,14 @@ class Graded:
 
 
 class GraderServer:
-    """The worker's side: grades, counts, reports the time that it took."""
+    """The worker's side: grades, counts, and reports the time taken."""
 
     def __init__(self, grader: Counting, name: str) -> None:
         self._grader, self._name, self._reported = grader, name, Counter[str]()
-        self._until = 0.0  # which it has reported to be busy
+        self._until = 0.0  # the end of the last span, by time.time()
 
     async def ready(self) -> None:
-        """Answers once there is something to answer."""
+        """Returns as soon as the worker can handle calls."""
 
     async def grade(self, group: Group) -> Graded:
         start = time.time()
@@ -62,18 +62,18 @@ class _Place:
     """One worker, for as long as it lives."""
 
     worker: Remote
-    free: int  # groups that it can grade at once beside those that it has
+    free: int  # how many more groups it can grade at the moment
     running: list[Group] = field(default_factory=list)  # the oldest first
-    suspect: Group | None = None  # the one that it was lost with, if it was
+    suspect: Group | None = None  # the group suspected of the loss, if it was lost
     since: float = field(default_factory=time.time)
-    cause: str = ""  # why the one before it was lost
+    cause: str = ""  # why its predecessor was lost
 
 
 class GraderLink:
-    """Implements protocols.Grader and Timed over ``count`` workers that ``spawn`` makes, by number.
+    """Implements protocols.Grader and Timed over ``count`` workers; ``spawn`` makes one, given its number.
 
-    ``within_s`` bounds one group in a worker, which grades ``slots`` at once. After ``max_restarts`` losses
-    without a group in between it raises WorkerLost, which names the last cause.
+    ``within_s`` limits the time of one group; a worker grades ``slots`` groups at once. After
+    ``max_restarts`` losses with no group graded in between it raises WorkerLost with the last cause.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class GraderLink:
         self._spawn, self._within_s, self._slots = spawn, within_s, slots
         self._restarts = Restarts(most=max_restarts)
         self._places = [_Place(worker=spawn(index), free=slots) for index in range(count)]
-        self._suspects = 0  # that wait for a worker of their own
-        self._turns: list[asyncio.Future[None]] = []  # of those who wait for room
+        self._suspects = 0  # groups that wait for a worker without others
+        self._turns: list[asyncio.Future[None]] = []  # one for each group that waits for room
         self._spans: list[Span] = []
 
     async def ready(self) -> None:
@@ -125,8 +125,8 @@ class GraderLink:
         return [Reward(value=None, reason=f"{FAULT}: {'; then '.join(causes)}")] * len(group.trajectories)
 
     async def _room(self, but: int, *, alone: bool) -> int:
-        """The index of the worker with the fewest groups; of one with none for a group that has to be
-        ``alone``, which goes first. If possible not ``but``."""
+        """The index of the worker with the fewest groups, if possible not ``but``. A group that must be
+        graded ``alone`` gets a worker with no groups, and goes first."""
         self._suspects += alone
         try:
             while not (found := self._with_room(alone)):
@@ -165,7 +165,7 @@ class GraderLink:
             self._wake()
 
     def _replace(self, index: int, lost: _Place, cause: WorkerLost) -> None:
-        if self._places[index] is not lost and not cause.final:  # replaced for another group that it had
+        if self._places[index] is not lost and not cause.final:  # another of its groups has replaced it
             return
         self.counters["workers/restarts"] += 1
         self._restarts.lose(cause, "a group judged", "the reward functions")
@@ -178,7 +178,7 @@ class GraderLink:
         return spans
 
     def status(self) -> list[dict[str, Any]]:
-        """A row for each worker, as those of ``EnginePool.status``."""
+        """One row per worker, in the format of ``EnginePool.status``."""
         return [
             {
                 "worker": place.worker.name,

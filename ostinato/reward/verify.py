@@ -1,4 +1,4 @@
-"""Reward functions with TRL's signature, and how a name in a recipe becomes one.
+"""Reward functions with TRL's signature, and looking one up by its name in a recipe.
 
 ``reward(completions, **columns) -> list[float | None]``: ``completions`` are strings, or chats
 (``[{"role": .., "content": ..}]``) when the prompt was a chat; ``prompts``, ``completion_ids`` and every
@@ -31,9 +31,9 @@ from typing import Any
 RewardFunction = Callable[..., Any]
 
 TOLERANCE = 1e-6  # relative, for numbers that are not both integers
-MAX_DIGITS = 300  # of a number; longer ones are no answer and cost quadratic time
+MAX_DIGITS = 300  # of a number; longer ones do not count as answers: parsing takes quadratic time
 MEMBER_LIMIT_S = 1.0  # of math_verify, per completion
-RING_AGAIN_S = 0.1  # until it has an effect
+RING_AGAIN_S = 0.1  # between repeated alarms, until one has an effect
 VERL_ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth"})
 
 _NUMBER = re.compile(
@@ -48,7 +48,7 @@ _OF_NUMBERS = frozenset("\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT PLUS SIGN}\N{SUPERS
 
 
 def text_of(completion: str | Sequence[dict[str, str]]) -> str:
-    """The words that count: the string itself, or the last message of a chat."""
+    """The text that is graded: the string itself, or the last message of a chat."""
     if isinstance(completion, str):
         return completion
     return completion[-1]["content"] if completion else ""
@@ -94,7 +94,7 @@ def last_number(text: str) -> tuple[Fraction, ...]:
     r"""The readings of the last number of a text: none, one, or two for a percentage (50 and 1/2).
 
     Reads ``-3``, ``1,234.5``, ``.5``, ``2e-3``, ``3/4``, ``\frac{3}{4}``, ``$20``, ``50%``.
-    Digits are 0 to 9; what goes on with other numerals (``5²``, ``1½``, ``10⁻³``, ``5千``) is not read.
+    Digits are 0 to 9; a number next to other numerals (``5²``, ``1½``, ``10⁻³``, ``5千``) is not read.
     """
     found = _last_match(text)
     if found is None:
@@ -119,9 +119,9 @@ def _last_match(text: str) -> re.Match[str] | None:
 
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where the final answer, or the whole text after thinking, is the answer, character by character.
+    """1 where the final answer, or the whole text after thinking, equals ``answer``, character by character.
 
-    None where the answer is None: some tasks have a scorer and no example of a right answer.
+    None where the answer is None: some tasks have a scorer but no example of a right answer.
     """
     verdicts: list[float | None] = []
     for completion, target in zip(completions, answer, strict=True):
@@ -132,7 +132,7 @@ def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[f
 
 
 def numeric(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the last number of the marked answer (of the text, when none is marked) equals the answer's.
+    """1 where the last number of the marked answer (of the text, when none is marked) equals ``answer``'s.
 
     Integers are compared exactly, others within a relative TOLERANCE. Raises ValueError for an answer
     without a number.
@@ -163,7 +163,7 @@ def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
     Needs the main thread (SIGALRM), as in a worker process. A completion that takes more than
     MEMBER_LIMIT_S gets NaN, which is no verdict. Raises ValueError for an answer that cannot be parsed.
     """
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we keep the time ourselves
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
     golds = {target: _parse_gold(target) for target in {str(target) for target in answer}}
     return [
         _math_verdict(golds[str(target)], after_thinking(text_of(completion)))
@@ -181,7 +181,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         raise _OutOfTime
 
     before = signal.signal(signal.SIGALRM, ring)
-    # It rings again: an exception raised inside a destructor or a weak reference's callback is swallowed.
+    # The alarm repeats: an exception raised in a destructor or a weak reference's callback is swallowed.
     signal.setitimer(signal.ITIMER_REAL, seconds, RING_AGAIN_S)
     try:
         yield
@@ -191,7 +191,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _silence() -> None:
-    """Stop the timer, even if it rings on the way."""
+    """Stop the timer, even if the alarm fires meanwhile."""
     while True:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -224,11 +224,11 @@ def _math_verdict(gold: list[Any], text: str) -> float:
 
 
 def gym_score(completions: Sequence[Any], gym: Sequence[Any], entry: Sequence[Any], **_: Any) -> list[float]:
-    """The score that the reasoning_gym task itself gives to the answer.
+    """The score that the reasoning_gym task's own scorer gives the answer.
 
     ``gym`` is {"name", "config"}, ``entry`` the task's own item (``env.gym`` writes both). Without a marked
     answer the last line counts, or the last number where that scores higher. A text that the task's own
-    parser refuses (ValueError) is a wrong answer; one at which the scorer breaks gets NaN, no verdict.
+    parser refuses (ValueError) is a wrong answer; one that crashes the scorer gets NaN, no verdict.
     """
     verdicts = []
     for completion, task, item in zip(completions, gym, entry, strict=True):
@@ -269,7 +269,7 @@ def answer_tags(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 def env(completions: Sequence[Any], env_reward: Sequence[float | None], **_: Any) -> list[float | None]:
-    """What the environment of ``task.env`` itself has given; None where the episode has none."""
+    """The reward from the environment of ``task.env``; None where the episode has none."""
     return list(env_reward)
 
 
@@ -324,7 +324,7 @@ def _import(name: str, otherwise: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise ValueError(otherwise) from error
-        raise  # the module is there, and what it imports is not
+        raise  # the module exists, but something that it imports does not
 
 
 def _import_file(path: Path, spec: str) -> ModuleType:
@@ -347,7 +347,7 @@ def _is_verl(function: RewardFunction) -> bool:
 
 
 def _from_verl(compute_score: RewardFunction) -> RewardFunction:
-    """One call per completion; verl's dict results count by their ``score``."""
+    """One call per completion; from a dict that verl's function returns, ``score`` is used."""
 
     def reward(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[Any]:
         nothing = [None] * len(completions)

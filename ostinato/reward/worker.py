@@ -1,6 +1,6 @@
 """The child process in which reward functions run: killable, replaceable, started without torch or numpy.
 
-It is run by its path, so it needs nothing of the parent but one socket::
+It is run by its path, and one socket is all that it needs from the parent::
 
     parent (workers.Worker)                      child (this file)
     {parent, path, functions, timeout_s,
@@ -11,11 +11,11 @@ It is run by its path, so it needs nothing of the parent but one socket::
                                           <----  [[[value, fault, detail], ...], traceback], a verdict each
 
 Requests are pickles (columns hold whatever a dataset holds); replies are JSON, so nothing that a reward
-function does can run code in the trainer. Prints of a reward function go to stderr, never into the
+function does can run code in the trainer. What a reward function prints goes to stderr, never into the
 socket. The functions run in the main thread: SIGALRM works there.
 
 A child whose parent was killed ends by itself: a thread notices the new parent, and where a C call
-holds the interpreter (a regular expression gone wild) the kernel's limit on CPU time does it.
+holds the GIL (a runaway regular expression) the kernel's limit on CPU time ends it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_DETAIL = 300  # characters of an exception that travel back
 OPEN_UP = ' (reward.isolation="off" lets rewards use the network and write files)'
 CONFINED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENETUNREACH, errno.EADDRNOTAVAIL})
 MAX_FRAMES = 8  # of a traceback, the innermost
-MAX_CHAIN = 3  # exceptions that led to one another
+MAX_CHAIN = 3  # exceptions in a chain of causes
 WATCH_S = 0.5
 
 Verdict = tuple[float | None, str, str]  # value, Fault or "", detail
@@ -62,18 +62,18 @@ class Fault(StrEnum):
     NOT_A_NUMBER = "not_a_number"
     NON_FINITE = "non_finite"
     UNPICKLABLE = "unpicklable"
-    SIGNATURE = "signature"  # the last three while probing alone: no completion could change them
+    SIGNATURE = "signature"  # the last three only when probing: no completion could change them
     NO_COLUMN = "no_column"
     UNDEFINED = "undefined"
 
 
 def send(sock: socket.socket, payload: bytes) -> None:
-    """Write one frame; TimeoutError when the socket's timeout is over first."""
+    """Write one frame. Raises TimeoutError after the socket's timeout."""
     sock.sendall(HEADER.pack(len(payload)) + payload)
 
 
 def receive(sock: socket.socket, deadline: float = math.inf) -> bytes:
-    """Read one frame. TimeoutError after ``deadline`` (of time.monotonic), EOFError without a peer."""
+    """Read one frame. Raises TimeoutError after ``deadline`` (time.monotonic), EOFError without a peer."""
     (length,) = HEADER.unpack(_exactly(sock, HEADER.size, deadline))
     if length > MAX_FRAME:
         raise EOFError(f"a frame of {length} bytes")
@@ -103,9 +103,9 @@ def judge(
 ) -> Judged:
     """Call a reward function and check what it returns: one verdict per completion, always.
 
-    None is a verdict too (a skip). A fault of the whole call is given to every completion, a NaN or an
-    infinity only to its own. ``confined``: an error that isolation may have caused names the way out.
-    ``probing``: failures that no completion could change have names of their own: a signature that does not
+    None is a verdict too (a skip). A fault of the whole call applies to every completion, a NaN or an
+    infinity only to its own. ``confined``: an error that isolation may have caused says how to turn it off.
+    ``probing``: failures that no completion could change get their own names: a signature that does not
     take the columns, a column that the row does not have, a name or a module that does not exist.
     """
     if probing:
@@ -136,7 +136,7 @@ def _checked(values: Any, num_completions: int) -> list[Verdict]:
 
 
 def _described(error: BaseException, confined: bool) -> str:
-    """The exception, the line, and the way out where isolation may have caused it."""
+    """The exception, its line, and how to turn off isolation where that may have caused it."""
     return f"{describe(error)}{where(error)}{OPEN_UP if confined and _was_refused(error) else ''}"
 
 
@@ -157,10 +157,10 @@ def _verdict(value: Any) -> Verdict:
 
 
 def describe(error: BaseException) -> str:
-    """``ZeroDivisionError: division by zero``, on one line, bounded, and text that can be written."""
+    """``ZeroDivisionError: division by zero``, on one line, of bounded length, valid as UTF-8."""
     try:
         text = str(error)
-    except Exception as worse:  # a user's exception makes its own text
+    except Exception as worse:  # from a user's own __str__
         text = f"its text cannot be made: {type(worse).__name__}"
     line = " ".join(f"{type(error).__name__}: {text}".split())[:MAX_DETAIL]
     return line.encode("utf-8", "backslashreplace").decode()
@@ -186,7 +186,7 @@ def where(error: BaseException) -> str:
 
 
 def _is_own(filename: str) -> bool:
-    """Whether a file is the user's: not Python's, not an installed package's, and no text that is run."""
+    """Whether a file is the user's: not Python's, not an installed package's, not code run from a string."""
     library = filename.startswith((os.path.dirname(os.__file__), "<")) or "-packages" in filename
     return not library and filename != __file__
 
@@ -198,7 +198,7 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def trace(error: BaseException) -> str:
-    """The traceback as Python prints it, bounded: what led to the exception first."""
+    """The traceback as Python prints it (causes first), of bounded length."""
     chain = [error]
     while len(chain) < MAX_CHAIN and (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(before)
@@ -208,19 +208,19 @@ def trace(error: BaseException) -> str:
         + describe(each)
         for each in reversed(chain)
     ]
-    return "\n\n".join(parts).encode("utf-8", "backslashreplace").decode()  # a text may be no UTF-8
+    return "\n\n".join(parts).encode("utf-8", "backslashreplace").decode()  # may not be valid UTF-8
 
 
 def _sure(function: Callable[..., Any], columns: dict[str, Any], error: BaseException) -> Fault | None:
     frames = _frames(error)
-    if not frames or frames[-1].filename.startswith("<"):  # code that the function runs, a completion maybe
+    if not frames or frames[-1].filename.startswith("<"):  # code run from a string, perhaps a completion
         return None
     if isinstance(error, ImportError | NameError) and not isinstance(error, UnboundLocalError):
         return Fault.UNDEFINED
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
     if not isinstance(key, str) or key in columns:
         return None
-    try:  # a dictionary made of a completion lacks the key still when the row has a column of that name
+    try:  # a dictionary made from a completion still lacks the key when the row has such a column
         _returned(function, {**columns, key: [None] * len(columns["completions"])})
     except KeyError as again:
         return None if again.args == error.args else Fault.NO_COLUMN

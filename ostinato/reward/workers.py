@@ -1,8 +1,8 @@
-"""Grades groups with reward functions in killable worker processes: bounded, named, counted, never 0.
+"""Grades groups in killable worker processes: a fault is bounded in time, named and counted, never a 0.
 
     grade(group) -> one call per function -> a thread of the pool -> an idle Worker -> its process
-                                                  |  time is over, or the process is gone
-                                                  +-> its process group is killed; the next call starts afresh
+                                                  |  out of time, or the process is gone
+                                                  +-> its process group is killed; the next call starts one
 
 The invariants: every wait has a limit; a fault leaves ``Reward.value`` None with the fault's name in
 ``reason``; every fault is in ``counters``; a dead process is reaped before its worker is used again.
@@ -38,12 +38,12 @@ from ostinato.reward.worker import Fault, Judged, Verdict
 from ostinato.types import Group, Prompt, Reward, Stop, Trajectory
 from ostinato.workers.process import Child
 
-START_TIMEOUT_S = 60.0  # importing the functions may import much; a call's limit does not include it
+START_TIMEOUT_S = 60.0  # importing the functions may be slow; a call's limit does not include it
 REAP_TIMEOUT_S = 5.0
 RETRIES = 1  # of a call whose process died
-KEEPER_S = 2.0  # for the keeper of a confined process to end as that has ended
-JUDGE = "judge:"  # a function of this form is a Scorer: what follows names runs or addresses
-NO_VERDICT = frozenset({Stop.ERROR, Stop.ABORT})  # episodes whose end is not the policy's doing
+KEEPER_S = 2.0  # for the keeper of a confined process to end after it, with its status
+JUDGE = "judge:"  # a function with this prefix is a Scorer; the rest names runs or addresses
+NO_VERDICT = frozenset({Stop.ERROR, Stop.ABORT})  # ends of episodes that the policy did not cause
 
 
 class Worker:
@@ -56,8 +56,8 @@ class Worker:
         self._functions = list(functions)
         self._timeout_s = timeout_s
         self._isolation = isolation
-        self.left_open: list[str] = []  # what isolation was to prevent and this machine cannot, in words
-        self._own_folder = ""  # the temporary one of the process
+        self.left_open: list[str] = []  # what isolation cannot prevent on this machine, in words
+        self._own_folder = ""  # the temporary folder of the process
         self._folder = os.getcwd()  # relative paths keep their meaning for a process started later
         self._process: Child | None = None
         self._socket: socket.socket | None = None
@@ -123,8 +123,8 @@ class Worker:
             raise EOFError(self.kill()) from error
 
     def interrupt(self) -> None:
-        """Kill the process and all it started; a call in flight ends at once with EOFError. Without isolation
-        what has left its process group goes on."""
+        """Kill the process and all it started; a call in flight ends at once with EOFError. Without
+        isolation, processes that have left its process group go on."""
         process = self._process
         if process is not None:
             if self._isolation != "off":
@@ -152,7 +152,7 @@ class Scorer(Protocol):
     """A reward computed in this process, without a child: a judge on an engine, or at an address."""
 
     async def score(self, prompt: Prompt, answers: Sequence[str]) -> Sequence[Verdict]:
-        """A verdict for each of the siblings, in order; it bounds its own time and raises nothing."""
+        """One verdict per answer, in order. Limits its own time, and never raises."""
         ...
 
     def close(self) -> None: ...
@@ -164,8 +164,8 @@ class WorkerGrader:
     ``functions`` are what ``verify.resolve`` accepts: a built-in name, ``module:function`` or
     ``path.py:function``. ``timeout_s`` limits one function on one group; a call that hangs is killed, a
     call whose process died is repeated once. ``workers`` is the number of processes, which
-    are confined according to ``isolation`` (reward.isolation of a recipe). ``judges`` names, by task of a
-    mixture, the functions that judge its answers; all of them judge the others. ``scorers``: those of
+    are confined according to ``isolation`` (reward.isolation of a recipe). ``judges`` maps a task of
+    a mixture to the functions that grade its answers; all of them grade other tasks. ``scorers``: those of
     ``functions`` that are called in this process.
 
     A function's None is a skip and leaves the sum of the others, as in TRL. A fault leaves the completion
@@ -219,7 +219,7 @@ class WorkerGrader:
 
     @property
     def left_open(self) -> list[str]:
-        """What reward code can do although ``isolation`` was to prevent it, in words; after ``check``."""
+        """What reward code can do that ``isolation`` should prevent, in words. Valid after ``check``."""
         return self._workers[0].left_open if self._workers else []
 
     def check(
@@ -230,8 +230,8 @@ class WorkerGrader:
 
         Raises ValueError, with traceback and completions as a note, for what no other completion could
         change: a function that cannot be imported, does not take the row's columns, looks up a column that
-        the row does not have, or uses a name or a module that does not exist. So it does for a result that
-        is no list of as many numbers, for a function that ends its process, and one that is not done in time.
+        the row does not have, or uses a name or a module that does not exist. Also for a result that is not a
+        list of as many numbers, for a function that ends its process, and for one that runs out of time.
         Failures that other completions may not have (any other exception, or a NaN for both) are returned as
         warnings: a run ends at its first evaluation or step if all of its answers have them.
         """
@@ -290,7 +290,7 @@ class WorkerGrader:
         return list(await scorer.score(prompt, answers)), ""
 
     def _of(self, prompt: Prompt) -> list[tuple[str, str, float]]:
-        """(function, its name in metrics, its weight) of those that judge the prompt's task."""
+        """(function, its name in metrics, its weight) of those that grade the prompt's task."""
         every = zip(self._functions, self._names, self._weights, strict=True)
         chosen = self._judges.get(prompt.task, self._functions)
         return [one for one in every if one[0] in chosen]

@@ -5,8 +5,8 @@
 It is for callers that write the loop themselves: the training API (``serve.tinker``), supervised and
 preference recipes. Rows come with targets, weights and a loss; they are packed into microbatches, siblings
 share the rows of their prompt, and they go through the passes of ``PolicyTrainer`` (``train.local``). Losses
-are sums, so the cut into calls and the packing change gradients only by rounding; the same calls in the same
-order give the same bits. Several of these may share one frozen base.
+are sums, so splitting rows into calls and packing them change gradients only by rounding; the same calls in
+the same order give the same bits. Several accumulators may share one frozen base.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
-    """What a call gave: per row the log-probabilities of its targets, shaped like them, and the loss."""
+    """The result of a call: per row the log-probabilities of its targets, shaped like them, and the loss."""
 
     logprobs: list[np.ndarray]
     loss: float
@@ -204,8 +204,8 @@ class Accumulator:
         return state_tensors(self._leaves, self._optimizer)
 
     def restore(self, tensors: Mapping[str, Tensor], *, optimizer: bool = True) -> None:
-        """Go back, bit for bit, to where ``tensors`` were taken, without gradients; without ``optimizer`` its
-        moments start afresh. Raises ValueError for those of another adapter."""
+        """Restore, bit for bit, the state saved in ``tensors``, without gradients; without ``optimizer`` its
+        moments start from zero. Raises ValueError for the tensors of another adapter."""
         if not optimizer:
             tensors = {name: one for name, one in tensors.items() if not name.startswith("optimizer.")}
         load_state_tensors(self._leaves, self._optimizer, tensors)
@@ -259,7 +259,7 @@ class Part:
 
 
 def packed(rows: Sequence[Row], tokens_per_microbatch: int, decoder: Decoder) -> Iterator[Part]:
-    """The rows as microbatches of at most so many tokens, first-fit-decreasing, prompts shared."""
+    """The rows in microbatches of at most ``tokens_per_microbatch``, first-fit-decreasing, prompts shared."""
     samples = [_sample(row, index) for index, row in enumerate(rows)]
     weights = [sample.loss_mask.astype(np.float64) for sample in samples]
     batch = pack(samples, weights, tokens_per_microbatch=tokens_per_microbatch)
@@ -268,7 +268,7 @@ def packed(rows: Sequence[Row], tokens_per_microbatch: int, decoder: Decoder) ->
 
 
 def _sample(row: Row, index: int) -> Sample:
-    """For ``pack``, which lays out all before the last trained token: the row and a dummy token after it."""
+    """The row plus a dummy token at its end, for ``pack``, which lays out all before the last trained one."""
     length = len(row.tokens) + 1
     mask = np.arange(length) == length - 1
     return Sample(
@@ -277,7 +277,7 @@ def _sample(row: Row, index: int) -> Sample:
         logprobs=np.zeros(length, np.float32),
         advantages=np.zeros(length, np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
-        group=0,  # siblings are known by the tokens of their prompt
+        group=0,  # siblings are recognised by the tokens of their prompt
         prompt_len=row.prompt_len,
         uid=str(index),
     )
@@ -311,7 +311,7 @@ def _part(microbatch: Microbatch, rows: Sequence[Row], decoder: Decoder) -> Part
         flat = [rows[index].values[name].reshape(-1) for index in order]
         return torch.from_numpy(np.concatenate(flat).astype(np.float32)).to(device)
 
-    values = {name: joined(name) for name in rows[order[0]].values}  # of all alike: checked
+    values = {name: joined(name) for name in rows[order[0]].values}  # the same in all rows: checked
     return Part(
         inputs=as_inputs(scored, device, moe=False, replay=False),
         places=torch.from_numpy(places.reshape(-1)).to(device),

@@ -62,7 +62,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> P
     """Write ``checkpoint`` into ``folder``, then delete all but the newest ``keep``. Returns its path.
 
     The new folder appears under its name only when all of it is on the disk, and nothing is deleted before
-    that: whenever the process or the disk gives up, the last good checkpoint is still there.
+    that: whenever the process or the disk fails, the last good checkpoint is still there.
 
     Raises:
         CheckpointError: the disk is full or refuses to be written to.
@@ -133,8 +133,8 @@ def _load(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder`` by step, oldest first; `find_damage` says whether they are whole. Among
-    them is one that `atomic_folder` has moved aside, as long as its replacement has not come."""
+    """The checkpoints in ``folder`` by step, oldest first; `find_damage` says whether they are whole. One
+    that `atomic_folder` has moved aside is included until its replacement appears."""
     found = {_name(path): path for path in folder.glob(f".step-*{ASIDE}")}
     found |= {path.name: path for path in folder.glob("step-*") if path.is_dir()}
     return [found[name] for name in sorted(found)]

@@ -5,8 +5,8 @@ batch costs next to nothing. Aligned sequences agree in 98 % of the ids and more
 another sequence or of another policy agree in far less, and nothing else would show it (``algo.routing``).
 Counting stays on the device, in one pass over whole arrays.
 
-The answer of a sequence and its prompt are judged apart, or a long prompt would vouch for a wrong answer. How
-short a misaligned answer may be and is still found, one among many, is in tests/unit/train/test_gate.py.
+The answer and the prompt of a sequence are judged separately, or a long prompt would hide a wrong answer. How
+short a single misaligned answer among many can be and still be found: tests/unit/train/test_gate.py.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class Agreement:
     ids, a router is one (token, layer) pair. Parts are the answer of a sequence and its prompt."""
 
     uids: tuple[str, ...]  # of the S sequences
-    ages: np.ndarray  # [S] batches that were learned from since the sequence was sampled, its oldest token
+    ages: np.ndarray  # [S] batches trained on since the oldest token of the sequence was sampled
     overlaps: np.ndarray  # [S, 2] float64 of the parts, NaN where nothing is known
-    routers: np.ndarray  # [S, 2] known ones of the parts
+    routers: np.ndarray  # [S, 2] number of known routers in the parts
     together: np.ndarray  # [2] overlap of all answers, of all prompts; here each row counts once
     together_routers: np.ndarray  # [2]
     differ: float  # share of routers whose sets differ
 
     @property
     def metrics(self) -> dict[str, float]:
-        """routing/overlap, routing/differ, and the lowest overlap of a part of at least 32 routers, where
-        there is one; nothing where nothing is known."""
+        """routing/overlap, routing/differ, and the lowest overlap of a part of at least 32 routers, if
+        there is one; empty if nothing is known."""
         if not (known := self.together_routers.sum()):
             return {}
         least = lowest(self.overlaps, self.routers)
@@ -65,8 +65,8 @@ class Agreement:
         return found if np.isnan(least) else found | {"routing/lowest_sequence": least}
 
     def at_fault(self, threshold: float) -> np.ndarray:
-        """[S] bool: sequences that are too low (``algo.routing.too_low``); all that are below the threshold
-        where the answers together are, or the prompts, beyond chance."""
+        """[S] bool: sequences that are too low (``algo.routing.too_low``). If all answers together, or all
+        prompts, are below the threshold beyond chance, also every sequence whose own is below it."""
         surely = improbability(self.together, self.together_routers, threshold) > SURE
         below = (self.overlaps < threshold) & (self.together < threshold) & surely
         return np.asarray((below | too_low(self.overlaps, self.routers, threshold)).any(axis=1))
@@ -75,7 +75,7 @@ class Agreement:
 def row_counts(native: Tensor, carried: Tensor) -> Tensor:
     """[3, T] int64 of two [T, L, K] on one device: ids in common, ids known, ids in sets that differ.
 
-    A row of NO_EXPERT is unknown and counts nowhere. In numpy: ``algo.routing.shared_ids``.
+    A row of NO_EXPERT is unknown and not counted. In numpy: ``algo.routing.shared_ids``.
     """
     top_k = native.shape[-1]
     known = carried[..., 0] != NO_EXPERT
@@ -118,9 +118,9 @@ def refusal(
     *,
     steps: tuple[int, int] = (0, 1),
 ) -> Misaligned:
-    """What to raise where ``seen`` has sequences at fault, with the probable cause; ``chosen``: the same
+    """The error to raise where ``seen`` has sequences at fault, with the probable cause; ``chosen``: the same
     microbatches and the experts [T, L, K] that the trainer chooses for them when nothing is replayed;
-    ``steps``: how many optimizer steps on the batch were taken before, and of how many."""
+    ``steps``: (optimizer steps already taken on this batch, all of its steps)."""
     native, carried = [], []
     for microbatch, ids in chosen:
         assert microbatch.experts is not None
@@ -137,8 +137,8 @@ def refusal(
 
 def unreplayable(microbatches: Sequence[Microbatch], moe: MoEConfig) -> Misaligned | None:
     """The error to raise where the experts that microbatches carry cannot be replayed by any model: a buffer
-    that was not filled, physical instead of logical ids, rows known in part. It names the sequences; None
-    where all can be replayed. Each array is checked once, before any pass."""
+    that was not filled, physical instead of logical ids, partly known rows. It names the sequences; None
+    if all can be replayed. Each array is checked once, before any pass."""
     broken = [(one, fault) for one in microbatches if (fault := _fault(one, slice(None), moe))]
     if not broken:
         return None

@@ -1,4 +1,4 @@
-"""A ``PolicyTrainer`` on the ranks of a layout, made alike on all of them from the part that each keeps."""
+"""A ``PolicyTrainer`` on the ranks of a layout; each rank builds it from its own part of the model."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def sharded_trainer(
 ) -> PolicyTrainer:
     """The trainer of one rank; all ranks make theirs together, and from then on make the same calls together.
 
-    decoders: the chunks that this rank keeps (``shares.shares_of``), whole over f: with f in the layout they
-    are cut here, and recompute is on. adapters: of all their layers (``pieces.own_adapters``), or None to
-    train the decoders' parameters. placement: which rank keeps which experts, None for neighbours together.
-    mirror: see ``passes.Backend``; on the first rank. settings: those of ``PolicyTrainer``.
+    decoders: the chunks that this rank keeps (``shares.shares_of``), unsharded over f: with f in the layout
+    they are sharded here, and recompute is on. adapters: of all their layers (``pieces.own_adapters``), or
+    None to train the decoders' parameters. placement: which rank keeps which experts, None for contiguous
+    ones. mirror: see ``passes.Backend``; on the first rank. settings: those of ``PolicyTrainer``.
 
     Raises ValueError for a rank that would have nothing to train, and as ``PolicyTrainer`` does.
     """
@@ -72,7 +72,7 @@ def sharded_trainer(
     base = ""  # unused where all parameters are trained; else computed once, by all ranks together
     if adapters is not None:
         base = sharded_fingerprint(mesh, links, decoders, pieces=pieces, placement=placement)
-    links.traffic.take()  # the first step reports its own
+    links.traffic.take()  # the first step reports only its own traffic
     owner = _owner(layout.expert, config, placement)
     backend = Backend(passes=passes, leaves=leaves, fingerprint=lambda: base, owner=owner, mirror=mirror)
     return PolicyTrainer(

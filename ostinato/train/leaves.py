@@ -14,7 +14,7 @@ from ostinato.train.optimizer import MOMENTS, AdamW, gradient_norm, load_optimiz
 
 
 class Leaves(Protocol):
-    """``named``: the leaves that are here, by name. ``shapes``: those of the whole model, of all leaves."""
+    """``named``: the local leaves, by name. ``shapes``: the shapes of all leaves of the whole model."""
 
     @property
     def named(self) -> Mapping[str, Tensor]: ...
@@ -28,7 +28,7 @@ class Leaves(Protocol):
         ...
 
     def whole(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole model's tensors that belong to leaves (themselves, their moments), gathered from those
+        """The whole model's tensors by leaf (the leaves themselves, or a moment of them), gathered from those
         of the local leaves. Complete on the rank that drives the run, empty elsewhere."""
         ...
 
@@ -55,7 +55,7 @@ class WholeLeaves:
 
 
 def trained_parameters(decoder: Decoder, adapters: Adapters | None) -> dict[str, Tensor]:
-    """The leaves that a trainer updates, by name. Raises ValueError where they are not what was requested."""
+    """The leaves that a trainer updates, by name. Raises ValueError if they are not what was requested."""
     if adapters is not None:
         if any(parameter.requires_grad for parameter in decoder.parameters()):
             raise ValueError(

@@ -17,7 +17,7 @@ from ostinato.train.passes import Objective, Outcome, ScoreOptions, Scores, coun
 
 
 class LocalPasses:
-    """``train.passes.Passes`` of one process. ``entropy_grad``: the loss needs the slope of the entropy."""
+    """``train.passes.Passes`` of one process. ``entropy_grad``: the loss needs the entropy's gradient."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class LocalPasses:
             hidden, native = self.forward(part, self._adapters if options.adapted else None, ops)
         logprobs = None
         if options.logprobs:
-            with torch.no_grad():  # detached: a head computes the slopes of states that need a gradient
+            with torch.no_grad():  # detached, else the head would compute the gradients of the states
                 logprobs, _ = self.logprobs(hidden.detach(), part, want_entropy=False)
         return Scores(
             logprobs=logprobs,
@@ -85,7 +85,7 @@ class LocalPasses:
             recompute=self._recompute and torch.is_grad_enabled(),
         )
         # not hidden[rows]: the first tokens of siblings share a row, and the backward of indexing sums such
-        # rows by atomics, in the order in which threads come; that of index_select in the order of rows
+        # rows with atomics, in no fixed order; that of index_select sums in the order of rows
         return hidden.index_select(0, part.rows), native
 
     def logprobs(self, hidden: Tensor, part: Inputs, *, want_entropy: bool) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""Sampler against trainer on a whole batch, before anything is learned from it: a row of mismatch.jsonl.
+"""Sampler against trainer on a whole batch, before training on it: a row of mismatch.jsonl.
 
 Three passes score the same tokens: native (the trainer chooses its experts), replay (it takes the
-sampler's), and floor (native again, packed otherwise: what shapes and the order of sums alone change). They
-are made with the forward that the trainer trains with, and become figures here (``observe.mismatch``).
+sampler's), and floor (native again, packed differently: the effect of shapes and summation order alone). They
+use the same forward as training, and are turned into metrics here (``observe.mismatch``).
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _logprobs(scores: Sequence[Scores]) -> np.ndarray:
 
 
 def mismatch_row(scored: Sequence[Scored], layers: Sequence[int]) -> dict[str, Any]:
-    """The figures of a batch: arms, routers, versions, coverage, size of the routes. ``layers``: the
-    decoder's numbers of its MoE layers. Each arm is there if all microbatches have it."""
+    """The metrics of a batch: arms, routers, versions, coverage, size of the routes. ``layers``: the indices
+    of the decoder's MoE layers. An arm is present only if all microbatches have it."""
     sources = [one.source for one in scored]
     behaviour = np.concatenate([source.logprobs for source in sources]).astype(np.float64)
     owner = np.concatenate([source.sample_idx for source in sources])
@@ -101,8 +101,8 @@ def mismatch_row(scored: Sequence[Scored], layers: Sequence[int]) -> dict[str, A
 
 
 def _prompts(sources: Sequence[Microbatch]) -> np.ndarray:
-    """[R] a number for the prompt of each token: answers to one prompt are alike. Uids are "prompt#sample"; a
-    sample without one is its own."""
+    """[R] the index of each token's prompt: answers to one prompt are not independent. Uids are
+    "prompt#sample"; a sample without a prompt gets its own index."""
     names = []
     for source in sources:
         firsts = np.append(0, np.flatnonzero(np.diff(source.sample_idx)) + 1)

@@ -24,7 +24,7 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW (arXiv 1711.05101, algorithm 2) as torch has it: decay subtracts lr * weight_decay * parameter.
+    """AdamW (arXiv 1711.05101, algorithm 2) as in torch: decay subtracts lr * weight_decay * parameter.
 
     Vectors (biases, norms) do not decay. ``max_grad_norm=inf`` turns clipping off.
     """
@@ -42,8 +42,8 @@ class OptimizerSettings:
 def lr_factor(settings: OptimizerSettings, step: int) -> float:
     """The learning rate of step ``step`` (the first is 0) as a share of ``settings.lr``.
 
-    Warmup climbs linearly and reaches 1 at step ``warmup_steps - 1``; no step has rate 0, since a step that
-    learns nothing is paid for all the same. Then linear and cosine fall, and would be 0 at ``total_steps``.
+    Warmup climbs linearly and reaches 1 at step ``warmup_steps - 1``; no step has rate 0, since that
+    would cost as much and learn nothing. Then linear and cosine fall, and would be 0 at ``total_steps``.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
@@ -61,10 +61,10 @@ def _is_vector(parameter: Tensor) -> bool:
 
 
 class AdamW:
-    """``torch.optim.AdamW(fused=True)`` to the bit, by the same kernel. Not torch's own class, whose first
-    use imports torch's compiler: seconds at the start of every run.
+    """Bit-identical to ``torch.optim.AdamW(fused=True)``, by the same kernel. Not torch's own class, because
+    its first use imports torch's compiler: seconds at the start of every run.
 
-    param_groups: dicts of params, lr, betas, eps, weight_decay; state: the moments of what has been stepped.
+    param_groups: dicts of params, lr, betas, eps, weight_decay; state: the moments of updated parameters.
     """
 
     def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
@@ -137,7 +137,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def clip_gradients(gradients: Iterable[Tensor], norm: float, max_norm: float) -> None:
-    """Scale ``gradients`` in place to a joint norm of at most ``max_norm``; ``norm`` is what it is now."""
+    """Scale ``gradients`` in place to a joint norm of at most ``max_norm``; ``norm`` is the current one."""
     if norm > max_norm:
         torch._foreach_mul_(list(gradients), max_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -155,7 +155,7 @@ def optimizer_tensors(optimizer: AdamW, named: Mapping[str, Tensor]) -> dict[str
 def load_optimizer_tensors(
     optimizer: AdamW, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put back, bit for bit, what `optimizer_tensors` gave. A parameter without any state starts afresh."""
+    """Restore, bit for bit, what `optimizer_tensors` returned. A parameter without state starts from zero."""
     for name, parameter in named.items():
         if f"{name}.step" in tensors:
             optimizer.state[parameter] = {

@@ -57,8 +57,8 @@ Objective = Callable[[Inputs, Scores], Outcome]
 class ScoreOptions:
     """Which policy scores, by which forward, and what is returned.
 
-    ``as_trained``: by the very forward that training runs, recorded for a backward that never comes. Without
-    gradients a layer may multiply in another order, and a ratio that should be 1 would be 1 within rounding.
+    ``as_trained``: by the exact forward of training, recorded as if for a backward. Without gradients a layer
+    may multiply in another order, and a ratio that should be 1 would be 1 only up to rounding.
     """
 
     adapted: bool = True  # False: the base
@@ -91,13 +91,13 @@ class Passes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Backend:
-    """What computes for a trainer: one process, or this one of the ranks that together hold a model."""
+    """The compute backend of a trainer: one process, or this rank of those that hold a model together."""
 
     passes: Passes
     leaves: Leaves
     fingerprint: Callable[[], str]  # of the frozen weights of the whole model
     owner: np.ndarray | None = None  # [MoE layers, experts]: the expert rank that keeps an expert; None: one
-    mirror: Decoder | None = None  # where all parameters are trained: the whole of it, for samplers to read
+    mirror: Decoder | None = None  # where all parameters are trained: a whole model for samplers
 
 
 def counted(part: Inputs, native: Tensor | None) -> Tensor | None:
@@ -106,7 +106,7 @@ def counted(part: Inputs, native: Tensor | None) -> Tensor | None:
 
 
 def watching(ops: Ops, into: list[Tensor]) -> Ops:
-    """``ops`` whose ``route`` also appends the margin [T] of every MoE layer that is passed."""
+    """``ops`` whose ``route`` also appends the margins [T] of every MoE layer in the pass to ``into``."""
 
     def route(
         logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
@@ -118,9 +118,9 @@ def watching(ops: Ops, into: list[Tensor]) -> Ops:
 
 
 def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[None, None]:
-    """The two products of `linear_logprobs` for a frozen head, the logits as ``Decoder.logits`` has them.
+    """The two products of `linear_logprobs` for a frozen head, with logits as in ``Decoder.logits``.
 
-    None twice means both in fp32, the weight widened once: what torch can do for an FP32 head over bf16
+    (None, None) means both in fp32, the weight cast once: what torch can do for an FP32 head over bf16
     weights. Native products multiply in bf16 and sum in fp32, which is as exact and several times faster.
     Log-probabilities by ``Ops.score`` are of the sampler's own logits.
     """

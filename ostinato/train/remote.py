@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """The whole state of a trainer, apart from what its recipe says."""
+    """The whole state of a trainer, apart from what its recipe sets."""
 
     tensors: Mapping[str, Any]
     counters: Mapping[str, int]
@@ -79,11 +79,11 @@ class TrainerServer:
 
 
 class TrainerLink:
-    """A ``train.PolicyTrainer`` that lives in a worker which ``spawn`` makes.
+    """A ``train.PolicyTrainer`` in a worker made by ``spawn``.
 
-    ``within_s`` bounds one call, from the last progress on. After ``max_restarts`` losses without a step in
-    between it raises WorkerLost, which names the last cause. What the trainer itself raises (Misaligned,
-    TrainingStopped ...) comes as itself and is no loss.
+    ``within_s`` limits one call, counted from its last progress. After ``max_restarts`` losses with no step
+    in between it raises WorkerLost with the last cause. What the trainer itself raises (Misaligned,
+    TrainingStopped ...) is raised here unchanged, and does not count as a loss.
     """
 
     def __init__(self, spawn: Callable[[], Remote], *, within_s: float, max_restarts: int = 5) -> None:
@@ -115,7 +115,7 @@ class TrainerLink:
         return time.monotonic() if self._waits else 0.0
 
     def adapters(self) -> Any:
-        """Those after the last step; a copy, as all that came over the wire."""
+        """The adapters after the last step; a copy, like all that the worker sends."""
         return self._adapters
 
     def tensors(self) -> Mapping[str, Any]:
@@ -136,7 +136,7 @@ class TrainerLink:
         self._adapters = self._call("adapters")
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """The answer of the worker, or of a new one where it is lost."""
+        """The worker's answer, or that of a new worker if this one is lost."""
         self._waits = True
         try:
             while True:
@@ -156,7 +156,7 @@ class TrainerLink:
             if self._snapshot is not None:
                 worker.wait("restore", self._snapshot, within_s=self._within_s)
         except BaseException:
-            worker.kill()  # it may be restored in part only
+            worker.kill()  # it may be only partly restored
             raise
         self._worker = worker
         return worker
@@ -174,7 +174,7 @@ class TrainerLink:
         return spans
 
     def status(self) -> list[dict[str, Any]]:
-        """A row, as those of ``EnginePool.status``."""
+        """One row in the format of ``EnginePool.status``."""
         state = "starting" if self._worker is None else "serving"
         row = {"worker": "trainer", "state": state, "since": self._since_when, "cause": self._cause}
         return [row]

@@ -1,4 +1,4 @@
-"""Which experts a step replays, and whether anything may be learned from them.
+"""Which experts a step replays, and whether it may train on them.
 
 admit      before a step: routes that no model could replay refuse the batch; now and then the mismatch is
            measured
@@ -30,12 +30,12 @@ from ostinato.types import Batch, Microbatch
 class Admitted:
     batch: Batch
     mismatch: dict[str, Any] | None  # a row of mismatch.jsonl without its step
-    note: str  # news for a person; "" for none
+    note: str  # a message for the user; "" for none
 
 
 class ReplayGuard:
     """``replay``: MoE layers use the experts that the batch carries; "shuffled", a control: those of the row
-    half a microbatch on, without a gate. With True the batch is refused if the experts of a sequence agree
+    half a microbatch away, without a gate. With True the batch is refused if the experts of a sequence agree
     with the trainer's own in less than ``threshold``, beyond chance; 0 refuses none. Every ``measure_every``
     steps a row of mismatch.jsonl is measured; 0 is never. ``owner`` [L, E]: the rank that keeps an expert.
     """
@@ -69,7 +69,7 @@ class ReplayGuard:
         batch, note = self._replayable(batch)
         every, row = self._measure_every, None
         if every and step % every == 0:
-            floor = step == 0 and self._moe is not None  # it costs most, and hardly moves
+            floor = step == 0 and self._moe is not None  # it costs most, and hardly changes
             row = self.measure(batch, floor=floor)
         return Admitted(batch=batch, mismatch=row, note=note)
 
@@ -108,7 +108,7 @@ class ReplayGuard:
         if not at_fault.any():
             return None
         totals.extra_flops += sum(self._flops.forward(replace(part.work, logits=0)) for part, _ in fresh)
-        # natively: below a layer that was misled, choices are not the model's own any more
+        # natively: after a layer with wrong experts, later choices are no longer the model's own
         alone = [replace(part, routing=None) for part, _ in fresh]
         natives = self._passes.score(alone, ScoreOptions(as_trained=False, logprobs=False, native=True))
         chosen = [
@@ -132,8 +132,8 @@ class ReplayGuard:
         return found | agreement(counted, moe.top_k).metrics if counted else found
 
     def _replayable(self, batch: Batch) -> tuple[Batch, str]:
-        """The batch, and what is new about the experts that it carries, in one sentence. Those that no model
-        could replay refuse it; where none are to be replayed, they are left out."""
+        """The batch, and one sentence if there is something new about the experts that it carries. Experts
+        that no model could replay raise ``Misaligned``; without replay, they are left out instead."""
         if self._moe is None:
             return batch, ""
         sentence = ""

@@ -1,14 +1,14 @@
 """The trainer's passes over the ranks of a layout.
 
-    data       microbatch n of a minibatch is that of data rank n modulo d; where they do not come out even,
-               the others run padding alone, if ranks of several microbatches exchange rows or weights
+    data       microbatch n of a minibatch goes to data rank n modulo d; if their number is no multiple of d,
+               the other ranks run only padding where ranks of several microbatches exchange rows or weights
     context,   rows of a microbatch, with padding to a multiple of c t: the context slice first, within it
     tensor     the tensor slice; every rank of the last stage has the log-probabilities of all rows, and the
                same loss
     pipeline   ``parallel.stages``
 
-The scores of a microbatch are then sent to all ranks (``_everywhere``), so that the trainer decides alike on
-all of them. Gradients are left as partial sums (``parallel.leaves``).
+The scores of a microbatch are then sent to all ranks (``_everywhere``), so that the trainer decides the
+same on all of them. Gradients are left as partial sums (``parallel.leaves``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ostinato.types import NO_EXPERT, Segment
 class Slice:
     """The part of a microbatch that one rank computes. T rows with padding, n of them this rank's own.
 
-    Seven rows over c2 t2 (P is padding), and what rank (context 1, tensor 0) has of them::
+    Seven rows over c2 t2 (P is padding), and the part of rank (context 1, tensor 0)::
 
         row        0 1 2 3 4 5 6 P
         context    0 0 0 0 1 1 1 1     rows: tokens and positions of rows 4 to 7
@@ -52,7 +52,7 @@ class Slice:
     index: int  # of the microbatch among those of the call
     rows: Rows  # of the context slice; the routes of own rows
     own: range  # of the T rows, those of this rank
-    real: int  # how many of the own rows, the first ones, are no padding
+    real: int  # how many of the own rows, from the first, are not padding
     carried: Tensor | None  # [n, moe_layers, top_k] int16, NO_EXPERT where there is padding
     predictors: Tensor  # [m] int64: the rows of the context slice whose hidden states predict ...
     places: Tensor  # [m] int64: ... these of the R targets
@@ -90,7 +90,7 @@ def sliced(part: Inputs, index: int, mesh: Mesh, links: Collectives) -> Slice:
 
 
 def idle(mesh: Mesh, links: Collectives) -> Slice:
-    """A pass of a rank that has no microbatch left, to take part in the collectives of the others."""
+    """A pass of a rank that has no microbatch left, so that it joins the collectives of the others."""
     total = mesh.layout.row_shards
     context, own = _ranges(total, mesh)
     blank = torch.zeros(len(context), dtype=torch.int64, device=mesh.device)
@@ -134,7 +134,7 @@ class ShardedPasses:
 
     ``decoders``: the chunks of the model that this rank keeps, in order of depth, with ``adapters`` of all of
     them; ``ops``: of a rank (``parallel.rows.sequence_ops``), with gradients. ``entropy_grad``: the
-    objective uses the slope of the entropy.
+    objective uses the gradient of the entropy.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class ShardedPasses:
         def loss(one: Slice, hidden: Tensor, _: Any) -> Tensor:
             logprobs, entropy = self._head(hidden, one, want_entropy=True)
             if one.source is None:
-                return logprobs.sum()  # of nothing, but others wait for its backward
+                return logprobs.sum()  # an empty sum, but other ranks wait for its backward
             found[one.index] = torch.stack((logprobs, entropy)).detach()
             return objective(one.source, Scores(logprobs=logprobs, entropy=entropy)).loss * scale
 
@@ -182,7 +182,7 @@ class ShardedPasses:
         counts = self._counts(parts, mine, extras)
         outcomes = []
         for part, (logprobs, entropy), seen in zip(parts, pairs, counts, strict=True):
-            entropy.requires_grad_()  # an objective that uses its slope requires one
+            entropy.requires_grad_()  # an objective that uses its gradient requires one
             scores = Scores(logprobs=logprobs, entropy=entropy, counts=seen)
             outcomes.append(objective(part, scores).detached())
         return outcomes
@@ -209,14 +209,14 @@ class ShardedPasses:
         return [Scores(logprobs=a, counts=b, native=c, margins=d) for a, b, c, d in columns]
 
     def metrics(self) -> dict[str, float]:
-        """What went over the links (of this rank, sent), and rows that were padding, over all data ranks."""
+        """The traffic that this rank sent, and idle passes and padding rows, summed over all data ranks."""
         found = self._links.traffic.take().metrics()
         found |= {"parallel/idle_passes": float(self._idle), "parallel/padding_rows": float(self._padding)}
         self._idle = self._padding = 0
         return found
 
     def _mine(self, parts: Sequence[Inputs]) -> list[Slice]:
-        """What this rank runs of the microbatches, in order; counts what all ranks run besides."""
+        """This rank's slices of the microbatches, in order; counts the padding that all ranks run."""
         mesh, layout = self._mesh, self._mesh.layout
         mine = [
             sliced(part, index, mesh, self._links)
@@ -232,8 +232,8 @@ class ShardedPasses:
         return mine
 
     def _forward(self, options: ScoreOptions) -> Forward[Slice]:
-        """What ``parallel.stages`` runs: beside the stream each chunk returns its own choice of experts for
-        own rows, and the margins."""
+        """The forward for ``parallel.stages``: besides the stream, each chunk returns its own choice of
+        experts for own rows, and the margins."""
         gaps: list[Tensor] = []
         run = decoder_chunks(
             dict(zip(self._stages.chunks, self._decoders, strict=True)),
@@ -253,7 +253,7 @@ class ShardedPasses:
         return forward
 
     def _layers(self, local: int) -> list[int]:
-        """The places of a chunk's MoE layers among those of the model."""
+        """The indices of a chunk's MoE layers among those of the model."""
         kept = self._decoders[local].share.layers
         return [place for place, layer in enumerate(self._moe_layers) if layer in kept]
 
@@ -265,14 +265,14 @@ class ShardedPasses:
         """
         assert one.source is not None or not len(one.predictors)
         decoder = self._decoders[-1]
-        # rows come twice, see ``LocalPasses.forward``: indexing would not sum their gradients in order
+        # rows may repeat, see ``LocalPasses.forward``: indexing would not sum their gradients in order
         hidden = self._links.all_gather(hidden, "t").index_select(0, one.predictors)
         if one.source is None:
             empty = hidden.sum(-1)
             return empty, empty.detach()
         if len(one.predictors):
             found = torch.stack(self._scored(decoder, hidden, one, want_entropy), dim=1)
-        else:  # all targets are predicted by rows of other slices, and others wait for this part of the graph
+        else:  # rows of other slices predict all targets, but other ranks wait for this part of the graph
             found = hidden.sum(-1, keepdim=True).to(self._wide).expand(-1, 2)
         if self._layout.context > 1:
             whole = found.new_zeros(len(one.source.rows), 2).index_copy(0, one.places, found)
@@ -315,7 +315,7 @@ class ShardedPasses:
 
     @property
     def _leads(self) -> bool:
-        """Whether this is the one of the ranks with a microbatch's log-probabilities that sends them."""
+        """Whether this rank, of those with a microbatch's log-probabilities, is the one that sends them."""
         return self._stages.is_last and self._at.context == 0 and self._at.tensor == 0
 
     def _everywhere(self, shapes: Sequence[Sequence[int]], own: Mapping[int, Tensor]) -> list[Any]:
@@ -363,7 +363,7 @@ class ShardedPasses:
         widths: tuple[int, ...],
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """[T, L_moe, ...] of every microbatch, from what a chunk's forward gave of own rows and layers."""
+        """[T, L_moe, ...] of every microbatch, from what a chunk's forward gave for own rows and layers."""
         device = self._decoders[0].device
         shapes = [(len(part.tokens), *widths) for part in parts]
         own = {}

@@ -4,7 +4,7 @@
     DPO over (chosen, rejected) pairs   log-probabilities, then the same loss with the slopes of the pairs
 
 Both give sums by name, over "count" tokens or pairs, of which "tokens" were trained. Gradients are of the
-mean over what the caller chooses at once: a step is one call, a held-out loss may be several.
+mean over one call: a step is one call, a held-out loss may take several.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Pairs = Sequence[tuple[Row, ...]]  # chosen, rejected
 
 
 def row_of(tokens: np.ndarray, mask: np.ndarray) -> Row:
-    """Tokens [L] int32, of which ``mask`` [L] are trained: each is predicted by what is before it. Weights
-    are 1 there. ValueError where the first is trained, which nothing predicts."""
+    """Tokens [L] int32, trained on where ``mask`` [L] is True: there the weights are 1. Each is predicted by
+    those before it. Raises ValueError if the first is trained on: nothing predicts it."""
     if mask[0]:
         raise ValueError("trains on its first token, which nothing predicts; begin with a prompt")
     values = {"weights": mask[1:].astype(np.float32)}

@@ -48,7 +48,7 @@ class LocalTeacher:
         return self.passes.progress
 
     def score(self, parts: Sequence[Inputs]) -> tuple[list[Inputs], float]:
-        """At the sampling temperature and over the recorded support, by the very forward that training
+        """At the sampling temperature and over the recorded support, by exactly the forward that training
         runs."""
         free = [replace(part, routing=None, carried=None) for part in parts]
         found = self.passes.score(free, ScoreOptions())

@@ -29,7 +29,7 @@ from ostinato.types import Microbatch
 
 TOGETHER = 8
 LONGEST_PAUSE_S = 8.0
-AT_ONCE = 4096  # token ids of a request that compares tokenizers
+AT_ONCE = 4096  # token ids per request when tokenizers are compared
 
 
 class TeacherFailed(NamedFailure):
@@ -114,7 +114,7 @@ class TeacherAt:
         return scored, 0.0
 
     def logprobs(self, tokens: np.ndarray) -> np.ndarray:
-        """[L] fp32 of ``tokens`` [L]; the first is NaN, which nothing predicts. Raises TeacherFailed."""
+        """[L] fp32 of ``tokens`` [L]; the first is NaN: nothing predicts it. Raises TeacherFailed."""
         body = {"model": self._model, "prompt": tokens.tolist(), "prompt_logprobs": 0, "max_tokens": 1}
         answer = self._ask("/v1/completions", body)
         try:
@@ -149,7 +149,7 @@ class TeacherAt:
                 why = f"{path} gave {error.code} {_words(error)}"
                 if error.code != 429 and error.code < 500:
                     raise TeacherFailed(why, error.code) from error
-            except (OSError, ValueError) as error:  # URLError and TimeoutError are of the first
+            except (OSError, ValueError) as error:  # URLError and TimeoutError are OSErrors
                 why = f"{path} gave no answer ({error})"
             if tried < self._max_retries:
                 self._counts["teacher/retries"] += 1
@@ -167,7 +167,7 @@ class TeacherAt:
 
 
 def _words(error: urllib.error.HTTPError) -> str:
-    """What a server says of a refusal, in one line."""
+    """The server's message about an error, on one line."""
     try:
         return " ".join(error.read(4096).decode(errors="replace").split())[:300]
     except OSError:

@@ -29,7 +29,7 @@ class Totals:
     judged: list[tuple[Inputs, Tensor]] = field(default_factory=list)
     steps_taken: int = 0
     extra_flops: float = 0.0  # of forwards for old log-probabilities, the reference, the teacher and the gate
-    repeated_flops: float = 0.0  # of what went forward and backward again: that of its forward
+    repeated_flops: float = 0.0  # of what ran forward and backward again: the forward's only
 
     def add(self, part: Inputs, outcome: Outcome) -> None:
         self.loss.append(outcome.loss)
@@ -39,7 +39,7 @@ class Totals:
             self.unjudged.append((part, outcome.counts))
 
     def passes(self, forward: float) -> dict[str, float]:
-        """What was run beside training's own pass, in units of the ``forward`` FLOPs of the batch:
+        """What was run besides training's own pass, in units of the ``forward`` FLOPs of the batch:
         passes/extra only forward, passes/repeated also backward, to name the samples of a refused step."""
         repeated = {"passes/repeated": self.repeated_flops / forward} if self.repeated_flops else {}
         return {"passes/extra": self.extra_flops / forward} | repeated
@@ -56,8 +56,8 @@ class Totals:
 
 
 def staleness(batch: Batch) -> dict[str, float]:
-    """Optimizer steps between sampling and training, over tokens: all those of this batch for every policy
-    version, and minibatch n comes n steps later than the first."""
+    """Optimizer steps between sampling and training, over tokens: for every policy version as many as this
+    batch has minibatches, plus n for minibatch n."""
     minibatches = batch.minibatches
     ages = np.concatenate(
         [len(minibatches) * part.staleness + n for n, parts in enumerate(minibatches) for part in parts]
@@ -79,8 +79,8 @@ def support(batch: Batch) -> dict[str, float]:
 
 def balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> dict[str, float]:
     """How unevenly the experts that the batch carries would load the ranks (``parallel.load``), layer by
-    layer of every microbatch, since ranks wait for each other there; nothing where it carries none. ``owner``
-    [L, E]: the rank that keeps an expert; None: neighbours together, on ``nominal_ranks`` of them."""
+    layer of every microbatch, since ranks wait for each other there; empty if it carries none. ``owner``
+    [L, E]: the rank that keeps an expert; None: contiguous blocks of experts on ``nominal_ranks`` ranks."""
     carried = [one.experts for one in batch.microbatches if one.experts is not None]
     if not carried:
         return {}

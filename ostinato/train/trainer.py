@@ -5,7 +5,7 @@
         refuse, or clip -> AdamW
 
 The trainer does not know how advantages were computed. Weights are normalised over the whole step before they
-get here, so the losses of microbatches just add, and cutting a batch differently changes memory, not results.
+get here, so microbatch losses just add up, and splitting a batch differently changes memory, not results.
 Three policies take part, all at the sampling temperature:
 
     behaviour   what the engine sampled from: ``Microbatch.logprobs``
@@ -17,8 +17,8 @@ for old / behaviour, the sampler-trainer mismatch, with a weight. Others anchor 
 
 With replay (R3, arXiv 2510.11370) old and new take the experts that the batch carries, in every minibatch and
 in what a checkpointed layer recomputes; the reference policy chooses its own. Carried experts are compared
-with the trainer's before anything is learned from them (``train.replay_guard``): of all minibatches before
-the first optimizer step where old is computed ahead, otherwise of each before its own.
+with the trainer's before training on them (``train.replay_guard``): those of all minibatches before the first
+optimizer step where old is computed ahead, otherwise those of each minibatch before its own step.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class PolicyTrainer:
     ``recompute``: keep one activation per layer, recompute the rest in backward. ``ops``: arithmetic that has
     gradients, such as ``model.native.Kernels.training``.
 
-    ``teacher`` scores what ``algorithm.needs_teacher`` learns from.
+    ``teacher`` gives ``teacher_logprobs`` to an algorithm with ``needs_teacher``.
 
     ``replay``, ``replay_threshold`` and ``measure_every``: see ``ReplayGuard``.
 
     An optimizer step whose loss or gradient is not finite is refused: nothing is updated, the report names
-    the samples of the microbatches at fault, ``on_refused`` gets each of these, and training goes on.
+    the samples of the microbatches at fault, ``on_refused`` is called with each, and training goes on.
 
     ``backend``: for a model spread over ranks (``train.layouts.sharded_trainer``); decoder and adapters are
     then the first of the parts on this rank. All ranks make the same calls with the same batches at the same
-    time, decide the same and report the same; adapters and tensors are complete on the first.
+    time, decide the same and report the same; adapters and tensors are complete on the first rank only.
 
     Raises ValueError for settings that cannot work together, before any work.
     """
@@ -117,7 +117,7 @@ class PolicyTrainer:
         self._passes, self._leaves = self._backend.passes, self._backend.leaves
         self._named = self._leaves.named
         for leaf in self._named.values():
-            leaf.requires_grad_()  # adapters read from a file come without
+            leaf.requires_grad_()  # adapters read from a file do not yet
         vectors = {id(leaf) for name, leaf in self._named.items() if len(self._leaves.shapes[name]) < 2}
         self._optimizer = build_optimizer(self._named.values(), optimizer, lambda leaf: id(leaf) in vectors)
         self._steps = 0  # calls of step(): what the schedule reads
@@ -141,11 +141,11 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def adapters(self) -> Adapters | None:
-        """A copy to publish, which later steps leave alone. None where all parameters are trained: the policy
-        is the decoder itself or, where that lies on several ranks, the mirror, brought up to date here."""
+        """A copy to publish, unchanged by later steps. None where all parameters are trained: the policy is
+        the decoder itself or, where that is spread over ranks, the mirror, which is updated here."""
         whole = self._leaves.whole({name: leaf.detach() for name, leaf in self._named.items()})
         if self._adapters is not None:
-            # what came from other ranks came through host memory
+            # tensors from other ranks came through host memory
             return self._adapters.copy_of(whole, self._decoder.config).to(self._decoder.device)
         if self._backend.mirror is not None:
             for name, parameter in self._backend.mirror.named_parameters():
@@ -161,14 +161,14 @@ class PolicyTrainer:
         ``routing/*`` compares carried experts with the trainer's own, and says how uneven they are
         (``train.totals.balance``); ``routing/coverage``: the share of
         forward rows that carry any. With a bypass algorithm the mismatch and the routing of a later minibatch
-        include what the earlier ones changed. ``passes/*``: FLOPs beside training's own pass, in forwards of
+        include what the earlier ones changed. ``passes/*``: FLOPs besides training's own pass, in forwards of
         the batch (``Totals.passes``); ``passes/measure``: those of ``measure``.
 
         Raises:
             TrainingStopped: the last ``max_refused`` optimizer steps were all refused.
-            algo.routing.Misaligned: carried experts are not those of these tokens, or of no tokens at all. No
-                weight was changed; but a bypass algorithm sees a later minibatch only after the earlier ones
-                were learned from, and then ``steps_taken`` says how many.
+            algo.routing.Misaligned: carried experts are not those of these tokens, or of any tokens at all.
+                No weight has changed, except that a bypass algorithm sees a later minibatch only after it
+                trained on the earlier ones; ``steps_taken`` then says on how many.
         """
         if not batch.microbatches:
             raise ValueError("the batch has no microbatch; skip the step when no sample is left to train on")
@@ -178,7 +178,7 @@ class PolicyTrainer:
         set_lr(self._optimizer, lr)
         minibatches = [[self._guard.inputs(one) for one in minibatch] for minibatch in batch.minibatches]
         num_minibatches, inputs = len(minibatches), [*chain(*minibatches)]
-        if self._algorithm.decoupled:  # the first minibatch is its own old policy: nothing has changed yet
+        if self._algorithm.decoupled:  # in the first minibatch old equals new: no weight has changed
             minibatches[1:] = [self._with_old(minibatch) for minibatch in minibatches[1:]]
         ahead = [(part, part.counts) for part in chain(*minibatches) if part.counts is not None]
         totals, norms, refused = Totals(unjudged=ahead), [], []
@@ -210,7 +210,7 @@ class PolicyTrainer:
 
     def score(self, batch: Batch) -> list[np.ndarray]:
         """[R] log-probabilities of the targets of each microbatch, at the sampling temperature, under the
-        policy as it is, which chooses its own experts. Nothing is learned."""
+        current policy, which chooses its own experts. Does not train."""
         parts = [as_inputs(one, self._decoder.device, moe=False, replay=False) for one in batch.microbatches]
         found = self._passes.score(parts, ScoreOptions(as_trained=False))
         return [one.logprobs.float().cpu().numpy() for one in found if one.logprobs is not None]
@@ -220,7 +220,7 @@ class PolicyTrainer:
         return state_tensors(self._leaves, self._optimizer)
 
     def counters(self) -> dict[str, int]:
-        """The rest of a checkpoint of this trainer."""
+        """What a checkpoint of this trainer holds besides ``tensors``."""
         return {
             "steps": self._steps,
             "refused_in_a_row": self._refused_in_a_row,
@@ -228,7 +228,7 @@ class PolicyTrainer:
         }
 
     def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
-        """Go back, bit for bit, to where `tensors` and `counters` were taken, under any layout.
+        """Restore, bit for bit, the state saved in `tensors` and `counters`, under any layout.
 
         Raises ValueError naming the first parameter that is missing, unknown or of another shape.
         """
@@ -261,7 +261,7 @@ class PolicyTrainer:
     def _update(
         self, minibatch: Sequence[Inputs], num_samples: int, scale: int, totals: Totals
     ) -> tuple[float, list[Microbatch]]:
-        """One optimizer step: the gradient norm before clipping, and the microbatches that had it refused."""
+        """One optimizer step: the gradient norm before clipping, and the microbatches that made it fail."""
         norm, finite = self._accumulate(minibatch, num_samples, scale, totals)
         at_fault = []
         if finite:
@@ -271,7 +271,7 @@ class PolicyTrainer:
             clip_gradients(self._gradients(), norm, self._settings.max_grad_norm)
             self._optimizer.step()
             totals.steps_taken += 1
-        else:  # one by one, to name them: paid only by steps that are lost anyway
+        else:  # one by one, to name them: costs time only in steps that are lost anyway
             totals.unjudged = [one for one in totals.unjudged if one[0] not in minibatch]
             again = Totals()
             alone = [(part, self._accumulate([part], num_samples, scale, again)[1]) for part in minibatch]

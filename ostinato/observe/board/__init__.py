@@ -1,9 +1,9 @@
-"""`ostinato board RUN`: a page in the browser that follows a run, or a product's loop, while it goes.
+"""`ostinato board RUN`: a page in the browser that follows a run, or a product's loop, in progress.
 
     run folder -> tail (new rows) -> follow (state), samples -> server -> page
 
-Reads run folders, as the report does, and shares its charts, timeline, samples and style. Nothing is fetched
-from anywhere else.
+Reads run folders, as the report does, and shares its charts, timeline, samples and style. Nothing is loaded
+from the network.
 """
 
 from __future__ import annotations

@@ -12,24 +12,24 @@ from ostinato.observe.report.mismatch import gap_chart
 from ostinato.observe.report.reading import Row, RunData, number, numbers
 from ostinato.observe.report.timeline import pipeline_charts
 
-PLACES = 400  # along the steps, before two become one
+PLACES = 400  # points along the steps; with more, two neighbours become one
 
-Place = tuple[int, Counter[str], Counter[str]]  # its last step, sums by metric, rows that had a value
+Place = tuple[int, Counter[str], Counter[str]]  # its last step, sums by metric, number of values by metric
 
 
 class Curves:
-    """The rows of metrics.jsonl. Of a run of more steps than ``places`` (an even number) the means of 2, 4,
-    8 ... steps each are kept."""
+    """The rows of metrics.jsonl. For a run of more steps than ``places`` (an even number) only the means
+    over 2, 4, 8 ... steps are kept."""
 
     def __init__(self, places: int = PLACES) -> None:
-        self.last: Mapping[str, float] = {}  # row
-        self.each = 1  # steps to a place
+        self.last: Mapping[str, float] = {}  # the last row
+        self.each = 1  # steps per place
         self.names: set[str] = set()
         self._most, self._rows = places, 0
         self._places: list[Place] = []
 
     def add(self, row: Row) -> None:
-        """The next row, in order of steps; what has no step is left out."""
+        """Add the next row, in order of steps; a row without a step is ignored."""
         if number(row, "step") is None:
             return
         self.last = numbers(row)
@@ -45,7 +45,7 @@ class Curves:
         self._rows += 1
 
     def rows(self) -> list[dict[str, float]]:
-        """The mean of each place; its step is the last one that it joins."""
+        """The mean over the steps of each place; its "step" is the last of them."""
         return [
             {name: value / counts[name] for name, value in sums.items()} | {"step": step}
             for step, sums, counts in self._places
@@ -53,15 +53,15 @@ class Curves:
 
 
 def _joined(one: Place, other: Place) -> Place:
-    """Two places as one."""
+    """Two neighbouring places merged; updates ``one``."""
     for had, more in zip(one[1:], other[1:], strict=True):
         had.update(more)
     return other[0], one[1], one[2]
 
 
 def charts(curves: Curves, data: RunData, chosen: Sequence[str]) -> list[dict[str, Any]]:
-    """The report's charts as far as there is something to draw, the held-out score first, and then ``chosen``
-    metrics, one to a chart."""
+    """The report's charts that have data, the held-out score first, then one chart for each of the ``chosen``
+    metrics."""
     rows = curves.rows()
     joined = f" Each point joins {curves.each} steps." if curves.each > 1 else ""
     data = replace(data, metrics=rows)

@@ -1,4 +1,4 @@
-"""The state of a run while it goes, read from its folder, which is never written to."""
+"""The state of a run in progress, read from its folder, which is never written to."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ostinato.observe.timeline import Span
 from ostinato.run import RunFolder
 
 AGAIN_S = 0.5  # between two reads of the folder, for all pages together
-SILENT_S = 20.0  # without a sign of life (``ledger.BEAT_EVERY_S`` is 1), until a run counts as dead
-HORIZON_S = 900.0  # of the timeline that is kept
-SPANS = 60_000  # of it, at most
+SILENT_S = 20.0  # without a heartbeat (``ledger.BEAT_EVERY_S`` is 1), until a run counts as dead
+HORIZON_S = 900.0  # seconds of the timeline that are kept
+SPANS = 60_000  # kept of it, at most
 LAST = 4 << 20  # bytes of the timeline and the ledger that are read when the board opens
-STEPS = 200  # whose times are remembered
+STEPS = 200  # whose ledger rows are kept
 ALARMS = 50
 EMPTY: dict[str, Any] = {"metrics": (), "evals": (), "ledger": (), "starts": (), "damage": ()}
 
@@ -42,9 +42,9 @@ class Tone(StrEnum):
 
 
 class Follower:
-    """Reads what a run folder has gained, at every ``look`` and never by itself.
+    """Reads what is new in a run folder, only when ``look`` is called.
 
-    Not for several threads at once.
+    Not thread-safe.
     """
 
     def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,14 +65,14 @@ class Follower:
         }
         self._rows |= {"watch": deque(maxlen=ALARMS), "ledger": deque(maxlen=STEPS)}
         self._spans: deque[Span] = deque(maxlen=SPANS)
-        self._beat: Row | None = None  # the last sign of life of the run's process
-        self._beat_at = 0.0  # when it was given, by our monotonic clock
+        self._beat: Row | None = None  # the last heartbeat of the run's process
+        self._beat_at = 0.0  # its time, by our monotonic clock
         self._began = False
         self.revisions: dict[str, int] = {"charts": 0, "timeline": 0}
         self.data = RunData(name=run.path.resolve().name, recipe_text="", recipe={}, **EMPTY)
 
     def look(self) -> None:
-        """Read what is new, unless that was done just now."""
+        """Read what is new, unless the last read was less than ``AGAIN_S`` ago."""
         now = self._clock()
         if now - self._looked < AGAIN_S:
             return
@@ -86,19 +86,19 @@ class Follower:
         beat = _json(self._run.path / "alive.json")
         if not isinstance(beat, dict):
             self._beat = None
-        elif beat != self._beat:  # one that was there before us may be old
+        elif beat != self._beat:  # one from before our first look may be old
             at = None if self._began else number(beat, "at")
             self._beat, self._beat_at = beat, now - (max(0.0, time.time() - at) if at is not None else 0.0)
         self._began = True
 
     def _read_recipe(self) -> None:
-        """A run that is resumed may have another one."""
+        """Read at every look, as the recipe may change when a run is resumed."""
         with suppress(OSError, ValueError):
             recipe = parse_toml(self._run.recipe.read_text(encoding="utf-8", errors="replace"))
             self.data = replace(self.data, recipe=recipe)
 
     def _take(self, name: str, rows: Sequence[Row], *, anew: bool) -> None:
-        """``anew``: the log was replaced, for its run has gone back to a checkpoint."""
+        """Add new rows. ``anew``: the log was replaced, as its run went back to a checkpoint."""
         if name == "metrics":
             self._curves = Curves() if anew else self._curves
             for row in rows:
@@ -120,7 +120,7 @@ class Follower:
     # ---- what the page shows
 
     def state(self) -> dict[str, Any]:
-        """Everything but charts and timeline, which change with ``revisions``."""
+        """Everything but charts and timeline, whose changes ``revisions`` counts."""
         return {
             "name": self.data.name,
             "status": self.status(),
@@ -136,7 +136,7 @@ class Follower:
         }
 
     def status(self) -> dict[str, str]:
-        """Does the run go on? In words, and a tone."""
+        """Whether the run is alive or has ended: {"tone", "text"}."""
         last = self._rows["ledger"][-1] if self._rows["ledger"] else {}
         step = int(self._curves.last.get("step", 0))
         if last.get("event") == Event.END:
@@ -154,7 +154,7 @@ class Follower:
         return {"tone": Tone.BAD, "text": f"{text}. {again} goes on with it"}
 
     def _silent(self) -> float | None:
-        """Seconds since the last sign of life; None where there is none to go by."""
+        """Seconds since the last heartbeat, or else the last ledger row; None if there is neither."""
         if self._beat is None:
             ends = (number(row, name) for row in self._rows["ledger"] for name in ("at", "ended_at"))
             newest = max((end for end in ends if end is not None), default=None)
@@ -162,8 +162,8 @@ class Follower:
         return self._clock() - self._beat_at
 
     def progress(self) -> dict[str, Any]:
-        """Finished steps, those that are planned (None where a budget ends the run before them), the share of
-        the run that is done, and a guess at the time that is left."""
+        """Finished steps, planned steps (None if a budget will end the run before them), the share of the
+        run that is done, and an estimate of the time left."""
         last, planned = self._curves.last, self.data.setting("trainer.steps")
         step = int(last.get("step", 0))
         share = min(1.0, step / planned) if isinstance(planned, int) else 0.0
@@ -176,7 +176,7 @@ class Follower:
         return {"step": step, "of": planned, "share": share, "left": seconds_text(left) if left else None}
 
     def tiles(self) -> list[dict[str, str]]:
-        """The figures of now."""
+        """The latest held-out scores and metrics, as {"name", "value", "note"}."""
         last = self._curves.last
         now = [
             {"name": name, "value": form(last[key]), "note": note}
@@ -195,7 +195,7 @@ class Follower:
         return [*held, *now]
 
     def notes(self) -> list[str]:
-        """What a reader should know of the reading itself."""
+        """Caveats about the data shown: why runs are unsolved, logs still being read or damaged."""
         why = unsolved(self.data.evals)
         notes = [f"{why[0].upper()}{why[1:]}."] if why else []
         for name, log in self._logs.items():
@@ -243,8 +243,8 @@ ENDS = {
 
 
 def workers(path: Path, *, live: bool = True) -> list[dict[str, str]]:
-    """The rows of workers.json in words; none where there is no such file, or nothing to be made of it. Where
-    the run is not ``live``, they are what was."""
+    """The rows of workers.json as texts; none if the file is missing or not a list. If the run is not
+    ``live``, their states are shown as past ones."""
     rows = _json(path)
     if not isinstance(rows, list):
         return []
@@ -284,14 +284,14 @@ def _alarm(row: Row) -> dict[str, str]:
 
 
 def _spans(rows: Iterable[Row]) -> Iterator[Span]:
-    """Those that are spans."""
+    """The spans of ``rows``; rows that are not spans are skipped."""
     for row in rows:
         with suppress(KeyError, ValueError, TypeError):
             yield Span.of(row)
 
 
 def _json(path: Path) -> Any:
-    """The JSON of a file; None where it is not there or cannot be read."""
+    """The JSON of a file; None if it is missing or cannot be read."""
     try:
         return parse_json(path.read_bytes(), surrogates=True)
     except (OSError, ValueError):

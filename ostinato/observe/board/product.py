@@ -1,4 +1,4 @@
-"""The board of a continual loop: where it stands, what is in office, every decision with reasons and price.
+"""The board of a continual loop: its stage, judge and policy in use, and every decision, why and its cost.
 
 It reads the journal of the loop's folder whenever the page is requested, and nothing else.
 """
@@ -15,7 +15,7 @@ from ostinato.observe.report.page.offline import FOLDER, render
 from ostinato.run import Jsonl
 
 JOURNAL = "decisions.jsonl"
-# as ``product.loop.Stage`` has them, in words
+# the labels of ``product.loop.Stage``
 STAGES = {
     "collect": "Collect",
     "freeze": "Freeze",
@@ -27,7 +27,7 @@ STAGES = {
     "canary": "Canary",
 }
 GOOD = ("judge promoted", "policy promoted")
-FIGURES = 6  # of a decision
+FIGURES = 6  # shown for a decision, at most
 
 
 class ProductBoard:
@@ -58,13 +58,13 @@ class ProductBoard:
 
 
 def _stages(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(name, class) of each: "now" for the one that is worked on."""
+    """(label, CSS class) of each stage; the class is "now" for the current one."""
     now = rows[-1]["after"]["stage"] if rows else "collect"
     return [(words, "now" if name == now else "") for name, words in STAGES.items()]
 
 
 def _offices(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """(what, revision, since when) of judge and policy."""
+    """(name, revision in use, since when) of judge and policy."""
     found = []
     for what in ("judge", "policy"):
         revision = rows[-1]["after"][what] if rows else ""
@@ -75,7 +75,7 @@ def _offices(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def _rounds(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Of each round its pairs, what became of judge and policy, and the seconds that went into each."""
+    """For each round: its pairs, the outcomes for judge and policy, and the seconds spent on each."""
     found: dict[int, dict[str, str]] = {}
     seconds: dict[int, dict[str, float]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""The groups of a run by step, as the report's samples: read from the frames of one step at a time."""
+"""The groups of a run by step, in the report's format for samples: read from one step's frames at a time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Samples:
         self._groups: list[list[Row]] = []
 
     def index(self, step: int = -1) -> dict[str, Any]:
-        """{"steps": all that are recorded, "groups": those of ``step`` without their answers}; of the last
-        step where there is no such one."""
+        """{"steps": all recorded steps, "groups": those of ``step``, without their answers}. The last step
+        is used if ``step`` is not recorded."""
         self._frames.refresh()
         steps = list(dict.fromkeys(frame.step for frame in self._frames.frames))
         chosen = step if step in steps else next(reversed(steps), -1)
         return {"steps": steps, "groups": [listed(rows) for rows in self._of(chosen)]}
 
     def group(self, step: int, place: int) -> dict[str, Any]:
-        """The group at ``place`` of the step's ``groups``. Raises ValueError where there is none."""
+        """The group at index ``place`` of the step's ``groups``. Raises ValueError if there is none."""
         groups = self._of(step)
         if not 0 <= place < len(groups):
             raise ValueError(f"step {step} has no group {place}")

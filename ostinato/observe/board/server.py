@@ -5,7 +5,7 @@
     GET /groups?step=..   groups of a step   GET /group?step=..&place=..   one with its answers
 
 No path of the file system can be requested. The run is read on request, at most twice a second however many
-browsers there are; without one the server sleeps.
+browsers are connected; without requests the server is idle.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from ostinato.run import RunFolder
 
 FOLDERS = (Path(__file__).parent / "page", FOLDER)
 SCRIPTS = ("uplot.js", "charts.js", "gantt.js", "samples.js", "board.js")
-PORT, TRIES = 7321, 20  # the first to try, and how many
+PORT, TRIES = 7321, 20  # the first port to try, and how many
 MOST_SECONDS = 900.0  # of the timeline
-CHOSEN = 24  # metrics
+CHOSEN = 24  # metrics in a request, at most
 
 Params = Mapping[str, list[str]]
 
 
 class Board:
-    """The replies to the page, for any number of threads. ``renderer``: the tokenizer, with which answers are
-    shown token by token."""
+    """Replies to the page's requests; thread-safe. ``renderer``: with it, the tokenizer, answers are shown
+    token by token."""
 
     def __init__(self, run: RunFolder, renderer: Renderer | None = None) -> None:
         self._follower = Follower(run)
@@ -81,7 +81,7 @@ class Board:
         return self._changed("timeline", params, lambda: {"picture": self._follower.timeline(seconds)})
 
     def _changed(self, what: str, params: Params, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The revision, and what it is of unless the page has it."""
+        """The revision, and the content of ``make`` unless the page already has that revision."""
         with self._following:
             self._follower.look()
             now = self._follower.revisions[what]
@@ -102,7 +102,7 @@ def _whole(params: Params, name: str, default: int) -> int:
 
 
 def _number(params: Params, name: str, default: float) -> float:
-    """Raises ValueError for what is no number."""
+    """Raises ValueError for a text that is not a number, or NaN."""
     text = params.get(name, [""])[0]
     value = float(text) if text else default
     if math.isnan(value):
@@ -122,7 +122,7 @@ class Server(ThreadingHTTPServer):
         self.board = board
 
     def server_bind(self) -> None:
-        """Without looking its own name up, which can take long and which nothing here needs."""
+        """Bind without the reverse look-up of the host name, which can take long and is not needed."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.host, self.server_address[1]
 
@@ -133,8 +133,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # a browser keeps its connection
-    timeout = 60  # seconds of silence on it
+    protocol_version = "HTTP/1.1"  # keep-alive connections
+    timeout = 60  # seconds without a request on one
     server: Server
 
     def do_GET(self) -> None:
@@ -158,8 +158,8 @@ class Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, escaped(text).encode(), "application/json")
 
     def _own_name(self) -> bool:
-        """On a loopback address, is the Host header a name of this machine? Another site must not reach the
-        board by a name that it made resolve to this address (DNS rebinding)."""
+        """If the server is on a loopback address, is the Host header one too? Against DNS rebinding: another
+        site could make its own name resolve to this address."""
         if not is_loopback(self.server.host):
             return True
         try:
@@ -183,17 +183,17 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No log: a page requests something every second."""
+        """Logs nothing: a page sends a request every second."""
 
     def handle(self) -> None:
         try:
             super().handle()
         except (ConnectionError, TimeoutError):
-            self.close_connection = True  # the browser has gone
+            self.close_connection = True  # the browser has disconnected
 
 
 def is_loopback(host: str) -> bool:
-    """Is it a name of this machine that no other one can reach?"""
+    """Is ``host`` a loopback address or "localhost"?"""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -201,9 +201,9 @@ def is_loopback(host: str) -> bool:
 
 
 def open_server(board: Board | ProductBoard, host: str, port: int = 0) -> Server:
-    """A server of the board; port 0: the first free one from ``PORT`` on.
+    """A server for the board; port 0: the first free one from ``PORT`` on.
 
-    Raises ValueError, in one sentence, for a port that is in use and a host that is not this machine's.
+    Raises ValueError for a port that is in use and a host that is not an address of this machine.
     """
     tried = [port] if port else range(PORT, PORT + TRIES)
     for one in tried:

@@ -1,7 +1,7 @@
-"""What a log has gained since it was last looked at: by byte offsets, so that no byte is read twice.
+"""The rows appended to a log since the last read: by byte offsets, so that no byte is read twice.
 
-A log may be growing, on a disk far away, and be replaced by a shorter one when its run is resumed. Nothing
-here writes, locks or waits.
+A log may grow, be on a remote disk, and be replaced by a shorter one when its run is resumed. Nothing here
+writes, locks or waits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 from ostinato.inputs import parse_json
 
 CHUNK = 8 << 20  # bytes read at once, so that the first answer comes soon
-WITNESS = 64  # bytes before the offset, by which a log is known again
+WITNESS = 64  # bytes before the offset, by which a log is recognised
 
 
 class Mark:
-    """How far a log has been read, and by what it is known again."""
+    """How far a log has been read, and what it is recognised by: inode and the last bytes read."""
 
     def __init__(self) -> None:
         self.offset, self._before, self._inode = 0, b"", -1
@@ -30,7 +30,7 @@ class Mark:
         return self._inode != -1
 
     def known(self, file: BinaryIO) -> bool:
-        """Is it the log that was read so far, perhaps longer by now?"""
+        """Is it the same log as before, perhaps longer by now?"""
         file.seek(self.offset - len(self._before))
         same = file.read(len(self._before)) == self._before
         return same and os.fstat(file.fileno()).st_ino == self._inode
@@ -43,18 +43,18 @@ class Mark:
 
 
 class Tail:
-    """The complete rows of a JSON-lines log, each of them once, up to a line that is none."""
+    """The complete rows of a JSON-lines log, each of them once, up to a line that is not a JSON object."""
 
     def __init__(self, path: Path, *, last: int | None = None) -> None:
-        """``last``: begin so many bytes before the end of what is there."""
+        """``last``: start that many bytes before the current end of the file."""
         self.path = path
-        self.damaged = False  # has it a line that is no JSON? A far disk may only be behind
-        self.left = 0  # bytes that are there and not read yet
+        self.damaged = False  # does it have a line that is not JSON? Perhaps only a remote disk lags behind
+        self.left = 0  # bytes that are not read yet
         self._last, self._mark = last, Mark()
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """(is this another log than before: forget its rows, its next rows: all there are, or ``CHUNK``
-        bytes of them; see ``left``)."""
+        """(was the log replaced: if so, discard its earlier rows; its next rows: all of them, or ``CHUNK``
+        bytes of them, see ``left``)."""
         try:
             with self.path.open("rb") as file:
                 anew = not self._mark.known(file)
@@ -69,14 +69,14 @@ class Tail:
             return anew, []
 
     def _beginning(self, file: BinaryIO, size: int) -> int:
-        """Where to begin: behind the first line end of the last ``last`` bytes."""
+        """The offset to start at: after the first line end in the last ``last`` bytes."""
         if self._last is None or size <= self._last:
             return 0
         file.seek(size - self._last)
         return file.tell() + len(file.readline())
 
     def _rows(self, file: BinaryIO, start: int) -> tuple[list[dict[str, Any]], int]:
-        """The rows from ``start`` on, and where they end."""
+        """The rows from offset ``start`` on, and the offset where they end."""
         file.seek(start)
         data = file.read(CHUNK)
         while data and b"\n" not in data and (more := file.read(CHUNK)):  # a line longer than a chunk
@@ -84,7 +84,7 @@ class Tail:
         found, self.damaged = [], False
         for line in data.splitlines(keepends=True):
             if not line.endswith(b"\n"):
-                break  # torn, or not all there yet
+                break  # torn, or not written in full yet
             if (row := _object(line)) is None:
                 self.damaged = True
                 break
@@ -106,7 +106,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What one step has added to trajectories.jsonl.zst."""
+    """A zstd frame of trajectories.jsonl.zst, written by one step."""
 
     offset: int
     size: int  # bytes
@@ -114,7 +114,7 @@ class Frame:
 
 
 class Frames:
-    """Where the frames of trajectories.jsonl.zst are, and of which step: found without inflating them."""
+    """Offsets and steps of the frames of trajectories.jsonl.zst, found without decompressing them in full."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,7 +122,7 @@ class Frames:
         self._mark = Mark()
 
     def refresh(self) -> None:
-        """Look for frames behind those that are known; all anew where the log is another one."""
+        """Look for frames after those that are known; start over if the log was replaced."""
         try:
             with self.path.open("rb") as file:
                 if not self._mark.known(file):
@@ -134,7 +134,7 @@ class Frames:
             self.frames, self._mark = [], Mark()
 
     def rows(self, frame: Frame) -> list[dict[str, Any]]:
-        """The trajectories of a frame; empty where it is not what it was."""
+        """The trajectories of a frame; empty if it can no longer be read there."""
         import zstandard
 
         try:
@@ -157,11 +157,11 @@ def _frames(file: BinaryIO, start: int, stop: int) -> Iterator[Frame]:
 
 
 def _frame_size(file: BinaryIO, start: int) -> int:
-    """Bytes of the frame there; 0 where it is torn or none."""
+    """Size in bytes of the frame at ``start``; 0 if it is torn or not a frame."""
     import zstandard
 
     file.seek(start)
-    head = file.read(18)  # the longest header there is
+    head = file.read(18)  # the longest possible header
     try:
         at = zstandard.frame_header_size(head)
         checksum = zstandard.get_frame_parameters(head).has_checksum
@@ -184,7 +184,7 @@ _STEP = re.compile(rb'^\{"step":(\d+),')
 
 
 def _step(file: BinaryIO, start: int, size: int, most: int = 1 << 17) -> int | None:
-    """The step of the frame's first row, from its first bytes; None where it begins otherwise."""
+    """The step of the frame's first row, read from its first bytes; None if it does not begin with one."""
     import zstandard
 
     file.seek(start)
