@@ -9,8 +9,8 @@
 
 ``options`` are the columns of the row. A first text of "" means the row's own prompt. A reply that is a list
 of messages starts a new conversation, without the earlier messages. The reward function ``env`` gives the sum
-of the rewards of an episode. ``step`` and tools run in threads, each call within a time limit; what they
-raise ends the episode as a counted fault, never as a reward of 0.
+of the rewards of an episode. ``step`` and tools run in threads, each call within a time limit. An
+error of ``step`` ends the episode as a counted fault, never as a reward of 0; that of a tool is its reply.
 """
 
 from __future__ import annotations

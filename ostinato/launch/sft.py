@@ -112,7 +112,7 @@ def _check(recipe: Recipe) -> None:
     task = recipe.task
     unread = {"task.mix": task.mix, "task.env": task.env, "task.tools": task.tools}
     unread |= {"task.agent": task.has_agent, "task.system_prompt": task.system_prompt}
-    unread |= {"parallel.layout": recipe.parallel.sharded}
+    unread |= {"parallel.layout": recipe.parallel.sharded, "eval.keep_weights": recipe.eval.keep_weights}
     if given := [key for key, value in unread.items() if value]:
         raise ValueError(f"{given[0]} is set, and supervised training does without it; leave it out")
     if isinstance(recipe.eval.every, str):
