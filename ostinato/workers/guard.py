@@ -1,7 +1,7 @@
-"""Runs a command, and ends it with all that it has started when its own standard input closes.
+"""Runs a command, and ends it and all that it started when the standard input of this process closes.
 
-The other end of that pipe is in the program that started the command: however that program ends, by kill -9
-too, the pipe closes. Started as a file in a session of its own; argv is the command.
+The other end of that pipe is held by the program that started the command: however that program ends, even by
+kill -9, the pipe closes. Run as a script in a session of its own; argv is the command.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _end_with_the_parent(child: subprocess.Popen[bytes]) -> None:
 
 
 def _kill_all() -> None:
-    """The session, this process too."""
+    """Kill the whole session, including this process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(0, signal.SIGKILL)
 

@@ -1,7 +1,7 @@
-"""For how long something has not moved, and a thread that finds out when a peer does not answer.
+"""Seconds since something last changed, and a thread that notices when a peer stops answering.
 
-Seconds are counted as they pass in slices that were observed, not read from a clock: a machine that
-slept, or an event loop that was held up, makes no worker late.
+Seconds are counted in slices that were observed, not read from a clock: a machine that slept, or an event
+loop that was blocked, does not make a worker late.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Idle:
         self._value = value
 
     def after(self, passed_s: float, value: Any) -> float:
-        """``passed_s`` later the value is ``value``: seconds without a change until now."""
+        """Record that ``passed_s`` later the value is ``value``; returns the seconds without a change."""
         self.seconds = self.seconds + passed_s if value == self._value else 0.0
         self._value = value
         return self.seconds
 
 
 class Heartbeat:
-    """Calls ``beat(passed_s)`` every ``every_s`` seconds in one thread, and counts in another for how long no
-    beat has come back, since a beat may hang or raise. The first beat that returns True ends both.
+    """Calls ``beat(passed_s)`` every ``every_s`` seconds in one thread, and counts in another how long no
+    beat has returned, as a beat may hang or raise. The first beat that returns True ends both.
 
     ``on_silence`` is called once, after ``silence_s`` without a beat, with the seconds and the last exception
     in one line ("" if there was none).

@@ -1,4 +1,4 @@
-"""The worker's side: an object, built here from a factory, whose methods others call.
+"""The worker's side: an object, built here from a factory, whose methods are called remotely.
 
 A factory is named "module:function" and takes plain arguments, so that nothing but names and values is sent.
 Coroutines run in the event loop of the worker; other methods one after another in one thread, so that the
@@ -43,10 +43,10 @@ def here() -> Place:
 
 
 class Host:
-    """Serves one object. ``cores`` (first, count): of those of its host, the only ones that it computes on;
-    ``nice``: by how much it gives way to others there, as the command of that name has it.
+    """Serves one object. ``cores`` (first, count): the only cores of its host that it computes on; ``nice``:
+    how much its nice value is raised, as by the command of that name.
 
-    Every call carries its number, and begins when all before it have begun: an actor of Ray that serves
+    Every call carries its number, and begins when all before it have begun: a Ray actor that serves
     several calls at once may start a small one before a large one that was sent first.
     """
 
@@ -62,11 +62,11 @@ class Host:
         self._built: asyncio.Future[None] | None = None
 
     async def alive(self) -> float:
-        """A sign of life: the ``progress`` of the object, which grows while it gets on, if it has one."""
+        """A heartbeat: the object's ``progress``, a number that grows while it advances; 0 if it has none."""
         return float(getattr(self._object, "progress", 0.0))
 
     async def call(self, number: int, method: str, payload: bytes) -> bytes:
-        """The answer, or the refusal, of ``method`` to the sealed tuple of arguments in ``payload``."""
+        """The ``answer`` or ``refusal`` of ``method``; ``payload`` is the sealed tuple of its arguments."""
         await self._turn(number)
         try:
             if method == BUILD:
@@ -74,7 +74,7 @@ class Host:
             if self._built is not None:
                 await asyncio.shield(self._built)
             return answer(await self._run(getattr(self._object, method), opened(payload)))
-        except Exception as error:  # the edge of the process: the caller has to hear of it
+        except Exception as error:  # process boundary: the caller must be told
             return refusal(error, self._name)
 
     async def _turn(self, number: int) -> None:
@@ -109,14 +109,14 @@ def resolve(factory: str) -> Any:
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Let all threads of this process, those that are there and those to come, run on ``cores`` alone."""
+    """Let all threads of this process, existing and future ones, run on ``cores`` only."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has just ended
             os.sched_setaffinity(int(thread), cores)
 
 
 def give_way(nice: int) -> None:
-    """Make all threads of this process, those that are there and those to come, so much nicer."""
+    """Raise the nice value of all threads of this process, existing and future ones, by ``nice``."""
     tasks = "/proc/self/task"  # on Linux every thread has a priority of its own
     for thread in map(int, os.listdir(tasks)) if os.path.isdir(tasks) else (0,):
         with suppress(ProcessLookupError):
@@ -124,5 +124,5 @@ def give_way(nice: int) -> None:
 
 
 def dealt(first: int, count: int, cores: Sequence[int]) -> list[int]:
-    """``count`` neighbours of ``cores`` from ``first`` on, round and round: every core once in n workers."""
+    """``count`` consecutive ``cores`` from index ``first`` on, wrapping around, so that none is preferred."""
     return sorted({cores[(first + number) % len(cores)] for number in range(count)})

@@ -9,7 +9,7 @@ from ostinato.failure import NamedFailure
 
 
 class WorkerKind(StrEnum):
-    """Of worker."""
+    """The kinds of workers."""
 
     SAMPLER = "sampler"
     TRAINER = "trainer"
@@ -20,23 +20,23 @@ class WorkerKind(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> WorkerKind:
-        """That of a worker by its name: SAMPLER of "sampler-0"."""
+        """The kind of a worker from its name: SAMPLER for "sampler-0"."""
         return cls(name.partition("-")[0])
 
 
 class WorkerLost(NamedFailure):
-    """A worker died, gave no sign of life, made no progress, could not be reached, or serves what was not
+    """A worker died, stopped answering, made no progress, could not be reached, or serves what was not
     published. The message is ``name`` and ``cause``.
 
-    kind: of worker; name: of the worker, "" where ``cause`` is a whole sentence about one or several;
-    final: no other worker can take its place, so the run ends; by_calls: the calls that it had may be the
-    cause (``suspects``).
+    kind: the kind of worker; name: its name, "" if ``cause`` is a whole sentence about one or several;
+    final: no other worker can replace it, so the run ends; by_calls: the calls that it was serving may be
+    the cause (``suspects``).
     """
 
     def __init__(
         self, kind: WorkerKind, cause: str, name: str = "", final: bool = False, by_calls: bool = True
     ) -> None:
-        super().__init__(kind, cause, name, final, by_calls)  # as here, for pickles
+        super().__init__(kind, cause, name, final, by_calls)  # the same arguments, for pickle
         self.kind, self.cause, self.name = kind, cause, name
         self.final, self.by_calls = final, by_calls
 
@@ -50,7 +50,7 @@ MOST_DOUBLINGS = 10
 
 @dataclass(slots=True, kw_only=True)
 class Restarts:
-    """Of one worker, or of workers that share a budget: ``most`` losses in a row, without work in between.
+    """The restart budget of one worker, or of several: ``most`` losses in a row without work in between.
     The pause before a restart is ``pause_s`` times 0, 1, 3, 7 ... up to LONGEST_PAUSE_S."""
 
     most: int
@@ -58,12 +58,12 @@ class Restarts:
     in_a_row: int = 0
 
     def worked(self) -> None:
-        """The budget is whole again."""
+        """Work was done: reset the budget."""
         self.in_a_row = 0
 
     def lose(self, lost: WorkerLost, work: str, fix: str) -> None:
-        """Count a loss. Raises ``lost`` itself where it is final, and a final one when the budget is spent;
-        ``work`` was not done in between, ``fix`` is what to look at."""
+        """Count a loss. Raises ``lost`` itself if it is final, and a final one if the budget is spent. Its
+        message says that no ``work`` was done in between, and to look at ``fix``."""
         if lost.final:
             raise lost
         self.in_a_row += 1

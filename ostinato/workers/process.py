@@ -1,4 +1,4 @@
-"""A child process: killed as a group, its ending in words, and ended with its parent."""
+"""A child process: killed as a group, its exit described in words, ended when its parent ends."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Child:
     """``command`` as a process in a session of its own: Ctrl-C is the parent's to handle, and the whole group
     can be killed. What it prints is appended to ``log``, or goes to the stderr of this process.
 
-    lifeline: its stdin is a pipe whose other end only this process has. However this process ends, by kill -9
-    too, the pipe closes (``end_with_parent``; ``guard.py`` for commands that do not look). Otherwise stdin is
-    empty.
+    lifeline: its stdin is a pipe whose other end only this process has. However this process ends, even by
+    kill -9, the pipe closes (``end_with_parent``; ``guard.py`` for commands that do not check). Otherwise
+    stdin is empty.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Child:
                 self._process.stdin.close()
 
     def kill_group(self) -> None:
-        """Kill it and all that it started, but for what has left its group."""
+        """Kill it and all that it started, except what has left its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # EPERM: a zombie on macOS
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -78,7 +78,7 @@ class Child:
         return self.wait(REAP_S)
 
     def last_lines(self, count: int) -> str:
-        """Of its log, as one line."""
+        """The last ``count`` lines of its log, as one line."""
         return last_lines(self._log, count) if self._log is not None else ""
 
 
@@ -111,9 +111,9 @@ def end_with_parent(leave: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def witness(sentence: str, folder: Path | None) -> Iterator[None]:
-    """If this process ends in the block, however it does: a guard prints ``sentence`` and removes ``folder``.
+    """If this process ends in the block, for any reason, a helper prints ``sentence`` and removes ``folder``.
 
-    A shell that waits at the other end of a pipe, which the kernel closes for those who cannot.
+    The helper is a shell that reads from a pipe, which the kernel closes even if this process is killed.
     """
     script = (
         'read -r word; [ "$word" = done ] && exit; echo "$1" >&2; [ -z "$2" ] || { sleep 5; rm -rf "$2"; }'

@@ -1,13 +1,13 @@
-"""Ray: a cluster started here or joined, one actor for each worker, a watch over its head.
+"""Ray: a cluster that is started here or joined, one actor per worker, a watchdog on its head node.
 
     Cluster.open(address, needs) -> places reserved -> .remote(name, factory, arguments) -> RayRemote
                                          |
                                     Watch: does the head still answer?
 
-A worker is one async actor of ``host.Host``. Ray restarts nothing by itself: who calls a worker decides what
-becomes of its work, and starts a new one. Actors and reservations die with this process. Ray aborts a
+A worker is one async actor of ``host.Host``. Ray restarts nothing by itself: the caller of a worker decides
+what becomes of its work, and starts a new one. Actors and reservations die with this process. Ray aborts a
 process that cannot reach its head for a minute; the watch notices sooner, so that a run can save and say why.
-Of the loss of its daemon on this host Ray reports nothing: it ends the process on the spot; a witness speaks.
+If Ray's daemon on this host is lost, Ray ends this process at once without a report; ``witness`` prints one.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from ostinato.workers.process import witness
 from ostinato.workers.remote import SLICE_S, Patience, WorkerFault, outcome, sealed
 
 HEAD_S = 15  # seconds without an answer of the head, after which it is lost; Ray itself aborts after 60
-STORE_BYTES = 1 << 29  # of shared memory for messages, on a cluster of our own; what does not fit is spilt
-LEAN = {  # of a Ray of our own: no workers ahead of time, whose environment fits nothing, and none yields
+STORE_BYTES = 1 << 29  # of shared memory for messages, on a cluster that we start; the rest spills to disk
+LEAN = {  # for a Ray that we start: no prestarted workers, whose environment would not fit, and no niceness
     "prestart_worker_first_driver": False,
     "worker_niceness": 0,
 }
 CALLS = 256  # at once, to one worker
-CLOSE_S = 5.0  # for the head to take something back
+CLOSE_S = 5.0  # for the head to release workers and places
 REACH_S = 5.0  # for an address to answer at all
 
 
@@ -62,7 +62,7 @@ class Need:
 
 
 class Cluster:
-    """A place for each of ``needs``. ``open`` makes one; a context, at whose end all workers have ended."""
+    """Reserved resources for each of ``needs``. Made by ``open``, a context at whose end all workers end."""
 
     def __init__(self, needs: Sequence[Need], *, pin: bool, silence_s: float, folder: Path | None) -> None:
         self._needs = {need.name: need for need in needs}
@@ -70,7 +70,7 @@ class Cluster:
         self._pin, self.silence_s, self._folder = pin, silence_s, folder
         self._group: Any = None
         self._alive: dict[str, RayRemote] = {}
-        self._sent: tuple[Any, Any] = (None, None)  # what was shared last, and where it lies
+        self._sent: tuple[Any, Any] = (None, None)  # the last shared value, and its reference
         self._watch = Watch()
 
     @classmethod
@@ -86,9 +86,9 @@ class Cluster:
         last_words: str = "this process was ended",
     ) -> Iterator[Cluster]:
         """Join the Ray at ``address``, or the one that this process has joined before, or start one here for
-        as long as the context lasts. ``last_words`` are printed where the process ends before it.
+        as long as the context lasts. ``last_words`` is printed if the process ends within the context.
 
-        Raises ValueError, with one sentence, where no Ray answers or the workers do not fit in ``start_s``.
+        Raises ValueError if no Ray answers, or if the workers do not fit within ``start_s`` seconds.
         """
         if pin and not hasattr(os, "sched_setaffinity"):
             raise ValueError(f"cluster.pin is true, but {sys.platform} cannot pin a process; set it to false")
@@ -107,7 +107,7 @@ class Cluster:
                 cluster.close(leave=not joined)
 
     def _reserve(self, start_s: float) -> None:
-        """A bundle for each worker: what replaces it finds its place free."""
+        """Reserve a bundle for each worker, so that its replacement finds the resources free."""
         bundles = [
             {"CPU": need.cpus} | ({"GPU": need.gpus} if need.gpus else {}) for need in self._needs.values()
         ]
@@ -126,8 +126,8 @@ class Cluster:
             )
 
     def remote(self, name: str, factory: str, arguments: Mapping[str, Any], *, start_s: float) -> RayRemote:
-        """A worker of that name (one of ``needs``), beginning to build its object; it takes the place of an
-        earlier one. Returns at once."""
+        """Start a worker of that name (one of ``needs``), which begins to build its object; an earlier one of
+        that name is killed. Returns at once."""
         self.check()
         if (before := self._alive.get(name)) is not None:
             before.kill()
@@ -147,23 +147,23 @@ class Cluster:
         return remote
 
     def place(self, name: str) -> Place | None:
-        """Where that worker is; None while it is not there."""
+        """Where that worker is; None until it has been built."""
         remote = self._alive.get(name)
         return None if remote is None else remote.place
 
     def check(self) -> None:
-        """Raises WorkerLost, a final one, once the head does not answer."""
+        """Raises a final WorkerLost once the head has stopped answering."""
         if why := self._watch.lost:
             raise WorkerLost(WorkerKind.CLUSTER, why, final=True)
 
     def shelf(self, value: Any) -> Any:
-        """A reference to the sealed ``value``, put once for all workers that get it one after another."""
+        """A reference to the sealed ``value``, put once for all workers that get it in succession."""
         if self._sent[0] is not value:
             self._sent = (value, ray.put(sealed((value,))))
         return self._sent[1]
 
     def close(self, *, leave: bool) -> None:
-        """End the workers, give the places back; ``leave`` Ray, which ends it where it was started here."""
+        """End the workers, release their resources. ``leave`` Ray, which ends it if it was started here."""
         self._watch.stop()
         self._sent = (None, None)
         at_most(CLOSE_S, self._give_back)
@@ -180,7 +180,7 @@ class Cluster:
 
 
 def at_most(seconds: float, work: Callable[[], None]) -> None:
-    """Do it, but wait no longer: a call of a head that is gone returns after a minute, if ever."""
+    """Do ``work``, but wait at most ``seconds``: a call to a dead head returns after a minute, if ever."""
     thread = threading.Thread(target=work, name="ray-at-most", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -272,8 +272,8 @@ class RayRemote:
 
 
 class Watch:
-    """Looks every ``every_s`` seconds whether the cluster's head answers; ``lost`` says when it does not.
-    Where it finds that Ray was left it looks no more: a question would start another one."""
+    """Checks every ``every_s`` seconds whether the cluster's head answers; ``lost`` says when it does not.
+    It stops when this process has left Ray, as a further query would start another one."""
 
     def __init__(self, every_s: float = 2.0, head_s: int = HEAD_S) -> None:
         self.lost = ""
@@ -285,7 +285,7 @@ class Watch:
         self._heart.stop(CLOSE_S)
 
     def _beat(self, passed_s: float) -> bool:
-        """Raises RuntimeError where the head counts this host as lost."""
+        """Raises RuntimeError if the head counts this host as lost."""
         if not ray.is_initialized():
             return True
         if not next((node["Alive"] for node in ray.nodes() if node["NodeID"] == self._me), True):
@@ -297,7 +297,7 @@ class Watch:
 
 
 def _begin(address: str, needs: Sequence[Need], folder: Path | None) -> None:
-    """Join the Ray at ``address``, or start one in ``folder``. Signals stay ours."""
+    """Join the Ray at ``address``, or start one in ``folder``. Keeps our SIGTERM handler."""
     if address not in ("", "auto"):
         reach(address)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -309,7 +309,7 @@ def _begin(address: str, needs: Sequence[Need], folder: Path | None) -> None:
             ray.init(address=address, **quiet)
         else:
             ray.init(
-                num_cpus=sum(need.cpus for need in needs),  # as many as we place, whatever the machine has
+                num_cpus=sum(need.cpus for need in needs),  # what the workers need, whatever the machine has
                 include_dashboard=False,
                 object_store_memory=STORE_BYTES,
                 _temp_dir=str(folder),
@@ -335,14 +335,14 @@ def _begin(address: str, needs: Sequence[Need], folder: Path | None) -> None:
 
 
 def keep_token(file: Path) -> None:
-    """Ray listens on all interfaces and lets in who has its token, which it writes readable for all users of
-    the host. From here on the file is the user's alone."""
+    """Ray listens on all interfaces and accepts anyone with its token, which it writes to a file that all
+    users of the host can read. This makes the file private to this user."""
     with contextlib.suppress(OSError):
         file.chmod(0o600)
 
 
 def check_one_host(nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Cores are dealt by the number of a worker, whatever its host. Raises ValueError for several hosts."""
+    """Raises ValueError for several hosts, as cores are assigned by a worker's number, whatever its host."""
     hosts = {node["NodeManagerHostname"] for node in nodes if node["Alive"]}
     if len(hosts) > 1:
         raise ValueError(
@@ -372,13 +372,13 @@ def _nobody(address: str, why: str) -> str:
 
 
 def _short_folder() -> Path:
-    """For logs and sockets, whose paths may have 107 bytes at most."""
+    """A new folder for logs and sockets, whose paths may have 107 bytes at most."""
     root = "/tmp" if os.access("/tmp", os.W_OK) else None
     return Path(tempfile.mkdtemp(prefix="ostinato-ray-", dir=root))
 
 
 def _environment(cpus: int, *, local: bool) -> dict[str, str]:
-    """What a worker's libraries read when they are loaded: OpenMP its threads, Python its path."""
+    """Variables that a worker's libraries read when they are loaded: OpenMP its threads, Python its path."""
     kept = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     environment["OMP_NUM_THREADS"] = str(cpus)
@@ -388,7 +388,7 @@ def _environment(cpus: int, *, local: bool) -> dict[str, str]:
 
 
 def words(error: BaseException) -> str:
-    """What Ray says of this case, without its advice: of an actor that died, how its process ended."""
+    """Ray's message without its general advice; for a dead actor, how its process ended."""
     text = " ".join(str(error).split())
     if "connection error code 2" in text:
         return "its process ended, as one does that is killed or out of memory"

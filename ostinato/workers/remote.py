@@ -1,7 +1,7 @@
-"""What a worker is to its caller: an object elsewhere, whose methods are called with a bound in time.
+"""The caller's side of a worker: a remote object, whose methods are called with a time limit.
 
-Arguments and answers travel as ``payload`` has them, not as Ray does, and what a method raises is raised at
-the caller as itself.
+Arguments and answers are pickled here (``sealed``), not by Ray, and an exception that a method raises is
+raised again at the caller.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sealed(value: Any) -> bytes:
 
 
 def opened(payload: bytes) -> Any:
-    """What was ``sealed`` by a process of the same run: a pickle can do anything."""
+    """What was ``sealed``; only by a process of the same run, as a pickle can run any code."""
     return pickle.loads(payload)
 
 
@@ -55,7 +55,7 @@ def unpacked(payload: np.ndarray, sizes: Sequence[int]) -> Any:
 
 
 def head(payload: np.ndarray, sizes: Sequence[int]) -> bytes:
-    """The pickle of what was ``packed``, without what lies beside it."""
+    """The pickle of what was ``packed``, without its arrays and tensors."""
     return payload[: sizes[0]].tobytes() if sizes else b""
 
 
@@ -92,11 +92,11 @@ def _tensor(raw: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> Any:
     return torch.from_numpy(raw).view(dtype).reshape(shape)
 
 
-SLICE_S = 1.0  # between two looks at the cluster and the worker while an answer is awaited
+SLICE_S = 1.0  # between two checks of cluster and worker while waiting for an answer
 
 
 class WorkerFault(NamedFailure):
-    """A method of a worker raised what cannot travel; its words are here."""
+    """A method of a worker raised an exception that cannot be pickled; this has its message."""
 
 
 class Remote(Protocol):
@@ -106,9 +106,9 @@ class Remote(Protocol):
 
     async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
         """What ``method`` of the worker's object returns, or raises. ``shared``: other workers are about to
-        get the same arguments, so they are packed once. Raises WorkerLost when the worker died, when it gives
-        no sign of life, and after ``within_s`` seconds without progress of its object; a final one with the
-        cluster."""
+        get the same arguments, so they are packed once. Raises WorkerLost if the worker died, stopped
+        answering, or its object made no progress for ``within_s`` seconds; a final one if the cluster is
+        lost."""
         ...
 
     def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
@@ -116,15 +116,15 @@ class Remote(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it, at once; silent when it is gone already."""
+        """End it at once; does nothing if it has already ended."""
         ...
 
 
 class Patience:
-    """How long an answer is waited for: until for ``within_s`` the worker's object has made no progress, or
-    for ``silence_s`` the worker has given no sign of life, which ``query`` fetches.
+    """How long to wait for an answer: until the worker's object has made no progress for ``within_s``
+    seconds, or the worker has not answered ``query``, its heartbeat, for ``silence_s``.
 
-    Seconds are counted as slices in which a caller waited: while the event loop is blocked no worker is late.
+    Seconds are counted as slices in which a caller waited: a blocked event loop does not make a worker late.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Patience:
         self._sign: Future[float] | None = None  # no query in the first slice, where most answers come
 
     def wear(self, seconds: float = SLICE_S) -> None:
-        """A slice has passed in vain. Raises WorkerLost when it was the last."""
+        """Count a slice without an answer. Raises WorkerLost if it reaches one of the limits."""
         self._idle, self._silent = self._idle + seconds, self._silent + seconds
         if self._sign is None:
             self._sign = self._query()
@@ -155,7 +155,7 @@ def answer(value: Any) -> bytes:
 
 
 def refusal(error: BaseException, name: str) -> bytes:
-    """What a worker sends back when a method has raised: the exception, with where it came from as a note."""
+    """What a worker sends back when a method has raised: the exception, with its traceback as a note."""
     lines = "".join(traceback.format_exception(error))
     error.add_note(f"in {name}:\n{lines}")
     try:

@@ -1,10 +1,10 @@
-"""Which prompts break the workers of a pool, apart from workers that are lost for reasons of their own.
+"""Which prompts crash the workers of a pool, as opposed to workers that are lost for other reasons.
 
     lost with others, TRIES times -> suspect, in a cell -> lost -> half a cell each -> ... -> alone -> out
 
-A cell is a set of suspects that run together, with no other prompt; so of n the one that breaks workers is
-found in some log2(n) losses, and the others go on many at a time. Workers that are lost at the same time
-without a prompt in common have a cause in common: that counts against none, the first EXCUSED times.
+A cell is a set of suspects that run together, with no other prompt; so the one of n that crashes workers is
+found after about log2(n) losses, and the others still run many at a time. Workers that are lost at the same
+time without a prompt in common have another cause: that counts against no prompt, the first EXCUSED times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXCUSED = 2  # losses with another explanation that are not held against a promp
 class _Loss:
     place: int
     at: float
-    keys: set[Key]  # that are still on their way
+    keys: set[Key]  # the prompts it had that are still in flight
     shared: bool = False  # other workers were lost at that time, with none of these
 
 
@@ -35,24 +35,24 @@ class _Charge:
 
 
 def name(key: Key) -> str:
-    """What a prompt is called in failures."""
+    """The name of a prompt in failure messages."""
     return key[0] or f"with seed {list(key[1])}"
 
 
 class Suspects:
-    """``window_s``: workers lost within it are lost at the same time; so long a verdict waits."""
+    """``window_s``: seconds within which losses count as simultaneous; a verdict waits that long."""
 
     def __init__(self, window_s: float) -> None:
         self.quarantined: dict[Key, str] = {}  # what it did, in one sentence
         self.cells: dict[Key, int] = {}  # of suspects
-        self.accused: dict[Key, _Charge] = {}  # they wait for the verdict
+        self.accused: dict[Key, _Charge] = {}  # waiting for a verdict
         self._window_s = window_s
         self._losses: list[_Loss] = []
         self._ids = itertools.count()
 
     def blame(self, place: int, at: float, keys: Sequence[Key], cause: str) -> bool:
-        """A worker was lost while it had these (none: whatever the cause was, it was not they). True: they
-        are all suspects, so they are held to be the cause."""
+        """Record that a worker was lost while it had these prompts (none: they were not the cause). True if
+        they were all suspects already, so that they are taken to be the cause."""
         before = {key: self._strikes(key) for key in keys}
         explained = bool(keys) and set(keys) <= self.cells.keys() | self.quarantined.keys()
         loss = _Loss(place=place, at=at, keys=set(keys))
@@ -72,7 +72,7 @@ class Suspects:
         return explained
 
     def judge(self, now: float) -> list[Key]:
-        """Which prompts are quarantined, now that all losses of the time of their last one are known."""
+        """The prompts quarantined now, as all losses within ``window_s`` of their last one are known."""
         due = {key: charge for key, charge in self.accused.items() if charge.due <= now}
         found = [key for key, charge in due.items() if self._strikes(key) >= charge.strikes]
         for key in due:
@@ -85,7 +85,7 @@ class Suspects:
         return found
 
     def excess(self, most: int, workers: str) -> str:
-        """That more than ``most`` prompts are quarantined, in one sentence; "" where they are not."""
+        """One sentence if more than ``most`` prompts are quarantined; otherwise empty."""
         found = [*self.quarantined.values()]
         if len(found) <= most:
             return ""
@@ -93,7 +93,7 @@ class Suspects:
         return f"{len(found)} prompts broke {workers} ({budget}); the latest: {found[-1]}"
 
     def forget(self, key: Key) -> None:
-        """Nothing of it is on its way any more."""
+        """The prompt is no longer in flight: no loss counts against it any more."""
         for loss in self._losses:
             loss.keys.discard(key)
         self.cells.pop(key, None)
@@ -107,11 +107,11 @@ class Suspects:
 def isolated(
     waiting: Sequence[int], cells: Mapping[Key, int], held: Mapping[int, Collection[Key]]
 ) -> tuple[dict[int, int], frozenset[int]]:
-    """(worker of each cell that may begin now, workers that are reserved).
+    """(worker of each cell that may begin now, workers reserved for cells).
 
-    waiting: cells of which calls wait, the eldest first; cells: of all suspects; held: prompts that each
-    living worker has. A cell goes on where it is alone, and begins where no server is. Where all are busy,
-    the least busy worker takes nothing until it is empty.
+    waiting: cells with waiting calls, the oldest first; cells: the cell of each suspect; held: the prompts
+    that each living worker has. A cell continues on the worker where it is alone, and begins on an idle one.
+    If all are busy, the least busy worker takes nothing until it is empty.
     """
     found = {worker: {cells.get(key) for key in keys} for worker, keys in held.items()}
     alone = {worker: cell for worker, [*few] in found.items() for cell in few[:1] if len(few) == 1}

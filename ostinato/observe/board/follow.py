@@ -195,7 +195,7 @@ class Follower:
         return [*held, *now]
 
     def notes(self) -> list[str]:
-        """Caveats about the data shown: why runs are unsolved, logs still being read or damaged."""
+        """Caveats about the data shown: a pass@1 that shows nothing, logs still being read, damage."""
         why = unsolved(self.data.evals)
         notes = [f"{why[0].upper()}{why[1:]}."] if why else []
         for name, log in self._logs.items():

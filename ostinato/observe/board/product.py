@@ -1,4 +1,4 @@
-"""The board of a continual loop: its stage, judge and policy in use, and every decision, why and its cost.
+"""The board of a continual loop: its stage, judge and policy in use, every decision with reasons and cost.
 
 It reads the journal of the loop's folder whenever the page is requested, and nothing else.
 """

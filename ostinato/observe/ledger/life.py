@@ -1,9 +1,9 @@
-"""Signs of life: what is known of a process that was killed, also before it had a row in the ledger.
+"""Heartbeats: what is known of a process that was killed, even before it had a row in the ledger.
 
-    RUN/alive.json    process_started, at, part    of the process at work, rewritten every second
-                      killed                       the signs of those before it that no ledger row counts yet
+    RUN/alive.json    process_started, at, part    of the running process, rewritten every second
+                      killed                       last ones of killed processes that no ledger row counts yet
 
-All times are by the clock of the process itself, so it does not matter when or to where the folder is copied.
+All times are by the clock of the process itself, so it does not matter when or where the folder is copied.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ostinato.inputs import parse_json
 from ostinato.observe.ledger.rows import Event, Row, end_of, is_number
 from ostinato.run import BEAT_PART, to_json
 
-BEAT_EVERY_S = 1.0  # up to so much of the work of a killed process is not recorded
+BEAT_EVERY_S = 1.0  # up to this much of the work of a killed process is not recorded
 LOADING = "load"  # the part of a process before its ledger begins
 
 
 class Life:
-    """A context: in it the file is rewritten every ``every_s``, at once to begin with. Who leaves in order
-    leaves nothing behind but the signs of killed processes that are not counted yet.
+    """A context manager that rewrites the file on entry and every ``every_s`` seconds. Its exit removes the
+    file, unless heartbeats of killed processes are not counted in the ledger yet.
 
-    ``started`` and ``clock`` are the process's; ``part`` gives what it works on.
+    ``started`` and ``clock`` are the process's; ``part`` returns what it is working on.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Life:
 
 
 def _signs(path: Path) -> list[Row]:
-    """Of the processes that were killed, the oldest first; what is no sign is left out."""
+    """The last heartbeats of killed processes, the oldest first; malformed ones are left out."""
     try:
         last = parse_json(path.read_bytes())
         return [sign for sign in (*last.get("killed", ()), last) if _is_sign(sign)]
@@ -83,9 +83,9 @@ def _is_sign(row: Any) -> bool:
 
 
 def rows_of_the_killed(rows: Sequence[Row], killed: Sequence[Row], start: Row, at: float) -> Iterator[Row]:
-    """The rows that the ledger ``rows`` lack: what killed processes did after their last one, and those
-    that have none. Of such a process only its time is known; the terms are those of ``start``, the row of
-    the process that resumes. ``at``: now."""
+    """The rows missing from the ledger's ``rows``: the work of killed processes after their last row, and
+    the processes without any row. Of the latter only the time is known; their terms are those of ``start``,
+    the row of the process that resumes. ``at``: now."""
     ended = {row["session"] for row in rows if row["event"] in (Event.END, Event.LOST)}
     starts = {row["process_started"]: row["session"] for row in rows if row["event"] == Event.START}
     last = max(starts.values(), default=0)

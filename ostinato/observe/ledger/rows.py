@@ -1,4 +1,4 @@
-"""The rows of ledger.jsonl: what each has to have, and the time that it stands for."""
+"""The rows of ledger.jsonl: the fields that each must have, and the time that it accounts for."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _counts(value: Any) -> bool:
 
 
 def _tokens(value: Any) -> bool:
-    """Numbers by name, and those of tokens that were dropped by reason."""
+    """Numbers by name, and under "dropped" those of dropped tokens by reason."""
     return isinstance(value, dict) and _counts(value | {"dropped": 0}) and _counts(value.get("dropped", {}))
 
 
 def _pools(value: Any) -> bool:
-    """By name: devices, and seconds by what these were busy with."""
+    """By name: a number of devices, and their busy seconds by part."""
     pools = value.values() if isinstance(value, dict) else [None]
     return all(
         isinstance(pool, dict) and is_number(pool.get("devices")) and _counts(pool.get("busy", {}))
@@ -58,7 +58,7 @@ FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("flops", "wasted", "reused", "pending", "routing", "judge", "forgetting"), _counts),
     **{"tokens": _tokens, "pools": _pools, "currency": _text, "why": _text},
 }
-NEEDS: Mapping[Event, tuple[str, ...]] = {  # by every reader
+NEEDS: Mapping[Event, tuple[str, ...]] = {  # the fields that every reader needs
     Event.START: ("session", "at", "process_started", "step", "pools", "price_per_device_hour", "currency"),
     Event.STEP: ("session", "step", "seconds", "ended_at", "pools", "tokens"),
     Event.EVAL: ("session", "step", "seconds", "ended_at", "pools"),
@@ -69,8 +69,8 @@ NEEDS: Mapping[Event, tuple[str, ...]] = {  # by every reader
 
 
 def read(folder: RunFolder) -> list[dict[str, Any]]:
-    """The rows of a run's ledger, without a torn end. Raises ValueError in words for one that is damaged
-    before its end or of another form."""
+    """The rows of a run's ledger, without a torn last line. Raises ValueError if an earlier line is damaged
+    or of another format."""
     return list(checked(folder.ledger))
 
 
@@ -87,7 +87,7 @@ def checked(log: Jsonl) -> Iterator[dict[str, Any]]:
 
 
 def _fault(row: Any, *, first: bool) -> str:
-    """What a row lacks; empty when nothing."""
+    """What is wrong with a row; empty if nothing is."""
     event = row.get("event") if isinstance(row, dict) else None
     if event not in tuple(Event):
         return "has no 'event'"
@@ -109,7 +109,7 @@ def _fault(row: Any, *, first: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spell:
-    """A row, and the time that it stands for: its own seconds, and those before it that no row has."""
+    """A row and the time it accounts for: its own seconds, and the ``gap`` before it that no row covers."""
 
     row: Row
     start: Row  # of its session
@@ -119,7 +119,7 @@ class Spell:
 
     @property
     def evaluation(self) -> bool:
-        """Are its own seconds those of a held-out measurement, be it one that was given up?"""
+        """Are its own seconds those of a held-out evaluation, whether finished or lost?"""
         return self.event is Event.EVAL or (self.event is Event.LOST and self.row.get("part") == "eval")
 
     @property
@@ -129,7 +129,7 @@ class Spell:
 
     @property
     def devices(self) -> Mapping[str, int]:
-        """By pool, while its own seconds passed."""
+        """Devices by pool, during its own seconds."""
         return devices_of(self.row if "pools" in self.row else self.start)
 
     def device_seconds(self, *, training: bool = False) -> float:
@@ -138,7 +138,7 @@ class Spell:
 
 
 def spells(rows: Iterable[Row]) -> Iterator[Spell]:
-    """The rows as time. Within a session each begins no earlier than the one before it has ended."""
+    """The rows with their time. Within a session each begins no earlier than the previous one ended."""
     start: Row = {}
     cursor = 0.0
     for row in rows:
@@ -152,7 +152,7 @@ def spells(rows: Iterable[Row]) -> Iterator[Spell]:
 
 
 def end_of(row: Row) -> float:
-    """Unix time, by the clock of its process."""
+    """When the row ended: Unix seconds, by the clock of its process."""
     return row["ended_at"] if "ended_at" in row else row["at"]
 
 

@@ -1,4 +1,4 @@
-"""The sums of a ledger: compute up to each step on every axis, and what became of it all."""
+"""The sums of a ledger: compute up to each step on every axis, and what it was spent on."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def priced(rows: Iterable[Row], price: float) -> list[Row]:
 def spent(rows: Iterable[Row], axis: str) -> dict[int, float]:
     """Compute up to the end of each step that counts, 0 before the first.
 
-    Everything is in it that training took: idle devices, loading, lost and repeated work; evaluation is not.
-    Raises ValueError in words where the ledger does not say.
+    Includes all that training took: idle devices, loading, lost and repeated work; but not evaluation.
+    Raises ValueError if the ledger does not have this axis.
     """
     found = {0: 0.0}
     for spell, total in _running(rows, Axis(axis)):
-        if spell.event is Event.START:  # what was done beyond this step is about to be done again
+        if spell.event is Event.START:  # steps beyond this one are about to be repeated
             found = {step: value for step, value in found.items() if step <= spell.row["step"]}
         if spell.event is Event.STEP:
             found[spell.row["step"]] = total
@@ -75,7 +75,7 @@ def spent(rows: Iterable[Row], axis: str) -> dict[int, float]:
 
 
 def _running(rows: Iterable[Row], axis: Axis) -> Iterator[tuple[Spell, float]]:
-    """What has been spent up to the end of each row."""
+    """Each row, and what has been spent up to its end."""
     total: float = 0  # whole numbers stay whole
     starts: list[Row] = []
     for spell in spells(rows):
@@ -91,7 +91,7 @@ def _running(rows: Iterable[Row], axis: Axis) -> Iterator[tuple[Spell, float]]:
 
 
 def _uncountable(starts: Sequence[Row], axis: Axis) -> str:
-    """Why sessions that began like this have no sum; empty where they have."""
+    """Why sessions with these start rows have no sum; empty if they have one."""
     first = starts[0]
     if axis is not Axis.STEPS and first["step"]:
         return (
@@ -141,7 +141,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """What evaluation took; all of it is in the sums of time and money, and in no compute."""
+    """The cost of evaluation, which is part of the sums of time and money but not of compute."""
 
     times: int = 0
     seconds: float = 0.0
@@ -152,7 +152,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A whole ledger, added up. What no row has is None or not there."""
+    """The sums of a whole ledger. A value that no row has is None or missing."""
 
     sessions: int
     steps: int  # that count
@@ -160,8 +160,8 @@ class Summary:
     wall: Mapping[str, float]  # seconds: steps, evaluation, saving, loading, between, lost
     pools: Mapping[str, Pool]
     tokens: Mapping[str, int]  # prefilled, sampled, drafted, accepted, injected, trained, trained_context
-    dropped: Mapping[str, int]  # sampled tokens that no step that counts has trained on, by reason; what may
-    # still be trained on is "pending" here and in ``wasted`` while the run goes on, and then "unused"
+    dropped: Mapping[str, int]  # by reason: sampled tokens that no step that counts trained on. Those that
+    # may still be trained on are "pending" here and in ``wasted``, and "unused" once the run has ended
     flops: Mapping[str, int]  # by part
     useful: int | None
     wasted: Mapping[str, int]  # by reason
@@ -223,7 +223,7 @@ def _kept_and_repeated(passed: Sequence[Spell]) -> tuple[list[Row], list[Row]]:
 
 
 def _net(rows: Sequence[Row], key: str, reused: Mapping[str, str]) -> dict[str, int]:
-    """Sums by name below ``key``, without what a row has from an earlier one of its step."""
+    """Sums by name of the numbers under ``key``, without what a row reuses of an earlier row of its step."""
     sums: Counter[str] = Counter()
     for row in rows:
         sums.update({name: n for name, n in row.get(key, {}).items() if not isinstance(n, Mapping)})
@@ -239,8 +239,8 @@ def _in_vain(
     of: Callable[[Row], int],
     reasons: Callable[[Row], Mapping[str, int]],
 ) -> dict[str, int]:
-    """By reason; what was played ahead and not trained on is ``left``, what steps that were done again have
-    spent twice is "repeated"."""
+    """Waste by reason; what was sampled ahead and not trained on has the reason ``left``, what repeated steps
+    spent twice the reason "repeated"."""
     found = Counter[str]()
     if pending := sum(row.get("pending", {}).get(what, 0) for row in kept):
         found[left] = pending
@@ -296,7 +296,7 @@ def _evaluated(passed: Sequence[Spell]) -> Evaluated:
 
 
 def _forgetting(passed: Sequence[Spell]) -> dict[str, float]:
-    """Its beginning, an evaluation, and its looks, parts of steps."""
+    """Sums of the forgetting watch: its start, which is an evaluation, and its checks, parts of steps."""
     sums = Counter[str]()
     for row in (spell.row for spell in passed):
         sums.update(row.get("forgetting", {}))
@@ -306,7 +306,7 @@ def _forgetting(passed: Sequence[Spell]) -> dict[str, float]:
 
 
 def _compute(rows: Sequence[Row]) -> dict[str, float]:
-    """By every axis that the ledger has; of the steps those that count, of the rest everything."""
+    """Totals on every axis that the ledger has: on steps those that count, on the others everything."""
     found: dict[str, float] = {}
     for axis in AXES:
         with suppress(ValueError):
@@ -315,14 +315,14 @@ def _compute(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _bill(passed: Sequence[Spell]) -> float | None:
-    """The price of all device hours; None where there is none."""
+    """The price of all device hours; None if ``_no_bill`` has a reason."""
     if not passed or _no_bill(passed):
         return None
     return sum(spell.device_seconds() / 3600 * spell.start["price_per_device_hour"] for spell in passed)
 
 
 def _no_bill(passed: Sequence[Spell]) -> str:
-    """Why; empty where there is one."""
+    """Why there is no bill; empty if there is one."""
     starts = [spell.start for spell in passed if spell.event is Event.START]
     free = [str(row["session"]) for row in starts if not row["price_per_device_hour"]]
     if len(currencies := {row["currency"] for row in starts}) > 1:

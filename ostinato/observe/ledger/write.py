@@ -1,4 +1,4 @@
-"""The writer of ledger.jsonl: one process, from when it takes up a run until it leaves it."""
+"""The writer of ledger.jsonl: for one process, from when it starts or resumes a run until it ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ostinato.observe.ledger.rows import Event, Row, end_of, read
 from ostinato.run import BEAT, RunFolder
 
 POOL = "local"  # of a run in one process: one pool that samples, grades and trains in turn
-SAMPLERS = "samplers"  # the pool that evaluates, where there are several
+SAMPLERS = "samplers"  # the pool that evaluates, if there are several
 
 
 class SteadyClock:
-    """Unix time that never goes back while the process lives, whatever is done to the machine's clock."""
+    """Unix time that never goes back within a process, even if the machine's clock is changed."""
 
     def __init__(self) -> None:
         self.started, self._zero = time.time(), time.perf_counter()
@@ -27,13 +27,13 @@ class SteadyClock:
 
 
 def new_life(folder: RunFolder, clock: SteadyClock) -> Life:
-    """The signs of life of this process, which began when ``clock`` did."""
+    """The heartbeat of this process, which began when ``clock`` did."""
     return Life(folder.path / BEAT, clock, clock.started)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a process trains on, and what that costs."""
+    """The devices that a process trains on, and their price."""
 
     devices: int = 1
     device: str = "cpu"  # its name
@@ -51,7 +51,7 @@ class Terms:
 class Ledger:
     """Writes the rows of one process. ``with ledger.session(step):`` around all of its work.
 
-    ``clock`` was started when the process began; ``life`` are its signs of life, by default new ones.
+    ``clock`` was started when the process began; ``life`` is its heartbeat, by default a new one.
     """
 
     folder: RunFolder
@@ -67,8 +67,8 @@ class Ledger:
 
     @contextmanager
     def session(self, step: int) -> Iterator[None]:
-        """From the start row, at finished step ``step``, to the end row; within a session, only itself. An
-        exception is named there by its ``why``, if it has one, or by its type.
+        """A context that writes a start row, at finished step ``step``, and an end row; nested in a session,
+        nothing. The end row names an exception by its ``why``, if it has one, or else by its type.
 
         Raises ValueError for a ledger that cannot be read to its end."""
         if self._session:
@@ -88,7 +88,7 @@ class Ledger:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """What an exception ends in the middle is lost: a row has how long it was, since the last one."""
+        """If an exception ends the block, its work is lost: a row records the seconds since the last row."""
         try:
             yield
         except BaseException:
@@ -99,8 +99,8 @@ class Ledger:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """What is lost in here is evaluation. An exception leaves it at that: ``work`` or the process that
-        resumes records it."""
+        """Work lost in this block counts as evaluation. After an exception that stays so, until ``work`` or
+        the process that resumes records it."""
         self._part = "eval"
         yield
         self._part = "train"
@@ -113,15 +113,15 @@ class Ledger:
         work: Row,
         by_pool: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        """A step took ``seconds``, of them ``busy`` by part, or ``by_pool`` and part where there are several;
-        ``work``: its tokens, FLOPs, useful, wasted."""
+        """Record a step of ``seconds``, ``busy`` of them by part, or ``by_pool`` and part if there are
+        several pools. ``work``: its tokens, FLOPs, useful, wasted."""
         self._step = step
         row = {"step": step, "seconds": seconds, "ended_at": self.clock()}
         parts = {POOL: busy} if by_pool is None else by_pool
         self._append(Event.STEP, {**row, "pools": self._pools(seconds, parts), **work})
 
     def evaluation(self, step: int, set_name: str, seconds: float, work: Row) -> None:
-        """The policy of ``step`` was measured on the set."""
+        """Record an evaluation of the policy after ``step`` on the set ``set_name``."""
         row = {"step": step, "set": set_name, "seconds": seconds, "ended_at": self.clock()}
         busy = {SAMPLERS if self.terms.pools else POOL: {"eval": seconds}}
         self._append(Event.EVAL, {**row, "pools": self._pools(seconds, busy), **work})
@@ -131,7 +131,7 @@ class Ledger:
 
     @property
     def coming(self) -> tuple[int, int]:
-        """(session, step) of the step row to come, which pays for what is sampled now."""
+        """(session, step) of the next step row, which pays for what is sampled now."""
         return self._session, self._step + 1
 
     def has(self, row: tuple[int, int]) -> bool:
@@ -166,7 +166,7 @@ class Ledger:
         self._append(Event.END, {"at": self.clock(), "step": self._step, "why": why})
 
     def _pools(self, seconds: float, busy: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-        """What each pool did with ``seconds``."""
+        """The devices of each pool, and how many of ``seconds`` they were busy and idle."""
         parts = {name: dict(busy.get(name, {})) for name in self.terms.by_pool}
         return {
             name: {

@@ -2,8 +2,8 @@
 
     run folder -> reading -> facts, concerns, charts, samples, pictures -> page (a jinja template, scripts)
 
-Works for a run that is still going, was killed or never began: what is not there is a sentence. Nothing in
-the page is fetched: its Content-Security-Policy allows its own scripts, by their digest, and no connection.
+Works for a run that is still going, was killed or never began: a sentence replaces what is missing. Nothing
+in the page is fetched: its Content-Security-Policy allows its own scripts, by digest, and no connection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is plotted over the steps: charts as data, drawn by page/charts.js. One without data is a sentence."""
+"""Plots over the steps: charts as data, drawn by page/charts.js. A sentence replaces a chart without data."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One figure. ``note`` says what the lines are, in the reader's words; ``empty`` replaces it when set.
+    """One figure. ``note`` says what the lines are, in plain words; ``empty`` replaces it when set.
 
-    ``steps`` are the places on the horizontal axis. ``along`` names one, "#" being its number, or its label
-    where ``labels`` has one for each place.
+    ``steps`` are the x values. ``along`` is the text for one of them, in which "#" stands for its number, or
+    for its label if ``labels`` has one for each.
     """
 
     key: str
@@ -54,7 +54,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading, what it comes to in a sentence or two, and what shows it."""
+    """A heading, a summary of a sentence or two (``lead``), and its charts, facts and tables."""
 
     title: str
     charts: Sequence[Chart] = ()
@@ -68,7 +68,7 @@ Lines = Mapping[str, str | tuple[str, str]]  # label, or label and color, by met
 
 
 def lines(rows: Sequence[Row], named: Lines, *, missing: float | None = None) -> list[Series]:
-    """A metric each over the rows; ``missing`` stands where a row has none."""
+    """One series over the rows for each metric; ``missing`` replaces values that a row does not have."""
     pairs = [
         (key, (name, color) if isinstance(name, str) else name)
         for (key, name), color in zip(named.items(), COLORS, strict=False)
@@ -82,8 +82,8 @@ def lines(rows: Sequence[Row], named: Lines, *, missing: float | None = None) ->
 def plotted(
     title: str, note: str, unit: str, series: list[Series], *, steps: Sequence[float], **options: Any
 ) -> Chart:
-    """A chart without series that have no value, and with a sentence when none is left; its key is its
-    title."""
+    """A chart of the series that have values, or with a sentence if there are none; its key is made from
+    its title."""
     options = {"key": title.lower().replace(" ", "-"), "empty": "", **options}
     drawn = [one for one in series if any(v is not None for v in (*one.values, *(one.low or ())))]
     if drawn:
@@ -105,7 +105,7 @@ def figure(
 
 
 def scored(rows: Sequence[Row], key: str, label: str, color: str, marker: str = "") -> Series:
-    """A held-out figure of evaluations with its 95 % interval."""
+    """The held-out score ``key`` of evaluations, with its 95 % interval."""
     found = [estimate(row, key) for row in rows]
     low, high = (
         [None if one is None or one.interval is None else one.interval[end] for one in found]
@@ -116,7 +116,7 @@ def scored(rows: Sequence[Row], key: str, label: str, color: str, marker: str = 
 
 
 def sections(data: RunData) -> list[Section]:
-    """What every run shows over its steps, the held-out score and sampler against trainer apart."""
+    """The plots over steps that every run has, except held-out score and sampler against trainer."""
     rows = data.metrics
     return [
         Section(title="Signal", charts=_signal(rows)),
@@ -126,8 +126,8 @@ def sections(data: RunData) -> list[Section]:
 
 
 def held_out(data: RunData) -> Chart:
-    """pass@1, and pass@k where k > 1, with their 95 % intervals; the mean reward where it is another number,
-    and the greedy score where there is one."""
+    """pass@1, and pass@k if k > 1, with their 95 % intervals; the mean reward if it differs from pass@1, and
+    the greedy score if there is one."""
     rows = data.evals
     series = [scored(rows, "pass@1", "pass@1", "--blue")]
     k = max((number(row, "k") or 1 for row in rows), default=1)
@@ -192,7 +192,7 @@ def _signal(rows: Sequence[Row]) -> list[Chart]:
 
 
 def _reward(rows: Sequence[Row]) -> Chart:
-    """The total with its spread, and each function where there are several."""
+    """The total reward with its spread, and each reward function if there are several."""
     means, spread = column(rows, "reward"), column(rows, "reward_std")
     low, high = (
         [None if m is None or s is None else m + sign * s for m, s in zip(means, spread, strict=True)]
@@ -207,7 +207,7 @@ def _reward(rows: Sequence[Row]) -> Chart:
 
 
 def _policy(data: RunData) -> list[Chart]:
-    """The last ones only where an algorithm has them."""
+    """Loss, entropy, gradient norm, learning rate, and the charts that only some algorithms have."""
     rows, limit = data.metrics, data.setting("trainer.max_grad_norm")
     clip = (float(limit), "clip") if isinstance(limit, int | float) and math.isfinite(limit) else None
     note = "Mean over trained tokens, at the sampling temperature."
@@ -261,7 +261,7 @@ def _cost(rows: Sequence[Row]) -> list[Chart]:
 
 
 def to_plain(chart: Chart) -> dict[str, Any]:
-    """What charts.js reads: five significant digits are more than a screen shows."""
+    """The chart as charts.js reads it, rounded to five significant digits, more than a screen shows."""
     plain: dict[str, Any] = asdict(chart)
     for one in plain["series"]:
         one |= {key: one[key] and _short(one[key]) for key in ("values", "low", "high")}

@@ -1,7 +1,7 @@
-"""What a person should look at first, in words: each concern is one sentence with the step and the figure.
+"""What to look at first in a run: each concern is one sentence with the step and the number.
 
-Rules are about the run as a whole or its last tenth, so that a healthy run has none. The thresholds are
-judgements, kept together here; entropy, gradient norm and truncation are the stability watch's.
+Rules look at the whole run or its last tenth, so that a healthy run has no concerns. The thresholds are
+judgement calls, kept together here; entropy, gradient norm and truncation are left to the stability watch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ K3_NATS = 1e-3  # per token; exact arithmetic gives 0, bf16 rounding about 1e-4
 ESS_LEFT = 0.9
 COVERED = 0.999  # of trained rows, with a recorded route
 FAULT_SHARE = 0.01  # of answers
-DRAFT_LOSS = 0.03  # of the rollouts' time, beyond what the estimate of it can be trusted with
+DRAFT_LOSS = 0.03  # of the rollouts' time; smaller losses are within the estimate's error
 
 
 class Level(StrEnum):
@@ -35,7 +35,7 @@ class Concern(NamedTuple):
 
 
 def concerns(data: RunData) -> list[Concern]:
-    """Everything noteworthy, the gravest first; empty when there is nothing."""
+    """All concerns, the most serious first; may be empty."""
     found = [*_files(data), *_score(data), *_rewards(data)]
     if data.metrics:
         found += [*_alarms(data), *_counted(data), *_signal(data), *_mismatch(data), *_replayed(data)]
@@ -80,7 +80,7 @@ def _rewards(data: RunData) -> Iterator[Concern]:
 
 
 def _alarms(data: RunData) -> Iterator[Concern]:
-    """What the stability watch reported while the run went on."""
+    """What the stability watch reported during the run."""
     for alarm in data.alarms:
         step, collapsed = alarm["step"], bool(alarm.get("collapse"))
         what = "The run collapsed" if collapsed else "The stability watch raised an alarm"
@@ -89,7 +89,7 @@ def _alarms(data: RunData) -> Iterator[Concern]:
 
 
 def _replayed(data: RunData) -> Iterator[Concern]:
-    """Of the last full comparison of sampler and trainer."""
+    """Concerns about replay, from the last full comparison of sampler and trainer."""
     rows = measured(data)
     if not rows or not arm(rows[-1], "replay"):
         return
@@ -128,7 +128,7 @@ def _mismatch(data: RunData) -> Iterator[Concern]:
         yield Concern(Level.LOOK, text)
 
 
-# metric, level, what it means of the steps that have it
+# metric, level, what the steps that have it were
 STEPS = (
     ("refused_step", Level.BAD, "refused because a loss or gradient was not finite"),
     ("empty_step", Level.LOOK, "empty: no sample was left to learn from"),

@@ -1,5 +1,5 @@
-"""The section "Drafts from history": what drafting was good for.
-Absent where a run drafted nothing."""
+"""The section "Drafts from history": what speculative decoding gained.
+Absent if a run drafted nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draft_sections(data: RunData) -> list[Section]:
 
 
 def lead(rows: Sequence[Row]) -> str:
-    """What it means, for people."""
+    """A summary of the section, in words."""
     per_pass = mean(rows[-max(1, len(rows) // 10) :], "draft/tokens_per_pass")
     if per_pass is None:
         return "Nothing was sampled by an engine that verifies drafts."

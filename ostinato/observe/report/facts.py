@@ -1,6 +1,6 @@
-"""The numbers of the page that are no plots: header, held-out comparison, totals, waste, faults.
+"""The numbers of the page other than plots: header, held-out comparison, totals, waste, faults.
 
-Pure functions of a ``RunData``; every number leaves here as text with its unit.
+Pure functions of a ``RunData``; every number is returned as text with its unit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ostinato.observe.report.reading import Row, RunData, column, last_step, nam
 
 Z95 = 1.959964  # two-sided 95 % of the normal distribution
 NOT_MEASURED = "not measured"
-NONE = "-"  # what is not known
+NONE = "-"  # shown for unknown values
 
 
 class Fact(NamedTuple):
@@ -25,7 +25,7 @@ class Fact(NamedTuple):
     note: str = ""
 
 
-Line = Sequence[str]  # its name, then a cell for each column; what follows a line end is a note in small type
+Line = Sequence[str]  # its name, then a cell for each column; text after a line end is a note in small type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,12 @@ class Table:
     head: Line
     rows: Sequence[Line]
     note: str = ""
-    words: Sequence[str] = ()  # columns that hold no numbers: aligned to the left, and broken
+    words: Sequence[str] = ()  # columns of text: left-aligned, with line breaks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean with its 95 % interval; None where there was too little data for one."""
+    """A mean with its 95 % interval; the interval is None if there is too little data for one."""
 
     value: float
     interval: tuple[float, float] | None
@@ -73,8 +73,8 @@ def estimate(row: Row, name: str) -> Estimate | None:
 def wilson(value: float, error: float, n: float) -> tuple[float, float] | None:
     """95 % score interval of a share (Wilson 1927), which holds at 0 and 1 too.
 
-    The standard error is over prompts: it is turned into the number of independent answers that would have
-    it. Where it is 0, all prompts being alike, that number is ``n``.
+    The standard error is over prompts: it is converted to the number of independent answers that would have
+    it. If it is 0, as all prompts have the same score, that number is ``n``.
     """
     spread, variance = value * (1 - value), error**2
     trials = max(1.0, spread / variance) if spread and variance else n
@@ -101,14 +101,14 @@ def difference(before: Estimate, after: Estimate) -> Estimate:
 
 
 def ends(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
-    """The held-out rows of step 0 and of the last step that was evaluated; None where there is none."""
+    """The held-out rows of step 0 and of the last evaluated step after it; None for a missing one."""
     before = next((row for row in rows if row["step"] == 0), None)
     after = rows[-1] if rows and rows[-1]["step"] > 0 else None
     return before, after
 
 
 def headline(data: RunData) -> Headline:
-    """Held-out pass@1 before and after, and what to make of it."""
+    """Held-out pass@1 before and after, with a verdict on the change."""
     lines = {name.partition("\n")[0]: cells for name, *cells in comparisons(data).rows}
     before, after, change = lines.get("pass@1", (NOT_MEASURED, NOT_MEASURED, ""))
     old, new = (None if row is None else estimate(row, "pass@1") for row in ends(data.evals))
@@ -136,7 +136,7 @@ def _verdict(before: Estimate | None, after: Estimate | None) -> tuple[str, str]
 
 
 def comparisons(data: RunData) -> Table:
-    """Side by side with the baseline: the model at step 0, on the same prompts."""
+    """Held-out scores next to those of the baseline: the model at step 0, on the same prompts."""
     step = f"step {last_step(data.evals)}" if ends(data.evals)[1] else "not yet"
     head = ("before\nstep 0, the baseline", f"after\n{step}", "change")
     rows = [*(_compared(data) if data.evals else ()), *_mixed(data), *_downstream(data), *_kept(data)]
@@ -172,7 +172,7 @@ def _mixed(data: RunData) -> Iterator[Line]:
 
 
 def _downstream(data: RunData) -> Iterator[Line]:
-    """pass@1 of the sets that are not trained on, and the mean reward where their rows have one."""
+    """pass@1 of the sets that are not trained on, and their mean reward if their rows have one."""
     for name, rows in data.downstream.items():
         size = f"{number(rows[-1], 'n') or 0:.0f} prompts; after step {rows[-1]['step']}"
         for key, kind in (("pass@1", "pass@1"), ("reward", "mean reward")):
@@ -181,7 +181,7 @@ def _downstream(data: RunData) -> Iterator[Line]:
 
 
 def kept(rows: Sequence[Row]) -> Estimate | None:
-    """What the forgetting watch last saw left of what the policy could do before, in rows of metrics."""
+    """The share of earlier abilities kept, as last measured by the forgetting watch, from rows of metrics."""
     row = next((row for row in reversed(rows) if number(row, "forgetting/kept") is not None), {})
     value, low, high = (number(row, f"forgetting/kept{end}") for end in ("", "_low", "_high"))
     interval = None if low is None or high is None else (low, high)
@@ -234,7 +234,7 @@ def protocol(data: RunData) -> str:
 
 
 def _exported(data: RunData) -> str:
-    """What the policy is worth with the weights that it is exported for, where the sampler has others."""
+    """The score with the model's own weights, as exported, if the sampler's weights differ."""
     if data.exported is None:
         return ""
     score, step = score_text(estimate(data.exported, "pass@1")), data.exported.get("step")
@@ -245,7 +245,7 @@ def _exported(data: RunData) -> str:
 
 
 def status(data: RunData, now: datetime) -> tuple[str, str]:
-    """(how far the run came, tone). Whether an unfinished run still goes cannot be known from its files."""
+    """(how far the run got, tone). The files cannot tell whether an unfinished run is still going."""
     planned, done = data.setting("trainer.steps"), last_step(data.metrics)
     if planned is not None and done >= planned:
         return f"finished, {done} steps", "good"
@@ -319,7 +319,7 @@ def _machine(data: RunData) -> list[Fact]:
 
 
 def totals(data: RunData) -> list[Fact]:
-    """What the run cost, from the totals of the last row (they outlive a resume)."""
+    """What the run cost, from the totals in the last row (which continue across a resume)."""
     if not data.metrics:
         return []
     names = ("sampled_tokens", "trained_tokens", "seconds", "useful_flops", "wasted_flops")
@@ -340,7 +340,7 @@ def totals(data: RunData) -> list[Fact]:
 
 
 def best_score(data: RunData) -> tuple[int, Estimate] | None:
-    """The step with the highest held-out pass@1, the first of equals."""
+    """The step with the highest held-out pass@1; the first one of a tie."""
     scores = [(int(row["step"]), score) for row in data.evals if (score := estimate(row, "pass@1"))]
     return max(scores, key=lambda item: item[1].value, default=None)
 
@@ -362,7 +362,7 @@ def milestones(data: RunData) -> list[Fact]:
 
 
 def marked_steps(data: RunData) -> list[tuple[int, str]]:
-    """What milestones are called in the plots over steps; a best step that is the last needs no mark."""
+    """(step, label) of the marks in plots over steps; no mark for a best step that is the last one."""
     best, alarm = best_score(data), collapse(data)
     found = [(best[0], "best")] if best is not None and 0 < best[0] < last_step(data.metrics) else []
     return [*found, *([(int(alarm["step"]), "collapse")] if alarm else [])]
@@ -405,13 +405,13 @@ EVENTS = {
 
 
 def _events(rows: Sequence[Row]) -> list[str]:
-    """The counters of graders and tools in the rows: their keys stand beside the means of rewards."""
+    """Keys of the counters of graders and tools; the same prefixes also hold the means of rewards."""
     keys = {key for row in rows for key in row if key.partition("/")[0] in EVENTS}
     return sorted(key for key in keys if key.rpartition("/")[2] not in ("mean", "std", "calls"))
 
 
 def faults(data: RunData) -> Table:
-    """What went wrong, by name, with the counts of 0."""
+    """Counts of what went wrong, by name, including zeros."""
     rows = data.metrics
     answers, groups = total(rows, "rollout/trajectories"), total(rows, "rollout/groups")
     counted = [
@@ -437,7 +437,7 @@ def _count(rows: Sequence[Row], key: str, name: str, meaning: str, of: float) ->
 
 
 def _share(count: float, of: float) -> str:
-    """Percent; what is not 0 does not look like 0."""
+    """In percent; a small share is shown as "< 0.1 %", never as 0."""
     if not of:
         return ""
     return "< 0.1 %" if 0 < count / of < 0.001 else f"{100 * count / of:.1f} %"
@@ -469,7 +469,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def figure_text(value: float | None) -> str:
-    """Three digits: "1.79e-5", "0.0121", "1,240"; "-" for what is not known."""
+    """Three digits: "1.79e-5", "0.0121", "1,240"; "-" for None."""
     if value is None:
         return "-"
     size = abs(value)
@@ -490,7 +490,7 @@ def si(value: float) -> str:
 
 
 def compute_text(C: float) -> str:
-    """Four digits: "30,200", "0.125", "4.051e18"; "never" for infinity, a dash for what is not identified."""
+    """Four digits: "30,200", "0.125", "4.051e18"; "never" for infinity, "-" for NaN (not identified)."""
     if math.isnan(C):
         return NONE
     if math.isinf(C):

@@ -1,6 +1,6 @@
-"""What a run predicted of itself, evaluation by evaluation: forecast.jsonl as a section of the report.
+"""A run's forecasts of its own score, one per evaluation: forecast.jsonl as a section of the report.
 
-Nothing is fitted here. Every row has its quantiles; what is not identified has no medians, and has none here.
+Nothing is fitted here. Every row has its quantiles; a quantity that is not identified has no median.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MOVED = {
 
 
 def forecast_sections(data: RunData) -> list[Section]:
-    """The curve as the last forecast has it, and how ceiling and score at the budget moved; empty for a run
-    that predicted nothing."""
+    """The curve of the last forecast, and how the predicted ceiling and score at the budget changed; empty
+    for a run without forecasts."""
     rows = [row for row in data.forecasts if number(row, "compute") and number(row, "score") is not None]
     if not rows:
         return []
@@ -34,7 +34,7 @@ def forecast_sections(data: RunData) -> list[Section]:
     charts = [_curve(rows, axis)] if drawn else []
     charts += [_moved(rows, key, axis) for key in MOVED if any(row.get(key) for row in rows)]
     lead = f"After the evaluation of step {last['step']}: {last.get('sentence', '?')}."
-    if newest["step"] > last["step"]:  # what is shown below is not of today
+    if newest["step"] > last["step"]:  # what is shown below is outdated
         lead += f" At step {newest['step']} no more could be predicted: {newest.get('sentence', '?')}."
     table = _table(rows, axis)
     return [Section(title="Forecast", anchor="forecast", lead=lead, charts=charts, tables=[table])]
@@ -59,8 +59,8 @@ def _curve(rows: Sequence[Row], axis: str) -> Chart:
 
 
 def places(compute: Sequence[float], last: float, count: int = 64) -> np.ndarray:
-    """[m] where curves are drawn: at all evaluations, once between neighbours (so that these stand as points
-    and are not joined), and ``count`` times evenly in ln C up to ``last``."""
+    """[m] where curves are drawn: at all evaluations, once between neighbours (so that evaluations are drawn
+    as unconnected points), and at ``count`` places evenly spaced in ln C up to ``last``."""
     measured = np.unique(compute)
     between = np.exp((np.log(measured[:-1]) + np.log(measured[1:])) / 2)
     even = np.geomspace(measured[0], max(last, measured[-1]), count)
@@ -68,7 +68,7 @@ def places(compute: Sequence[float], last: float, count: int = 64) -> np.ndarray
 
 
 def _moved(rows: Sequence[Row], key: str, axis: str) -> Chart:
-    """Intervals of a predicted score over the compute at which they were predicted."""
+    """Intervals of a predicted score over the compute at which each was predicted."""
     title, note = MOVED[key]
     intervals = [row.get(key) or (None, None, None) for row in rows]
     low, middle, high = (list(values) for values in zip(*intervals, strict=True))

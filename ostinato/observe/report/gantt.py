@@ -1,4 +1,4 @@
-"""Who did what when: data of page/gantt.js, a lane for each worker, coarse where spans are many."""
+"""Data for page/gantt.js: a lane of spans for each worker, coarser if there are many spans."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ostinato.observe.report.reading import Row, number
 from ostinato.observe.timeline import Kind, Span, Usage, fewer, in_order, usage, usages
 
 SPANS = 6000  # in one picture
-POOLS = ("samplers", "trainer", "graders")  # that are devices; the controller is none
-LANES = 256  # of workers; more have no room
+POOLS = ("samplers", "trainer", "graders")  # the pools with devices; the controller has none
+LANES = 256  # workers shown, at most
 MARKS = 400  # of steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """When a step was the one that was worked on."""
+    """When a training step began and ended."""
 
     step: int
     start: float  # Unix seconds
@@ -26,7 +26,7 @@ class Step:
 
 
 def steps_of(ledger: Iterable[Row]) -> list[Step]:
-    """From the rows of a ledger, in order of time and without overlap; a step that was done again is there
+    """The steps in the rows of a ledger, in order of time and without overlap; a repeated step is in there
     twice."""
     found: list[Step] = []
     for row in ledger:
@@ -40,7 +40,7 @@ def steps_of(ledger: Iterable[Row]) -> list[Step]:
 
 
 def recorded(spans: Sequence[Span], steps: Sequence[Step]) -> list[tuple[Step, Usage]]:
-    """What workers did in each step that the timeline has: of long runs most are left out."""
+    """The usage of workers in each step that the timeline has; in long runs it omits most steps."""
     found = usages(spans, [(one.start, one.stop) for one in steps])
     return [(step, use) for step, use in zip(steps, found, strict=True) if any(use.seconds.values())]
 
@@ -56,8 +56,8 @@ def whole(spans: Sequence[Span], steps: Sequence[Step]) -> dict[str, Any] | None
 def picture(
     spans: Iterable[Span], start: float, stop: float, steps: Sequence[Step] = (), *, name: str = ""
 ) -> dict[str, Any]:
-    """One stretch of time. Times are whole milliseconds after ``start``; a lane is flat, five numbers for
-    each span: kind, start, duration, step (-1: of none), amount."""
+    """The picture from ``start`` to ``stop`` (Unix seconds). Its times are milliseconds after ``start``;
+    a lane is flat, five numbers for each span: kind, start, duration, step (-1: none), amount."""
     inside = [span for span in spans if span.stop > start and span.start < stop]
     names = in_order({span.worker for span in inside})[:LANES]
     drawn = [span for span in inside if span.worker in set(names)]

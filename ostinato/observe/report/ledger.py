@@ -1,4 +1,4 @@
-"""What runs have cost, as far as their ledgers say: time, tokens, FLOPs and money, side by side."""
+"""The cost of runs, from their ledgers: time, tokens, FLOPs and money, side by side."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def torn(run: RunFolder) -> bool:
 
 
 def tables(accounts: Books) -> list[Table]:
-    """A column for each run, values with their shares; without lines that no run has a value for. Sums come
-    last."""
+    """Tables with a column for each run, values with their shares. Lines for which no run has a value are
+    left out; sums come last."""
     found: dict[str, dict[str, dict[str, str]]] = {}  # by title, line and run
     for run, one in accounts.items():
         for title, name, value, whole, form in _entries(one):
@@ -64,7 +64,7 @@ NOTES = {
     "Compute": "Of training: with idle devices, restarts and repeated work, without evaluation.",
     "FLOPs of training": "From the model's shapes, products alone; those of lost work are not known.",
 }
-Entry = tuple[str, str, float | None, float | None, Form]  # title of the table, line, value, what it is of
+Entry = tuple[str, str, float | None, float | None, Form]  # table, line, value, its whole, format
 
 
 def _entries(one: Summary) -> Iterator[Entry]:
@@ -125,6 +125,6 @@ def _part(name: str) -> str:
 
 
 def _reasons(title: str, what: str, counts: Mapping[str, int], whole: float | None) -> Iterator[Entry]:
-    """What was in vain, the most frequent reason first."""
+    """Waste by reason, the most frequent first."""
     for name, count in Counter(counts).most_common():
         yield title, f"{what}: {name.replace('_', ' ')}", count, whole, si

@@ -1,9 +1,9 @@
-"""The section "Sampler against trainer": how far apart the two are about the tokens that were sampled, and
-what replaying the sampler's experts changes about it.
+"""The section "Sampler against trainer": how much their log-probabilities of the sampled tokens differ, and
+how much of that replaying the sampler's experts removes.
 
-Every step leaves a few sums (``sampling/*`` and ``routing/*`` in metrics.jsonl), which are drawn. Once in a
+Every step logs a few sums (``sampling/*`` and ``routing/*`` in metrics.jsonl), which are plotted. Once in a
 while a batch is measured in full, a row of mismatch.jsonl: up to three arms over the same tokens at the same
-weights, the columns of the table. What is damaged counts as missing.
+weights, the columns of the table. Damaged values count as missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ARMS = {  # name, which experts the trainer used, color
     "replay": ("with replay", "the sampler's experts", "--teal"),
     "floor": ("floor", "trainer against itself", "--grey"),
 }
-GATE = 0.9  # trainer.replay_threshold of a recipe that names none
+GATE = 0.9  # the default of trainer.replay_threshold
 
 
 def mismatch_section(data: RunData) -> Section:
@@ -39,12 +39,12 @@ def mismatch_section(data: RunData) -> Section:
 
 
 def measured(data: RunData) -> list[Row]:
-    """The rows that hold a native arm, in order of steps."""
+    """The rows that have a native arm, in order of steps."""
     return [row for row in data.mismatch if arm(row, "native")]
 
 
 def arm(row: Row, name: str) -> Row:
-    """One arm of a measurement; empty where it has none."""
+    """One arm of a measurement; empty if it does not have that arm."""
     return mapping(mapping(row.get("arms")).get(name))
 
 
@@ -62,7 +62,7 @@ def _quantity(one: Row, name: str) -> float | None:
 
 
 def lead(data: RunData) -> str:
-    """What it comes to, in a sentence or two."""
+    """A summary of the section in a sentence or two."""
     rows = measured(data)
     if not rows:
         off = data.setting("log.mismatch_every") == 0
@@ -92,7 +92,7 @@ def _k3(one: Row) -> str:
 
 
 def facts(data: RunData) -> list[Fact]:
-    """What stands beside the last measurement: the correction, routes and their size, replay, its price."""
+    """Facts next to the last measurement: the correction, routes and their size, replay, seconds it took."""
     rows, found = measured(data), _correction(data)
     if not rows:
         return found
@@ -120,7 +120,7 @@ def facts(data: RunData) -> list[Fact]:
 
 
 def _correction(data: RunData) -> list[Fact]:
-    """How the ratio trainer / sampler is corrected, within which bounds, and what that touched at last."""
+    """How the ratio trainer / sampler is corrected, its bounds, and the tokens affected in the last step."""
     chosen = mapping(data.starts[-1].get("algorithm")) if data.starts else {}
     kind = str(chosen.get("correction", "none"))
     if kind == "none":
@@ -173,7 +173,7 @@ def tables(data: RunData) -> list[Table]:
 
 
 def _cell(one: Row, key: str) -> str:
-    """The interval is a note."""
+    """The text of a cell; the interval of k3 is its note."""
     return _k3(one).replace(" ", "\n", 1) if key == "k3" else figure_text(_quantity(one, key))
 
 
@@ -181,7 +181,7 @@ def _cell(one: Row, key: str) -> str:
 
 
 def gap_chart(data: RunData) -> Chart:
-    """Of every step, and k3 of both arms where the batch was measured in full."""
+    """The log-probability gap at every step, and k3 of both arms where a batch was measured in full."""
     rows, gap = data.metrics, "sampling/sampling_logp_difference"
     gaps = {
         f"{gap}/max": ("max |Δ log p|", "--orange"),
@@ -203,7 +203,7 @@ def gap_chart(data: RunData) -> Chart:
 
 
 def _agreement(data: RunData) -> Chart:
-    """What both sides have in common, from none to all."""
+    """Effective sample size and shared experts, as shares."""
     rows = data.metrics
     shares = {
         "sampling/ess": ("effective sample", "--blue"),
@@ -220,7 +220,7 @@ def _agreement(data: RunData) -> Chart:
 
 
 def gate(data: RunData) -> float:
-    """The overlap below which a sequence's routes are refused; 0 without a gate, as where replay is off."""
+    """The overlap below which a sequence's routes are refused; 0 without a gate, e.g. with replay off."""
     if data.setting("trainer.replay", True) is False:
         return 0.0
     return float(data.setting("trainer.replay_threshold", GATE))

@@ -1,4 +1,4 @@
-"""PNG files under pictures/ of a run folder, which go into its report: what text cannot show."""
+"""PNG files under pictures/ of a run folder, which are embedded in its report."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST, MOST_BYTES = 12, 1_000_000  # of a report, and of one file
+MOST, MOST_BYTES = 12, 1_000_000  # pictures in a report; bytes of one file
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pictures:
-    """``shown``: (name, address that holds the picture itself). ``left_out``: "NAME (why)"."""
+    """``shown``: (name, data URL of the picture). ``left_out``: "NAME (why)"."""
 
     shown: Sequence[tuple[str, str]] = ()
     left_out: Sequence[str] = ()
 
 
 def read_pictures(folder: Path) -> Pictures:
-    """The first ``MOST`` by name. What is too large or no PNG is left out by name."""
+    """The first ``MOST`` by name. Files that are too large or not PNG go to ``left_out``."""
     shown: list[tuple[str, str]] = []
     left_out: list[str] = []
     for path in sorted(folder.glob("*.png")):

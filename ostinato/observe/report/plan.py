@@ -10,8 +10,8 @@ from ostinato.observe.report.charts import Section
 from ostinato.observe.report.facts import NOT_MEASURED, Line, Table
 from ostinato.observe.report.reading import RunData, mapping, names_under, number, numbers
 
-# part of a step -> what metrics.jsonl measures, phases of the plan in it: as ``plan.record`` has them, which
-# a test asserts. In turns the trainer publishes in its own time; with overlap rollouts have no time.
+# part of a step -> (its metric, the phases of the plan in it, named as in ``plan.record``, which a test
+# asserts). In turns the train time includes publishing; with overlap there is no separate rollout time.
 PUBLISH = "time/publish_s"
 IN_TURNS = {
     "rollout": ("time/rollout_s", ("rollout",)),
@@ -42,7 +42,7 @@ def plan_sections(data: RunData) -> list[Section]:
 
 
 def _seconds(data: RunData) -> Iterator[Line]:
-    """Of one step by part, and the plan's largest term of each."""
+    """Seconds of a step by part, each with the plan's largest term."""
     phases = mapping(data.plan.get("seconds"))
     overlapped = any(PUBLISH in row for row in data.metrics)
     for part, (key, names) in (OVERLAPPED if overlapped else IN_TURNS).items():
@@ -55,14 +55,14 @@ def _seconds(data: RunData) -> Iterator[Line]:
 
 
 def _bytes(data: RunData) -> Iterator[Line]:
-    """That the first rank sends in a step, by collective and axis."""
+    """Bytes that the first rank sends in a step, by collective and axis."""
     planned = numbers(mapping(data.plan.get("traffic")))
     for name in sorted({*planned, *names_under(data.metrics[-1:], SENT)}):
         yield from _line(data, f"{name}\nbytes sent", planned.get(name, 0.0), SENT + name, ",.0f", ".3f")
 
 
 def _line(data: RunData, name: str, planned: float, key: str, form: str, ratio: str) -> Iterator[Line]:
-    """Planned, measured, and their ratio where there is one; nothing where there is neither."""
+    """Planned, measured, and their ratio if both are known; nothing if neither is."""
     values = [value for row in data.metrics[WARM_UP:] if (value := number(row, key)) is not None]
     measured = statistics.median(values) if values else None
     if planned or measured is not None:

@@ -1,4 +1,4 @@
-"""A run folder as plain rows. What is damaged is left out and named; what is missing is empty."""
+"""A run folder as plain rows. Damaged data are left out and reported; missing data are empty."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ostinato.run import GREEDY_SET, MAIN_SET, Jsonl, RunFolder
 
 Row = Mapping[str, Any]
 
-SPANS = 60_000  # of a timeline; of twice as many neighbours are joined
+SPANS = 60_000  # of a timeline; above twice as many, neighbours are merged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,17 +27,17 @@ class RunData:
     recipe: Mapping[str, Any]  # the tree of the recipe; empty when it could not be read
     metrics: Sequence[Row]  # one per finished step, in order
     evals: Sequence[Row]  # of the main set and the run's own sampler, one per step, in order
-    exported: Row | None = None  # the last one with the model's weights, where the sampler has others
+    exported: Row | None = None  # the last one with the model's own weights, if the sampler's differ
     greedy: Sequence[Row] = ()  # of the main set at temperature 0, one per step, in order
     downstream: Mapping[str, Sequence[Row]] = field(default_factory=dict)  # of the other sets, each in order
-    forecasts: Sequence[Row] = ()  # one per evaluation that was looked ahead from, in order
+    forecasts: Sequence[Row] = ()  # one per evaluation after which a forecast was made, in order
     ledger: Sequence[Row]  # in order, all events
     mismatch: Sequence[Row] = ()  # one per step in which sampler and trainer were compared in full, in order
     alarms: Sequence[Row] = ()  # of the stability watch, in order
     failed: Sequence[Row] = ()  # one per step or evaluation and reward function that failed there, in order
-    spans: Sequence[Span] = ()  # what workers did and when; of a long run the less detailed
+    spans: Sequence[Span] = ()  # what workers did and when; less detailed for a long run
     starts: Sequence[Row]  # the machine and the versions of each process that worked on the run
-    plan: Row = field(default_factory=dict)  # what was planned, where the run was planned (plan.json)
+    plan: Row = field(default_factory=dict)  # plan.json, if the run was planned
     damage: Sequence[str]  # one sentence per file that could not be read to its end
 
     def setting(self, dotted: str, default: Any = None) -> Any:
@@ -49,7 +49,7 @@ class RunData:
 
     @property
     def longest_answer(self) -> str:
-        """What cuts an answer off, by the recipe."""
+        """The length limit of an answer in the recipe, in words."""
         if after := self.setting("rollout.interrupt_after"):
             return (
                 f"{after[1]} tokens of thinking and {self.setting('rollout.answer_tokens', '?')} behind them"
@@ -58,7 +58,7 @@ class RunData:
 
 
 def read_run(run: RunFolder) -> RunData:
-    """Read what is there. Raises nothing for a run that is going on, was killed, or has damaged logs."""
+    """Read a run folder. Does not raise for a run that is in progress, was killed, or has damaged logs."""
     damage: list[str] = []
     text = run.recipe.read_text(encoding="utf-8", errors="replace") if run.recipe.is_file() else ""
     recipe = _whole(run.recipe, lambda: parse_toml(text), damage)
@@ -133,7 +133,7 @@ def _rows(
 
 
 def _spans(log: Jsonl, damage: list[str]) -> Iterator[Span]:
-    """The spans up to the first row that is none."""
+    """The spans up to the first row that is not one."""
     try:
         for row in log.rows():
             yield Span.of(row)
@@ -142,7 +142,7 @@ def _spans(log: Jsonl, damage: list[str]) -> Iterator[Span]:
 
 
 def thinned(spans: Iterable[Span], most: int = SPANS) -> list[Span]:
-    """All spans where they are few; else at most 2 x ``most`` that come to the same seconds
+    """All spans if they are at most 2 x ``most``; else at most that many with the same total seconds
     (``timeline.coarse``)."""
     found, grain = list[Span](), 0.05
     for span in spans:
@@ -153,13 +153,13 @@ def thinned(spans: Iterable[Span], most: int = SPANS) -> list[Span]:
 
 
 def _by_step(rows: Sequence[Row]) -> list[Row]:
-    """In order of steps; of rows for the same step the last one."""
+    """Rows in order of steps; if several have the same step, the last one."""
     numbered = {int(step): row for row in rows if (step := number(row, "step")) is not None}
     return [numbered[step] for step in sorted(numbered)]
 
 
 def number(row: Row, name: str) -> float | None:
-    """A finite value of a row; None for what is missing, null or no number."""
+    """A finite value of a row; None if it is missing, null, not finite or not a number."""
     value = row.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         return None
@@ -167,7 +167,7 @@ def number(row: Row, name: str) -> float | None:
 
 
 def mapping(value: Any) -> Row:
-    """``value``, or nothing where it is no mapping."""
+    """``value``, or an empty dict if it is not a mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -185,7 +185,7 @@ def total(rows: Sequence[Row], name: str) -> float:
 
 
 def mean(rows: Sequence[Row], name: str) -> float | None:
-    """Over the rows that have a value; None when none has."""
+    """The mean over the rows that have a value; None if none has."""
     values = [value for value in column(rows, name) if value is not None]
     return sum(values) / len(values) if values else None
 
@@ -200,5 +200,5 @@ def first_step(rows: Sequence[Row]) -> int:
 
 
 def last_step(rows: Sequence[Row]) -> int:
-    """Of the last row; 0 without rows."""
+    """The step of the last row; 0 without rows."""
     return int(rows[-1]["step"]) if rows else 0

@@ -29,7 +29,7 @@ _BROKEN = "\ufffd"  # what a part of a UTF-8 character decodes to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A group: what the list shows of it, and base64 of the deflated JSON of the rest."""
+    """A group: what the list shows of it, and ``data``, the rest as base64 of deflated JSON."""
 
     step: int
     uid: str
@@ -57,7 +57,7 @@ class Samples:
 
 
 def pack_samples(log: JsonlZst, renderer: Renderer | None, *, budget: int = BUDGET_BYTES) -> Samples:
-    """Read the log once and keep what fits. Damage ends the reading and is named, not raised."""
+    """Read the log once and keep what fits. Damage ends the reading and is reported, not raised."""
     pieces = Pieces(renderer) if renderer else None
     by_step: dict[int, list[Chunk]] = {}
     most = _groups_per_step(log, budget)
@@ -78,13 +78,13 @@ def pack_samples(log: JsonlZst, renderer: Renderer | None, *, budget: int = BUDG
 
 
 def _groups_per_step(log: JsonlZst, budget: int) -> int:
-    """A chunk is about as large as its group in the log: of a long log only a part has to become chunks."""
+    """Groups of a step to pack: fewer for a long log, as a chunk is about as large as its group in it."""
     size = log.path.stat().st_size if log.path.exists() else 0
     return GROUPS_PER_STEP if size <= budget else max(1, round(GROUPS_PER_STEP * 2 * budget / size))
 
 
 def choose(by_step: Mapping[int, Sequence[Chunk]], budget: int) -> dict[int, list[Chunk]]:
-    """As many chunks as fit into ``budget`` bytes, spread over the steps; one is kept in any case."""
+    """As many chunks as fit into ``budget`` bytes, spread over the steps; at least one is always kept."""
     ranks = {sorted(by_step)[index]: rank for rank, index in enumerate(spread(len(by_step)))}
     places = [(turn, ranks[step], step) for step, chunks in by_step.items() for turn in range(len(chunks))]
     kept: dict[int, list[Chunk]] = {}
@@ -124,7 +124,7 @@ def _whole(log: JsonlZst, damage: list[str]) -> Iterator[Row]:
 
 
 def groups_of(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Siblings stand together in the log; a new group begins with another prompt or with its sample 0."""
+    """Rows by group. Siblings are adjacent in the log; a new prompt or a lower sample begins a new group."""
     group: list[Row] = []
     for row in rows:
         same = group and (row["step"], row["uid"]) == (group[0]["step"], group[0]["uid"])
@@ -149,7 +149,7 @@ def listed(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def content(rows: Sequence[Row], pieces: Pieces | None) -> tuple[dict[str, Any], int]:
-    """(a group as samples.js shows it, tokens of overlong answers that are not in it)."""
+    """(a group in the format of samples.js, number of tokens cut from overlong answers)."""
     answers, cuts = zip(*(_answer(row, pieces) for row in rows), strict=True)
     return {**_prompt(rows[0]), "answers": answers}, sum(cuts)
 
@@ -172,12 +172,12 @@ def _answer(row: Row, pieces: Pieces | None) -> tuple[dict[str, Any], int]:
 
 
 def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str, Any]:
-    """Arrays of the first ``most`` tokens. Log-probabilities with three decimals, equal versions once,
-    experts as one flat list of layers x top_k per token; ``injected`` are the places of tokens that were put
-    in and not sampled, which have no log-probability and the version of the token before."""
+    """Arrays of the first ``most`` tokens: log-probabilities rounded to three decimals, one version if all
+    are equal, experts as a flat list of layers x top_k per token. ``injected``: indices of tokens that were
+    inserted, not sampled; they have no log-probability, and the version of the token before."""
     tokens, injected = turn["tokens"], turn.get("injected") or []
     put_in, versions = set(injected), _of_sampled(turn["versions"])
-    packed = turn.get("experts")  # a list in runs of before routes were packed: not shown
+    packed = turn.get("experts")  # a list in older runs, whose routes were not packed: not shown
     experts = routes_from_json(packed) if isinstance(packed, Mapping) else None
     return {
         "num_tokens": len(tokens),
@@ -227,18 +227,18 @@ def _clip(text: str) -> str:
 
 
 class Pieces:
-    """The text of each token of a sequence, so that the pieces join to the text of the whole."""
+    """The text of each token of a sequence; joined, the pieces are the text of the whole."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._decode = renderer.decode
-        self._anchor = [int(token) for token in renderer.encode("a")]  # decoders trim what stands first
+        self._anchor = [int(token) for token in renderer.encode("a")]  # decoders trim the start of a text
         self._known: dict[int, str] = {}
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._decode(tokens, skip_special=False)
 
     def split(self, tokens: Sequence[int]) -> list[str]:
-        """One string per token. A character of several tokens stands at the first; the others are empty."""
+        """One string per token. A character of several tokens is at the first; the others are empty."""
         pieces = [self._alone(token) for token in tokens]
         start = 0
         while start < len(tokens):

@@ -10,7 +10,7 @@ from ostinato.observe.report.facts import Table
 
 
 def terminal_table(table: Table) -> rich.table.Table:
-    """A table of the report for a terminal: without notes, but for the unit that a line's begins with."""
+    """A table of the report for a terminal: without notes, except for the unit that begins a line's note."""
     shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     shown.add_column(Text(table.title))
     for column in table.head:
@@ -25,5 +25,5 @@ def terminal_table(table: Table) -> rich.table.Table:
 
 
 def _name(cell: str) -> str:
-    """Without its note."""
+    """The text of a cell without its note."""
     return cell.partition("\n")[0]

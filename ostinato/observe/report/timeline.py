@@ -1,5 +1,5 @@
-"""The section "Pipeline": what every worker did and when, how long they stood idle, how old the tokens were
-that were learned from, what publishing took, which workers were lost. Absent where a run has none of it."""
+"""The section "Pipeline": what every worker did and when, idle time, the staleness of trained tokens, the
+cost of publishing, lost workers. Absent if a run has no such data."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def pipeline_sections(data: RunData) -> list[Section]:
 
 
 def pipeline_charts(data: RunData, per_step: PerStep = ()) -> list[Chart]:
-    """Those of which there is something to draw."""
+    """The charts that have data."""
     charts = [_idle(data, per_step), *_staleness(data.metrics), *_rest(data.metrics)]
     return [one for one in charts if not one.empty]
 
 
 def lead(data: RunData, whole: Usage) -> str:
-    """What it means, for people."""
+    """A summary of idle time, in words."""
     parts = {name: whole.idle(name) for name in POOLS}
     shares = [f"{name} {share:.1%}" for name, share in parts.items() if share is not None]
     idle = f"Idle from the first step to the last: {', '.join(shares)} of their time." if shares else ""
@@ -66,7 +66,7 @@ def lead(data: RunData, whole: Usage) -> str:
 
 
 def workers_table(whole: Usage) -> Table:
-    """Seconds by kind of work: a line for each worker, or for each pool where there are many."""
+    """Seconds by kind of work: a line for each worker, or for each pool if there are many."""
     kinds = [kind for kind in Kind if any(kinds.get(kind) for kinds in whole.seconds.values())]
     groups = {name: [name] for name in whole.seconds}
     if len(groups) > LINES:
@@ -80,7 +80,7 @@ def workers_table(whole: Usage) -> Table:
 
 
 def _line(whole: Usage, name: str, workers: Sequence[str], kinds: Sequence[Kind]) -> Line:
-    """The mean of these workers."""
+    """A line with the means over these workers."""
     sums: Counter[Kind] = Counter()
     for worker in workers:
         sums.update(whole.seconds[worker])
@@ -94,7 +94,7 @@ def _line(whole: Usage, name: str, workers: Sequence[str], kinds: Sequence[Kind]
 
 
 def _idle(data: RunData, per_step: PerStep) -> Chart:
-    """By pool from the timeline; without one, what the loop itself measured."""
+    """Idle time by pool, from the timeline; without one, as the training loop measured it."""
     if not per_step:
         note = "Share of all workers' time in which they did no work."
         parts = {"pipeline/bubble_share": ("all", "--grey")}
@@ -111,7 +111,7 @@ def _shares(step: Step, use: Usage) -> dict[str, float]:
 
 
 def _staleness(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Only where something was stale: age 0 is no news."""
+    """Charts of staleness, only if something was stale."""
     ages = sorted((name for name in names_under(rows, "staleness/hist/") if name.isdecimal()), key=int)
     if not any(column(rows, "staleness/max")) and len(ages) < 2:
         return
@@ -141,7 +141,7 @@ def _rest(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def _facts(rows: Sequence[Row]) -> list[Fact]:
-    """Where every group is that was admitted."""
+    """What became of all admitted groups."""
     last = rows[-1] if rows else {}
     if (admitted := number(last, "groups/admitted_total")) is None:
         return []

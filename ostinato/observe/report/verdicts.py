@@ -1,5 +1,5 @@
-"""What the verdicts of a run come to in words, alike in terminal, report and board: nothing was ever solved,
-or reward functions failed."""
+"""Texts on a run's verdicts, the same in terminal, report and board: nothing was ever solved, or reward
+functions failed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ostinato.observe.report.reading import Row, number
 
 
 def unsolved(evals: Sequence[Row]) -> str:
-    """Why pass@1 is no information, in one sentence, where evaluations of one set have no solved answer;
-    empty where one was, and without a score."""
+    """One sentence on why pass@1 is uninformative, if the evaluations of one set have no solved answer;
+    empty if they have one, or no score."""
     scored = [row for row in evals if number(row, "pass@1") is not None]
     if not scored or any(row["pass@1"] > 0 for row in scored):
         return ""
@@ -31,9 +31,9 @@ def unsolved(evals: Sequence[Row]) -> str:
 class Failed:
     """A reward function that failed in a run."""
 
-    sentence: str  # how often, and the last time: step, cause, line
-    trace: str  # of the last time that it raised; empty where it never did
-    answer: str  # the step, the prompt and the completion of that time
+    sentence: str  # how often it failed, and its last failure: step, cause, line
+    trace: str  # traceback of the last exception; empty if it never raised
+    answer: str  # step, prompt and completion of that exception
 
 
 def failed_rewards(rows: Iterable[Row]) -> list[Failed]:

@@ -2,7 +2,7 @@
 
 Nothing that a model, a dataset or a user wrote becomes markup: the template escapes (jinja2 autoescape), data
 for the scripts is JSON without ``<``, the scripts set text and never HTML, and the page's own
-Content-Security-Policy admits no script but these two, by digest, and no connection to anywhere.
+Content-Security-Policy allows only its own scripts, by digest, and no network connection.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def _sample_index(data: RunData, samples: Samples) -> dict[str, Any]:
 
 
 def solved_at(data: RunData) -> float:
-    """The reward from which an answer counts as solved, by default full marks of every function of positive
-    weight."""
+    """The reward from which an answer counts as solved; by default the sum of all positive weights, which is
+    full marks."""
     limit = data.setting("reward.solved_at", "full")
     if isinstance(limit, int | float):
         return limit - 1e-6
     functions = data.setting("reward.functions", ("",))
     weights = data.setting("reward.weights") or [1.0] * len(functions)
-    chosen = next(iter(data.setting("task.mix", ())), {}).get("rewards") or functions  # alike for all tasks
+    chosen = next(iter(data.setting("task.mix", ())), {}).get("rewards") or functions  # same for all tasks
     pairs = zip(functions, weights, strict=False)
     return sum(weight for name, weight in pairs if name in chosen and weight > 0) - 1e-6

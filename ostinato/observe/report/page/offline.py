@@ -1,4 +1,4 @@
-"""What all pages share: a template of this folder, the style, and scripts that the page admits by digest."""
+"""What all pages share: a template of this folder, the style, and scripts that the page allows by digest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def render(
 ) -> str:
     """The page: ``template`` filled with ``context``, ``styles`` and ``scripts``, files of these folders.
 
-    The template escapes what it is given (jinja2 autoescape) and fails for a name that it is not given.
+    The template escapes its values (jinja2 autoescape) and raises for a name that ``context`` lacks.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -51,7 +51,7 @@ def read(name: str, folders: Sequence[Path]) -> str:
 
 
 def script_json(value: Any) -> Any:
-    """JSON that can stand in a script element, as markup: no "<" can end it or begin a comment."""
+    """JSON that is safe inside a script element, as markup: no "<" can end it or begin a comment."""
     from markupsafe import Markup
 
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -60,5 +60,5 @@ def script_json(value: Any) -> Any:
 
 
 def digest(script: str) -> str:
-    """As a Content-Security-Policy names an inline script."""
+    """The digest by which a Content-Security-Policy allows an inline script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
