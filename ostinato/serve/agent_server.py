@@ -40,11 +40,11 @@ Agent = Callable[[str, Mapping[str, Any]], Any]
 
 
 class Begun:
-    """A worker has fetched the rollout: from now on its agent is not silent."""
+    """A worker has fetched the rollout: from now on the limit on its agent's silence applies."""
 
 
 class Waiting:
-    """A request of an agent that has no answer yet. Made and answered in different threads."""
+    """An agent's request that has no answer yet. It is created and answered in different threads."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -115,7 +115,7 @@ class AgentServer:
         self._loop.close()
 
     async def _end_all(self) -> None:
-        """Agents, and requests that are not answered any more."""
+        """Cancel the agents, and the requests that will not be answered any more."""
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -138,13 +138,13 @@ class AgentServer:
         """(content, tool calls) of an answer; ``number`` begins the ids of the calls."""
         if self._calls == "json":
             return read_calls(completion.text, number)
-        ended = completion.stop is Stop.STRING  # with a string that is a part of the call
+        ended = completion.stop is Stop.STRING  # by a stop string, which is a part of the call
         text = self.renderer.decode(completion.tokens) if ended else completion.text
         content, calls = read_equals(text, call.tools, number)
         return (content, calls) if calls else (completion.text, ())
 
     def begin(self, episode: Episode, agent: Agent, row: Mapping[str, Any], id_: str = "") -> str:
-        """Start the agent of an episode; the address that it gets."""
+        """Start the agent of an episode. Returns the base URL that it is given."""
         self._ids += 1
         id_ = id_ or f"{self._ids:x}"
         base_url = f"{self.address}/rollout/{id_}/v1"
@@ -241,7 +241,7 @@ class AgentServer:
         if call.n != 1:
             raise ApiError(f"n is {call.n}; a rollout has one answer to a request", param="n")
         if self._calls == "equals":
-            for_equals((), call.tools)  # a fault of the request, not of the run
+            for_equals((), call.tools)  # raises: an error of the request, not of the run
         if self._opened is not None and (id_ := request.path_params["id"]) not in self._episodes:
             await self._opened(id_)
         if call.grammar:
@@ -286,7 +286,7 @@ class AgentServer:
         return JSONResponse(message("rollout", MODEL, [answer]))
 
     async def _reward(self, request: Request) -> Response:
-        """Once for each rollout; 409 for a second one."""
+        """Set the reward of a rollout, once; 409 for a second one."""
         try:
             value = parse_json(await request.body())["value"]
         except (ValueError, TypeError, KeyError) as error:
@@ -304,7 +304,7 @@ def _version(answer: Answer) -> str:
 
 
 async def _whole_stream(answer: Answer, events: Callable[[Any], Any]) -> Response:
-    """An answer that is there already, as events."""
+    """A complete answer as an event stream."""
 
     async def parts() -> Any:
         yield 0, Piece(index=0, text="", emitted=answer.emitted[0])

@@ -1,14 +1,14 @@
-"""Agents as they are: programs with an OpenAI client, each rollout of which has an address of its own.
+"""Unmodified agents: programs with an OpenAI client, each of whose rollouts has an address of its own.
 
     agent --/rollout/{id}/v1/chat/completions--> AgentServer --> AgentEpisode <-- step(answer) -- the rollout
 
 The episode is an environment (``protocols.Env``) turned inside out: what the agent requests next is the next
-context. A request that continues the conversation is answered on the tokens of the turns before, as they were
+context. A request that continues the conversation is answered on the tokens of the earlier turns, exactly as
 sampled; any other (a subagent, a compacted context, a retry) begins a new row of tokens. The requests of an
 agent are answered one after the other. Sampling, seeds and the model are the run's, whatever it requests.
 
-An agent is a function ``agent(base_url, row)``, a coroutine function, a command that finds the address in
-OPENAI_BASE_URL and the row as JSON on its standard input, or a program elsewhere (``serve.elsewhere``). What
+An agent is a function ``agent(base_url, row)``, a coroutine function, a command that gets the address in
+OPENAI_BASE_URL and the row as JSON on its standard input, or a remote program (``serve.elsewhere``). What
 it returns, or posts to ``{base_url}/reward``, is the reward of the episode.
 """
 
@@ -41,7 +41,7 @@ from ostinato.types import Completion, Emitted, NewRow, Prompt
 def agent_of(spec: str, command: Sequence[str]) -> Agent:
     """The agent that a recipe names: a function ("module:function", "file.py:function"), or a command.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is no such function.
     """
     if command:
         return lambda base_url, row: _run(command, base_url, row)
@@ -49,7 +49,7 @@ def agent_of(spec: str, command: Sequence[str]) -> Agent:
 
 
 async def _run(command: Sequence[str], base_url: str, row: Mapping[str, Any]) -> None:
-    """The command in a process group of its own, which is killed as a whole. RuntimeError for a failure."""
+    """Run the command in its own process group, then kill the group. Raises RuntimeError if it fails."""
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL}
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -72,12 +72,12 @@ async def _run(command: Sequence[str], base_url: str, row: Mapping[str, Any]) ->
 class AgentEpisode:
     """One rollout of an agent, as a ``protocols.Env`` in the event loop of the run.
 
-    ``reward`` is what the agent gave, None for nothing. Counters: ``agent/{calls,rows,refused,after_end}``,
+    ``reward``: the agent's reward, None if it gave none. Counters: ``agent/{calls,rows,refused,after_end}``,
     and ``agent/left``, calls that the agent hung up on.
     Raises RuntimeError for an agent that never calls, fails, or lets ``silence_s`` pass between two calls.
     """
 
-    takes_half = True  # an answer that was cut off is answered as such
+    takes_half = True  # the agent also gets answers that were cut off
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class AgentEpisode:
         self._ended = self._answered_any = False
 
     async def start(self) -> np.ndarray:
-        """[P] int32: what the agent's first request is."""
+        """[P] int32: the prompt of the agent's first request."""
         self._loop = asyncio.get_running_loop()
         self.base_url = self._server.begin(self, self._agent, self._row(), self._id)
         waiting = await self._next()
@@ -116,7 +116,7 @@ class AgentEpisode:
         return self._whole(waiting.call)
 
     async def step(self, completion: Completion) -> np.ndarray | NewRow | None:
-        """What the agent requests next, given the answer to the request before; None when it has ended."""
+        """Answer the current request with ``completion``; the agent's next one, None when it has ended."""
         assert self._now is not None
         answer = self._answered(self._now.call, completion)
         message = message_of(answer)
@@ -136,16 +136,16 @@ class AgentEpisode:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its agent was heard or answered; 0 while an answer is computed."""
+        """Seconds since the agent's last request or its answer; 0 while an answer is computed."""
         return 0.0 if self._now is not None else time.monotonic() - self._heard_at
 
     async def left(self) -> None:
-        """Until the agent hangs up on the request that is to be answered."""
+        """Wait until the agent hangs up on the request that is being answered."""
         assert self._now is not None
         await self._now.left.wait()
 
     async def instead(self) -> NewRow | None:
-        """What the agent requests after it has hung up: a row of its own. None when it has ended."""
+        """The agent's next request after it has hung up, as a new row. None when it has ended."""
         self._now, self._heard_at = None, time.monotonic()
         self._calls_left -= 1
         self._counters["agent/left"] += 1
@@ -155,7 +155,7 @@ class AgentEpisode:
         return None if waiting is None else NewRow(self._whole(waiting.call))
 
     def close(self) -> None:
-        """End the agent, and refuse what it still requests."""
+        """End the agent, and refuse its pending requests."""
         self._ended = True
         waiting: list[Any] = [self._now]
         while not self._events.empty():  # requests that came while another one was answered
@@ -174,7 +174,7 @@ class AgentEpisode:
         return {"uid": self._prompt.uid, **prompt, **self._prompt.columns}
 
     async def _next(self) -> Waiting | None:
-        """The agent's next request, which is then the one to answer; None when it has ended."""
+        """The agent's next request, which becomes the current one; None when the agent has ended."""
         try:
             event = await asyncio.wait_for(self._events.get(), None if self._queued else self._silence_s)
         except TimeoutError:
@@ -198,12 +198,12 @@ class AgentEpisode:
         return event
 
     def _whole(self, call: Call) -> np.ndarray:
-        """The prompt of a request by itself."""
+        """[P] int32: the whole prompt of a request, which begins a new row."""
         assert call.messages is not None
         messages: Sequence[Message] = call.messages
         if self._memory is not None:
             task = (k for k, message in enumerate(messages, 1) if message["role"] == "user")
-            self._memory.pinned = next(task, None)  # with what stands before it
+            self._memory.pinned = next(task, None)  # and all messages before it
             self._memory.measure = partial(self._server.measure, tools=call.tools)
             messages = self._memory.shortened(messages)
             self._counters["memory/rows"] += [*messages] != [*call.messages]
@@ -214,7 +214,7 @@ class AgentEpisode:
         return self._context
 
     def _continued(self, call: Call) -> np.ndarray | NewRow:
-        """What comes behind the last answer, where the request goes on from there; else a new row."""
+        """The tokens after the last answer, if the request continues from there; else a new row."""
         assert call.messages is not None
         before = len(self._history)
         if call.tools == self._tools and _same(call.messages[:before], self._history):
@@ -271,12 +271,12 @@ class AgentEpisode:
 
 
 def _same(new: Sequence[Message], old: Sequence[Message]) -> bool:
-    """Are these messages those, whatever ids and empty fields a client adds?"""
+    """Are the messages the same, regardless of ids and empty fields that a client adds?"""
     return len(new) == len(old) and all(map(_same_message, new, old))
 
 
 def _same_message(new: Message, old: Message) -> bool:
-    """Arguments of tools as values: some clients write their JSON anew."""
+    """Compares arguments of tools as values, as some clients reformat their JSON."""
     calls = [
         [(call["function"]["name"], arguments_of(call)) for call in one.get("tool_calls") or ()]
         for one in (new, old)

@@ -53,7 +53,7 @@ class MessagesBody(Lenient):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     stream: bool | None = False
-    seed: int | None = None  # ours: a request with it is answered alike each time
+    seed: int | None = None  # our addition: a request with it has a reproducible answer
 
     def to_call(self) -> Call:
         choice = (self.tool_choice or {}).get("type", "auto")
@@ -85,7 +85,7 @@ def _text(content: str | list[Block]) -> str:
 
 
 def _plain(message: _Message) -> Iterator[dict[str, Any]]:
-    """Results of tools come before the user's own words."""
+    """The message in OpenAI's format; results of tools come before the user's own text."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
@@ -121,7 +121,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def message(id_: str, model: str, answers: list[Answer]) -> dict[str, Any]:
-    """The response to a request that does not stream; without answers, its beginning."""
+    """The response to a request that does not stream; without answers, the start of a stream."""
     blocks: list[dict[str, Any]] = []
     for answer in answers:
         blocks += [{"type": "text", "text": answer.content}] if answer.content else []
@@ -194,6 +194,6 @@ async def events(
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """Anthropic's form."""
+    """The error in Anthropic's format."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}

@@ -40,7 +40,7 @@ from ostinato.serve.openapi import description
 from ostinato.serve.server import Handler, guarded, read_body, unless_gone
 from ostinato.serve.service import Model, Service
 
-Judged = Callable[[list[dict[str, Any]], list[str]], Coroutine[Any, Any, dict[str, Any]]]  # of an answer each
+Judged = Callable[[list[dict[str, Any]], list[str]], Coroutine[Any, Any, dict[str, Any]]]  # chat, answers
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
 MOST_ANSWERS = 16  # to be judged in a call: 240 comparisons
 PAGE = Path(__file__).parent / "page.html"
@@ -49,7 +49,7 @@ SCRIPT = '<script src="feedback.js"></script>'
 
 
 class Door:
-    """The handlers of one service. ``key``: what clients have to send; empty: nothing."""
+    """The handlers of one service. ``key``: the API key that clients must send; empty: none."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Door:
         return JSONResponse({"input_tokens": len(self._service.prompt(body.to_call()))})
 
     async def _assigned(self, call: Call, body: Lenient) -> Call:
-        """With the model of its user, and of a session the messages that its memory has."""
+        """The call with the model assigned to its user, and a session's messages shortened by its memory."""
         asker = Asker.of(body.model_extra or {})
         if self._memory is not None and asker.session and call.messages:
             tools = () if call.tool_choice == "none" else call.tools
@@ -135,8 +135,8 @@ class Door:
         return JSONResponse(await self._memory.view(name))
 
     async def _parts(self, calls: list[Call], id_: str, body: Lenient) -> Parts:
-        """All answers of all calls at once, numbered on from call to call, and recorded under ``id_``. What
-        is wrong is raised here."""
+        """The answers to all calls, concurrently, numbered consecutively across calls and recorded under
+        ``id_``. Errors of the requests are raised here."""
         requests = [await self._service.requests(call) for call in calls]
         model, asker = self._service.model(calls[0].model), Asker.of(body.model_extra or {})
 
@@ -221,7 +221,7 @@ class Door:
     # ---- around all of them
 
     def guarded(self, handler: Handler, path: str, dialect: str = "openai") -> Handler:
-        """With the key checked, errors in the dialect's form, and the request counted."""
+        """``handler`` with the key checked, errors in the dialect's format, and the request counted."""
         answer, metrics = (
             guarded(handler, self._key, partial(_refusal, dialect=dialect)),
             self._service.metrics,
@@ -265,7 +265,7 @@ BODIES: dict[str, type[BaseModel]] = {
 
 
 def _id(kind: str) -> str:
-    """Of a response; no other server, and no earlier one at this address, has given it."""
+    """A new response id, unique across servers and restarts."""
     return f"{kind}-{secrets.token_hex(12)}"
 
 
@@ -300,7 +300,7 @@ def _refusal(error: ApiError, dialect: str) -> Response:
 
 
 async def _stream(parts: Parts, events: Callable[[Parts], AsyncIterator[str]]) -> Response:
-    """Server-sent events. What goes wrong before the first part has a status of its own; later it is the last
+    """Server-sent events. An error before the first part has its own HTTP status; a later one is the last
     event. Starlette cancels the stream of a client that hangs up, which frees what its answer holds."""
     first = await anext(parts)
 
@@ -322,7 +322,7 @@ async def _after(first: tuple[int, Piece | Answer], parts: Parts) -> Parts:
 
 
 async def _collected(request: Request, parts: Parts) -> dict[int, Answer]:
-    """The answers by number; ClientDisconnect, and nothing goes on, where the client hangs up."""
+    """The answers by number. If the client hangs up, all stops and ClientDisconnect is raised."""
 
     async def collect() -> dict[int, Answer]:
         async with aclosing(parts):
@@ -332,7 +332,7 @@ async def _collected(request: Request, parts: Parts) -> dict[int, Answer]:
 
 
 async def _merged(streams: list[Parts]) -> Parts:
-    """What all streams yield, as it comes."""
+    """The parts of all streams, as they arrive."""
     send, receive = anyio.create_memory_object_stream[tuple[int, Piece | Answer] | BaseException](1024)
 
     async def forward(stream: Parts) -> None:
@@ -358,7 +358,7 @@ async def _merged(streams: list[Parts]) -> Parts:
 
 
 class Direct:
-    """Answers POST at ``path`` without the routes: of many small requests they are half of the cost."""
+    """Answers POST at ``path`` without routing, which is half of the cost of many small requests."""
 
     def __init__(self, app: ASGIApp, path: str, handler: Handler) -> None:
         self._app, self._path, self._handler = app, path, handler
@@ -381,9 +381,9 @@ def new_app(
     judge: Judged | None = None,
     memory: Remembered | None = None,
 ) -> Starlette:
-    """The application. ``key``: what clients have to send; ``origins``: web pages that may call it;
-    ``feedback``: keeps what users did with answers; ``lifespan``: what goes on beside it, in its event
-    loop; ``judge``: what POST /v1/judge answers; ``memory``: keeps the chats of sessions within a budget."""
+    """The application. ``key``: the API key that clients must send; ``origins``: web pages that may call it;
+    ``feedback``: stores what users did with answers; ``lifespan``: what runs alongside it in its event loop;
+    ``judge``: answers POST /v1/judge; ``memory``: keeps the chats of sessions within a budget."""
     door = Door(service, key, feedback, judge, memory)
     if memory is not None:
         memory.show(service.metrics)

@@ -1,7 +1,7 @@
-"""Request bodies, checked: OpenAI's chat and completions with vLLM's additions, and what all dialects share.
+"""Validated request bodies: OpenAI's chat and completions with vLLM's additions, and what all dialects share.
 
-A field that would change the answer and that is not computed here is refused by name; any other unknown field
-is ignored, as clients send many that are about accounts and billing.
+An unsupported field that would change the answer is refused by name; any other unknown field is ignored, as
+clients send many that are about accounts and billing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ REFUSED = (
     *("prompt_logprobs", "guided_json", "guided_regex", "guided_grammar", "guided_choice"),
     "structured_outputs",
 )
-_NEUTRAL: tuple[Any, ...] = (None, 0, False, "", [], {})  # values under which a refused field does nothing
-_ONE = ("repetition_penalty", "length_penalty", "best_of")  # so does 1 for these
+_NEUTRAL: tuple[Any, ...] = (None, 0, False, "", [], {})  # values with which a refused field has no effect
+_ONE = ("repetition_penalty", "length_penalty", "best_of")  # for these 1 has no effect, too
 Body = TypeVar("Body", bound=BaseModel)
 Id = Annotated[int, Field(ge=0, lt=2**31)]  # of a token
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
@@ -66,7 +66,7 @@ class Sampled(Lenient):
     response_format: Format | None = None
 
     def call(self, **prompt: Any) -> Call:
-        """The call, without its prompt and what only one dialect has."""
+        """The call; ``prompt``: its prompt, and fields that only one dialect has."""
         format_ = {} if self.response_format is None else self.response_format.model_dump()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Call(
@@ -120,7 +120,7 @@ class ChatMessage(Lenient):
     tool_calls: list[CalledTool] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The message in the format of chat templates."""
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
         role = "system" if self.role == "developer" else self.role
@@ -161,7 +161,7 @@ class CompletionBody(Sampled):
     echo: bool | None = False
 
     def to_calls(self) -> list[Call]:
-        """One for each prompt. Without max_tokens it gives 16 tokens, as OpenAI does."""
+        """One call for each prompt. The default of max_tokens is 16, as at OpenAI."""
         if self.echo:
             raise ApiError("echo is not done here; put the prompt before the answer yourself", param="echo")
         if self.stream and self.prompt_logprobs is not None:
@@ -187,7 +187,7 @@ def _is_ids(prompt: Any) -> bool:
 
 
 def parsed(kind: type[Body], data: bytes) -> Body:
-    """The body, checked. ApiError 400 in one sentence."""
+    """The validated body. Raises ApiError 400 for an invalid one."""
     tree = json_of(data, surrogates=True)
     if not isinstance(tree, dict):
         raise ApiError(f"the body is a {type(tree).__name__}; send a JSON object")
@@ -200,7 +200,7 @@ def parsed(kind: type[Body], data: bytes) -> Body:
 
 
 def checked(kind: type[Body], tree: Mapping[str, Any]) -> Body:
-    """``tree`` as a body. ApiError 400 naming the field."""
+    """``tree`` as a body. Raises ApiError 400, which names the first invalid field."""
     try:
         return kind.model_validate(tree)
     except ValidationError as error:

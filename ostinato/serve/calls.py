@@ -1,4 +1,4 @@
-"""What every dialect is turned into before it reaches the engine, and what comes back from it.
+"""The common form of requests in all dialects, and of the engine's answers.
 
 request body --parse--> Call --Service.answer--> Piece, Piece, ..., Answer --write--> response or events
 """
@@ -35,13 +35,13 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's form."""
+        """The error in OpenAI's format."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 def json_of(body: bytes, *, surrogates: bool = False) -> Any:
-    """The value of a request's body, see ``parse_json``. ApiError 400 for what is no JSON."""
+    """The value of a request's body, see ``parse_json``. Raises ApiError 400 if it is not JSON."""
     try:
         return parse_json(body, surrogates=surrogates)
     except ValueError as error:
@@ -66,14 +66,14 @@ class Call:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    max_tokens: int | None = None  # None: what the context leaves, up to the server's limit
+    max_tokens: int | None = None  # None: as many as fit in the context, up to the server's limit
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()  # beside the model's own
+    stop_tokens: tuple[int, ...] = ()  # in addition to the model's own
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
-    prompt_logprobs: int | None = None  # of the tokens of the prompt, and so many likeliest at each place
+    prompt_logprobs: int | None = None  # score the prompt, with this many top tokens per position
     grammar: str = ""  # of the answer (``serve.grammar``); "": any text
 
 
@@ -88,7 +88,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """A part of answer ``index`` on its way: text that is certain by now, and the tokens since the last."""
+    """A streamed part of answer ``index``: text that has become final, and the tokens since the last part."""
 
     index: int
     text: str
@@ -97,7 +97,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """Answer ``index``, whole. ``content`` is without tool calls, ``rest`` what no Piece has had of it."""
+    """The complete answer ``index``. ``content``: no tool calls; ``rest``: the part that no Piece had."""
 
     index: int
     content: str
@@ -118,7 +118,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of a call: of its prompt, found in the prefix tree, sampled."""
+    """Token counts of a call: its prompt, those of it found in the prefix cache, sampled."""
 
     prompt: int
     cached: int
@@ -126,7 +126,7 @@ class Usage:
 
     @classmethod
     def of(cls, answers: Sequence[Answer]) -> Usage:
-        """Of all answers to one prompt."""
+        """The usage of all answers to one prompt."""
         return cls(
             prompt=len(answers[0].prompt) if answers else 0,
             cached=max((answer.completion.cached_tokens for answer in answers), default=0),

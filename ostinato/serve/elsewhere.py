@@ -1,11 +1,11 @@
-"""Agents that run elsewhere: each rollout is fetched by a worker, or sent to a service; its end is an event.
+"""Remote agents: each rollout is fetched by a worker or sent to a service, which later posts its end.
 
     worker   --POST /rollouts/next--> {"rollout", "base_url", "model", "row"}        task.agent = "remote"
     trainer  --POST task.agent_url, the same and "api_key"--> {"reward": 0.5}        task.agent_url
     either   --POST {base_url}/end {"reward": 0.5} or {"error": "why"}
 
-A service may answer 202 at once and post the end. What is fetched and never ended is a fault: the episode's
-limit between two calls finds it. Everything here lives in the event loop of the ``AgentServer``.
+A service may answer 202 at once and post the end. A rollout that is fetched and never ended is an error found
+by the episode's limit between two calls. Everything here runs in the event loop of the ``AgentServer``.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     import httpx2
 
 MODEL = "policy"  # the name of the model that agents use
-POLL_S = 20.0  # that a worker's request for a rollout waits for one
+POLL_S = 20.0  # how long a worker's request for a rollout waits for one
 ACCEPTED = 202
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where agents reach the server. ``key``: what they have to send as an API key; "": nothing."""
+    """Where agents reach the server. ``key``: the API key that they must send; "": none."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    address: str = ""  # http://name:port, where agents have another one than host and port
+    address: str = ""  # http://name:port, if agents reach it at other than host and port
     key: str = ""
 
 
 class Elsewhere:
-    """The rollouts that wait for a worker, and the ends of those that are played. ``begun`` gets the id of a
-    rollout that has been fetched."""
+    """The rollouts that wait for a worker, and the ends of those in progress. ``begun`` is called with the id
+    of a rollout that has been fetched."""
 
     def __init__(self, key: str, begun: Callable[[str], None], wait_s: float) -> None:
         self._key, self._begun, self._wait_s = key or "none", begun, wait_s
@@ -53,7 +53,7 @@ class Elsewhere:
         self._client: httpx2.AsyncClient | None = None
 
     async def fetched(self, base_url: str, row: Mapping[str, Any]) -> float | None:
-        """Played by a worker: its reward. RuntimeError for one that fails, or that no worker has fetched."""
+        """The reward of a rollout run by a worker. RuntimeError if it fails, or no worker has fetched it."""
         fetched = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((self._order(base_url, row), fetched))
         try:
@@ -65,7 +65,7 @@ class Elsewhere:
         return await self.end_of(base_url)
 
     async def sent(self, url: str, base_url: str, row: Mapping[str, Any]) -> float | None:
-        """Played by the service at ``url``: its reward. RuntimeError for one that is not there, or fails."""
+        """The reward of a rollout run by the service at ``url``. RuntimeError if unreachable or failing."""
         import httpx2
 
         if self._client is None:
@@ -87,8 +87,8 @@ class Elsewhere:
             self._ends.pop(id_of(base_url), None)
 
     async def end_of(self, base_url: str, idle: Callable[[], bool] | None = None) -> float | None:
-        """The reward that comes with the end of a rollout; None also once it is ``idle``. RuntimeError with
-        what its agent gives as an error."""
+        """The reward posted with the end of a rollout; None if there is none, or once it is ``idle``. Raises
+        RuntimeError with the error that its agent posts."""
         end = self._end(id_of(base_url))
         try:
             while not end.done() and not (idle is not None and idle()):
@@ -129,7 +129,7 @@ class Elsewhere:
         return Response(status_code=204)
 
     async def end(self, request: Request) -> Response:
-        """The agent of a rollout has ended, with its reward or an error; 409 where that is not awaited."""
+        """The agent of a rollout has ended, with its reward or an error; 409 if no end is awaited."""
         body, id_ = await request.body(), request.path_params["id"]
         end = self._ends.get(id_)
         if end is None or end.done():
@@ -143,17 +143,17 @@ class Elsewhere:
 
 
 def id_of(base_url: str) -> str:
-    """Of the rollout whose address it is."""
+    """The id of the rollout with this address."""
     return base_url.split("/")[-2]
 
 
 def to_text(order: Mapping[str, Any]) -> str:
-    """JSON; what it cannot say (a date in a column) as its text."""
+    """JSON; values that it does not have (a date in a column) as strings."""
     return json.dumps(order, default=str)
 
 
 def _reward_of(body: bytes) -> float | None:
-    """What {"reward": number or null} says; None without it. ApiError for anything else."""
+    """The reward of {"reward": number or null}; None without one. ApiError for anything else."""
     try:
         value = parse_json(body or b"{}").get("reward")
     except (ValueError, AttributeError) as error:
@@ -162,7 +162,7 @@ def _reward_of(body: bytes) -> float | None:
 
 
 def number(value: Any, name: str) -> float:
-    """A reward. ApiError for what is no finite number."""
+    """``value`` as a float. Raises ApiError if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
         raise ApiError(f"{name} is {value!r}; send a finite number", param=name)
     return float(value)

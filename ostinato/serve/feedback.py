@@ -1,6 +1,6 @@
 """What a product's users did with answers: POST /feedback and GET /feedback.js, and the record of answers.
 
-A 200 comes behind the commit. Answers are recorded behind the reply, and dropped where the store lags.
+A 200 is sent after the commit. Answers are recorded after the reply, and dropped if the store lags behind.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asker:
-    """Whose request it is, as far as its body says."""
+    """Who sent a request, according to its body."""
 
     user: str = ""
     session: str = ""
@@ -64,7 +64,7 @@ class Asker:
 
 
 def _name(given: Any) -> str:
-    """As events have it; what they may not have, by its hash."""
+    """A name as events allow it; the hash of any other value."""
     try:
         return _NAME.validate_python(given, strict=True)
     except ValidationError:
@@ -91,8 +91,8 @@ class Feedback:
     async def post(self, request: Request, body: bytes) -> Any:
         """The reply to one event or a list of them.
 
-        ApiError for what is refused as a whole: 400 for what cannot be read, 403 for a page of elsewhere, 409
-        for a single event that conflicts, 503 where the store does not take them now.
+        ApiError if all is refused: 400 for a body that cannot be read, 403 for a page of another origin, 409
+        for a single event that conflicts, 503 if the store does not accept events now.
         """
         self._check_origin(request)
         documents, single = _documents(body)
@@ -138,7 +138,7 @@ class Feedback:
             ) from error
 
     def _check_origin(self, request: Request) -> None:
-        """A browser names the page that sends: pages of elsewhere would teach the judge of a local server."""
+        """Raises ApiError 403 for a web page of another origin, which could else train a local judge."""
         origin = request.headers.get("origin", "")
         known = {"*", origin} & self._origins
         if origin and not known and urlsplit(origin).netloc != request.headers.get("host"):
@@ -190,8 +190,8 @@ class Feedback:
 
 
 class Acknowledged:
-    """Outcomes on their way from the writer's thread to the event loop, which is woken once for all that come
-    together: as ``asyncio.wrap_future``, which wakes it for each."""
+    """Passes outcomes from the writer's thread to the event loop, which is woken once for all that arrive
+    together; ``asyncio.wrap_future`` does the same, but wakes it for each."""
 
     def __init__(self) -> None:
         self._come: deque[tuple[asyncio.Future[Any], concurrent.futures.Future[Any]]] = deque()
@@ -206,13 +206,13 @@ class Acknowledged:
         sleeping = not self._come
         self._come.append((here, done))
         if sleeping:
-            with suppress(RuntimeError):  # the loop has ended, and with it who waited
+            with suppress(RuntimeError):  # the loop has ended, and all its waiters
                 loop.call_soon_threadsafe(self._arrive)
 
     def _arrive(self) -> None:
         while self._come:
             here, done = self._come[0]
-            if not here.done():  # or its client has hung up
+            if not here.done():  # done if its client has hung up
                 if (error := done.exception()) is None:
                     here.set_result(done.result())
                 else:
@@ -221,7 +221,7 @@ class Acknowledged:
 
 
 def _routes(answer: Answer) -> np.ndarray | None:
-    """[P + T, moe layers, top_k], where those of the whole prompt are known too."""
+    """Expert ids [P + T, moe layers, top_k]; None unless those of the whole prompt are known too."""
     prompt, sampled = answer.completion.prompt_experts, answer.completion.experts
     if prompt is None or sampled is None or len(prompt) != len(answer.prompt):
         return None
@@ -249,7 +249,7 @@ def _refusal(index: int, event_id: Any, code: str, message: str) -> dict[str, An
 
 @contextmanager
 def open_feedback(where: str, service: Service, origins: Sequence[str] = ()) -> Iterator[Feedback | None]:
-    """Feedback in the store at ``where``, a file or an address; None for "". Writes what waits at the end.
+    """Feedback in the store at ``where``, a file or an address; None for "". Writes all pending at the end.
 
     Raises ValueError for a store that cannot be opened.
     """

@@ -1,9 +1,9 @@
 """Grammars of answers: JSON, JSON of a schema, a forced tool call.
 
-A grammar is a text in the Lark dialect of llguidance, which is imported where the first one is requested
-(extra ``grammar``). What it allows next is a mask over the vocabulary (``types.Constraint``), applied before
-a token is drawn: log-probabilities are of the distribution under the mask. An answer ends where its grammar
-may.
+A grammar is a text in the Lark dialect of llguidance, which is imported when the first one is requested
+(extra ``grammar``). The tokens it allows next are a mask over the vocabulary (``types.Constraint``), applied
+before a token is drawn: log-probabilities are those of the masked distribution. An answer can end only where
+its grammar can.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ostinato.render import Renderer
 from ostinato.serve.calls import ApiError
 
 MAX_BYTES = 64 << 10  # of a grammar
-KEPT = 64  # grammars that have been built
-BLANKS = r"[ \t\n\r]{1,16}"  # between two marks of JSON: without an end, weak policies write nothing else
-# Of the parser: about 20 ms and 40 MB to begin with, and 15 ms for a token. What exceeds it is refused.
+KEPT = 64  # built grammars in the cache
+BLANKS = r"[ \t\n\r]{1,16}"  # between two tokens of JSON: bounded, as weak policies else write only blanks
+# Of the parser: about 20 ms and 40 MB at the start, and 15 ms per token. A grammar beyond them is refused.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 50_000,
 }
-# These bound steps, not all of a construction (multiples of a large prime take minutes), so it is tried first
-# in a process with limits of its own, over single bytes.
+# These bound steps, not the whole construction (multiples of a large prime take minutes), so it is first
+# tried in a process with resource limits, over single bytes.
 TRIAL_S = 2
 _TRIAL = """
 import resource, sys
@@ -46,9 +46,9 @@ sys.exit(matcher.get_error()[:999] or None)
 
 
 def json_grammar(format_: Mapping[str, Any], param: str) -> str:
-    """Of OpenAI's ``response_format``, or of a schema with "type" as its ``text.format``; "" for text.
+    """The grammar of OpenAI's ``response_format``, or of a ``text.format`` of its responses; "" for text.
 
-    ApiError 400 where it has no schema.
+    Raises ApiError 400 if it has no schema.
     """
     kind = format_.get("type", "text")
     if kind == "text":
@@ -62,9 +62,9 @@ def json_grammar(format_: Mapping[str, Any], param: str) -> str:
 
 
 def call_grammar(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
-    """One call of any tool for the choice "required", of the named one for {"name": ..}; "" for others.
+    """The grammar of one call: of any tool for "required", of the named one for {"name": ..}; "" for others.
 
-    ApiError 400 where there is no such tool.
+    Raises ApiError 400 if there is no such tool.
     """
     if choice in (None, "auto", "none"):
         return ""
@@ -100,8 +100,8 @@ class Guides:
         self._building = asyncio.Lock()
 
     async def guides(self, grammar: str, n: int) -> list[Guide]:
-        """One for each of ``n`` answers. ApiError 400 without the library, and for what is no grammar, is too
-        large or takes too long."""
+        """One guide per answer, ``n`` of them. ApiError 400 without the library, and for a grammar that
+        is invalid, too large or takes too long."""
         if importlib.util.find_spec("llguidance") is None:
             raise ApiError(
                 "response_format and a forced tool_choice need a grammar; install it: "
@@ -141,7 +141,7 @@ class Guides:
 
 
 async def _try(grammar: str) -> None:
-    """Build it where that can be ended. ApiError 400 for what fails, or takes over ``TRIAL_S`` of a core."""
+    """Build it in a process that can be killed. ApiError 400 if that fails or takes ``TRIAL_S`` CPU s."""
     program = _TRIAL.format(seconds=TRIAL_S, limits=LIMITS)
     trial = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", program), stdin=subprocess.PIPE, stderr=subprocess.PIPE
@@ -163,15 +163,15 @@ def _refused(error: str) -> ApiError:
 
 
 class Guide:
-    """What must not follow an answer (``types.Constraint``), which grows from call to call. ``error``: why
-    nothing may."""
+    """The tokens that must not come next (``types.Constraint``) in an answer that grows from call to call.
+    ``error``: why none may."""
 
     def __init__(self, matcher: Any, vocab_size: int, stops: Sequence[int]) -> None:
         self.error = ""
         self._matcher, self._vocab_size, self._stops, self._consumed = matcher, vocab_size, list(stops), 0
 
     def __call__(self, answer: np.ndarray) -> np.ndarray:
-        """[vocabulary] bool."""
+        """[vocabulary] bool: True for banned tokens."""
         matcher = self._matcher
         matcher.consume_tokens(answer[self._consumed :].tolist())
         self._consumed = len(answer)

@@ -1,8 +1,8 @@
 """Sessions whose chats are kept within a budget of tokens, for ``ostinato serve --memory`` and for the proxy
 in front of any other OpenAI-compatible address (``ostinato memory serve``).
 
-GET /v1/memory/{session}: what of it is in the context, shortened or gone. POST there {"pin": id}, or "unpin",
-or "restore".
+GET /v1/memory/{session}: which of its blocks are in the context, shortened or gone. POST {"pin": id},
+{"unpin": id} or {"restore": id} to it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ COUNTED = ("rewritten", "gone", "unsupported", "too_long", "failed", "read", "wr
 
 @dataclass(slots=True, kw_only=True)
 class Remembered:
-    """The chats of one server. ``count`` and ``measure``: tokens of a text, and of messages.
+    """The chats of one server. ``count`` and ``measure`` return the tokens of a text, and of messages.
 
-    ValueError for a budget that a chat cannot be kept in.
+    Raises ValueError for a budget too small for a chat.
     """
 
     sessions: Sessions
@@ -47,7 +47,7 @@ class Remembered:
         self._memory("")
 
     def show(self, metrics: Metrics) -> None:
-        """Among the metrics of a server."""
+        """Add its counters to the metrics of a server."""
         read = lambda name: self.counters[f"memory/{name}"]  # noqa: E731
         metrics.show(
             "memory", "Blocks rewritten and gone, refills refused, tokens read and written", COUNTED, read
@@ -60,7 +60,7 @@ class Remembered:
         measure: Callable[[Sequence[Message]], int] | None = None,
     ) -> tuple[str, list[Message]]:
         """(session, its messages within the budget). Without a name it is the session that has the most of
-        these messages, or a new one. ApiError for messages that cannot be brought within the budget."""
+        these messages, or a new one. Raises ApiError if the messages cannot be cut to the budget."""
         name = session or self.sessions.found(digests(messages)) or f"chat-{secrets.token_hex(8)}"
         async with self._locks[name]:
             return name, await asyncio.to_thread(self._shortened, name, messages, measure or self.measure)
@@ -90,8 +90,8 @@ class Remembered:
         )
 
     async def view(self, name: str) -> dict[str, Any]:
-        """Blocks in the context, and those that are gone, with their originals. ApiError 404 for a session
-        that is not known."""
+        """Blocks in the context, and those that are gone, with their originals. Raises ApiError 404 for an
+        unknown session."""
         if (found := self.sessions.load(name)) is None:
             raise ApiError(
                 f"there is no session {name!r} in this memory", status=404, code="session_not_found"
@@ -115,7 +115,7 @@ class Remembered:
         }
 
     async def change(self, name: str, body: bytes) -> dict[str, Any]:
-        """Pin, unpin or restore a block; the view afterwards. ApiError 400 where there is no room for it."""
+        """Pin, unpin or restore a block. Returns the new view. ApiError 400 if there is no room for it."""
         given = json_of(body)
         if not isinstance(given, dict) or len(given) != 1 or not {*given} <= {"pin", "unpin", "restore"}:
             raise ApiError('the body is one of {"pin": id}, {"unpin": id} and {"restore": id}')

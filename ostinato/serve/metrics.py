@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' text form; times in seconds."""
+"""The server's metrics in Prometheus' text format; times in seconds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Metrics:
         )
 
     def watch(self, engine: LocalEngine) -> None:
-        """Show the engine's queue, cache and counters as they are when they are read."""
+        """Add the engine's queue, cache and counters, read at the time of each scrape."""
         for name, help_, read in (
             ("running_sequences", "Sequences in the batch", lambda: engine.queue[0]),
             ("waiting_sequences", "Sequences that wait for a slot", lambda: engine.queue[1]),
@@ -56,7 +56,7 @@ class Metrics:
     def show(
         self, name: str, help_: str, labels: Sequence[str], read: Callable[[str], float], gauge: bool = False
     ) -> None:
-        """Show numbers that are kept elsewhere, by ``outcome``, as they are when they are read."""
+        """Add numbers that are kept elsewhere, by ``outcome``, read at the time of each scrape."""
         self._registry.register(_Read(f"ostinato_{name}", help_, labels, read, gauge))
 
     def text(self) -> bytes:

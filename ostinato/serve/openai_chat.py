@@ -1,4 +1,4 @@
-"""Chat and text completions in OpenAI's form, whole and as server-sent events."""
+"""Chat and text completions in OpenAI's format, whole and as server-sent events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ostinato.serve.bodies import Sampled
 from ostinato.serve.calls import Answer, Call, Piece, ToolCall, Usage
 from ostinato.types import Emitted
 
-UNLIKELY = -9999.0  # OpenAI's number for a token that could not come
+UNLIKELY = -9999.0  # OpenAI's number for a token of probability 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Shape:
         return choice | self._extra(answer)
 
     def _extra(self, answer: Answer) -> dict[str, Any]:
-        """vLLM's token ids, and what ours alone has."""
+        """vLLM's token ids, and fields that only this server has."""
         extra: dict[str, Any] = {}
         done = answer.completion
         if self.body.return_token_ids:
@@ -154,8 +154,8 @@ class Shape:
 def tokens_of(
     emitted: Sequence[Emitted], *, greedy: bool
 ) -> Iterator[tuple[int, float, tuple[Sequence[int], Sequence[float]]]]:
-    """(token, log-probability, (likeliest, theirs)) of every token. A ``greedy`` one was not drawn: its
-    number is that of the distribution by which it was the best."""
+    """(token, log-probability, (top tokens, their log-probabilities)) of every token. A ``greedy`` token was
+    not drawn: its log-probability is that of the distribution whose argmax it was."""
     for part in emitted:
         tops = part.top or [(np.zeros(0, np.int64), np.zeros(0, np.float32))] * len(part.tokens)
         for token, logprob, (ids, logprobs) in zip(part.tokens.tolist(), part.logprobs, tops, strict=True):

@@ -62,7 +62,7 @@ class ResponsesBody(Lenient):
 
 
 def _merged(messages: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """An answer's text and its calls are items of their own: here they are one message again."""
+    """Merges an answer's text and its calls, which are separate items, into one message."""
     last: dict[str, Any] | None = None
     for message in messages:
         if last is not None and last["role"] == message["role"] == "assistant" and "tool_calls" in message:
@@ -110,7 +110,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response(id_: str, model: str, answers: list[Answer], *, done: bool = True) -> dict[str, Any]:
-    """The response object, as far as it has come."""
+    """The response object; ``done``: False while it is in progress."""
     usage = Usage.of(answers)
     cut = any(answer.finish_reason == "length" for answer in answers)
     return {

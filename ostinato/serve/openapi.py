@@ -1,5 +1,5 @@
-"""The server's OpenAPI description: bodies as they are checked (``serve.bodies``), and the parts of answers
-that clients rely on."""
+"""The server's OpenAPI description: request bodies as they are validated (``serve.bodies``), and the parts of
+answers that clients rely on."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from ostinato.serve.calls import ApiError
 
 BACKLOG = 2048
-IDLE_S = 75  # of a connection: longer than the pools of clients keep one, or a request meets its end
+IDLE_S = 75  # keep-alive: longer than clients' pools keep a connection, else a request may hit its close
 KEY = "OSTINATO_API_KEY"
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -29,7 +29,7 @@ FIX = "send it as 'Authorization: Bearer KEY'"
 
 
 def is_loopback(host: str) -> bool:
-    """Is it a name of this machine that no other one can reach?"""
+    """Is ``host`` a loopback address or "localhost"?"""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -37,8 +37,8 @@ def is_loopback(host: str) -> bool:
 
 
 def key_for(host: str, name: str, given: str = "") -> str:
-    """What clients have to send: ``given``, else $OSTINATO_API_KEY, else "". ``name`` is of the setting of
-    ``host``. ValueError where other machines reach ``host`` and there is no key."""
+    """The API key that clients must send: ``given``, else $OSTINATO_API_KEY, else "". ``name``: the setting
+    that ``host`` is from. Raises ValueError if other machines can reach ``host`` and there is no key."""
     if not (key := given or os.environ.get(KEY, "")) and not is_loopback(host):
         raise ValueError(
             f"{name} {host} can be reached by other machines; give a key: {KEY} in the environment, "
@@ -48,7 +48,7 @@ def key_for(host: str, name: str, given: str = "") -> str:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: any that is free. ValueError where the address cannot be had."""
+    """A listening socket; port 0: any free one. Raises ValueError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -65,7 +65,7 @@ def address(listening: socket.socket) -> str:
 
 
 def check_key(request: Request, key: str, fix: str = FIX) -> None:
-    """ApiError 401 where a request has another key, in OpenAI's header or Anthropic's; "": none is needed."""
+    """ApiError 401 if a request lacks ``key`` in OpenAI's or Anthropic's header; "": none is needed."""
     given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
     given = given or request.headers.get("x-api-key", "")
     if key and not hmac.compare_digest(given.encode(), key.encode()):
@@ -97,7 +97,7 @@ def guarded(handler: Handler, key: str, refusal: Callable[[ApiError], Response],
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """ApiError 413 for more than ``most`` bytes, once they have come."""
+    """The body. Raises ApiError 413 as soon as more than ``most`` bytes have arrived."""
     data = bytearray()
     async for part in request.stream():
         data += part
@@ -107,8 +107,8 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` gives; ClientDisconnect, and it is cancelled, where the client hangs up before. The body
-    must have been read."""
+    """The result of ``work``; if the client hangs up first, it is cancelled and ClientDisconnect is raised.
+    The body must have been read."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -127,8 +127,8 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves ``app`` on ``listening`` until SIGTERM or Ctrl-C: then it takes no more connections, calls
-    ``ending``, and what runs has ``drain_s`` to end."""
+    """Serves ``app`` on ``listening`` until SIGTERM or Ctrl-C: then it accepts no more connections, calls
+    ``ending``, and gives running requests ``drain_s`` seconds to end."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Calls in, answers out: which policy, which tokens, whether there is room, and what becomes of a request."""
+"""From calls to answers: chooses the policy, builds the tokens, checks limits, and runs the requests."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class Model:
     """A policy by the name that clients use."""
 
     name: str
-    policy: str  # in the engine
+    policy: str  # its name in the engine
     created: int  # seconds since 1970
-    version: int = 0  # training steps behind it
+    version: int = 0  # training steps it has had
     parent: str = ""  # the base, for an adapter
     revision: str | None = None  # of a product's policy; None: name@version
     arm: str = ""  # of an experiment
-    propensity: float = 1.0  # with which its users get it
+    propensity: float = 1.0  # probability with which its users get it
 
     @property
     def fingerprint(self) -> str:
-        """Of whom answers, as clients see it."""
+        """The ``system_fingerprint`` that clients see."""
         return self.revision or f"{self.name}@{self.version}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """A share of those who name the model ``of`` gets the model ``name`` (``product.loop.canary_arm``)."""
+    """A ``share`` of the users who request model ``of`` get model ``name`` (``product.loop.canary_arm``)."""
 
     of: str
     name: str
@@ -84,7 +84,7 @@ class Service:
         self._thread, self._sequences = thread, 0
 
     def model(self, name: str) -> Model:
-        """ApiError 404 where there is none of this name; without a name the first."""
+        """The model of this name; the first one for "". Raises ApiError 404 if there is none."""
         if not name:
             return next(iter(self.models.values()))
         if name not in self.models:
@@ -98,7 +98,7 @@ class Service:
         return self.models[name]
 
     def assigned(self, call: Call, user: str) -> Call:
-        """With the model that ``user`` gets; without a user, one drawn for this call alone."""
+        """The call with the model that ``user`` gets; without a user, one drawn for this call only."""
         found = self.canary
         if found is None or (call.model or next(iter(self.models))) != found.of:
             return call
@@ -106,7 +106,8 @@ class Service:
         return replace(call, model=found.name if arm == "canary" else found.of)
 
     def prompt(self, call: Call) -> np.ndarray:
-        """[P] int32. ApiError where the chat template refuses the messages, or nothing fits behind them."""
+        """[P] int32. ApiError if the chat template refuses the messages, the prompt is empty or invalid,
+        or it leaves no room for an answer."""
         try:
             if call.tokens is not None:
                 tokens = np.array(call.tokens, np.int64)
@@ -141,7 +142,7 @@ class Service:
         return len(self.renderer.chat(chat, tools=native))
 
     def sampling(self, call: Call, prompt: np.ndarray) -> Sampling:
-        """ApiError for what cannot be sampled so."""
+        """The call's sampling settings. Raises ApiError if this server cannot sample with them."""
         room = self.limits.context - len(prompt)
         most = self.limits.max_tokens if call.max_tokens is None else call.max_tokens
         if call.max_tokens is not None and most > self.limits.max_tokens:
@@ -177,7 +178,7 @@ class Service:
             raise ApiError(str(error).removeprefix("sampling.")) from error
 
     async def requests(self, call: Call) -> list[Request]:
-        """One for each of the ``n`` answers; answer k samples with the noise of (seed, k)."""
+        """One request for each of the ``n`` answers; answer k samples with the seed (seed, k)."""
         if call.n > self.limits.n:
             raise ApiError(f"n is {call.n}; this server gives {self.limits.n} at most", param="n")
         if call.top_logprobs > self.limits.top_logprobs:
@@ -197,7 +198,7 @@ class Service:
         guides: list[Guide | None] = [None] * call.n
         if call.grammar:
             guides = [*await self._guides.guides(call.grammar, call.n)]
-        greedy = int(call.logprobs and call.temperature == 0)  # what it was chosen by stands in the first
+        greedy = int(call.logprobs and call.temperature == 0)  # its own log-probability is the top one
         return [
             Request(
                 tokens=prompt,
@@ -211,8 +212,8 @@ class Service:
         ]
 
     async def prompt_logprobs(self, call: Call) -> list[dict[str, Any] | None] | None:
-        """As vLLM has them: of each token of the prompt but the first, by the base's or adapter's own
-        distribution at temperature 1, and of the likeliest. None where the call does not request them."""
+        """vLLM's prompt_logprobs: for each prompt token but the first, its log-probability under the base or
+        adapter at temperature 1, and those of the top tokens. None if the call does not request them."""
         if (top := call.prompt_logprobs) is None:
             return None
         tokens, policy = self.prompt(call), self.model(call.model).policy
@@ -233,10 +234,10 @@ class Service:
         return places
 
     async def answer(self, call: Call, requests: list[Request]) -> AsyncGenerator[Piece | Answer, None]:
-        """Pieces of all answers as they come, and each Answer at its end; to be closed by its reader.
+        """Yields pieces of all answers as they come, and each Answer at its end. The caller must close it.
 
-        ApiError: 429 where too many sequences are under way, 504 after the time limit, 500 where the model's
-        numbers are not finite.
+        Raises ApiError: 429 if too many sequences are in progress, 504 after the time limit, 500 if the
+        model's numbers are not finite.
         """
         if self._sequences + len(requests) > self.limits.sequences:
             raise ApiError(
@@ -299,7 +300,7 @@ class Service:
 
 
 class _Open:
-    """An answer on its way."""
+    """An answer in progress."""
 
     def __init__(self, request: Request, renderer: Renderer, call: Call) -> None:
         self.emitted: list[Emitted] = []

@@ -1,9 +1,9 @@
 """An engine in a thread and an event loop of its own, so that passes and HTTP do not wait for each other.
 
-A pass is one native call without the interpreter's lock. Calls come from any other event loop.
+A pass is one native call that releases the GIL. Calls may come from any other event loop.
 
-The engine is made in that thread too: every thread that has run a kernel keeps a team of OpenMP workers, and
-with more workers than cores libgomp sends those that wait to sleep, which halves the speed of all passes.
+The engine is created in that thread too: each thread that ran a kernel keeps a team of OpenMP workers, and
+with more workers than cores libgomp puts waiting ones to sleep, which halves the speed of all passes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ END_S = 5.0
 
 
 class _Post:
-    """Events on their way to another event loop, which is woken once for all that are there."""
+    """Passes events to another event loop, which is woken once for all that are queued."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[asyncio.Queue[Any], Any]] = deque()
 
     def send(self, loop: asyncio.AbstractEventLoop, to: asyncio.Queue[Any], event: Any) -> None:
-        if loop.is_closed():  # it has no reader any more, nor what was left on its way
+        if loop.is_closed():  # nobody reads this event, or those still queued
             self._waiting.clear()
             return
         self._waiting.append((to, event))
@@ -40,11 +40,12 @@ class _Post:
         while self._waiting:
             to, event = self._waiting[0]
             to.put_nowait(event)
-            self._waiting.popleft()  # last: what finds the line empty wakes the loop again
+            self._waiting.popleft()  # last: a ``send`` that finds it empty wakes the loop again
 
 
 class EngineThread:
-    """Runs what ``make`` gives, in the thread that made it, until ``close``. Raises what ``make`` raises."""
+    """Runs the engine that ``make`` returns, in the thread that made it, until ``close``. Raises what
+    ``make`` raises."""
 
     def __init__(self, make: Callable[[], LocalEngine]) -> None:
         self._loop, self._post = asyncio.new_event_loop(), _Post()
@@ -77,7 +78,7 @@ class EngineThread:
                 listener: Callable[[int, Emitted], None] = lambda index, emitted: send((index, emitted))  # noqa: E731
                 async for index, completion in self._engine.generate(requests, listener):
                     send((index, completion))
-            except Exception as error:  # the caller's, wherever it came up
+            except Exception as error:  # raised at the caller, whatever it is
                 send(error)
             else:
                 send(None)
@@ -94,7 +95,7 @@ class EngineThread:
             running.cancel()
 
     async def call(self, function: Callable[[LocalEngine], T]) -> T:
-        """What ``function`` returns, between two passes: the engine is not safe from other threads."""
+        """Run ``function`` between two passes, as the engine is not thread-safe; returns its result."""
 
         async def run() -> T:
             return function(self._engine)
@@ -102,7 +103,7 @@ class EngineThread:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
 
     def close(self) -> None:
-        """End what runs, and the thread."""
+        """Cancel all running work and end the thread."""
 
         async def end() -> None:
             tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -1,15 +1,15 @@
-"""Tools in prompts, tool calls in answers, and the text of an answer while it comes.
+"""Tools in prompts, tool calls in answers, and the text of an answer while it is sampled.
 
 A chat template that takes ``tools`` writes them its own way; for any other, they go into the system message
-as ``env.tools`` writes them. Calls are read in the form of both, which Qwen, Hermes and SmolLM3 use:
+as ``env.tools`` writes them. Calls are read in the format that Qwen, Hermes and SmolLM3 use:
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-Agents of small models have a shorter form, ``equals``: an answer that ends in "5=" calls the only tool with
-5, as with the calculator of GSM8K (arXiv 2110.14168). Its reply is a user's message; no tool is described:
-such a model has not learned to read a description.
+Agents of small models have a shorter format, ``equals``: an answer that ends in "5=" calls the only tool with
+5, as with the calculator of GSM8K (arXiv 2110.14168). Its result is a user message; the tool is undescribed,
+as such a model has not learned to read a description.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CallForm = Literal["json", "equals"]
 def for_template(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-    """(messages, tools) as the template takes them: plain texts, and for a template that does not know tools
-    the tools within the system message and calls within the assistant's text."""
+    """(messages, tools) as the template takes them: contents as plain text; for a template without tools,
+    they are in the system message and calls in the assistant's text."""
     native = renderer.takes_tools
     chat = [_plain(message, native) for message in messages]
     if not tools or native:
@@ -53,7 +53,7 @@ def _plain(message: Message, native: bool) -> dict[str, Any]:
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """Arguments as a value: templates write them as JSON themselves."""
+    """The arguments of a call, parsed, as templates write the JSON themselves."""
     arguments = call["function"].get("arguments") or "{}"
     if not isinstance(arguments, str):
         return arguments
@@ -64,9 +64,9 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
 
 
 def read_calls(text: str, prefix: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """(text without its tool calls, the calls). Calls that cannot be read stay text, all of them.
+    """(text without its tool calls, the calls). If one of them cannot be parsed, all stay text.
 
-    ids are ``prefix`` and a number, so that the same request gives the same answer.
+    Ids are ``prefix`` and a number, so that the same request gives the same answer.
     """
     calls = parse_calls(text)
     if not calls or any(call.error for call in calls):
@@ -83,8 +83,8 @@ def read_calls(text: str, prefix: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def for_equals(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as a model reads them that calls by "argument=". ApiError for more than one tool with one
-    parameter."""
+    """The messages for a model that calls its tool by "argument=". Raises ApiError unless ``tools`` are one
+    tool with one parameter, or none."""
     if tools:
         _only(tools)
     chat = []
@@ -99,7 +99,7 @@ def for_equals(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
 def read_equals(
     text: str, tools: Sequence[Mapping[str, Any]], prefix: str
 ) -> tuple[str, tuple[ToolCall, ...]]:
-    """As ``read_calls``; ``text`` with its stop string."""
+    """Like ``read_calls``, for the format ``equals``; ``text`` includes its stop string."""
     found = EQUALS.search(text)
     if found is None:
         return text, ()
@@ -123,8 +123,8 @@ def _only(tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[str, str]]:
 
 
 class TextStream:
-    """The text of a growing answer that is certain: nothing that a stop string or a tool call may still take
-    back."""
+    """The final text of a growing answer: without an end that may still become part of a stop string or a
+    tool call."""
 
     def __init__(self, renderer: Renderer, stop: Sequence[str], *, tools: bool) -> None:
         self._decoder = IncrementalDecoder(renderer, stop)
@@ -132,7 +132,7 @@ class TextStream:
         self._tools, self._sent, self._stopped = tools, 0, False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that has become certain by ``tokens``."""
+        """Add ``tokens``; returns the text that has become final."""
         for token in tokens:
             if self._stopped:
                 break
@@ -142,18 +142,18 @@ class TextStream:
             text = text[: text.index(OPEN)].rstrip()
         else:
             text = text if self._stopped else text[: len(text) - _overhang(text, self._held)]
-            text = text.rstrip() if self._tools else text  # blanks before a call belong to no content
+            text = text.rstrip() if self._tools else text  # blanks before a call are not content
         fresh = text[self._sent :]
         self._sent = max(self._sent, len(text))
         return fresh
 
     def rest(self, content: str) -> str:
-        """What of the whole ``content`` has not been returned."""
+        """The part of the whole ``content`` that has not been returned yet."""
         return content[self._sent :]
 
 
 def _overhang(text: str, strings: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` with which one of ``strings`` begins."""
+    """Length of the longest suffix of ``text`` that is a prefix of one of ``strings``."""
     most = max((len(string) for string in strings), default=0)
     for length in range(min(most, len(text)), 0, -1):
         if any(string.startswith(text[-length:]) for string in strings):

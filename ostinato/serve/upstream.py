@@ -1,7 +1,7 @@
-"""``ostinato memory serve``: an address that passes everything on to another one, chats within a budget.
+"""``ostinato memory serve``: a proxy in front of another server that keeps chats within a token budget.
 
 POST /v1/chat/completions: the messages are shortened, the rest of the body and the answer stay as they are.
-GET, POST /v1/memory/{session}: ``serve.memory``. Any other path is passed on unread.
+GET, POST /v1/memory/{session}: ``serve.memory``. Any other path is forwarded unchanged.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ostinato.serve.calls import ApiError, json_of
 from ostinato.serve.memory import Remembered
 
 KEPT = ("authorization", "content-type", "accept", "x-api-key", "openai-organization", "openai-project")
-NAMED = "x-ostinato-session"  # of a reply: the session that it belongs to
+NAMED = "x-ostinato-session"  # header of a reply: the session that it belongs to
 
 
 class Upstream:
-    """The handlers of a proxy in front of ``url`` (".../v1"). ``key`` is sent where a client sends none."""
+    """The handlers of a proxy in front of ``url`` (".../v1"). ``key`` is sent if a client sends none."""
 
     def __init__(self, url: str, remembered: Remembered, key: str = "", timeout_s: float = 600.0) -> None:
         if not url.startswith(("http://", "https://")):
