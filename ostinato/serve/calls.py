@@ -88,7 +88,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """A streamed part of answer ``index``: text that has become final, and the tokens since the last part."""
+    """A streamed part of answer ``index``: text that has become final, and the tokens since the last."""
 
     index: int
     text: str

@@ -1,4 +1,4 @@
-"""Remote agents: each rollout is fetched by a worker or sent to a service, which later posts its end.
+"""Remote agents: each rollout is fetched by a worker, or sent to a service; its end is posted or replied.
 
     worker   --POST /rollouts/next--> {"rollout", "base_url", "model", "row"}        task.agent = "remote"
     trainer  --POST task.agent_url, the same and "api_key"--> {"reward": 0.5}        task.agent_url

@@ -46,7 +46,7 @@ sys.exit(matcher.get_error()[:999] or None)
 
 
 def json_grammar(format_: Mapping[str, Any], param: str) -> str:
-    """The grammar of OpenAI's ``response_format``, or of a ``text.format`` of its responses; "" for text.
+    """The grammar of OpenAI's ``response_format``, or of ``text.format`` in its responses API; "" for text.
 
     Raises ApiError 400 if it has no schema.
     """

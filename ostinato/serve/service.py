@@ -106,8 +106,7 @@ class Service:
         return replace(call, model=found.name if arm == "canary" else found.of)
 
     def prompt(self, call: Call) -> np.ndarray:
-        """[P] int32. ApiError if the chat template refuses the messages, the prompt is empty or invalid,
-        or it leaves no room for an answer."""
+        """[P] int32. ApiError for messages that the template refuses, and invalid or too long prompts."""
         try:
             if call.tokens is not None:
                 tokens = np.array(call.tokens, np.int64)

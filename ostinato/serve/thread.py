@@ -44,8 +44,7 @@ class _Post:
 
 
 class EngineThread:
-    """Runs the engine that ``make`` returns, in the thread that made it, until ``close``. Raises what
-    ``make`` raises."""
+    """Runs the engine that ``make`` makes, in the same thread, until ``close``. Raises what ``make`` does."""
 
     def __init__(self, make: Callable[[], LocalEngine]) -> None:
         self._loop, self._post = asyncio.new_event_loop(), _Post()

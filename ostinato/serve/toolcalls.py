@@ -7,7 +7,7 @@ as ``env.tools`` writes them. Calls are read in the format that Qwen, Hermes and
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-Agents of small models have a shorter format, ``equals``: an answer that ends in "5=" calls the only tool with
+Agents of small models have a shorter form, ``equals``: an answer that ends in "5=" calls the only tool with
 5, as with the calculator of GSM8K (arXiv 2110.14168). Its result is a user message; the tool is undescribed,
 as such a model has not learned to read a description.
 """

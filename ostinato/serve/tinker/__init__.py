@@ -1,1 +1,1 @@
-"""A server for the Tinker SDK: a loop that its client writes, on this engine and trainer (docs/tinker.md)."""
+"""A server for the Tinker SDK: the client writes the training loop, we sample and train (docs/tinker.md)."""

@@ -1,4 +1,4 @@
-"""The HTTP side of the Tinker server: its routes, keys, long polls, and errors in Tinker's form."""
+"""The HTTP side of the Tinker server: its routes, keys, long polls, and errors in Tinker's format."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ostinato.serve.tinker.wire import (
 )
 from ostinato.serve.tinker.work import SAMPLER, Work
 
-POLL_S = 30.0  # of a long poll; the SDK gives it 45
-INLINE_BYTES = 1 << 20  # a larger result is announced first, where the client can take that
-MOST_SAMPLING = 8192  # requests under way; more are answered with 429, and the SDK waits
+POLL_S = 30.0  # of a long poll; the SDK's timeout is 45
+INLINE_BYTES = 1 << 20  # a larger result is announced first, if the client supports that
+MOST_SAMPLING = 8192  # requests in progress; more are answered with 429, and the SDK waits
 PURGE_S = 60.0
 FETCHED_S, KEPT_S = 600.0, 7 * 24 * 3600.0  # how long results are kept, once fetched and at all
 SESSION = "session"
@@ -175,7 +175,7 @@ class Door:
         return JSONResponse({"request_id": id, "sample_sequence_ids": named})
 
     async def retrieve(self, request: Request) -> Response:
-        """The result; 408 while there is none, 410 for a promise that is lost."""
+        """The result; 408 while it is pending, 410 if the request is unknown or its result was dropped."""
         body = parsed(FutureBody, await _body(request))
         stored = await self._futures.result(body.request_id, POLL_S)
         if stored is None or (stored.state != PENDING and stored.result is None):
@@ -223,7 +223,7 @@ class Door:
         return JSONResponse({"sampler_id": id, "base_model": self._work.base.name, "model_path": path})
 
     def guarded(self, handler: Handler) -> Handler:
-        """With the key checked, and errors in Tinker's form."""
+        """``handler`` with the key checked, and errors in Tinker's format."""
 
         async def named(request: Request) -> Response:
             try:
@@ -254,7 +254,7 @@ async def _json(request: Request) -> dict[str, Any]:
 
 
 def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
-    """The application. ``key``: what clients have to send; empty: nothing. ``state.ending()``: polls end."""
+    """The application. ``key``: the API key of clients; empty: none. ``state.ending()`` ends long polls."""
     futures = Futures(registry, work.run)
     door, listings = Door(work, registry, futures, key), Listings(work, registry)
 

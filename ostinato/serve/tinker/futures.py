@@ -1,7 +1,7 @@
-"""Promises: a request is written down, acknowledged, run in its order, and its result kept until fetched.
+"""Futures: a request is stored, acknowledged and run in order, and its result is kept until fetched.
 
-Requests of a model run one after the other by their ``seq``, whichever order they arrive in; one that is
-missing holds up those behind it. Samples run as they come. After a restart what was pending runs again.
+Requests of a model run one after the other by their ``seq``, in whatever order they arrive; a missing one
+holds up those after it. Samples run as they come. After a restart, pending requests run again.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Futures:
         return len(self._samples)
 
     def resume(self) -> None:
-        """Run what an earlier process has left."""
+        """Run the pending requests of an earlier process."""
         for stored in self._registry.pending():
             self._start(stored)
 
     def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> None:
-        """Promise it; again what was promised already changes nothing. UserError for a number in use."""
+        """Accept a request; a repeated one has no effect. UserError if its ``seq`` is used by another."""
         if self._registry.submit(id, owner, seq, kind, body):
             stored = self._registry.request(id)
             assert stored is not None
@@ -58,19 +58,19 @@ class Futures:
         return stored
 
     def cancel(self, id: str) -> None:
-        """Give up a sample whose client is gone."""
+        """Cancel a sample request, on behalf of its client."""
         if (task := self._samples.get(id)) is not None:
             task.cancel()
             self._finish(id, Result.failed("the client has cancelled this request", "User"))
 
     def end_waits(self) -> None:
-        """``result`` waits no more: who polls comes back to the next process."""
+        """Let ``result`` return at once: polling clients will retry at the next process."""
         self._is_ending = True
         for event in self._ended.values():
             event.set()
 
     async def close(self) -> None:
-        """What runs stays pending for the next process."""
+        """Cancel running requests; they stay pending for the next process."""
         tasks = [*self._queues.values(), *self._samples.values()]
         for task in tasks:
             task.cancel()
@@ -84,14 +84,14 @@ class Futures:
             self._queues[stored.owner] = asyncio.create_task(self._in_order(stored.owner))
 
     async def _in_order(self, owner: str) -> None:
-        """Ends where the next number has not come; the request that brings it starts it again."""
+        """Run the requests of a model by ``seq``, up to a missing one, whose arrival starts this again."""
         while (stored := self._registry.next_of(owner, self._registry.last_seq(owner) + 1)) is not None:
             await self._one(stored)
 
     async def _one(self, stored: Stored) -> None:
         try:
             result = await self._run(stored)
-        except ValueError as error:  # what the client has to change
+        except ValueError as error:  # an error of the client
             result = Result.failed(str(error), "User")
         except Exception as error:
             log.exception("request %s failed", stored.id)

@@ -1,4 +1,4 @@
-"""What clients query of their sessions, runs and checkpoints."""
+"""Queries of clients about their sessions, runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Listings:
         return self._changed(request, expires=expires)
 
     async def urls(self, request: Request) -> Response:
-        """Of every file, served here; they end with the checkpoint."""
+        """URLs of all files, served here; they expire with the checkpoint."""
         path = self._path(request)
         folder = self._work.folder_of(path)
         base = str(request.url).removesuffix("/external_weights_urls")
@@ -126,7 +126,7 @@ class Listings:
         return JSONResponse({**facts, **{name: lora.get(name) for name in kept}})
 
     async def copy(self, request: Request) -> Response:
-        """Under the run that is named, or one of its own."""
+        """Copy a checkpoint to the run that is named, or to a new one."""
         body = parsed(CopyBody, await request.body())
         given = request.headers.get("x-idempotency-key", "") or secrets.token_hex(8)
         own = f"copy-{hashlib.sha256(given.encode()).hexdigest()[:16]}:train:0"
@@ -135,7 +135,7 @@ class Listings:
         return JSONResponse({"tinker_path": self._work.copy(body.source_path, run, expires)})
 
     async def usage(self, request: Request) -> Response:
-        """What all checkpoints take on the disk."""
+        """Disk usage of all checkpoints."""
         sizes = [document["size"] for _, _, document in self._registry.all(CHECKPOINT)]
         row = {"checkpoint_count": len(sizes), "size_bytes": sum(sizes), "size_gigabytes": sum(sizes) / 1e9}
         return JSONResponse({"data": [row]})
@@ -157,7 +157,7 @@ class Listings:
         )
 
     async def project(self, request: Request) -> Response:
-        """Kept, and without effect: all is yours here."""
+        """The project of a session; stored, but without effect on this server."""
         id, body = request.path_params["session"], parsed(ProjectBody, await request.body())
         document = self._registry.found("session", id)
         self._registry.put("session", id, {**document, "project_id": body.project_id})

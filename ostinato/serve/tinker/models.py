@@ -1,8 +1,8 @@
-"""Models that are trained: each an adapter of its own on the one base, with snapshots and a replay.
+"""Models in training: each is an adapter of its own on the one base model, with snapshots and replay.
 
-A snapshot holds an adapter and its optimizer after a request; gradients are in none. What came behind it is
-in the registry and is run again when a process takes the model up: the same requests in the same order give
-the same bits.
+A snapshot has an adapter and its optimizer after a request, but no gradients. The requests after it are in
+the registry and run again when a process loads the model: the same requests in the same order give the same
+bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ostinato.serve.tinker.wire import Body, loss_of, parsed, rows_of, training_
 from ostinato.train.accumulate import Accumulator, Adam, Scored, drained
 from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
-SNAPSHOT_S = 30.0  # of work that a process that takes over may have to repeat
+SNAPSHOT_S = 30.0  # between snapshots: work that the next process may have to repeat
 ALPHA = 32.0  # Tinker's, whatever the rank
 MODEL = "model"
 Work = Generator[None, None, Scored]
@@ -79,20 +79,20 @@ class OptimBody(Body):
 
 @dataclass(slots=True)
 class Model:
-    """A model in memory. ``is_clean``: no gradient has added up, so a snapshot holds all of it."""
+    """A model in memory. ``is_clean``: no gradients are accumulated, so a snapshot is its whole state."""
 
     id: str
     trained: Accumulator
     record: Record
     taken: int = 0  # optim_steps, whatever was loaded in between
-    seq: int = 0  # of the last request that it has seen
+    seq: int = 0  # of the last request applied to it
     is_clean: bool = True
     saved: int = -1  # the request of its last snapshot
     saved_at: float = 0.0
 
 
 class Models:
-    """Those of a registry, taken up when a request needs them. ``find(path)``: the folder of a checkpoint."""
+    """The models of a registry, loaded on demand. ``find(path)`` returns the folder of a checkpoint."""
 
     def __init__(
         self,
@@ -108,13 +108,13 @@ class Models:
         self._models: dict[str, Model] = {}
 
     async def get(self, id: str) -> Model:
-        """NotFound for a model that was never made."""
+        """The model, loaded if necessary. Raises NotFound for one that was never created."""
         if id not in self._models:
             self._models[id] = await self._thread.call(lambda _: self._taken_up(id))
         return self._models[id]
 
     async def release(self, id: str) -> None:
-        """Free its memory; the next request takes it up again."""
+        """Free its memory; the next request loads it again."""
         if (model := self._models.pop(id, None)) is not None:
             await self._thread.call(lambda _: self._left(model, "done"))
 
@@ -122,7 +122,7 @@ class Models:
         return spec_of(self._registry.found(MODEL, id)["spec"])
 
     async def create(self, stored: Stored) -> None:
-        """Fresh adapters. A seed that the client leaves open is drawn from the id of the model."""
+        """A model with new adapters. Without a seed from the client, it is derived from the model's id."""
         body = parsed(CreateBody, stored.body or b"")
         self.check_base(body.base_model)
         _check_optimizer(body.optimizer_config)
@@ -142,7 +142,7 @@ class Models:
         await self.get(stored.owner)
 
     async def load(self, stored: Stored) -> None:
-        """A checkpoint into a model, or as a new one."""
+        """Load a checkpoint into a model, or as a new model (seq 0)."""
         body = parsed(LoadBody, stored.body or b"")
         folder = self._find(body.path)
         spec = spec_of(json.loads((folder / "spec.json").read_text()))
@@ -163,7 +163,7 @@ class Models:
         await self._thread.call(lambda _: self._apply(model, stored))
 
     async def train(self, stored: Stored) -> Scored | dict[str, float]:
-        """A forward_backward or an optim_step; a snapshot before it, where one is due."""
+        """Run a forward_backward or an optim_step, after a snapshot if one is due."""
         model = await self.get(stored.owner)
         await self._thread.call(lambda _: self._snapshot(model))
         found = await self._thread.call(lambda _: self._apply(model, stored))
@@ -173,12 +173,12 @@ class Models:
         return found
 
     async def close(self) -> None:
-        """A snapshot of all that are clean, so that the next process repeats nothing."""
+        """Save a snapshot of every clean model, so that the next process repeats nothing."""
         for model in self._models.values():
             await self._thread.call(lambda _, one=model: self._left(one, "stopped"))
 
     def sampled(self, id: str, tokens: int) -> None:
-        """From a policy of this model."""
+        """Count ``tokens`` sampled from a policy of this model."""
         if (model := self._models.get(id)) is not None:
             model.record.sampled(tokens)
 
@@ -189,7 +189,7 @@ class Models:
     # ---- in the engine's thread
 
     def _apply(self, model: Model, stored: Stored) -> Done:
-        """What a request does to a model, or the work that does it; the same when it is run again."""
+        """Apply a request to a model, or return the work that does; deterministic, so it can be replayed."""
         model.seq = stored.seq
         match stored.kind:
             case "forward_backward":
@@ -227,7 +227,7 @@ class Models:
         return None
 
     def _taken_up(self, id: str) -> Model:
-        """From its last snapshot, and from what came behind it."""
+        """The model restored from its last snapshot and the requests after it."""
         document = self._registry.found(MODEL, id)
         spec, config = spec_of(document["spec"]), self._base.decoder.config
         adapters = init_adapters(config, spec, document["seed"], self._base.decoder.device)
@@ -256,7 +256,7 @@ class Models:
         model.seq = stored.seq
 
     def _snapshot(self, model: Model, *, now: bool = False) -> None:
-        """Of what all requests up to now have done, if nothing of it is in gradients."""
+        """Save a snapshot if one is due and no gradients are accumulated."""
         is_due = now or time.monotonic() - model.saved_at >= SNAPSHOT_S
         if not is_due or not model.is_clean or model.seq <= model.saved:
             return
@@ -310,7 +310,7 @@ class Models:
 
 
 def _next(work: Work) -> Work | Scored:
-    """Its next microbatch: the work that is left, or what it has come to."""
+    """Run the next microbatch: the remaining work, or its result if it is done."""
     try:
         next(work)
     except StopIteration as end:

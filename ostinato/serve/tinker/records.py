@@ -24,10 +24,10 @@ TOTALS = {"total/sampled_tokens": "sampled", "total/trained_tokens": "trained"}
 
 
 class Record:
-    """The run folder of a model while a process has it: a row for each optim_step, and what it cost.
+    """The run folder of a model while a process has it loaded: a row and the cost of each optim_step.
 
-    Rows behind ``step`` are written anew as their requests run again; the ledger keeps what was spent.
-    Answers count in the step that follows them; those of a process that is killed before it are in no row.
+    Rows after ``step`` are written again as their requests run again; the ledger keeps what was spent.
+    Answers count in the step after them; those of a process that is killed before that step are in no row.
     """
 
     def __init__(self, path: Path, recipe: Mapping[str, Any], step: int, start: Start) -> None:
@@ -51,7 +51,7 @@ class Record:
     def counted(
         self, rows: Sequence[Row], work: Generator[None, None, Scored]
     ) -> Generator[None, None, Scored]:
-        """The ``work`` of a forward_backward, counted at its end: targets with a weight or an advantage."""
+        """Wraps the ``work`` of a forward_backward; at its end, counts targets with a weight or advantage."""
         busy = 0.0
         while True:
             began = time.perf_counter()
@@ -68,12 +68,12 @@ class Record:
             yield
 
     def sampled(self, tokens: int) -> None:
-        """From any thread."""
+        """Count sampled tokens; callable from any thread."""
         with self._sampling:
             self._tokens.update(sampled=tokens)
 
     def stepped(self, taken: Mapping[str, float], seconds: float) -> None:
-        """An optim_step, with its metrics; it took ``seconds`` itself."""
+        """Record an optim_step with its metrics ``taken``; it took ``seconds`` by itself."""
         with self._sampling:
             tokens, self._tokens = self._tokens, Counter[str]()
         self._step += 1
@@ -89,6 +89,6 @@ class Record:
         self._loss = self._busy = 0.0
 
     def close(self, why: str) -> None:
-        """The process has the model no longer."""
+        """The process no longer has the model loaded."""
         self._ledger.why = why
         self._held.close()

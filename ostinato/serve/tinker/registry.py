@@ -1,5 +1,5 @@
-"""What the server has promised, in SQLite: requests before they are acknowledged, results until they are
-fetched, and sessions, models, samplers and checkpoints by id. It outlives a process that is killed."""
+"""The server's state in SQLite: requests, stored before they are acknowledged, results until they are
+fetched, and sessions, models, samplers and checkpoints by id. It survives a killed process."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _COLUMNS = "id, owner, seq, kind, body, state, result, media"
 
 
 class UserError(ValueError):
-    """What the client wrote wrongly: one sentence."""
+    """An error of the client, in one sentence."""
 
-    status = 422  # of the response, where a request is refused at once
+    status = 422  # of the response, if a request is refused at once
 
 
 class NotFound(UserError):
-    """There is nothing of this id."""
+    """There is nothing with this id."""
 
     status = 404
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A request and what came of it. ``body`` is None once nothing can need it any more."""
+    """A request and its result. ``body`` is None once it cannot be needed any more."""
 
     id: str
     owner: str  # a model, whose requests run in the order of ``seq``, or a sampling session
@@ -53,7 +53,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a request is answered with: the payload of its future, or an error of Tinker's form."""
+    """The answer to a request: the payload of its future, or an error in Tinker's format."""
 
     payload: bytes
     media: str = JSON
@@ -66,18 +66,18 @@ class Result:
 
     @classmethod
     def failed(cls, sentence: str, category: str) -> Result:
-        """``category``: "User" for what the client wrote wrongly, else "Server"."""
+        """``category``: "User" for an error of the client, else "Server"."""
         error = {"error": sentence, "category": category.lower()}
         return cls(json.dumps(error).encode(), JSON, FAILED)
 
 
 class Registry:
-    """The tables in one file. SQLite takes the calls of several threads one after the other."""
+    """The tables in one file. SQLite serializes the calls of several threads."""
 
     def __init__(self, path: Path) -> None:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._db.execute("pragma journal_mode=wal")
-        self._db.execute("pragma synchronous=normal")  # outlives the process; a power cut may undo the end
+        self._db.execute("pragma synchronous=normal")  # survives a kill; a power cut may undo the last writes
         self._db.executescript(_SCHEMA)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class Registry:
     # ---- requests
 
     def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> bool:
-        """Write it down; False where this very request is there already. UserError for another one."""
+        """Store a request; False if it is stored already. UserError if ``id`` has another request."""
         digest = hashlib.sha256(kind.encode() + body).hexdigest()
         row = self._db.execute("select digest from requests where id = ?", (id,)).fetchone()
         if row is None:
@@ -105,7 +105,7 @@ class Registry:
         return None if row is None else Stored(*row)
 
     def next_of(self, owner: str, seq: int) -> Stored | None:
-        """The request with this number, if it has come."""
+        """The request with this number, if it has arrived."""
         query = f"select {_COLUMNS} from requests where owner = ? and seq = ?"
         row = self._db.execute(query, (owner, seq)).fetchone()
         return None if row is None else Stored(*row)
@@ -115,17 +115,17 @@ class Registry:
         self._db.execute("update requests set state = ?, result = ?, media = ? where id = ?", values)
 
     def pending(self) -> list[Stored]:
-        """In the order in which they came."""
+        """Pending requests in order of arrival."""
         query = f"select {_COLUMNS} from requests where state = ? order by created, seq"
         return [Stored(*row) for row in self._db.execute(query, (PENDING,))]
 
     def since(self, owner: str, seq: int) -> list[Stored]:
-        """Those behind ``seq`` that have ended, in their order: what a snapshot does not hold."""
+        """The ended requests after ``seq``, in order: those that a snapshot at ``seq`` does not contain."""
         query = f"select {_COLUMNS} from requests where owner = ? and seq > ? and state != ? order by seq"
         return [Stored(*row) for row in self._db.execute(query, (owner, seq, PENDING))]
 
     def last_seq(self, owner: str) -> int:
-        """Of the requests that have ended; -1 without any."""
+        """The highest ``seq`` of an ended request; -1 without any."""
         query = "select max(seq) from requests where owner = ? and state != ?"
         last = self._db.execute(query, (owner, PENDING)).fetchone()[0]
         return -1 if last is None else last
@@ -135,7 +135,7 @@ class Registry:
         return self._db.execute("select max(created) from requests where owner = ?", (owner,)).fetchone()[0]
 
     def forget_bodies(self, owner: str, seq: int) -> None:
-        """Of ended requests up to ``seq``: a snapshot holds what they did."""
+        """Drop the bodies of ended requests up to ``seq``, whose effect a snapshot contains."""
         query = "update requests set body = null where owner = ? and seq <= ? and seq > 0 and state != ?"
         self._db.execute(query, (owner, seq, PENDING))
 
@@ -143,7 +143,7 @@ class Registry:
         self._db.execute("update requests set fetched = ? where id = ?", (time.time(), id))
 
     def purge(self, fetched_s: float, created_s: float) -> int:
-        """Drop samples fetched so long ago, and results of all that were made so long ago. How many."""
+        """Drop samples fetched ``fetched_s`` ago, and results made ``created_s`` ago. Returns how many."""
         now = time.time()
         sampled = "delete from requests where kind = 'sample' and state != ? and (fetched < ? or created < ?)"
         gone = self._db.execute(sampled, (PENDING, now - fetched_s, now - created_s)).rowcount
@@ -163,7 +163,7 @@ class Registry:
         return None if row is None else json.loads(row[0])
 
     def found(self, kind: str, id: str) -> dict[str, Any]:
-        """NotFound where there is none."""
+        """Like ``get``; raises NotFound if there is none."""
         if (body := self.get(kind, id)) is None:
             raise NotFound(f"there is no {kind} {id!r} here; create it first")
         return body

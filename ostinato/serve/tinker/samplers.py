@@ -1,4 +1,4 @@
-"""Policies that clients sample from: adapters in files for good, in the engine while they are in use."""
+"""Policies that clients sample from: adapters kept in files, and in the engine while they are in use."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ KEPT = 16  # policies that the engine has at once
 class Base:
     """The model that this server trains and samples from."""
 
-    name: str  # what clients get to read: its folder or hub name, which a tokenizer can be loaded from
-    aliases: frozenset[str]  # what they may call it
+    name: str  # shown to clients: its folder or hub name, which a tokenizer can be loaded from
+    aliases: frozenset[str]  # the names that clients may use for it
     decoder: Decoder
     renderer: Renderer
     ops: Ops  # of training
@@ -35,13 +35,13 @@ class Base:
 
 
 def spec_of(stored: Mapping[str, object]) -> AdapterSpec:
-    """From the JSON of a model or a checkpoint."""
+    """The adapter spec in the JSON of a model or a checkpoint."""
     given = {**stored, "targets": tuple(stored["targets"])}  # type: ignore[arg-type]
     return AdapterSpec(**{**given, "expert_scheme": ExpertScheme(given["expert_scheme"])})  # type: ignore[arg-type]
 
 
 def identity(base: Base, spec: AdapterSpec) -> dict[str, str]:
-    """What a checkpoint has to be of."""
+    """The identity that a checkpoint must have to be loaded."""
     return {"base": base_fingerprint(base.decoder), "adapter": str(spec)}
 
 
@@ -57,7 +57,7 @@ def with_tensors(base: Base, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -
 
 
 class Samplers:
-    """The engine has the policies that were used last; the others come back from their folders."""
+    """Keeps the most recently used policies in the engine; others are reloaded from their folders."""
 
     def __init__(self, thread: EngineThread, base: Base) -> None:
         self._thread, self._base = thread, base
@@ -78,7 +78,7 @@ class Samplers:
             await self._thread.call(lambda engine: engine.withdraw(name))
 
     async def ensure(self, name: str, folder: Path, version: int) -> Adapters:
-        """The policy in ``folder``, served as ``name``. ValueError where it is not whole."""
+        """The policy in ``folder``, served as ``name``. Raises ValueError if it is incomplete."""
         if name not in self._held:
             adapters = await self._thread.call(lambda _: read_adapters(self._base, folder))
             await self.publish(name, adapters, version)
@@ -87,7 +87,7 @@ class Samplers:
 
 
 def read_adapters(base: Base, folder: Path) -> Adapters:
-    """Of a folder that was saved for sampling, or of a training checkpoint."""
+    """The adapters in a folder that was saved for sampling, or in a training checkpoint."""
     if not any(folder.glob("step-*")):
         return load_peft(folder, base.decoder)
     spec = spec_of(json.loads((folder / "spec.json").read_text()))

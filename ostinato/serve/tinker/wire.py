@@ -1,5 +1,5 @@
 """Tinker's messages (SDK 0.38): training requests and the results of training and sampling are protobuf,
-whose generated code ships with the SDK; all else is JSON. What is wrong is a UserError, one sentence."""
+whose generated code ships with the SDK; all else is JSON. Invalid messages raise a UserError."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ostinato.types import Completion, Emitted, Sampling, Stop
 
 DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 NOTHING = -99999.0  # the log-probability of an empty cell of a top-k matrix
-MOST_BYTES = 64 << 20  # of a body, unpacked
+MOST_BYTES = 64 << 20  # of a body, decompressed
 
 
 class Body(BaseModel):
@@ -34,7 +34,7 @@ B = TypeVar("B", bound=Body)
 
 
 def parsed(form: type[B], body: bytes) -> B:
-    """UserError naming the first field that is wrong."""
+    """The validated body. Raises UserError, which names the first invalid field."""
     try:
         return form.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -44,7 +44,7 @@ def parsed(form: type[B], body: bytes) -> B:
 
 
 def unpacked(body: bytes, encoding: str) -> bytes:
-    """Without its ``Content-Encoding``."""
+    """The body with its ``Content-Encoding`` decoded."""
     if encoding in ("", "identity"):
         return body
     if encoding != "zstd":
@@ -63,7 +63,7 @@ def unpacked(body: bytes, encoding: str) -> bytes:
 
 
 def training_request(body: bytes) -> Any:
-    """The message of a forward_backward. UserError for bytes that are none."""
+    """The message of a forward_backward. Raises UserError for bytes that are not one."""
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
@@ -79,7 +79,7 @@ def loss_of(message: Any) -> TokenLoss:
 
 
 def rows_of(message: Any) -> list[Row]:
-    """UserError naming the datum that is none."""
+    """The rows to train on. Raises UserError, which names the first invalid datum."""
     if not message.data:
         raise UserError("the request has no data; send at least one datum")
     rows = []
@@ -116,7 +116,7 @@ def _array(data: bytes, dtype: Any) -> np.ndarray:
 
 
 def _tensor(tensor: Any, name: str) -> np.ndarray:
-    """Dense; the unlisted entries of a sparse one are 0."""
+    """The tensor as a dense array; unlisted entries of a sparse one are 0."""
     if tensor.dtype not in DTYPES:
         raise UserError(f"has {name} of an unknown dtype; use float32 or int64")
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
@@ -209,7 +209,7 @@ class SampleBody(Body):
         return np.array(found, np.int64).clip(-1, 2**31 - 1).astype(np.int32)
 
     def sampling(self, eos: Sequence[int], room: int) -> Sampling:
-        """``stop`` given as tokens replaces the model's own; as strings it stands beside them; [] is none."""
+        """``stop`` as tokens replaces the model's stop tokens; strings are added to them; [] means none."""
         given, stop = self.sampling_params, self.sampling_params.stop
         strings = [stop] if isinstance(stop, str) else [one for one in stop or [] if isinstance(one, str)]
         tokens = [one for one in stop or [] if isinstance(one, int)]
@@ -231,9 +231,9 @@ class SampleBody(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptScores:
-    """What a request gets of its prompt [P]; nothing precedes the first token."""
+    """Scores of a request's prompt [P], except its first token, which has no context."""
 
-    logprobs: np.ndarray  # [P - 1] of the tokens that came
+    logprobs: np.ndarray  # [P - 1] of the prompt's tokens
     top: tuple[np.ndarray, np.ndarray] | None = None  # ids, log-probabilities [P - 1, k]
 
 
@@ -244,7 +244,7 @@ def sampling_result(
     scores: PromptScores | None,
     last: int,
 ) -> Result:
-    """``tops``: what listeners got, by answer; ``last``: so many tokens of the prompt are scored."""
+    """``tops``: the emitted events with top tokens, by answer; ``last``: how many prompt tokens to score."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=max(one.cached_tokens for one in answers))
     for answer, emitted in zip(answers, tops, strict=True):
         is_cut = answer.stop in (Stop.LENGTH, Stop.ABORT)
@@ -270,7 +270,7 @@ def sampling_result(
 
 
 def _fill(message: Any, ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], k: int) -> None:
-    """Rows of at most k entries as a matrix."""
+    """Fill ``message`` with rows of at most k entries, padded to a matrix [rows, k]."""
     tokens, values = np.zeros((len(ids), k), np.int32), np.full((len(ids), k), NOTHING, np.float32)
     for row, (some, theirs) in enumerate(zip(ids, logprobs, strict=True)):
         tokens[row, : len(some)], values[row, : len(theirs)] = some[:k], theirs[:k]

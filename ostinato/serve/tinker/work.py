@@ -1,4 +1,4 @@
-"""What a request does: trains a model, samples from one, saves or loads weights."""
+"""Runs requests: train a model, sample from one, save or load weights."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from ostinato.types import Completion, Emitted, Request, Stop
 SAMPLER, CHECKPOINT = "sampler", "checkpoint"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-LIMIT_S = 7 * 24 * 3600.0  # of a sample: what a client gives up, it cancels
-TOP = 64  # most of the likeliest tokens at a place
+LIMIT_S = 7 * 24 * 3600.0  # of a sample; a client that gives up cancels it earlier
+TOP = 64  # top tokens per position, at most
 
 
 class SaveBody(Body):
@@ -53,7 +53,7 @@ class SaveBody(Body):
 
 
 class Work:
-    """Runs requests of one base. Checkpoints, snapshots and run folders are in ``folder``."""
+    """Runs requests for one base model. Checkpoints, snapshots and run folders are in ``folder``."""
 
     def __init__(
         self, thread: EngineThread, base: Base, registry: Registry, folder: Path, start: Start
@@ -73,7 +73,7 @@ class Work:
         }
 
     async def run(self, stored: Stored) -> Result:
-        """ValueError with one sentence for what the client has to change."""
+        """Run a request. Raises ValueError for an error of the client, with a sentence for it."""
         return await self._kinds[stored.kind](stored)
 
     # ---- models
@@ -143,7 +143,7 @@ class Work:
         return lambda folder: save_peft(adapters, self.base.decoder, folder, base_name=self.base.name)
 
     async def _written(self, stored: Stored, body: SaveBody, kind: str, write: Callable[[Path], None]) -> str:
-        """The path of a checkpoint that is on the disk and in the registry."""
+        """Write a checkpoint to disk and to the registry. Returns its path."""
         name = body.path or f"{stored.seq:06d}"
         if not NAME.fullmatch(name):
             raise UserError(f"the name {name!r} is not one: letters, digits, '.', '_' and '-', at most 128")
@@ -169,7 +169,7 @@ class Work:
         return path
 
     def folder_of(self, path: str) -> Path:
-        """Of a checkpoint. UserError where there is none (any more)."""
+        """The folder of a checkpoint. Raises UserError if it does not exist (any more)."""
         if not path.startswith("tinker://"):
             raise UserError(f"{path!r} is no checkpoint; use tinker://model/weights/name")
         document = self._registry.get(CHECKPOINT, path)
@@ -180,7 +180,7 @@ class Work:
         return Path(document["folder"])
 
     def copy(self, path: str, run: str, expires: float | None) -> str:
-        """The path of a copy under another run; the same for a request that comes again."""
+        """Copy a checkpoint to another run. Returns its path; a repeated request gets the same copy."""
         source = self.folder_of(path)
         kind, name = path.split("/")[3:]
         copied = f"tinker://{run}/{kind}/{name}"
@@ -193,7 +193,7 @@ class Work:
         return copied
 
     def delete(self, path: str) -> None:
-        """UserError where there is none."""
+        """Delete a checkpoint. Raises UserError if there is none."""
         folder = self.folder_of(path)
         self._registry.delete(CHECKPOINT, path)
         shutil.rmtree(folder, ignore_errors=True)
@@ -201,14 +201,14 @@ class Work:
     # ---- samples
 
     def new_sampler(self, id: str, session: str, path: str | None) -> None:
-        """A sampling session on a checkpoint, or on the base."""
+        """Register a sampling session on a checkpoint, or on the base model (None)."""
         folder = None if path is None else str(self.folder_of(path))
         self._registry.put(
             SAMPLER, id, {"policy": path or "", "folder": folder, "path": path, "steps": 0}, owner=session
         )
 
     async def _sample(self, stored: Stored) -> Result:
-        """The noise of answer k is addressed by (seed, k); without a seed, by the request."""
+        """Answer k has the seed (seed, k); without a seed, one is derived from the request's id."""
         body = parsed(SampleBody, stored.body or b"")
         document, adapters = await self._policy(body)
         tokens = body.tokens()
@@ -264,7 +264,7 @@ class Work:
         return [answers[index] for index in range(len(requests))], tops
 
     async def _policy(self, body: SampleBody) -> tuple[dict[str, Any], Adapters | None]:
-        """What a request samples from: with the engine's name for it, and its adapters."""
+        """(document of the policy that a request samples from, its adapters; None for the base model)."""
         if body.sampling_session_id is not None:
             document = self._registry.found(SAMPLER, body.sampling_session_id)
         elif body.model_path is not None:
@@ -278,7 +278,7 @@ class Work:
         return document, await self.samplers.ensure(document["policy"], folder, document["steps"])
 
     async def finish_session(self, session: str) -> None:
-        """Free what a session that has ended held: its models' memory, and samplers without a path."""
+        """Free what an ended session held: the memory of its models, and samplers without a path."""
         for id, _, _ in self._registry.all(MODEL, session):
             await self.models.release(id)
         for id, _, document in self._registry.all(SAMPLER, session):
@@ -289,7 +289,7 @@ class Work:
 
 
 def _replaced(folder: Path, write: Callable[[Path], object]) -> None:
-    """The folder appears whole, instead of another one of its name."""
+    """Write a folder atomically, replacing one of the same name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as temporary:
         write(temporary)
