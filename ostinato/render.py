@@ -27,6 +27,7 @@ Message = Mapping[str, Any]
 
 # Stands for an answer while a template is rendered; no template treats it specially and no message holds it.
 _ANSWER = "\u2402ostinato-answer\u2403"
+THINK, END_THINK = "<think>", "</think>"
 _BROKEN = "\ufffd"  # what an incomplete UTF-8 character decodes to
 
 
@@ -160,6 +161,21 @@ class Renderer:
                 "train single-turn, or use a template that only appends"
             )
         return self._unsaid(self.encode(tail), answer)
+
+    def ends_in_thought(self, context: Sequence[int] | np.ndarray) -> bool:
+        """Does a context end inside a thought, as where the template opens ``<think>`` for the answer?
+
+        Counts what follows the last special token: earlier turns, and messages that name the tag, do not."""
+        tokens = np.asarray(context)
+        marks = np.flatnonzero(np.isin(tokens, self._marks))
+        text = self.decode(tokens[marks[-1] + 1 :] if len(marks) else tokens, skip_special=False)
+        return text.rfind(THINK) > text.rfind(END_THINK)
+
+    @cached_property
+    def _marks(self) -> list[int]:
+        """Ids of the special tokens; but not the tags of thoughts."""
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        return [id_ for id_, token in added if token.special and token.content not in (THINK, END_THINK)]
 
     def _unsaid(self, tail: np.ndarray, answer: Sequence[int] | np.ndarray) -> np.ndarray:
         """``tail`` without the closing token that ``answer`` ends with, nor the blanks in front of it."""

@@ -162,6 +162,24 @@ def test_blanks_around_an_answer_are_the_policys_own(inst: Renderer) -> None:
         assert inst.decode(tail, skip_special=False) == closing + "[INST] and 5? [/INST]"
 
 
+@pytest.mark.parametrize(
+    ("context", "inside"),
+    [
+        ("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>assistant\n<think>\nFirst, 2", True),  # an answer that is continued
+        ("<|im_start|>user\nUse <think> first.<|im_end|>\n<|im_start|>assistant\n", False),
+        ("", False),
+    ],
+)
+def test_a_context_says_whether_it_ends_inside_a_thought(
+    chatml: Renderer, context: str, inside: bool
+) -> None:
+    """R1's template opens the thought, so an answer has no tag: cut off, it was graded as a result."""
+    assert chatml.ends_in_thought(chatml.encode(context)) is inside
+
+
 def test_a_template_that_rewrites_turns_is_refused(tmp_path: Path) -> None:
     renderer = Renderer(make_folder(tmp_path, REWRITES))
     with pytest.raises(ValueError, match="rewrites earlier turns when a turn is added"):
