@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -86,9 +87,17 @@ class Renderer:
         return self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
 
     def prompt(self, prompt: Prompt) -> np.ndarray:
-        """[P] int32: the context of turn 0, with what the tokenizer puts before plain text (a bos token)."""
+        """[P] int32: the context of turn 0, with what the tokenizer puts before plain text (a bos token).
+        A chat that ends with the assistant's words is continued: they are the beginning of the answer."""
         if prompt.messages is not None:
-            return self.chat(prompt.messages)
+            continues = prompt.prefill is not None
+            return self.chat(
+                prompt.messages,
+                add_generation_prompt=not continues,
+                tools=prompt.tools,
+                template_kwargs=prompt.template_kwargs,
+                continue_final=continues,
+            )
         assert prompt.text is not None
         if (add_bos := self._config.get("add_bos_token")) is None:
             return self._encode(prompt.text, add_special=True)
@@ -101,9 +110,13 @@ class Renderer:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        continue_final: bool = False,
     ) -> np.ndarray:
-        """[P] int32: the chat through the template. ValueError without one, or when it refuses the chat."""
-        return self.encode(self.chat_text(messages, add_generation_prompt, tools))
+        """[P] int32: the chat through the template, see ``chat_text``. ValueError without a template."""
+        return self.encode(
+            self.chat_text(messages, add_generation_prompt, tools, template_kwargs, continue_final)
+        )
 
     @cached_property
     def takes_tools(self) -> bool:
@@ -115,17 +128,46 @@ class Renderer:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        continue_final: bool = False,
     ) -> str:
-        """The chat as the template writes it."""
+        """The chat as the template writes it. ``template_kwargs`` are further names that templates read
+        (``enable_thinking``); with ``continue_final`` the text ends inside the last message, for the
+        policy to go on. ValueError where the template refuses the chat, or does not write the last message."""
+        if reserved := template_kwargs.keys() & {"messages", "tools", "add_generation_prompt"}:
+            raise ValueError(f"chat_template_kwargs has {min(reserved)!r}, which is not for it; leave it out")
+        chat = [dict(message) for message in messages]
+        if continue_final and (not chat or add_generation_prompt):
+            raise ValueError(
+                "the last message cannot be continued and followed by another; choose one of them"
+            )
+        if continue_final:
+            chat[-1]["content"] = f"{chat[-1].get('content') or ''}{_ANSWER} "
+        text = self._render(chat, add_generation_prompt, tools, template_kwargs)
+        if not continue_final:
+            return text
+        head, written, tail = text.rpartition(_ANSWER)
+        if not written:
+            raise ValueError(
+                f"the chat template of {self.folder} leaves out the last message; it cannot be continued"
+            )
+        return (
+            head if tail.startswith(" ") else head.rstrip()
+        )  # as transformers: a template may strip contents
+
+    def _render(
+        self,
+        chat: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+    ) -> str:
         from jinja2 import TemplateError
 
+        names: dict[str, Any] = {"documents": None, **self._special_names, **template_kwargs}
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_names,
+                messages=chat, tools=list(tools) or None, add_generation_prompt=add_generation_prompt, **names
             )
         except (TemplateError, TypeError, LookupError, ArithmeticError) as error:  # a template is a program
             raise ValueError(
@@ -138,6 +180,7 @@ class Renderer:
         new_messages: Sequence[Message],
         answer: Sequence[int] | np.ndarray = (),
         tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> np.ndarray:
         """[C] int32: what comes between the policy's last answer and its next one.
 
@@ -153,8 +196,9 @@ class Renderer:
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError("messages do not end with an assistant's answer; after_turn follows one")
         chat = [_without_text(message) for message in messages]
-        before = self.chat_text(chat[:-1], tools=tools)
-        head, answered, tail = self.chat_text([*chat, *new_messages], tools=tools).rpartition(_ANSWER)
+        rendered = partial(self.chat_text, tools=tools, template_kwargs=template_kwargs)
+        before = rendered(chat[:-1])
+        head, answered, tail = rendered([*chat, *new_messages]).rpartition(_ANSWER)
         if not answered or head.rstrip() != before.rstrip():  # blanks before its answer are the policy's own
             raise ValueError(
                 f"the chat template of {self.folder} rewrites earlier turns when a turn is added; "
@@ -257,7 +301,7 @@ class IncrementalDecoder:
         return bool(found)
 
 
-def _without_text(message: Message) -> dict[str, str]:
+def _without_text(message: Message) -> dict[str, Any]:
     is_answer = message["role"] == "assistant"
     return {"role": "assistant", "content": _ANSWER} if is_answer else dict(message)
 

@@ -269,18 +269,27 @@ class Prompt:
     """One task instance: what the policy sees, and what the reward needs to know.
 
     ``messages`` is a chat ([{"role": .., "content": ..}]) or ``text`` a plain string; exactly one is
-    set. ``columns`` are the other fields of the row (``answer`` and so on), passed to rewards.
+    set. A chat is rendered with ``tools`` (JSON schemas) and ``template_kwargs`` by the chat template.
+    ``columns`` are the other fields of the row (``answer`` and so on), passed to rewards.
     """
 
     uid: str  # stable over epochs and runs: the key of histories
     text: str | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
     task: str = ""  # by name, where several are mixed
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
             raise ValueError(f"prompt {self.uid}: give exactly one of text and messages")
+
+    @property
+    def prefill(self) -> str | None:
+        """The assistant's words at the end of a chat, with which its answer begins; None without."""
+        last = self.messages[-1] if self.messages else {}
+        return str(last.get("content") or "") if last.get("role") == "assistant" else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

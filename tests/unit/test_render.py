@@ -93,6 +93,43 @@ def test_chat_equals_transformers(name: str, generation: bool, request: pytest.F
         assert renderer.chat(chat, generation).tolist() == want
 
 
+@pytest.mark.parametrize("name", ["chatml", "inst"])
+@pytest.mark.parametrize("words", ["The sum is", "The sum is ", "", "<think>\n2 and"])
+def test_a_continued_message_equals_transformers(
+    name: str, words: str, request: pytest.FixtureRequest
+) -> None:
+    """A prompt that ended with the assistant's words was closed, and a new answer begun behind it."""
+    from transformers import PreTrainedTokenizerFast
+
+    renderer: Renderer = request.getfixturevalue(name)
+    chat = [USER, {"role": "assistant", "content": words}]
+    theirs = PreTrainedTokenizerFast.from_pretrained(renderer.folder).apply_chat_template(
+        chat, continue_final_message=True, return_dict=False
+    )
+    ours = renderer.chat(chat, add_generation_prompt=False, continue_final=True)
+    assert ours.tolist() == theirs
+    assert renderer.prompt(Prompt(uid="a", messages=tuple(chat))).tolist() == theirs
+
+
+def test_a_template_is_given_the_tools_and_names_of_a_prompt(tmp_path: Path) -> None:
+    template = (
+        "{{ tools | tojson }}{% if enable_thinking is false %}quick {% endif %}{{ messages[-1]['content'] }}"
+    )
+    renderer = Renderer(make_folder(tmp_path, template))
+    prompt = Prompt(
+        uid="a", messages=(USER,), tools=({"name": "f"},), template_kwargs={"enable_thinking": False}
+    )
+    assert renderer.decode(renderer.prompt(prompt)) == '[{"name": "f"}]quick what is 3+4? '
+    with pytest.raises(ValueError, match="messages"):
+        renderer.chat([USER], template_kwargs={"messages": []})
+
+
+def test_a_template_that_drops_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
+    renderer = Renderer(make_folder(tmp_path, "{{ messages[0]['content'] }}"))
+    with pytest.raises(ValueError, match="cannot be continued"):
+        renderer.chat([USER, ANSWER], add_generation_prompt=False, continue_final=True)
+
+
 def test_a_text_that_is_no_unicode_is_refused_in_words(chatml: Renderer) -> None:
     """The library's TypeError ended ``generate`` with a traceback."""
     for prompt in (
