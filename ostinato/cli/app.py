@@ -127,7 +127,7 @@ def serve(
     overrides: Overrides = None,
     adapters: Annotated[
         list[str] | None,
-        typer.Option("--adapter", metavar="NAME=PATH", help="A run or PEFT adapter of the same base."),
+        typer.Option("--adapter", metavar="NAME=PATH", help="A run, or an adapter of one, of the same base."),
     ] = None,
     name: Annotated[str, typer.Option(help="What clients call the model; its own name by default.")] = "",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",

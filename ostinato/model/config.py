@@ -7,13 +7,15 @@ either exactly the one that was trained, or it does not load. No torch here.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from ostinato.inputs import parse_json
+from ostinato.model.weight_files import has_own_head
 
 
 class RopeType(StrEnum):
@@ -130,7 +132,7 @@ class ModelConfig:
 _MOST = 2**24
 _LARGEST = 1e30
 _ORIGINAL = "original_max_position_embeddings"
-_MOST_OF = {"num_hidden_layers": 10_000, "max_position_embeddings": 2**40}
+_MOST_OF = {"num_hidden_layers": 10_000}
 
 # What transformers assumes when a key is absent from the file.
 _COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False}
@@ -204,21 +206,42 @@ _UNDERSTOOD_BY = {
     " moe_layer_freq scoring_func topk_method kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim"
     " qk_head_dim v_head_dim rope_interleave",
 }
-# Keys of training, generation, bookkeeping: none of them changes what the decoder computes. Dropout and
-# router jitter act only in pre-training, and multi-token-prediction layers are extra heads.
+# Keys of training, bookkeeping and the choice of kernels: none of them changes what the decoder computes.
+# Dropout and router jitter act only in pre-training, and multi-token-prediction layers are extra heads.
 _HARMLESS = (
     "architectures auto_map dtype torch_dtype transformers_version _name_or_path name_or_path use_cache"
-    " pad_token_id bos_token_id eos_token_id decoder_start_token_id attention_dropout hidden_dropout"
-    " attn_implementation _attn_implementation _attn_implementation_autoset pretraining_tp"
+    " _model_name_or_path _commit_hash attention_dropout hidden_dropout"
+    " attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset"
+    " _flash_attn_2_enabled experts_implementation _experts_implementation _experts_implementation_internal"
+    " pretraining_tp"
     " output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size router_jitter_noise"
     " num_nextn_predict_layers num_mtp_layers id2label label2id num_labels problem_type return_dict"
     " tokenizer_class task_specific_params is_llama_config transformers.js_config unsloth_fixed"
-    " unsloth_version model_max_length"
+    " unsloth_version model_max_length output_attentions _output_attentions output_hidden_states"
+    " chunk_size_feed_forward finetuning_task prefix sep_token_id torchscript tf_legacy_loss use_bfloat16"
+    " is_decoder tie_encoder_decoder _from_model_config"
+)
+# What transformers' GenerationConfig has: how to sample, of which config.json may hold a copy.
+_SAMPLING = (
+    "max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample"
+    " num_beams use_mtp cache_implementation cache_config max_cache_len temperature top_k top_p min_p top_h"
+    " typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty"
+    " no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id forced_eos_token_id"
+    " remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
+    " sequence_bias token_healing guidance_scale watermarking_config num_return_sequences output_scores"
+    " output_logits return_dict_in_generate pad_token_id bos_token_id eos_token_id"
+    " encoder_no_repeat_ngram_size decoder_start_token_id is_assistant num_assistant_tokens"
+    " num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens"
+    " max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind"
+    " assistant_ensemble_weight speculation_type compile_config disable_compile continuous_batching_config"
+    " low_memory penalty_alpha dola_layers diversity_penalty num_beam_groups constraints force_words_ids"
+    " prefill_chunk_size"
 )
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The configuration of the Hugging Face model in ``folder``.
+    """The configuration of the Hugging Face model in ``folder``. A head of its own among the weights of one
+    that config.json calls tied is used, as transformers does, with a warning.
 
     Raises ValueError, in one sentence, for a missing or broken file and for anything unsupported.
     """
@@ -231,7 +254,14 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise ValueError(f"{path} is not valid JSON ({error}); download the model again") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a {type(raw).__name__}; it must hold a JSON object")
-    return parse_config(raw)
+    config = parse_config(raw)
+    if not config.tie_embeddings or not has_own_head(path.parent):
+        return config
+    warnings.warn(
+        f"{folder}: tie_word_embeddings is true, but lm_head.weight is not the embedding; it is used",
+        stacklevel=1,
+    )
+    return replace(config, tie_embeddings=False, raw={**raw, "tie_word_embeddings": False})
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -292,7 +322,12 @@ def _family(raw: Mapping[str, Any]) -> str:
 
 def _refuse_unknown(c: Mapping[str, Any], family: str) -> None:
     """An unknown key that is set to something may change the function: refuse it rather than guess."""
-    understood = set(f"{_UNDERSTOOD} {_UNDERSTOOD_BY[family]} {_HARMLESS}".split())
+    if c.get("quantization_config"):
+        raise ValueError(
+            f"quantization_config is {c['quantization_config']!r}; quantised weights are not supported, use "
+            "the model's 16-bit weights"
+        )
+    understood = set(f"{_UNDERSTOOD} {_UNDERSTOOD_BY[family]} {_HARMLESS} {_SAMPLING}".split())
     for key, value in c.items():
         if key not in understood and value not in (None, False, 0, "", [], {}):
             raise ValueError(
@@ -334,7 +369,19 @@ def _sliding_window(c: Mapping[str, Any], family: str) -> int | None:
 
 
 def _rope(c: Mapping[str, Any]) -> RopeConfig:
-    scaling = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    """transformers obeys ``rope_scaling`` where both forms are given, and then forgets a ``rope_theta`` of
+    ``rope_parameters``: what was trained is known only where the two agree."""
+    new, old = c.get("rope_parameters"), c.get("rope_scaling")
+    rope = _rope_of(c, new or old or {})
+    if new and old and _rope_of(c, old) != rope:
+        raise ValueError(
+            f"rope_scaling is {old!r} and rope_parameters {new!r}, which disagree; put all of it, rope_theta "
+            "too, into rope_parameters, and remove rope_scaling"
+        )
+    return rope
+
+
+def _rope_of(c: Mapping[str, Any], scaling: Any) -> RopeConfig:
     if not isinstance(scaling, Mapping):
         raise ValueError(f"rope_scaling is {scaling!r}; config.json needs an object there")
     scaling = dict(scaling)

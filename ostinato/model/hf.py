@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ostinato.inputs import parse_json
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf_names import Stored, canonical, hf_tensors, is_extra_layer, is_redundant, stored
 from ostinato.model.share import Share, blocks, is_whole
+from ostinato.model.weight_files import INDEX, SINGLE, weight_files
 from ostinato.run import atomic_write
 
 # Files that travel with the weights: tokenizer, chat template, generation defaults.
@@ -129,28 +129,6 @@ def _check_missing(folder: Path, missing: list[str]) -> None:
         )
 
 
-def weight_files(folder: Path) -> dict[Path, list[str]]:
-    """The safetensors files of a Hugging Face folder, and the tensors that an index lists for each; without
-    an index, none. Raises ValueError where a file is missing."""
-    index = folder / "model.safetensors.index.json"
-    listed: dict[Path, list[str]] = {}
-    if index.is_file():
-        try:
-            for name, file in parse_json(index.read_text(encoding="utf-8"))["weight_map"].items():
-                listed.setdefault(folder / file, []).append(name)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"{index} is not a safetensors index ({error!r}); download the model again"
-            ) from error
-        listed = dict(sorted(listed.items()))
-    else:
-        listed[folder / "model.safetensors"] = []
-    for path in listed:
-        if not path.is_file():
-            raise ValueError(f"{path} does not exist; download the model again, as safetensors")
-    return listed
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
@@ -203,14 +181,14 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     shards = _shards(decoder, shard_bytes)
     names = (
-        ["model.safetensors"]
+        [SINGLE]
         if len(shards) == 1
         else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     )
     for name, tensors in zip(names, shards, strict=True):
         content = {key: view.detach().cpu().contiguous() for key, view in tensors.items()}
         write_tensors(folder / name, content, {"format": "pt"})
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if len(shards) > 1:
         size = sum(_num_bytes(view) for tensors in shards for view in tensors.values())
         weight_map = {key: name for name, tensors in zip(names, shards, strict=True) for key in tensors}

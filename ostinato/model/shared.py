@@ -41,8 +41,9 @@ from torch import Tensor, nn
 from ostinato.files import cache_folder
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.hf import check_sizes, fill, weight_files
+from ostinato.model.hf import check_sizes, fill
 from ostinato.model.tensor_file import Layout, layout, shapes_of
+from ostinato.model.weight_files import weight_files
 
 _SHM = Path("/dev/shm")
 _FORMAT = 2  # of the file; a change of how decoders store their weights counts too

@@ -13,6 +13,7 @@ from reference.naive_cache import NaiveCache
 from torch import Tensor
 
 from ostinato.model.attention import CausalAttention
+from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model, save_model
 from ostinato.model.lora import Adapters, init_adapters
@@ -94,6 +95,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": YARN},
     ),
 }
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3"])
+def test_keys_of_bookkeeping_and_sampling_do_not_matter(kind: str) -> None:
+    """config.json files with keys that transformers itself has written (``_commit_hash``, a temperature) were
+    refused as unknown."""
+    sampling = {key: 7 for key in transformers.GenerationConfig().to_dict() if not key.startswith("pad")}
+    private = ("_name_or_path", "_model_name_or_path", "_commit_hash", "_attn_implementation")
+    written = getattr(transformers, f"{kind}Config")(**SIZES).to_dict()
+    base = {key: "x" for key in transformers.PretrainedConfig().to_dict() if key not in written}
+    extra = dict.fromkeys(private, "x")
+    parse_config({**sampling, **base, **extra, **json.loads(json.dumps(written, default=str))})
 
 
 def reference(name: str) -> Any:

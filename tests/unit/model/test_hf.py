@@ -119,6 +119,46 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_old_shards_beside_a_newer_file_are_refused(tmp_path: Path) -> None:
+    """The shards of an old save won over the ``model.safetensors`` that was trained later, which transformers
+    loads: the older model was used without a word."""
+    save_model(tiny("llama"), tmp_path, shard_bytes=9000)
+    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"two sets of weights.*model\.safetensors\.index\.json"):
+        load_model(tmp_path)
+
+
+def test_weights_in_pickles_are_named_as_such(tmp_path: Path) -> None:
+    """A folder with ``pytorch_model.bin`` alone was told to download a file that its author never made."""
+    save_model(tiny("llama"), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*save_pretrained"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("shard_bytes", [5e9, 9000])
+def test_a_head_that_differs_from_a_tied_embedding_is_used(shard_bytes: float, tmp_path: Path) -> None:
+    """A merged adapter may leave a head of its own in a folder that still calls it tied: it was dropped, and
+    all logits were another model's. transformers compares, and unties where they differ."""
+    decoder = Decoder(parse_config({**BASE, **MODELS["qwen2"]})).init_weights(3)
+    save_model(decoder, tmp_path, shard_bytes=shard_bytes)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        untied = load_model(tmp_path)
+    assert torch.equal(untied.logits(hidden(untied)), decoder.logits(hidden(decoder)))
+    save_model(untied, tmp_path / "again")
+    again = load_model(tmp_path / "again")
+    assert torch.equal(again.logits(hidden(again)), decoder.logits(hidden(decoder)))
+
+
+def test_a_copy_of_the_embedding_is_a_tied_head(tmp_path: Path) -> None:
+    decoder = tiny("llama")
+    save_model(decoder, tmp_path)
+    edit(tmp_path, add={"lm_head.weight": decoder.embed.detach().clone()})
+    assert load_model(tmp_path).config.tie_embeddings
+
+
 def test_saving_over_an_earlier_save_leaves_no_shard_behind(tmp_path: Path) -> None:
     save_model(tiny("llama"), tmp_path, shard_bytes=9000)
     decoder = tiny("llama").init_weights(9)
