@@ -133,7 +133,7 @@ class Renderer:
     ) -> str:
         """The chat as the template writes it. ``template_kwargs`` are further names that templates read
         (``enable_thinking``); with ``continue_final`` the text ends inside the last message, for the
-        policy to go on. ValueError where the template refuses the chat, or does not write the last message."""
+        policy to go on. ValueError where the template refuses the chat, or drops the last message."""
         if reserved := template_kwargs.keys() & {"messages", "tools", "add_generation_prompt"}:
             raise ValueError(f"chat_template_kwargs has {min(reserved)!r}, which is not for it; leave it out")
         chat = [dict(message) for message in messages]

@@ -254,11 +254,14 @@ def export(
     gguf: Annotated[
         bool, typer.Option("--gguf", help="Merged, and as GGUF by llama.cpp's converter, for Ollama.")
     ] = False,
+    float32: Annotated[
+        bool, typer.Option("--float32", help="Merged weights in float32: 16 bits round an update.")
+    ] = False,
 ) -> None:
     """Write a run's last policy as a PEFT adapter, or merged as a Hugging Face model."""
     from ostinato.cli.export import export as command
 
-    command(run, to, merged=merged, gguf=gguf)
+    command(run, to, merged=merged, gguf=gguf, float32=float32)
 
 
 @app.command()

@@ -19,19 +19,26 @@ if TYPE_CHECKING:
 CONVERTER = "convert_hf_to_gguf.py"  # of llama.cpp
 
 
-def export(run: Path, to: Path, *, merged: bool, gguf: bool = False) -> None:
-    """Write the policy of ``run`` into ``to``, which must be empty or not exist; print how to serve it."""
+def export(run: Path, to: Path, *, merged: bool, gguf: bool = False, float32: bool = False) -> None:
+    """Write the policy of ``run`` into ``to``, which must be empty or not exist; print how to serve it.
+
+    ``float32``: of merged weights, whatever the dtype of the run.
+    """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"{to} exists and is not empty; name another folder")
     if not (run / "recipe.toml").is_file():
         raise ValueError(f"run folder {run} holds no recipe.toml; name the folder of a started run")
     converter = _converter() if gguf else []
-    policy = load_policy(str(run))
     merged = merged or gguf
+    if float32 and not merged:
+        raise ValueError("--float32 is for merged weights; add --merged, or drop it")
+    policy = load_policy(str(run))
     if merged and policy.adapters is not None:
         from ostinato.model.peft_io import export_merged
 
-        export_merged(policy.decoder, policy.adapters, to, tokenizer_from=policy.folder)
+        decoder = policy.decoder.float() if float32 else policy.decoder  # widening is exact
+        error = export_merged(decoder, policy.adapters, to, tokenizer_from=policy.folder)
+        print(_rounding(error, str(decoder.storage).removeprefix("torch.")))
     else:
         write_policy(policy.decoder, policy.adapters, policy.folder, to, policy.recipe.model.path)
     if gguf:
@@ -39,6 +46,13 @@ def export(run: Path, to: Path, *, merged: bool, gguf: bool = False) -> None:
     print(f"wrote {to}: the policy after {policy.step} steps")
     for line in _served_by(policy, run.resolve().name, to.resolve(), merged=merged, gguf=gguf):
         print(line)
+
+
+def _rounding(error: float, dtype: str) -> str:
+    """What the merged weights are worth beside the policy: at small learning rates most of an update can be
+    below half a unit in the last place of a 16-bit weight."""
+    advice = "" if dtype == "float32" else "; the adapter alone has none, --float32 next to none"
+    return f"merged in {dtype}: rounding error {100 * error:.2g} % of the update{advice}"
 
 
 def _converter() -> list[str]:

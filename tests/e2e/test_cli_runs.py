@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import signal
 import subprocess
 import sys
@@ -111,7 +112,10 @@ def test_export_as_adapter_and_as_model(place: Path, here: Here, trained: tuple[
     folder, _ = trained
     here("export", str(folder), "out/adapter")
     assert (place / "out/adapter/adapter_config.json").is_file()
-    here("export", str(folder), "out/merged", "--merged")
+    assert "rounding error" in here("export", str(folder), "out/merged", "--merged")
+    here("export", str(folder), "out/wide", "--merged", "--float32")
+    assert json.loads((place / "out/wide/config.json").read_text())["dtype"] == "float32"
+    assert "--float32" in here("export", str(folder), "out/no", "--float32", code=2)
     assert here("generate", "out/merged", "-p", "hello", "--max-tokens", "4")
     assert "not empty" in here("export", str(folder), "out/merged", code=2)
 

@@ -19,7 +19,7 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
-from ostinato.model.peft_io import merge
+from ostinato.model.peft_io import merge, rounding_error
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.model.weights import Moe
 from ostinato.types import Segment
@@ -106,6 +106,19 @@ def test_merged_equals_unmerged(family: str, scheme: ExpertScheme) -> None:
     assert (unmerged - base).abs().max() > 1e-2
     torch.testing.assert_close(merged, unmerged, atol=2e-5, rtol=1e-5)
     assert torch.equal(decoder(TOKENS, POSITIONS, CausalAttention())[0], base), "the original was changed"
+
+
+@pytest.mark.parametrize("size", [1e-6, 0.2])
+def test_rounding_error_of_a_merge_is_the_share_of_the_update_that_is_lost(size: float) -> None:
+    """A merged 16-bit model behaved as if it had not been trained (unsloth issue 1877): what RL adds to a
+    weight is often below half a unit in its last place, and the export did not say so."""
+    decoder = tiny("llama")
+    adapters = adapters_of(decoder, size=size)
+    assert rounding_error(decoder, merge(decoder, adapters), adapters) < 1e-2
+    narrow = copy.deepcopy(decoder).bfloat16()
+    error = rounding_error(narrow, merge(narrow, adapters), adapters)
+    assert (error == pytest.approx(1.0, abs=0.05)) if size < 1e-3 else (error < 0.2)
+    assert rounding_error(narrow, narrow, adapters) == 1.0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
