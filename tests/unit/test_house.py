@@ -78,7 +78,7 @@ BUDGETS = {
     "scaling": 2_740,  # with its commands, gains of arms 175
     "train": 3_165,  # 2,650, training call by call (accumulate), teachers, SFT and DPO;
     # AdamW without the import of a compiler 35
-    "(files of their own)": 2_500,  # threads.py and what a budget has spent, from pipeline and train; render.py 180
+    "(files of their own)": 2_500,  # threads.py, what a budget has spent; render.py 180
     "algo": 2_075,  # and log-probabilities by the sampler's kernel
     "interop": 1_570,
     "reward": 1_685,
