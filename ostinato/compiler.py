@@ -60,7 +60,10 @@ def build(code: NativeCode, warn: Callable[[str], None] = warnings.warn) -> Path
     compiler = find()
     if compiler is None:
         raise BuildError("no C++ compiler (g++, c++ or clang++) was found; install one for faster sampling")
-    library = _cache_folder() / f"{code.name}-{_fingerprint(code, compiler)}.so"
+    try:
+        library = cache_folder() / "native" / f"{code.name}-{_fingerprint(code, compiler)}.so"
+    except (OSError, ValueError) as error:  # no home, and no folder in its place
+        raise BuildError(str(error)) from error
     if _flaw(library) is None:
         return library
     try:
@@ -91,13 +94,6 @@ def load(
         return kind(str(library), mode)
     except OSError as error:
         raise BuildError(f"the library {library.name} does not load: {error}") from error
-
-
-def _cache_folder() -> Path:
-    try:
-        return cache_folder() / "native"
-    except RuntimeError as error:  # a user id without an entry, in a container
-        raise BuildError("there is no home folder to keep native code in; set XDG_CACHE_HOME") from error
 
 
 def _flaw(library: Path) -> str | None:

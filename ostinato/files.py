@@ -73,8 +73,22 @@ def umask() -> int:
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/ostinato`` or ``~/.cache/ostinato``. Raises RuntimeError where there is no home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ostinato"
+    """``$XDG_CACHE_HOME/ostinato`` or ``~/.cache/ostinato``; for a user id without a home, as containers have
+    them, a folder of its own among the temporary files. Raises ValueError where that is another user's."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "ostinato"
+    try:
+        return Path.home() / ".cache" / "ostinato"
+    except RuntimeError:  # neither HOME nor an entry in the table of users
+        pass
+    user = os.geteuid()
+    folder = Path(tempfile.gettempdir()) / f"ostinato-{user}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if why := distrusted(folder.lstat(), user):
+        raise ValueError(
+            f"there is no home folder, and {folder} {why}; set XDG_CACHE_HOME to your own folder"
+        )
+    return folder
 
 
 def read_cached(file: Path, parse: Callable[[Any], T]) -> T | None:

@@ -68,7 +68,7 @@ def read_arms(path: Path) -> ArmsFile:
     try:
         found = ArmsFile.model_validate(parse_toml(path.read_text(encoding="utf-8")))
     except ValidationError as error:
-        raise ValueError(f"{path}: {explain(error, {})}") from None
+        raise ValueError(f"{path}: {explain(error, ArmsFile, 'an arms file')}") from None
     if not found.arms:
         raise ValueError(f"{path} has no arms; add tables [arms.NAME]")
     for name, arm in found.arms.items():

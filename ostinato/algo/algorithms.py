@@ -20,6 +20,7 @@ from ostinato.algo.advantages import Baseline, Overlong, Pool, Scale, check_choi
 from ostinato.algo.losses import LossTerms
 from ostinato.algo.offpolicy import Correction
 from ostinato.algo.pack import Aggregation
+from ostinato.other_names import our_name
 
 
 class Loss(StrEnum):
@@ -201,11 +202,14 @@ def algorithm(name: str, **overrides: Any) -> Algorithm:
     type, and for a key that has no effect given the others.
     """
     if name not in NAMED:
-        raise ValueError(f"algo.name is {name!r}; {_nearest(name, NAMED)}")
+        key = _choice_of(name)
+        hint = f"that is an algo.{key}, known: {', '.join(NAMED)}" if key else _nearest(name, NAMED)
+        raise ValueError(f"algo.name is {name!r}; {hint}")
     keys = [field.name for field in dataclasses.fields(Algorithm) if field.name not in ("name", "overridden")]
     for key in overrides:
         if key not in keys:
-            hint = _of_trl(key, overrides.get("loss", NAMED[name].get("loss"))) or _nearest(key, keys)
+            loss = overrides.get("loss", NAMED[name].get("loss"))
+            hint = _elsewhere(key, loss) or _nearest(key, ["name", *keys])
             raise ValueError(f"algo.{key} is not a key; {hint}")
     given = {key: _typed(key, value) for key, value in overrides.items()}
     choices = {**NAMED[name], **given}
@@ -301,7 +305,8 @@ def _typed(key: str, value: Any) -> Any:
     if isinstance(default, StrEnum):
         choices = [str(choice) for choice in type(default)]
         if value not in choices:
-            raise ValueError(f"algo.{key} is {value!r}; {_nearest(str(value), choices)}")
+            hint = "that is an algo.name; " if value in NAMED else ""
+            raise ValueError(f"algo.{key} is {value!r}; {hint}{_nearest(str(value), choices)}")
         return type(default)(value)
     if isinstance(default, bool):
         if not isinstance(value, bool):
@@ -312,18 +317,19 @@ def _typed(key: str, value: Any) -> Any:
     return float(value)
 
 
-def _of_trl(key: str, loss: Any) -> str:
-    """A hint with our name for a key of TRL's GRPOConfig; empty for other keys. By spelling alone, our name
-    closest to its epsilon_high would be correction_high."""
+def _choice_of(value: str) -> str:
+    """The key of which ``value`` is one of the choices; "" where there is none."""
+    defaults = ((field.name, getattr(_DEFAULTS, field.name)) for field in dataclasses.fields(Algorithm))
+    enums = ((key, type(default)) for key, default in defaults if isinstance(default, StrEnum))
+    return next((key for key, choices in enums if value in map(str, choices)), "")
+
+
+def _elsewhere(key: str, loss: Any) -> str:
+    """A hint with our name for a key of another trainer; empty for other keys. By spelling alone, our name
+    closest to TRL's epsilon_high would be correction_high."""
     if loss == Loss.CISPO and key.startswith("epsilon"):  # its epsilon_high is the cap itself
         return f"TRL's {key} " + ("is ratio_cap here" if key == "epsilon_high" else "does nothing in CISPO")
-    names = {
-        "epsilon": "clip_low and clip_high",
-        "epsilon_low": "clip_low",
-        "epsilon_high": "clip_high",
-        "beta": "kl_coef",
-    }
-    return f"TRL's {key} is {names[key]} here" if key in names else ""
+    return our_name(key)
 
 
 def _nearest(word: str, known: Any) -> str:

@@ -1,23 +1,29 @@
-"""What is wrong with a recipe, in one sentence: the field, the value, the fix."""
+"""What is wrong with a TOML file (a recipe, a product), in one sentence: the field, the value, the fix."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import types
+import typing
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from ostinato.config.sections import DownstreamSection, MixedTask
+from ostinato.other_names import our_name
 
-Keys = Mapping[tuple[str, ...], Sequence[str]]  # of each section, by its path
-
+Model = type[BaseModel]
 
 _MENDS = {
     "int_type": "use a whole number",
+    "int_parsing": "use a whole number",
+    "int_from_float": "use a whole number",
     "float_type": "use a number",
+    "float_parsing": "use a number",
     "bool_type": "use true or false",
+    "bool_parsing": "use true or false",
     "string_type": "use a string in quotes",
+    "path_type": "use a path in quotes",
     "tuple_type": "use a list in brackets",
     "dict_type": "use a table",
     "model_type": "use a section of keys",
@@ -37,55 +43,93 @@ _UNIONS = {
 }
 
 
-def explain(error: ValidationError, keys: Keys) -> str:
+def explain(error: ValidationError, model: Model, what: str = "a recipe") -> str:
     """The first fault in one sentence: field, value, fix. The number of other faults follows in brackets;
-    ``keys`` are those that there are."""
+    ``what`` is the file that ``model`` describes."""
     faults = error.errors(include_url=False)
     first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")  # a typo explains the rest
     fields = {fault["loc"][:2] for fault in faults}  # members of a union report one fault each
-    more = f" (and {len(fields) - 1} more in this recipe)" if len(fields) > 1 else ""
-    return _sentence(first, keys) + more
+    more = f" (and {len(fields) - 1} more in {what.replace('a ', 'this ', 1)})" if len(fields) > 1 else ""
+    return _sentence(first, model, what) + more
 
 
-def _sentence(fault: Any, keys: Keys) -> str:
-    loc = [str(part) for part in fault["loc"]]
+def _sentence(fault: Any, model: Model, what: str) -> str:
+    loc = [str(part) for part in fault["loc"] if part != "[key]"]
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     if fault["type"] == "extra_forbidden":
-        return _unknown_key(loc, keys)
-    field = _dotted(loc)
+        return _unknown_key(loc, model, what)
+    field = _dotted(loc, model)
     if fault["type"] == "missing":
-        return f"{field} is missing; every {_dotted(loc[:-2])} section names its own"
+        entry = f"every {_dotted(loc[:-2], model)} section names its own" if len(loc) > 2 else "add it"
+        return f"{field} is missing; {entry}"
     if (union := "eval.every" if _is_schedule(loc) else field) in _UNIONS:  # pydantic reports each branch
         fix = _UNIONS[union]
     elif fault["type"] in ("literal_error", "enum"):
         fix = f"use one of {fault['ctx']['expected'].replace(' or ', ', ')}"
     else:
         fix = str(_MENDS.get(fault["type"], fault["msg"])).format(**fault.get("ctx", {}))
-    return f"{field} is {fault['input']!r}; {fix}"
+    return f"{field} is {fault['input']!r:.200}; {fix}"
 
 
-def _dotted(loc: Sequence[str]) -> str:
-    tables = (["eval", "downstream"], ["task", "mix"])  # sections by name or number
-    depth = 4 if loc[:2] in tables else 2
+def _dotted(loc: Sequence[str], model: Model) -> str:
+    """Without what pydantic appends: the branches of a union."""
+    depth, _ = _section_at(loc, model)
     text = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in loc[:depth]).removeprefix(".")
     return text + "".join(f"[{part}]" for part in loc[depth:] if part.isdigit())
+
+
+def _section_at(loc: Sequence[str], model: Model) -> tuple[int, Model | None]:
+    """How many parts of ``loc`` are names of fields and entries, and the section that they end in, if any."""
+    depth, section = 0, model
+    while depth < len(loc):
+        field = section.model_fields.get(loc[depth])
+        if field is None:
+            return depth + 1, None
+        inner, entries = _section_of(field.annotation)
+        depth += 1 + entries
+        if inner is None or depth >= len(loc):
+            return min(depth, len(loc)), inner
+        section = inner
+    return depth, section
+
+
+def _section_of(annotation: Any) -> tuple[Model | None, bool]:
+    """The kind of section that a field holds, and whether it holds several, by name or by number."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    several = typing.get_origin(annotation) not in (typing.Union, types.UnionType, typing.Annotated)
+    for argument in typing.get_args(annotation):
+        section, inside = _section_of(argument)
+        if section is not None:
+            return section, several or inside
+    return None, False
+
+
+def _sections(model: Model, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Model]]:
+    """(path, section) of the root and of every section that is there once."""
+    yield path, model
+    for name, field in model.model_fields.items():
+        section, several = _section_of(field.annotation)
+        if section is not None and not several:
+            yield from _sections(section, (*path, name))
 
 
 def _is_schedule(loc: Sequence[str]) -> bool:
     return loc[:2] == ["eval", "downstream"] and loc[3:4] == ["every"]
 
 
-def _unknown_key(loc: Sequence[str], keys: Keys) -> str:
+def _unknown_key(loc: Sequence[str], model: Model, what: str) -> str:
     parent, key = tuple(loc[:-1]), loc[-1]
-    deep = MixedTask if parent[:1] == ("task",) else DownstreamSection  # no other section is so deep
-    here = keys.get(parent, tuple(deep.model_fields))
-    near = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
-    elsewhere = [".".join((*path, key)) for path, names in keys.items() if key in names and path != parent]
-    if near:
+    section = _section_at(parent, model)[1] or model
+    near = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0.6)
+    others = [".".join((*path, key)) for path, one in _sections(model) if key in one.model_fields]
+    if what == "a recipe" and (name := our_name(".".join(loc))):
+        fix = name
+    elif near:
         fix = f"did you mean {'.'.join((*parent, near[0]))}?"
-    elif elsewhere:
-        fix = f"did you mean {elsewhere[0]}?"
+    elif others:
+        fix = f"did you mean {others[0]}?"
     else:
-        fix = f"the keys of {'.'.join(parent) or 'a recipe'} are {', '.join(here)}"
-    return f"{'.'.join(loc)} is not a key of a recipe; {fix}"
+        fix = f"the keys of {'.'.join(parent) or what} are {', '.join(section.model_fields)}"
+    return f"{'.'.join(loc)} is not a key of {what}; {fix}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from ostinato.config.sections import (
     AdapterSection,
     AlgoSection,
     ClusterSection,
-    Count,
     CurriculumSection,
     DraftSection,
     EngineSection,
@@ -36,6 +34,7 @@ from ostinato.config.sections import (
     RewardSection,
     RolloutSection,
     Section,
+    Seed,
     SftSection,
     TaskSection,
     TeacherSection,
@@ -48,7 +47,7 @@ class Recipe(Section):
     """Everything that a run is made of. ``Recipe.load`` reads one; ``dump_toml`` writes it back."""
 
     name: str = "recipe"  # of the run folder; the file's name unless given
-    seed: Count = 0
+    seed: Seed = 0
     model: ModelSection = ModelSection()
     adapter: AdapterSection = AdapterSection()
     teacher: TeacherSection = TeacherSection()
@@ -289,7 +288,7 @@ class Recipe(Section):
         try:
             return cls.model_validate(without_gone(tree))
         except ValidationError as error:
-            raise ValueError(explain(error, dict(_all_keys()))) from None
+            raise ValueError(explain(error, cls)) from None
 
 
 def find_recipe(path: str | Path) -> Path:
@@ -353,14 +352,6 @@ def _toml_value(text: str) -> Any:
     value = parsed["v"]
     plain = isinstance(value, bool | int | float | str | list | dict)  # a date is a bare string to us
     return value if plain and len(parsed) == 1 else text
-
-
-def _all_keys() -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """((path of a section), (its keys)) for the root and each section."""
-    yield (), tuple(Recipe.model_fields)
-    for name, section in typing.get_type_hints(Recipe).items():
-        if isinstance(section, type) and issubclass(section, Section):
-            yield (name,), tuple(section.model_fields)
 
 
 def dump_toml(recipe: Recipe) -> str:

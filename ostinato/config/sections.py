@@ -12,6 +12,7 @@ from ostinato.every import Every
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has arrays, not tuples
 Floats = Annotated[tuple[float, ...], Field(strict=False)]
@@ -36,6 +37,12 @@ class ModelSection(Section):
     device: str = "auto"  # auto: cuda where there is one, else cpu
     fp32_head: bool = False  # logits in fp32, for the sampler and the trainer alike
     exact: bool = False  # log-probabilities of the trainer are the sampler's, bit for bit
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSection:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f'model.device is {self.device!r}; use "auto", "cpu", "cuda" or "cuda:0"')
+        return self
 
 
 class AdapterSection(Section):
@@ -127,7 +134,7 @@ class TaskSection(OneTask):
     """``source``: "arithmetic", "gym:<name>", a .jsonl or .parquet file, a dataset folder, "hf:<name>", or
     "seeds": numbers for ``env``. With tables ``[[task.mix]]`` these have the keys, but for ``seed``."""
 
-    seed: int = 0
+    seed: Seed = 0
     mix: Annotated[tuple[MixedTask, ...], Field(strict=False)] = ()  # several tasks, as below
 
     @property

@@ -52,6 +52,8 @@ def device_of(section: ModelSection) -> str:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"model.device is {device!r}, but torch sees no CUDA device; use auto or cpu")
+    if ":" in device and int(device.partition(":")[2]) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"model.device is {device!r}, and torch sees {count} CUDA devices, from cuda:0 on")
     return device
 
 

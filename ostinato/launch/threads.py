@@ -8,6 +8,8 @@ from collections.abc import MutableMapping
 from ostinato import compiler
 from ostinato.config import Recipe
 from ostinato.engine.threads import Products, Threads, configure_early
+from ostinato.model.config import read_config
+from ostinato.model.named import local_folder
 
 # oneDNN and torch each keep up to 1,024 prepared bf16 products, one for every number of rows: batches are
 # packed, so hardly any comes twice, and a process that trains grows by 20 to 130 MB a step. Preparing anew
@@ -18,8 +20,11 @@ CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 
 def configure(recipe: Recipe) -> Threads | None:
     """Chosen, and set, before torch is imported; None, and nothing done, once it is. What the user has set
-    stays."""
+    stays. Raises ValueError for a model that is not there or of no family that is known: its products are
+    what is measured."""
     section = recipe.model
+    if (folder := local_folder(section.path)) is not None:
+        read_config(folder)
     work = Products(model=section.path, dtype=section.dtype, native=recipe.engine.native)
     chosen = configure_early(recipe.engine.threads, work)
     if chosen is not None:

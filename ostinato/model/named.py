@@ -16,19 +16,27 @@ def model_folder(path: str) -> Path:
 
     Raises ValueError when there is no such model.
     """
-    if path.startswith("asset:"):
-        return _asset(path)
     if path == SMOLLM:
         from ostinato.model.gguf import smollm2_folder
 
         return smollm2_folder()
+    return local_folder(path) or _download(path)
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder behind ``model.path``, None for a model that is fetched or unpacked first.
+
+    Raises ValueError when there can be no such model.
+    """
+    if path.startswith("asset:"):
+        return _asset(path)
     folder = Path(path).expanduser()
-    if (folder / "config.json").is_file():
+    if path != SMOLLM and (folder / "config.json").is_file():
         return folder
-    if folder.exists() or not re.fullmatch(HUB_NAME, path):
+    if path != SMOLLM and (folder.exists() or not re.fullmatch(HUB_NAME, path)):
         fix = f'"asset:seed-moe", "{SMOLLM}", a folder with config.json, or a hub name'
         raise ValueError(f"model.path is {path!r}, which is no Hugging Face folder; give {fix}")
-    return _download(path)
+    return None
 
 
 def _asset(path: str) -> Path:

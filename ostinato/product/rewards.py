@@ -21,6 +21,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ostinato.config.explain import explain
 from ostinato.inputs import parse_toml
 from ostinato.product.events import Action, Event, Exchange, Kind
 from ostinato.product.texts import similarity
@@ -139,11 +140,7 @@ def parse_table(text: str, where: str = "the table") -> Table:
     try:
         return Table.model_validate(parse_toml(text))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field_ = ".".join(str(part) for part in first["loc"] if part != "[key]")
-        own = first.get("ctx", {}).get("error")
-        given = f"{field_} is {first.get('input')!r:.60}: {first['msg']}"
-        raise ValueError(f"{where}: {own or given}") from None
+        raise ValueError(f"{where}: {explain(error, Table, 'a table of rewards')}") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

@@ -12,7 +12,7 @@ import pytest
 
 from ostinato import compiler
 from ostinato.compiler import BuildError, NativeCode, build, load
-from ostinato.files import distrusted
+from ostinato.files import cache_folder, distrusted
 
 
 @pytest.fixture
@@ -158,3 +158,20 @@ def test_processes_that_start_together_compile_once(code: NativeCode, tmp_path: 
         child.communicate(timeout=120)
         assert child.returncode == 0
     assert sum("-c" in line.split() for line in calls.read_text().splitlines()) == 1
+
+
+def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user id of a container, without HOME and without an entry in the table of users, ended every command
+    in a RuntimeError out of the cache of thread measurements."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    folder = cache_folder()
+    assert folder.parent == tmp_path and folder == cache_folder()
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
+        cache_folder()

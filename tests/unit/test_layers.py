@@ -15,7 +15,14 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"types", "protocols", "axis", "config", "every", "run", "render", "routes", "jobs", "lock"}
 LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability", "observe.bets"}
-BASE = {"failure", "files", "inputs", "options", "threads"}  # all may import: standard library alone
+BASE = {
+    "failure",
+    "files",
+    "inputs",
+    "options",
+    "other_names",
+    "threads",
+}  # all may import: standard library alone
 
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
 ARROWS: dict[str, set[str]] = {
@@ -23,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "axis": set(),
     "inputs": set(),
     "options": set(),
+    "other_names": set(),
     "failure": set(),
     "threads": set(),
     "files": {"inputs"},
@@ -63,7 +71,7 @@ ARROWS: dict[str, set[str]] = {
     "ablate": LEAVES | {"launch", "pipeline", "scaling", "observe.report"},
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
     "scaling": {"axis", "run", "observe.ledger", "observe.report"},
-    "product": {"types", "inputs", "observe.bets"},  # no torch; ``launch`` brings models and runs
+    "product": {"types", "inputs", "config", "observe.bets"},  # no torch; ``launch`` brings models and runs
     "memory": {"types"},  # pure: whoever has a model, an engine or a chat brings it
     "serve": {"types", "inputs", "render", "run", "engine", "env", "algo", "model", "train", "product"}
     | {"observe.ledger", "memory"},

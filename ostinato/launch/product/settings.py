@@ -7,7 +7,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ostinato.config.explain import explain
 from ostinato.config.recipe import beside_recipes, override
+from ostinato.config.sections import Seed
 from ostinato.inputs import parse_toml
 from ostinato.product.gates import JudgeLimits, PolicyLimits
 
@@ -81,7 +83,7 @@ class ProductSettings(_Section):
     rewards: Path = Field(default_factory=lambda: beside_recipes("product/rewards.toml"))
     gold: str = ""
     bank: Path | None = None  # known exploits: rows of prompt, honest, exploit
-    seed: int = 0
+    seed: Seed = 0
     collect: CollectSettings = CollectSettings()
     judge: JudgeSettings = JudgeSettings()
     policy: PolicySettings
@@ -102,9 +104,7 @@ def read_settings(file: Path, *overrides: str) -> ProductSettings:
     try:
         return ProductSettings.model_validate(tree)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{file}: {where} is {first.get('input')!r:.80}: {first['msg']}") from None
+        raise ValueError(f"{file}: {explain(error, ProductSettings, 'a product')}") from None
 
 
 __all__ = ["ProductSettings", "read_settings"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import string
 import tomllib
 from pathlib import Path
@@ -17,6 +18,7 @@ from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.config import Recipe, dump_toml, find_recipe, override
 from ostinato.config.gone import GONE
 from ostinato.config.reference import algorithm_keys, comments_of, reference
+from ostinato.other_names import OTHER_NAMES
 
 
 def refusal(tree: dict[str, Any]) -> str:
@@ -100,6 +102,14 @@ TWO_MARKS = "reward.functions=['exact', 'numeric']; task.mix=[{name='a', rewards
         # keys and types
         ("trainer.stesp=3", "trainer.stesp is not a key of a recipe; did you mean trainer.steps?"),
         ("trainer.group_size=3", "trainer.group_size is not a key of a recipe; did you mean rollout.gr"),
+        ("model.device=mps", 'model.device is \'mps\'; use "auto", "cpu", "cuda"'),
+        ("seed=99999999999999999999", "seed is 99999999999999999999; use a number below"),
+        ("task.seed=99999999999999999999", "task.seed is 99999999999999999999; use a number below"),
+        ("trainer.learning_rate=1e-5", "trainer.learning_rate is not a key of a recipe; learning_rate of"),
+        ("num_generations=8", "num_generations is not a key of a recipe; num_generations of other"),
+        ("adapter.r=8", "adapter.r is not a key of a recipe; r of other trainers is adapter.rank here"),
+        ("model.name=x", "model.name is not a key of a recipe; model.name of other trainers is model.p"),
+        ("rollout.n=8", "rollout.n is not a key of a recipe; rollout.n of other trainers is rollout.g"),
         ("trianer.steps=3", "trianer is not a key of a recipe; did you mean trainer?"),
         ("trainer.steps='3'", "trainer.steps is '3'; use a whole number"),
         ("trainer.steps=true", "trainer.steps is True; use a whole number"),
@@ -163,6 +173,17 @@ TWO_MARKS = "reward.functions=['exact', 'numeric']; task.mix=[{name='a', rewards
 )  # fmt: skip
 def test_a_fault_is_one_sentence_with_field_value_and_mend(overrides: str, sentence: str) -> None:
     assert refusal(override({}, overrides.split("; "))).startswith(sentence)
+
+
+def test_keys_of_other_trainers_lead_to_keys_that_there_are() -> None:
+    """TRL's names (``num_generations``, ``learning_rate``, ``r``) got the list of all keys and no hint."""
+    known = {f"algo.{key}" for key, *_ in algorithm_keys()}
+    known |= {
+        f"{name}.{key}"
+        for name, field in Recipe.model_fields.items()
+        for key in getattr(field.annotation, "model_fields", ())
+    }
+    assert {key for ours in OTHER_NAMES.values() for key in re.findall(r"[a-z]+\.[a-z_]+", ours)} <= known
 
 
 def test_a_recipe_of_an_older_run_folder_may_name_a_key_that_is_gone_and_was_off() -> None:

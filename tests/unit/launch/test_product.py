@@ -294,7 +294,7 @@ def test_a_wrong_setting_is_named(tmp_path: Path, settings: ProductSettings) -> 
     text = SETTINGS.format(folder=tmp_path, table=TABLE)
     (tmp_path / "less.toml").write_text("\n".join(one for one in text.splitlines() if "rewards" not in one))
     assert read_settings(tmp_path / "less.toml").rewards == TABLE  # the table that comes with the program
-    with pytest.raises(ValueError, match=r"policy\.stepps"):
+    with pytest.raises(ValueError, match=r"policy\.stepps .*did you mean policy\.steps\?"):
         read_settings(tmp_path / "product.toml", "policy.stepps=2")
 
 

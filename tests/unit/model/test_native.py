@@ -4,6 +4,7 @@ result does not depend on how many rows there are."""
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,8 @@ def test_what_keeps_kernels_from_being_built_is_a_named_error(
     monkeypatch.setenv("XDG_CACHE_HOME", "" if trouble == "no home" else str(tmp_path / "cache"))
     if trouble == "no home":
         monkeypatch.setattr(Path, "home", no_home)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        (tmp_path / f"ostinato-{os.geteuid()}").symlink_to(tmp_path)  # somebody else's trap
     elif trouble == "locked home":
         monkeypatch.setattr(Path, "exists", locked)
         monkeypatch.setattr(Path, "mkdir", locked)

@@ -220,7 +220,7 @@ def test_a_missing_class_is_refused_by_name(name: str) -> None:
         ("copy = {weight = 0.25,", "copy = {weight = -0.25,", "event.copy.weight is -0.25; negative"),
         ("break_even = 0.25", "break_even = 0.5", "break_even is 0.5, where .* make it 0.25"),
         ("cap = 20.0", "cap = inf", "cap is inf"),
-        ("cap = 20.0", "cup = 20.0", "cap is"),
+        ("cap = 20.0", "cup = 20.0", r"cup is not a key .*cap\?"),
         ("comment = {weight = 0}", "comment = {wait = 0}", "event.comment"),
         ("dwell = {weight = 0}", "dwell = {weight = 0, zero_at = 0.5}", "only an edit has one"),
         ("comment = {weight = 0}", "comment = {weight = 0}\nwink = {weight = 0}", "event.wink"),
