@@ -17,10 +17,8 @@ import inspect
 import json
 import logging
 import math
-import re
 import signal
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from fractions import Fraction
@@ -28,127 +26,73 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ostinato.reward.answers import (
+    answer_texts,
+    boxed,
+    final_answer,
+    last_number,
+    last_number_match,
+    marked_answer,
+    text_of,
+    whole_number,
+)
+
 RewardFunction = Callable[..., Any]
 
 TOLERANCE = 1e-6  # relative, for numbers that are not both integers
-MAX_DIGITS = 300  # of a number; longer ones do not count as answers: parsing takes quadratic time
 MEMBER_LIMIT_S = 1.0  # of math_verify, per completion
 RING_AGAIN_S = 0.1  # between repeated alarms, until one has an effect
 VERL_ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth"})
 
-_NUMBER = re.compile(
-    r"""(?P<minus>(?<![\w)}\]])-)?\$?                                # 3-4 holds 4, not -4
-        (?: \\[dt]?frac\{\s*(?P<over>-?[0-9]{1,300})\s*\}\{\s*(?P<under>[0-9]{1,300})\s*\}
-          | (?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)? | [0-9]+(?:\.[0-9]+)? | \.[0-9]+)
-            (?: [eE](?P<exponent>[+-]?[0-9]{1,3})(?!\w) | \s?/\s?(?P<denominator>[0-9]+(?!\.[0-9])) )?
-        ) (?P<percent>\s?\\?%)?""",
-    re.VERBOSE,
-)
-_OF_NUMBERS = frozenset("\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT PLUS SIGN}\N{SUPERSCRIPT LATIN SMALL LETTER N}")
 
-
-def text_of(completion: str | Sequence[dict[str, str]]) -> str:
-    """The text that is graded: the string itself, or the last message of a chat."""
-    if isinstance(completion, str):
-        return completion
-    return completion[-1]["content"] if completion else ""
-
-
-def after_thinking(text: str) -> str:
-    """The text after the last ``</think>``; empty when thinking was opened and never closed."""
-    _, closed, rest = text.rpartition("</think>")
-    return "" if "<think>" in rest else rest if closed else text
-
-
-def marked_answer(text: str) -> str | None:
-    r"""The last ``<answer>..</answer>``, else the last ``\boxed{..}``, else the rest of a ``####`` line."""
-    opened, _, tail = text.rpartition("</answer>")
-    if tail != text and "<answer>" in opened:
-        return opened.rpartition("<answer>")[2].strip()
-    if (boxed := _last_boxed(text)) is not None:
-        return boxed.strip()
-    _, marker, tail = text.rpartition("####")
-    return tail.strip().partition("\n")[0].strip() if marker else None
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for end in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start + len("\\boxed{") : end]
-    return None
-
-
-def final_answer(text: str) -> str:
-    """The marked answer after thinking, else the last line that is not blank."""
-    text = after_thinking(text)
-    marked = marked_answer(text)
-    return marked if marked is not None else text.strip().rpartition("\n")[2].strip()
-
-
-def last_number(text: str) -> tuple[Fraction, ...]:
-    r"""The readings of the last number of a text: none, one, or two for a percentage (50 and 1/2).
-
-    Reads ``-3``, ``1,234.5``, ``.5``, ``2e-3``, ``3/4``, ``\frac{3}{4}``, ``$20``, ``50%``.
-    Digits are 0 to 9; a number next to other numerals (``5²``, ``1½``, ``10⁻³``, ``5千``) is not read.
-    """
-    found = _last_match(text)
-    if found is None:
-        return ()
-    over, under = found["over"], found["under"]
-    if found["digits"] is not None:
-        over, under = found["digits"].replace(",", ""), found["denominator"] or "1"
-    if int(under) == 0:
-        return ()
-    value = Fraction(over) / int(under) * Fraction(10) ** int(found["exponent"] or 0)
-    value = -value if found["minus"] else value
-    return (value, value / 100) if found["percent"] else (value,)
-
-
-def _last_match(text: str) -> re.Match[str] | None:
-    found = deque(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")), maxlen=1)
-    if not found or len(found[0].group()) > MAX_DIGITS:
-        return None
-    beside = text[max(0, found[0].start() - 1) : found[0].start()] + text[found[0].end() : found[0].end() + 1]
-    goes_on = any(one in _OF_NUMBERS or (one.isnumeric() and not one.isascii()) for one in beside)
-    return None if goes_on else found[0]
-
-
-def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+def exact(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    in_thought: Sequence[bool] | None = None,
+    **_: Any,
+) -> list[float | None]:
     """1 where the final answer, or the whole text after thinking, equals ``answer``, character by character.
 
     None where the answer is None: some tasks have a scorer but no example of a right answer.
     """
     verdicts: list[float | None] = []
-    for completion, target in zip(completions, answer, strict=True):
-        text = text_of(completion)
-        sampled = {final_answer(text), after_thinking(text).strip()}
+    for text, target in zip(answer_texts(completions, in_thought), answer, strict=True):
+        sampled = {final_answer(text), text.strip()}
         verdicts.append(None if target is None else float(str(target).strip() in sampled))
     return verdicts
 
 
-def numeric(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the last number of the marked answer (of the text, when none is marked) equals ``answer``'s.
+def numeric(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    in_thought: Sequence[bool] | None = None,
+    **_: Any,
+) -> list[float]:
+    """1 where the marked answer is one number as a whole and equals ``answer``'s, or the last number of the
+    text where none is marked.
 
-    Integers are compared exactly, others within a relative TOLERANCE. Raises ValueError for an answer
-    without a number.
+    Integers are compared exactly, others within a relative TOLERANCE. Raises ValueError for an ``answer``
+    that, as a whole or as it is marked, is not one number.
     """
-    pairs = zip(completions, answer, strict=True)
-    return [float(_same_number(text_of(completion), str(target))) for completion, target in pairs]
+    pairs = zip(answer_texts(completions, in_thought), answer, strict=True)
+    return [float(_equal(number_of(text), expected_number(str(target)))) for text, target in pairs]
 
 
-def _same_number(text: str, target: str) -> bool:
-    marked = marked_answer(target)
-    expected = last_number(target if marked is None else marked)
-    if not expected:
-        raise ValueError(f"the answer {target!r} holds no number; use the reward exact or math_verify")
-    text = after_thinking(text)
+def expected_number(target: str) -> tuple[Fraction, ...]:
+    """The readings of a row's answer. Raises ValueError where it, or what it marks, is not one number."""
+    if expected := whole_number(_marked_or_whole(target)):
+        return expected
+    raise ValueError(f"the answer {target!r} is not one number; use the reward exact or math_verify")
+
+
+def number_of(text: str) -> tuple[Fraction, ...]:
+    """The readings of a completion's number: of its marked answer as a whole, else of its last number."""
     marked = marked_answer(text)
-    return any(_close(a, b) for a in last_number(text if marked is None else marked) for b in expected)
+    return last_number(text) if marked is None else whole_number(marked)
+
+
+def _equal(sampled: Sequence[Fraction], expected: Sequence[Fraction]) -> bool:
+    return any(_close(a, b) for a in sampled for b in expected)
 
 
 def _close(value: Fraction, expected: Fraction) -> bool:
@@ -157,18 +101,23 @@ def _close(value: Fraction, expected: Fraction) -> bool:
     return abs(value - expected) <= Fraction(TOLERANCE) * abs(expected)
 
 
-def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+def math_verify(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    in_thought: Sequence[bool] | None = None,
+    **_: Any,
+) -> list[float]:
     """1 where the math-verify library finds the answers equal (LaTeX, sets, intervals, expressions).
 
+    ``answer`` and a marked answer are read as LaTeX as a whole, with or without dollars; in a text without a
+    mark its formulas are, or the last number where it has none.
     Needs the main thread (SIGALRM), as in a worker process. A completion that takes more than
     MEMBER_LIMIT_S gets NaN, which is no verdict. Raises ValueError for an answer that cannot be parsed.
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
     golds = {target: _parse_gold(target) for target in {str(target) for target in answer}}
-    return [
-        _math_verdict(golds[str(target)], after_thinking(text_of(completion)))
-        for completion, target in zip(completions, answer, strict=True)
-    ]
+    pairs = zip(answer_texts(completions, in_thought), answer, strict=True)
+    return [_math_verdict(golds[str(target)], str(target), text) for text, target in pairs]
 
 
 class _OutOfTime(BaseException):
@@ -201,45 +150,92 @@ def _silence() -> None:
 
 
 def _parse_gold(target: str) -> list[Any]:
-    from math_verify import parse
-
-    parsed = parse(target, parsing_timeout=0) or parse(f"${target}$", parsing_timeout=0)
-    if not parsed:
-        raise ValueError(f"the answer {target!r} cannot be parsed; use the reward exact or numeric")
-    return parsed
+    parsed = _parse_whole(_marked_or_whole(target))
+    if any(not isinstance(one, str) for one in parsed):  # a text is what the library could not read
+        return parsed
+    raise ValueError(f"the answer {target!r} cannot be parsed; use the reward exact or numeric")
 
 
-def _math_verdict(gold: list[Any], text: str) -> float:
-    from math_verify import parse, verify
-
+def _marked_or_whole(text: str) -> str:
     marked = marked_answer(text)
+    return text if marked is None else marked
+
+
+def _parse_whole(text: str) -> list[Any]:
+    """What math-verify makes of a text that is one formula. Without dollars it would look for a plain number,
+    and take ``2k + 2`` for 2."""
+    if number := whole_number(text):  # mixed numbers and exponents, which LaTeX reads as products
+        return _parse_formulas(rf"$\frac{{{number[-1].numerator}}}{{{number[-1].denominator}}}$")
+    return _parse_formulas(text if _has_formulas(text) else f"${text}$")
+
+
+def _parse_formulas(text: str) -> list[Any]:
+    from math_verify import LatexExtractionConfig, parse
+
+    return parse(text, [LatexExtractionConfig()], parsing_timeout=0)
+
+
+def _has_formulas(text: str) -> bool:
+    return text.replace("\\$", "").count("$") > 1 or "\\(" in text or "\\[" in text or "\\boxed{" in text
+
+
+def _math_verdict(gold: list[Any], target: str, text: str) -> float:
+    from math_verify import verify
+
     try:
         with _time_limit(MEMBER_LIMIT_S):
-            sampled = parse(text, parsing_timeout=0)
-            if not sampled and marked:
-                sampled = parse(f"${marked}$", parsing_timeout=0)
-            return float(verify(gold, sampled, timeout_seconds=0))
+            if _equal(number_of(text), whole_number(_marked_or_whole(target))):
+                return 1.0
+            return float(any(verify(gold, one, timeout_seconds=0) for one in _parsed_answers(text)))
     except _OutOfTime:
         return math.nan
 
 
-def gym_score(completions: Sequence[Any], gym: Sequence[Any], entry: Sequence[Any], **_: Any) -> list[float]:
+def _parsed_answers(text: str) -> Iterator[list[Any]]:
+    """The marked answer, and all boxes together where it is the last of several (two roots in two boxes); of
+    a text without a mark its last formula, or its last number where it has no formulas."""
+    if (marked := marked_answer(text)) is not None:
+        yield _parse_whole(marked)
+        if len(boxes := boxed(text)) > 1 and boxes[-1].strip() == marked:
+            yield _parse_whole(", ".join(boxes))
+    elif _has_formulas(text):
+        yield _parse_formulas(text)
+    elif number := last_number_match(text):
+        yield _parse_whole(number.group())
+
+
+def gym_score(
+    completions: Sequence[Any],
+    gym: Sequence[Any],
+    entry: Sequence[Any],
+    in_thought: Sequence[bool] | None = None,
+    **_: Any,
+) -> list[float]:
     """The score that the reasoning_gym task's own scorer gives the answer.
 
     ``gym`` is {"name", "config"}, ``entry`` the task's own item (``env.gym`` writes both). Without a marked
-    answer the last line counts, or the last number where that scores higher. A text that the task's own
-    parser refuses (ValueError) is a wrong answer; one that crashes the scorer gets NaN, no verdict.
+    answer the last line counts, as many lines as the task's own answer has, or the last number: what scores
+    highest. A text that the task's own parser refuses (ValueError) is a wrong answer; one that crashes the
+    scorer gets NaN, no verdict.
     """
     verdicts = []
-    for completion, task, item in zip(completions, gym, entry, strict=True):
+    for text, task, item in zip(answer_texts(completions, in_thought), gym, entry, strict=True):
         score = _gym_scorer(task["name"], json.dumps(task["config"], sort_keys=True))
-        text = after_thinking(text_of(completion))
-        sampled = [final_answer(text)]
-        if marked_answer(text) is None and (number := _last_match(text)):
-            sampled.append(number.group().lstrip("$"))
-        scores = [_gym_verdict(score, candidate, item) for candidate in sampled]
+        scores = [_gym_verdict(score, sampled, item) for sampled in _gym_answers(text, item)]
         verdicts.append(max((score for score in scores if not math.isnan(score)), default=math.nan))
     return verdicts
+
+
+def _gym_answers(text: str, item: dict[str, Any]) -> list[str]:
+    """What may be meant as the answer to a task's item."""
+    sampled = [final_answer(text)]
+    if marked_answer(text) is not None:
+        return sampled
+    if number := last_number_match(text):
+        sampled.append(number.group().lstrip("$"))
+    lines = [line for line in text.strip("\n").split("\n") if not line.startswith("```")]
+    expected = str(item.get("answer")).strip("\n").count("\n") + 1
+    return sampled if expected == 1 else [*sampled, "\n".join(lines[-expected:])]
 
 
 def _gym_verdict(score: Callable[[str, dict[str, Any]], float], sampled: str, item: dict[str, Any]) -> float:

@@ -11,15 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.reward.answers import final_answer, last_number, marked_answer
 from ostinato.reward.verify import (
     _OutOfTime,
     _time_limit,
     answer_tags,
     exact,
-    final_answer,
     gym_score,
-    last_number,
-    marked_answer,
     math_verify,
     numeric,
     resolve,
@@ -56,7 +54,19 @@ def test_final_answer_is_the_last_line_and_never_a_thought() -> None:
         ("The answer is -3.", [Fraction(-3)]),
         ("1,234,567.5 euros", [Fraction("1234567.5")]),
         ("4, 5", [Fraction(5)]),
-        ("3-4", [Fraction(4)]),
+        ("10 - 3 = 7", [Fraction(7)]),
+        ("3 1/2", [Fraction(7, 2)]),
+        (r"2\frac{1}{2}", [Fraction(5, 2)]),
+        ("it runs 42km", [Fraction(42)]),
+        (r"90^\circ", [Fraction(90)]),
+        ("<<9*2=18>>18 eggs", [Fraction(18)]),
+        *(
+            (part, [])
+            for part in (
+                *("10^2", "10^{-3}", "7^n", "0x1", "x_2", "12:30", "2024-05-17", "1/2/3", "3-4", "2k + 2"),
+                *(r"3\pi", r"\sqrt{2}", r"3\sqrt{13}", r"\frac{\pi}{6}", "(2, 3)", "x > 4", "5x", "10 - 4"),
+            )
+        ),
         ("x=-4", [Fraction(-4)]),
         ("-$20", [Fraction(-20)]),
         ("\N{MINUS SIGN}7", [Fraction(-7)]),
@@ -124,7 +134,7 @@ def test_numeric_reads_no_other_numerals() -> None:
     """A square was its own root, one and a half was one, and digits of other scripts were numbers."""
     for text in ("5\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT FIVE}", "5\N{VULGAR FRACTION ONE HALF}"):
         assert numeric([text], answer=["5"]) == [0]
-        with pytest.raises(ValueError, match="holds no number"):
+        with pytest.raises(ValueError, match="not one number"):
             numeric(["5"], answer=[text])
 
 
@@ -134,9 +144,53 @@ def test_numeric_tells_large_integers_apart() -> None:
     assert numeric([str(product), str(product + 1)], answer=[str(product)] * 2) == [1, 0]
 
 
-def test_numeric_refuses_an_answer_without_a_number() -> None:
-    with pytest.raises(ValueError, match="holds no number"):
-        numeric(["1"], answer=["blue"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            "blue",
+            "10^6",
+            "2^{10}",
+            r"\sqrt{2}",
+            r"3\pi",
+            "(2, 3)",
+            "[1, 5]",
+            "x > 4",
+            "1/2/3",
+            "12:30",
+            "0x1F",
+        ),
+        *(
+            "2024-05-17",
+            "5 apples and 3 pears",
+            "42 apples",
+            r"\frac{\pi}{6}",
+            "2k+2",
+            r"so \boxed{10^6}",
+            "1,2",
+        ),
+    ],
+)
+def test_numeric_refuses_an_answer_that_is_not_one_number(answer: str) -> None:
+    """The last number of it was compared: for 10^6 a completion of 6 was right, and 1000000 was wrong."""
+    with pytest.raises(ValueError, match="not one number"):
+        numeric(["1"], answer=[answer])
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("3 1/2", r"\boxed{3\frac{1}{2}}", "x = 1/2"),
+        ("1,234", "#### $1234.", r"\boxed{1234x}"),
+        (r"so \boxed{\$18.50}", "<answer>18.5</answer>", r"\boxed{x = 18.5}"),
+        ("1e3", r"\(1{,}000\)", r"\boxed{10^3}"),
+        ("1/2", "50%", r"\boxed{3 1/2}"),
+        ("2", "= 2", r"\boxed{\sqrt{2}}"),
+        ("-5", "\N{MINUS SIGN}5", "10^-5"),
+    ],
+)
+def test_numeric_reads_a_marked_answer_as_a_whole(answer: str, right: str, wrong: str) -> None:
+    assert numeric([right, wrong], answer=[answer] * 2) == [1, 0]
 
 
 def test_chat_completions_count_by_their_last_message() -> None:
@@ -157,6 +211,49 @@ def test_math_verify() -> None:
     pytest.importorskip("math_verify")
     texts = [r"$\frac{1}{2}$", r"\boxed{0.5}", "<answer>1/2</answer>", r"\boxed{\frac{2}{3}}", "no idea"]
     assert math_verify(texts, answer=[r"\frac{1}{2}"] * 5) == [1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "last"),
+    [
+        ("2k+2", "2"),
+        (r"5\pi", "5"),
+        (r"(-\infty, 4]", "4"),
+        (r"4\sqrt{11}", "11"),
+        ("1,-2", "2"),
+        (r"\begin{pmatrix} 1 \\ 7 \end{pmatrix}", "7"),
+        (r"\left( 3, \frac{\pi}{2} \right)", "2"),
+        ("y = 2x + 3", "3"),
+    ],
+)
+def test_math_verify_reads_a_bare_answer_as_latex(answer: str, last: str) -> None:
+    """Without dollars, as MATH has its answers, the last plain number of it was what counted: for 2k+2 the
+    answer itself was wrong and 2 was right. A bare answer in tags likewise."""
+    pytest.importorskip("math_verify")
+    texts = [
+        rf"\boxed{{{answer}}}",
+        f"<answer>{answer}</answer>",
+        f"so ${answer}$",
+        rf"\boxed{{{last}}}",
+        last,
+    ]
+    for target in (answer, f"${answer}$", rf"Hence \boxed{{{answer}}}."):
+        assert math_verify(texts, answer=[target] * len(texts)) == [1, 1, 1, 0, 0]
+
+
+def test_math_verify_takes_a_bare_completion_for_no_part_of_itself() -> None:
+    pytest.importorskip("math_verify")
+    texts = [
+        r"It is 2k+2",
+        r"3\pi",
+        "it is 2",
+        r"$\boxed{2}$ and $\boxed{-1}$",
+        r"\boxed{\text{none}}, as $x=2$",
+    ]
+    assert math_verify(texts, answer=["2"] * 5) == [0, 0, 1, 0, 0]
+    assert math_verify(texts[3:4], answer=["2,-1"]) == [1]
+    with pytest.raises(ValueError, match="cannot be parsed"):
+        math_verify(["1"], answer=["\N{VULGAR FRACTION ONE HALF}"])
 
 
 # The alarm may ring in a weak reference's callback of sympy's caches, which swallows it, with a warning.
@@ -194,6 +291,16 @@ def test_gym_score_uses_the_rules_of_the_task() -> None:
     texts = [answer, f"<answer>{answer}</answer>", f"The sum is {answer}.", "<answer>no</answer>", "no"]
     task = {"name": "chain_sum", "config": {}}
     assert gym_score(texts, gym=[task] * 5, entry=[entry] * 5) == [1, 1, 1, 0, 0]
+
+
+def test_gym_score_takes_an_answer_of_several_lines() -> None:
+    """Tasks such as sudoku want the whole grid and nothing else; its last line alone was scored, always 0."""
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = reasoning_gym.create_dataset("mini_sudoku", seed=7, size=1)[0]
+    grid = entry["answer"]
+    texts = [grid, f"\n{grid}\n", f"It is:\n```\n{grid}\n```", grid.rpartition("\n")[2]]
+    task = {"name": "mini_sudoku", "config": {}}
+    assert gym_score(texts, gym=[task] * 4, entry=[entry] * 4) == [1, 1, 1, 0]
 
 
 def test_gym_score_on_a_text_that_the_scorer_cannot_take() -> None:
