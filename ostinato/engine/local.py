@@ -1,9 +1,10 @@
 """The in-process engine: continuous batching on the trainer's own base tensors.
 
 A step is schedule -> run -> postprocess: one forward over a flat row of tokens, the last token of every
-decoding sequence with its draft and chunks of prompts within a budget. Tokens of a sequence depend neither on
-other sequences nor on drafts: kernels work row by row, noise is addressed, and a draft counts only as far
-as it equals what was sampled.
+decoding sequence with its draft and chunks of prompts within a budget. On a CPU tokens of a sequence depend
+neither on other sequences nor on drafts: kernels work row by row, noise is addressed, and a draft counts only
+as far as it equals what was sampled. On a GPU products are summed in an order that depends on the batch, so
+another batch, a draft or a preemption may give another token, of the same distribution.
 
 In-flight publish: running sequences keep their keys and values and go on under the new adapters; every token
 carries the version that sampled it, and such sequences are not added to the prefix tree.

@@ -12,12 +12,17 @@ import mmap
 import sys
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ostinato.engine.cache import BLOCK
 from ostinato.model.native import Kernels
+from ostinato.model.packed import kernel_for, merge
+
+SHORT = 16  # rows of a sequence that a GPU takes row by row: the last token and its draft
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -56,6 +61,18 @@ class KVStore:
         keys = _zeros((layers, blocks, heads, key_dim // pair, BLOCK, pair), dtype, device)
         return cls(keys, _zeros((layers, blocks, heads, BLOCK, value_dim), dtype, device))
 
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor]) -> None:
+        """Put keys [T, heads, Dk] and values of rows into (blocks [T], offsets [T])."""
+        (blocks, offsets), keys = slots, self.key_layers[layer]
+        keys[blocks, :, :, offsets, :] = k.reshape(len(k), k.shape[1], keys.shape[2], keys.shape[4])
+        self.value_layers[layer][blocks, :, offsets] = v
+
+    def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the blocks of ``tables`` [S, blocks] int64: keys [S, heads, positions, Dk] and values."""
+        # [S, blocks, heads, Dk / pair, 16, pair] -> [S, heads, positions, Dk]
+        keys = self.key_layers[layer][tables].permute(0, 2, 1, 4, 3, 5).flatten(4, 5).flatten(2, 3)
+        return keys, self.value_layers[layer][tables].transpose(1, 2).flatten(2, 3)
+
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks in every layer."""
         self.keys[:, targets] = self.keys[:, sources]
@@ -64,6 +81,12 @@ class KVStore:
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
+
+
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy there, or the array's own memory on a CPU; without waiting for what a GPU has to do before."""
+    values = torch.from_numpy(array)
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def key_pair(dtype: torch.dtype) -> int:
@@ -85,10 +108,23 @@ class Rows:
     tables: Tensor  # [S, max_blocks] int32
     sequence: Tensor  # [T] int32: row of ``tables``
     lengths: Tensor  # [T] int32: positions that row t sees, itself included
+    owners: np.ndarray | None = None  # ``sequence`` and ``lengths`` on the host, where they come from it:
+    seen: np.ndarray | None = None  # reading them from a GPU waits for it
 
     def part(self, first: int, last: int) -> Rows:
         """Rows first to last - 1 as a pass of their own."""
-        return Rows(self.slots[first:last], self.tables, self.sequence[first:last], self.lengths[first:last])
+        return self.pick(slice(first, last), slice(first, last))
+
+    def pick(self, rows: Tensor | slice, on_host: np.ndarray | slice) -> Rows:
+        """Some rows, named on the device and on the host."""
+        owners, seen = (x if x is None else x[on_host] for x in (self.owners, self.seen))
+        sequence, lengths = self.sequence[rows], self.lengths[rows]
+        return Rows(self.slots[rows], self.tables, sequence, lengths, owners, seen)
+
+    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
+        """``sequence`` and ``lengths`` as arrays [T]."""
+        owners = self.sequence.cpu().numpy() if self.owners is None else self.owners
+        return owners, self.lengths.cpu().numpy() if self.seen is None else self.seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,37 +141,103 @@ class NativePaged:
         return self.kernels.paged_attention(q, keys, values, rows.tables, rows.sequence, rows.lengths, scale)
 
 
-@dataclass(frozen=True, slots=True)
 class TorchPaged:
     """In torch, on any device: gathers the blocks of every row's sequence and masks what it does not see."""
 
-    store: KVStore
-    rows: Rows
+    def __init__(self, store: KVStore, rows: Rows) -> None:
+        self.store, self.slots = store, (rows.slots // BLOCK, rows.slots % BLOCK)
+        longest = int(rows.on_host()[1].max())
+        self.tables = rows.tables[:, : (longest + BLOCK - 1) // BLOCK].long()
+        self.sequence = rows.sequence.long()
+        places = torch.arange(self.tables.shape[1] * BLOCK, device=rows.tables.device)
+        self.seen = (places < rows.lengths.unsqueeze(1))[:, None, None, :]
+        # What was left behind a sequence's end may be NaN, and a masked NaN is still NaN in the sum.
+        ends = rows.lengths.new_zeros(len(self.tables))
+        ends.scatter_reduce_(0, self.sequence, rows.lengths, "amax")
+        self.beyond = (places >= ends.unsqueeze(1))[:, None, :, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        keys, values, rows = self.store.key_layers[layer], self.store.value_layers[layer], self.rows
-        blocks, offsets = rows.slots // BLOCK, rows.slots % BLOCK
-        heads = k.shape[1]
-        keys[blocks, :, :, offsets, :] = k.reshape(len(k), heads, keys.shape[2], keys.shape[4])
-        values[blocks, :, offsets] = v
-        longest = int(rows.lengths.max())
-        tables = rows.tables[:, : (longest + BLOCK - 1) // BLOCK].long()
-        # [S, blocks, heads, Dk / pair, 16, pair] -> [S, heads, positions, Dk]
-        k_all = keys[tables].permute(0, 2, 1, 4, 3, 5).flatten(4, 5).flatten(2, 3)
-        v_all = values[tables].transpose(1, 2).flatten(2, 3)
-        sequence = rows.sequence.long()
-        places = torch.arange(k_all.shape[2], device=q.device)
-        seen = places < rows.lengths.unsqueeze(1)
-        # What was left behind a sequence's end may be NaN, and a masked NaN is still NaN in the sum.
-        ends = rows.lengths.new_zeros(len(tables)).scatter_reduce_(0, sequence, rows.lengths, "amax")
-        beyond = (places >= ends.unsqueeze(1))[:, None, :, None]
-        k_all, v_all = k_all.masked_fill_(beyond, 0), v_all.masked_fill_(beyond, 0)
+        self.store.write(layer, k, v, self.slots)
+        keys, values = self.cached(layer)
         out = F.scaled_dot_product_attention(
             q.unsqueeze(2),  # every row is a batch of its own: [T, H, 1, Dk]
-            k_all[sequence],
-            v_all[sequence],
-            attn_mask=seen[:, None, None, :],
+            keys[self.sequence],
+            values[self.sequence],
+            attn_mask=self.seen,
             scale=scale,
-            enable_gqa=q.shape[1] != heads,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.squeeze(2)
+
+    def cached(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys [S, heads, positions, Dk] and values of all sequences, 0 beyond their ends."""
+        keys, values = self.store.read(layer, self.tables)
+        return keys.masked_fill_(self.beyond, 0), values.masked_fill_(self.beyond, 0)
+
+
+class GpuPaged:
+    """For a GPU, of torch's own kernels: nothing is read from it, and no prompt is copied for each row.
+
+    A run of more than SHORT rows of a sequence (a prompt, or a part of one) is one causal call over its own
+    keys and one over those that are cached, united by their log-sum-exps. All other rows are a masked batch,
+    where the query heads of a key head are the rows. Kernels are chosen by shapes: numbers are those of
+    ``TorchPaged`` up to rounding, and not alike in every batch.
+    """
+
+    def __init__(self, store: KVStore, rows: Rows) -> None:
+        owners, seen = rows.on_host()
+        firsts = np.flatnonzero(np.diff(owners, prepend=-1))
+        ends = np.append(firsts[1:], len(owners))
+        long = ends - firsts > SHORT
+        self.store, self.slots = store, (rows.slots // BLOCK, rows.slots % BLOCK)
+        self.chunks = [
+            (slice(int(a), int(z)), int(seen[a]) - 1, rows.tables[int(owners[a])].long())
+            for a, z in zip(firsts[long], ends[long], strict=True)
+        ]
+        short = np.repeat(~long, ends - firsts)
+        self.places = on_device(np.flatnonzero(short), rows.slots.device) if long.any() else None
+        picked = rows if self.places is None else rows.pick(self.places, short)
+        self.short = TorchPaged(store, picked) if short.any() else None
+        self.alone = len(owners) == len(firsts) == len(rows.tables)  # a row for each sequence, in order
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.store.write(layer, k, v, self.slots)
+        if self.places is None:
+            return self._batch(layer, q, k.shape[1], scale)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        for rows, cached, table in self.chunks:
+            out[rows] = self._chunk(layer, q[rows], k[rows], v[rows], scale, cached, table)
+        if self.short is not None:
+            out[self.places] = self._batch(layer, q[self.places], k.shape[1], scale)
+        return out
+
+    def _batch(self, layer: int, q: Tensor, heads: int, scale: float) -> Tensor:
+        """Every row over the keys of its sequence: [T, H, Dk] -> [T, H, Dv]."""
+        assert self.short is not None
+        keys, values = self.short.cached(layer)
+        if not self.alone:
+            keys, values = keys[self.short.sequence], values[self.short.sequence]
+        # cuDNN, torch's first choice, plans anew for every shape, and shapes change with every answer
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            grouped = q.unflatten(1, (heads, -1))
+            out = F.scaled_dot_product_attention(
+                grouped, keys, values, attn_mask=self.short.seen, scale=scale
+            )
+        return out.flatten(1, 2)
+
+    def _chunk(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, cached: int, table: Tensor
+    ) -> Tensor:
+        """Rows of a sequence with ``cached`` positions before them: [n, H, Dk] -> [n, H, Dv]."""
+        kernel = kernel_for(q, v)
+        queries, own_k, own_v = (kernel.prepare(x.transpose(0, 1).unsqueeze(0)) for x in (q, k, v))
+        out, lse, _ = kernel.forward(queries, own_k, own_v, scale, True)
+        if cached:
+            blocks = table[: (cached + BLOCK - 1) // BLOCK].unsqueeze(0)
+            keys, values = (x[:, :, :cached] for x in self.store.read(layer, blocks))
+            part, part_lse, _ = kernel.forward(
+                queries, kernel.prepare(keys), kernel.prepare(values), scale, False
+            )
+            out, lse = out.float(), lse.clone()
+            merge(out, lse, part, part_lse)
+        return out.squeeze(0).transpose(0, 1).to(q.dtype)

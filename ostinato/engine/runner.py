@@ -12,9 +12,10 @@ import torch
 
 from ostinato.engine.cache import BLOCK
 from ostinato.engine.model_input import ModelInput
-from ostinato.engine.paged import KVStore, NativePaged, Rows, TorchPaged
+from ostinato.engine.paged import GpuPaged, KVStore, NativePaged, Rows, TorchPaged, on_device
 from ostinato.engine.sampler import Drawn, likeliest, sample
 from ostinato.engine.sequences import Settings
+from ostinato.model.attention import Attend
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, Prepared
 from ostinato.model.native import Kernels
@@ -117,25 +118,22 @@ class Runner:
                 keys, values = self.store.keys, self.store.values
                 hidden, routing = self._fused.forward(ids, places, rows, keys, values, spans)
             else:
-                kernels = self._kernels
-                attend = (
-                    TorchPaged(self.store, rows)
-                    if kernels is None
-                    else NativePaged(kernels, self.store, rows)
-                )
+                attend = self._attend(rows)
                 hidden, routing = self.decoder.forward(
                     ids, places, attend, adapters=served.prepared, ops=self._ops
                 )
         return hidden, None if routing is None else routing.to(torch.int16).cpu().numpy()
 
+    def _attend(self, rows: Rows) -> Attend:
+        if self._kernels is not None:
+            return NativePaged(self._kernels, self.store, rows)
+        return (
+            GpuPaged(self.store, rows) if self.decoder.device.type == "cuda" else TorchPaged(self.store, rows)
+        )
+
     def run(self, plan: ModelInput) -> tuple[torch.Tensor, np.ndarray | None]:
         """``forward`` of the rows of a plan."""
-        rows = Rows(
-            slots=self.on_device(plan.kv_slots),
-            tables=self.on_device(np.ascontiguousarray(plan.tables)),
-            sequence=self.on_device(plan.owner),
-            lengths=self.on_device((plan.positions + 1).astype(np.int32)),
-        )
+        rows = self._rows(plan.kv_slots, plan.tables, plan.owner, (plan.positions + 1).astype(np.int32))
         if len(plan.policies) == 1 or self._fused is not None:
             return self.forward(plan.tokens, plan.positions, rows, plan.policies)
         parts = [
@@ -144,6 +142,10 @@ class Runner:
         ]
         hidden, routing = zip(*parts, strict=True)
         return torch.cat(hidden), None if routing[0] is None else np.concatenate(routing)
+
+    def _rows(self, slots: np.ndarray, tables: np.ndarray, owners: np.ndarray, seen: np.ndarray) -> Rows:
+        arrays = (slots, np.ascontiguousarray(tables), owners, seen)
+        return Rows(*map(self.on_device, arrays), owners=owners, seen=seen)
 
     def draw(
         self,
@@ -191,7 +193,7 @@ class Runner:
         return self.decoder.logits(hidden, ops=self._ops).float()
 
     def on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.decoder.device)
+        return on_device(array, self.decoder.device)
 
     def seconds(self, rows: int, context: int) -> float:
         """The measured time of a pass of ``rows`` rows that see ``context`` positions, for the cost table.
@@ -206,16 +208,18 @@ class Runner:
         own = blocks if blocks * rows <= self.store.keys.shape[1] else 0  # blocks of its own for each row
         tables = np.arange(rows)[:, None] * own + np.arange(blocks)
         lengths = np.full(rows, blocks * BLOCK, np.int32)
-        where = Rows(
-            slots=self.on_device(tables[:, -1].astype(np.int64) * BLOCK + BLOCK - 1),
-            tables=self.on_device(tables.astype(np.int32)),
-            sequence=self.on_device(np.arange(rows, dtype=np.int32)),
-            lengths=self.on_device(lengths),
+        where = self._rows(
+            tables[:, -1].astype(np.int64) * BLOCK + BLOCK - 1,
+            tables.astype(np.int32),
+            np.arange(rows, dtype=np.int32),
+            lengths,
         )
         settings, u = Settings.of([Sampling()] * rows), np.full(rows, 0.5)
         tokens = np.arange(rows, dtype=np.int64) % self.decoder.config.vocab_size
         start = time.perf_counter()
         hidden, _ = self.forward(tokens, lengths.astype(np.int64) - 1, where)
+        if hidden.is_cuda:
+            torch.cuda.synchronize()
         middle = time.perf_counter()
         self.draw(hidden, settings, u)
         return middle - start, time.perf_counter() - middle

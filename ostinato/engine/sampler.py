@@ -85,8 +85,10 @@ def likeliest(logits: Tensor, settings: Settings, drawn: Drawn, n: int) -> tuple
     with torch.inference_mode():
         temperature = torch.from_numpy(np.where(settings.temperature > 0, settings.temperature, 1.0))
         z = logits.float() / temperature.to(logits.device, torch.float32).unsqueeze(1)
-        # row by row: with several threads torch adds up a lone row in another order than one of many
-        z = z - torch.stack([row.logsumexp(dim=-1) for row in z]).unsqueeze(1)
+        if z.is_cuda:
+            z = z - z.logsumexp(dim=-1, keepdim=True)
+        else:  # row by row: with several threads torch adds up a lone row in another order than one of many
+            z = z - torch.stack([row.logsumexp(dim=-1) for row in z]).unsqueeze(1)
         best, ids = z.topk(min(n, z.shape[1]), dim=-1)
         own = z.gather(1, torch.from_numpy(drawn.tokens).to(z.device).clamp_min(0).unsqueeze(1)).squeeze(1)
     best, own = best.cpu().numpy(), own.cpu().numpy()

@@ -149,8 +149,9 @@ def experts(
     ``experts_loop``.
     """
     K = ids.shape[1]
-    order = ids.flatten().argsort(stable=True)  # [S], rows grouped by expert
-    ends = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).cumsum(0).to(torch.int32)
+    chosen, order = ids.flatten().sort(stable=True)  # [S], rows grouped by expert
+    numbers = torch.arange(gate_up.shape[0], device=ids.device)
+    ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # a bincount waits for a GPU
     token = order // K
     return mixture(
         x,

@@ -62,8 +62,8 @@ class Ops:
 def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x weight^T + bias in x's type, or in ``out_dtype``: then the operands are widened first. A weight of
-    fewer bits is widened too.
+    """x weight^T + bias in x's type, or in ``out_dtype``: then the operands are widened first, but on a GPU,
+    which multiplies 16 bits and sums in fp32 as exactly. A weight of fewer bits is widened too.
 
     Of a quantised weight the products, their sums, scale and bias are fp32, and the result is rounded once.
     """
@@ -71,7 +71,17 @@ def linear(
         y = weight.product(x)
         return (y if bias is None else y + bias.float()).to(out_dtype or x.dtype)
     dtype = out_dtype or x.dtype
+    if sums_wide(x, weight, dtype):
+        y = torch.mm(x, weight.T, out_dtype=dtype)
+        return y if bias is None else y + bias.to(dtype)
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def sums_wide(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies bf16 as it is and returns fp32: on a GPU, without autograd."""
+    narrow = x.dtype == weight.dtype == torch.bfloat16 and dtype == torch.float32
+    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return narrow and x.is_cuda and x.dim() == 2 and not learns
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

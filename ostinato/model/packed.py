@@ -130,7 +130,7 @@ class _Attention(torch.autograd.Function):
         scale: float,
         forward: Forward | None,
     ) -> Tensor:
-        kernel = _kernel(q, v)
+        kernel = kernel_for(q, v)
         ctx.kernel, ctx.parts, ctx.scale = kernel, parts, scale
         if forward is not None:
             out, lse = forward(q, k, v, scale)
@@ -151,7 +151,7 @@ class _Attention(torch.autograd.Function):
                 part.queries(out).copy_(part_out)
                 part.queries(lse).copy_(part_lse)
             else:
-                _merge(part.queries(out), part.queries(lse), part_out, part_lse)
+                merge(part.queries(out), part.queries(lse), part_out, part_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.states = states
@@ -181,7 +181,7 @@ class _Attention(torch.autograd.Function):
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None, None
 
 
-def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Widen the key set of (out [B, H, N, D], lse [B, H, N]) in place by that of the part."""
     union = torch.logaddexp(lse, part_lse)
     out.mul_((lse - union).exp_().unsqueeze(-1))
@@ -310,7 +310,8 @@ FLASH_CPU = Kernel(_fp32, _cpu_forward, _cpu_backward)
 FLASH_CUDA = Kernel(lambda x: x, _cuda_forward, _cuda_backward)
 
 
-def _kernel(q: Tensor, v: Tensor) -> Kernel:
+def kernel_for(q: Tensor, v: Tensor) -> Kernel:
+    """The one for queries [..., Dk] and values [..., Dv] of this type on this device."""
     if v.shape[-1] > q.shape[-1]:
         return MATH
     if q.device.type == "cpu":

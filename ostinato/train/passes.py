@@ -120,13 +120,14 @@ def watching(ops: Ops, into: list[Tensor]) -> Ops:
 def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[None, None]:
     """The two products of `linear_logprobs` for a frozen head, with logits as in ``Decoder.logits``.
 
-    (None, None) means both in fp32, the weight cast once: what torch can do for an FP32 head over bf16
-    weights. Native products multiply in bf16 and sum in fp32, which is as exact and several times faster.
-    Log-probabilities by ``Ops.score`` are of the sampler's own logits.
+    (None, None) means both in fp32, the weight cast once: what torch can do on a CPU for an FP32 head over
+    bf16 weights. Native products, and those of a GPU, multiply in bf16 and sum in fp32, which is as exact and
+    several times faster. Log-probabilities by ``Ops.score`` are of the sampler's own logits.
     """
     head = decoder.head_weight
-    torch_alone = head.dtype.itemsize >= 4 or (decoder.fp32_head and ops.gemm is TORCH_OPS.gemm)
-    if torch_alone and ops.score is None:
+    of_a_gpu = head.is_cuda and head.dtype == decoder.dtype
+    widens = decoder.fp32_head and ops.gemm is TORCH_OPS.gemm and not of_a_gpu
+    if (head.dtype.itemsize >= 4 or widens) and ops.score is None:
         return None, None
     out_dtype = torch.float32 if decoder.fp32_head else None
 
