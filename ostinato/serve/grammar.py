@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from ostinato.serve.calls import ApiError
 
 MAX_BYTES = 64 << 10  # of a grammar
 KEPT = 64  # built grammars in the cache
+_TAGS = {"open": OPEN, "close": CLOSE}  # of a call, by their rules
 BLANKS = r"[ \t\n\r]{1,16}"  # between two tokens of JSON: bounded, as weak policies else write only blanks
 # Of the parser: about 20 ms and 40 MB at the start, and 15 ms per token. A grammar beyond them is refused.
 LIMITS: dict[str, Any] = {
@@ -77,8 +79,8 @@ def call_grammar(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
         )
     rules = [f"call{n}: {_call(function)}" for n, function in enumerate(functions)]
     either = " | ".join(f"call{n}" for n in range(len(functions)))
-    tags = json.dumps(f"{OPEN}\n"), json.dumps(f"\n{CLOSE}")
-    return "\n".join([f"start: {tags[0]} ({either}) {tags[1]}", *rules])
+    tags = [f"{rule}: {json.dumps(tag)}" for rule, tag in _TAGS.items()]
+    return "\n".join([f'start: open "\\n" ({either}) "\\n" close', *tags, *rules])
 
 
 def _call(function: Mapping[str, Any]) -> str:
@@ -127,17 +129,46 @@ class Guides:
     def _build(self, grammar: str, eos: int) -> Any:
         import llguidance
 
+        tokenizer = self._renderer.tokenizer
         if self._tokenizer is None:
-            text = self._renderer.tokenizer.to_str()
+            text = _without_spelled_tokens(tokenizer.to_str())
             self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
         limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        written = _with_tag_tokens(grammar, tokenizer)
+        matcher = llguidance.LLMatcher(self._tokenizer, written, log_level=0, limits=limits)
         first = matcher.deep_copy()
         if not first.is_error():
             first.compute_bitmask()
         if first.is_error():
             raise _refused(first.get_error())
         return matcher
+
+
+def _with_tag_tokens(grammar: str, tokenizer: Any) -> str:
+    """The grammar with a tag of a call as its token, where it is an added token (Qwen): the only spelling
+    that the model knows."""
+    ids = {token.content: id_ for id_, token in tokenizer.get_added_tokens_decoder().items()}
+    for rule, tag in _TAGS.items():
+        if tag in ids:
+            grammar = grammar.replace(f"\n{rule}: {json.dumps(tag)}\n", f"\n{rule}: <[{ids[tag]}]>\n")
+    return grammar
+
+
+def _without_spelled_tokens(tokenizer: str) -> str:
+    """A tokenizer's JSON in which no text spells an added token like <think>. llguidance tokenises the text
+    that a schema forces and would get that token, which it does not accept in place of the text."""
+    tree = json.loads(tokenizer)
+    names = {}
+    for token in tree["added_tokens"]:
+        if token["special"] or re.fullmatch("<.*>", token["content"]):
+            names[token["content"]] = f"<\u2402{token['id']}>"
+            token |= {"content": names[token["content"]], "special": True}
+    vocab = tree["model"].get("vocab")
+    if isinstance(vocab, dict):
+        tree["model"]["vocab"] = {names.get(text, text): id_ for text, id_ in vocab.items()}
+    elif isinstance(vocab, list):  # pairs of text and score
+        tree["model"]["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    return json.dumps(tree)
 
 
 async def _try(grammar: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from qwen_like import save_qwen_like
 from serving import At, server
 
 from ostinato.serve.calls import ApiError
@@ -111,6 +112,42 @@ def test_a_forced_tool_is_called_with_arguments_of_its_schema(client: Any, choic
     (call,) = output.message.tool_calls
     assert output.finish_reason == "tool_calls" and is_point(call.function.arguments)
     assert call.function.name in (("add", "move") if choice == "required" else ("move",))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[At]:
+    with server(str(save_qwen_like(tmp_path_factory.mktemp("qwen")))) as running:
+        yield running
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}])
+def test_a_forced_call_has_the_tokens_of_its_tags(qwen: At, choice: Any) -> None:
+    """Where <tool_call> is an added token (Qwen), the grammar spelled it, llguidance forced the token and
+    then refused it: every forced call was 400 grammar_refused."""
+    with openai.OpenAI(base_url=f"{qwen.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        (output,) = chat(
+            client,
+            model="",
+            tools=TOOLS,
+            tool_choice=choice,
+            logprobs=True,
+            extra_body={"return_token_ids": True},
+        ).choices
+    (call,) = output.message.tool_calls
+    assert output.finish_reason == "tool_calls" and is_point(call.function.arguments)
+    renderer = qwen.served.service.renderer
+    tags = [renderer.tokenizer.token_to_id(tag) for tag in ("<tool_call>", "</tool_call>")]
+    assert [token for token in output.token_ids if token in tags] == tags
+    assert output.token_ids[0] == tags[0] and output.logprobs.content[0].logprob == 0
+
+
+def test_a_schema_may_hold_the_text_of_an_added_token(qwen: At) -> None:
+    """Text that a schema forces was tokenised into added tokens, which are not that text."""
+    texts = ["<think>", "a<|im_end|>b", "<tool_call>"]
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": texts}}}
+    with openai.OpenAI(base_url=f"{qwen.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        for choice in chat(client, model="", response_format=form, n=4).choices:
+            assert json.loads(choice.message.content) in texts
 
 
 def test_messages_force_a_tool_too(at: At) -> None:
