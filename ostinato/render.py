@@ -302,8 +302,10 @@ class IncrementalDecoder:
 
 
 def _without_text(message: Message) -> dict[str, Any]:
-    is_answer = message["role"] == "assistant"
-    return {"role": "assistant", "content": _ANSWER} if is_answer else dict(message)
+    if message["role"] != "assistant":
+        return dict(message)
+    calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+    return {"role": "assistant", "content": _ANSWER, **calls}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

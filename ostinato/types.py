@@ -280,10 +280,16 @@ class Prompt:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
     task: str = ""  # by name, where several are mixed
+    row: str = field(default="", compare=False)  # "row 3 of rows.jsonl", for errors
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
             raise ValueError(f"prompt {self.uid}: give exactly one of text and messages")
+
+    @property
+    def where(self) -> str:
+        """What errors call it."""
+        return self.row or f"prompt {self.uid}"
 
     @property
     def prefill(self) -> str | None:

@@ -9,7 +9,6 @@ A procedural source gives its prompt and the reference answer. No row is skipped
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import logging
@@ -19,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ostinato.env.rows import Row, messages, raw_rows
+from ostinato.env.rows import Row, held_out, messages, raw_rows
 from ostinato.env.tasks import check_params, existing, load_tasks, subset
 from ostinato.render import Message, Renderer
 from ostinato.types import Prompt
@@ -64,7 +63,8 @@ def _read(source: str, split: str, *, holdout: float = 0.0, config: str = "") ->
     rows, has_splits = raw_rows(source, split, config, holdout)
     named = [(f"row {number} of {source}", row) for number, row in rows]
     if not has_splits and (holdout or split == "eval"):
-        named = [(where, row) for where, row in named if _held_out(row, holdout) == (split == "eval")]
+        held = held_out([_question(row) for _, row in named], holdout)
+        named = [one for one, is_held in zip(named, held, strict=True) if is_held == (split == "eval")]
     if not named and (split == "train" or holdout):
         raise ValueError(
             f"task.source {source} has no rows for {split}; check the file and task.params.holdout"
@@ -72,12 +72,10 @@ def _read(source: str, split: str, *, holdout: float = 0.0, config: str = "") ->
     return named
 
 
-def _held_out(row: Row, share: float) -> bool:
-    """Depends on the prompt only: two rows with the same prompt are in the same split."""
+def _question(row: Row) -> str:
+    """What is asked, as JSON: two rows that ask the same are in the same split."""
     chat = itertools.takewhile(lambda one: not _of_assistant(one), row.get("messages") or [])
-    requested = row.get("prompt") or list(chat)
-    digest = hashlib.sha256(json.dumps(requested, sort_keys=True, default=str).encode()).digest()
-    return int.from_bytes(digest[:4], "big") < share * 2**32
+    return json.dumps(row.get("prompt") or list(chat), sort_keys=True, default=str)
 
 
 def _of_assistant(message: Any) -> bool:
@@ -143,7 +141,7 @@ def _plain(chat: Any) -> tuple[dict[str, str], ...]:
         given = message if isinstance(message, Mapping) else {}
         if odd := [key for key, value in given.items() if value and not isinstance(value, str)]:
             raise ValueError(f"a message has {odd[0]!r}, which is no text and is not read here; leave it out")
-    return messages(chat, "it")
+    return messages(chat)
 
 
 def _chat(renderer: Renderer, chat: Sequence[Message], start: int, turns: Turns) -> _Pieces:

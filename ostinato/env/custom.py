@@ -18,11 +18,12 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from ostinato.env.dialogue import Words
+from ostinato.env.dialogue import Words, answered
 from ostinato.env.tools import Message, Toolbox, imported, in_time
 from ostinato.types import Completion, NewRow, Prompt, Stop
 
@@ -122,9 +123,10 @@ class EnvEpisode:
         columns, given = self._prompt.columns, list(self._prompt.messages)
         seed = int.from_bytes(hashlib.sha256(self._prompt.uid.encode()).digest()[:4], "big") >> 1
         text = _first(self._env, int(columns.get("seed", seed)), columns)
-        chat = [*given[:-1], {"role": "user", "content": text}] if text else given
+        last = len(given) - 1 - (self._prompt.prefill is not None)  # the assistant's words stay behind it
+        chat = [*given[:last], {"role": "user", "content": text}, *given[last + 1 :]] if text else given
         self._messages = list(self._tools.described(chat) if len(self._tools) else chat)
-        return self._renderer.prompt(Prompt(uid=self._prompt.uid, messages=tuple(self._messages)))
+        return self._renderer.prompt(replace(self._prompt, messages=tuple(self._messages)))
 
     async def step(self, completion: Completion) -> np.ndarray | NewRow | None:
         """[C] int32: replies of tools, or of the environment; None when the episode is over."""
@@ -147,9 +149,11 @@ class EnvEpisode:
             return None
         if fresh:
             self._messages = fresh
-            return NewRow(self._renderer.prompt(Prompt(uid=self._prompt.uid, messages=tuple(fresh))))
-        self._messages.append({"role": "assistant", "content": completion.text})
-        context = self._renderer.after_turn(self._messages, replies, completion.tokens)
+            return NewRow(self._renderer.prompt(replace(self._prompt, messages=tuple(fresh))))
+        self._messages, prompt = answered(self._messages, completion.text), self._prompt
+        context = self._renderer.after_turn(
+            self._messages, replies, completion.tokens, prompt.tools, prompt.template_kwargs
+        )
         self._messages.extend(replies)
         return context
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,7 +34,17 @@ class Words(Protocol):
         messages: Sequence[Message],
         new_messages: Sequence[Message],
         answer: Sequence[int] | np.ndarray = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = ...,
     ) -> np.ndarray | NewRow: ...
+
+
+def answered(messages: Sequence[Message], text: str) -> list[Message]:
+    """The chat with the policy's answer; where it ends with the assistant's words, they are its beginning."""
+    *before, last = messages
+    if last["role"] != "assistant":
+        return [*messages, {"role": "assistant", "content": text}]
+    return [*before, {**last, "content": f"{last['content']}{text}"}]
 
 
 class Dialogue:
@@ -56,7 +66,7 @@ class Dialogue:
     ) -> None:
         self._tools = Toolbox(tools or {}, tool_timeout_s, Counter() if counters is None else counters)
         if tools and prompt.messages is None:
-            raise ValueError(f"task.tools are set but prompt {prompt.uid} is plain text; use chat rows")
+            raise ValueError(f"task.tools are set but {prompt.where} is plain text; use chat rows")
         if tools:
             prompt = replace(prompt, messages=tuple(self._tools.described(prompt.messages or ())))
         self._prompt, self._renderer, self._turns_left = prompt, renderer, max_turns
@@ -78,7 +88,9 @@ class Dialogue:
         replies = await self._tools.replies(completion.text)
         if not replies:
             return None
-        self._messages.append({"role": "assistant", "content": completion.text})
-        context = self._renderer.after_turn(self._messages, replies, completion.tokens)
+        self._messages, prompt = answered(self._messages, completion.text), self._prompt
+        context = self._renderer.after_turn(
+            self._messages, replies, completion.tokens, prompt.tools, prompt.template_kwargs
+        )
         self._messages.extend(replies)
         return context

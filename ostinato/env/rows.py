@@ -4,15 +4,19 @@
     {"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4", ...}  chat
     {"data_source": .., "prompt": [..], "reward_model": {"ground_truth": "4"}, "extra_info": {..}}
 
-The answer is found under ``answer``, ``solution``, ``ground_truth`` or the ``ground_truth`` inside
-``reward_model`` or ``reward_spec``, and handed to rewards as ``answer``; all other columns keep their names.
+The answer, if the rows have one, is found under ``answer``, ``solution``, ``ground_truth`` or the
+``ground_truth`` inside ``reward_model`` or ``reward_spec``, and handed to rewards as ``answer``; all other
+columns keep their names. The chat template is given ``tools``, ``chat_template_kwargs`` and the messages of
+a chat as they are (``tool_calls``, ``name``). A chat that ends with the assistant's words is continued.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +45,10 @@ def read(
     or ``hf:<name>``.
 
     A dataset with named splits gives its own train or evaluation split. A single file has none: it gives all
-    its rows, or with ``holdout`` that share of them (chosen by the hash of their content) to "eval" and the
-    rest to "train". ``config`` is the configuration of a hub dataset. uids are the rows' ``uid`` or ``id``,
-    else a hash of the content. Raises ValueError naming file, row and column.
+    its rows, or with ``holdout`` that share of them (see ``held_out``) to "eval" and the rest to "train".
+    ``config`` is the configuration of a hub dataset. uids are the rows' ``uid`` or ``id``, else a hash of the
+    content. Rows without answers are read, unless others have one. Raises ValueError naming file, row and
+    column.
     """
     if not 0 <= holdout < 1:
         raise ValueError(f"task.params.holdout is {holdout}; use a share of the rows in [0, 1)")
@@ -58,8 +63,10 @@ def read(
             raise ValueError(f"{where} has the id {prompt.uid!r} of row {earlier}; make ids unique")
         first_row.setdefault(prompt.uid, number)
         prompts.append(prompt)
+    _check_answers(prompts)
     if holdout and not has_splits:
-        prompts = [prompt for prompt in prompts if _held_out(prompt, holdout) == (split == "eval")]
+        held = held_out([json.dumps([one.text, one.messages], sort_keys=True) for one in prompts], holdout)
+        prompts = [one for one, is_held in zip(prompts, held, strict=True) if is_held == (split == "eval")]
     if not prompts:
         raise ValueError(
             f"task.source {source} has no rows for {split}; check the file and task.params.holdout"
@@ -83,22 +90,80 @@ def prompt_from_row(row: Row, where: str, prompt_column: str = "prompt", answer_
     if not content:
         raise ValueError(f"{where} has no {prompt_column!r}; give it one, or set task.params.prompt_column")
     answer = _answer(row, where, answer_column)
-    columns = {name: value for name, value in row.items() if name != prompt_column} | {"answer": answer}
+    columns = {name: value for name, value in row.items() if name not in (prompt_column, "answer")}
+    columns |= {} if answer is None else {"answer": answer}
+    uid = _uid(row, content, answer)
     if isinstance(content, str):
-        return Prompt(uid=_uid(row, content, answer), text=content, columns=columns)
-    return Prompt(uid=_uid(row, content, answer), messages=messages(content, where), columns=columns)
+        return Prompt(uid=uid, text=content, columns=columns, row=where)
+    tools = _value_of(row, "tools", list, where) or []
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"{where} has 'tools' that are not JSON schemas of functions; rename the column")
+    return Prompt(
+        uid=uid,
+        messages=messages(content, where),
+        tools=tuple(tools),
+        template_kwargs=_value_of(row, "chat_template_kwargs", dict, where) or {},
+        columns=columns,
+        row=where,
+    )
 
 
-def messages(content: Any, where: str) -> tuple[dict[str, str], ...]:
-    found = []
-    for message in content if isinstance(content, list | tuple) else [content]:
-        texts = isinstance(message, Mapping) and {name: message.get(name) for name in ("role", "content")}
-        if not texts or not all(isinstance(text, str) for text in texts.values()):
+def _value_of(row: Row, name: str, kind: type, where: str) -> Any:
+    """A column that the chat template is given: a value of ``kind`` or, as tables have one type a column, its
+    JSON text."""
+    value = row.get(name)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = parse_json(value.encode())
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(
+            f"{where} has {name!r} of {type(value).__name__}, which the chat template would be given as "
+            f"{kind.__name__}; mend or rename the column"
+        )
+    return value
+
+
+def messages(content: Any, where: str = "") -> tuple[dict[str, Any], ...]:
+    """A chat as the template is given it: without what is null; the text of a message that only calls tools
+    is "". Raises ValueError naming the message."""
+    chat = content if isinstance(content, list | tuple) else [content]
+    of_row = f"{where}: " if where else ""
+    for number, message in enumerate(chat):
+        at = f"{of_row}message {number} of the chat"
+        if not isinstance(message, Mapping):
             raise ValueError(
-                f"{where} has a prompt that is neither text nor a chat of {{role, content}} texts"
+                f"{at} is a {type(message).__name__}; give a text, or a chat of {{role, content}}"
             )
-        found.append({name: text for name, text in message.items() if isinstance(text, str)})
-    return tuple(found)
+        calls, text = message.get("tool_calls"), message.get("content")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{at} has no 'role'; give a chat of {{role, content}} texts")
+        if not isinstance(text, str) and not (text is None and calls):
+            kind = "null" if text is None else f"a {type(text).__name__}"
+            raise ValueError(f"{at} has as 'content' {kind}; give it a text")
+        if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
+            raise ValueError(
+                f"{at} has 'tool_calls' that are not a list of "
+                '{"type": "function", "function": {"name": .., "arguments": ..}}; mend them'
+            )
+    if chat[-1].get("tool_calls"):
+        raise ValueError(f"{of_row}the chat ends with a call of a tool; put the tool's reply behind it")
+    given = [{name: value for name, value in message.items() if value is not None} for message in chat]
+    return tuple(message if "content" in message else {**message, "content": ""} for message in given)
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def _check_answers(prompts: Sequence[Prompt]) -> None:
+    """Rewards that need no answer may do without, but then no row has one."""
+    without = [prompt.where for prompt in prompts if "answer" not in prompt.columns]
+    if without and len(without) < len(prompts):
+        raise ValueError(
+            f"{without[0]} has no 'answer', 'solution' or 'ground_truth', and other rows have; give it one, "
+            "or name the column in task.params.answer_column"
+        )
 
 
 def _answer(row: Row, where: str, answer_column: str) -> Any:
@@ -109,27 +174,40 @@ def _answer(row: Row, where: str, answer_column: str) -> Any:
         nested = row.get(name)
         if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
             return nested["ground_truth"]
-    named = repr(answer_column) if answer_column else "'answer', 'solution' or 'ground_truth'"
-    raise ValueError(f"{where} has no {named}; give it one, or name the column in task.params.answer_column")
+    if answer_column:
+        raise ValueError(
+            f"{where} has no {answer_column!r}; give it one, or change task.params.answer_column"
+        )
+    return None
 
 
 def _uid(row: Row, content: Any, answer: Any) -> str:
     for name in IDS:
         if row.get(name) is not None:
             return str(row[name])
-    text = json.dumps([content, answer], sort_keys=True, default=str)
+    given = [row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None]
+    text = json.dumps([content, answer, *given], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _held_out(prompt: Prompt, share: float) -> bool:
-    """Depends on the prompt only: two rows with the same prompt are in the same split."""
-    text = json.dumps([prompt.text, prompt.messages], sort_keys=True)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") < share * 2**32
+def held_out(contents: Sequence[str], share: float) -> list[bool]:
+    """Which rows are held out: ``share`` of them, rounded but at least one, in the order of the hashes of
+    ``contents`` (what is asked), so that new rows move few others. Equal contents are on the same side, of
+    which the number may fall short."""
+    digests = [hashlib.sha256(content.encode()).digest() for content in contents]
+    left, chosen = max(1, round(share * len(contents))), set[bytes]()
+    for digest, count in sorted(Counter(digests).items()):
+        if count <= left:
+            chosen.add(digest)
+            left -= count
+    return [digest in chosen for digest in digests]
 
 
 def raw_rows(source: str, split: str, config: str, holdout: float) -> tuple[Iterable[tuple[int, Row]], bool]:
     """((row number, row) ..., whether the source has named splits). Lines of a file count from 1."""
     path = Path(source)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"task.source is {source}, a pipe or a device, which may have no end; give a file")
     if (file := path / f"{split}.jsonl").is_file():
         return _jsonl(file), True
     if source.startswith("hf:") or path.is_dir():
@@ -175,8 +253,26 @@ def _parquet(path: Path) -> Iterator[Row]:
             except UnicodeDecodeError as error:  # a text column holds unchecked bytes
                 among = f"one of the rows {number + 1} to {number + batch.num_rows} of {path}"
                 raise ValueError(f"{among} has a text that is not UTF-8 ({error}); fix it") from error
-            yield from rows
+            yield from map(_without_fillers, rows)
             number += batch.num_rows
+
+
+def _without_fillers(row: Row) -> Row:
+    """A table gives each struct the fields of all rows' structs, null where a row has none. Of what the chat
+    template is given, those nulls are no part: chats, ``tools``, ``chat_template_kwargs``."""
+
+    def is_chat(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without(part) for name, part in value.items() if part is not None}
+        return [without(part) for part in value] if isinstance(value, list) else value
+
+    return {
+        name: without(value) if name in ("tools", "chat_template_kwargs") or is_chat(value) else value
+        for name, value in row.items()
+    }
 
 
 def _dataset_rows(
@@ -196,12 +292,13 @@ def _dataset_rows(
         first = str(error).partition("\n")[0]
         raise ValueError(f"task.source {source} is no dataset that can be read ({first})") from error
     if not isinstance(found, Mapping):
-        return enumerate(found, 1), False
+        return enumerate(map(_without_fillers, found), 1), False
     names = [name for name in (EVAL_SPLITS if split == "eval" else ("train",)) if name in found]
     if names:
-        return enumerate(found[names[0]], 1), split == "eval" or any(name in found for name in EVAL_SPLITS)
+        rows = enumerate(map(_without_fillers, found[names[0]]), 1)
+        return rows, split == "eval" or any(name in found for name in EVAL_SPLITS)
     if split == "eval" and holdout and "train" in found:
-        return enumerate(found["train"], 1), False
+        return enumerate(map(_without_fillers, found["train"]), 1), False
     raise ValueError(
         f"task.source {source} has the splits {list(found)} and none for {split}; "
         "with a train split alone set task.params.holdout to the share of rows to evaluate on"

@@ -90,7 +90,7 @@ def check_disjoint(train: Sequence[Prompt], evaluation: Sequence[Prompt]) -> Non
     """Raise ValueError when an evaluation prompt, by uid or by content, is also trained on."""
     uids = {prompt.uid for prompt in train}
     contents = {_content(prompt) for prompt in train}
-    shared = [prompt.uid for prompt in evaluation if prompt.uid in uids or _content(prompt) in contents]
+    shared = [prompt.where for prompt in evaluation if prompt.uid in uids or _content(prompt) in contents]
     if shared:
         raise ValueError(
             f"{len(shared)} of {len(evaluation)} evaluation prompts are also in the training data "
@@ -102,7 +102,12 @@ def _content(prompt: Prompt) -> str:
     """The text without its system messages, which may differ between the splits."""
     if prompt.messages is None:
         return prompt.text or ""
-    return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.messages if m["role"] != "system")
+    lines = [
+        f"{m['role']}: {m['content']}{m.get('tool_calls') or ''}"
+        for m in prompt.messages
+        if m["role"] != "system"
+    ]
+    return "\n".join(lines)
 
 
 def _procedural(source: str, split: str, seed: int, n: int, params: dict[str, Any]) -> list[Prompt]:
@@ -141,7 +146,7 @@ def subset(rows: list[T], seed: int, n: int | None) -> list[T]:
 
 def with_system(prompt: Prompt, system_prompt: str) -> Prompt:
     if prompt.messages is None:
-        raise ValueError(f"task.system_prompt is set but prompt {prompt.uid} is plain text; use chat rows")
+        raise ValueError(f"task.system_prompt is set but {prompt.where} is plain text; use chat rows")
     if prompt.messages[0]["role"] == "system":
-        raise ValueError(f"task.system_prompt is set but prompt {prompt.uid} has its own; drop one")
+        raise ValueError(f"task.system_prompt is set but {prompt.where} has its own; drop one")
     return replace(prompt, messages=({"role": "system", "content": system_prompt}, *prompt.messages))

@@ -11,18 +11,21 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import json
 import operator
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ostinato.inputs import parse_json, replaced
+from ostinato.render import Renderer
 from ostinato.threads import in_thread
+from ostinato.types import Prompt
 
 Tool = Callable[..., Any]
 Message = Mapping[str, Any]
@@ -148,6 +151,56 @@ async def in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) ->
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     return await asyncio.wait_for(in_thread(work), timeout_s)
+
+
+def for_template(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+    """(messages, tools) as the chat template takes them: contents as text, arguments of calls parsed. A
+    template that takes ``tools`` writes them its own way; for any other, they are in the system message and
+    calls in the assistant's text."""
+    native = renderer.takes_tools
+    chat = [_plain(message, native) for message in messages]
+    if not tools or native:
+        return chat, list(tools)
+    lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    return with_instructions(chat, lines), []
+
+
+def as_template_takes(renderer: Renderer, prompt: Prompt) -> Prompt:
+    """The prompt of a row with its tools and calls as the chat template takes them."""
+    chat = prompt.messages or ()
+    if not prompt.tools and not any("tool_calls" in message for message in chat):
+        return prompt
+    messages, tools = for_template(renderer, chat, prompt.tools)
+    return replace(prompt, messages=tuple(messages), tools=tuple(tools))
+
+
+def _plain(message: Message, native: bool) -> dict[str, Any]:
+    plain = {**message, "content": message.get("content") or ""}
+    if not (calls := plain.pop("tool_calls", None)):
+        return plain
+    functions = [{"name": c["function"]["name"], "arguments": arguments_of(c)} for c in calls]
+    if native:
+        plain["tool_calls"] = [
+            {**call, "type": "function", "function": function}
+            for call, function in zip(calls, functions, strict=True)
+        ]
+    else:
+        texts = [f"{OPEN}\n{json.dumps(f, ensure_ascii=False)}\n{CLOSE}" for f in functions]
+        plain["content"] = "\n".join(filter(None, [plain["content"], *texts]))
+    return plain
+
+
+def arguments_of(call: Mapping[str, Any]) -> Any:
+    """The arguments of a call, parsed, as templates write the JSON themselves."""
+    arguments = call["function"].get("arguments") or "{}"
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 def with_instructions(messages: Sequence[Message], tools: Sequence[str]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from ostinato.env.custom import SEEDS, EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.mixture import Mixture, counts, named
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks, with_system
-from ostinato.env.tools import resolve_tools
+from ostinato.env.tools import as_template_takes, resolve_tools
 from ostinato.launch.checks import check, check_solvable
 from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
@@ -205,7 +205,9 @@ def of_tasks(rows: Sequence[Prompt]) -> dict[str, list[Prompt]]:
 
 
 def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context: int) -> None:
-    """Every prompt leaves room for an answer. A token is a byte or more, so only long texts are tokenised."""
+    """Every prompt leaves room for an answer. A token is a byte or more, so only long prompts are rendered.
+
+    Raises ValueError naming the first that does not."""
     longest, keys = longest_answer(recipe, renderer)
     room = context - longest
     if room < 1:
@@ -219,13 +221,23 @@ def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, co
             f"context of {context}: lower one of them"
         )
     episode = environment(recipe, renderer)
+
+    def length_of(row: Prompt) -> int:
+        made = episode(row)
+        try:
+            return len(made.start())
+        finally:
+            if close := getattr(made, "close", None):
+                close()
+
     sizes = [_bytes(row) for row in rows]
-    # the longest prompt is rendered in any case: it bounds what the template adds, if there is one
-    template = len(episode(rows[int(np.argmax(sizes))]).start())
+    # The longest prompt and the one of most messages bound what the template adds to any other.
+    longest_of = (int(np.argmax(counts)) for counts in (sizes, [len(row.messages or ()) for row in rows]))
+    added = max(length_of(rows[at]) for at in {*longest_of})
     for row, size in zip(rows, sizes, strict=True):
-        if size + template > room and (length := len(episode(row).start())) > room:
+        if size + added > room and (length := length_of(row)) > room:
             raise ValueError(
-                f"prompt {row.uid} has {length} tokens; with an answer of {longest} ({keys}) it exceeds the "
+                f"{row.where} has {length} tokens; with an answer of {longest} ({keys}) it exceeds the "
                 f"context of {context}: shorten it, leave it out, or lower {keys}"
             )
 
@@ -261,8 +273,10 @@ def new_interruption(recipe: Recipe, renderer: Renderer) -> Interruption | None:
 
 
 def _bytes(prompt: Prompt) -> int:
-    texts = [prompt.text or ""] if prompt.messages is None else [m["content"] for m in prompt.messages]
-    return sum(len(text.encode()) for text in texts)
+    """Of what the template writes of this prompt alone."""
+    if prompt.messages is None:
+        return len((prompt.text or "").encode())
+    return len(json.dumps([prompt.messages, prompt.tools], ensure_ascii=False, default=str).encode())
 
 
 def new_stage(prepared: RunInputs, engine: Engine, grader: Grader) -> RolloutContext:
@@ -336,6 +350,7 @@ def _episodes(
 
     def episode(prompt: Prompt) -> Env:
         words = Words(renderer, new_chat()) if new_chat else renderer
+        prompt = as_template_takes(renderer, prompt)
         if make is not None:
             return EnvEpisode(prompt, words, make, turns, counters=counters)
         return Dialogue(prompt, words, tools=tools, max_turns=turns, counters=counters)

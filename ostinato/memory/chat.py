@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -133,13 +134,21 @@ class Renders(Protocol):
 
     def prompt(self, prompt: Prompt) -> np.ndarray: ...
 
-    def chat(self, messages: Sequence[Message]) -> np.ndarray: ...
+    def chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = ...,
+    ) -> np.ndarray: ...
 
     def after_turn(
         self,
         messages: Sequence[Message],
         new_messages: Sequence[Message],
         answer: Sequence[int] | np.ndarray = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = ...,
     ) -> np.ndarray: ...
 
 
@@ -160,7 +169,7 @@ class Words:
     """
 
     def __init__(self, renderer: Renders, chat: Chat) -> None:
-        self._renderer, self._chat, self._row = renderer, chat, 0
+        self._renderer, self._chat, self._row, self._budget = renderer, chat, 0, chat.budget
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         return self._renderer.decode(tokens, skip_special)
@@ -169,6 +178,8 @@ class Words:
         """[P] int32. ValueError for one that is longer than what stays in the memory may be."""
         tokens = self._renderer.prompt(prompt)
         self._chat.pinned, self._row = len(prompt.messages or ()), len(tokens)
+        if prompt.tools or prompt.template_kwargs:  # what they add to messages is there in every context
+            self._chat.budget = self._budget - len(tokens) + len(self._renderer.chat(prompt.messages or ()))
         if prompt.messages:
             self._chat.shortened(prompt.messages)
         return tokens
@@ -178,13 +189,16 @@ class Words:
         messages: Sequence[Message],
         new_messages: Sequence[Message],
         answer: Sequence[int] | np.ndarray = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> np.ndarray | NewRow:
         """[C] int32 behind the answer, or the whole context where the row would be too long."""
-        context = self._renderer.after_turn(messages, new_messages, answer)
+        context = self._renderer.after_turn(messages, new_messages, answer, tools, template_kwargs)
         self._row += len(answer) + len(context)
-        if self._row <= self._chat.budget:
+        if self._row <= self._budget:
             return context
-        tokens = self._renderer.chat(self._chat.shortened([*messages, *new_messages]))
+        shortened = self._chat.shortened([*messages, *new_messages])
+        tokens = self._renderer.chat(shortened, tools=tools, template_kwargs=template_kwargs)
         self._row = len(tokens)
         self._chat.memory.counters["memory/rows"] += 1
         return NewRow(tokens)

@@ -26,6 +26,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -265,14 +266,14 @@ class WorkerGrader:
         played = [trajectory for trajectory in group.trajectories if trajectory.stop not in NO_VERDICT]
         if not played:
             return [_unplayed(trajectory) for trajectory in group.trajectories]
-        answers = [_answers(trajectory) for trajectory in played]
-        columns = _columns(group.prompt, answers)
+        prompt, answers = _continued(group.prompt, [_answers(trajectory) for trajectory in played])
+        columns = _columns(prompt, answers)
         columns["env_reward"] = [trajectory.env_reward for trajectory in played]
         loop = asyncio.get_running_loop()
-        functions, names, weights = zip(*self._of(group.prompt), strict=True)
+        functions, names, weights = zip(*self._of(prompt), strict=True)
         texts = ["".join(words) for words, _ in answers]
         calls = [
-            self._scored(self._scorers[function], group.prompt, texts)
+            self._scored(self._scorers[function], prompt, texts)
             if function in self._scorers
             else loop.run_in_executor(self._threads, self._ask, function, len(played), columns)
             for function in functions
@@ -417,6 +418,17 @@ def _answers(trajectory: Trajectory) -> tuple[list[str], list[int]]:
     texts = [turn.completion.text for turn in trajectory.turns]
     parts = [part for turn in trajectory.turns for part in (turn.context, turn.completion.tokens)][1:]
     return texts, np.concatenate(parts).tolist() if parts else []
+
+
+_Answers = list[tuple[list[str], list[int]]]  # of each: texts of its turns, token ids
+
+
+def _continued(prompt: Prompt, answers: _Answers) -> tuple[Prompt, _Answers]:
+    """As TRL: an assistant's words at the end of a prompt are the beginning of its answers."""
+    if prompt.prefill is None or prompt.messages is None:
+        return prompt, answers
+    begun = [([prompt.prefill + "".join(texts[:1]), *texts[1:]], ids) for texts, ids in answers]
+    return replace(prompt, messages=prompt.messages[:-1]), begun
 
 
 def _columns(prompt: Prompt, answers: Sequence[tuple[list[str], list[int]]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ostinato.env.tools import for_template
 from ostinato.inputs import parse_json
 from ostinato.render import Renderer
 from ostinato.serve.anthropic_messages import MessagesBody, error_body, message
@@ -31,7 +32,7 @@ from ostinato.serve.openai_chat import Shape
 from ostinato.serve.openai_responses import ResponsesBody, response
 from ostinato.serve.openai_responses import events as response_events
 from ostinato.serve.server import address, bound, guarded, unless_gone
-from ostinato.serve.toolcalls import CallForm, for_equals, for_template, read_calls, read_equals
+from ostinato.serve.toolcalls import CallForm, for_equals, read_calls, read_equals
 from ostinato.types import Completion, Stop
 
 log = logging.getLogger(__name__)

@@ -28,13 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.env.tools import imported
+from ostinato.env.tools import arguments_of, imported
 from ostinato.memory.chat import Chat
 from ostinato.serve.agent_server import Agent, AgentServer, Begun, Event, Waiting
 from ostinato.serve.calls import Answer, ApiError, Call, Message
 from ostinato.serve.elsewhere import MODEL
 from ostinato.serve.openai_chat import message_of
-from ostinato.serve.toolcalls import arguments_of
 from ostinato.types import Completion, Emitted, NewRow, Prompt
 
 

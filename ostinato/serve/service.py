@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.engine.local import LocalEngine
+from ostinato.env.tools import for_template
 from ostinato.inputs import has_surrogate
 from ostinato.product.loop import canary_arm
 from ostinato.render import Renderer
@@ -18,7 +19,7 @@ from ostinato.serve.calls import Answer, ApiError, Call, Piece
 from ostinato.serve.grammar import Guide, Guides
 from ostinato.serve.metrics import Metrics
 from ostinato.serve.thread import EngineThread
-from ostinato.serve.toolcalls import TextStream, for_template, read_calls
+from ostinato.serve.toolcalls import TextStream, read_calls
 from ostinato.train.accumulate import prompt_scores
 from ostinato.types import Completion, Emitted, Prompt, Request, Sampling, Stop
 

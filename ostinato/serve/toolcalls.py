@@ -1,7 +1,6 @@
 """Tools in prompts, tool calls in answers, and the text of an answer while it is sampled.
 
-A chat template that takes ``tools`` writes them its own way; for any other, they go into the system message
-as ``env.tools`` writes them. Calls are read in the format that Qwen, Hermes and SmolLM3 use:
+Calls are read in the format that Qwen, Hermes and SmolLM3 use:
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -18,49 +17,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ostinato.env.tools import EQUALS, OPEN, parse_calls, with_instructions
+from ostinato.env.tools import EQUALS, OPEN, arguments_of, parse_calls
 from ostinato.render import IncrementalDecoder, Renderer
 from ostinato.serve.calls import ApiError, Message, ToolCall
 
 CallForm = Literal["json", "equals"]
-
-
-def for_template(
-    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-    """(messages, tools) as the template takes them: contents as plain text; for a template without tools,
-    they are in the system message and calls in the assistant's text."""
-    native = renderer.takes_tools
-    chat = [_plain(message, native) for message in messages]
-    if not tools or native:
-        return chat, list(tools)
-    lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
-    return with_instructions(chat, lines), []
-
-
-def _plain(message: Message, native: bool) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
-    if "name" in message:
-        plain["name"] = message["name"]
-    if calls := message.get("tool_calls"):
-        functions = [{"name": c["function"]["name"], "arguments": arguments_of(c)} for c in calls]
-        if native:
-            plain["tool_calls"] = [{"type": "function", "function": function} for function in functions]
-        else:
-            texts = [f"{OPEN}\n{json.dumps(f, ensure_ascii=False)}\n</tool_call>" for f in functions]
-            plain["content"] = "\n".join(filter(None, [plain["content"], *texts]))
-    return plain
-
-
-def arguments_of(call: Mapping[str, Any]) -> Any:
-    """The arguments of a call, parsed, as templates write the JSON themselves."""
-    arguments = call["function"].get("arguments") or "{}"
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
 
 
 def read_calls(text: str, prefix: str) -> tuple[str, tuple[ToolCall, ...]]:

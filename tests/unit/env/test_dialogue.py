@@ -20,7 +20,7 @@ from ostinato.config import Recipe
 from ostinato.env.custom import EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.games import GuessNumber, PriceList
-from ostinato.env.tools import calculator, imported, parse_calls, resolve_tools
+from ostinato.env.tools import as_template_takes, calculator, imported, parse_calls, resolve_tools
 from ostinato.render import Renderer
 from ostinato.types import Completion, NewRow, Prompt, Stop
 
@@ -42,7 +42,12 @@ class Letters:
         return np.array([1, 2, 3], np.int32)
 
     def after_turn(
-        self, messages: Sequence[Any], new_messages: Sequence[Any], answer: Any = ()
+        self,
+        messages: Sequence[Any],
+        new_messages: Sequence[Any],
+        answer: Any = (),
+        tools: Any = (),
+        template_kwargs: Any = None,
     ) -> np.ndarray:
         self.turns.append((list(messages), list(new_messages), list(answer)))
         return np.array([ord(letter) for message in new_messages for letter in message["content"]], np.int32)
@@ -350,6 +355,34 @@ def test_a_row_without_a_first_text_is_read_as_it_is() -> None:
 
     episode = EnvEpisode(ROW, RENDERER, Quiz, 3)
     assert "2 + 3 = ?" in heard_of(episode, "5")[0] and episode.reward == 1.0
+
+
+def test_words_of_the_assistant_in_a_row_are_the_beginning_of_its_answer() -> None:
+    """They were closed as an answer of their own, and another begun behind them; TRL goes on after them."""
+    chat = (*ASK.messages, {"role": "assistant", "content": "It is "})  # type: ignore[misc]
+    row, tools = Prompt(uid="p", messages=chat), {"calculator": calculator}
+    start = RENDERER.decode(Dialogue(row, RENDERER).start(), skip_special=False)
+    assert start == RENDERER.decode(RENDERER.prompt(ASK), skip_special=False) + "It is "
+    letters = Letters()
+    dialogue = Dialogue(row, letters, tools, max_turns=3)
+    asyncio.run(dialogue.step(says(call())))
+    ((messages, _, _),) = letters.turns
+    assert [one["role"] for one in messages] == ["system", "user", "assistant"]
+    assert messages[-1]["content"] == "It is " + call()
+    episode = EnvEpisode(row, RENDERER, Shop, 3)
+    assert RENDERER.decode(episode.start(), skip_special=False).endswith("It is ")
+
+
+def test_tools_and_calls_of_a_row_reach_a_template_that_knows_none() -> None:
+    called = {"type": "function", "function": {"name": "stock", "arguments": '{"item": "cup"}'}}
+    chat = (
+        {"role": "user", "content": "How many?"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "7"},
+    )
+    row = Prompt(uid="p", messages=chat, tools=({"function": {"name": "stock"}},))
+    text = RENDERER.decode(Dialogue(as_template_takes(RENDERER, row), RENDERER).start(), skip_special=False)
+    assert '{"name": "stock"}' in text and '{"name": "stock", "arguments": {"item": "cup"}}' in text
 
 
 def test_methods_are_tools_and_the_environment_is_closed_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import sys
@@ -159,9 +160,9 @@ def test_a_uid_is_the_content_and_not_the_place() -> None:
         ({"prompt": "", "answer": "4"}, "row 2 of .* has no 'prompt'"),
         ({"prompt": "2+2?"}, "row 2 of .* has no 'answer', 'solution' or 'ground_truth'"),
         ({"prompt": "2+2?", "answer": None}, "row 2 of .* has no 'answer'"),
-        ({"prompt": [{"role": "user"}], "answer": "4"}, "row 2 of .* neither text nor a chat"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "4"}, "neither text nor a"),
-        ({"prompt": 5, "answer": "4"}, "neither text nor a chat"),
+        ({"prompt": [{"role": "user"}], "answer": "4"}, "row 2 of .* message 0 .* 'content' null"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "4"}, "'content' a list"),
+        ({"prompt": 5, "answer": "4"}, "row 2 of .* message 0 .* int"),
         ({"prompt": "2+2?", "answer": "4", "completions": 1}, "row 2 of .* has a column 'completions'"),
         ({"prompt": "2+2?", "answer": "4", "id": "a"}, "row 2 of .* has the id 'a' of row 1"),
         ("[1, 2]", "row 2 of .* is a list"),
@@ -318,8 +319,111 @@ def test_one_file_for_both_splits_is_noticed_and_holdout_mends_it(tmp_path: Path
         check_disjoint(load_tasks(source, "train", 0, None), load_tasks(source, "eval", 0, None))
     train, evaluation = (load_tasks(source, split, 0, None, {"holdout": 0.2}) for split in ("train", "eval"))
     check_disjoint(train, evaluation)
-    assert len(train) + len(evaluation) == 100
-    assert 8 <= len(evaluation) <= 32
+    assert len(train) == 80 and len(evaluation) == 20
+
+
+@pytest.mark.parametrize(("rows", "share", "count"), [(20, 0.2, 4), (10, 0.1, 1), (3, 0.1, 1), (50, 0.5, 25)])
+def test_as_many_rows_are_held_out_as_the_share_says(
+    tmp_path: Path, rows: int, share: float, count: int
+) -> None:
+    """A threshold for the hash of each row made 0.2 of 20 rows 1 row, and an evaluation of one prompt."""
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    train, held = (read(source, split, holdout=share) for split in ("train", "eval"))
+    assert len(held) == count and len(train) == rows - count
+    longer = read(write_rows(tmp_path / "more.jsonl", rows + 1), "eval", holdout=share)
+    assert len({one.text for one in held} - {one.text for one in longer}) <= 1
+
+
+def test_equal_prompts_are_held_out_together_and_none_is_lost(tmp_path: Path) -> None:
+    twice = [{"prompt": f"{k // 2}+0?", "answer": str(k // 2), "id": k} for k in range(20)]
+    source = jsonl(tmp_path / "rows.jsonl", *twice, *({"prompt": "many?", "answer": "1"} for _ in range(10)))
+    train, held = (read(source, split, holdout=0.2) for split in ("train", "eval"))
+    assert len(train) + len(held) == 30 and len(held) == 6
+    assert not {one.text for one in train} & {one.text for one in held}
+
+
+def test_rows_need_no_answer_but_then_none_has_one(tmp_path: Path) -> None:
+    """TRL needs ``prompt`` alone, and a reward of the length or a judge reads no answer: such rows were
+    refused."""
+    source = jsonl(tmp_path / "rows.jsonl", {"prompt": "Sing."}, {"prompt": "Whistle.", "answer": None})
+    assert [one.columns.get("answer", "none") for one in read(source, "train")] == ["none", "none"]
+    source = jsonl(tmp_path / "some.jsonl", {"prompt": "2+2?", "answer": "4"}, {"prompt": "Sing."})
+    with pytest.raises(ValueError, match=r"row 2 of .* has no 'answer'"):
+        read(source, "train")
+    with pytest.raises(ValueError, match=r"row 2 of .* has no 'label'"):
+        read(
+            jsonl(tmp_path / "l.jsonl", {"prompt": "a", "label": 1}, {"prompt": "b"}),
+            "train",
+            answer_column="label",
+        )
+
+
+# ---- what the chat template is given
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "stock", "arguments": {"item": "cup"}}}
+TOOL = {"type": "function", "function": {"name": "stock", "parameters": {"type": "object"}}}
+ASKED = [
+    {"role": "user", "content": "How many cups?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "7", "tool_call_id": "c1"},
+]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_calls_tools_and_names_of_the_template_are_kept(tmp_path: Path, form: str) -> None:
+    """The policy was shown an empty answer and a reply from nowhere: calls of rows and their tools were
+    dropped. Tables fill structs with nulls, which are no arguments."""
+    names = {"enable_thinking": False}
+    row = {"prompt": ASKED, "tools": [TOOL], "chat_template_kwargs": names, "answer": "7"}
+    other = {**CALL, "function": {"name": "price", "arguments": {"thing": "tea"}}}
+    rows = [row, {**row, "prompt": [ASKED[0], {**ASKED[1], "tool_calls": [other]}, ASKED[2]]}]
+    source = jsonl(tmp_path / "rows.jsonl", *rows)
+    if form == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        source = str(tmp_path / "rows.parquet")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), source)
+    first, second = read(source, "train")
+    assert first.messages == (
+        {**ASKED[0]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {**ASKED[2]},
+    )
+    assert second.messages and second.messages[1]["tool_calls"] == [other]
+    assert first.tools == (TOOL,) and first.template_kwargs == names
+    texts = {**row, "tools": json.dumps([TOOL]), "chat_template_kwargs": '{"enable_thinking": false}'}
+    again = prompt_from_row(texts, "row 1")
+    assert again.tools == first.tools and again.template_kwargs == first.template_kwargs
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": [ASKED[0], {"role": "assistant", "content": None}]}, "message 1 .* 'content' null"),
+        ({"prompt": [ASKED[0], {"role": "user", "content": ["a"]}]}, "message 1 .* 'content' a list"),
+        ({"prompt": [{"content": "a"}]}, "message 0 .* 'role'"),
+        (
+            {"prompt": [{"role": "assistant", "content": "", "tool_calls": ["f"]}]},
+            "message 0 .* 'tool_calls'",
+        ),
+        ({"prompt": ASKED[:2]}, "ends with a call"),
+        ({"prompt": ASKED[:1], "tools": ["calculator"]}, "'tools'"),
+        ({"prompt": ASKED[:1], "tools": "calculator"}, "'tools'"),
+        ({"prompt": ASKED[:1], "chat_template_kwargs": [1]}, "'chat_template_kwargs'"),
+    ],
+)
+def test_what_the_template_cannot_be_given_is_named(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"row 3: .*{words}|row 3 has {words}"):
+        prompt_from_row({"answer": "7", **row}, "row 3")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_source_without_an_end_is_refused(tmp_path: Path, kind: str) -> None:
+    """A named pipe held the run without a word, and a link to /dev/zero took all memory."""
+    source = tmp_path / "rows.jsonl"
+    os.mkfifo(source) if kind == "pipe" else source.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"task\.source is .*rows\.jsonl"):
+        load_tasks(str(source), "train", 0, None)
 
 
 def test_a_system_prompt_opens_every_chat(tmp_path: Path) -> None:

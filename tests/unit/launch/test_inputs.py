@@ -21,6 +21,7 @@ from ostinato.algo.offpolicy import Correction
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.axis import Axis
 from ostinato.config import Recipe, dump_toml
+from ostinato.env.rows import read
 from ostinato.every import Every
 from ostinato.launch.checks import check, check_solvable, solved_at
 from ostinato.launch.evaluations import downstream_prompts, evaluations, rules
@@ -161,6 +162,22 @@ def test_an_interrupted_answer_is_as_long_as_its_parts_whatever_max_tokens_says(
         check_lengths(interrupting(), prompts, renderer, 20)
     with pytest.raises(ValueError, match=r"an answer has up to 17 tokens .* lower rollout.interrupt"):
         check_lengths(interrupting(), prompts, renderer, 17)
+
+
+def test_a_chat_of_many_short_turns_is_measured_with_what_the_template_adds(tmp_path: Path) -> None:
+    """The template adds more to 40 turns of one letter than to a longer text of one turn: such a row passed
+    the check, and the run broke in the middle. The refusal named a hash, for which no user can search."""
+    renderer = Renderer(model_folder("asset:seed-moe"))
+    turns = [{"role": ("user", "assistant")[k % 2], "content": "a"} for k in range(41)]
+    rows = [{"prompt": [{"role": "user", "content": f"{'word ' * 40}{k}"}], "answer": "1"} for k in range(3)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": turns, "answer": "1"}]))
+    prompts = read(str(file), "train")
+    tokens = len(renderer.prompt(prompts[-1]))
+    assert len(renderer.prompt(prompts[0])) < tokens
+    check_lengths(Recipe(), prompts, renderer, tokens + 64)
+    with pytest.raises(ValueError, match=f"row 4 of .* has {tokens} tokens"):
+        check_lengths(Recipe(), prompts, renderer, tokens + 63)
 
 
 def test_a_phrase_that_ends_the_answer_is_refused() -> None:

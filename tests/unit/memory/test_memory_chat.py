@@ -162,15 +162,13 @@ class Letters:
     def chat_text(self, messages: Sequence[Message]) -> str:
         return "".join(f"<{message['role']}>{message['content']}\n" for message in messages) + "<assistant>"
 
-    def chat(self, messages: Sequence[Message]) -> np.ndarray:
+    def chat(self, messages: Sequence[Message], *_: Any, **__: Any) -> np.ndarray:
         return np.array([ord(char) for char in self.chat_text(messages)], np.int32)
 
     def prompt(self, prompt: Prompt) -> np.ndarray:
         return self.chat(prompt.messages or ())
 
-    def after_turn(
-        self, messages: Sequence[Message], new_messages: Sequence[Message], answer: Any = ()
-    ) -> np.ndarray:
+    def after_turn(self, messages: Sequence[Message], new_messages: Sequence[Message], *_: Any) -> np.ndarray:
         return np.array([ord(char) for char in "\n" + self.chat_text(new_messages)], np.int32)
 
 

@@ -46,6 +46,12 @@ def needs_tags(completions, **columns):
 def wants_gold(completions, **columns):
     return [float(text == columns["gold"][0]) for text in completions]
 
+def continued(prompts, completions, **columns):
+    return [
+        float(prompt[-1]["role"] == "user" and chat[0]["content"] == "The sum is 4")
+        for prompt, chat in zip(prompts, completions)
+    ]
+
 async def later(completions, **columns):
     return [2.0 for _ in completions]
 '''
@@ -139,6 +145,14 @@ def test_columns_and_ids_are_trls_and_coroutines_are_awaited(file: str) -> None:
         assert values(grader, two_turns) == [
             3 + 2 * 10 + 3 + 2.0
         ]  # the tool's reply counts, the prompt does not
+
+
+def test_words_of_the_assistant_in_a_prompt_belong_to_its_answer(file: str) -> None:
+    """As in TRL: a reward that judges whole answers would see only their second half."""
+    chat = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "The sum is"})
+    begun = Group(prompt=Prompt(uid="p", messages=chat), trajectories=(trajectory(" 4"),), step=0)
+    with WorkerGrader([f"{file}:continued"]) as grader:
+        assert values(grader, begun) == [1.0]
 
 
 def test_check_names_what_is_wrong_before_work_starts(file: str) -> None:

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ostinato
+from ostinato.env.tools import for_template
 from ostinato.render import Renderer
 from ostinato.serve.bodies import ChatBody, parsed
 from ostinato.serve.calls import ApiError
-from ostinato.serve.toolcalls import TextStream, for_template, read_calls
+from ostinato.serve.toolcalls import TextStream, read_calls
 
 FOLDER = Path(ostinato.__file__).parent / "assets" / "seed-moe"
 RENDERER = Renderer(FOLDER)
