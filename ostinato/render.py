@@ -11,18 +11,20 @@ Uses the ``tokenizers`` library alone, so that importing this is light; the temp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ostinato.inputs import has_surrogate, parse_json
 from ostinato.types import Prompt
+
+if TYPE_CHECKING:
+    from ostinato.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
 
@@ -162,17 +164,10 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any],
     ) -> str:
-        from jinja2 import TemplateError
-
         names: dict[str, Any] = {"documents": None, **self._special_names, **template_kwargs}
-        try:
-            return self._template.render(
-                messages=chat, tools=list(tools) or None, add_generation_prompt=add_generation_prompt, **names
-            )
-        except (TemplateError, TypeError, LookupError, ArithmeticError) as error:  # a template is a program
-            raise ValueError(
-                f"the chat template of {self.folder} refuses these messages: {error}; fix either"
-            ) from error
+        return self._template.render(
+            **names, messages=chat, tools=list(tools) or None, add_generation_prompt=add_generation_prompt
+        )
 
     def after_turn(
         self,
@@ -252,13 +247,15 @@ class Renderer:
         return [int(token) for token in first if int(token) in special]
 
     @cached_property
-    def _template(self) -> Any:
+    def _template(self) -> ChatTemplate:
+        from ostinato.chat_template import ChatTemplate
+
         if self._template_text is None:
             raise ValueError(
                 f"tokenizer {self.folder} has no chat template and the rows are chats; "
                 "add a chat_template.jinja to it or give prompts as text"
             )
-        return _jinja(self._now).from_string(self._template_text)
+        return ChatTemplate(self._template_text, self.folder, self._now)
 
 
 class IncrementalDecoder:
@@ -332,38 +329,18 @@ def _special_names(*configs: Mapping[str, Any]) -> dict[str, str]:
 def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 ({error}); save it again") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several named ones
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [
+            entry for entry in template if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
+        ]
+        if len(named) < len(template):
+            raise ValueError(f"a chat_template of {folder} has no name or no template; give it both")
+        template = {str(entry["name"]): entry["template"] for entry in named}.get("default")
+    if not isinstance(template, str | None):
+        raise ValueError(f"chat_template of {folder} is a {type(template).__name__}; write a text")
     return template
-
-
-def _jinja(now: datetime) -> Any:
-    """The environment in which transformers renders chat templates."""
-    from jinja2 import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks the assistant's text in some templates; here it only shows its content."""
-
-        tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = now.strftime
-    return environment

@@ -42,7 +42,8 @@ ARROWS: dict[str, set[str]] = {
     "routes": {"types"},
     "run": {"types", "routes", "lock"},
     "lock": set(),
-    "render": {"types"},
+    "render": {"types", "chat_template"},
+    "chat_template": set(),
     "algo": {"types"},
     "workers": set(),  # and Ray, which nothing else imports
     "model": {"types", "run", "compiler", "isa"},

@@ -1,0 +1,283 @@
+"""A chat template as a program with limits: jinja2's sandbox, which no loop, recursion or huge text leaves.
+
+A template comes with a model's folder, so it may be anybody's. It reads what it is given, and writes text:
+no file, no code (jinja2's sandbox), and neither more rounds, seconds nor characters than the limits below.
+What could make a great text or number in a single operation is checked before (``*``, ``replace``), or is not
+there, as no chat template uses it (``center``, ``lipsum``). Otherwise it means what it does in transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from datetime import datetime
+from functools import wraps
+from typing import Any
+
+from jinja2 import TemplateError, nodes, pass_context
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_TEMPLATE_CHARS = 1 << 20
+MAX_CHARS = 16 << 20  # of a text, and items of a list
+MAX_VALUES = 1 << 20  # in lists of lists that are written
+MAX_ROUNDS = 1_000_000  # of loops, and calls
+MAX_SECONDS = 10.0  # of the processor, for one chat
+MAX_BITS = 4096  # of a number
+MAX_WIDTH = 10_000  # of an indentation, a truncated text
+
+# Filters that no chat template uses, and those that are looked at before, as they can make a great text.
+_NO_FILTERS = {"batch", "center", "filesizeformat", "format", "pprint", "random", "slice", "sum", "urlize"}
+_NO_FILTERS |= {"wordwrap", "xmlattr"}
+_CHECKED = {"capitalize", "e", "escape", "forceescape", "indent", "join", "lower", "replace", "round", "safe"}
+_CHECKED |= {"string", "striptags", "title", "tojson", "trim", "truncate", "upper", "urlencode", "wordcount"}
+_NO_METHODS = {"center", "encode", "expandtabs", "ljust", "rjust", "to_bytes", "translate", "zfill"}
+_WIDE = re.compile(r"%[^a-zA-Z%]*([0-9]{4}|\*)|\{[^}]*([0-9]{4}|\{)")  # a width in a format
+
+
+class ChatTemplate:
+    """The template ``text`` of ``folder``. Raises ValueError for what is no template."""
+
+    def __init__(self, text: str, folder: object, now: datetime) -> None:
+        """``now`` is what templates that print the date see."""
+        self._folder = folder
+        if len(text) > MAX_TEMPLATE_CHARS:
+            raise ValueError(
+                f"the chat template of {folder} has {len(text)} characters; "
+                f"{MAX_TEMPLATE_CHARS} are read at most, shorten it"
+            )
+        try:
+            self._template = _Environment(now).from_string(text)
+        except Exception as error:  # deep nesting ends in errors of Python's own compiler
+            raise ValueError(
+                f"the chat template of {folder} is no jinja template ({_sentence(error)}); fix it"
+            ) from error
+
+    def render(self, **names: Any) -> str:
+        """What the template writes. Raises ValueError where it refuses ``names`` or exceeds a limit."""
+        try:
+            context = self._template.new_context(names)
+            return self._template.environment.concat(self._template.root_render_func(context))  # type: ignore[attr-defined]
+        except Exception as error:  # a template is a program of somebody else
+            raise ValueError(
+                f"the chat template of {self._folder} refuses these messages: {_sentence(error)}; fix either"
+            ) from error
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it calls itself without end"
+    if isinstance(error, MemoryError):
+        return "its text does not fit in memory"
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+class _Counted(Context):
+    """The names of one rendering, and what it has used of its limits."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._rounds, self._until = 0, time.thread_time() + MAX_SECONDS
+
+    def count(self) -> None:
+        """One round of a loop, or one call."""
+        self._rounds += 1
+        if self._rounds > MAX_ROUNDS:
+            raise SecurityError(f"it has taken {MAX_ROUNDS} rounds")
+        if self._rounds % 64 == 0 and time.thread_time() > self._until:
+            raise SecurityError(f"it has taken {MAX_SECONDS:g} s")
+
+
+class _Generation(Extension):
+    """{% generation %} marks the assistant's text in some templates; here it only shows its content."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    context_class = _Counted
+
+    def __init__(self, now: datetime) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_bounded
+        )
+        filters = {**self.filters, "tojson": _tojson}
+        self.filters = {
+            name: _checked(name, filter_) if name in _CHECKED else filter_
+            for name, filter_ in filters.items()
+            if name not in _NO_FILTERS
+        }
+        self.filters |= {"counted": _counted, "joined": _concat}
+        del self.globals["lipsum"]
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda form: now.strftime(_narrow(form))
+
+    concat = staticmethod(lambda pieces: _concat(pieces))  # of outputs, macros and blocks
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """The template's tree, in which loops count their rounds and ``~`` is bounded."""
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = _filtered(loop.iter, "counted")
+        _replace_concats(tree)
+        tree.set_environment(self)
+        return tree
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _narrow(value.__self__)
+        return wrapped
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            _check(sum(len(side) for side in (left, right) if isinstance(side, Sized)))
+        elif operator == "*":
+            _check_product(left, right)
+        elif operator == "**" and not (abs(left) < 1 << 32 and abs(right) <= 64):
+            raise SecurityError(f"{left} ** {right} is too large")
+        elif operator == "%" and isinstance(left, str):
+            _narrow(left)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, called: Any, /, *given: Any, **named: Any) -> Any:
+        context.count()
+        text = getattr(called, "__self__", None)
+        if isinstance(text, str) and called.__name__ == "replace":
+            _check_replaced(text, *given)
+        elif isinstance(text, str) and called.__name__ == "join" and given:
+            given = (_bounded([*given[0]]),)
+            _check(len(text) * len(given[0]))
+        return super().call(context, called, *given, **named)
+
+
+def _filtered(node: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _replace_concats(node: nodes.Node) -> None:
+    for field, value in node.iter_fields():
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, nodes.Node):
+                _replace_concats(child)
+        if isinstance(value, nodes.Concat):
+            setattr(node, field, _joined(value))
+        elif isinstance(value, list):
+            value[:] = [_joined(one) if isinstance(one, nodes.Concat) else one for one in value]
+
+
+def _joined(node: nodes.Concat) -> nodes.Filter:
+    return _filtered(nodes.List(node.nodes, lineno=node.lineno), "joined")
+
+
+@pass_context
+def _counted(context: _Counted, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        context.count()
+        yield item
+
+
+def _concat(pieces: Iterable[Any]) -> str:
+    """The texts of ``pieces`` in a row."""
+    texts, length = list[str](), 0
+    for piece in pieces:
+        texts.append(str(_bounded(piece)))
+        length += len(texts[-1])
+        _check(length)
+    return "".join(texts)
+
+
+def _check(size: int) -> None:
+    if size > MAX_CHARS:
+        raise SecurityError(f"it makes a text or list of {size}; {MAX_CHARS} are the most")
+
+
+def _check_product(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        if left.bit_length() + right.bit_length() > MAX_BITS:
+            raise SecurityError("it makes a number that is too large")
+        return
+    sizes = [len(side) if isinstance(side, Sized) else side for side in (left, right)]
+    if all(isinstance(size, int) for size in sizes):
+        _check(sizes[0] * sizes[1])
+
+
+def _check_replaced(text: str, old: str = "", new: str = "", *_: Any) -> None:
+    times = text.count(old) if isinstance(old, str) else 0
+    _check(len(text) + times * len(new))
+
+
+def _narrow(form: str) -> str:
+    if _WIDE.search(form):
+        raise SecurityError(f"the format {form[:40]!r} has a width")
+    return form
+
+
+def _bounded(value: Any) -> Any:
+    """``value``; its text is bounded, also where a list holds another one many times."""
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    size, values, waiting = 0, 0, [value]
+    while waiting:
+        item = waiting.pop()
+        size += len(item) if isinstance(item, Sized) else 1
+        values += 1
+        _check(size)
+        if values > MAX_VALUES:
+            raise SecurityError(f"it writes a list of over {MAX_VALUES} values")
+        if isinstance(item, Mapping):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            waiting += item
+    return value
+
+
+def _checked(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, which first looks at the size of what it would make."""
+    at = int(hasattr(filter_, "jinja_pass_arg"))  # of the value: jinja2's own argument comes before
+
+    @wraps(filter_)
+    def checked(*given: Any, **named: Any) -> Any:
+        value, options = given[at], (*given[at + 1 :], *named.values())
+        if isinstance(value, Iterator):
+            value = list(value)
+        _bounded(value)
+        if any(isinstance(option, int) and option > MAX_WIDTH for option in options):
+            raise SecurityError(f"the filter {name} has an option over {MAX_WIDTH}")
+        if name == "replace":
+            _check_replaced(str(value), *(str(option) for option in options[:2]))
+        elif name in ("indent", "join", "tojson"):
+            size = len(value) if isinstance(value, Sized) else 1
+            _check(size * sum(len(option) for option in options if isinstance(option, str)))
+        return filter_(*given[:at], value, *given[at + 1 :], **named)
+
+    return checked
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """With the options of ``transformers``."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
