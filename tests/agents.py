@@ -135,7 +135,10 @@ async def leave(base_url: str, *, stream: bool) -> None:
     name, _, port = host.partition(":")
     body = json.dumps({"messages": [{"role": "user", "content": "1+1="}], "stream": stream}).encode()
     _, writer = await asyncio.open_connection(name, int(port))
-    head = f"POST /{rest}/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    kind = "Content-Type: application/json\r\n"
+    head = (
+        f"POST /{rest}/chat/completions HTTP/1.1\r\nHost: {host}\r\n{kind}Content-Length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     await writer.drain()
     await asyncio.sleep(0.05)

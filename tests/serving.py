@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-
+from ostinato.access import STRICT, Access
 from ostinato.launch.memory import Keeping, open_memory
 from ostinato.launch.panel import judged_by
 from ostinato.launch.served import Served, Serving, open_service
 from ostinato.memory import refill
 from ostinato.serve.app import new_app
 from ostinato.serve.feedback import open_feedback
-from ostinato.serve.server import address, bound
+from ostinato.serve.server import HttpServer, address, bound
 from ostinato.serve.service import Limits
 
 
@@ -38,6 +37,7 @@ def server(
     feedback: str = "",
     judge: str = "",
     memory: Keeping | None = None,
+    access: Access = STRICT,
     **limits: Any,
 ) -> Iterator[At]:
     """Serve ``target`` while the context lasts; ``judge`` is one of ``adapters``."""
@@ -55,8 +55,8 @@ def server(
         itself = refill.At(f"{url}/v1", key=key)
         remembered = stack.enter_context(open_memory(memory, served.service.renderer, itself))
         app = new_app(served.service, key=key, feedback=kept, judge=judged, memory=remembered)
-        runner = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        thread = threading.Thread(target=lambda: runner.run(sockets=[listening]), daemon=True)
+        runner = HttpServer(app, listening, access, log_level="error", lifespan="off")
+        thread = threading.Thread(target=runner.serve_until_signal, daemon=True)
         thread.start()
         while not runner.started:
             time.sleep(0.01)

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ostinato import isa
+from ostinato.cli.access import Hosts, Origins, access
 from ostinato.launch import RunFailed
 from ostinato.launch.output import lasting
 
@@ -133,9 +134,8 @@ def serve(
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     api_key: Annotated[str, typer.Option(help="What clients send; also $OSTINATO_API_KEY.")] = "",
-    origins: Annotated[
-        list[str] | None, typer.Option("--origin", help="A web page that may call it (CORS).")
-    ] = None,
+    allowed_hosts: Hosts = None,
+    origins: Origins = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="At once; more get 429.")] = 1024,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, at most.")] = 4096,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Of a request.")] = 600.0,
@@ -162,7 +162,7 @@ def serve(
         target,
         overrides or [],
         named_adapters(adapters or []),
-        Address(host=host, port=port, key=api_key, origins=tuple(origins or ())),
+        Address(host=host, port=port, key=api_key, access=access(allowed_hosts, origins)),
         name=name,
         limits={"sequences": max_sequences, "max_tokens": max_tokens, "timeout_s": timeout_s},
         feedback=feedback,
@@ -178,12 +178,16 @@ def proxy(
     out: Annotated[Path, typer.Option(help="Rollouts are added to it.")] = Path("rollouts.jsonl.zst"),
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8100,
+    allowed_hosts: Hosts = None,
+    origins: Origins = None,
     idle_s: Annotated[float, typer.Option(min=0.1, help="Without a call, which ends a rollout.")] = 600.0,
 ) -> None:
     """Record what agents do with a policy: an OpenAI address for each rollout, without training."""
+    from ostinato.cli.serve import Address
     from ostinato.cli.serve import proxy as command
 
-    command(target, overrides or [], out, host, port, idle_s)
+    where = Address(host=host, port=port, access=access(allowed_hosts, origins))
+    command(target, overrides or [], out, where, idle_s)
 
 
 @app.command()
@@ -193,13 +197,17 @@ def tinker(
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8001,
     api_key: Annotated[str, typer.Option(help="What clients send; also $OSTINATO_API_KEY.")] = "",
+    allowed_hosts: Hosts = None,
+    origins: Origins = None,
     state: Annotated[Path, typer.Option(help="Where what clients make is kept.")] = Path("runs/tinker"),
 ) -> None:
     """Serve the Tinker SDK: training and sampling of adapters of a model, by loops that clients write."""
     from ostinato.cli.serve import Address
     from ostinato.cli.tinker import tinker as command
 
-    command(target, overrides or [], Address(host=host, port=port, key=api_key, drain_s=3.0), state)
+    allowed = access(allowed_hosts, origins)
+    where = Address(host=host, port=port, key=api_key, access=allowed, drain_s=3.0)
+    command(target, overrides or [], where, state)
 
 
 @app.command("memory", **PASSED_ON)
@@ -295,12 +303,13 @@ def board(
     run: RunPath,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: the first free one from 7321 on.")] = 0,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    allowed_hosts: Hosts = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
     """Follow a run in the browser while it goes: curves, timeline, workers, answers."""
     from ostinato.cli.board import board as command
 
-    command(run, host, port, show=show)
+    command(run, host, port, access(allowed_hosts, None), show=show)
 
 
 @app.command(**PASSED_ON)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ostinato.cli.access import Hosts, Origins, access
 from ostinato.config import Recipe
 from ostinato.launch import NothingToLearn, threads
 from ostinato.launch.output import logged
@@ -121,6 +122,8 @@ def serve(
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8002,
     api_key: Annotated[str, typer.Option(help="What clients send; also $OSTINATO_API_KEY.")] = "",
+    allowed_hosts: Hosts = None,
+    origins: Origins = None,
 ) -> None:
     """Judge what other programs send to POST /v1/judge; the judge is a chat model there too."""
     from ostinato.cli.serve import Address
@@ -131,7 +134,7 @@ def serve(
     if source.address:
         raise ValueError(f"{judge} is an address already; give a run, an adapter folder or a model")
     adapters = {} if source.adapter is None else {"judge": str(source.adapter)}
-    where = Address(host=host, port=port, key=api_key)
+    where = Address(host=host, port=port, key=api_key, access=access(allowed_hosts, origins))
     command(source.spec.model, overrides or [], adapters, where, name="", limits={}, judge=judge)
 
 

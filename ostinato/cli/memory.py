@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ostinato.cli.access import Hosts, Origins, access
+
 app = typer.Typer(
     name="memory",
     help="Contexts that are kept within a budget of tokens (docs/memory.md).",
@@ -41,17 +43,20 @@ def serve(
     importance: Annotated[Path | None, typer.Option(help="Fitted weights (docs/memory.md).")] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8200,
+    allowed_hosts: Hosts = None,
+    origins: Origins = None,
 ) -> None:
     """Pass all on to an OpenAI-compatible address, chats within a budget; $OPENAI_API_KEY is its key."""
     import os
 
     try:
-        from ostinato.serve.server import HttpServer, address, bound, is_loopback
-        from ostinato.serve.upstream import Upstream
+        from ostinato.serve.server import HttpServer, address, bound
+        from ostinato.serve.upstream import FILES, Upstream
     except ModuleNotFoundError as error:
         raise ValueError(
             f'memory serve needs {error.name}; install it: pip install "ostinato[serve]"'
         ) from None
+    from ostinato.access import is_loopback
     from ostinato.launch.memory import Keeping, open_memory
     from ostinato.memory.refill import At
     from ostinato.model.named import model_folder
@@ -71,4 +76,5 @@ def serve(
         typer.echo(
             f"OpenAI address {address(listening)}/v1 in front of {url}, {budget} tokens (Ctrl-C ends it)"
         )
-        HttpServer(app, listening, 30.0).serve_until_signal()
+        allowed = access(allowed_hosts, origins).with_types(FILES)
+        HttpServer(app, listening, allowed).serve_until_signal()

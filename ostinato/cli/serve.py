@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ostinato.access import STRICT, Access
 from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
 
@@ -27,7 +28,7 @@ class Address:
     host: str
     port: int
     key: str = ""  # "": that of the environment
-    origins: tuple[str, ...] = ()
+    access: Access = STRICT
     drain_s: float = 30.0
 
 
@@ -85,21 +86,20 @@ def serve(
 
         with contextlib.ExitStack() as stack:
             served = stack.enter_context(open_service(serving))
-            kept = stack.enter_context(open_feedback(feedback, served.service, where.origins))
+            kept = stack.enter_context(open_feedback(feedback, served.service))
             base = address(listening)
             itself = At(f"{base}/v1", key=key)
             remembered = stack.enter_context(open_memory(memory, served.service.renderer, itself))
             app = new_app(
                 served.service,
                 key=key,
-                origins=list(where.origins),
                 feedback=kept,
                 lifespan=_following(served, product),
                 judge=judged_by(judge, served) if judge else None,
                 memory=remembered,
             )
             _announce(served, base, feedback)
-            HttpServer(app, listening, where.drain_s).serve_until_signal()
+            HttpServer(app, listening, where.access, drain_s=where.drain_s).serve_until_signal()
 
 
 def _announce(served: Served, base: str, feedback: str) -> None:
@@ -129,7 +129,7 @@ def _following(
     return lifespan
 
 
-def proxy(target: str, overrides: Sequence[str], out: Path, host: str, port: int, idle_s: float) -> None:
+def proxy(target: str, overrides: Sequence[str], out: Path, where: Address, idle_s: float) -> None:
     """Record rollouts until a signal. Raises ValueError for what cannot be served."""
     recipe, _ = recipe_of(target, *overrides)
     threads.configure(recipe)
@@ -139,5 +139,6 @@ def proxy(target: str, overrides: Sequence[str], out: Path, host: str, port: int
         from ostinato.serve.server import key_for
     except ModuleNotFoundError as error:
         raise ValueError(f'proxy needs {error.name}; install it: pip install "ostinato[serve]"') from None
-    place = Place(host=host, port=port, key=key_for(host, "--host"))
+    key = key_for(where.host, "--host")
+    place = Place(host=where.host, port=where.port, key=key, access=where.access)
     record(target, recipe, overrides, out=out, place=place, idle_s=idle_s)

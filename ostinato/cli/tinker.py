@@ -35,6 +35,7 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path) -
         threads.configure(recipe)
         from ostinato.launch.tinker import open_work
         from ostinato.serve.tinker.app import new_app
+        from ostinato.serve.tinker.registry import PROTO
 
         with open_work(target, tuple(overrides), state) as opened:
             app = new_app(opened.work, opened.registry, key=key)
@@ -42,4 +43,5 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path) -
             typer.echo(f"export TINKER_API_KEY={key or 'tml-local'}")
             typer.echo(EXAMPLE.format(name=opened.work.base.name))
             typer.echo(f"what clients make is kept in {state} (Ctrl-C ends the server)")
-            HttpServer(app, listening, where.drain_s, app.state.ending).serve_until_signal()
+            options = {"drain_s": where.drain_s, "ending": app.state.ending}
+            HttpServer(app, listening, where.access.with_types(PROTO), **options).serve_until_signal()

@@ -1,7 +1,7 @@
 """The server of agents: an address for each rollout, whose requests go to its episode.
 
 POST /rollout/{id}/v1/chat/completions  .../v1/responses  .../v1/messages  .../v1/reward  .../v1/end
-GET, POST /rollouts/next                                                   for workers: ``serve.elsewhere``
+POST /rollouts/next                                                        for workers: ``serve.elsewhere``
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -31,12 +30,13 @@ from ostinato.serve.elsewhere import MODEL, Elsewhere, Place, id_of, number
 from ostinato.serve.openai_chat import Shape
 from ostinato.serve.openai_responses import ResponsesBody, response
 from ostinato.serve.openai_responses import events as response_events
-from ostinato.serve.server import address, bound, guarded, unless_gone
+from ostinato.serve.server import HttpServer, address, bound, guarded, unless_gone
 from ostinato.serve.toolcalls import CallForm, for_equals, read_calls, read_equals
 from ostinato.types import Completion, Stop
 
 log = logging.getLogger(__name__)
 END_S = 5.0  # for an agent to end by itself
+IDLE_S = 600  # an agent's client may use a connection again after a long tool
 Agent = Callable[[str, Mapping[str, Any]], Any]
 
 
@@ -103,8 +103,8 @@ class AgentServer:
         self._listening = bound(place.host, place.port)
         self.address = place.address.rstrip("/") or address(self._listening)
         self._loop = asyncio.new_event_loop()
-        config = uvicorn.Config(self._app(), log_level="error", lifespan="off", timeout_keep_alive=600)
-        self._http = uvicorn.Server(config)
+        options: dict[str, Any] = {"idle_s": IDLE_S, "log_level": "error", "lifespan": "off"}
+        self._http = HttpServer(self._app(), self._listening, place.allowed, **options)
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
         self._thread.start()
 
@@ -205,9 +205,7 @@ class AgentServer:
             Route("/rollout/{id}" + path, guarded(handler, key, _refusal(path)), methods=["POST"])
             for path, handler in handlers.items()
         ]
-        fetch = Route(
-            "/rollouts/next", guarded(self.elsewhere.next, key, _refusal("")), methods=["GET", "POST"]
-        )
+        fetch = Route("/rollouts/next", guarded(self.elsewhere.next, key, _refusal("")), methods=["POST"])
         return Starlette(routes=[*routes, fetch])
 
     def has(self, id_: str) -> bool:

@@ -23,7 +23,6 @@ from pydantic import BaseModel, Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -44,7 +43,6 @@ Judged = Callable[[list[dict[str, Any]], list[str]], Coroutine[Any, Any, dict[st
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
 MOST_ANSWERS = 16  # to be judged in a call: 240 comparisons
 PAGE = Path(__file__).parent / "page.html"
-ANY: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
 SCRIPT = '<script src="feedback.js"></script>'
 
 
@@ -188,7 +186,7 @@ class Door:
 
     async def feedback(self, request: Request) -> Response:
         assert self._feedback is not None
-        return JSONResponse(await self._feedback.post(request, await self._body(request)))
+        return JSONResponse(await self._feedback.post(await self._body(request)))
 
     async def script(self, request: Request) -> Response:
         assert self._feedback is not None
@@ -375,15 +373,14 @@ def new_app(
     service: Service,
     *,
     key: str = "",
-    origins: list[str] | None = None,
     feedback: Feedback | None = None,
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
     judge: Judged | None = None,
     memory: Remembered | None = None,
 ) -> Starlette:
-    """The application. ``key``: the API key that clients must send; ``origins``: web pages that may call it;
-    ``feedback``: stores what users did with answers; ``lifespan``: what runs alongside it in its event loop;
-    ``judge``: answers POST /v1/judge; ``memory``: keeps the chats of sessions within a budget."""
+    """The application. ``key``: the API key that clients must send; ``feedback``: stores what users did with
+    answers; ``lifespan``: what runs alongside it in its event loop; ``judge``: answers POST /v1/judge;
+    ``memory``: keeps the chats of sessions within a budget."""
     door = Door(service, key, feedback, judge, memory)
     if memory is not None:
         memory.show(service.metrics)
@@ -419,8 +416,5 @@ def new_app(
         ],
         exception_handlers={HTTPException: failed},
         lifespan=lifespan,
-        middleware=[
-            *([Middleware(CORSMiddleware, allow_origins=origins, **ANY)] if origins else []),
-            *([Middleware(Direct, path="/feedback", handler=events)] if feedback is not None else []),
-        ],
+        middleware=[Middleware(Direct, path="/feedback", handler=events)] if feedback is not None else [],
     )

@@ -14,13 +14,15 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ostinato.access import STRICT, Access
 from ostinato.inputs import parse_json
 from ostinato.serve.calls import ApiError
 
@@ -40,6 +42,13 @@ class Place:
     port: int = 0
     address: str = ""  # http://name:port, if agents reach it at other than host and port
     key: str = ""
+    access: Access = STRICT
+
+    @property
+    def allowed(self) -> Access:
+        """``access``, with the name in ``address`` as a name of the server."""
+        name = urlsplit(self.address).hostname
+        return replace(self.access, hosts=self.access.hosts | {name}) if name else self.access
 
 
 class Elsewhere:

@@ -47,6 +47,11 @@ function ostinatoFeedback(options = {}) {
 
   function batch() { return pending.slice(0, 100); }
 
+  function post(events) {
+    const headers = { "Content-Type": "application/json", ...(set.key ? { Authorization: `Bearer ${set.key}` } : {}) };
+    return fetch(set.url, { method: "POST", body: JSON.stringify(events), keepalive: true, headers });
+  }
+
   async function flush() {
     clearTimeout(timer);
     timer = null;
@@ -55,10 +60,7 @@ function ostinatoFeedback(options = {}) {
     const events = batch();
     let done = false;
     try {
-      const reply = await fetch(set.url, {
-        method: "POST", body: JSON.stringify(events), keepalive: true,
-        headers: { "Content-Type": "application/json", ...(set.key ? { Authorization: `Bearer ${set.key}` } : {}) },
-      });
+      const reply = await post(events);
       if (reply.ok) {
         const refused = (await reply.json()).refused.length;
         counts.sent += events.length - refused;
@@ -84,8 +86,7 @@ function ostinatoFeedback(options = {}) {
 
   function leave() {  // unacknowledged: they stay and go again with the next page, under the same ids
     for (const dwell of dwells.values()) dwell();
-    if (pending.length && !set.key && navigator.sendBeacon) navigator.sendBeacon(set.url, JSON.stringify(batch()));
-    else flush();
+    if (pending.length) post(batch()).catch(() => {});
   }
 
   // ---- dwell: seconds for which an answer was in sight, in a page in front

@@ -10,17 +10,15 @@ import concurrent.futures
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
-from starlette.requests import Request
 from starlette.responses import Response
 
 from ostinato.inputs import parse_json
@@ -72,12 +70,10 @@ def _name(given: Any) -> str:
 
 
 class Feedback:
-    """The routes of one server, and what it records. ``origins``: other web pages that may send events."""
+    """The routes of one server, and what it records."""
 
-    def __init__(
-        self, intake: Intake, metrics: Metrics, renderer: Renderer, origins: Sequence[str] = ()
-    ) -> None:
-        self._intake, self._renderer, self._origins = intake, renderer, frozenset(origins)
+    def __init__(self, intake: Intake, metrics: Metrics, renderer: Renderer) -> None:
+        self._intake, self._renderer = intake, renderer
         self._refused, self._acknowledged = 0, Acknowledged()
         outcomes = (*Outcome, "turned_away", "refused")
         read = lambda name: self._refused if name == "refused" else intake.counts[name]  # noqa: E731
@@ -88,13 +84,12 @@ class Feedback:
 
     # ---- events
 
-    async def post(self, request: Request, body: bytes) -> Any:
+    async def post(self, body: bytes) -> Any:
         """The reply to one event or a list of them.
 
-        ApiError if all is refused: 400 for a body that cannot be read, 403 for a page of another origin, 409
-        for a single event that conflicts, 503 if the store does not accept events now.
+        ApiError if all is refused: 400 for a body that cannot be read, 409 for a single event that conflicts,
+        503 if the store does not accept events now.
         """
-        self._check_origin(request)
         documents, single = _documents(body)
         events, refused = self._read(documents, single)
         outcomes = await self._written([event for _, event in events])
@@ -136,15 +131,6 @@ class Feedback:
                 code="store_unavailable",
                 retry_after=1,
             ) from error
-
-    def _check_origin(self, request: Request) -> None:
-        """Raises ApiError 403 for a web page of another origin, which could else train a local judge."""
-        origin = request.headers.get("origin", "")
-        known = {"*", origin} & self._origins
-        if origin and not known and urlsplit(origin).netloc != request.headers.get("host"):
-            raise ApiError(
-                f"events from the page {origin} are refused; allow it: --origin {origin}", status=403
-            )
 
     def script(self) -> Response:
         return Response(SCRIPT.read_text(encoding="utf-8"), media_type="text/javascript; charset=utf-8")
@@ -248,7 +234,7 @@ def _refusal(index: int, event_id: Any, code: str, message: str) -> dict[str, An
 
 
 @contextmanager
-def open_feedback(where: str, service: Service, origins: Sequence[str] = ()) -> Iterator[Feedback | None]:
+def open_feedback(where: str, service: Service) -> Iterator[Feedback | None]:
     """Feedback in the store at ``where``, a file or an address; None for "". Writes all pending at the end.
 
     Raises ValueError for a store that cannot be opened.
@@ -261,7 +247,7 @@ def open_feedback(where: str, service: Service, origins: Sequence[str] = ()) -> 
     except Unavailable as error:
         raise ValueError(f"{error}; start it first") from error
     try:
-        yield Feedback(intake, service.metrics, service.renderer, origins)
+        yield Feedback(intake, service.metrics, service.renderer)
     finally:
         intake.close()
 

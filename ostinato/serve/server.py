@@ -9,15 +9,18 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from ipaddress import ip_address
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ostinato.access import Access, is_loopback
 from ostinato.serve.calls import ApiError
+from ostinato.serve.connections import Connection, close_expired, connection_limit
 
 BACKLOG = 2048
 IDLE_S = 75  # keep-alive: longer than clients' pools keep a connection, else a request may hit its close
@@ -26,14 +29,6 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger(__name__)
 FIX = "send it as 'Authorization: Bearer KEY'"
-
-
-def is_loopback(host: str) -> bool:
-    """Is ``host`` a loopback address or "localhost"?"""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def key_for(host: str, name: str, given: str = "") -> str:
@@ -126,20 +121,68 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
+class Entrance:
+    """``app`` behind the rules of ``access``. ``local``: the server listens on a loopback address."""
+
+    def __init__(self, app: ASGIApp, access: Access, *, local: bool) -> None:
+        every: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        origins = [*access.origins]
+        self._app = CORSMiddleware(app, allow_origins=origins, **every) if origins else app
+        self._access, self._local = access, local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            if refusal := self._access.refusal(scope["method"], headers, local=self._local):
+                status, sentence = refusal
+                error = ApiError(sentence, status=status)
+                await JSONResponse(error.body(), status_code=status)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class HttpServer(uvicorn.Server):
-    """Serves ``app`` on ``listening`` until SIGTERM or Ctrl-C: then it accepts no more connections, calls
-    ``ending``, and gives running requests ``drain_s`` seconds to end."""
+    """Serves ``app`` to those whom ``access`` lets in, on ``listening``, until SIGTERM or Ctrl-C: then it
+    accepts no more connections, calls ``ending``, and gives running requests ``drain_s`` seconds to end.
+    A connection is closed where a head has not arrived after ``head_s``, its body after ``body_s`` more, or
+    the next request after ``idle_s``."""
 
     def __init__(
         self,
-        app: Starlette,
+        app: ASGIApp,
         listening: socket.socket,
-        drain_s: float,
+        access: Access,
+        *,
+        drain_s: float = 30.0,
         ending: Callable[[], None] = lambda: None,
+        idle_s: int = IDLE_S,
+        head_s: float = 30.0,
+        body_s: float = 300.0,
+        **options: Any,
     ) -> None:
-        options: dict[str, Any] = {"log_level": "warning", "timeout_keep_alive": IDLE_S}
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=int(drain_s), **options))
+        self._waiting: dict[Connection, float] = {}
+        local = is_loopback(listening.getsockname()[0])
+        limits = {"limit": connection_limit(), "head_s": head_s, "body_s": body_s}
+        config = uvicorn.Config(
+            Entrance(app, access, local=local),
+            http=partial(Connection, waiting=self._waiting, **limits),  # type: ignore[arg-type]
+            ws="none",
+            timeout_graceful_shutdown=int(drain_s),
+            timeout_keep_alive=idle_s,
+            backlog=1,  # asyncio accepts so many in a row, and after a failure it tries all of them again
+            **{"log_level": "warning", **options},
+        )
+        super().__init__(config)
         self._listening, self._ending = listening, ending
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listening.listen(BACKLOG)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # a second
+            close_expired(self._waiting, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._ending()

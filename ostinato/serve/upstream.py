@@ -21,6 +21,7 @@ from ostinato.serve.calls import ApiError, json_of
 from ostinato.serve.memory import Remembered
 
 KEPT = ("authorization", "content-type", "accept", "x-api-key", "openai-organization", "openai-project")
+FILES = "multipart/form-data"  # of the paths that are forwarded unread
 NAMED = "x-ostinato-session"  # header of a reply: the session that it belongs to
 
 

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from browsers import dump_dom
 from commands import only_run, rows, run
 from serving import At as ServerAt
 from serving import server, until
 
+from ostinato.access import STRICT
 from ostinato.launch.memory import Keeping, open_memory
 from ostinato.memory.refill import At
 from ostinato.run import JsonlZst
-from ostinato.serve.server import address, bound
+from ostinato.serve.server import HttpServer, address, bound
 from ostinato.serve.upstream import NAMED, Upstream
 
 BUDGET = 500
@@ -139,8 +139,8 @@ def test_another_programs_chat_is_kept_within_the_budget_by_a_proxy(at: ServerAt
     ):
         assert kept is not None
         app = Upstream(f"{at.url}/v1", kept).app()
-        runner = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-        thread = threading.Thread(target=lambda: runner.run(sockets=[listening]), daemon=True)
+        runner = HttpServer(app, listening, STRICT, log_level="error")
+        thread = threading.Thread(target=runner.serve_until_signal, daemon=True)
         thread.start()
         until(lambda: runner.started)
         url, names = address(listening), set[str]()

@@ -51,7 +51,8 @@ def chat(client: Any, **fields: Any) -> Any:
 
 def post(at: At, path: str, body: Any, **options: Any) -> httpx2.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx2.post(f"{at.url}{path}", content=content, timeout=60, **options)
+    headers = {"Content-Type": "application/json", **options.pop("headers", {})}
+    return httpx2.post(f"{at.url}{path}", content=content, timeout=60, headers=headers, **options)
 
 
 # ---- the law: the tokens and log-probabilities of the engine in `ostinato train`

@@ -41,6 +41,7 @@ def at(where: Path) -> Iterator[At]:
 
 def post(at: At, path: str, body: Any, **headers: str) -> httpx2.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **headers}
     return httpx2.post(f"{at.url}{path}", content=content, headers=headers, timeout=60)
 
 
@@ -219,7 +220,7 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: Path) 
                 events = [*unsure, *(event(f"k{number + n}", rng.choice(chats)) for n in range(3))]
                 number += 3
                 try:
-                    reply = client.post(f"{address}/feedback", content=json.dumps(events).encode())
+                    reply = client.post(f"{address}/feedback", json=events)
                 except httpx2.TransportError:
                     unsure = events
                     break

@@ -341,6 +341,7 @@ def test_requests_that_are_none_are_refused_in_tinkers_form(server: Server, serv
 
     def post(path: str, body: Any, **headers: str) -> httpx2.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json", **headers}
         return httpx2.post(f"{server.url}/api/v1/{path}", content=content, headers=headers, timeout=60)
 
     params = {"adam_params": {}}

@@ -15,19 +15,13 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"types", "protocols", "axis", "config", "every", "run", "render", "routes", "jobs", "lock"}
 LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability", "observe.bets"}
-BASE = {
-    "failure",
-    "files",
-    "inputs",
-    "options",
-    "other_names",
-    "threads",
-}  # all may import: standard library alone
+BASE = {"access", "failure", "files", "inputs", "options", "other_names", "threads"}  # all may import
 
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
 ARROWS: dict[str, set[str]] = {
     "types": set(),
     "axis": set(),
+    "access": set(),
     "inputs": set(),
     "options": set(),
     "other_names": set(),

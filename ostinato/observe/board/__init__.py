@@ -9,6 +9,6 @@ from the network.
 from __future__ import annotations
 
 from ostinato.observe.board.product import JOURNAL, ProductBoard
-from ostinato.observe.board.server import Board, Server, is_loopback, open_server
+from ostinato.observe.board.server import Board, Server, open_server
 
-__all__ = ["JOURNAL", "Board", "ProductBoard", "Server", "is_loopback", "open_server"]
+__all__ = ["JOURNAL", "Board", "ProductBoard", "Server", "open_server"]

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
 from pathlib import Path
 from socket import AF_INET, AF_INET6
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from ostinato.access import STRICT, Access, is_loopback
 from ostinato.inputs import escaped
 from ostinato.observe.board.follow import Follower
 from ostinato.observe.board.product import ProductBoard
@@ -37,6 +37,7 @@ FOLDERS = (Path(__file__).parent / "page", FOLDER)
 SCRIPTS = ("uplot.js", "charts.js", "gantt.js", "samples.js", "board.js")
 PORT, TRIES = 7321, 20  # the first port to try, and how many
 MOST_SECONDS = 900.0  # of the timeline
+CONNECTIONS = 256  # at once; each has a thread
 CHOSEN = 24  # metrics in a request, at most
 
 Params = Mapping[str, list[str]]
@@ -116,15 +117,30 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, board: Board | ProductBoard, host: str, port: int) -> None:
+    request_queue_size = 128
+
+    def __init__(self, board: Board | ProductBoard, host: str, port: int, access: Access) -> None:
         self.host, self.address_family = host, AF_INET6 if ":" in host else AF_INET
         super().__init__((host, port), Handler)
-        self.board = board
+        self.board, self.access = board, access
+        self._room = threading.BoundedSemaphore(CONNECTIONS)
 
     def server_bind(self) -> None:
         """Bind without the reverse look-up of the host name, which can take long and is not needed."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.host, self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     @property
     def address(self) -> str:
@@ -138,8 +154,10 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        if not self._own_name():
-            self._send(HTTPStatus.FORBIDDEN, b"this board is not served under that host name\n", "text/plain")
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        if refusal := self.server.access.refusal("GET", headers, local=is_loopback(self.server.host)):
+            status, sentence = refusal
+            self._send(HTTPStatus(status), escaped(f"{sentence}\n").encode(), "text/plain; charset=utf-8")
             return
         url = urlsplit(self.path)
         board = self.server.board
@@ -156,17 +174,6 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.BAD_REQUEST, escaped(f"{error}\n").encode(), "text/plain; charset=utf-8")
             return
         self._send(HTTPStatus.OK, escaped(text).encode(), "application/json")
-
-    def _own_name(self) -> bool:
-        """If the server is on a loopback address, is the Host header one too? Against DNS rebinding: another
-        site could make its own name resolve to this address."""
-        if not is_loopback(self.server.host):
-            return True
-        try:
-            name = urlsplit(f"//{self.headers.get('Host') or ''}").hostname
-        except ValueError:
-            return False
-        return name is not None and is_loopback(name)
 
     def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
         self.send_response(status)
@@ -192,15 +199,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the browser has disconnected
 
 
-def is_loopback(host: str) -> bool:
-    """Is ``host`` a loopback address or "localhost"?"""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def open_server(board: Board | ProductBoard, host: str, port: int = 0) -> Server:
+def open_server(board: Board | ProductBoard, host: str, port: int = 0, access: Access = STRICT) -> Server:
     """A server for the board; port 0: the first free one from ``PORT`` on.
 
     Raises ValueError for a port that is in use and a host that is not an address of this machine.
@@ -208,7 +207,7 @@ def open_server(board: Board | ProductBoard, host: str, port: int = 0) -> Server
     tried = [port] if port else range(PORT, PORT + TRIES)
     for one in tried:
         try:
-            return Server(board, host, one)
+            return Server(board, host, one, access)
         except OSError as error:
             why = error
     what = f"port {port}" if port else f"none of the ports {PORT} to {PORT + TRIES - 1}"

@@ -1,0 +1,68 @@
+"""Which requests a server takes, by their headers: one rule for every server of the package.
+
+A web page can give its own name the address 127.0.0.1 (DNS rebinding), and it can send a POST of text/plain
+to any address without a preflight (CSRF). The first is told by ``Host``, the second by ``Origin`` and
+``Content-Type``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+JSON = "application/json"
+
+
+def is_loopback(host: str) -> bool:
+    """Is ``host`` a loopback address or "localhost"?"""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """``hosts``: names under which a server on a loopback address may be called beside those of the loopback;
+    ``origins``: web pages of other addresses that may call it, "*" for all; ``types``: media types of bodies.
+    """
+
+    hosts: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()
+    types: frozenset[str] = frozenset({JSON})
+
+    def with_types(self, *types: str) -> Access:
+        """The same for a server that takes bodies of further media types."""
+        return replace(self, types=self.types | {*types})
+
+    def refusal(self, method: str, headers: Mapping[str, str], *, local: bool) -> tuple[int, str] | None:
+        """(HTTP status, one sentence) of a request that is refused; None for one that is taken.
+
+        ``headers``: by lower-case name; ``local``: the server listens on a loopback address.
+        """
+        host = headers.get("host", "")
+        if local and not self._is_own(host):
+            return 403, f"this server is not called {host!r}; allow that name: --allowed-host"
+        origin = headers.get("origin", "")
+        if origin and not {"*", origin} & self.origins and urlsplit(origin).netloc != host:
+            return 403, f"requests of the web page {origin!r} are refused; allow it: --origin"
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method in ("POST", "PUT", "PATCH", "DELETE") and _has_body(headers) and kind not in self.types:
+            return 415, f"the body is {kind or 'of no type'}; send it as Content-Type: {min(self.types)}"
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname
+        except ValueError:
+            return False
+        return name is not None and (is_loopback(name) or name in self.hosts)
+
+
+STRICT = Access()  # no further names, no pages
+
+
+def _has_body(headers: Mapping[str, str]) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
