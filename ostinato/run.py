@@ -6,15 +6,17 @@
         checkpoints/  adapter/  scored/  pictures/  history.bin  report.html  .lock  alive.json
 
 Whole files are replaced (``atomic_write``, ``atomic_folder``): a reader sees the old one or the new one.
-Logs are appended to, one JSON object per line, and forgive a torn end: what a kill or a full disk left of
-the last row is cut off before the next row is written, and readers skip it. A row that belongs to a step
-has the key "step"; ``RunFolder.truncate_after`` relies on it when a run is resumed.
+Logs are appended to, one JSON object per line, and forgive a torn end: what a kill, a full disk or a power
+cut (which leaves zeros) has left of the last row is cut off before the next is written, and readers skip it.
+Damage before whole rows is a ValueError. A row that belongs to a step has the key "step";
+``RunFolder.truncate_after`` relies on it when a run is resumed.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import shutil
@@ -33,6 +35,7 @@ from ostinato.lock import LOCK
 from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.types import Group, Trajectory
 
+logger = logging.getLogger(__name__)
 Row = Mapping[str, Any]
 STEP_FIRST = b'{"step":'  # what a row of a log begins with
 MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
@@ -157,9 +160,19 @@ def _parse(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
         if not line.endswith(b"\n"):
             return  # torn: the row was never completed
         try:
-            yield parse_json(line, surrogates=True)
+            row = parse_json(line, surrogates=True)
         except ValueError as error:
             raise ValueError(f"line {number} of {path} is not JSON; delete it to read the rest") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} of {path} is no JSON object; delete it to read the rest")
+        yield row
+
+
+# Of a zstd frame: one that grows by more is no log of ours, and is not expanded in full.
+_MOST_BYTES = 1 << 28
+_MOST_RATIO = 1000
+_AWAY = "move the file away, and what it holds is done without"
+_ZSTD = (0xFD2FB528).to_bytes(4, "little")  # a frame begins with it
 
 
 class JsonlZst:
@@ -175,18 +188,18 @@ class JsonlZst:
         if not self._whole:
             self._cut_torn_end()
         lines = "".join(to_json(row) + "\n" for row in rows).encode()
-        _append(self.path, zstandard.ZstdCompressor().compress(lines))
+        _append(self.path, zstandard.ZstdCompressor(write_checksum=True).compress(lines))
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for _, lines in self._frames():
-            yield from _parse(lines.splitlines(keepends=True), self.path)
+            yield from self._parse(lines.splitlines(keepends=True))
 
     def since(self, step: int) -> Iterator[dict[str, Any]]:
         """The rows of ``step`` and later ones. Of a long run most are not parsed: a row begins with its
         step."""
         for _, lines in self._frames():
             wanted = [line for line in lines.splitlines(keepends=True) if _step_of(line, step) >= step]
-            yield from (row for row in _parse(wanted, self.path) if row.get("step", step) >= step)
+            yield from (row for row in self._parse(wanted) if row.get("step", step) >= step)
 
     def keep(self, wanted: Callable[[Row], bool]) -> None:
         """Drop, atomically, the rows that are not wanted."""
@@ -195,8 +208,8 @@ class JsonlZst:
         replacement = JsonlZst(self.path.with_name(f".{self.path.name}.kept"))
         try:
             replacement.path.write_bytes(b"")
-            for _, lines in self._frames():
-                kept = [row for row in _parse(lines.splitlines(keepends=True), self.path) if wanted(row)]
+            for _, lines in self._frames(cutting=True):
+                kept = [row for row in self._parse(lines.splitlines(keepends=True)) if wanted(row)]
                 if kept:
                     replacement.append(*kept)
             sync(replacement.path)
@@ -208,29 +221,63 @@ class JsonlZst:
     def _cut_torn_end(self) -> None:
         if self.path.exists():
             end = 0
-            for end, _ in self._frames():  # noqa: B007  the last offset is what we want
+            for end, _ in self._frames(cutting=True):  # noqa: B007  the last offset is what we want
                 pass
             os.truncate(self.path, end)
         self._whole = True
 
-    def _frames(self, block: int = 1 << 20) -> Iterator[tuple[int, bytes]]:
-        """(offset behind the frame, its content) of every complete frame."""
-        import zstandard
+    def _parse(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+        try:
+            yield from _parse(lines, self.path)
+        except ValueError as error:
+            raise ValueError(f"{self.path} is damaged ({error.__cause__ or error}); {_AWAY}") from error
 
+    def _frames(self, *, cutting: bool = False) -> Iterator[tuple[int, bytes]]:
+        """(offset behind the frame, its content) of every complete frame. Raises ValueError for what is
+        damaged before a complete one; bytes behind the last one are passed over, which a caller that is
+        ``cutting`` them off logs."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
-            end, data = 0, b""
-            while data or (data := file.read(block)):
-                frame, content = zstandard.ZstdDecompressor().decompressobj(), []
-                used = 0
-                while not frame.eof:
-                    if not data and not (data := file.read(block)):
-                        return  # torn: the frame was never completed
-                    content.append(frame.decompress(data))
-                    used, data = used + len(data) - len(frame.unused_data), frame.unused_data
-                end += used
-                yield end, b"".join(content)
+            end, size = 0, file.seek(0, os.SEEK_END)
+            while end < size and (frame := self._frame(file, end)) is not None:
+                end, content = frame
+                yield end, content
+            if end == size:
+                return
+            file.seek(end)
+            rest = file.read()
+            at = rest.find(_ZSTD, 1)
+            while at > 0:
+                if self._frame(file, end + at) is not None:
+                    raise ValueError(f"{self.path} is damaged in its bytes {end} to {end + at}; {_AWAY}")
+                at = rest.find(_ZSTD, at + 1)
+            if cutting:
+                logger.warning(f"{self.path}: its last {size - end} bytes are no whole rows and are cut off")
+
+    def _frame(self, file: BinaryIO, start: int, block: int = 1 << 13) -> tuple[int, bytes] | None:
+        """(offset behind it, its content) of the frame that begins at ``start``; None where there is none, or
+        a part of one. Raises ValueError for one that grows beyond all logs."""
+        import zstandard
+
+        file.seek(start)
+        frame, content = zstandard.ZstdDecompressor().decompressobj(), []
+        end, size = start, 0
+        while not frame.eof:
+            if not (data := file.read(block)):
+                return None
+            try:
+                part = frame.decompress(data)
+            except zstandard.ZstdError:
+                return None
+            end += len(data) - len(frame.unused_data)
+            size += len(part)
+            if size > max(_MOST_BYTES, _MOST_RATIO * (end - start)):
+                raise ValueError(
+                    f"{self.path} grows {size / (end - start):,.0f}-fold at byte {start}; {_AWAY}"
+                )
+            content.append(part)
+        return end, b"".join(content)
 
 
 def _step_of(line: bytes, otherwise: int) -> int:

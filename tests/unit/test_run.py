@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nouns import completion
@@ -90,6 +91,54 @@ def test_a_log_torn_anywhere_keeps_its_complete_rows(log_class, batches, data, t
     assert len(survivors) >= sum(len(b) for b, size in zip(batches, sizes[1:], strict=True) if size <= cut)
     log_class(path).append({"after": "the crash"})
     assert list(log_class(path).rows()) == [*survivors, {"after": "the crash"}]
+
+
+@pytest.mark.parametrize("tail", [bytes(4096), b"\x28\xb5\x2f\xfd" + bytes(300), b"no frame of zstd at all"])
+def test_what_a_power_cut_leaves_behind_a_log_is_cut_off(
+    tail: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Zeros behind ``inflight.jsonl.zst``, as file systems leave them after a power cut, ended every resume
+    in a ZstdError."""
+    log = JsonlZst(tmp_path / "inflight.jsonl.zst")
+    log.append({"step": 1})
+    with log.path.open("ab") as file:
+        file.write(tail)
+    assert list(JsonlZst(log.path).rows()) == [{"step": 1}]
+    again = JsonlZst(log.path)
+    again.append({"step": 2})
+    assert f"{len(tail)} bytes" in caplog.text
+    assert list(again.rows()) == [{"step": 1}, {"step": 2}]
+
+
+def test_zeros_in_the_middle_of_a_log_name_the_file(tmp_path: Path) -> None:
+    """Rows behind the damage must not be lost in silence: the user moves the file away."""
+    log, random = JsonlZst(tmp_path / "trajectories.jsonl.zst"), np.random.default_rng(0)
+    for step in range(3):
+        log.append({"step": step, "tokens": random.integers(10**6, size=500)})
+    with log.path.open("r+b") as file:
+        file.seek(log.path.stat().st_size // 2)
+        file.write(bytes(200))
+    for reading in (log.rows, lambda: log.since(2), lambda: log.keep(lambda _: True)):
+        with pytest.raises(ValueError, match=r"trajectories\.jsonl\.zst is damaged .*move the file away"):
+            list(reading() or ())
+
+
+def test_a_log_that_grows_without_bound_is_not_expanded(tmp_path: Path) -> None:
+    """640 kB in the place of ``trajectories.jsonl.zst`` became 20 GB of memory."""
+    path, bomb = tmp_path / "log.zst", zstandard.ZstdCompressor(level=1).compressobj()
+    path.write_bytes(b"".join(bomb.compress(bytes(1 << 23)) for _ in range(64)) + bomb.flush())
+    with pytest.raises(ValueError, match=r"log\.zst grows"):
+        list(JsonlZst(path).rows())
+
+
+@LOGS
+@pytest.mark.parametrize("row", [b"null\n", b"[1]\n", b"3\n"])
+def test_a_line_that_is_no_row_names_the_file(log_class, row: bytes, tmp_path: Path) -> None:
+    """``null`` and ``[1]`` in metrics.jsonl ended a resume in an AttributeError."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(row if log_class is Jsonl else zstandard.ZstdCompressor().compress(row))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl"):
+        list(log_class(path).rows())
 
 
 def test_damage_before_the_end_is_an_error_that_names_the_line(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def checked(log: Jsonl) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _fault(row: Any, *, first: bool) -> str:
+def _fault(row: dict[str, Any], *, first: bool) -> str:
     """What is wrong with a row; empty if nothing is."""
-    event = row.get("event") if isinstance(row, dict) else None
+    event = row.get("event")
     if event not in tuple(Event):
         return "has no 'event'"
     if first and event != Event.START:

@@ -499,7 +499,7 @@ def test_a_ledger_without_flops_says_so() -> None:
         ('{"event":"step","session":1,"step":1}', "line 2 of .* has no 'seconds'"),
         ('{"event":"save","session":1,"step":1,"seconds":null}', "line 2 of .* has None for 'seconds'"),
         ('{"event":"dance"}', "line 2 of .* has no 'event'"),
-        ("7", "line 2 of .* has no 'event'"),
+        ("7", "line 2 of .* is no JSON object"),
         (json.dumps(a_step(1, 1, 10.0) | {"pools": {"local": 1}}), "has {'local': 1} for 'pools'"),
         (json.dumps(a_step(1, 1, 10.0) | {"tokens": {}}), "does not say how many tokens were sampled"),
     ],

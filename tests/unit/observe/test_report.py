@@ -369,10 +369,11 @@ def test_a_torn_log_shows_what_is_whole_and_a_damaged_one_says_so(tmp_path: Path
     run = new_run(tmp_path)
     log_group(run, 1, trajectory([1]))
     whole = run.trajectories.path.read_bytes()
-    run.trajectories.path.write_bytes(whole + whole[: len(whole) // 2])
-    packed = pack_samples(run.trajectories, None)
-    assert packed.shown == 1 and packed.damage == ""
-    run.trajectories.path.write_bytes(whole + b"no frame at all")
+    for end in (whole[: len(whole) // 2], bytes(4096)):
+        run.trajectories.path.write_bytes(whole + end)
+        packed = pack_samples(run.trajectories, None)
+        assert packed.shown == 1 and packed.damage == ""
+    run.trajectories.path.write_bytes(whole + b"no frame at all" + whole)
     packed = pack_samples(run.trajectories, None)
     assert packed.shown == 1 and "damaged" in packed.damage
 
@@ -448,7 +449,7 @@ def test_a_killed_run_with_torn_and_broken_logs_renders(tmp_path: Path) -> None:
     page = write_report(run).read_text(encoding="utf-8")
     assert "2 of 3 steps" in page and "all parameters" in page
     assert "line 2 of" in page and "is not JSON" in page
-    assert "line 4 of" in page and "the ledger is damaged" in page
+    assert "line 4 of" in page and "is no JSON object" in page
     assert "2023-11-14 22:13 to 22:13 UTC" in page
 
 
