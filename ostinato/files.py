@@ -57,6 +57,13 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def remedy(error: Exception) -> str:
+    """What to do about a failed write. The safetensors library has the system's words alone."""
+    refused = ("Permission denied", "Read-only file system", "Operation not permitted")
+    is_refused = any(words in str(error) for words in refused)
+    return "make the folder writable for this user" if is_refused else "free disk space"
+
+
 def sync(path: Path) -> None:
     """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

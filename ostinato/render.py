@@ -11,7 +11,7 @@ Uses the ``tokenizers`` library alone, so that importing this is light; the temp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -59,6 +59,7 @@ class Renderer:
         self._config = _read_json(folder / "tokenizer_config.json")
         self._special_names = _special_names(self._config, _read_json(folder / "special_tokens_map.json"))
         self._template_text = _template_text(folder, self._config)
+        self._ends = frozenset(_end_tokens(folder))
 
     @property
     def vocab_size(self) -> int:
@@ -229,10 +230,7 @@ class Renderer:
     def stop_tokens(self) -> tuple[int, ...]:
         """Ids that end an answer: eos of generation_config.json, config.json and the tokenizer, and the
         special token with which the chat template closes an assistant's message."""
-        found: set[int] = set()
-        for name in ("generation_config.json", "config.json"):
-            eos = _read_json(self.folder / name).get("eos_token_id")
-            found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        found = set(self._ends)
         if (eos := self.eos) is not None:
             found.add(eos)
         if self.has_chat_template:
@@ -313,6 +311,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}; it must hold a JSON object, save it again")
     return found
+
+
+def _end_tokens(folder: Path) -> Iterator[int]:
+    """``eos_token_id`` of generation_config.json and config.json."""
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        eos = _read_json(file).get("eos_token_id")
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(one) is int and one >= 0 for one in ids):
+            raise ValueError(f"eos_token_id of {file} is {eos!r}; give an id, or a list of ids")
+        yield from ids
 
 
 def _special_names(*configs: Mapping[str, Any]) -> dict[str, str]:

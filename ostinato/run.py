@@ -61,9 +61,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.rglob("*"):
+            file.chmod((0o777 if file.is_dir() else 0o666) & ~umask())  # safetensors writes 0600
             sync(file)
         sync(temporary)
-        temporary.chmod(0o777 & ~umask())
+        temporary.chmod(0o777 & ~umask())  # as mkdtemp
         shutil.rmtree(old, ignore_errors=True)
         if path.exists():
             path.rename(old)

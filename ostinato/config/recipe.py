@@ -73,6 +73,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
+        if not self.name.isprintable() or Path(self.name).name != self.name or self.name == "..":
+            raise ValueError(f"name is {self.name!r}, which is no name for the folder of a run; use a word")
         least = int(self.pipeline.overlap)
         if self.trainer.drift and self.trainer.minibatches == 1 and self.pipeline.staleness <= least:
             raise ValueError(

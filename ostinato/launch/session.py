@@ -88,7 +88,18 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
     with locked(path):
         run.sweep()
         recipe = Recipe.load(run.recipe, *overrides)
+        check_steps(run, recipe.trainer.steps)
         return _train(recipe, path, console, again=True, workers=workers)
+
+
+def check_steps(run: RunFolder, steps: int) -> None:
+    """Raise ValueError where a run that is to have ``steps`` has done more of them."""
+    from ostinato.train.checkpoint import newest_step
+
+    if (done := newest_step(run.checkpoints)) > steps:
+        raise ValueError(
+            f"trainer.steps is {steps}, and {run.path} has done {done} steps; give it {done} or more"
+        )
 
 
 @contextlib.contextmanager

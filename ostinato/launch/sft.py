@@ -29,7 +29,7 @@ from ostinato.launch.engine import training_ops
 from ostinato.launch.machine import record_start
 from ostinato.launch.models import load_decoder
 from ostinato.launch.policy import write_policy
-from ostinato.launch.session import new_folder, open_folder
+from ostinato.launch.session import check_steps, new_folder, open_folder
 from ostinato.launch.trainer import new_adapters, optimizer_settings
 from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import locked
@@ -77,6 +77,8 @@ def _session(recipe: Recipe, path: Path, *, again: bool) -> tuple[Path, int, str
         steps = math.ceil(epochs * len(train) / recipe.sft.rows_per_step)
         tree = recipe.model_dump()
         recipe = Recipe.parse({**tree, "trainer": {**tree["trainer"], "steps": steps}})
+    if again:
+        check_steps(RunFolder.open(path), recipe.trainer.steps)
     decoder = load_decoder(recipe.model, folder)
     adapters = new_adapters(recipe, decoder)
     learner = Accumulator(

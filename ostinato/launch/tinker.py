@@ -41,16 +41,14 @@ def open_work(target: str, overrides: tuple[str, ...], state: Path) -> Iterator[
         return loaded[0][1]
 
     state.mkdir(parents=True, exist_ok=True)
-    with locked(state):
-        thread = EngineThread(make)
-        registry = Registry(state / "registry.sqlite")
-        try:
-            ((policy, engine),) = loaded
-            work = Work(thread, _base(target, policy, engine), registry, state, record_start)
-            yield Workshop(work=work, registry=registry)
-        finally:
-            thread.close()
-            registry.close()
+    with (
+        locked(state),
+        contextlib.closing(Registry(state / "registry.sqlite")) as registry,
+        contextlib.closing(EngineThread(make)) as thread,
+    ):
+        ((policy, engine),) = loaded
+        work = Work(thread, _base(target, policy, engine), registry, state, record_start)
+        yield Workshop(work=work, registry=registry)
 
 
 def _base(target: str, policy: Policy, engine: LocalEngine) -> Base:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ostinato.files import remedy
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf_names import Stored, canonical, hf_tensors, is_extra_layer, is_redundant, stored
@@ -233,7 +234,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     try:
         atomic_write(path, lambda partial: save_file(tensors, partial, metadata=metadata))
     except SafetensorError as error:
-        raise OSError(f"{path} could not be written ({error}); free disk space") from error
+        raise OSError(f"{path} could not be written ({error}); {remedy(error)}") from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -173,7 +173,7 @@ class Loop:
             finally:
                 await self._feed.close()
             self._checkpoint()
-        ended = Finish.DONE if self.state.step == self.plan.steps else self._why
+        ended = Finish.DONE if self.state.step >= self.plan.steps else self._why
         return Finished(state=self.state, why=ended or Finish.of(self._signals.received))
 
     async def _train(self, signals: StopSignals) -> None:

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ostinato.failure import NamedFailure
+from ostinato.files import remedy
 from ostinato.inputs import parse_json
 from ostinato.run import atomic_folder
 
@@ -65,7 +66,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> P
     that: whenever the process or the disk fails, the last good checkpoint is still there.
 
     Raises:
-        CheckpointError: the disk is full or refuses to be written to.
+        CheckpointError: the disk is full, or the folder must not be written to.
     """
     path = folder / f"step-{checkpoint.step:08d}"
     repair(folder)
@@ -76,7 +77,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> P
         good = checkpoints(folder)
         last = f"the last good one is {good[-1]}" if good else "there is no earlier one"
         raise CheckpointError(
-            f"checkpoint {path} could not be written ({error}); free disk space: {last}"
+            f"checkpoint {path} could not be written ({error}); {remedy(error)}: {last}"
         ) from error
     for old in checkpoints(folder)[:-keep]:
         _delete(old)
@@ -143,6 +144,12 @@ def checkpoints(folder: Path) -> list[Path]:
 def oldest_step(folder: Path) -> int:
     """The step of the oldest checkpoint, the earliest from which a run may have to resume."""
     return int(_name(checkpoints(folder)[0]).removeprefix("step-"))
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint, 0 without any."""
+    found = checkpoints(folder)
+    return int(_name(found[-1]).removeprefix("step-")) if found else 0
 
 
 def _name(path: Path) -> str:

@@ -65,6 +65,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "long.jsonl").write_text("\n".join(map(json.dumps, LONG_ROWS)))
     write_model(folder / "truncated", model=(ASSET / "model.safetensors").read_bytes()[:-1000])
     write_model(folder / "broken_tokenizer", tokenizer=b'{"version": "1.0')
+    config = json.loads((ASSET / "config.json").read_text())
+    write_model(folder / "text_eos", config=json.dumps({**config, "eos_token_id": "2"}).encode())
+    (folder / "no_state").mkdir()
+    (folder / "no_state" / "registry.sqlite").write_bytes(b"no database at all" * 100)
     return folder
 
 
@@ -114,6 +118,10 @@ TRAIN = ["train", "tiny.toml"]
         ([*TRAIN, "model.path=asset:seed-meo"], ["'asset:seed-meo'", "did you mean asset:seed-moe?"]),
         ([*TRAIN, "model.path=truncated"], ["model.safetensors is truncated", "download it again"]),
         ([*TRAIN, "model.path=broken_tokenizer"], ["tokenizer.json is truncated", "save it again"]),
+        ([*TRAIN, "name=../../x"], ["name is '../../x'"]),
+        ([*TRAIN, "algo.loss=gspo"], ["'gspo'", "algo.name"]),
+        ([*TRAIN, "model.path=text_eos"], ["eos_token_id of text_eos/config.json is '2'"]),
+        (["tinker", "asset:seed-moe", "--port", "0", "--state", "no_state"], ["registry.sqlite is no reg"]),
         (["train", "quickstrat"], ["recipe 'quickstrat' does not exist", "did you mean quickstart?"]),
         (["resume", "nowhere"], ["run folder nowhere holds no recipe.toml", "name the folder of a"]),
         (["eval", "nowhere"], ["'nowhere' is no run folder, recipe or model", "e.g. quickstart"]),
@@ -174,6 +182,13 @@ def test_an_adapter_of_another_base(refusal: Refusal, run: Path, here: Path, tmp
         assert f"checkpoint {run}/checkpoints/step-00000002 was made with base = " in sentence
         assert "use the recipe and the model that it was made with" in sentence
     assert not (tmp_path / "out").exists()
+    assert (run / "recipe.toml").read_text().count("steps = 2") == 1, "a refused resume changes nothing"
+
+
+def test_a_run_that_has_done_more_steps_than_it_is_to_have(refusal: Refusal, run: Path) -> None:
+    """``resume RUN trainer.steps=2`` of a run of three ended in "interrupted after step 3", as by Ctrl-C."""
+    assert "trainer.steps is 1" in (sentence := refusal("resume", str(run), "trainer.steps=1"))
+    assert "has done 2 steps" in sentence
     assert (run / "recipe.toml").read_text().count("steps = 2") == 1, "a refused resume changes nothing"
 
 

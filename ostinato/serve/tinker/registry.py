@@ -72,13 +72,20 @@ class Result:
 
 
 class Registry:
-    """The tables in one file. SQLite serializes the calls of several threads."""
+    """The tables in one file. SQLite serializes the calls of several threads. Raises ValueError for a file
+    that holds something else."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.execute("pragma journal_mode=wal")
-        self._db.execute("pragma synchronous=normal")  # survives a kill; a power cut may undo the last writes
-        self._db.executescript(_SCHEMA)
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.execute("pragma journal_mode=wal")
+            # survives a kill; a power cut may undo the last writes
+            self._db.execute("pragma synchronous=normal")
+            self._db.executescript(_SCHEMA)
+        except sqlite3.Error as error:
+            raise ValueError(
+                f"{path} is no registry of a Tinker server ({error}); name another folder"
+            ) from error
 
     def close(self) -> None:
         self._db.close()

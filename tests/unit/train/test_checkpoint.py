@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import subprocess
@@ -16,11 +17,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from nouns import sample_of
+from safetensors import SafetensorError
 from worlds import KERNELS, answers, tiny_dense
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.engine.local import LocalEngine
+from ostinato.files import remedy
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
@@ -87,6 +90,28 @@ def test_round_trip_is_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     )
     assert loaded.tensors.keys() == saved.tensors.keys()
     assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in saved.tensors.items())
+
+
+def test_all_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
+    """The tensors alone were 0600: a colleague's ``ostinato eval`` of a shared run got Permission denied."""
+    path = save_checkpoint(tmp_path, checkpoint_of(1))
+    beside = tmp_path / "plain"
+    beside.touch()
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {beside.stat().st_mode & 0o777}
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "writable"),
+        (OSError(errno.EROFS, "Read-only file system"), "writable"),
+        (SafetensorError("I/O error: Permission denied (os error 13)"), "writable"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free disk space"),
+    ],
+)
+def test_a_folder_that_must_not_be_written_is_no_full_disk(error: Exception, fix: str) -> None:
+    """A rank whose run folder belongs to another user was told to free disk space."""
+    assert fix in remedy(error)
 
 
 def test_the_newest_k_are_kept(tmp_path: Path) -> None:
