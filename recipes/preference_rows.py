@@ -1,7 +1,7 @@
 """Pairs of answers for ``dpo.toml``, made by a reward: seed-moe answers each problem eight times, and where
 one answer is right and one is wrong, the first of each are a pair.
 
-python recipes/preference_rows.py [FILE] [ROWS] [SEED]      preferences.jsonl with 1024 rows
+python preference_rows.py [FILE] [ROWS] [SEED]      preferences.jsonl with 1024 rows
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The shop of price_list as an agent of pydantic-ai (`pip install "pydantic-ai-slim[openai]"`).
 
 The loop, the messages and the calls of the tool are pydantic-ai's, and
-`ostinato train recipes/pydantic_agent.toml` trains the model behind it (docs/agents.md).
+`ostinato train pydantic_agent` trains the model behind it (docs/agents.md).
 """
 
 from __future__ import annotations

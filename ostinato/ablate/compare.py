@@ -15,16 +15,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, ValidationError
 
 from ostinato.ablate.jobs import Job, State, arm_recipe, as_run, done
 from ostinato.ablate.kept import prompts, slug
-from ostinato.config import Recipe
+from ostinato.config import Recipe, based
 from ostinato.config.explain import explain
-from ostinato.config.sections import Count, Floats, Names, Positive, Section
+from ostinato.config.paths import ModelName, PathKind
+from ostinato.config.sections import Count, Floats, Overrides, Positive, Section
 from ostinato.every import Every
 from ostinato.inputs import parse_toml
 from ostinato.observe.report.facts import kept
@@ -46,27 +47,28 @@ CONTROLS: Mapping[str, Sequence[str]] = {
 class ArmSpec(Section):
     """``[arms.NAME]`` of an arms file."""
 
-    model: str = ""  # as model.path; empty: the recipe's
+    model: ModelName = ""  # as model.path; empty: the recipe's
     method: str = "lora"  # or full
     rank: Positive = 16
     tied: Count = 0  # as adapter.tied
     lrs: Floats = ()  # to choose from; empty: those of the file
     control: str = ""  # "random reward" or "own correct"
-    overrides: Names = ()
+    overrides: Overrides = ()
 
 
 class ArmsFile(Section):
-    recipe: str = "quickstart"
+    recipe: Annotated[str, PathKind.RECIPE] = "quickstart"
     lrs: Floats = (1e-4, 3e-4, 1e-3)
     threshold: float = 0.75  # of the best arm's gain: compute to it is shown
-    overrides: Names = ()
+    overrides: Overrides = ()
     arms: dict[str, ArmSpec] = Field(default_factory=dict)
 
 
 def read_arms(path: Path) -> ArmsFile:
-    """Raises ValueError with one sentence for what is wrong with the file."""
+    """Relative paths in it begin at its folder. Raises ValueError with one sentence for what is wrong."""
     try:
-        found = ArmsFile.model_validate(parse_toml(path.read_text(encoding="utf-8")))
+        tree = parse_toml(path.read_text(encoding="utf-8"))
+        found = ArmsFile.model_validate(based(tree, path.parent, ArmsFile))
     except ValidationError as error:
         raise ValueError(f"{path}: {explain(error, ArmsFile, 'an arms file')}") from None
     if not found.arms:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ostinato.ablate.kept import backwards, ended, slug
-from ostinato.config import Recipe, dump_toml
+from ostinato.config import Recipe, check_files, dump_toml
 from ostinato.every import Every
 from ostinato.lock import Locked, locked
 from ostinato.pipeline.signals import ending
@@ -118,6 +118,7 @@ def check(jobs: Sequence[Job]) -> None:
     for job in jobs:
         try:
             check(job.recipe)
+            check_files(job.recipe)
         except ValueError as error:
             raise ValueError(f"arm {job.arm!r}: {error}") from None
         if (job.folder / "recipe.toml").is_file() and (key := _differs(job)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
+from ostinato.config import check_files
 from ostinato.launch import threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.models import recipe_of
@@ -25,6 +26,7 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
     override ``engine.weights=...`` scores a sampler of others.
     """
     recipe, run = recipe_of(target, "engine.weights=model", *overrides)
+    check_files(recipe)
     threads.configure(recipe)
     recipe = resolved(recipe)
     from ostinato.launch.engine import new_engine

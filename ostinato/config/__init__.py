@@ -7,7 +7,8 @@ needs no model is checked here; ``launch.checks.check`` checks the rest (algorit
 >>> recipe = Recipe.load("recipes/quickstart.toml", "trainer.steps=10", "algo.name=dapo")
 """
 
-from ostinato.config.recipe import Recipe, dump_toml, find_recipe, override
+from ostinato.config.paths import check_files
+from ostinato.config.recipe import Recipe, based, dump_toml, find_recipe, override
 from ostinato.config.sections import (
     AdapterSection,
     AlgoSection,
@@ -33,6 +34,8 @@ __all__ = [
     "ModelSection",
     "PipelineSection",
     "Recipe",
+    "based",
+    "check_files",
     "dump_toml",
     "find_recipe",
     "override",

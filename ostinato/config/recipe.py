@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from tomli_w import dumps
 
 from ostinato.config.explain import explain
 from ostinato.config.gone import without_gone
+from ostinato.config.paths import PathKind, absolute, mapped
 from ostinato.config.sections import (
     AblateSection,
     AdapterSection,
@@ -268,6 +272,7 @@ class Recipe(Section):
     @classmethod
     def load(cls, path: str | Path, *overrides: str) -> Recipe:
         """Read a recipe file, or a packaged recipe by name, and apply ``section.key=value`` overrides.
+        Relative paths begin at the folder of the file, in overrides at the current one (``config.paths``).
 
         Raises ValueError, with one sentence, for whatever is missing, misspelt or of the wrong type.
         """
@@ -277,7 +282,7 @@ class Recipe(Section):
         except ValueError as error:  # no TOML, or no UTF-8
             raise ValueError(f"recipe {file} is not valid TOML: {error}; fix that line") from error
         tree.setdefault("name", file.stem)
-        return cls.parse(override(tree, overrides))
+        return cls.parse(based(override(based(tree, file.parent), overrides), Path()))
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> Recipe:
@@ -323,6 +328,33 @@ def _recipe_folders() -> Iterator[Path]:
     for folder in (package / "recipes", package.parent / "recipes"):  # installed | a checkout
         if folder.is_dir():
             yield folder
+
+
+def based(tree: Mapping[str, Any], base: Path, section: type[Section] = Recipe) -> dict[str, Any]:
+    """A copy of ``tree``, the keys of ``section``, in which relative paths (of arms too) begin at
+    ``base`` and are absolute."""
+
+    def change(_: str, kind: PathKind, text: str) -> str:
+        return _based_override(text, base) if kind is PathKind.OVERRIDE else absolute(kind, text, base)
+
+    return mapped(tree, section, change)
+
+
+def _based_override(text: str, base: Path) -> str:
+    if "=" not in text:
+        return text
+    tree = override({}, [text])
+    if (moved := based(tree, base)) == tree:
+        return text
+    dotted = text.partition("=")[0].strip()
+    return f"{dotted}={_toml_text(reduce(getitem, dotted.split('.'), moved))}"
+
+
+def _toml_text(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml_text(one)}" for key, one in value.items()) + "}"
+    return f"[{', '.join(map(_toml_text, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 def override(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

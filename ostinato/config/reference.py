@@ -27,6 +27,9 @@ HEAD = """# All recipe keys
 
 This page is generated: `python -m ostinato.config.reference > docs/recipe.md`. A recipe is a TOML file; each
 section below is a table of it. On the command line a key is written with its section: `trainer.steps=200`.
+
+A relative path to what is read (rows, models, adapters, `file.py:name`) begins at the folder of the recipe's
+file, on the command line at the current one. `log.dir`, which is written to, begins at the current folder.
 """
 NAMES = {"str": "string", "float": "number", "int": "integer", "bool": "boolean"}
 BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}

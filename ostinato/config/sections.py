@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ostinato.axis import Axis
+from ostinato.config.paths import Code, File, ModelName, PathKind, Program, RowsName
 from ostinato.every import Every
 
 Count = Annotated[int, Field(ge=0)]
@@ -15,6 +16,8 @@ Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has arrays, not tuples
+Rewards = Annotated[Names, PathKind.REWARD]
+Overrides = Annotated[Names, PathKind.OVERRIDE]
 Floats = Annotated[tuple[float, ...], Field(strict=False)]
 Counts = Annotated[tuple[int, ...], Field(strict=False)]
 
@@ -31,7 +34,7 @@ class Section(BaseModel):
 class ModelSection(Section):
     """``path``: "asset:seed-moe", "smollm2-135m", a Hugging Face folder, or a hub name."""
 
-    path: str = "asset:seed-moe"
+    path: ModelName = "asset:seed-moe"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: what is faster here, by measurement
     storage: Literal["same", "bfloat16"] = "same"  # of matrices; bfloat16 under float32: half the memory
     device: str = "auto"  # auto: cuda where there is one, else cpu
@@ -55,7 +58,7 @@ class AdapterSection(Section):
     expert_scheme: Literal["shared_outer", "per_expert"] = "shared_outer"
     expert_rank: Count = 0  # 0: the same as rank
     tied: Count = 0  # TinyLoRA: numbers that are trained in place of A and B, for all maps together; 0: none
-    path: str = ""  # an adapter to begin with, as a run or export leaves it; its shape is then its own
+    path: File = ""  # an adapter to begin with, as a run or export leaves it; its shape is then its own
 
     @model_validator(mode="after")
     def _check(self) -> AdapterSection:
@@ -77,8 +80,8 @@ class TeacherSection(Section):
     """Who scores what the policy samples, for ``algo.teacher_coef`` (1 in "opd"): an adapter on this run's
     model, another model with the same tokenizer, with an adapter of its own or none, or a server."""
 
-    adapter: str = ""  # a run folder, or an adapter folder as a run or export leaves it
-    model: str = ""  # as model.path; empty: the model of this run. With url: its name there; empty: the first
+    adapter: File = ""  # a run folder, or an adapter folder as a run or export leaves it
+    model: ModelName = ""  # as model.path; empty: this run's model. With url: its name there, or the first
     url: str = ""  # "http://host:8000", a server that gives prompt_logprobs; its key: $OSTINATO_TEACHER_KEY
     timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of a request at url
     max_retries: Annotated[int, Field(ge=0, le=100)] = 4  # of a request at url; then the run ends
@@ -87,17 +90,17 @@ class TeacherSection(Section):
 class OneTask(Section):
     """Where prompts come from, and what an episode is."""
 
-    source: str = "arithmetic"
+    source: RowsName = "arithmetic"
     n_train: Count = 4096  # 0: every row of a file
     params: dict[str, Any] = Field(default_factory=dict)  # of the source
     system_prompt: str = ""
     max_turns: Positive = 1
-    tools: Names = ()  # built-in names, "module:function" or "file.py:function"
-    env: str = ""  # an environment of your own, "module:Class" or "file.py:Class" (docs/guide/environment.md)
+    tools: Annotated[Names, PathKind.CODE] = ()  # built-in names, "module:function" or "file.py:function"
+    env: Code = ""  # an environment of your own, "module:Class", "file.py:Class" (docs/guide/environment.md)
     env_params: dict[str, Any] = Field(default_factory=dict)  # what the class is made with
     memory: bool = False  # contexts of an episode stay within memory.budget (docs/memory.md)
-    agent: str = ""  # "module:function", "file.py:function" or "remote", with an OpenAI client
-    agent_command: Names = ()  # the same as a command line
+    agent: Code = ""  # "module:function", "file.py:function" or "remote", with an OpenAI client
+    agent_command: Annotated[Names, PathKind.WORD] = ()  # the same as a command line
     agent_url: str = ""  # of a service that plays a rollout for each POST
     agent_tool_calls: Literal["json", "equals"] = "json"  # how the model writes them (docs/agents.md)
     agent_silence_s: Annotated[float, Field(gt=0)] = 60.0  # between two calls of an agent
@@ -121,7 +124,7 @@ class MixedTask(OneTask):
 
     name: str  # in metrics, scores, and in front of the uids of its prompts
     weight: Annotated[float, Field(gt=0)] = 1.0
-    rewards: Names = ()  # those of reward.functions that judge it; empty: all
+    rewards: Rewards = ()  # those of reward.functions that judge it; empty: all
 
     @model_validator(mode="after")
     def _check(self) -> MixedTask:
@@ -162,7 +165,7 @@ class MemorySection(Section):
 
     budget: Positive = 1024  # tokens of a context, before the answer
     recent: Count = 0  # of them the newest turns, verbatim; 0: a third
-    importance: str = ""  # weights of ``ostinato.memory.importance``; empty: those by hand
+    importance: File = ""  # weights of ``ostinato.memory.importance``; empty: those by hand
 
 
 class RewardSection(Section):
@@ -174,7 +177,7 @@ class RewardSection(Section):
     it cannot, "strict" refuses to begin then, "off" is for rewards that need the network, a GPU or files.
     """
 
-    functions: Names = ("exact",)
+    functions: Rewards = ("exact",)
     weights: Floats = ()  # empty: 1 each
     solved_at: float | Literal["full"] = "full"  # the reward of a solved answer; full: all positive weights
     timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per group and function
@@ -361,7 +364,7 @@ class ParallelSection(Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl where the model is on GPUs
     timeout_s: Annotated[float, Field(gt=0)] = 300.0  # of one collective, and of a rank that does not get on
     silence_s: Annotated[float, Field(gt=0)] = 30.0  # without a sign of life, before a rank is lost
-    placement: str = ""  # a file that says which expert rank keeps which experts (ostinato place)
+    placement: File = ""  # a file that says which expert rank keeps which experts (ostinato place)
 
     @property
     def sharded(self) -> bool:
@@ -442,7 +445,7 @@ class TrainerSection(Section):
 class DownstreamSection(Section):
     """A further set of prompts to be scored on, of a source of its own (see ``TaskSection``)."""
 
-    source: str
+    source: RowsName
     params: dict[str, Any] = Field(default_factory=dict)  # of the source
     split: Literal["eval", "train"] = "eval"
     n: Count = 0  # 0: every row of a file
@@ -512,7 +515,7 @@ class ForgettingSection(Section):
     looked at while it trains (docs/forgetting.md)."""
 
     enabled: bool = True
-    source: str = ""  # of the questions, as task.source; empty: what the task leaves out, or plain ones
+    source: RowsName = ""  # of the questions, as task.source; empty: what the task leaves out, or plain ones
     params: dict[str, Any] = Field(default_factory=dict)  # of the source
     share: Annotated[float, Field(gt=0, le=1)] = (
         0.02  # of the run's FLOPs that it may cost; decides how often
@@ -529,7 +532,7 @@ class EngineSection(Section):
 
     backend: Literal["local", "vllm"] = "local"
     address: str = ""  # of a running vLLM server, "http://host:8000"; empty: the run starts one
-    python: str = ""  # interpreter of the environment that has vLLM; empty: this one
+    python: Program = ""  # interpreter of the environment that has vLLM; empty: this one
     server_args: Names = ()  # further arguments of the vLLM server
     weights: Literal["model", "bf16", "int8", "fp8"] = "model"
     kv_memory_mb: Positive = 512
@@ -582,7 +585,9 @@ class LogSection(Section):
 class AblateSection(Section):
     """What ``ostinato ablate --leave-one-out`` compares the recipe with: name = the overrides of an arm."""
 
-    arms: dict[str, Names] = Field(default_factory=dict)  # e.g. "no fp32 head" = ["model.fp32_head=false"]
+    arms: Annotated[dict[str, Names], PathKind.OVERRIDE] = Field(
+        default_factory=dict
+    )  # e.g. "no fp32 head" = ["model.fp32_head=false"]
 
 
 class SftSection(Section):

@@ -118,6 +118,11 @@ def _procedural(source: str, split: str, seed: int, n: int, params: dict[str, An
 
 
 def existing(source: str) -> str:
+    if not source:
+        raise ValueError(
+            "task.source is empty; name rows, e.g. task.source=rows.jsonl (ostinato judge train FEEDBACK.db "
+            "makes those of a judge, preference_rows.py beside the packaged recipes pairs to try DPO on)"
+        )
     if source.startswith("hf:") or Path(source).exists():
         return source
     if Path(source).suffix or "/" in source:

@@ -296,8 +296,9 @@ def imported(spec: str, what: str, nearest: str) -> Callable[..., Any]:
         try:
             loader.loader.exec_module(module)
         except Exception as error:  # a user's file can raise anything while it is imported
+            fix = f"install {error.name}" if isinstance(error, ModuleNotFoundError) else "fix the file"
             raise ValueError(
-                f"{what} {spec!r}: importing {where} raised {type(error).__name__}: {error}; fix the file"
+                f"{what} {spec!r}: importing {where} raised {type(error).__name__}: {error}; {fix}"
             ) from error
     elif importlib.util.find_spec(where.partition(".")[0]) is None:
         raise ValueError(f"{what} {spec!r}: there is no module {where!r}; check the name")

@@ -137,9 +137,13 @@ def _agents(recipe: Recipe, renderer: Renderer) -> AgentServer | None:
         return None
     try:
         from ostinato.serve.agent_server import AgentServer
+        from ostinato.serve.agents import agent_of
         from ostinato.serve.elsewhere import Place
     except ModuleNotFoundError as error:
         raise ValueError(f'agents need {error.name}; install it: pip install "ostinato[serve]"') from None
+    for task in tasks:
+        if not task.agent_elsewhere:
+            agent_of(task.agent, task.agent_command)  # or it says why there is none
     if not renderer.has_chat_template:
         raise ValueError(f"task.agent needs a chat template, and {renderer.folder} has none")
     task, place = tasks[0], Place()  # the others have the same place

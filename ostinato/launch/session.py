@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ostinato.config import Recipe, dump_toml
+from ostinato.config import Recipe, check_files, dump_toml
 from ostinato.engine.threads import Threads
 from ostinato.failure import NamedFailure
 from ostinato.launch import NothingToLearn, RunFailed, threads
@@ -70,6 +70,7 @@ def learn(
         recipe = Recipe.load(recipe, *overrides)
     elif overrides:
         raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
+    check_files(recipe)
     console = Console(file=lasting(sys.stdout), quiet=quiet)
     with new_folder(recipe) as path:
         return _train(recipe, path, console, again=False, workers=workers)
@@ -89,6 +90,7 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
         run.sweep()
         recipe = Recipe.load(run.recipe, *overrides)
         check_steps(run, recipe.trainer.steps)
+        check_files(recipe)
         return _train(recipe, path, console, again=True, workers=workers)
 
 

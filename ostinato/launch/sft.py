@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.config import Recipe, dump_toml
+from ostinato.config import Recipe, check_files, dump_toml
 from ostinato.env.answers import example, load_rows, pair
 from ostinato.env.tasks import order
 from ostinato.launch import RunFailed
@@ -59,6 +59,7 @@ def supervise(recipe: Recipe, path: Path | None = None) -> tuple[Path, int, str]
 
     Raises ValueError for what is wrong with the recipe or a row, before any work; RunFailed when the run
     cannot go on."""
+    check_files(recipe)
     if path is None:
         with new_folder(recipe) as new:
             return _session(recipe, new, again=False)

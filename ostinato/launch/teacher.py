@@ -34,8 +34,9 @@ def check_teacher(recipe: Recipe, algorithm: Algorithm, renderer: Renderer) -> N
         return
     if not given:
         raise ValueError(
-            f"algo.teacher_coef is {algorithm.teacher_coef:g} without a teacher; set teacher.adapter (a run "
-            "folder or an adapter on the same base), teacher.model or teacher.url"
+            f"algo.teacher_coef is {algorithm.teacher_coef:g} without a teacher; train one first (ostinato "
+            "train quickstart, for example) and set teacher.adapter to its run folder or adapter, or set "
+            "teacher.model or teacher.url"
         )
     if recipe.parallel.sharded:
         raise ValueError(
