@@ -24,8 +24,9 @@ from ostinato.ablate.jobs import Job, State, arm_recipe, as_run, done
 from ostinato.ablate.kept import prompts, slug
 from ostinato.config import Recipe, based
 from ostinato.config.explain import explain
-from ostinato.config.paths import ModelName, PathKind
-from ostinato.config.sections import Count, Floats, Overrides, Positive, Section
+from ostinato.config.fields import Count, Floats, ModelName, Overrides, Positive
+from ostinato.config.paths import PathKind
+from ostinato.config.sections import Section
 from ostinato.every import Every
 from ostinato.inputs import parse_toml
 from ostinato.observe.report.facts import kept

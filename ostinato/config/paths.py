@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from ostinato.inputs import has_surrogate
 
@@ -27,12 +27,6 @@ class PathKind(StrEnum):
     RECIPE = "recipe"  # unless a packaged one by name
     OVERRIDE = "override"  # key=value, whose value may be any of these
 
-
-File = Annotated[str, PathKind.FILE]
-RowsName = Annotated[str, PathKind.ROWS]
-ModelName = Annotated[str, PathKind.MODEL]
-Code = Annotated[str, PathKind.CODE]
-Program = Annotated[str, PathKind.PROGRAM]
 
 Change = Callable[[str, PathKind, str], str]  # (dotted key, kind, text) -> text
 

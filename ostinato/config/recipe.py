@@ -14,6 +14,7 @@ from pydantic import ValidationError, model_validator
 from tomli_w import dumps
 
 from ostinato.config.explain import explain
+from ostinato.config.fields import Seed
 from ostinato.config.gone import without_gone
 from ostinato.config.paths import PathKind, absolute, mapped
 from ostinato.config.sections import (
@@ -30,20 +31,17 @@ from ostinato.config.sections import (
     LedgerSection,
     LogSection,
     MemorySection,
-    MixedTask,
     ModelSection,
-    OneTask,
     ParallelSection,
     PipelineSection,
     RewardSection,
     RolloutSection,
     Section,
-    Seed,
     SftSection,
-    TaskSection,
     TeacherSection,
     TrainerSection,
 )
+from ostinato.config.tasks import MixedTask, OneTask, TaskSection
 from ostinato.inputs import has_surrogate, parse_toml
 
 

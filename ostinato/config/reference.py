@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from ostinato.config import sections
 from ostinato.config.recipe import Recipe
-from ostinato.config.sections import AlgoSection, DownstreamSection, MixedTask, Section, TaskSection
+from ostinato.config.sections import AlgoSection, DownstreamSection, Section
+from ostinato.config.tasks import MixedTask, TaskSection
 
 ALGO = Path(__file__).parent.parent / "algo"
 HEAD = """# All recipe keys
@@ -37,8 +37,12 @@ BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "belo
 
 def reference() -> str:
     """The whole page."""
-    comments = comments_of(Path(sections.__file__).read_text(encoding="utf-8"))
-    recipe = comments_of(Path(sections.__file__).with_name("recipe.py").read_text(encoding="utf-8"))
+    here = Path(__file__).parent
+    sections, tasks, recipe = (
+        comments_of((here / name).read_text(encoding="utf-8"))
+        for name in ("sections.py", "tasks.py", "recipe.py")
+    )
+    comments = sections | tasks
     fields = Recipe.model_fields
     plain = {name: field for name, field in fields.items() if not _is_section(field)}
     parts = [HEAD, "## Top level\n", _table(plain, recipe["Recipe"])]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ostinato.config import Recipe
-from ostinato.config.sections import REMOTE, OneTask
+from ostinato.config.tasks import REMOTE, OneTask
 from ostinato.env.custom import SEEDS, EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.mixture import Mixture, counts, named

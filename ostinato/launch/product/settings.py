@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ostinato.config.explain import explain
+from ostinato.config.fields import Seed
 from ostinato.config.recipe import beside_recipes, override
-from ostinato.config.sections import Seed
 from ostinato.inputs import parse_toml
 from ostinato.product.gates import JudgeLimits, PolicyLimits
 
