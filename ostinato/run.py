@@ -325,6 +325,7 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
         "reward": None if reward is None else reward.value,
         "reason": "" if reward is None else reward.reason,
         "parts": {} if reward is None else reward.parts,
+        **({"extra": reward.extra} if reward is not None and reward.extra else {}),
         "turns": turns,
     }
 

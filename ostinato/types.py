@@ -324,6 +324,8 @@ class Reward:
     reason: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict)  # by reward function
     failed: Mapping[str, str] = field(default_factory=dict)  # by function: what is wrong, and its traceback
+    metrics: Mapping[str, float] = field(default_factory=dict)  # that functions logged of the whole group
+    extra: Mapping[str, Any] = field(default_factory=dict)  # that they logged of this answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

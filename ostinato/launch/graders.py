@@ -27,6 +27,7 @@ def new_grader(
         judges={one.name: one.rewards for one in recipe.task.mix if one.rewards},
         scorers=scorers,
         counters=counters,
+        max_steps=recipe.trainer.steps,
     )
 
 

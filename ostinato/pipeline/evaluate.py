@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.every import NEVER, Every
-from ostinato.rollout.health import counters, length_figures, of_tasks, pass_at_k
+from ostinato.rollout.health import counters, length_figures, logged_figures, of_tasks, pass_at_k
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResult, play, verdicts
 from ostinato.run import MAIN_SET, to_json
 from ostinato.types import Group, Prompt, Sampling
@@ -161,6 +161,7 @@ def score(groups: Sequence[Group], evaluation: Evaluation) -> dict[str, Any]:
         "reward_answer_stderr": answer_error(counted),
         "reward_max": max((float(values.max()) for values in counted), default=math.nan),
         **length_figures(trajectories),
+        **logged_figures(groups),
         **counters(groups),
     }
 

@@ -33,6 +33,8 @@ from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.run import JsonlZst
 from ostinato.types import Completion, Group, Reward, Stop, Support, Trajectory, Turn
 
+SELDOM = frozenset({"failed", "metrics", "extra"})  # of a reward: left out where they are empty
+
 
 class Spool:
     """The file ``inflight.jsonl.zst`` of a run folder: one compressed row per group; a torn end is ignored.
@@ -111,7 +113,7 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
         "env_reward": trajectory.env_reward,
         "reward": None
         if reward is None
-        else {name: value for name, value in asdict(reward).items() if value or name != "failed"},
+        else {name: value for name, value in asdict(reward).items() if value or name not in SELDOM},
         "error": trajectory.error,
     }
 

@@ -7,12 +7,15 @@ It is run by its path, and one socket is all that it needs from the parent::
      isolation, folder}                   ---->  confine itself (isolation.py), import the functions
                                           <----  {"error": "" or one sentence, and the lines of a traceback,
                                                   "left_open": [what it can do]}
-    n, pickle (function, columns, probe)  ---->  call it
-                                          <----  [[[value, fault, detail], ...], traceback], a verdict each
+    id, n, pickle (function, columns,
+                   terms, probe)          ---->  call it
+                                          <----  {"id": its own, "trace": traceback, "metrics", "extra",
+                                                  "verdicts": [[value, fault, detail], ...]}, n of them
 
 Requests are pickles (columns hold whatever a dataset holds); replies are JSON, so nothing that a reward
 function does can run code in the trainer. What a reward function prints goes to stderr, never into the
-socket. The functions run in the main thread: SIGALRM works there.
+socket, and a process that it forks does not have the socket. A reply that does not fit its request ends this
+process. The functions run in the main thread: SIGALRM works there.
 
 A child whose parent was killed ends by itself: a thread notices the new parent, and where a C call
 holds the GIL (a runaway regular expression) the kernel's limit on CPU time ends it.
@@ -28,6 +31,7 @@ import json
 import math
 import os
 import pickle
+import re
 import signal
 import socket
 import struct
@@ -40,10 +44,13 @@ from enum import StrEnum
 from typing import Any
 
 HEADER = struct.Struct(">Q")
+REQUEST = struct.Struct(">QQ")  # its id, how many completions it has
 MAX_FRAME = 1 << 30  # a longer frame is a broken stream, not a message
 MAX_DETAIL = 300  # characters of an exception that travel back
 OPEN_UP = ' (reward.isolation="off" lets rewards use the network and write files)'
 CONFINED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENETUNREACH, errno.EADDRNOTAVAIL})
+HIDDEN = ' (reward.isolation leaves {} out of the environment of rewards; "off" hands it on)'
+MAX_NAME = 100  # characters of what log_metric and log_extra are given
 MAX_FRAMES = 8  # of a traceback, the innermost
 MAX_CHAIN = 3  # exceptions in a chain of causes
 WATCH_S = 0.5
@@ -94,6 +101,50 @@ def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     return bytes(buffer)
 
 
+class TrainerState:
+    """What TRL tells reward functions of the training: here ``global_step`` and ``max_steps``."""
+
+    def __init__(self, global_step: int, max_steps: int) -> None:
+        self.global_step, self.max_steps = global_step, max_steps
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has global_step and max_steps here, and no {name}")
+
+
+class CallLog:
+    """What a call hands to ``log_metric`` and ``log_extra``, as TRL gives them to reward functions."""
+
+    def __init__(self, num_completions: int) -> None:
+        self._num_completions = num_completions
+        self.metrics: dict[str, list[float | None]] = {}
+        self.extra: dict[str, list[Any]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """A number of this call; metrics have its mean."""
+        number = float(value)
+        self.metrics.setdefault(tidy(name), []).append(number if math.isfinite(number) else None)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """A value of each completion; samples have it. Raises ValueError for another number of values."""
+        if len(values) != self._num_completions:
+            raise ValueError(
+                f"log_extra got {len(values)} values for {self._num_completions} completions in {column!r}"
+            )
+        self.extra[tidy(column)] = [_plain(value) for value in values]
+
+
+def tidy(name: object) -> str:
+    """A name of bounded length without line ends and control characters."""
+    return "".join(one if one.isprintable() else " " for one in str(name))[:MAX_NAME]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; what it does not have is shown by its repr."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, str | bool | int | float) else repr(value)[:MAX_DETAIL]
+
+
 def judge(
     function: Callable[..., Any],
     num_completions: int,
@@ -114,12 +165,41 @@ def judge(
                 inspect.signature(function).bind(**columns)
             except TypeError as error:
                 return _all(num_completions, Fault.SIGNATURE, str(error)), ""
+    process = os.getpid()
     try:
-        return _checked(_returned(function, columns), num_completions), ""
+        returned = _returned(function, columns)
+        _end_fork(process)
+        return _checked(returned, num_completions), ""
     except BaseException as error:  # also SystemExit and the timeouts of libraries that are no Exception
+        _end_fork(process, error)
         fault = _sure(function, columns, error) if probing else None
         detail = _described(error, confined)
         return _all(num_completions, fault or Fault.RAISED, detail), trace(error)
+
+
+def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``offered`` that a function takes, by name or with ``**``."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return {}
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return {name: value for name, value in offered.items() if takes_all or name in parameters}
+
+
+def _end_fork(process: int, error: BaseException | None = None) -> None:
+    """End a process that a reward function has forked from ``process`` and that came back from it, as Python
+    ends a program: what follows is for the worker alone."""
+    if os.getpid() == process:
+        return
+    status = int(error is not None)
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        status = error.code or 0
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
 
 
 def _returned(function: Callable[..., Any], columns: dict[str, Any]) -> Any:
@@ -137,7 +217,28 @@ def _checked(values: Any, num_completions: int) -> list[Verdict]:
 
 def _described(error: BaseException, confined: bool) -> str:
     """The exception, its line, and how to turn off isolation where that may have caused it."""
-    return f"{describe(error)}{where(error)}{OPEN_UP if confined and _was_refused(error) else ''}"
+    hint = ""
+    if confined:
+        hint = HIDDEN.format(name) if (name := _hidden_variable(error)) else ""
+        hint = hint or (OPEN_UP if _was_refused(error) else "")
+    return f"{describe(error)}{where(error)}{hint}"
+
+
+def _hidden_variable(error: BaseException) -> str:
+    """A variable that looks like a secret, is not in the environment, and whose lack ``error`` is about."""
+    from ostinato.reward.isolation import clean
+
+    text = describe(error)
+    if not (_is_of_environment(error) or "environment variable" in text.lower()):
+        return ""
+    names = [name for name in re.findall("[A-Z][A-Z0-9_]+", text) if name not in os.environ]
+    return next((name for name in names if not clean({name: ""})), "")
+
+
+def _is_of_environment(error: BaseException) -> bool:
+    """Was it raised by ``os.environ[...]``?"""
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, KeyError) and last.f_globals.get("__name__") == "os"
 
 
 def _all(num_completions: int, fault: Fault, detail: str) -> list[Verdict]:
@@ -217,6 +318,8 @@ def _sure(function: Callable[..., Any], columns: dict[str, Any], error: BaseExce
         return None
     if isinstance(error, ImportError | NameError) and not isinstance(error, UnboundLocalError):
         return Fault.UNDEFINED
+    if _is_of_environment(error):
+        return Fault.UNDEFINED
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
     if not isinstance(key, str) or key in columns:
         return None
@@ -247,13 +350,19 @@ def _limit_cpu(timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def _answer(functions: dict[str, Callable[..., Any]], request: bytes, confined: bool) -> Judged:
-    (num_completions,) = HEADER.unpack_from(request)
+def _answer(functions: dict[str, Callable[..., Any]], request: bytes, confined: bool) -> dict[str, Any]:
+    id_, num_completions = REQUEST.unpack_from(request)
+    log = CallLog(num_completions)
     try:
-        name, columns, probing = pickle.loads(memoryview(request)[HEADER.size :])
+        name, columns, terms, probing = pickle.loads(memoryview(request)[REQUEST.size :])
     except BaseException as error:  # a column of a class that cannot be imported here
-        return _all(num_completions, Fault.UNPICKLABLE, describe(error)), ""
-    return judge(functions[name], num_completions, columns, confined, probing)
+        verdicts, trace = _all(num_completions, Fault.UNPICKLABLE, describe(error)), ""
+    else:
+        offered = {"log_metric": log.log_metric, "log_extra": log.log_extra}
+        offered["trainer_state"] = TrainerState(**terms)
+        columns |= accepted(functions[name], offered)
+        verdicts, trace = judge(functions[name], num_completions, columns, confined, probing)
+    return {"id": id_, "verdicts": verdicts, "trace": trace, "metrics": log.metrics, "extra": log.extra}
 
 
 def _confine(hello: dict[str, Any], sock: socket.socket) -> list[str]:
@@ -286,8 +395,9 @@ def main(fd: int) -> None:
     try:
         left_open = _confine(hello, sock)
     except (OSError, ValueError) as error:
-        send(sock, json.dumps({"error": str(error)}).encode())
+        send(sock, json.dumps({"id": 0, "error": str(error)}).encode())
         return
+    os.register_at_fork(after_in_child=sock.close)
     from ostinato.reward import verify
 
     try:
@@ -297,9 +407,9 @@ def main(fd: int) -> None:
         named = f"importing the reward {spec!r} raised {_described(error, confined)}; fix it"
         ours = type(error) is ValueError and _frames(error)[-1].filename == verify.__file__
         sentence = str(error) if ours else f"{named}\n{trace(error)}"
-        send(sock, json.dumps({"error": sentence}).encode())
+        send(sock, json.dumps({"id": 0, "error": sentence}).encode())
         return
-    send(sock, json.dumps({"error": "", "left_open": left_open}).encode())
+    send(sock, json.dumps({"id": 0, "error": "", "left_open": left_open}).encode())
     while True:
         request = receive(sock)
         _limit_cpu(hello["timeout_s"])

@@ -16,6 +16,7 @@ import math
 import os
 import pickle
 import queue
+import secrets
 import shutil
 import socket
 import sys
@@ -26,19 +27,23 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from ostinato.inputs import parse_json
 from ostinato.reward import isolation
 from ostinato.reward import worker as child
 from ostinato.reward.isolation import Mode
-from ostinato.reward.worker import Fault, Judged, Verdict
+from ostinato.reward.worker import Fault, Verdict
 from ostinato.types import Group, Prompt, Reward, Stop, Trajectory
 from ostinato.workers.process import Child
 
+T = TypeVar("T")
+
+MAX_DETAIL, MAX_TRACE = 1_000, 100_000  # characters of a reply that are kept
 START_TIMEOUT_S = 60.0  # importing the functions may be slow; a call's limit does not include it
 REAP_TIMEOUT_S = 5.0
 RETRIES = 1  # of a call whose process died
@@ -78,8 +83,8 @@ class Worker:
                 "isolation": self._isolation,
                 "folder": self._own_folder,
             }
-            reply = self._exchange(json.dumps(hello).encode(), START_TIMEOUT_S)
-            error, self.left_open = reply["error"], reply.get("left_open", [])
+            payload = json.dumps(hello).encode()
+            error, self.left_open = self._exchange(payload, START_TIMEOUT_S, 0, _greeting)
         except TimeoutError:
             error = f"importing the rewards {self._functions} took more than {START_TIMEOUT_S:g} s"
         except OSError as failure:
@@ -100,25 +105,31 @@ class Worker:
             command = [sys.executable, "-P", child.__file__, str(theirs.fileno()), self._own_folder]
             self._process = Child(command, pass_fds=[theirs.fileno()], folder=self._folder, environ=environ)
 
-    def call(self, request: bytes) -> Judged:
-        """One verdict per completion, and the traceback of a call that raised. Raises TimeoutError or
-        EOFError; then the process is gone."""
+    def call(self, num_completions: int, request: bytes) -> Reply:
+        """The reply to a pickled call. Raises TimeoutError or EOFError; then the process is gone."""
         if error := self.start():
             raise EOFError(error.partition("\n")[0])
-        verdicts, trace = self._exchange(request, self._timeout_s)
-        return [(value, fault, detail) for value, fault, detail in verdicts], trace
+        id_ = secrets.randbits(63) | 1  # a reply that was written before its request cannot have it
+        payload = child.REQUEST.pack(id_, num_completions) + request
+        return self._exchange(payload, self._timeout_s, id_, lambda reply: Reply.of(reply, num_completions))
 
-    def _exchange(self, request: bytes, timeout_s: float) -> Any:
+    def _exchange(self, request: bytes, timeout_s: float, id_: int, read: Callable[[dict[str, Any]], T]) -> T:
         assert self._socket is not None
         deadline = time.monotonic() + timeout_s
         try:
             self._socket.settimeout(timeout_s)
             child.send(self._socket, request)
-            return json.loads(child.receive(self._socket, deadline))
+            reply = parse_json(child.receive(self._socket, deadline), surrogates=True)
+            if not isinstance(reply, dict) or reply.get("id") != id_:
+                raise ValueError("another id")
+            return read(reply)
         except TimeoutError:
             self.kill()
             raise
-        except (EOFError, OSError, ValueError) as error:  # ValueError: something else wrote into the socket
+        except ValueError as error:  # something else wrote into the socket
+            self.kill()
+            raise EOFError(f"what it sent is no reply to its request ({error})") from error
+        except (EOFError, OSError) as error:
             if self._isolation != "off" and self._process is not None:
                 self._process.wait(KEEPER_S)
             raise EOFError(self.kill()) from error
@@ -149,6 +160,51 @@ class Worker:
         return how or "not reaped"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A call's verdicts, and what it has logged."""
+
+    verdicts: list[Verdict]  # one for each completion
+    trace: str = ""  # the traceback of a call that raised
+    metrics: Mapping[str, list[float | None]] = field(default_factory=dict)  # by log_metric
+    extra: Mapping[str, list[Any]] = field(default_factory=dict)  # by log_extra, a value for each completion
+
+    @classmethod
+    def of(cls, reply: dict[str, Any], num_completions: int) -> Reply:
+        """From JSON that a reward function may have written itself. Raises ValueError for another form."""
+        try:
+            verdicts = [_verdict(*one) for one in reply["verdicts"]]
+            metrics = {child.tidy(name): [*map(_number, some)] for name, some in reply["metrics"].items()}
+            extra = {child.tidy(name): list(values) for name, values in reply["extra"].items()}
+            trace = str(reply["trace"])[-MAX_TRACE:]
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        if {len(verdicts), *map(len, extra.values())} != {num_completions}:
+            raise ValueError(f"{len(verdicts)} verdicts for {num_completions} completions")
+        return cls(verdicts=verdicts, trace=trace, metrics=metrics, extra=extra)
+
+
+def _verdict(value: float | None, fault: str, detail: str) -> Verdict:
+    name = Fault(fault) if fault else ""
+    if name and value is not None:
+        raise ValueError(f"the fault {name} with the value {value}")
+    return _number(value), name, str(detail)[:MAX_DETAIL]
+
+
+def _number(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"the number {value}")
+    return value
+
+
+def _greeting(reply: dict[str, Any]) -> tuple[str, list[str]]:
+    """(error, what isolation leaves open) of a process that has started."""
+    error, left_open = reply.get("error"), reply.get("left_open", [])
+    if not isinstance(error, str) or not isinstance(left_open, list):
+        raise ValueError("no greeting")
+    return error, [str(one) for one in left_open]
+
+
 class Scorer(Protocol):
     """A reward computed in this process, without a child: a judge on an engine, or at an address."""
 
@@ -167,7 +223,7 @@ class WorkerGrader:
     call whose process died is repeated once. ``workers`` is the number of processes, which
     are confined according to ``isolation`` (reward.isolation of a recipe). ``judges`` maps a task of
     a mixture to the functions that grade its answers; all of them grade other tasks. ``scorers``: those of
-    ``functions`` that are called in this process.
+    ``functions`` that are called in this process. ``max_steps`` of the run is in TRL's ``trainer_state``.
 
     A function's None is a skip and leaves the sum of the others, as in TRL. A fault leaves the completion
     without a value: the sum of the others would score the fault 0. ``Reward.reason`` reads
@@ -188,13 +244,14 @@ class WorkerGrader:
         judges: Mapping[str, Sequence[str]] = MappingProxyType({}),
         scorers: Mapping[str, Scorer] = MappingProxyType({}),
         counters: Counter[str] | None = None,
+        max_steps: int = 0,
     ) -> None:
         self.counters = Counter[str]() if counters is None else counters
         self._functions = list(functions)
         self._names = _names(functions)
         self._weights = list(weights) if weights is not None else [1.0] * len(functions)
         self._judges, self._scorers = dict(judges), dict(scorers)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._max_steps = timeout_s, max_steps
         self._closed = False
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
@@ -248,11 +305,11 @@ class WorkerGrader:
         for function, name, _ in self._of(prompt):
             if function in self._scorers:
                 continue
-            verdicts, trace = self._threads.submit(self._ask, function, 2, columns, True).result()
-            if not all(fault for _, fault, _ in verdicts):
+            reply = self._threads.submit(self._ask, function, 2, columns, 0, True).result()
+            if not all(fault for _, fault, _ in reply.verdicts):
                 continue
-            _, fault, detail = verdicts[0]
-            note = f"{trace}\nprompt {prompt.uid}, completions {texts!r}".lstrip()
+            _, fault, detail = reply.verdicts[0]
+            note = f"{reply.trace}\nprompt {prompt.uid}, completions {texts!r}".lstrip()
             if fix := _refusal(name, fault, detail, self._timeout_s):
                 raise _with_note(fix, note)
             warnings.append(
@@ -275,20 +332,20 @@ class WorkerGrader:
         calls = [
             self._scored(self._scorers[function], prompt, texts)
             if function in self._scorers
-            else loop.run_in_executor(self._threads, self._ask, function, len(played), columns)
+            else loop.run_in_executor(self._threads, self._ask, function, len(played), columns, group.step)
             for function in functions
         ]
-        by_function, traces = zip(*await asyncio.gather(*calls), strict=True)
-        for name, verdicts in zip(names, by_function, strict=True):
-            for value, fault, _ in verdicts:
+        replies = await asyncio.gather(*calls)
+        for name, reply in zip(names, replies, strict=True):
+            for value, fault, _ in reply.verdicts:
                 if value is None:
                     self._count(f"rewards/{name}/{fault or 'skipped'}")
-        each = zip(*by_function, strict=True)
-        rewards = iter([_sum(zip(names, weights, verdicts, traces, strict=True)) for verdicts in each])
+        parts = list(zip(names, weights, replies, strict=True))
+        rewards = iter([_sum(parts, number) for number in range(len(played))])
         return [_unplayed(t) if t.stop in NO_VERDICT else next(rewards) for t in group.trajectories]
 
-    async def _scored(self, scorer: Scorer, prompt: Prompt, answers: Sequence[str]) -> Judged:
-        return list(await scorer.score(prompt, answers)), ""
+    async def _scored(self, scorer: Scorer, prompt: Prompt, answers: Sequence[str]) -> Reply:
+        return Reply(verdicts=list(await scorer.score(prompt, answers)))
 
     def _of(self, prompt: Prompt) -> list[tuple[str, str, float]]:
         """(function, its name in metrics, its weight) of those that grade the prompt's task."""
@@ -304,52 +361,65 @@ class WorkerGrader:
             self._idle.put(worker)
 
     def _ask(
-        self, function: str, num_completions: int, columns: dict[str, Any], probe: bool = False
-    ) -> Judged:
+        self, function: str, num_completions: int, columns: dict[str, Any], step: int, probe: bool = False
+    ) -> Reply:
+        def without(fault: Fault, detail: str) -> Reply:
+            return Reply(verdicts=[(None, fault, detail)] * num_completions)
+
+        terms = {"global_step": step, "max_steps": self._max_steps}
         try:
-            request = child.HEADER.pack(num_completions) + pickle.dumps((function, columns, probe))
+            request = pickle.dumps((function, columns, terms, probe))
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError) as error:
-            return [(None, Fault.UNPICKLABLE, child.describe(error))] * num_completions, ""
+            return without(Fault.UNPICKLABLE, child.describe(error))
         detail = ""
         for attempt in range(1 + RETRIES):
             if self._closed:
-                return [(None, Fault.DIED, "the grader was closed")] * num_completions, ""
+                return without(Fault.DIED, "the grader was closed")
             if attempt:
                 self._count("reward_workers/retried")
             worker = self._idle.get()
             try:
-                return worker.call(request)
+                return worker.call(num_completions, request)
             except TimeoutError:
                 self._count("reward_workers/hung")
-                late = (None, Fault.TIMEOUT, f"no verdict in {self._timeout_s:g} s")
-                return [late] * num_completions, ""
+                return without(Fault.TIMEOUT, f"no verdict in {self._timeout_s:g} s")
             except EOFError as error:
                 self._count("reward_workers/died")
                 detail = str(error)
             finally:
                 self._idle.put(worker)
-        return [(None, Fault.DIED, detail)] * num_completions, ""
+        return without(Fault.DIED, detail)
 
     def _count(self, key: str) -> None:
         with self._lock:
             self.counters[key] += 1
 
 
-def _sum(of_functions: Iterable[tuple[str, float, Verdict, str]]) -> Reward:
-    """The weighted sum of one answer's verdicts: (name, weight, verdict, traceback) of each function."""
+def _sum(of_functions: Iterable[tuple[str, float, Reply]], number: int) -> Reward:
+    """The weighted sum of one answer's verdicts: (name, weight, reply) of each function, and its number."""
     parts: dict[str, float | None] = {}
     failed: dict[str, str] = {}
+    metrics: dict[str, list[float]] = {}
+    extra: dict[str, Any] = {}
     faults, terms = [], []
-    for name, weight, (value, fault, detail), trace in of_functions:
+    for name, weight, reply in of_functions:
+        value, fault, detail = reply.verdicts[number]
         parts[name] = value
+        extra |= {column: values[number] for column, values in reply.extra.items()}
+        for metric, values in reply.metrics.items():
+            metrics.setdefault(metric, []).extend(math.nan if one is None else one for one in values)
         if fault:
             faults.append(f"{fault}: {name}: {detail}")
-            failed[name] = f"{fault}: {detail}\n{trace}".rstrip()
+            failed[name] = f"{fault}: {detail}\n{reply.trace}".rstrip()
         elif value is not None:
             terms.append(weight * value)
+    logged = {
+        "metrics": {metric: math.fsum(some) / len(some) for metric, some in metrics.items()},
+        "extra": extra,
+    }
     if faults or not terms:
-        return Reward(value=None, reason="; ".join(faults) or "skipped", parts=parts, failed=failed)
-    return Reward(value=math.fsum(terms), parts=parts)
+        return Reward(value=None, reason="; ".join(faults) or "skipped", parts=parts, failed=failed, **logged)
+    return Reward(value=math.fsum(terms), parts=parts, **logged)
 
 
 def _close(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> None:
@@ -377,6 +447,11 @@ def _refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:
         case Fault.DIED:
             return f"reward {name} ended its process on a dry run ({detail}); fix it"
         case Fault.SIGNATURE:
+            if "'environments'" in detail:
+                return (
+                    f"reward {name} requires TRL's environments, which rewards do not get here; use what the "
+                    "environment of task.env returns as its reward (env), or give the argument a default"
+                )
             lacks = "missing a required" in detail
             fix = "add the column to the rows or choose another reward" if lacks else "give it **columns"
             return f"reward {name} does not take the row ({detail}); {fix}"

@@ -25,6 +25,7 @@ def health(groups: Sequence[Group], *, solved_at: float = 1.0) -> dict[str, floa
         **reward_figures(groups),
         **solved_figures(groups, solved_at),
         **length_figures(trajectories),
+        **logged_figures(groups),
         **counters(groups),
     }
 
@@ -49,6 +50,15 @@ def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
         figures[f"rewards/{name}/mean"] = _mean(values)
         figures[f"rewards/{name}/std"] = _std(values)
     return figures
+
+
+def logged_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """``logged/{name}``: the mean over trajectories of what reward functions gave to ``log_metric``."""
+    logged: dict[str, list[float]] = {}
+    for reward in (t.reward for group in groups for t in group.trajectories):
+        for name, value in {} if reward is None else reward.metrics.items():
+            logged.setdefault(name, []).append(value)
+    return {f"logged/{name}": _mean(values) for name, values in sorted(logged.items())}
 
 
 def solved_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:

@@ -165,8 +165,8 @@ def _answer(row: Row, pieces: Pieces | None) -> tuple[dict[str, Any], int]:
         turns.append(_turn(turn, pieces, left))
         cut += max(0, len(turn["tokens"]) - left)
         left = max(0, left - len(turn["tokens"]))
-    plain = {key: row.get(key) for key in ("sample", "seed", "stop", "error", "reward", "reason", "parts")}
-    return {**plain, "turns": turns}, cut
+    shown = ("sample", "seed", "stop", "error", "reward", "reason", "parts", "extra")
+    return {**{key: row.get(key) for key in shown}, "turns": turns}, cut
 
 
 def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str, Any]:

@@ -207,8 +207,15 @@ def test_answer_tags() -> None:
     assert answer_tags(texts) == [1, 0, 0]
 
 
-def test_math_verify() -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a second is soon over."""
     pytest.importorskip("math_verify")
+    monkeypatch.setattr("ostinato.reward.verify.MEMBER_LIMIT_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_math_verify() -> None:
     texts = [r"$\frac{1}{2}$", r"\boxed{0.5}", "<answer>1/2</answer>", r"\boxed{\frac{2}{3}}", "no idea"]
     assert math_verify(texts, answer=[r"\frac{1}{2}"] * 5) == [1, 1, 1, 0, 0]
 
@@ -226,10 +233,10 @@ def test_math_verify() -> None:
         ("y = 2x + 3", "3"),
     ],
 )
+@pytest.mark.usefixtures("patient")
 def test_math_verify_reads_a_bare_answer_as_latex(answer: str, last: str) -> None:
     """Without dollars, as MATH has its answers, the last plain number of it was what counted: for 2k+2 the
     answer itself was wrong and 2 was right. A bare answer in tags likewise."""
-    pytest.importorskip("math_verify")
     texts = [
         rf"\boxed{{{answer}}}",
         f"<answer>{answer}</answer>",
@@ -241,8 +248,8 @@ def test_math_verify_reads_a_bare_answer_as_latex(answer: str, last: str) -> Non
         assert math_verify(texts, answer=[target] * len(texts)) == [1, 1, 1, 0, 0]
 
 
+@pytest.mark.usefixtures("patient")
 def test_math_verify_takes_a_bare_completion_for_no_part_of_itself() -> None:
-    pytest.importorskip("math_verify")
     texts = [
         r"It is 2k+2",
         r"3\pi",

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from nouns import completion
 
-from ostinato.reward.worker import Fault, describe, judge
+from ostinato.reward.worker import Fault, TrainerState, describe, judge
 from ostinato.reward.workers import WorkerGrader
+from ostinato.rollout.health import health
 from ostinato.types import Group, Prompt, Stop, Trajectory, Turn
 
 REWARDS = '''
 """Rewards as a user writes them."""
+import os, struct, sys
 
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
@@ -51,6 +53,42 @@ def continued(prompts, completions, **columns):
         float(prompt[-1]["role"] == "user" and chat[0]["content"] == "The sum is 4")
         for prompt, chat in zip(prompts, completions)
     ]
+
+def in_a_child(completions, end, **columns):
+    """Judges each answer in a process of its own, as rewards do that run code."""
+    scores = []
+    for text in completions:
+        if not (child := os.fork()):
+            if end[0] == "returns":
+                return [9.0] * len(completions)
+            raise {"raises": ValueError, "exits": SystemExit}[end[0]](3)
+        scores.append(10 * len(text) + os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return scores
+
+def forges(completions, frame, **columns):
+    """Writes a reply itself, with the id of the request where the frame has one."""
+    worker = next(f for f in frames() if "request" in f.f_locals and "sock" in f.f_locals)
+    id_ = struct.unpack_from(">Q", worker.f_locals["request"])[0]
+    payload = frame[0].replace("ID", str(id_)).encode()
+    worker.f_locals["sock"].sendall(struct.pack(">Q", len(payload)) + payload)
+    return [float(len(text)) for text in completions]
+
+def frames():
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        yield frame
+
+def logs(completions, log_metric, log_extra, trainer_state, **columns):
+    log_metric("words", sum(map(len, completions)) / len(completions))
+    log_metric("odd", float("nan"))
+    log_extra("first", [text[:1] for text in completions])
+    return [float(trainer_state.global_step)] * len(completions)
+
+def asks_a_judge(completions, **columns):
+    return [float(os.environ["JUDGE_API_KEY"] == "k")] * len(completions)
+
+def wants_environments(completions, environments, **columns):
+    return [1.0] * len(completions)
 
 async def later(completions, **columns):
     return [2.0 for _ in completions]
@@ -315,3 +353,79 @@ def test_a_verdict_carries_the_traceback_of_each_function_that_failed(file: str)
     assert a.failed == b.failed and list(a.failed) == ["needs_tags"]
     head, second, *_ = a.failed["needs_tags"].splitlines()
     assert head.startswith("raised: IndexError: ") and second == "Traceback (most recent call last):"
+
+
+@pytest.mark.parametrize(("end", "status"), [("raises", 1), ("exits", 3), ("returns", 0)])
+def test_a_child_that_a_reward_forks_never_speaks_for_it(file: str, end: str, status: int) -> None:
+    """A child that raised was caught as the worker would have been: it wrote a frame of its own and waited
+    for requests at the same socket. From then on answers got the verdicts of others, and the run went on."""
+    with WorkerGrader([f"{file}:in_a_child"], isolation="off") as grader:
+        for texts in (("a", "bb"), ("ccc",), ("dddd", "e")):
+            assert values(grader, group(*texts, end=end)) == [10 * len(text) + status for text in texts]
+        assert not grader.counters
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        '[[[0.5, "", ""]], ""]',
+        '{"id": 7, "verdicts": [[0.5, "", ""]], "trace": "", "metrics": {}, "extra": {}}',
+        '{"id": ID, "verdicts": [[0.5, "", ""], [0.5, "", ""]], "trace": "", "metrics": {}, "extra": {}}',
+        '{"id": ID, "verdicts": [[null, "x/../y", ""]], "trace": "", "metrics": {}, "extra": {}}',
+        '{"id": ID, "verdicts": [[NaN, "", ""]], "trace": "", "metrics": {}, "extra": {}}',
+        '{"id": ID, "verdicts": [[1, "raised", ""]], "trace": "", "metrics": {}, "extra": {}}',
+        '{"id": ID, "verdicts": [["<b>", "", ""]], "trace": "", "metrics": {}, "extra": {}}',
+        '{"id": ID, "verdicts": [[null, "", ""]], "trace": "", "metrics": {"a": 5}, "extra": {}}',
+        "[" * 5000,
+        "null",
+    ],
+)
+def test_a_reply_that_does_not_fit_its_request_ends_the_worker(file: str, frame: str) -> None:
+    """One frame that a reward wrote itself put all later verdicts of the run out of step; a fault was named
+    as the frame said, and two verdicts for one answer were taken."""
+    with WorkerGrader([f"{file}:forges", f"{file}:length"], isolation="off") as grader:
+        (reward,) = asyncio.run(grader.grade(group("ab", frame=frame)))
+        assert reward.value is None and reward.reason.startswith("died: forges: ")
+        assert set(grader.counters) == {
+            "reward_workers/died",
+            "reward_workers/retried",
+            "rewards/forges/died",
+        }
+        assert reward.parts["length"] == 2
+
+
+def test_what_a_reward_logs_as_in_trl_comes_back_with_the_verdicts(file: str) -> None:
+    """Functions that take TRL's log_metric, log_extra or trainer_state were refused: "add the column"."""
+    with WorkerGrader([f"{file}:logs"], max_steps=9) as grader:
+        assert not grader.check(group("a").prompt)
+        first, second = asyncio.run(grader.grade(replace(group("ab", "cdef"), step=5)))
+    assert first.value == second.value == 5.0
+    assert first.metrics["words"] == second.metrics["words"] == 3.0 and math.isnan(first.metrics["odd"])
+    assert (first.extra, second.extra) == ({"first": "a"}, {"first": "c"})
+    figures = health([replace(group("a"), trajectories=(replace(trajectory("a"), reward=first),))])
+    assert figures["logged/words"] == 3.0
+
+
+def test_what_trl_hands_to_rewards_and_we_do_not_is_refused_by_name(file: str) -> None:
+    with (
+        WorkerGrader([f"{file}:wants_environments"]) as grader,
+        pytest.raises(ValueError, match="environments"),
+    ):
+        grader.check(group("a").prompt)
+    state = TrainerState(global_step=1, max_steps=2)
+    with pytest.raises(AttributeError, match="no epoch"):
+        _ = state.epoch
+
+
+def test_a_secret_that_isolation_keeps_back_is_named_with_the_way_to_get_it(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A KeyError of os.environ was taken for a column that the row lacks."""
+    monkeypatch.setenv("JUDGE_API_KEY", "k")
+    row = group("a").prompt
+    with WorkerGrader([f"{file}:asks_a_judge"]) as grader, pytest.raises(ValueError) as caught:
+        grader.check(row)
+    assert "JUDGE_API_KEY" in str(caught.value) and "reward.isolation" in str(caught.value)
+    assert "column" not in str(caught.value)
+    with WorkerGrader([f"{file}:asks_a_judge"], isolation="off") as grader:
+        assert not grader.check(row)

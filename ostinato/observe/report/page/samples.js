@@ -59,11 +59,13 @@ const Samples = (() => {
   function answerCard(answer) {
     const kind = answer.reward === null || answer.error ? "fault" : isSolved(answer.reward) ? "solved" : "";
     const parts = Object.entries(answer.parts || {}).filter(([name]) => Object.keys(answer.parts).length > 1 || name === "").map(([name, value]) => `${name} ${number(value)}`);
+    const extra = Object.entries(answer.extra || {}).map(([name, value]) => `${name}: ${value}`);
     const versions = [...new Set(answer.turns.flatMap((turn) => turn.versions))].sort((a, b) => a - b);
     const spread = versions.length > 1 ? `policies ${versions[0]} to ${versions[versions.length - 1]}` : versions.length ? `policy ${versions[0]}` : "";
     const verdict = make("p", "verdict",
       make("b", "", answer.reward === null ? "no verdict" : `reward ${number(answer.reward)}`),
       parts.length ? make("span", "", parts.join(" · ")) : null,
+      ...extra.map((text) => make("span", "", text)),
       make("span", "", `${size(answer)} tokens`),
       make("span", "", answer.stop === "length" ? "truncated" : `stop: ${answer.stop}`),
       make("span", "", `mean log p ${number(mean(logprobs(answer)), 2)}`),
