@@ -1,0 +1,246 @@
+"""Attention over paged keys and values in Triton: decode and prefill rows in one kernel.
+
+Keys lie as [blocks, 16, Hkv, Dk], values as [blocks, 16, Hkv, Dv]; slot = block * 16 + offset. Positions are
+cut into splits of a fixed length. A split's partial result, (out, log-sum-exp), is computed alone and partial
+results are merged in the order of positions,
+
+    lse = log(exp(lse_a) + exp(lse_b))        out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
+
+by one program that walks all splits (many rows: prefill), or by a program for each split and one that merges
+(few rows: decode fills the card only so). Both do the same arithmetic, and what a row does not see adds exact
+zeros: the result of a row depends on no other row, nor on which of the two ways was taken.
+
+The query heads of a key head, and neighbouring rows of a sequence, share a tile. Twin: ``engine.paged``.
+
+T rows, H query heads, Hkv key heads, G = H / Hkv, Dk and Dv head dimensions, S splits, N tiles.
+"""
+
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# A kernel is no function of Python: its types are Triton's.
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAGE = 16  # positions of a block
+SPLIT = 512  # positions of a partial result
+TILE_M = 16  # rows x heads of a tile: the smallest that the matrix units take
+TILE_N = 32  # positions that a program loads at once: with 64 the pointers spill
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Which rows share a tile: ``count[n]`` neighbouring rows of one sequence from ``first[n]`` on."""
+
+    first: Tensor  # [N] int32
+    count: Tensor  # [N] int32
+
+    @classmethod
+    def of(cls, sequence: np.ndarray, group: int, device: torch.device) -> Tiles:
+        """Of rows [T] with their ``sequence``, rows of one beside each other; ``group``: H / Hkv."""
+        size = rows_of_tile(group)
+        starts = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
+        lengths = np.diff(np.r_[starts, len(sequence)])
+        tiles = -(-lengths // size)
+        within = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        first = np.repeat(starts, tiles) + within * size
+        count = np.minimum(size, np.repeat(starts + lengths, tiles) - first)
+        both = torch.from_numpy(np.stack((first, count)).astype(np.int32)).to(device)
+        return cls(both[0], both[1])
+
+
+def rows_of_tile(group: int) -> int:
+    """Rows whose ``group`` heads each fill a tile."""
+    return max(1, TILE_M // triton.next_power_of_2(group))
+
+
+def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Put k [T, Hkv, Dk] and v [T, Hkv, Dv] (strided) into the slots [T] of one layer's pages."""
+    assert k.stride(2) == 1 and v.stride(2) == 1, "keys and values with a contiguous last dimension"
+    heads, width = k.shape[1], max(k.shape[2], v.shape[2])
+    if len(k):
+        _write_kernel[(len(k), heads)](
+            k, v, slots, keys, values, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            heads, k.shape[2], v.shape[2], BLOCK=triton.next_power_of_2(width),
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_kernel(
+    k, v, slots, keys, values, k_row, k_head, v_row, v_head, heads, key_dim, value_dim, BLOCK: tl.constexpr
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    key = tl.load(k + row * k_row + head * k_head + column, mask=column < key_dim)
+    tl.store(keys + (slot * heads + head) * key_dim + column, key, mask=column < key_dim)
+    value = tl.load(v + row * v_row + head * v_head + column, mask=column < value_dim)
+    tl.store(values + (slot * heads + head) * value_dim + column, value, mask=column < value_dim)
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    sequence: Tensor,
+    lengths: Tensor,
+    tiles: Tiles,
+    scale: float,
+    *,
+    parallel: bool,
+) -> Tensor:
+    """[T, H, Dv]: row t of q [T, H, Dk] over the first ``lengths[t]`` positions of the blocks in
+    ``tables[sequence[t]]``. ``parallel``: a program for each split, else one for all splits of a tile; the
+    result is the same."""
+    heads, kv_heads = q.shape[1], keys.shape[2]
+    key_dim, value_dim = keys.shape[3], values.shape[3]
+    assert q.stride(2) == 1 and heads % kv_heads == 0
+    out = q.new_empty(len(q), heads, value_dim)
+    splits = triton.cdiv(tables.shape[1] * PAGE, SPLIT) if parallel else 1
+    if parallel:
+        parts = q.new_empty(splits, len(q), heads, value_dim, dtype=torch.float32)
+        lses = q.new_empty(splits, len(q), heads, dtype=torch.float32)
+    else:
+        parts = lses = out
+    group = heads // kv_heads
+    rows, padded = rows_of_tile(group), triton.next_power_of_2(group)
+    if len(q):
+        _attention_kernel[(len(tiles.first), kv_heads, splits)](
+            q, keys, values, tables, sequence, lengths, tiles.first, tiles.count, out, parts, lses, scale,
+            q.stride(0), q.stride(1), tables.stride(0), len(q), heads, kv_heads, group, key_dim, value_dim,
+            PARALLEL=parallel, ROWS=rows, GROUP=padded, N=TILE_N, PAGE=PAGE, SPLIT=SPLIT,
+            KEY=triton.next_power_of_2(key_dim), VALUE=triton.next_power_of_2(value_dim),
+        )  # fmt: skip
+    if parallel and len(q):
+        _merge_kernel[(len(q), heads)](
+            parts, lses, lengths, out, len(q), heads, value_dim,
+            SPLIT=SPLIT, VALUE=triton.next_power_of_2(value_dim),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _split(
+    q, keys, values, table, head, length, first, last, scale, kv_heads, key_dim, value_dim,
+    M: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """(out [M, VALUE], lse [M]) fp32 of positions ``first`` to ``last``, of which row m sees ``length[m]``.
+    The log-sum-exp is -inf, and out 0, for a row that sees none of them."""
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    out = tl.zeros([M, VALUE], tl.float32)
+    key_column, value_column = tl.arange(0, KEY), tl.arange(0, VALUE)
+    for start in range(first, last, N):
+        position = start + tl.arange(0, N)
+        here = position < last
+        page = tl.load(table + position // PAGE, mask=here, other=0).to(tl.int64)
+        slot = (page * PAGE + position % PAGE) * kv_heads + head
+        k = tl.load(
+            keys + slot[None, :] * key_dim + key_column[:, None],
+            mask=here[None, :] & (key_column[:, None] < key_dim),
+            other=0.0,
+        )
+        v = tl.load(
+            values + slot[:, None] * value_dim + value_column[None, :],
+            mask=here[:, None] & (value_column[None, :] < value_dim),
+            other=0.0,
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.where(position[None, :] < length[:, None], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        mass = tl.exp(scores - shift[:, None])
+        shrink = tl.exp(peak - shift)
+        total = total * shrink + tl.sum(mass, axis=1)
+        out = out * shrink[:, None] + tl.dot(mass.to(v.dtype), v, input_precision="ieee")
+        peak = higher
+    seen = total > 0
+    lse = tl.where(seen, peak + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
+    return out / tl.where(seen, total, 1.0)[:, None], lse
+
+
+@triton.jit
+def _weights(lse, part_lse):
+    """(log-sum-exp of both, weight of the first, weight of the second); the first has seen something."""
+    higher = tl.maximum(lse, part_lse)
+    union = higher + tl.log(tl.exp(lse - higher) + tl.exp(part_lse - higher))
+    return union, tl.exp(lse - union), tl.exp(part_lse - union)
+
+
+@triton.jit
+def _attention_kernel(
+    queries, keys, values, tables, sequence, lengths, tile_first, tile_count, out, parts, lses, scale,
+    q_row, q_head, table_row, num_rows, heads, kv_heads, group, key_dim, value_dim,
+    PARALLEL: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+    SPLIT: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # fewer rows than the matrix units take are filled up with rows that are not stored
+    M: tl.constexpr = ROWS * GROUP
+    member = tl.arange(0, M)
+    row = tl.load(tile_first + tile) + member // GROUP
+    ours = (member // GROUP < tl.load(tile_count + tile)) & (member % GROUP < group)
+    query_head = head * group + member % GROUP
+    length = tl.load(lengths + row, mask=ours, other=0)
+    longest = tl.max(length)
+    if PARALLEL:  # noqa: SIM102  a constexpr decides while the kernel is compiled
+        if split * SPLIT >= longest:
+            return
+    key_column, value_column = tl.arange(0, KEY), tl.arange(0, VALUE)
+    q = tl.load(
+        queries + row.to(tl.int64)[:, None] * q_row + query_head[:, None] * q_head + key_column[None, :],
+        mask=ours[:, None] & (key_column[None, :] < key_dim),
+        other=0.0,
+    )
+    table = tables + tl.load(sequence + tl.load(tile_first + tile)).to(tl.int64) * table_row
+    mask = ours[:, None] & (value_column[None, :] < value_dim)
+    place = (row.to(tl.int64) * heads + query_head)[:, None] * value_dim + value_column[None, :]
+    if PARALLEL:
+        first = split * SPLIT
+        result, lse = _split(
+            q, keys, values, table, head, length, first, tl.minimum(first + SPLIT, longest), scale,
+            kv_heads, key_dim, value_dim, M, N, PAGE, KEY, VALUE,
+        )  # fmt: skip
+        offset = split.to(tl.int64) * num_rows * heads
+        tl.store(parts + offset * value_dim + place, result, mask=mask)
+        tl.store(lses + offset + row.to(tl.int64) * heads + query_head, lse, mask=ours)
+    else:
+        result = tl.zeros([M, VALUE], tl.float32)
+        lse = tl.zeros([M], tl.float32)
+        for first in range(0, longest, SPLIT):
+            part, part_lse = _split(
+                q, keys, values, table, head, length, first, tl.minimum(first + SPLIT, longest), scale,
+                kv_heads, key_dim, value_dim, M, N, PAGE, KEY, VALUE,
+            )  # fmt: skip
+            union, weight, part_weight = _weights(lse, part_lse)
+            # the first split is taken as it is; a row that sees nothing of one is left as it is, to the bit
+            weight = tl.where(first == 0, 0.0, tl.where(first < length, weight, 1.0))
+            part_weight = tl.where(first == 0, 1.0, tl.where(first < length, part_weight, 0.0))
+            lse = tl.where(first == 0, part_lse, tl.where(first < length, union, lse))
+            result = result * weight[:, None] + part * part_weight[:, None]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _merge_kernel(
+    parts, lses, lengths, out, num_rows, heads, value_dim, SPLIT: tl.constexpr, VALUE: tl.constexpr
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, VALUE)
+    mask = column < value_dim
+    place = row * heads + head
+    result = tl.load(parts + place * value_dim + column, mask=mask, other=0.0)
+    lse = tl.load(lses + place)
+    length = tl.load(lengths + row)
+    for _start in range(SPLIT, length, SPLIT):
+        place += num_rows * heads
+        part = tl.load(parts + place * value_dim + column, mask=mask, other=0.0)
+        lse, weight, part_weight = _weights(lse, tl.load(lses + place))
+        result = result * weight + part * part_weight
+    tl.store(out + (row * heads + head) * value_dim + column, result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,60 @@
+"""Log-probability, entropy and slope of the trainer's head in Triton: two sweeps over a chunk of logits.
+
+Twin: ``algo.logprobs``, the score of a chunk without a support.
+"""
+
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# A kernel is no function of Python: its types are Triton's.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 4096
+
+
+def score_(logits: Tensor, targets: Tensor) -> Tensor:
+    """[n, 2] float32: log p[target] and the entropy in nats of softmax(logits), of logits [n, V] float32 and
+    targets [n]. Leaves d log p[target] / d logits = onehot - p in ``logits``.
+
+    At the target the slope is the mass of all others over the total, not 1 - p: for a near-certain token it
+    is the whole gradient, and cancellation would lose it.
+    """
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1
+    scores = torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _score_kernel[(len(logits),)](
+            logits, targets, scores, logits.stride(0), logits.shape[1], CHUNK=CHUNK, num_warps=8
+        )
+    return scores
+
+
+@triton.jit
+def _score_kernel(logits, targets, scores, stride, size, CHUNK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    row, target = logits + index * stride, tl.load(targets + index)
+    own = tl.load(row + target)
+    peak = tl.full([], float("-inf"), tl.float32)
+    total, others, weighted = 0.0, 0.0, 0.0  # sums of e^(z - peak), without the target's, and times z - peak
+    for start in range(0, size, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        z = tl.load(row + column, mask=column < size, other=float("-inf"))
+        higher = tl.maximum(peak, tl.max(z))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        mass = tl.exp(z - shift)
+        fall = tl.where(peak == float("-inf"), 0.0, peak - shift)
+        shrink = tl.exp(fall)
+        depth = tl.where(mass > 0, z - shift, 0.0)
+        weighted = (weighted + total * fall) * shrink + tl.sum(mass * depth)
+        total = total * shrink + tl.sum(mass)
+        others = others * shrink + tl.sum(tl.where(column == target, 0.0, mass))
+        peak = higher
+    tl.store(scores + 2 * index, own - peak - tl.log(total))
+    tl.store(scores + 2 * index + 1, tl.log(total) - weighted / total)
+    for start in range(0, size, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        z = tl.load(row + column, mask=column < size, other=float("-inf"))
+        slope = tl.where(column == target, others / total, -tl.exp(z - peak) / total)
+        tl.store(row + column, slope, mask=column < size)

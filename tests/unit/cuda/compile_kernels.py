@@ -1,0 +1,92 @@
+"""Compile every kernel for a card without one, and print what the binaries need: run as a program.
+
+    python compile_kernels.py 90        a JSON object {kernel: {"registers", "spills", "shared"}} for sm_90
+
+Another process than the tests', since these have chosen Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ostinato.model.cuda import elementwise, paged, sampling, scoring
+
+POINTERS = {
+    "*bf16": "x residual weight out total grad direct cos sin gate_up queries keys values k v",
+    "*fp32": "parts lses logprobs edges cuts temperature top_p min_p scores",
+    "*fp64": "u masses",
+    "*i32": "tables sequence lengths tile_first tile_count top_k",
+    "*i64": "slots tokens targets",
+    "fp32": "eps scale sign",
+}
+TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
+# The shapes of Qwen3-8B: hidden 4096, heads of 128, 4 query heads a key head.
+CASES: list[tuple[str, Any, dict[str, Any], dict[str, str]]] = [
+    ("rms_norm", elementwise._normalise_kernel, {"ADD": False, "ROWS": 32, "BLOCK": 128}, {}),
+    ("add_rms_norm", elementwise._normalise_kernel, {"ADD": True, "ROWS": 1, "BLOCK": 4096}, {}),
+    (
+        "rms_norm backward",
+        elementwise._normalise_backward_kernel,
+        {"ADD": True, "ROWS": 1, "BLOCK": 4096},
+        {},
+    ),
+    ("rope", elementwise._rotate_kernel, {"ROWS": 32, "HALF": 64}, {}),
+    ("silu_mul", elementwise._silu_mul_kernel, {"BLOCK": elementwise.BLOCK_F}, {}),
+    ("silu_mul backward", elementwise._silu_mul_backward_kernel, {"BLOCK": elementwise.BLOCK_F}, {}),
+    ("write_cache", paged._write_kernel, {"BLOCK": 128}, {}),
+    *(
+        (
+            f"attention, {'a program a split' if parallel else 'one program'}",
+            paged._attention_kernel,
+            {
+                "PARALLEL": parallel,
+                "ROWS": 4,
+                "GROUP": 4,
+                "N": paged.TILE_N,
+                "PAGE": paged.PAGE,
+                "SPLIT": paged.SPLIT,
+                "KEY": 128,
+                "VALUE": 128,
+            },
+            {},
+        )
+        for parallel in (True, False)
+    ),
+    ("merge", paged._merge_kernel, {"SPLIT": paged.SPLIT, "VALUE": 128}, {}),
+    ("cut_off", sampling._cut_kernel, {"CHUNK": sampling.CHUNK}, {"logits": "*fp32"}),
+    ("draw", sampling._draw_kernel, {"CHUNK": sampling.CHUNK}, {"logits": "*bf16"}),
+    ("score", scoring._score_kernel, {"CHUNK": scoring.CHUNK}, {"logits": "*fp32"}),
+]
+
+
+def needs(kernel: Any, constants: dict[str, Any], types: dict[str, str], capability: int) -> dict[str, int]:
+    """Registers of a thread, bytes of a thread that spill, bytes of shared memory of a program."""
+    known = TYPES | types
+    signature = {
+        name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    spills = int(found.get("STACK", 0)) + int(found.get("LOCAL", 0))
+    return {"registers": int(found["REG"]), "spills": spills, "shared": compiled.metadata.shared}
+
+
+if __name__ == "__main__":
+    capability = int(sys.argv[1])
+    print(json.dumps({case[0]: needs(*case[1:], capability) for case in CASES}))
