@@ -11,6 +11,7 @@ Uses the ``tokenizers`` library alone, so that importing this is light; the temp
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ostinato.control_tokens import END_THINK, THINK, ControlTokens
 from ostinato.inputs import has_surrogate, parse_json
 from ostinato.types import Prompt
 
@@ -29,9 +31,12 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 # Stands for an answer while a template is rendered; no template treats it specially and no message holds it.
-_ANSWER = "\u2402ostinato-answer\u2403"
-THINK, END_THINK = "<think>", "</think>"
+_ANSWER = f"\u2402{secrets.token_hex(8)}\u2403"
 _BROKEN = "\ufffd"  # what an incomplete UTF-8 character decodes to
+
+
+class TooLong(ValueError):
+    """A text has more tokens than fit, as its characters alone say."""
 
 
 class Renderer:
@@ -80,10 +85,21 @@ class Renderer:
         ValueError for a text that is no Unicode."""
         return self._encode(text, add_special=False)
 
+    def check_fits(self, text: str, most: int) -> None:
+        """Raise TooLong where even the longest tokens make over ``most`` of the text: for megabytes, encoding
+        takes seconds."""
+        if (least := -(-len(text) // self._longest_token)) > most:
+            raise TooLong(
+                f"the prompt has {len(text)} characters, at least {least} tokens, and {most} fit; shorten it"
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters; a character is a byte or more in the spellings of vocabularies."""
+        return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
     def _encode(self, text: str, add_special: bool) -> np.ndarray:
-        if has_surrogate(text):  # the library calls that no string
-            raise ValueError(f"the text {text[:80]!r} has half of a surrogate pair; write it as UTF-8")
-        return np.array(self.tokenizer.encode(text, add_special_tokens=add_special).ids, np.int32)
+        return np.array(self.tokenizer.encode(_unicode(text), add_special_tokens=add_special).ids, np.int32)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """The text of tokens; bytes that are no UTF-8 show as U+FFFD."""
@@ -115,18 +131,25 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         continue_final: bool = False,
+        most: int | None = None,
     ) -> np.ndarray:
-        """[P] int32: the chat through the template, see ``chat_text``. ValueError without a template."""
-        return self.encode(
-            self.chat_text(messages, add_generation_prompt, tools, template_kwargs, continue_final)
-        )
+        """[P] int32: the chat through the template, see ``marked_text``. ValueError without a template;
+        TooLong, before it is encoded, where it cannot have ``most`` tokens or fewer."""
+        text = self.marked_text(messages, add_generation_prompt, tools, template_kwargs, continue_final)
+        if most is not None:
+            self.check_fits(text, most)
+        return self.encode_marked(text)
 
     @cached_property
     def takes_tools(self) -> bool:
         """Does the chat template write the tools that it is given?"""
         return self._template_text is not None and "tools" in self._template_text
 
-    def chat_text(
+    def chat_text(self, messages: Sequence[Message], *given: Any, **named: Any) -> str:
+        """The chat as the template writes it, with the arguments of ``chat``."""
+        return self._control.show(self.marked_text(messages, *given, **named))
+
+    def marked_text(
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
@@ -134,9 +157,10 @@ class Renderer:
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         continue_final: bool = False,
     ) -> str:
-        """The chat as the template writes it. ``template_kwargs`` are further names that templates read
-        (``enable_thinking``); with ``continue_final`` the text ends inside the last message, for the
-        policy to go on. ValueError where the template refuses the chat, or drops the last message."""
+        """The chat as the template writes it, for ``encode_marked``: with a mark wherever something else than
+        the template spells a control token. ``template_kwargs`` are further names that templates read
+        (``enable_thinking``); with ``continue_final`` the text ends inside the last message, for the policy
+        to go on. ValueError where the template refuses the chat, or drops the last message."""
         if reserved := template_kwargs.keys() & {"messages", "tools", "add_generation_prompt"}:
             raise ValueError(f"chat_template_kwargs has {min(reserved)!r}, which is not for it; leave it out")
         chat = [dict(message) for message in messages]
@@ -146,7 +170,7 @@ class Renderer:
             )
         if continue_final:
             chat[-1]["content"] = f"{chat[-1].get('content') or ''}{_ANSWER} "
-        text = self._render(chat, add_generation_prompt, tools, template_kwargs)
+        text = self._rendered(add_generation_prompt, chat, tools, template_kwargs)
         if not continue_final:
             return text
         head, written, tail = text.rpartition(_ANSWER)
@@ -158,17 +182,37 @@ class Renderer:
             head if tail.startswith(" ") else head.rstrip()
         )  # as transformers: a template may strip contents
 
-    def _render(
-        self,
-        chat: list[dict[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]],
-        template_kwargs: Mapping[str, Any],
-    ) -> str:
-        names: dict[str, Any] = {"documents": None, **self._special_names, **template_kwargs}
-        return self._template.render(
-            **names, messages=chat, tools=list(tools) or None, add_generation_prompt=add_generation_prompt
-        )
+    def encode_marked(self, text: str) -> np.ndarray:
+        """[T] int32 of a ``marked_text`` or a part of it: control tokens are the template's own alone."""
+        return np.array(self._control.encode(_unicode(text)), np.int32)
+
+    def _rendered(self, add_generation_prompt: bool, *contents: Any) -> str:
+        """What the template writes of ``contents``: messages, tools and further names."""
+
+        def render(chat: Sequence[Message], tools: Sequence[Any], more: Mapping[str, Any]) -> str:
+            names = {"documents": None, **self._special_names, **more}
+            return self._template.render(
+                **names, messages=chat, tools=list(tools) or None, add_generation_prompt=add_generation_prompt
+            )
+
+        if not (spelled := self._control.spelled(contents)):
+            return render(*contents)
+        marked = render(*self._control.hide(contents))
+        if self._control.show(marked) != render(*contents):
+            raise ValueError(
+                f"a message spells {spelled!r}, which the chat template of {self.folder} treats in a way of "
+                "its own, so it cannot be given to the model as a text; spell it otherwise"
+            )
+        return marked
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
+
+    def spelled_control(self, contents: Any) -> str:
+        """The first control token that messages, tools, ... spell; "" if none does. It reaches the model as a
+        text."""
+        return self._control.spelled(contents)
 
     def after_turn(
         self,
@@ -192,7 +236,7 @@ class Renderer:
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError("messages do not end with an assistant's answer; after_turn follows one")
         chat = [_without_text(message) for message in messages]
-        rendered = partial(self.chat_text, tools=tools, template_kwargs=template_kwargs)
+        rendered = partial(self.marked_text, tools=tools, template_kwargs=template_kwargs)
         before = rendered(chat[:-1])
         head, answered, tail = rendered([*chat, *new_messages]).rpartition(_ANSWER)
         if not answered or head.rstrip() != before.rstrip():  # blanks before its answer are the policy's own
@@ -200,22 +244,16 @@ class Renderer:
                 f"the chat template of {self.folder} rewrites earlier turns when a turn is added; "
                 "train single-turn, or use a template that only appends"
             )
-        return self._unsaid(self.encode(tail), answer)
+        return self._unsaid(self.encode_marked(tail), answer)
 
     def ends_in_thought(self, context: Sequence[int] | np.ndarray) -> bool:
         """Does a context end inside a thought, as where the template opens ``<think>`` for the answer?
 
-        Counts what follows the last special token: earlier turns, and messages that name the tag, do not."""
+        Counts what follows the last control token: earlier turns, and messages that name the tag, do not."""
         tokens = np.asarray(context)
-        marks = np.flatnonzero(np.isin(tokens, self._marks))
+        marks = np.flatnonzero(np.isin(tokens, list(self._control.ids.values())))
         text = self.decode(tokens[marks[-1] + 1 :] if len(marks) else tokens, skip_special=False)
         return text.rfind(THINK) > text.rfind(END_THINK)
-
-    @cached_property
-    def _marks(self) -> list[int]:
-        """Ids of the special tokens; but not the tags of thoughts."""
-        added = self.tokenizer.get_added_tokens_decoder().items()
-        return [id_ for id_, token in added if token.special and token.content not in (THINK, END_THINK)]
 
     def _unsaid(self, tail: np.ndarray, answer: Sequence[int] | np.ndarray) -> np.ndarray:
         """``tail`` without the closing token that ``answer`` ends with, nor the blanks in front of it."""
@@ -294,6 +332,12 @@ class IncrementalDecoder:
         if found:
             self.text = self.text[: min(found)]
         return bool(found)
+
+
+def _unicode(text: str) -> str:
+    if has_surrogate(text):  # the library calls that no string
+        raise ValueError(f"the text {text[:80]!r} has half of a surrogate pair; write it as UTF-8")
+    return text
 
 
 def _without_text(message: Message) -> dict[str, Any]:

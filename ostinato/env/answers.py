@@ -153,8 +153,8 @@ def _chat(renderer: Renderer, chat: Sequence[Message], start: int, turns: Turns)
     pieces: _Pieces = []
     done = ""  # the text already in the pieces
     for at in answers[-1:] if turns == "last" else answers:
-        before = renderer.chat_text(chat[:at])
-        whole = renderer.chat_text(chat[: at + 1], add_generation_prompt=False)
+        before = renderer.marked_text(chat[:at])
+        whole = renderer.marked_text(chat[: at + 1], add_generation_prompt=False)
         if not (before.startswith(done) and whole.startswith(before)):
             raise ValueError(
                 "the chat template rewrites what comes before an answer; use sft.turns=last, or a template "
@@ -162,7 +162,7 @@ def _chat(renderer: Renderer, chat: Sequence[Message], start: int, turns: Turns)
             )
         ends = [found + len(stop) for stop in stops if (found := whole.rfind(stop, len(before))) >= 0]
         end = max(ends, default=len(whole))
-        pieces += [(renderer.encode(before[len(done) :]), False)]
-        pieces += [(renderer.encode(whole[len(before) : end]), True)]
+        pieces += [(renderer.encode_marked(before[len(done) :]), False)]
+        pieces += [(renderer.encode_marked(whole[len(before) : end]), True)]
         done = whole[:end]
     return pieces

@@ -14,7 +14,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.env.tools import for_template
 from ostinato.inputs import has_surrogate
 from ostinato.product.loop import canary_arm
-from ostinato.render import Renderer
+from ostinato.render import Renderer, TooLong
 from ostinato.serve.calls import Answer, ApiError, Call, Piece
 from ostinato.serve.grammar import Guide, Guides
 from ostinato.serve.metrics import Metrics
@@ -116,11 +116,14 @@ class Service:
                     raise ValueError("a message holds half of a surrogate pair, which is no character")
                 tools = () if call.tool_choice == "none" else call.tools
                 chat, native = for_template(self.renderer, call.messages, tools)
-                tokens = self.renderer.chat(chat, tools=native)
+                tokens = self.renderer.chat(chat, tools=native, most=self.limits.context)
             else:
+                self.renderer.check_fits(call.text or "", self.limits.context)
                 tokens = self.renderer.prompt(Prompt(uid="", text=call.text or ""))
         except ValueError as error:
-            raise ApiError(str(error), param="prompt" if call.messages is None else "messages") from error
+            code = "context_length_exceeded" if isinstance(error, TooLong) else None
+            param = "prompt" if call.messages is None else "messages"
+            raise ApiError(str(error), param=param, code=code) from error
         if not len(tokens):
             raise ApiError("the prompt has no tokens; give at least one", param="prompt")
         if tokens.min() < 0 or tokens.max() >= self.renderer.vocab_size:

@@ -36,7 +36,8 @@ ARROWS: dict[str, set[str]] = {
     "routes": {"types"},
     "run": {"types", "routes", "lock"},
     "lock": set(),
-    "render": {"types", "chat_template"},
+    "render": {"types", "chat_template", "control_tokens"},
+    "control_tokens": set(),
     "chat_template": set(),
     "algo": {"types"},
     "workers": set(),  # and Ray, which nothing else imports

@@ -1,0 +1,135 @@
+"""Control tokens (``<|im_start|>``) come from the chat template alone: in a message they are letters.
+
+What a chat holds is rendered with a placeholder wherever it spells a control token, so that of the text that
+the template writes it is known what it says itself. This text is encoded by a second tokenizer, in which
+control tokens have secret spellings: those of the template are given them, and those of contents are letters
+like any others. A chat without such spellings has the tokens of a plain encoding.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+THINK, END_THINK = "<think>", "</think>"
+# What answers consist of, also where a tokenizer counts it among its special tokens.
+_OF_ANSWERS = {THINK, END_THINK, "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>"}
+_BARS = re.compile(
+    "<[|\uff5c].*[|\uff5c]>"
+)  # DeepSeek's, which its tokenizer does not call special, are wide
+
+
+class ControlTokens:
+    """The control tokens of ``tokenizer``: its special tokens, and added ones of the form ``<|..|>``."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.ids = {
+            token.content: id_
+            for id_, token in tokenizer.get_added_tokens_decoder().items()
+            if token.content not in _OF_ANSWERS | {""} and (token.special or _BARS.fullmatch(token.content))
+        }
+        secret = secrets.randbelow(10**20)  # digits: templates and JSON write them as they are
+        self._placeholders = {text: f"{secret:020}{id_:08}" for text, id_ in self.ids.items()}
+        self._texts = {placeholder: text for text, placeholder in self._placeholders.items()}
+        self._placeholder = re.compile(f"{secret:020}[0-9]{{8}}")
+
+    @cached_property
+    def _spelling(self) -> re.Pattern[str]:
+        return re.compile(_one_of(self.ids) if self.ids else r"(?!)")
+
+    def spelled(self, value: Any) -> str:
+        """The first control token that a text in ``value`` (lists and mappings too) spells, or ""."""
+        if isinstance(value, str):
+            match = self._spelling.search(value)
+            return match.group() if match else ""
+        parts: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            parts = (part for item in value.items() for part in item)
+        elif isinstance(value, list | tuple):
+            parts = value
+        return next(filter(None, map(self.spelled, parts)), "")
+
+    def hide(self, value: Any) -> Any:
+        """``value`` with a placeholder wherever one of its texts spells a control token."""
+        if isinstance(value, str):
+            return self._spelling.sub(lambda match: self._placeholders[match.group()], value)
+        if isinstance(value, Mapping):
+            return {self.hide(key): self.hide(part) for key, part in value.items()}
+        return [self.hide(part) for part in value] if isinstance(value, list | tuple) else value
+
+    def show(self, text: str) -> str:
+        """The text with the spellings that ``hide`` has taken out."""
+        return self._placeholder.sub(lambda match: self._texts.get(match.group(), match.group()), text)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text in which ``hide`` has taken out what is no control token. Raises ValueError where the
+        tokenizer has no other tokens for the letters of one."""
+        if not self._placeholder.search(text):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        tokenizer, spellings, own = self._renamed
+        text, written = self._spelling.subn(lambda match: spellings[match.group()], text)
+        found = tokenizer.encode(self.show(text), add_special_tokens=False).ids
+        tokens = [own.get(token, token) for token in found]
+        if sum(token in self._numbers for token in tokens) != written:
+            raise ValueError(
+                "a message spells a control token, and the tokenizer has no tokens for its letters; spell it "
+                "otherwise"
+            )
+        return tokens
+
+    @cached_property
+    def _numbers(self) -> frozenset[int]:
+        return frozenset(self.ids.values())
+
+    @cached_property
+    def _renamed(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
+        """(the tokenizer with secret spellings of control tokens, these spellings, its ids of added tokens in
+        those of the first). Both have one vocabulary in memory."""
+        from tokenizers import AddedToken, Tokenizer
+
+        secret, old = secrets.token_hex(8), self._tokenizer
+        spellings = {text: f"\ue000{secret}{id_}\ue001" for text, id_ in self.ids.items()}
+        renamed, own = Tokenizer(old.model), dict[int, int]()
+        for part in ("normalizer", "pre_tokenizer"):
+            if (value := getattr(old, part)) is not None:
+                setattr(renamed, part, value)
+        added = sorted(old.get_added_tokens_decoder().items())
+        tokens = [
+            AddedToken(
+                spellings.get(token.content, token.content),
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=token.special,
+            )
+            for _, token in added
+        ]
+        for (id_, _), token in zip(added, tokens, strict=True):
+            (renamed.add_special_tokens if token.special else renamed.add_tokens)([token])
+            own[int(renamed.token_to_id(token.content) or 0)] = id_
+        return renamed, spellings, own
+
+
+def _one_of(words: Iterable[str]) -> str:
+    """A regular expression of the longest of ``words`` that fits, with common beginnings written once: there
+    can be thousands."""
+    groups: dict[str, list[str]] = {}
+    for word in words:
+        groups.setdefault(word[:1], []).append(word)
+    longer = [_of_group(group) for first, group in groups.items() if first]
+    return f"(?:{'|'.join(longer)}){'?' if '' in groups else ''}" if longer else ""
+
+
+def _of_group(words: Sequence[str]) -> str:
+    """``_one_of`` words with the same first letter."""
+    first, last = min(words), max(words)
+    same = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return re.escape(first[:same]) + _one_of(word[same:] for word in words)
