@@ -20,11 +20,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
 from lab.contender import ContenderFailed
 from lab.settings import faster_dtype, folder_of, machine
+from ostinato.terminal import Screen
 
 Say = Callable[[str], None]
 Result = Mapping[str, Any]
@@ -163,11 +164,10 @@ def tell(result: Result, table: Callable[[Result], RenderableType], file: str | 
 
 def show(table: RenderableType) -> None:
     """Text as it is; a rich table at the width of the terminal, and wide where there is none."""
-    console = Console()
     if isinstance(table, str):
         print(table, end="\n" if table else "")
     else:
-        (console if console.is_terminal else Console(width=140)).print(table)
+        Screen().print(table)
 
 
 def columns(title: str, names: Iterable[str], rows: Iterable[Iterable[object]], **more: Any) -> Table:

@@ -15,6 +15,7 @@ from typing import Any
 
 MAX_DEPTH = 100  # of nested lists and objects: every writer and walker of ours recurses
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_NOT_PRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON text: all that can become a surrogate
 
 
@@ -73,6 +74,13 @@ def escaped(text: str) -> str:
     """``text`` with halves of surrogate pairs written as ``\\udc80``: in JSON the same value, elsewhere what
     the reader sees. What is written or printed never fails after it."""
     return text if text.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+
+
+def printable(text: str) -> str:
+    """``text`` for a person's terminal: control characters, but for line ends and tabs, are written as
+    ``\\u001b``, so that what a model, a row or an exception says cannot move the cursor, set a title or the
+    clipboard; halves of surrogate pairs likewise."""
+    return _NOT_PRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def replaced(text: str) -> str:

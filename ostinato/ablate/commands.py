@@ -21,13 +21,13 @@ from ostinato.ablate.kept import MEASURE, Measure, Row, collect, folders_in, rea
 from ostinato.axis import Axis
 from ostinato.config import Recipe, find_recipe
 from ostinato.launch.dtype import resolved
-from ostinato.launch.output import lasting
 from ostinato.observe.report.charts import Chart, to_plain
 from ostinato.observe.report.page.offline import render, script_json
 from ostinato.run import atomic_write
 from ostinato.scaling.commands import show
 from ostinato.scaling.reading import amount
 from ostinato.scaling.views import Answer
+from ostinato.terminal import Screen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ def show_fits(rows: Sequence[Row], notes: Sequence[str], output: Output) -> None
 
 
 def screen(json_file: Path | None) -> Console:
-    return Console(file=lasting(sys.stderr if str(json_file) == "-" else sys.stdout))
+    return Screen(sys.stderr if str(json_file) == "-" else sys.stdout)
 
 
 def finished(jobs: Sequence[Job], study: Study, out: Path, json_file: Path | None) -> list[State]:

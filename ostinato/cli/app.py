@@ -19,7 +19,6 @@ import typer
 from ostinato import isa
 from ostinato.cli.access import Hosts, Origins, access
 from ostinato.launch import RunFailed
-from ostinato.launch.output import lasting
 
 app = typer.Typer(
     name="ostinato",
@@ -295,7 +294,23 @@ def report(
     if mismatch:
         print_mismatch(run, as_json=json)
     else:
-        typer.echo(command(run, out, show=show))
+        from ostinato.terminal import say
+
+        say(str(command(run, out, show=show)))
+
+
+@app.command()
+def show(
+    run: RunPath,
+    step: Annotated[int, typer.Option(min=-1, help="-1: the last one that was recorded.")] = -1,
+    prompts: Annotated[int, typer.Option(min=1, help="Of the step.")] = 4,
+    answers: Annotated[int, typer.Option(min=1, help="To each prompt.")] = 2,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line, without tokens.")] = False,
+) -> None:
+    """Print episodes of a run: prompt, turns, rewards by function, why each ended."""
+    from ostinato.cli.show import show as command
+
+    command(run, step, prompts=prompts, answers=answers, as_json=json)
 
 
 @app.command()
@@ -450,8 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, RunFailed, OSError) as error:
         if len(kept) < len(given):
             raise
-        out = lasting(sys.stderr)
-        for note in getattr(error, "__notes__", ()):
-            print(note, file=out)
-        print("ostinato:", " ".join(str(error).splitlines()), file=out)
+        from ostinato.terminal import say
+
+        say(*getattr(error, "__notes__", ()), f"ostinato: {' '.join(str(error).splitlines())}", error=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)

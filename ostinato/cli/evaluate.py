@@ -9,11 +9,11 @@ from ostinato.config import check_files
 from ostinato.launch import threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.models import recipe_of
-from ostinato.launch.output import logged
 from ostinato.launch.policy import trained
 from ostinato.launch.progress import Row, interval
 from ostinato.observe.report.verdicts import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
+from ostinato.terminal import logged, say
 
 
 @logged()
@@ -41,7 +41,7 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
         engine.publish(adapters, step)
         stage = new_stage(prepared, engine, prepared.grader)
         for warning in prepared.warnings:
-            print(f"warning: {warning}", flush=True)
+            say(f"warning: {warning}")
         weights = "" if recipe.engine.weights == "model" else f", {recipe.engine.weights} weights"
         for evaluation in new_evaluations(prepared):
             row, groups = asyncio.run(measure(stage, evaluation, step))
@@ -49,7 +49,7 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
             of = {MAIN_SET: f"{row['split']} split", GREEDY_SET: f"{row['split']} split, greedy"}
             name = of.get(row["set"], row["set"])
             head = f"{target} after {step} steps{weights}, {name}, {row['n']} prompts, {row['seconds']:.1f} s"
-            print(head, *summary(row), sep="\n", flush=True)
+            say(head, *summary(row))
 
 
 def summary(row: Row) -> Iterator[str]:

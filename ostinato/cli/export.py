@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ostinato.launch import RunFailed
 from ostinato.launch.policy import load_policy, write_policy
+from ostinato.terminal import say
 
 if TYPE_CHECKING:
     from ostinato.launch.policy import Policy
@@ -43,9 +44,8 @@ def export(run: Path, to: Path, *, merged: bool, gguf: bool = False, float32: bo
         write_policy(policy.decoder, policy.adapters, policy.folder, to, policy.recipe.model.path)
     if gguf:
         _convert(converter, to)
-    print(f"wrote {to}: the policy after {policy.step} steps")
-    for line in _served_by(policy, run.resolve().name, to.resolve(), merged=merged, gguf=gguf):
-        print(line)
+    say(f"wrote {to}: the policy after {policy.step} steps")
+    say(*_served_by(policy, run.resolve().name, to.resolve(), merged=merged, gguf=gguf))
 
 
 def _rounding(error: float, dtype: str) -> str:

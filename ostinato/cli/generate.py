@@ -14,6 +14,7 @@ from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import load_policy, serve
 from ostinato.render import IncrementalDecoder, Renderer
+from ostinato.terminal import lasting
 from ostinato.types import Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
@@ -28,9 +29,15 @@ def generate(target: str, *, prompt: str, system: str, sampling: Sampling, seed:
     engine = serve(policy)
     sampling = replace(sampling, stop_tokens=policy.renderer.stop_tokens)
     lines = [prompt] if prompt else _lines(sys.stdin)
+    out = answer_stream(sys.stdout)
     asyncio.run(
-        converse(engine, policy.renderer, lines, system=system, sampling=sampling, seed=seed, out=sys.stdout)
+        converse(engine, policy.renderer, lines, system=system, sampling=sampling, seed=seed, out=out)
     )
+
+
+def answer_stream(out: TextIO) -> TextIO:
+    """Answers in a pipe or a file are data, and stay as they are; on a terminal no control character does."""
+    return lasting(out) if out.isatty() else out
 
 
 def _lines(source: TextIO) -> Iterator[str]:

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ostinato.cli.access import Hosts, Origins, access
 from ostinato.config import Recipe
 from ostinato.launch import NothingToLearn, threads
-from ostinato.launch.output import logged
 from ostinato.run import atomic_write
+from ostinato.terminal import Screen, logged, say
 
 app = typer.Typer(
     name="judge",
@@ -80,9 +79,9 @@ def train(
         except NothingToLearn as error:
             if not folders:
                 raise
-            typer.echo(f"the judge is that of the warm start, for RL failed: {error}", err=True)
+            say(f"the judge is that of the warm start, for RL failed: {error}", error=True)
     if folders and not code:
-        typer.echo(f"as a reward  ostinato train RECIPE reward.functions='[\"judge:{folders[-1]}\"]'")
+        say(f"as a reward  ostinato train RECIPE reward.functions='[\"judge:{folders[-1]}\"]'")
     raise typer.Exit(code)
 
 
@@ -110,7 +109,7 @@ def evaluate(
         rows_of = ((one.chat, one.chosen, one.rejected) for one in pairs)
         row = figures(Bench(recipe=recipe, counters=counters).compared(source, rows_of))
         found[name] = {"revision": source.revision, **row, **counters}
-    Console().print(_table(found))
+    Screen().print(_table(found))
     if json_file is not None:
         atomic_write(json_file, json.dumps(found, indent=1).encode())
 

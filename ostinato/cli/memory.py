@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ostinato.cli.access import Hosts, Origins, access
+from ostinato.terminal import say
 
 app = typer.Typer(
     name="memory",
@@ -73,8 +74,6 @@ def serve(
     with open_memory(keeping, renderer, At(url, model, key)) as kept, bound(host, port) as listening:
         assert kept is not None
         app = Upstream(url, kept, key).app()
-        typer.echo(
-            f"OpenAI address {address(listening)}/v1 in front of {url}, {budget} tokens (Ctrl-C ends it)"
-        )
+        say(f"OpenAI address {address(listening)}/v1 in front of {url}, {budget} tokens (Ctrl-C ends it)")
         allowed = access(allowed_hosts, origins).with_types(FILES)
         HttpServer(app, listening, allowed).serve_until_signal()

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ostinato.launch.output import logged
+from ostinato.terminal import logged, say
 
 app = typer.Typer(
     name="product",
@@ -54,6 +54,4 @@ def status(folder: Annotated[Path, typer.Argument(show_default=False)]) -> None:
 
     for row in Jsonl(folder / JOURNAL).rows():
         before, found = row["before"], row["finding"]
-        typer.echo(
-            f"round {before['round']}  {before['stage']:<13} {row['what']}  {'; '.join(found['reasons'])}"
-        )
+        say(f"round {before['round']}  {before['stage']:<13} {row['what']}  {'; '.join(found['reasons'])}")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
-from rich.console import Console
-
 from ostinato.model.named import model_folder
 from ostinato.observe.report.facts import milestones
 from ostinato.observe.report.terminal import terminal_table
 from ostinato.render import Renderer
 from ostinato.run import RunFolder, to_json
+from ostinato.terminal import Screen
 
 
 def report(run: Path, out: Path | None = None, *, show: bool = False) -> Path:
@@ -32,7 +31,7 @@ def print_mismatch(run: Path, *, as_json: bool = False) -> None:
     if as_json:
         print(to_json(summary(data)))
         return
-    console = Console()
+    console = Screen()
     for sentence in (*data.damage, lead(data)):
         console.print(sentence, highlight=False, markup=False)
     for table in tables(data):

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from ostinato.access import STRICT, Access
 from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
+from ostinato.terminal import say
 
 if TYPE_CHECKING:
     from ostinato.launch.memory import Keeping
@@ -104,10 +103,10 @@ def serve(
 
 def _announce(served: Served, base: str, feedback: str) -> None:
     for model in served.service.models.values():
-        typer.echo(f"{model.name:24} version {model.version}")
-    typer.echo(f"OpenAI address {base}/v1, chat page {base}/ (Ctrl-C ends it)")
+        say(f"{model.name:24} version {model.version}")
+    say(f"OpenAI address {base}/v1, chat page {base}/ (Ctrl-C ends it)")
     if feedback:
-        typer.echo(f"Feedback {base}/feedback, kept in {feedback.rpartition('@')[2]}")
+        say(f"Feedback {base}/feedback, kept in {feedback.rpartition('@')[2]}")
 
 
 def _following(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,12 +9,11 @@ from ostinato.cli.report import write_report
 from ostinato.cli.train import EXIT
 from ostinato.cli.train import resume as train_resume
 from ostinato.config import Recipe, find_recipe
-from ostinato.inputs import escaped
 from ostinato.launch import threads
-from ostinato.launch.output import lasting, logged
 from ostinato.model.named import is_model_name
 from ostinato.pipeline.signals import Ended
 from ostinato.run import RunFolder
+from ostinato.terminal import logged, say
 
 
 def sft(target: str, overrides: Sequence[str], *, preference: bool) -> int:
@@ -45,7 +43,7 @@ def run(recipe: Recipe, path: Path | None, ended: Callable[[Path], None] = lambd
         folder, step, why = supervise(recipe, path)
     except KeyboardInterrupt as stop:
         why = stop.why if isinstance(stop, Ended) else "interrupted"
-        print(f"ostinato: {why}; {str(stop) or 'nothing had begun'}", file=lasting(sys.stderr))
+        say(f"ostinato: {why}; {str(stop) or 'nothing had begun'}", error=True)
         return EXIT[why]
     ended(folder)
     written, key = RunFolder.open(folder), "model" if recipe.adapter.kind == "full" else "adapter"
@@ -56,6 +54,5 @@ def run(recipe: Recipe, path: Path | None, ended: Callable[[Path], None] = lambd
         f"warm start   ostinato train RECIPE {key}.path={written.adapter}",
     ]
     lines += [f"{why} after step {step}; to go on: ostinato resume {folder}"] if why in EXIT else []
-    for line in lines:
-        print(escaped(line), file=lasting(sys.stdout), flush=True)
+    say(*lines)
     return EXIT.get(why, 0)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import typer
-
 from ostinato.cli.serve import Address
 from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
+from ostinato.terminal import say
 
 EXAMPLE = """
     import tinker
@@ -39,9 +38,9 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path) -
 
         with open_work(target, tuple(overrides), state) as opened:
             app = new_app(opened.work, opened.registry, key=key)
-            typer.echo(f"export TINKER_BASE_URL={address(listening)}")
-            typer.echo(f"export TINKER_API_KEY={key or 'tml-local'}")
-            typer.echo(EXAMPLE.format(name=opened.work.base.name))
-            typer.echo(f"what clients make is kept in {state} (Ctrl-C ends the server)")
+            say(f"export TINKER_BASE_URL={address(listening)}")
+            say(f"export TINKER_API_KEY={key or 'tml-local'}")
+            say(EXAMPLE.format(name=opened.work.base.name))
+            say(f"what clients make is kept in {state} (Ctrl-C ends the server)")
             options = {"drain_s": where.drain_s, "ending": app.state.ending}
             HttpServer(app, listening, where.access.with_types(PROTO), **options).serve_until_signal()

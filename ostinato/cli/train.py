@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from ostinato.cli.report import write_report
-from ostinato.inputs import escaped
-from ostinato.launch.output import lasting, logged
 from ostinato.launch.progress import before_after
 from ostinato.launch.ranks import follow, followed
 from ostinato.launch.session import Outcome, learn
@@ -18,6 +13,7 @@ from ostinato.launch.session import resume as resume_run
 from ostinato.observe.report.verdicts import failed_rewards, unsolved
 from ostinato.pipeline.signals import Ended
 from ostinato.run import MAIN_SET, RunFolder
+from ostinato.terminal import Screen, logged, say
 
 # signals: 128 + number, as in shells
 EXIT = {"interrupted": 130, "terminated": 143, "hung_up": 129, "collapsed": 1, "forgot": 1}
@@ -39,22 +35,19 @@ def resume(run: Path, overrides: Sequence[str]) -> int:
 
 @logged()
 def finish(work: Callable[[], Outcome]) -> int:
-    error = lasting(sys.stderr)
     try:
         outcome = work()
     except KeyboardInterrupt as stop:
         why = stop.why if isinstance(stop, Ended) else "interrupted"
         how = {"hung_up": HUNG_UP, "interrupted": "stopped at once"}.get(why, why)
-        print(f"ostinato: {how}; {str(stop) or 'nothing had begun'}", file=error)
+        say(f"ostinato: {how}; {str(stop) or 'nothing had begun'}", error=True)
         return EXIT[why]
-    out = lasting(sys.stdout)
     if outcome.after is not None:
-        Console(file=out).print(before_after(outcome.before, outcome.after, outcome.greedy))
-    for line in _last_lines(outcome):
-        print(escaped(line), file=out, flush=True)
+        Screen().print(before_after(outcome.before, outcome.after, outcome.greedy))
+    say(*_last_lines(outcome))
     if outcome.why == "hung_up":
         line = f"ostinato: {HUNG_UP} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
-        print(line, file=error)
+        say(line, error=True)
     return EXIT.get(outcome.why, 0)
 
 

@@ -17,10 +17,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from ostinato.every import NEVER, Every, spent_in_steps
-from ostinato.inputs import escaped
+from ostinato.inputs import printable
 from ostinato.observe.report.facts import estimate, score_text
 from ostinato.observe.report.verdicts import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
+from ostinato.terminal import Screen
 
 Row = Mapping[str, Any]
 LABELS = {MAIN_SET: "held-out", GREEDY_SET: "held-out greedy"}
@@ -39,7 +40,7 @@ class Monitor:
     def __init__(
         self, total: int, *, row: Row | None = None, budget: Every = NEVER, console: Console | None = None
     ) -> None:
-        self.console = console or Console()
+        self.console = console or Screen()
         self._total, self._budget = total, budget
         self._first = int((row or {}).get("step", 0))
         self._first_share = self._share(row or {})
@@ -70,7 +71,7 @@ class Monitor:
         of = f"/{self._total}" if by_steps else f" ({share:.0%} of what it may spend)"
         parts = step_parts(row, of, "  ".join(self._scores.values()), eta)
         if self._live is not None and self._task is not None:
-            self._live.update(self._task, completed=share, description="\n".join(parts))
+            self._live.update(self._task, completed=share, description=printable("\n".join(parts)))
         else:
             self.say("  ".join(parts))
 
@@ -104,7 +105,7 @@ class Monitor:
         self.say(f"step {row['step']}: the policy as exported, with the model's weights: {scored}")
 
     def say(self, line: str) -> None:
-        self.console.print(escaped(line), highlight=False, markup=False, soft_wrap=True)
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def step_parts(row: Row, of: str, held_out: str, eta: str) -> tuple[str, str]:

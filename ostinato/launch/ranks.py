@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from ostinato.config import Recipe, dump_toml
 from ostinato.launch import RunFailed
 from ostinato.parallel.launch import Place, Ranks, choose_interface, local_place
 from ostinato.parallel.layout import Layout
+from ostinato.terminal import say
 from ostinato.workers.process import end_with_parent
 
 if TYPE_CHECKING:
@@ -68,20 +68,20 @@ def follow(place: Place, *, child: bool = False) -> int:
     try:
         following(place, new_local, leave, (Misaligned,))
     except WorkerLost as lost:
-        print(f"ostinato: {lost}", file=sys.stderr)
+        say(f"ostinato: {lost}", error=True)
         return LOST
     return 0
 
 
 def _leave(sentence: str) -> None:
     """At once, from whichever thread: another one may be in a collective that does not end."""
-    print(f"ostinato: {sentence}", file=sys.stderr, flush=True)
+    say(f"ostinato: {sentence}", error=True)
     os._exit(LOST)
 
 
 def _leave_later(sentence: str) -> None:
     """torchrun ends all ranks when the first one ends, and rank 0 has to save what it can and report."""
-    print(f"ostinato: {sentence}", file=sys.stderr, flush=True)
+    say(f"ostinato: {sentence}", error=True)
     time.sleep(LATER_S)
     os._exit(LOST)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from ostinato.failure import NamedFailure
 from ostinato.launch import NothingToLearn, RunFailed, threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.machine import record_start
-from ostinato.launch.output import lasting
 from ostinato.launch.progress import Monitor
 from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import LOCK, locked
@@ -32,6 +30,7 @@ from ostinato.observe.report.facts import ends
 from ostinato.observe.report.reading import main_scores
 from ostinato.pipeline.signals import ending
 from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
+from ostinato.terminal import Screen
 
 if TYPE_CHECKING:
     from ostinato.launch.components import RunComponents
@@ -71,7 +70,7 @@ def learn(
     elif overrides:
         raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
     check_files(recipe)
-    console = Console(file=lasting(sys.stdout), quiet=quiet)
+    console = Screen(quiet=quiet)
     with new_folder(recipe) as path:
         return _train(recipe, path, console, again=False, workers=workers)
 
@@ -85,7 +84,7 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
     Raises ValueError where another process is at work on the run.
     """
     run = RunFolder.open(path)
-    console = Console(file=lasting(sys.stdout), quiet=quiet)
+    console = Screen(quiet=quiet)
     with locked(path):
         run.sweep()
         recipe = Recipe.load(run.recipe, *overrides)

@@ -28,6 +28,7 @@ from ostinato.plan.search import Found, Plan, binding, distinct, resized, search
 from ostinato.plan.time import refit_bytes
 from ostinato.plan.traffic import step_traffic
 from ostinato.run import RunFolder, atomic_write, to_json
+from ostinato.terminal import Screen
 
 UNMAPPED = (
     "A shared base needs an engine that maps the tensors of the trainer: vLLM does not; Ostinato's own does, "
@@ -81,7 +82,7 @@ def plan(
     if start:
         typer.echo(launch.ostinato(problem, best.arrangement), nl=False)
         return
-    print_tables(Console(), request, found, top, seconds)
+    print_tables(Screen(), request, found, top, seconds)
 
 
 def _file_of(run: Path) -> Path:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ostinato.observe.report.terminal import terminal_table
 from ostinato.run import RunFolder, atomic_write, to_json
@@ -14,6 +13,7 @@ from ostinato.scaling import answers
 from ostinato.scaling.decide import Terms
 from ostinato.scaling.reading import Price, Reading, amount, read_one, read_several, reading_options
 from ostinato.scaling.views import Answer
+from ostinato.terminal import Screen
 
 app = typer.Typer(
     name="scale",
@@ -129,8 +129,7 @@ def show(answer: Answer, json_file: Path | None) -> None:
         return
     if json_file is not None:
         atomic_write(json_file, f"{text}\n".encode())
-    console = Console()  # at the width of the terminal, and wide where there is none
-    console = console if console.is_terminal else Console(width=140)
+    console = Screen()
     for sentence in answer.lead:
         console.print(sentence, highlight=False, markup=False)
     for one in answer.tables:

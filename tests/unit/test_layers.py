@@ -30,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "files": {"inputs"},
     "every": {"axis"},
     "isa": set(),
+    "terminal": {"inputs"},
     "config": {"axis", "every"},
     "protocols": {"observe.timeline", "types"},
     "jobs": set(),
@@ -45,7 +46,8 @@ ARROWS: dict[str, set[str]] = {
     "engine": {"observe.timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"}
     | {"isa", "workers"},
     "parallel": {"axis", "types", "run", "model", "workers"},  # every collective of torch.distributed is here
-    "plan": {"axis", "config", "types", "run", "model", "parallel"},  # of the last two what knows no torch
+    "plan": {"axis", "config", "types", "run", "model", "parallel"}  # of the last two what knows no torch
+    | {"terminal"},
     "compiler": {"isa"},
     "history": {"types", "protocols", "run", "compiler", "isa", "algo"},
     "env": {"types", "protocols", "render"},
@@ -64,19 +66,21 @@ ARROWS: dict[str, set[str]] = {
     "observe.mismatch": {"algo"},
     "observe.report": LEAVES,
     "observe.board": LEAVES | {"observe.report"},
-    "ablate": LEAVES | {"launch", "pipeline", "scaling", "observe.report"},
+    "ablate": LEAVES | {"launch", "terminal", "pipeline", "scaling", "observe.report"},
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
-    "scaling": {"axis", "run", "observe.ledger", "observe.report"},
+    "scaling": {"axis", "run", "observe.ledger", "observe.report", "terminal"},
     "product": {"types", "inputs", "config", "observe.bets"},  # no torch; ``launch`` brings models and runs
     "memory": {"types"},  # pure: whoever has a model, an engine or a chat brings it
     "serve": {"types", "inputs", "render", "run", "engine", "env", "algo", "model", "train", "product"}
     | {"observe.ledger", "memory"},
     "launch": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
-    | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", "serve", "product", "memory", ""},
+    | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", "serve", "product", "memory", ""}
+    | {"terminal"},
     "cli": LEAVES
     | {"model", "engine", "pipeline", "launch", "observe.report", "observe.board", "interop", "ablate"}
-    | {"scaling", "isa", "parallel", "plan", "reward", "compiler", "serve", "product", "memory", ""},
+    | {"scaling", "isa", "parallel", "plan", "reward", "compiler", "serve", "product", "memory", ""}
+    | {"terminal"},
     "": {"config", "cli", "launch"},  # the lazy names of __init__, and __main__
 }
 

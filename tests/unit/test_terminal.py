@@ -6,25 +6,32 @@ import errno
 import io
 import logging
 import os
+import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from rich.console import Console
+from rich.table import Table
 from small_loop import Bench
 
+from ostinato.cli.generate import Voice, answer_stream
 from ostinato.config import Recipe, dump_toml
 from ostinato.launch import session
-from ostinato.launch.output import lasting, logged
 from ostinato.launch.progress import Monitor
 from ostinato.observe.ledger import read
+from ostinato.observe.report.facts import Table as ReportTable
+from ostinato.observe.report.terminal import terminal_table
 from ostinato.pipeline.forgetting import Look
 from ostinato.pipeline.recorder import StepRecorder
 from ostinato.pipeline.signals import Ended, ending
 from ostinato.pipeline.state import Finish
+from ostinato.render import Renderer
 from ostinato.run import RunFolder
+from ostinato.terminal import Screen, lasting, logged, say
 
 
 def broken_pipe() -> io.TextIOWrapper:
@@ -141,3 +148,57 @@ def test_ctrl_c_while_a_session_begins_says_where_the_run_is(
         ends(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt, match="as it said"):
         ends(KeyboardInterrupt("as it said"))
+
+
+# ---- what models, rows, file names and user code say cannot control the terminal
+
+CONTROL = "\x1b]0;owned\x07\x9b2J\rshadow"
+SHOWN = "\\u001b]0;owned\\u0007\\u009b2J\\u000dshadow"
+
+
+class Bytes:
+    """A renderer whose tokens are characters."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, out)
+    return out
+
+
+def test_control_characters_are_shown_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback of a reward that quotes an answer set the title of the terminal and its clipboard, and so
+    did rows, names of arms and warnings."""
+    monkeypatch.setenv("COLUMNS", "200")
+    out = terminal(monkeypatch)
+    say(f"[b]line\n\tof {CONTROL}")
+    with logged():
+        logging.getLogger("ostinato.x").warning(CONTROL)
+    screen = Screen()
+    table = Table(CONTROL, title=CONTROL)
+    table.add_row(CONTROL)
+    screen.print(table)
+    screen.print(terminal_table(ReportTable(title=CONTROL, head=(CONTROL,), rows=((CONTROL, CONTROL),))))
+    Monitor(1, console=screen).say(CONTROL)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())  # rich's own colours
+    assert shown.startswith(f"[b]line\n\tof {SHOWN}\n{SHOWN}\n")
+    assert shown.count(SHOWN) == 10 and not set(CONTROL[:1] + "\x07\x9b\r") & set(shown)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_an_answer_is_escaped_on_a_terminal_and_whole_in_a_pipe(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ostinato generate MODEL -p ... > file` is data: not a byte of the answer may change."""
+    out = terminal(monkeypatch)
+    monkeypatch.setattr(out, "isatty", lambda: is_terminal)
+    voice = Voice(cast(Renderer, Bytes()), answer_stream(sys.stdout))
+    for byte in CONTROL.encode("latin-1"):
+        voice.say(np.array([byte]))
+    voice.end()
+    assert out.getvalue() == (SHOWN if is_terminal else CONTROL) + "\n"

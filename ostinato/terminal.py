@@ -1,4 +1,6 @@
-"""Standard output and error of a run: the reader may go, and the run does not break for it."""
+"""Standard output and error of a command, for a person: the reader may go, and the run does not break for it;
+what models, rows and user code write cannot control the terminal.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
-from ostinato.inputs import escaped
+from rich.console import Console
+from rich.text import Text
 
+from ostinato.inputs import printable
+
+WIDE = 140
 GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 
 
 def lasting(stream: TextIO) -> TextIO:
-    """``stream`` for a process that outlives the reader: what cannot be read any more is dropped, and the
-    process gets the SIGHUP that a closed terminal sends, where it handles that. Other errors (a full disk)
-    are raised."""
-    return cast(TextIO, _Lasting(stream))
+    """``stream`` for text, in a process that outlives the reader: control characters are escaped; what cannot
+    be read any more is dropped, and the process gets the SIGHUP that a closed terminal sends, where it
+    handles that. Other errors (a full disk) are raised."""
+    return cast(TextIO, _Text(stream))
+
+
+def say(*lines: str, error: bool = False) -> None:
+    """Lines on standard output, or on standard error."""
+    print(*lines, sep="\n", file=lasting(sys.stderr if error else sys.stdout), flush=True)
+
+
+class Screen(Console):
+    """A rich console on ``stream``, by default standard output, that lasts, and escapes the strings that it
+    is given. Where there is no terminal and COLUMNS is not set, it is WIDE."""
+
+    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+        super().__init__(file=cast(TextIO, _Lasting(stream or sys.stdout)), quiet=quiet)
+        if not self.is_terminal and not os.environ.get("COLUMNS"):
+            self.width = WIDE
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
 
 
 class _Lasting:
@@ -57,12 +81,18 @@ class _Lasting:
             os.kill(os.getpid(), signal.SIGHUP)  # to the process: it wakes the main thread
 
 
+class _Text(_Lasting):
+    def write(self, text: str) -> int:
+        super().write(printable(text))
+        return len(text)
+
+
 class _Lines(logging.Handler):
     """Records as plain lines on standard output, which rich replaces while it shows the live line of a run:
     what is written there appears above that line. Errors of the stream are raised."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(escaped(self.format(record)), file=lasting(sys.stdout), flush=True)
+        say(self.format(record))
 
 
 @contextmanager

@@ -1,0 +1,84 @@
+"""``ostinato show``: episodes that a run has recorded, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ostinato.cli.report import local_renderer
+from ostinato.observe.board.samples import Samples
+from ostinato.run import RunFolder, to_json
+from ostinato.terminal import say
+
+CHARACTERS = 2000  # of a text on the terminal
+
+Episode = Mapping[str, Any]
+
+
+def show(run: Path, step: int, *, prompts: int, answers: int, as_json: bool) -> None:
+    """Print ``answers`` episodes of each of the first ``prompts`` prompts of a step (-1: the last one that is
+    recorded), or one JSON object a line. Raises ValueError where the step is not recorded."""
+    folder = RunFolder.open(run)
+    samples = Samples(folder.trajectories.path, local_renderer(folder))
+    index = samples.index(step)
+    steps, groups = index["steps"], index["groups"]
+    if not steps:
+        raise ValueError(f"{run} has recorded no episodes yet (log.trajectories_every); let it train first")
+    if step not in (-1, *steps):
+        known = ", ".join(map(str, steps[:20])) + (f" ... {steps[-1]}" if len(steps) > 20 else "")
+        raise ValueError(f"--step is {step}; {run} has recorded (log.trajectories_every) the steps {known}")
+    chosen = steps[-1] if step == -1 else step
+    episodes = [
+        episode
+        for place, group in enumerate(groups[:prompts])
+        for episode in islice(_episodes(group, samples.group(chosen, place)), answers)
+    ]
+    if as_json:
+        say(*map(to_json, episodes))
+        return
+    say(f"step {chosen}: {len(groups)} prompts, {sum(len(one['rewards']) for one in groups)} episodes")
+    for episode in episodes:
+        say("", *_lines(episode))
+
+
+def _episodes(group: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[Episode]:
+    for answer in content["answers"]:
+        kept = {key: answer[key] for key in ("sample", "reward", "parts", "reason", "stop", "error")}
+        turns = [
+            {key: turn[key] for key in ("context", "text", "stop", "num_tokens")} for turn in answer["turns"]
+        ]
+        yield {
+            "step": group["step"],
+            "uid": group["uid"],
+            "prompt": content["messages"],
+            "turns": turns,
+            **kept,
+        }
+
+
+def _lines(episode: Episode) -> Iterator[str]:
+    parts = "".join(f"  {name} {_number(value)}" for name, value in episode["parts"].items())
+    reason = f" ({episode['reason']})" if episode["reason"] else ""
+    yield f"{episode['uid']}, answer {episode['sample'] + 1}"
+    yield f"  reward {_number(episode['reward'])}{reason}{parts}"
+    for message in episode["prompt"]:
+        yield from _block(message["role"] or "prompt", message["content"])
+    for place, turn in enumerate(episode["turns"]):
+        context = turn["context"]  # None without the tokenizer
+        if context and (place or episode["prompt"][-1]["content"] not in context):  # else it is the prompt
+            yield from _block("context", context)
+        yield from _block(f"answer, {turn['num_tokens']} tokens, {turn['stop']}", turn["text"])
+    yield f"  ends with {episode['stop']}" + (f": {episode['error']}" if episode["error"] else "")
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _block(head: str, text: str) -> Iterator[str]:
+    yield f"  [{head}]"
+    yield from (f"    {line}" for line in text[:CHARACTERS].splitlines())
+    if (more := len(text) - CHARACTERS) > 0:
+        yield f"    ... ({more:,} more characters, with --json)"
