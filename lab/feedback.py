@@ -40,8 +40,8 @@ async def send():
         usual = {"kind": "rating", "value": 1, "ts": now, "user": "u", "text": "a word about it " * 4}
         names = [{"event_id": uuid.uuid4().hex, "response_id": uuid.uuid4().hex} for _ in range(each)]
         data = json.dumps([name | usual for name in names]).encode()
-        head = b"POST /feedback HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(data)
-        writer.write(head + data)
+        head = b"POST /feedback HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: %d\\r\\n" % len(data)
+        writer.write(head + b"Content-Type: application/json\\r\\n\\r\\n" + data)
         head = await reader.readuntil(b"\\r\\n\\r\\n")
         assert b" 200 " in head.partition(b"\\r\\n")[0], head
         lines = head.lower().split(b"\\r\\n")
@@ -171,8 +171,8 @@ class Feedback(ModelBench):
         body = {"model": "base", "prompt": prompt, "max_tokens": self.new_tokens, "ignore_eos": True}
         data, start = json.dumps(body | {"stream": True}).encode(), time.perf_counter()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
-        writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + data)
         text = await reader.read()
         writer.close()
         if b" 200 " in text[:20] and b"[DONE]" in text:

@@ -125,7 +125,7 @@ class Serve(ModelBench):
         start, times = time.perf_counter(), []
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
             writer.write(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + data)
             status = (await reader.readline()).split()[1]
             async for line in reader:

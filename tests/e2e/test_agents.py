@@ -199,7 +199,8 @@ def test_an_agent_may_be_a_plain_function_or_a_command(world: World) -> None:
     program = (
         "import json, os, sys, urllib.request as u; row = json.load(sys.stdin);"
         "base = os.environ['OPENAI_BASE_URL'];"
-        "post = lambda path, body: u.urlopen(u.Request(base + path, json.dumps(body).encode())).read();"
+        "kind = {'Content-Type': 'application/json'};"
+        "post = lambda path, body: u.urlopen(u.Request(base + path, json.dumps(body).encode(), kind)).read();"
         "post('/chat/completions', {'model': 'policy', 'messages': row['messages']});"
         "post('/reward', {'value': row['seed']})"
     )
