@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 THINK, END_THINK = "<think>", "</think>"
+LONG = 10_000  # letters of a text that takes milliseconds
+
+
+def encode_text(tokenizer: Tokenizer, text: str, *, add_special: bool = False) -> list[int]:
+    """Ids of a text. A long one gives other threads their turn, as only this call of the library does."""
+    if len(text) > LONG:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+    return tokenizer.encode(text, add_special_tokens=add_special).ids
+
+
 # What answers consist of, also where a tokenizer counts it among its special tokens.
 _OF_ANSWERS = {THINK, END_THINK, "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>"}
 _BARS = re.compile(
@@ -72,10 +82,10 @@ class ControlTokens:
         """Ids of a text in which ``hide`` has taken out what is no control token. Raises ValueError where the
         tokenizer has no other tokens for the letters of one."""
         if not self._placeholder.search(text):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return encode_text(self._tokenizer, text)
         tokenizer, spellings, own = self._renamed
         text, written = self._spelling.subn(lambda match: spellings[match.group()], text)
-        found = tokenizer.encode(self.show(text), add_special_tokens=False).ids
+        found = encode_text(tokenizer, self.show(text))
         tokens = [own.get(token, token) for token in found]
         if sum(token in self._numbers for token in tokens) != written:
             raise ValueError(

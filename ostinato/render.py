@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ostinato.control_tokens import END_THINK, THINK, ControlTokens
+from ostinato.control_tokens import END_THINK, THINK, ControlTokens, encode_text
 from ostinato.inputs import has_surrogate, parse_json
 from ostinato.types import Prompt
 
@@ -99,7 +99,7 @@ class Renderer:
         return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def _encode(self, text: str, add_special: bool) -> np.ndarray:
-        return np.array(self.tokenizer.encode(_unicode(text), add_special_tokens=add_special).ids, np.int32)
+        return np.array(encode_text(self.tokenizer, _unicode(text), add_special=add_special), np.int32)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """The text of tokens; bytes that are no UTF-8 show as U+FFFD."""

@@ -167,6 +167,7 @@ class Request:
     routes_from: int = 0  # the caller has the routes of the tokens before it: they are not returned again
     policy: str = ""  # by name, of those that the engine serves; "": the one that is trained
     top_logprobs: int = 0  # listeners get so many of the likeliest tokens beside each that was drawn
+    salt: str = ""  # keys and values of equal prefixes are shared among requests of one salt alone
     constraint: Constraint | None = None  # where it leaves nothing, the answer ends as an ERROR
 
 

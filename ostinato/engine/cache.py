@@ -2,7 +2,7 @@
 
 A block holds BLOCK positions of keys, values and routes (the arrays live with the engine; here are only ids).
 A sequence owns a list of blocks. Blocks whose content is known are also nodes of a tree keyed by (policy
-version, token prefix): a group's siblings, an agent's next turn and a preempted sequence find them again.
+version, salt, token prefix): a group's siblings, an agent's next turn and a preempted sequence find them.
 
 Invariants (asserted by ``check``):
 - ``refs[b]`` = sequences that use block b, plus one if a tree node holds it; it is free exactly at 0.

@@ -8,6 +8,7 @@ live here and nowhere else. Entries beyond ``length`` are never read.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -81,8 +82,11 @@ class Sequence:
         return len(self.request.tokens)
 
     def prefix(self, tokens: np.ndarray) -> list[int]:
-        """Keys of ``tokens`` in the prefix tree: policies share none."""
-        return (tokens.astype(np.int64) + (self.policy << 32)).tolist()
+        """Keys of ``tokens`` in the prefix tree. Policies share none, nor do salts, which the first has."""
+        keys = (tokens.astype(np.int64) + (self.policy << 32)).tolist()
+        if keys and (salt := self.request.salt):
+            keys[0] += int.from_bytes(hashlib.sha256(salt.encode()).digest()) << 64
+        return keys
 
 
 class SequenceTable:

@@ -44,7 +44,7 @@ def question(request: Request, model: str, salt: str, context: int, *, seeded: b
     return {
         "model": model,
         "token_ids": request.tokens.tolist(),
-        "cache_salt": salt,
+        "cache_salt": salt + request.salt,
         "sampling_params": {
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,

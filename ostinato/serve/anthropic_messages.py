@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ostinato.serve.bodies import Lenient, checked
+from ostinato.serve.bodies import MOST_MESSAGES, Lenient, checked
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.serve.grammar import call_grammar
 from ostinato.serve.openai_chat import sse
@@ -43,7 +43,7 @@ class MessagesBody(Lenient):
     """POST /v1/messages and /v1/messages/count_tokens."""
 
     model: str = ""
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: str | list[Block] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None

@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ostinato.product.events import Event
 from ostinato.serve import anthropic_messages, openai_responses
-from ostinato.serve.bodies import ChatBody, ChatMessage, CompletionBody, Id, Lenient, Sampled, parsed
+from ostinato.serve.bodies import (
+    MOST_MESSAGES,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    Id,
+    Lenient,
+    Sampled,
+    parsed,
+)
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.serve.feedback import Asker, Feedback
 from ostinato.serve.memory import Remembered
@@ -68,6 +78,7 @@ class Door:
 
     async def completions(self, request: Request) -> Response:
         body = parsed(CompletionBody, await self._body(request))
+        self._service.check_room(body.num_answers)
         return await self._openai(request, body, body.to_calls(), chat=False)
 
     async def _openai(self, request: Request, body: Sampled, calls: list[Call], *, chat: bool) -> Response:
@@ -113,7 +124,7 @@ class Door:
 
     async def count_tokens(self, request: Request) -> Response:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
-        return JSONResponse({"input_tokens": len(self._service.prompt(body.to_call()))})
+        return JSONResponse({"input_tokens": len(await self._service.tokens(body.to_call()))})
 
     async def _assigned(self, call: Call, body: Lenient) -> Call:
         """The call with the model assigned to its user, and a session's messages shortened by its memory."""
@@ -123,7 +134,7 @@ class Door:
             measure = partial(self._service.measure, tools=tools)
             _, messages = await self._memory.shortened(asker.session, call.messages, measure)
             call = replace(call, messages=tuple(messages))
-        return self._service.assigned(call, asker.user)
+        return self._service.assigned(replace(call, salt=asker.salt), asker.user)
 
     async def memory(self, request: Request) -> Response:
         assert self._memory is not None
@@ -135,7 +146,10 @@ class Door:
     async def _parts(self, calls: list[Call], id_: str, body: Lenient) -> Parts:
         """The answers to all calls, concurrently, numbered consecutively across calls and recorded under
         ``id_``. Errors of the requests are raised here."""
-        requests = [await self._service.requests(call) for call in calls]
+        requests = []
+        for call in calls:
+            requests.append(await self._service.requests(call))
+            await asyncio.sleep(0)  # other requests come in between
         model, asker = self._service.model(calls[0].model), Asker.of(body.model_extra or {})
 
         async def one(call: Call, mine: list[Any], first: int) -> Parts:
@@ -147,7 +161,7 @@ class Door:
 
         if len(calls) == 1:
             return one(calls[0], requests[0], 0)
-        firsts = [sum(map(len, requests[:k])) for k in range(len(calls))]
+        firsts = accumulate(map(len, requests[:-1]), initial=0)
         return _merged([one(*each) for each in zip(calls, requests, firsts, strict=True)])
 
     # ---- the rest
@@ -171,9 +185,9 @@ class Door:
         body = parsed(_Tokenize, await self._body(request))
         if body.messages is not None:
             chat = parsed(ChatBody, json.dumps({"messages": body.messages}).encode()).to_call()
-            tokens = self._service.prompt(chat)
+            tokens = await self._service.tokens(chat)
         else:
-            tokens = self._service.renderer.encode(body.prompt)
+            tokens = await self._service.encoded(body.prompt)
         limit = self._service.limits.context
         return JSONResponse({"tokens": tokens.tolist(), "count": len(tokens), "max_model_len": limit})
 
@@ -182,7 +196,7 @@ class Door:
         top = self._service.renderer.vocab_size
         if any(not 0 <= token < top for token in body.tokens):
             raise ApiError(f"tokens holds an id outside 0 to {top - 1}", param="tokens")
-        return JSONResponse({"prompt": self._service.renderer.decode(body.tokens, skip_special=False)})
+        return JSONResponse({"prompt": await self._service.decoded(body.tokens)})
 
     async def feedback(self, request: Request) -> Response:
         assert self._feedback is not None
@@ -239,11 +253,11 @@ class Door:
 
 class _Tokenize(Lenient):
     prompt: str = ""
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)] | None = None
 
 
 class _Judge(Lenient):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     answers: Annotated[list[str], Field(min_length=1, max_length=MOST_ANSWERS)]
 
 

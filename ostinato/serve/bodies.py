@@ -23,6 +23,7 @@ REFUSED = (
 _NEUTRAL: tuple[Any, ...] = (None, 0, False, "", [], {})  # values with which a refused field has no effect
 _ONE = ("repetition_penalty", "length_penalty", "best_of")  # for these 1 has no effect, too
 Body = TypeVar("Body", bound=BaseModel)
+MOST_MESSAGES = 10_000  # of a chat, in any dialect
 Id = Annotated[int, Field(ge=0, lt=2**31)]  # of a token
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 
@@ -131,7 +132,7 @@ class ChatMessage(Lenient):
 class ChatBody(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = 0
@@ -159,6 +160,12 @@ class CompletionBody(Sampled):
     logprobs: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None  # vLLM's
     echo: bool | None = False
+
+    @property
+    def num_answers(self) -> int:
+        """Sequences that it needs."""
+        many = isinstance(self.prompt, list) and not _is_ids(self.prompt)
+        return self.n * (len(self.prompt) if many else 1)
 
     def to_calls(self) -> list[Call]:
         """One call for each prompt. The default of max_tokens is 16, as at OpenAI."""

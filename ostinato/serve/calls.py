@@ -74,6 +74,7 @@ class Call:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: int | None = None  # score the prompt, with this many top tokens per position
+    salt: str = ""  # whose prefixes in the cache it may use: see ``Request``
     grammar: str = ""  # of the answer (``serve.grammar``); "": any text
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import hashlib
+import json
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -45,6 +46,14 @@ class Asker:
     session: str = ""
     tenant: str = ""
     record: bool = True  # False: "store": false
+    cache_salt: str = ""  # vLLM's
+
+    @property
+    def salt(self) -> str:
+        """What its prompts in the cache are kept apart by: all that the request says of its sender, but the
+        session, of which a user has several."""
+        parts = (self.tenant, self.user, self.cache_salt)
+        return json.dumps(parts) if any(parts) else ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Asker:
@@ -58,6 +67,7 @@ class Asker:
             session=_name(metadata.get("session_id", "")),
             tenant=_name(metadata.get("tenant", "")),
             record=fields.get("store") is not False,
+            cache_salt=_name(fields.get("cache_salt") or ""),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ostinato.serve.bodies import Format, Lenient, checked
+from ostinato.serve.bodies import MOST_MESSAGES, Format, Lenient, checked
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.serve.grammar import call_grammar, json_grammar
 from ostinato.serve.openai_chat import sse
@@ -19,7 +19,7 @@ class ResponsesBody(Lenient):
     """POST /v1/responses."""
 
     model: str = ""
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None

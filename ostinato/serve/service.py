@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +25,10 @@ from ostinato.serve.thread import EngineThread
 from ostinato.serve.toolcalls import TextStream, read_calls
 from ostinato.train.accumulate import prompt_scores
 from ostinato.types import Completion, Emitted, Prompt, Request, Sampling, Stop
+
+LONG = 20_000  # letters, or tokens to be decoded: some 10 ms
+LONG_AT_ONCE = 2  # texts in threads, each of which takes a hundred times its size
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +90,7 @@ class Service:
         self.models = dict(models)
         self.canary: Canary | None = None
         self._thread, self._sequences = thread, 0
+        self._long, self.tokenizing = ThreadPoolExecutor(LONG_AT_ONCE, "tokenizing"), 0  # of long texts, now
 
     def model(self, name: str) -> Model:
         """The model of this name; the first one for "". Raises ApiError 404 if there is none."""
@@ -138,6 +146,28 @@ class Service:
                 code="context_length_exceeded",
             )
         return tokens.astype(np.int32)
+
+    async def tokens(self, call: Call) -> np.ndarray:
+        """``prompt``, while other requests go on."""
+        return await self._aside(_letters((call.text, call.messages, call.tools)), self.prompt, call)
+
+    async def encoded(self, text: str) -> np.ndarray:
+        """[T] int32 of a text, while other requests go on."""
+        return await self._aside(len(text), self.renderer.encode, text)
+
+    async def decoded(self, tokens: list[int]) -> str:
+        """The text of tokens, special ones too, while other requests go on."""
+        return await self._aside(len(tokens), partial(self.renderer.decode, tokens, skip_special=False))
+
+    async def _aside(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of ``function``; of a long text from a thread, for it would hold up the event loop."""
+        if size <= LONG:
+            return function(*arguments)
+        self.tokenizing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._long, function, *arguments)
+        finally:
+            self.tokenizing -= 1
 
     def measure(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Tokens of a chat as the model reads it."""
@@ -195,7 +225,7 @@ class Service:
                 f"prompt_logprobs is {call.prompt_logprobs}; use 0 to {most}", param="prompt_logprobs"
             )
         policy = self.model(call.model).policy
-        prompt = self.prompt(call)
+        prompt = await self.tokens(call)
         sampling = self.sampling(call, prompt)
         seed = secrets.randbits(63) if call.seed is None else (call.seed + 2**63) % 2**64 - 2**63
         guides: list[Guide | None] = [None] * call.n
@@ -207,6 +237,7 @@ class Service:
                 tokens=prompt,
                 sampling=sampling,
                 seed=(seed, k),
+                salt=call.salt,
                 policy=policy,
                 top_logprobs=max(call.top_logprobs, greedy),
                 constraint=guides[k],
@@ -219,7 +250,7 @@ class Service:
         adapter at temperature 1, and those of the top tokens. None if the call does not request them."""
         if (top := call.prompt_logprobs) is None:
             return None
-        tokens, policy = self.prompt(call), self.model(call.model).policy
+        tokens, policy = await self.tokens(call), self.model(call.model).policy
 
         def score(engine: LocalEngine) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
             decoder, adapters, ops = engine.model_of(policy)
@@ -236,13 +267,15 @@ class Service:
             )
         return places
 
-    async def answer(self, call: Call, requests: list[Request]) -> AsyncGenerator[Piece | Answer, None]:
-        """Yields pieces of all answers as they come, and each Answer at its end. The caller must close it.
-
-        Raises ApiError: 429 if too many sequences are in progress, 504 after the time limit, 500 if the
-        model's numbers are not finite.
-        """
-        if self._sequences + len(requests) > self.limits.sequences:
+    def check_room(self, count: int) -> None:
+        """ApiError for more answers than this server can begin now (429), or ever (400)."""
+        if count > self.limits.sequences:
+            raise ApiError(
+                f"the request is for {count} answers, and this server gives {self.limits.sequences} at once; "
+                "send fewer prompts",
+                param="prompt",
+            )
+        if self._sequences + count > self.limits.sequences:
             raise ApiError(
                 f"{self._sequences} sequences are under way, and this server takes {self.limits.sequences}; "
                 "try again later",
@@ -251,6 +284,14 @@ class Service:
                 code="rate_limit_exceeded",
                 retry_after=1,
             )
+
+    async def answer(self, call: Call, requests: list[Request]) -> AsyncGenerator[Piece | Answer, None]:
+        """Yields pieces of all answers as they come, and each Answer at its end. The caller must close it.
+
+        Raises ApiError: 429 if too many sequences are in progress, 504 after the time limit, 500 if the
+        model's numbers are not finite.
+        """
+        self.check_room(len(requests))
         open_ = [_Open(request, self.renderer, call) for request in requests]
         self._sequences += len(requests)
         start = time.perf_counter()
@@ -300,6 +341,14 @@ class Service:
     def under_way(self) -> int:
         """Sequences that were admitted and have not ended."""
         return self._sequences
+
+
+def _letters(value: Any) -> int:
+    """Roughly the letters of texts in lists and objects, each part counting as 32 more."""
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(32 + _letters(part) for part in parts)
 
 
 class _Open:

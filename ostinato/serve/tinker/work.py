@@ -229,6 +229,7 @@ class Work:
                 sampling=sampling,
                 seed=(seed, k),
                 policy=document["policy"],
+                salt=(body.sampling_session_id or "").partition(":")[0],
                 top_logprobs=body.topk_sample_logprobs,
             )
             for k in range(body.num_samples)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,19 @@ def test_supports_are_what_the_filters_keep_of_a_forward_over_the_finished_seque
         assert done.support.counts.tolist() == kept.sum(axis=1).tolist()
         assert done.support.ids.tolist() == np.nonzero(kept)[1].tolist()
         assert done.support.holds(done.tokens).all()
+
+
+def test_salts_share_no_prefix() -> None:
+    """What anybody had asked was found in the cache and counted in ``cached_tokens``: 87 requests read out
+    another user's card number, digit by digit."""
+    ours, asking = engine(None), request(37)
+    (first,) = answers(ours, [asking])
+    for salt, cached in (("mallory", 0), ("mallory", 36), ("alice", 0), ("", 36), ("alice", 36)):
+        (done,) = answers(ours, [replace(asking, salt=salt)])
+        assert (done.cached_tokens, done.tokens.tolist()) == (cached, first.tokens.tolist()), salt
+    together = answers(engine(None), [replace(asking, salt=salt) for salt in ("a", "b", "a")])
+    assert [done.cached_tokens for done in together] == [0, 0, 36]
+    ours._scheduler.cache.check([])
 
 
 def test_supports_are_recorded_where_they_are_wanted() -> None:
