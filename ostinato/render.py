@@ -246,14 +246,23 @@ class Renderer:
             )
         return self._unsaid(self.encode_marked(tail), answer)
 
-    def ends_in_thought(self, context: Sequence[int] | np.ndarray) -> bool:
-        """Does a context end inside a thought, as where the template opens ``<think>`` for the answer?
+    def ends_in_thought(
+        self, context: Sequence[int] | np.ndarray, answer: Sequence[int] | np.ndarray = ()
+    ) -> bool:
+        """Does a context end inside a thought, as where the template opens ``<think>`` for the answer? With
+        ``answer``: does what was written in it?
 
-        Counts what follows the last control token: earlier turns, and messages that name the tag, do not."""
+        Counts what follows the last control token: earlier turns, and messages that name the tag, do not. A
+        text without turns opens a thought with a tag that ends its line."""
+        written = self.decode(answer, skip_special=False)
+        if THINK in written or END_THINK in written:
+            return written.rfind(THINK) > written.rfind(END_THINK)
         tokens = np.asarray(context)
-        marks = np.flatnonzero(np.isin(tokens, list(self._control.ids.values())))
-        text = self.decode(tokens[marks[-1] + 1 :] if len(marks) else tokens, skip_special=False)
-        return text.rfind(THINK) > text.rfind(END_THINK)
+        last = int(max(np.flatnonzero(np.isin(tokens, list(self._control.ids.values()))), default=-1))
+        text = self.decode(tokens[last + 1 :], skip_special=False)
+        _, opened, rest = text.rpartition(THINK)
+        is_meant = last > 0 or not rest.partition("\n")[0].strip()
+        return bool(opened) and END_THINK not in rest and is_meant
 
     def _unsaid(self, tail: np.ndarray, answer: Sequence[int] | np.ndarray) -> np.ndarray:
         """``tail`` without the closing token that ``answer`` ends with, nor the blanks in front of it."""

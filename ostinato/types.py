@@ -313,6 +313,7 @@ class Turn:
     context: np.ndarray  # [C] int32: the prompt in turn 0, a tool's reply later
     completion: Completion
     new_row: bool = False  # the context is a whole prompt: nothing of the turns before stands in front of it
+    in_thought: bool = False  # the answer ends inside a thought, its own or one that the context had opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

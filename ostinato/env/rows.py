@@ -26,7 +26,9 @@ from ostinato.types import Prompt
 ANSWERS = ("answer", "solution", "ground_truth")
 NESTED_ANSWERS = ("reward_model", "reward_spec")  # verl, SkyRL
 IDS = ("uid", "id")
-RESERVED = frozenset({"prompts", "completions", "completion_ids"})  # also passed to reward functions
+RESERVED = frozenset(  # also passed to reward functions
+    {"prompts", "completions", "completion_ids", "env_reward", "in_thought"}
+)
 EVAL_SPLITS = ("eval", "validation", "valid", "dev", "test")
 
 Row = Mapping[str, Any]

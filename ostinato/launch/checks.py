@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from ostinato.algo.advantages import Baseline, Scale, check_group_size
@@ -15,8 +15,9 @@ from ostinato.engine.vllm_answers import COLDEST
 from ostinato.model.decoder import Decoder
 from ostinato.parallel.launch import Place
 from ostinato.parallel.layout import Layout
-from ostinato.reward.verify import BUILT_IN
+from ostinato.reward.verify import BUILT_IN, expected_number
 from ostinato.reward.workers import JUDGE
+from ostinato.types import Prompt
 
 MASKS, ROUTES = "--return-sampling-mask", "--enable-return-routed-experts"
 
@@ -184,11 +185,27 @@ def check_solvable(reward: RewardSection) -> None:
     """Raises ValueError where no answer can ever be solved. That is known of built-in functions alone, which
     give 0 to 1; a user's own function may give more than 1."""
     most = reward.full_marks
+    if reward.solved_at == "full" and not most:
+        raise ValueError(
+            f"reward.weights {list(reward.weights)} has no weight above 0, so every answer would count as "
+            "solved; give one that is, or set reward.solved_at to the reward that you call solved"
+        )
     if solved_at(reward) > most and all(name in BUILT_IN for name in reward.positive):
         raise ValueError(
             f"reward.solved_at is {reward.solved_at:g}, but reward.functions {list(reward.functions)} give "
             f'at most {most:g}, so no answer could be solved; set it to {most:g} or less, or to "full"'
         )
+
+
+def check_answers(reward: RewardSection, prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError naming the first row whose answer the reward ``numeric`` could not compare with."""
+    for prompt in prompts if "numeric" in reward.functions else ():
+        if (answer := prompt.columns.get("answer")) is None:
+            raise ValueError(f"{prompt.where} has no answer for the reward numeric; give it one")
+        try:
+            expected_number(str(answer))
+        except ValueError as error:
+            raise ValueError(f"{prompt.where}: {error}") from error
 
 
 def several_full_marks(reward: RewardSection) -> Iterator[str]:

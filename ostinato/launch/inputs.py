@@ -25,7 +25,7 @@ from ostinato.env.dialogue import Dialogue
 from ostinato.env.mixture import Mixture, counts, named
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks, with_system
 from ostinato.env.tools import as_template_takes, resolve_tools
-from ostinato.launch.checks import check, check_solvable
+from ostinato.launch.checks import check, check_answers, check_solvable
 from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
 from ostinato.launch.graders import new_grader
@@ -100,7 +100,8 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     downstream = downstream_prompts(recipe, train_prompts)
     scored = [*eval_prompts, *(prompt for each in downstream.values() for prompt in each)]
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
-    for rows in of_tasks([*train_prompts, *scored]).values():
+    for name, rows in of_tasks([*train_prompts, *scored]).items():
+        check_answers(recipe.judges(name), rows)
         check_lengths(recipe, rows, renderer, decoder.config.max_positions)
     counters = Counter[str]()
     grader = new_grader(recipe, scorers(recipe, decoder, folder, counters), counters)
@@ -293,6 +294,7 @@ def new_stage(prepared: RunInputs, engine: Engine, grader: Grader) -> RolloutCon
         context_limit=prepared.decoder.config.max_positions,
         interruption=new_interruption(recipe, prepared.renderer),
         identity=stage_identity(recipe),
+        ends_in_thought=prepared.renderer.ends_in_thought,
     )
 
 

@@ -105,7 +105,12 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
     reward = trajectory.reward
     return {
         "turns": [
-            {"context": _pack(t.context), "new_row": t.new_row, **_completion_row(t.completion)}
+            {
+                "context": _pack(t.context),
+                "new_row": t.new_row,
+                "in_thought": t.in_thought,
+                **_completion_row(t.completion),
+            }
             for t in trajectory.turns
         ],
         "stop": trajectory.stop,
@@ -131,9 +136,9 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
 
 def _turn(row: Mapping[str, Any]) -> Turn:
     values = {name: _unpack(value) for name, value in row.items()}
-    context, new_row = values.pop("context"), values.pop("new_row", False)
+    turn = {name: values.pop(name) for name in ("context", "new_row", "in_thought") if name in values}
     values["stop"] = Stop(values["stop"])
-    return Turn(context=context, completion=Completion(**values), new_row=new_row)
+    return Turn(completion=Completion(**values), **turn)
 
 
 def _completion_row(completion: Completion) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 ``reward(completions, **columns) -> list[float | None]``: ``completions`` are strings, or chats
 (``[{"role": .., "content": ..}]``) when the prompt was a chat; ``prompts``, ``completion_ids`` and every
-column of the row come as lists of the same length. None means "no opinion on this one".
+column of the row come as lists of the same length, and so does ``in_thought``: does the completion end
+inside a thought, also one that the prompt had opened? None means "no opinion on this one".
 
 This module imports only the standard library: it is loaded by every worker process.
 """
@@ -254,13 +255,15 @@ def _gym_scorer(name: str, config: str) -> Callable[[str, dict[str, Any]], float
     return create_dataset(name, **json.loads(config)).score_answer
 
 
-def answer_tags(completions: Sequence[Any], **_: Any) -> list[float]:
+def answer_tags(
+    completions: Sequence[Any], in_thought: Sequence[bool] | None = None, **_: Any
+) -> list[float]:
     """1 where the text ends with its one and only ``<answer>..</answer>``: a format reward."""
     verdicts = []
-    for completion in completions:
+    for completion, unfinished in zip(completions, in_thought or [False] * len(completions), strict=True):
         text = text_of(completion).strip()
         once = text.count("<answer>") == text.count("</answer>") == 1
-        verdicts.append(float(once and text.endswith("</answer>")))
+        verdicts.append(float(once and text.endswith("</answer>") and not unfinished))
     return verdicts
 
 

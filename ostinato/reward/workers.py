@@ -300,7 +300,7 @@ class WorkerGrader:
             return []
         texts = [_reference(prompt), ""]
         columns = _columns(prompt, [([text], list(encode(text))) for text in texts])
-        columns["env_reward"] = [0.0] * len(texts)
+        columns |= {"env_reward": [0.0] * len(texts), "in_thought": [False] * len(texts)}
         warnings = []
         for function, name, _ in self._of(prompt):
             if function in self._scorers:
@@ -326,6 +326,7 @@ class WorkerGrader:
         prompt, answers = _continued(group.prompt, [_answers(trajectory) for trajectory in played])
         columns = _columns(prompt, answers)
         columns["env_reward"] = [trajectory.env_reward for trajectory in played]
+        columns["in_thought"] = [any(turn.in_thought for turn in one.turns[-1:]) for one in played]
         loop = asyncio.get_running_loop()
         functions, names, weights = zip(*self._of(prompt), strict=True)
         texts = ["".join(words) for words, _ in answers]

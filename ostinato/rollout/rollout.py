@@ -77,6 +77,7 @@ class RolloutContext:
     context_limit: int  # tokens of prompt, answers and replies together
     interruption: Interruption | None = None  # of thinking; sampling.max_tokens is not used with one
     identity: str = ""  # of what samples and judges: differs where other groups would be played
+    ends_in_thought: Callable[[np.ndarray, np.ndarray], bool] = lambda context, answer: False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -300,7 +301,10 @@ class _Episode:
         if completion is None:
             return
         context = requested.tokens[len(self._history) :]
-        self._turns.append(Turn(context=context, completion=completion, new_row=self._new_row))
+        in_thought = self._stage.ends_in_thought(requested.tokens, completion.tokens)
+        self._turns.append(
+            Turn(context=context, completion=completion, new_row=self._new_row, in_thought=in_thought)
+        )
         self._new_row = False
         self._history = np.concatenate([requested.tokens, completion.tokens])
         self.request, self._stop = None, completion.stop

@@ -20,11 +20,18 @@ def unsolved(evals: Sequence[Row]) -> str:
     limit = number(scored[-1], "solved_at")
     if not rewards or highest is None or limit is None or highest <= 0:
         return "no held-out answer was ever solved, and none had a reward above 0"
+    reached, needed = _told_apart(highest, limit)
     return (
-        f"no held-out answer was ever solved, so pass@1 shows nothing: the highest reward was {highest:.3g}, "
-        f"and an answer is solved from {limit:.3g} on (reward.solved_at); look at the mean reward, now "
+        f"no held-out answer was ever solved, so pass@1 shows nothing: the highest reward was {reached}, "
+        f"and an answer is solved from {needed} on (reward.solved_at); look at the mean reward, now "
         f"{rewards[-1]:.3f}, or set reward.solved_at to a reward that answers reach"
     )
+
+
+def _told_apart(a: float, b: float) -> tuple[str, str]:
+    """Both in as few digits, from three on, as show that they differ."""
+    written = [(f"{a:.{digits}g}", f"{b:.{digits}g}") for digits in range(3, 18)]
+    return next((pair for pair in written if pair[0] != pair[1]), written[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

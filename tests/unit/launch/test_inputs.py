@@ -23,7 +23,7 @@ from ostinato.axis import Axis
 from ostinato.config import Recipe, dump_toml
 from ostinato.env.rows import read
 from ostinato.every import Every
-from ostinato.launch.checks import check, check_solvable, solved_at
+from ostinato.launch.checks import check, check_answers, check_solvable, solved_at
 from ostinato.launch.evaluations import downstream_prompts, evaluations, rules
 from ostinato.launch.forgetting import answers_of
 from ostinato.launch.inputs import check_lengths, longest_answer, new_interruption, stage_identity
@@ -64,15 +64,34 @@ def test_a_solved_answer_has_full_marks_or_what_the_recipe_says(reward: dict, ma
 
 
 def test_a_mark_that_no_answer_can_reach_is_refused_where_that_is_certain() -> None:
-    """Built-in functions give 1 at most; a user's own may give 10."""
+    """Built-in functions give 1 at most; a user's own may give 10. Without a weight above 0 "full" was 0, and
+    every answer counted as solved."""
     for bad in (
         {"solved_at": 1.5},
         {"functions": ["exact", "numeric"], "weights": [1, -9], "solved_at": 1.1},
     ):
         with pytest.raises(ValueError, match=r"reward.solved_at is 1\.\d, but .* at most 1, so no answer"):
             check_solvable(Recipe.parse({"reward": bad}).reward)
-    for good in ({}, {"solved_at": 1.0}, {"functions": ["own.py:points"], "solved_at": 8.0}):
+    for weights in ([0], [-1]):
+        with pytest.raises(ValueError, match=r"reward\.weights"):
+            check_solvable(Recipe.parse({"reward": {"weights": weights}}).reward)
+    for good in (
+        {},
+        {"solved_at": 1.0},
+        {"weights": [-1], "solved_at": 0.0},
+        {"functions": ["own.py:points"], "solved_at": 8.0},
+    ):
         check_solvable(Recipe.parse({"reward": good}).reward)
+
+
+def test_a_row_whose_answer_is_no_number_is_refused_before_the_run() -> None:
+    reward = Recipe.parse({"reward": {"functions": ["numeric"]}}).reward
+    good, bad = (Prompt(uid=one, text="?", columns={"answer": one}) for one in ("#### 3 1/2", "10^6"))
+    check_answers(reward, [good])
+    check_answers(Recipe().reward, [good, bad])
+    for rows in ([good, bad], [Prompt(uid="10^6", text="?")]):
+        with pytest.raises(ValueError, match=r"^prompt 10\^6.* answer"):
+            check_answers(reward, rows)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ from ostinato.observe.report.facts import (
 from ostinato.observe.report.pictures import MOST, MOST_BYTES, PNG
 from ostinato.observe.report.reading import RunData, read_run
 from ostinato.observe.report.samples import Chunk, Pieces, choose, pack_samples
+from ostinato.observe.report.verdicts import unsolved
 from ostinato.render import Renderer
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Group, Prompt, Reward, Trajectory
@@ -466,6 +467,12 @@ def test_a_dense_finished_run_renders_and_lands_where_asked(tmp_path: Path) -> N
     assert out == tmp_path / "elsewhere.html" and not run.report.exists()
     assert "finished, 3 steps" in page and "0.600" in page and "CUDA device X" in page
     assert socket.gethostname() not in machine()
+
+
+def test_what_is_missing_to_a_solved_answer_can_be_seen() -> None:
+    """ "The highest reward was 2, and an answer is solved from 2 on": it was 1.998."""
+    sentence = unsolved([score(0, 0.0, 0.0, reward=1.0, reward_max=1.998, solved_at=1.999999)])
+    assert "1.998" in sentence and "from 2 on" in sentence
 
 
 def test_a_report_has_mean_reward_greedy_score_and_what_failed(tmp_path: Path) -> None:

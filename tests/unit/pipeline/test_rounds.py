@@ -359,8 +359,10 @@ def spooled(rng: np.random.Generator, step: int, reward: float | None, routed: b
         passes=3,
         cached_tokens=1,
     )
-    turn = Turn(context=rng.integers(0, 99, 2).astype(np.int32), completion=completion)
-    verdict = Reward(value=reward, reason="because", parts={"exact": reward, "other": None})
+    context = rng.integers(0, 99, 2).astype(np.int32)
+    turn = Turn(context=context, completion=completion, in_thought=routed)
+    parts, metrics = {"exact": reward, "other": None}, {"words": 2.5} if routed else {}
+    verdict = Reward(value=reward, reason="because", parts=parts, metrics=metrics)
     played = Trajectory(turns=(turn, turn), stop=Stop.EOS, seed=(0, step, 5, 0), reward=verdict)
     failed = Trajectory(turns=(), stop=Stop.ERROR, seed=(0, step, 5, 1), error="env: no")
     return Group(prompt=PROMPT, trajectories=(played, failed), step=step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,14 @@ def test_numeric() -> None:
     assert numeric(texts, answer=["#### 42"] * 5) == [1, 1, 0, 1, 0]
     assert numeric(["0.3333333", "0.333", "1/3"], answer=["1/3"] * 3) == [1, 0, 1]
     assert numeric(["0.5", "50", "50%"], answer=["50%"] * 3) == [1, 1, 1]
+
+
+def test_what_ends_inside_a_thought_says_nothing() -> None:
+    text, inside = "so <answer>4</answer>", [True, False]
+    for reward in (
+        (exact, numeric, math_verify, answer_tags) if find_spec("math_verify") else (exact, numeric)
+    ):
+        assert reward([text, text], answer=["4", "4"], in_thought=inside) == [0, 1]
 
 
 def test_numeric_reads_no_other_numerals() -> None:

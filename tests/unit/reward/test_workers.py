@@ -151,6 +151,16 @@ def test_the_same_grader_serves_several_event_loops_and_concurrent_groups(grader
     assert asyncio.run(both()) == asyncio.run(both()) == [[0.5 * k + 2] for k in range(1, 5)]
 
 
+def test_a_thought_that_was_cut_off_is_no_answer() -> None:
+    """Where the prompt had opened the thought, its last number was graded as the answer: it paid not to
+    finish."""
+    cut, finished = (trajectory("First 5+5=10. Then two more give 12") for _ in range(2))
+    cut = replace(cut, turns=(replace(cut.turns[0], in_thought=True),))
+    both = replace(group("a", answer="12"), trajectories=(cut, finished))
+    with WorkerGrader(["numeric"]) as grader:
+        assert values(grader, both) == [0, 1]
+
+
 def test_failed_episodes_are_not_judged(grader: WorkerGrader) -> None:
     mixed = Group(
         prompt=group("a").prompt,

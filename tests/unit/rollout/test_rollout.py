@@ -99,6 +99,19 @@ def test_siblings_ask_in_one_call_and_keep_their_order() -> None:
     assert group.step == 1 and drop_reason(group, 2) is None
 
 
+def test_a_turn_knows_whether_its_answer_ends_inside_a_thought() -> None:
+    """Where the template opens the thought no tag is in the answer: one that was cut off looked finished."""
+    opening, closing = 5, 1
+
+    def ends_in_thought(context: np.ndarray, answer: np.ndarray) -> bool:
+        return context[-1] == opening and closing not in answer
+
+    group = play_one(
+        stage(answers(1, 3), lambda prompt: Talk([6, opening]), ends_in_thought=ends_in_thought), 2
+    )
+    assert [trajectory.turns[-1].in_thought for trajectory in group.trajectories] == [True, False]
+
+
 def test_later_turns_carry_the_whole_history_as_it_was() -> None:
     engine = answers(2, 3)
     group = play_one(stage(engine, lambda prompt: Talk([5, 6], [[7], [8, 8]])), 2)
