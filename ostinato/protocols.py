@@ -86,7 +86,10 @@ class Drafter(Protocol):
 
 
 class Env(Protocol):
-    """One episode, used once and then discarded. Tokens in, tokens out."""
+    """One episode, used once and then discarded. Tokens in, tokens out.
+
+    Where it has them, ``async open()`` is called before it and ``close()``, which may be a coroutine, after
+    it."""
 
     def start(self) -> Any:
         """The context of turn 0 ([P] int32 token ids)."""

@@ -5,10 +5,30 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def within(work: Callable[[], T], timeout_s: float) -> T:
+    """The result of ``work()``, done in a thread of its own. Raises TimeoutError after ``timeout_s``.
+
+    The thread is then left to itself, and a process that ends does not wait for it.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as raised:
+            done.set_exception(raised)
+        except BaseException as raised:  # SystemExit would end the caller
+            done.set_exception(RuntimeError(f"{raised!r} in a thread"))
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result(timeout_s)
 
 
 async def in_thread(work: Callable[[], T]) -> T:

@@ -9,26 +9,34 @@
 
 ``options`` are the columns of the row. A first text of "" means the row's own prompt. A reply that is a list
 of messages starts a new conversation, without the earlier messages. The reward function ``env`` gives the sum
-of the rewards of an episode. ``step`` and tools run in threads, each call within a time limit. An
-error of ``step`` ends the episode as a counted fault, never as a reward of 0; that of a tool is its reply.
+of the rewards of an episode. All methods run in threads, each call within CALL_S, ``__init__`` and ``reset``
+of one episode at a time; texts have at most MAX_CHARS. An error ends the episode as a counted fault, never as
+a reward of 0; that of a tool is its reply.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from ostinato.env.dialogue import Words, answered
 from ostinato.env.tools import Message, Toolbox, imported, in_time
+from ostinato.inputs import has_surrogate
+from ostinato.threads import within
 from ostinato.types import Completion, NewRow, Prompt, Stop
 
+T = TypeVar("T")
 SEEDS = "seeds"  # as task.source: the rows are seeds for ``reset``
-STEP_S = 10.0
+CALL_S = 10.0  # for each call of a method
+MAX_CHARS = 1_000_000  # of what an environment says at a time; to tokenise more takes many seconds
 
 
 class TextEnv(Protocol):
@@ -45,20 +53,38 @@ Factory = Callable[[], TextEnv]
 def factory(spec: str, params: Mapping[str, Any]) -> Factory:
     """A function that makes one episode's environment. Raises ValueError if there is none or it fails."""
     make = imported(spec, "task.env", nearest="ostinato.env.games:GuessNumber")
+    with _named(spec, params):
+        made = _in_time("__init__", lambda: make(**params))
+    for name in ("reset", "step"):
+        if not callable(getattr(made, name, None)):
+            raise ValueError(f"task.env {spec!r} has no method {name}(); see docs/guide/environment.md")
+    with _named(spec, params):
+        _in_time("close", lambda: _close(made))
+    return lambda: make(**params)
+
+
+@contextmanager
+def _named(spec: str, params: Mapping[str, Any]) -> Iterator[None]:
+    """What a user's environment raises before a run becomes a ValueError with its name."""
     try:
-        made = make(**params)
+        yield
     except Exception as error:  # a user's code
         raise ValueError(
             f"task.env {spec!r} with {dict(params)} raised {type(error).__name__}: {error}"
         ) from error
-    for name in ("reset", "step"):
-        if not callable(getattr(made, name, None)):
-            raise ValueError(f"task.env {spec!r} has no method {name}(); see docs/guide/environment.md")
-    _close(made)
-    return lambda: make(**params)
 
 
-def seeds(make: Factory | None, spec: str, split: str, seed: int, n: int) -> list[Prompt]:
+def _in_time(method: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
+    """Raises TimeoutError with the name of the method."""
+    try:
+        return within(call, timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"{method}() has not returned in {timeout_s:g} s") from error
+
+
+def seeds(
+    make: Factory | None, spec: str, split: str, seed: int, n: int, *, timeout_s: float = CALL_S
+) -> list[Prompt]:
     """``n`` prompts of ``split``. Each is the first text of an environment reset with its own seed, or the
     seed itself if ``make`` is None (an agent has its own environment). The splits have different seeds;
     whether their games differ too is up to the environment."""
@@ -67,9 +93,10 @@ def seeds(make: Factory | None, spec: str, split: str, seed: int, n: int) -> lis
         number = int.from_bytes(hashlib.sha256(f"{split}/{seed}/{k}".encode()).digest()[:4], "big") >> 1
         text = str(number)
         if make is not None:
-            made = make()
-            text = _first(made, number, {"seed": number})
-            _close(made)
+            with _named(spec, {"seed": number}):
+                made = _in_time("__init__", make, timeout_s)
+                text = _in_time("reset", partial(_first, made, number, {"seed": number}), timeout_s)
+                _in_time("close", partial(_close, made), timeout_s)
         if not text:
             raise ValueError(
                 f'task.env {spec!r}: reset() gives no text, and task.source = "seeds" has none either'
@@ -81,10 +108,18 @@ def seeds(make: Factory | None, spec: str, split: str, seed: int, n: int) -> lis
 
 def _first(made: TextEnv, seed: int, options: Mapping[str, Any]) -> str:
     found = made.reset(seed=seed, options=options)
-    text = found[0] if isinstance(found, tuple) else found
-    if not isinstance(text, str):
-        raise TypeError(f"reset() gives a {type(text).__name__}; return (text, info)")
-    return text
+    return _text(found[0] if isinstance(found, tuple) and found else found, "reset")
+
+
+def _text(value: Any, method: str) -> str:
+    """Raises TypeError or ValueError for what is no text that can be shown to a policy."""
+    if not isinstance(value, str):
+        raise TypeError(f"{method}() gives a {type(value).__name__} as its text; return a str, as documented")
+    if len(value) > MAX_CHARS:
+        raise ValueError(f"{method}() gives {len(value):,} characters; at most {MAX_CHARS:,} are read")
+    if has_surrogate(value):
+        raise ValueError(f"{method}() gives half of a surrogate pair, which is no character; replace it")
+    return value
 
 
 def _close(made: TextEnv) -> None:
@@ -97,6 +132,7 @@ class EnvEpisode:
     """One episode on ``prompt`` in an environment made by ``make``: at most ``max_turns`` answers.
 
     ``reward`` is the sum of the rewards so far. ``counters``: ``env/steps`` and those of ``Toolbox``.
+    Episodes that share ``opening`` open one after another: an environment may seed the process's generators.
     """
 
     def __init__(
@@ -106,27 +142,41 @@ class EnvEpisode:
         make: Factory,
         max_turns: int,
         *,
-        timeout_s: float = STEP_S,
+        timeout_s: float = CALL_S,
         counters: Counter[str] | None = None,
+        opening: asyncio.Lock | None = None,
     ) -> None:
         self.reward = 0.0
         self._prompt, self._renderer, self._turns_left = prompt, renderer, max_turns
         self._timeout_s, self._counters = timeout_s, Counter() if counters is None else counters
-        self._env: TextEnv | None = make()
-        tools = {name: getattr(self._env, name) for name in getattr(self._env, "tools", ())}
-        self._tools = Toolbox(tools, timeout_s, self._counters)
+        self._make, self._opening = make, opening or asyncio.Lock()
+        self._env: TextEnv | None = None
+        self._tools = Toolbox({}, timeout_s, self._counters)
         self._messages: list[Message] = []
 
-    def start(self) -> np.ndarray:
-        """[P] int32: the context of turn 0."""
-        assert self._env is not None and self._prompt.messages is not None
-        columns, given = self._prompt.columns, list(self._prompt.messages)
+    async def open(self) -> None:
+        """Make and reset the environment."""
+        columns, given = self._prompt.columns, list(self._prompt.messages or ())
         seed = int.from_bytes(hashlib.sha256(self._prompt.uid.encode()).digest()[:4], "big") >> 1
-        text = _first(self._env, int(columns.get("seed", seed)), columns)
+        async with self._opening:
+            self._env = made = await self._called("__init__", self._make)
+            text = await self._called("reset", partial(_first, made, int(columns.get("seed", seed)), columns))
+        tools = {name: getattr(made, name) for name in getattr(made, "tools", ())}
+        self._tools = Toolbox(tools, self._timeout_s, self._counters)
         last = len(given) - 1 - (self._prompt.prefill is not None)  # the assistant's words stay behind it
         chat = [*given[:last], {"role": "user", "content": text}, *given[last + 1 :]] if text else given
         self._messages = list(self._tools.described(chat) if len(self._tools) else chat)
+
+    def start(self) -> np.ndarray:
+        """[P] int32: the context of turn 0, of an environment that is open."""
         return self._renderer.prompt(replace(self._prompt, messages=tuple(self._messages)))
+
+    async def _called(self, method: str, call: Callable[..., T], **arguments: Any) -> T:
+        """What a method of the environment returns. Raises TimeoutError with its name."""
+        try:
+            return await in_time(call, arguments, self._timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{method}() has not returned in {self._timeout_s:g} s") from error
 
     async def step(self, completion: Completion) -> np.ndarray | NewRow | None:
         """[C] int32: replies of tools, or of the environment; None when the episode is over."""
@@ -141,9 +191,12 @@ class EnvEpisode:
             action = completion.text
             if completion.stop is Stop.STRING:  # the stop string is part of the action
                 action = self._renderer.decode(completion.tokens)
-            reply, reward, ended, cut, *_ = await in_time(self._env.step, {"action": action}, self._timeout_s)
-            self.reward += float(reward)
-            fresh = [] if isinstance(reply, str) else list(reply)
+            reply, reward, ended, cut, *_ = await self._called("step", self._env.step, action=action)
+            self.reward += _number(reward)
+            is_chat = isinstance(reply, list | tuple)
+            fresh = list(reply) if is_chat else []
+            for text in [one["content"] for one in fresh] if is_chat else [reply]:
+                _text(text, "step")
             replies, over = [{"role": "user", "content": reply}], bool(ended or cut)
         if over or not self._turns_left:
             return None
@@ -157,8 +210,15 @@ class EnvEpisode:
         self._messages.extend(replies)
         return context
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close the environment; later calls do nothing."""
         if self._env is not None:
             made, self._env = self._env, None
-            _close(made)
+            await self._called("close", partial(_close, made))
+
+
+def _number(reward: Any) -> float:
+    """As reward functions: a text that reads as a number is none. Raises TypeError."""
+    if isinstance(reward, str | bytes | bytearray) or not hasattr(reward, "__float__"):
+        raise TypeError(f"step() gives the reward {reward!r:.80}, a {type(reward).__name__}; return a number")
+    return float(reward)

@@ -5,6 +5,7 @@ Raises ValueError with one sentence for what the user can fix.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -40,7 +41,7 @@ from ostinato.protocols import Engine, Env, Grader, Tasks
 from ostinato.render import Renderer
 from ostinato.reward.workers import JUDGE
 from ostinato.rollout.interrupt import Interruption
-from ostinato.rollout.rollout import RolloutContext
+from ostinato.rollout.rollout import RolloutContext, ended, first_context
 from ostinato.types import Prompt, Sampling
 
 if TYPE_CHECKING:
@@ -228,12 +229,14 @@ def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, co
     episode = environment(recipe, renderer)
 
     def length_of(row: Prompt) -> int:
-        made = episode(row)
         try:
-            return len(made.start())
-        finally:
-            if close := getattr(made, "close", None):
-                close()
+            return asyncio.run(_tokens_of(episode(row)))
+        except Exception as error:
+            task = recipe.task.by_name[row.task]
+            if isinstance(error, ValueError) or not task.env:
+                raise
+            sentence = f"{type(error).__name__}: {error}"
+            raise ValueError(f"task.env {task.env!r} on {row.where} raised {sentence}; fix it") from error
 
     sizes = [_bytes(row) for row in rows]
     # The longest prompt and the one of most messages bound what the template adds to any other.
@@ -245,6 +248,14 @@ def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, co
                 f"{row.where} has {length} tokens; with an answer of {longest} ({keys}) it exceeds the "
                 f"context of {context}: shorten it, leave it out, or lower {keys}"
             )
+
+
+async def _tokens_of(env: Env) -> int:
+    """Of its first context."""
+    try:
+        return len(await first_context(env))
+    finally:
+        await ended(env)
 
 
 def longest_answer(recipe: Recipe, renderer: Renderer) -> tuple[int, str]:
@@ -352,13 +363,13 @@ def _episodes(
     new_chat = conversations(recipe.memory, renderer, counters) if task.memory else None
     if agents is not None:
         return _agent_episodes(task, agents, counters, new_chat)
-    make = factory(task.env, task.env_params) if task.env else None
+    make, opening = factory(task.env, task.env_params) if task.env else None, asyncio.Lock()
 
     def episode(prompt: Prompt) -> Env:
         words = Words(renderer, new_chat()) if new_chat else renderer
         prompt = as_template_takes(renderer, prompt)
         if make is not None:
-            return EnvEpisode(prompt, words, make, turns, counters=counters)
+            return EnvEpisode(prompt, words, make, turns, counters=counters, opening=opening)
         return Dialogue(prompt, words, tools=tools, max_turns=turns, counters=counters)
 
     return episode

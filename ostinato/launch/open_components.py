@@ -15,6 +15,7 @@ from ostinato.launch.inputs import RunInputs, environment
 from ostinato.launch.loop import new_drafting
 from ostinato.launch.ranks import open_trainer
 from ostinato.protocols import RestorableTrainer
+from ostinato.rollout.rollout import first_context
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def _sampling_by_vllm(
 ) -> Iterator[RunComponents]:
     """Components without drafts; what policies were proven by is in each row of metrics."""
     recipe, renderer = prepared.recipe, prepared.renderer
-    prompt = environment(recipe, renderer)(prepared.train_prompts[0]).start()
+    prompt = asyncio.run(first_context(environment(recipe, renderer)(prepared.train_prompts[0])))
     with vllm_engine(
         recipe, prepared.decoder, renderer, model=prepared.folder, prompt=prompt, folder=folder / "vllm"
     ) as engine:

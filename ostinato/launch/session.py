@@ -84,7 +84,7 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
     Raises ValueError where another process is at work on the run.
     """
     run = RunFolder.open(path)
-    console = Screen(quiet=quiet)
+    console, path = Screen(quiet=quiet), path.absolute()
     with locked(path):
         run.sweep()
         recipe = Recipe.load(run.recipe, *overrides)
@@ -105,8 +105,9 @@ def check_steps(run: RunFolder, steps: int) -> None:
 
 @contextlib.contextmanager
 def new_folder(recipe: Recipe) -> Iterator[Path]:
-    """The folder of a new run, locked; it is gone where the run did not begin."""
-    path = new_run_path(Path(recipe.log.dir), recipe.name)
+    """The folder of a new run, locked; it is gone where the run did not begin. Absolute: a tool or an
+    environment may change the working directory."""
+    path = new_run_path(Path(recipe.log.dir).absolute(), recipe.name)
     try:
         with locked(path):
             try:

@@ -147,10 +147,10 @@ async def _members(
 ) -> RolloutResult:
     episodes = [_Episode(stage, ask.prompt, (*ask.seed, k)) for k in members]
     try:
+        await asyncio.gather(*(episode.open() for episode in episodes))
         await _play_together(stage.engine, episodes)
     finally:
-        for episode in episodes:
-            episode.close()
+        await asyncio.gather(*(episode.close() for episode in episodes))
     generated_at = time.perf_counter()
     generated()
     trajectories = tuple(episode.trajectory() for episode in episodes)
@@ -162,11 +162,12 @@ async def play_episode(stage: RolloutContext, prompt: Prompt, seed: tuple[int, .
     """One episode by itself, ungraded: what each member of ``rollout_group`` does, one call at a time."""
     episode = _Episode(stage, prompt, seed)
     try:
+        await episode.open()
         if episode.starting:
             await episode.begin()
         await _play_on(stage.engine, episode)
     finally:
-        episode.close()
+        await episode.close()
     return episode.trajectory()
 
 
@@ -209,12 +210,27 @@ def fault_name(sentence: str) -> str:
     return sentence.partition(":")[0].strip()
 
 
+async def first_context(env: Env) -> Any:
+    """What ``env.start()`` gives, after ``open()`` where the environment has one; an awaitable for a context
+    that is still to come."""
+    if (opened := getattr(env, "open", None)) is not None:
+        await opened()
+    return env.start()
+
+
+async def ended(env: Env | None) -> None:
+    """``close()`` the environment, if it has that; it may be a coroutine."""
+    close = getattr(env, "close", None)
+    if close is not None and isinstance(closing := close(), Awaitable):
+        await closing
+
+
 class _Episode:
     """One episode under way: ``request`` is what the engine is to answer next, None when it is over."""
 
     def __init__(self, stage: RolloutContext, prompt: Prompt, seed: tuple[int, ...]) -> None:
         self.request: Request | None = None
-        self._stage, self._seed, self._uid = stage, seed, prompt.uid
+        self._stage, self._seed, self._prompt = stage, seed, prompt
         self._turns: list[Turn] = []
         self._stop, self._error = Stop.ABORT, ""
         self._history = np.zeros(0, np.int32)
@@ -222,9 +238,12 @@ class _Episode:
         self._env: Env | None = None
         self._new_row, self._row_seed, self._begun_rows = False, seed, Counter[int]()
         self._starting: Awaitable[Any] | None = None
+
+    async def open(self) -> None:
+        """Make the environment, and request the first answer unless its context is still to come."""
         try:
-            self._env = stage.env(prompt)
-            context = self._env.start()
+            self._env = self._stage.env(self._prompt)
+            context = await first_context(self._env)
         except Exception as error:  # a user's code: counted, and the siblings go on
             self._fail(_sentence(Fault.ENV, error))
         else:
@@ -257,14 +276,12 @@ class _Episode:
             error=self._error,
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the environment, whether or not the episode has ended."""
         if isinstance(self._starting, Coroutine):
             self._starting.close()  # it has no caller any more
-        close = getattr(self._env, "close", None)
         try:
-            if close is not None:
-                close()
+            await ended(self._env)
         except Exception as error:  # a user's code
             if not self._error:
                 self._fail(_sentence(Fault.ENV, error))
@@ -353,7 +370,7 @@ class _Episode:
                 tokens=tokens,
                 sampling=sampling,
                 seed=self._row_seed,
-                uid=self._uid,
+                uid=self._prompt.uid,
                 routes_from=max(0, len(self._history) - 1),  # what was sampled last had not run yet
             )
         elif self._turns:

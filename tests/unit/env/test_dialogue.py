@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from nouns import completion
 
 import ostinato
 from ostinato.config import Recipe
-from ostinato.env.custom import EnvEpisode, factory, seeds
+from ostinato.env.custom import MAX_CHARS, EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.games import GuessNumber, PriceList
 from ostinato.env.tools import as_template_takes, calculator, imported, parse_calls, resolve_tools
@@ -271,16 +274,22 @@ def done_(text: str, stop: Stop = Stop.EOS) -> Completion:
     return completion(RENDERER.encode(text), stop=stop, text=text)
 
 
+def opened(episode: EnvEpisode) -> np.ndarray:
+    """The first context."""
+    asyncio.run(episode.open())
+    return episode.start()
+
+
 def heard_of(episode: EnvEpisode, *answers: str) -> list[str]:
     """What the policy reads, turn by turn, as far as the episode goes."""
-    heard = [RENDERER.decode(episode.start())]
+    heard = [RENDERER.decode(opened(episode))]
     for answer in answers:
         context = asyncio.run(episode.step(done_(answer)))
         if context is None:
             break
         assert isinstance(context, np.ndarray)
         heard.append(RENDERER.decode(context))
-    episode.close()
+    asyncio.run(episode.close())
     return heard
 
 
@@ -332,7 +341,7 @@ def test_a_lookup_is_made_at_its_stop_string_and_the_right_price_is_worth_1() ->
     shop.reset(seed=prompt.columns["seed"], options={})
     price = str(shop.lookup(shop._item))
     episode = EnvEpisode(prompt, RENDERER, PriceList, 3)
-    assert f"price of {shop._item}?" in RENDERER.decode(episode.start())
+    assert f"price of {shop._item}?" in RENDERER.decode(opened(episode))
     reply = asyncio.run(episode.step(done_(f"{shop._item}=", Stop.STRING)))
     assert (
         isinstance(reply, np.ndarray)
@@ -370,7 +379,7 @@ def test_words_of_the_assistant_in_a_row_are_the_beginning_of_its_answer() -> No
     assert [one["role"] for one in messages] == ["system", "user", "assistant"]
     assert messages[-1]["content"] == "It is " + call()
     episode = EnvEpisode(row, RENDERER, Shop, 3)
-    assert RENDERER.decode(episode.start(), skip_special=False).endswith("It is ")
+    assert RENDERER.decode(opened(episode), skip_special=False).endswith("It is ")
 
 
 def test_tools_and_calls_of_a_row_reach_a_template_that_knows_none() -> None:
@@ -391,7 +400,7 @@ def test_methods_are_tools_and_the_environment_is_closed_once() -> None:
     episode = EnvEpisode(prompt, RENDERER, Shop, 3, counters=counters)
     before = Shop.closed
     heard = heard_of(episode, '<tool_call>{"name": "price", "arguments": {"thing": "tea"}}</tool_call>', "10")
-    episode.close()
+    asyncio.run(episode.close())
     assert "price(thing: str) -> int: The price of a thing." in heard[0] and "10" in heard[1]
     assert (
         episode.reward == 1.0 and counters == {"tools/calls": 1, "env/steps": 1} and Shop.closed == before + 1
@@ -401,10 +410,88 @@ def test_methods_are_tools_and_the_environment_is_closed_once() -> None:
 def test_what_an_environment_raises_is_raised_and_a_cut_answer_never_reaches_it() -> None:
     prompt = Prompt(uid="s", messages=({"role": "user", "content": ""},), columns={"seed": 7})
     episode = EnvEpisode(prompt, RENDERER, Shop, 3)
-    episode.start()
+    opened(episode)
     with pytest.raises(RuntimeError, match="the shop burns"):
         asyncio.run(episode.step(done_("broken")))
     assert asyncio.run(episode.step(done_("10", Stop.LENGTH))) is None and episode.reward == 0.0
+
+
+class Hangs(Shop):
+    """In the method that it is named for, until it is let go."""
+
+    let_go = threading.Event()
+
+    def __init__(self, method: str = "") -> None:
+        self.method = method
+        self.wait("__init__")
+
+    def wait(self, method: str) -> None:
+        if method == self.method:
+            Hangs.let_go.wait()
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.wait("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.wait("step")
+        return super().step(action)
+
+    def close(self) -> None:
+        self.wait("close")
+
+
+@pytest.mark.parametrize("method", ["__init__", "reset", "step", "close"])
+def test_an_environment_that_hangs_is_named_and_holds_nothing_up(method: str) -> None:
+    """Only step had a limit of time: a reset that waited for a server held the run for ever."""
+    make = partial(Hangs, method)
+    episode = EnvEpisode(ROW, RENDERER, make, 3, timeout_s=0.5)
+    try:
+        with pytest.raises(TimeoutError, match=re.escape(f"{method}()")):
+            heard_of(episode, "10")
+        if method != "step":
+            with pytest.raises(ValueError, match=re.escape("task.env 'mine:Hangs'") + f".*{method}"):
+                seeds(make, "mine:Hangs", "train", 0, 1, timeout_s=0.5)
+    finally:
+        Hangs.let_go.set()
+        Hangs.let_go = threading.Event()
+
+
+@pytest.mark.parametrize(
+    ("first", "sentence"),
+    [
+        (None, "NoneType"),
+        (("\ud83d", {}), "surrogate"),
+        (("a" * (MAX_CHARS + 1), {}), "1,000,001 characters"),
+    ],
+)
+def test_a_first_text_that_is_none_is_named_before_any_work(first: Any, sentence: str) -> None:
+    class Odd(Shop):
+        def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
+            return first
+
+    with pytest.raises(ValueError, match=rf"task\.env 'mine:Odd'.*reset\(\).*{sentence}"):
+        seeds(Odd, "mine:Odd", "train", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (("", "1", True, False, {}), "the reward '1', a str"),
+        (("", None, True, False, {}), "the reward None"),
+        (("a" * (MAX_CHARS + 1), 1.0, False, False, {}), "1,000,001 characters"),
+        ((5, 1.0, True, False, {}), "a int"),
+    ],
+)
+def test_what_a_step_returns_wrongly_is_named(returned: Any, sentence: str) -> None:
+    """A reward of text was taken for its number, and a reply of 50 MB was tokenised for minutes."""
+
+    class Odd(Shop):
+        def step(self, action: str) -> Any:
+            return returned
+
+    with pytest.raises((TypeError, ValueError), match=rf"step\(\).*{sentence}"):
+        heard_of(EnvEpisode(ROW, RENDERER, Odd, 3), "10")
 
 
 @pytest.mark.parametrize(

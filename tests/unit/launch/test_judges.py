@@ -354,6 +354,7 @@ def test_the_other_order_is_a_conversation_of_its_own() -> None:
     swapped = [{"role": "user", "content": "B or A?"}]
     prompt = Prompt(uid="p", messages=({"role": "user", "content": "A or B?"},), columns={"swapped": swapped})
     episode = EnvEpisode(prompt, renderer, BothOrders, 2)
+    asyncio.run(episode.open())
     assert renderer.decode(episode.start()).count("A or B?") == 1
     reply = asyncio.run(episode.step(completion([5], stop=Stop.EOS, text="Verdict: A")))
     assert isinstance(reply, NewRow) and reply.tokens.tolist() == renderer.chat(swapped).tolist()
