@@ -43,7 +43,7 @@ def finish(work: Callable[[], Outcome]) -> int:
         say(f"ostinato: {how}; {str(stop) or 'nothing had begun'}", error=True)
         return EXIT[why]
     if outcome.after is not None:
-        Screen().print(before_after(outcome.before, outcome.after, outcome.greedy))
+        Screen().print(before_after(outcome.before, outcome.after, outcome.greedy, outcome.step))
     say(*_last_lines(outcome))
     if outcome.why == "hung_up":
         line = f"ostinato: {HUNG_UP} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"

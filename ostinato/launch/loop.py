@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from ostinato.config import Recipe, dump_toml
@@ -35,8 +35,9 @@ from ostinato.pipeline.observer import Observer
 from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.protocols import MetricWriter, RestorableTrainer
 from ostinato.rollout.pilot import Pilot
-from ostinato.run import RunFolder, atomic_folder
+from ostinato.run import RunFolder, atomic_folder, to_json
 from ostinato.train.checkpoint import Checkpoint, oldest_step, repair, save_checkpoint
+from ostinato.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -152,10 +153,10 @@ def new_loop(
 ) -> Loop:
     """The run, assembled."""
     recipe, trainer, memory = prepared.recipe, components.trainer, components.memory
-    flops = new_flops(recipe, prepared.decoder.config, trainer.adapters())
+    flops, rows = new_flops(recipe, prepared.decoder.config, trainer.adapters()), row_digests(prepared)
 
     def save(state: LoopState) -> int:
-        counts = {"trainer": trainer.counters(), "loop": state.to_json()}
+        counts = {"trainer": trainer.counters(), "loop": state.to_json(), "rows": rows}
         tensors, identity = trainer.tensors(), trainer.identity()
         checkpoint = Checkpoint(step=state.step, tensors=tensors, state=counts, identity=identity)
         save_checkpoint(run.checkpoints, checkpoint, keep=recipe.trainer.keep_checkpoints)
@@ -201,14 +202,53 @@ def new_drafting(memory: Memory, engine: LocalEngine) -> Drafting:
     )
 
 
-def restore(run: RunFolder, trainer: RestorableTrainer) -> LoopState:
+TRAINED, HELD_OUT = "to train on", "held out"
+
+
+def row_digests(prepared: RunInputs) -> dict[str, str]:
+    """Hashes (twelve hex digits) of the rows that a run trains on, and of those that it is scored on."""
+    scored = [*prepared.eval_prompts, *(row for rows in prepared.downstream.values() for row in rows)]
+    return {TRAINED: _digest(prepared.train_prompts), HELD_OUT: _digest(scored)}
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    found = hashlib.sha256()
+    for one in prompts:
+        shown = [one.text, one.messages, one.tools, one.template_kwargs]
+        found.update(to_json({"row": [one.uid, one.task, *shown, one.columns]}).encode())
+    return found.hexdigest()[:12]
+
+
+def check_rows(
+    run: RunFolder, saved: Mapping[str, str] | None, now: Mapping[str, str], changed: Set[str]
+) -> None:
+    """Raises ValueError where the digests of rows are not those in the run's checkpoint, ``saved`` (None: of a
+    version without them), unless a section of the recipe that chooses the rows was ``changed``."""
+    if saved is None:
+        logger.info(f"{run.path} has no digest of its rows, so they are not compared with those of its start")
+        return
+    choosing = {TRAINED: {"task"}, HELD_OUT: {"task", "eval"}}
+    for kind in now:
+        if saved.get(kind) != now[kind] and not changed & choosing[kind]:
+            raise ValueError(
+                f"the rows {kind} are not those that {run.path} began with; give task.source the same rows, "
+                "or start a new run; to go on with these, name them: "
+                f"ostinato resume {run.path} task.source=..."
+            )
+
+
+def restore(
+    run: RunFolder, trainer: RestorableTrainer, prepared: RunInputs, changed: Set[str] = frozenset()
+) -> LoopState:
     """Put ``trainer`` where the newest whole checkpoint of ``run`` was taken; the start without one. What a
-    killed process left half written goes: only for the holder of the run's lock."""
+    killed process left half written goes: only for the holder of the run's lock. ``changed``: sections of the
+    recipe. Raises ValueError for other rows, see ``check_rows``."""
     repair(run.checkpoints)
     checkpoint = newest_checkpoint(run, trainer)
     if checkpoint is None:
         logger.info(f"{run.path} has no checkpoint, so the run begins again")
         return LoopState()
+    check_rows(run, checkpoint.state.get("rows"), row_digests(prepared), changed)
     trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
     return LoopState(**checkpoint.state["loop"])
 

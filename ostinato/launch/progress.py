@@ -151,12 +151,14 @@ def interval(row: Row, name: str) -> str:
 
 
 def before_after(
-    before: Row | None, after: Row, greedy: tuple[Row | None, Row | None] = (None, None)
+    before: Row | None, after: Row, greedy: tuple[Row | None, Row | None] = (None, None), step: int = 0
 ) -> Table:
     """The table at the end of a run: held-out scores before and after, with 95 % intervals; ``greedy`` are
-    those of one answer at temperature 0 to each prompt."""
+    those of one answer at temperature 0 to each prompt. A run that ended at another ``step`` than the last
+    score is of says so."""
     title = f"held-out score on {after['n']} prompts (95 % interval)"
-    table = Table("", "before", "after", "change", title=title)
+    last = "after" if after["step"] == step else f"after step {after['step']} of {step}"
+    table = Table("", "before", last, "change", title=title)
     k = after.get("k", 1)
     lines = [("pass@1", "pass@1", before, after)]
     lines += [(f"pass@{k}", "pass@k", before, after)] if k > 1 else []

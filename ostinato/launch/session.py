@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ def learn(
     check_files(recipe)
     console = Screen(quiet=quiet)
     with new_folder(recipe) as path:
-        return _train(recipe, path, console, again=False, workers=workers)
+        return _train(recipe, path, console, workers=workers)
 
 
 def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORKERS) -> Outcome:
@@ -81,7 +81,8 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
     ``overrides`` change its recipe from here on, e.g. ``trainer.steps=200`` to train for longer. ``workers``
     is as in ``learn``, and no part of the recipe: other ones have to be named again.
 
-    Raises ValueError where another process is at work on the run.
+    Raises ValueError where another process is at work on the run, and where its rows are not those that it
+    began with, unless ``overrides`` name them.
     """
     run = RunFolder.open(path)
     console, path = Screen(quiet=quiet), path.absolute()
@@ -90,7 +91,8 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
         recipe = Recipe.load(run.recipe, *overrides)
         check_steps(run, recipe.trainer.steps)
         check_files(recipe)
-        return _train(recipe, path, console, again=True, workers=workers)
+        sections = {override.partition(".")[0] for override in overrides}
+        return _train(recipe, path, console, changed=sections, workers=workers)
 
 
 def check_steps(run: RunFolder, steps: int) -> None:
@@ -121,11 +123,14 @@ def new_folder(recipe: Recipe) -> Iterator[Path]:
 
 
 @ending()
-def _train(recipe: Recipe, path: Path, console: Console, *, again: bool, workers: str) -> Outcome:
+def _train(
+    recipe: Recipe, path: Path, console: Console, *, changed: Set[str] | None = None, workers: str
+) -> Outcome:
+    """``changed``: sections of the recipe that overrides of a resumed run name; None: a new run."""
     if recipe.sft.loss != "off":
         raise ValueError(f'sft.loss is "{recipe.sft.loss}"; run ostinato sft, or set sft.loss="off" for RL')
     with _interrupted_before(path):
-        return _session(recipe, path=path, console=console, resume=again, workers=workers)
+        return _session(recipe, path=path, console=console, changed=changed, workers=workers)
 
 
 @contextlib.contextmanager
@@ -139,9 +144,11 @@ def _interrupted_before(path: Path) -> Iterator[None]:
         raise
 
 
-def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, workers: str) -> Outcome:
+def _session(
+    recipe: Recipe, *, path: Path, console: Console, changed: Set[str] | None, workers: str
+) -> Outcome:
     """From the start or the newest checkpoint to the end."""
-    clock = SteadyClock()
+    clock, resume = SteadyClock(), changed is not None
     with new_life(RunFolder(path), clock) as life, contextlib.ExitStack() as held:
         chosen = threads.configure(recipe)
         recipe = resolved(recipe, run=path if resume else None, warn=True)
@@ -159,7 +166,9 @@ def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, work
         prepared = held.enter_context(prepare(recipe, training=True))
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None)
         prepared, components = held.enter_context(open_components(prepared, path, memory, workers))
-        state = restore(RunFolder.open(path), components.trainer) if resume else LoopState()
+        state = LoopState()
+        if changed is not None:
+            state = restore(RunFolder.open(path), components.trainer, prepared, changed)
         if memory is not None:
             memory.history.forget_after(state.step)  # an older checkpoint than the history is of
         check_writers(recipe.log.writers)

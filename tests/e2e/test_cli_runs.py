@@ -164,6 +164,25 @@ def test_resume_after_ctrl_c_equals_a_run_without_it(place: Path, trained: tuple
     assert_same(folder, reference)
 
 
+def test_a_run_is_not_resumed_with_other_rows_unless_they_are_named(place: Path, here: Here) -> None:
+    """Rows that were replaced between two steps were trained on without a word, and "before" and "after" were
+    scores on different questions."""
+    file = place / "rows.jsonl"
+
+    def write(start: int) -> None:
+        made = [{"prompt": f"{k} + 1 = ?", "answer": str(k + 1)} for k in range(start, start + 40)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in made))
+
+    write(0)
+    given = ("task.source=rows.jsonl", "task.params={holdout=0.2}", "task.n_train=0", "trainer.steps=1")
+    here("train", "tiny.toml", *given, "log.dir=replaced")
+    (folder,) = (place / "replaced").iterdir()
+    write(100)
+    assert "task.source" in here("resume", str(folder), "trainer.steps=2", code=2)
+    here("resume", str(folder), "trainer.steps=2", f"task.source={file}")
+    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == [1, 2]
+
+
 def assert_same(folder: Path, reference: Path) -> None:
     for name in ("metrics.jsonl", "eval.jsonl"):
         assert same(rows(folder / name)) == same(rows(reference / name)), name

@@ -101,3 +101,15 @@ def test_a_run_that_did_not_begin_leaves_no_folder(
     with pytest.raises(type(error)):
         learn("quickstart", f"log.dir={tmp_path}", quiet=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_folder_stays_where_it_is_when_the_working_directory_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of an environment that did ``os.chdir("/")`` lost the folder of a relative log.dir."""
+    monkeypatch.chdir(tmp_path)
+    with session.new_folder(Recipe.parse({"log": {"dir": "here"}})) as path:
+        monkeypatch.chdir("/")
+        assert path.is_dir() and path.parent == tmp_path / "here"
+        (path / "recipe.toml").write_text("")
+    assert path.is_dir()

@@ -21,7 +21,7 @@ from small_loop import Bench
 from ostinato.cli.generate import Voice, answer_stream
 from ostinato.config import Recipe, dump_toml
 from ostinato.launch import session
-from ostinato.launch.progress import Monitor
+from ostinato.launch.progress import Monitor, before_after
 from ostinato.observe.ledger import read
 from ostinato.observe.report.facts import Table as ReportTable
 from ostinato.observe.report.terminal import terminal_table
@@ -202,3 +202,11 @@ def test_an_answer_is_escaped_on_a_terminal_and_whole_in_a_pipe(
         voice.say(np.array([byte]))
     voice.end()
     assert out.getvalue() == (SHOWN if is_terminal else CONTROL) + "\n"
+
+
+@pytest.mark.parametrize(("step", "column"), [(4, "after"), (6, "after step 4 of 6")])
+def test_the_last_score_of_a_stopped_run_says_of_which_step_it_is(step: int, column: str) -> None:
+    """After Ctrl-C at step 6 the table had the score of step 4 as "after", and nothing said so."""
+    row = {"step": 4, "n": 8, "pass@1": 0.5, "reward": 0.5}
+    table = before_after({**row, "step": 0}, row, step=step)
+    assert [one.header for one in table.columns] == ["", "before", column, "change"]
