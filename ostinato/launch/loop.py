@@ -222,7 +222,7 @@ def _digest(prompts: Sequence[Prompt]) -> str:
 def check_rows(
     run: RunFolder, saved: Mapping[str, str] | None, now: Mapping[str, str], changed: Set[str]
 ) -> None:
-    """Raises ValueError where the digests of rows are not those in the run's checkpoint, ``saved`` (None: of a
+    """Raises ValueError where digests of rows are not those in the run's checkpoint, ``saved`` (None: of a
     version without them), unless a section of the recipe that chooses the rows was ``changed``."""
     if saved is None:
         logger.info(f"{run.path} has no digest of its rows, so they are not compared with those of its start")

@@ -142,7 +142,7 @@ def test_ctrl_c_while_a_session_begins_says_where_the_run_is(
             raise stated
 
         monkeypatch.setattr(session, "_session", fake)
-        session._train(recipe, tmp_path / "run", Console(quiet=True), again=False, workers="")
+        session._train(recipe, tmp_path / "run", Console(quiet=True), workers="")
 
     with pytest.raises(KeyboardInterrupt, match="ostinato resume"):
         ends(KeyboardInterrupt())
