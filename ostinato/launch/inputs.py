@@ -104,6 +104,9 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     for name, rows in of_tasks([*train_prompts, *scored]).items():
         check_answers(recipe.judges(name), rows)
         check_lengths(recipe, rows, renderer, decoder.config.max_positions)
+        if renderer.vocab_size > decoder.config.vocab_size:  # in which few rows, if any, take part
+            for row in rows:
+                check_tokens(renderer.prompt(row), row.where, renderer, decoder.config.vocab_size)
     counters = Counter[str]()
     grader = new_grader(recipe, scorers(recipe, decoder, folder, counters), counters)
 
@@ -256,6 +259,16 @@ async def _tokens_of(env: Env) -> int:
         return len(await first_context(env))
     finally:
         await ended(env)
+
+
+def check_tokens(tokens: np.ndarray, where: str, renderer: Renderer, vocab_size: int) -> None:
+    """Every token has an embedding. A tokenizer can have more: tokens that were added to it alone."""
+    if len(tokens) and (token := int(tokens.max())) >= vocab_size:
+        raise ValueError(
+            f"{where} has the token {renderer.decode([token], skip_special=False)!r} ({token}); the model "
+            f"has embeddings for 0 to {vocab_size - 1}: leave it out, or save the model with "
+            "resize_token_embeddings first"
+        )
 
 
 def longest_answer(recipe: Recipe, renderer: Renderer) -> tuple[int, str]:

@@ -26,6 +26,7 @@ from ostinato.launch import RunFailed
 from ostinato.launch.checks import check
 from ostinato.launch.dtype import resolved
 from ostinato.launch.engine import training_ops
+from ostinato.launch.inputs import check_tokens
 from ostinato.launch.machine import record_start
 from ostinato.launch.models import load_decoder
 from ostinato.launch.policy import write_policy
@@ -125,7 +126,8 @@ def _check(recipe: Recipe) -> None:
 def read_rows(recipe: Recipe, folder: Path) -> tuple[Rows, Rows]:
     """(to train on, held out). Raises ValueError naming the first row that cannot be trained on."""
     task, turns = recipe.task, recipe.sft.turns
-    renderer, context = Renderer(folder), read_config(folder).max_positions
+    renderer, config = Renderer(folder), read_config(folder)
+    context = config.max_positions
 
     def rows(split: str, n: int | None) -> Rows:
         found: Rows = []
@@ -134,6 +136,8 @@ def read_rows(recipe: Recipe, folder: Path) -> tuple[Rows, Rows]:
                 examples = pair(renderer, row, where, context=context)
             else:
                 examples = (example(renderer, row, where, context=context, turns=turns),)
+            for one in examples:
+                check_tokens(one.tokens, where, renderer, config.vocab_size)
             found.append(tuple(row_of(one.tokens, one.mask) for one in examples))
         return found
 
