@@ -46,6 +46,9 @@ ModelOrRun = Annotated[
         help="A run folder, a recipe, a Hugging Face folder, or a model name.", show_default=False
     ),
 ]
+AdapterPath = Annotated[
+    str, typer.Option("--adapter", metavar="FOLDER", help="On the model: a run, or an adapter of one.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -94,11 +97,11 @@ def resume(run: RunPath, overrides: Overrides = None) -> None:
 
 
 @app.command("eval")
-def evaluate(target: ModelOrRun, overrides: Overrides = None) -> None:
+def evaluate(target: ModelOrRun, overrides: Overrides = None, adapter: AdapterPath = "") -> None:
     """Held-out pass@1 and pass@k of a run's last policy, or of a recipe's model before training."""
     from ostinato.cli.evaluate import evaluate as command
 
-    command(target, overrides or [])
+    command(target, overrides or [], adapter)
 
 
 @app.command()
@@ -109,16 +112,21 @@ def generate(
     ] = "",
     system: Annotated[str, typer.Option(help="A system prompt.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy; by default the model's, or 1.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="By default the model's, or 1.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    adapter: AdapterPath = "",
 ) -> None:
     """Talk to a model or to a trained policy; the answer streams."""
+    from ostinato.cli.generate import Wanted
     from ostinato.cli.generate import generate as command
-    from ostinato.types import Sampling
 
-    sampling = Sampling(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
-    command(target, prompt=prompt, system=system, sampling=sampling, seed=seed)
+    wanted = Wanted(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    command(target, prompt=prompt, system=system, wanted=wanted, adapter=adapter)
 
 
 @app.command()
@@ -199,6 +207,9 @@ def tinker(
     allowed_hosts: Hosts = None,
     origins: Origins = None,
     state: Annotated[Path, typer.Option(help="Where what clients make is kept.")] = Path("runs/tinker"),
+    name: Annotated[
+        str, typer.Option(help="What clients call the base, beside its path; e.g. meta-llama/Llama-3.2-1B.")
+    ] = "",
 ) -> None:
     """Serve the Tinker SDK: training and sampling of adapters of a model, by loops that clients write."""
     from ostinato.cli.serve import Address
@@ -206,7 +217,7 @@ def tinker(
 
     allowed = access(allowed_hosts, origins)
     where = Address(host=host, port=port, key=api_key, access=allowed, drain_s=3.0)
-    command(target, overrides or [], where, state)
+    command(target, overrides or [], where, state, name)
 
 
 @app.command("memory", **PASSED_ON)

@@ -9,7 +9,7 @@ from ostinato.config import check_files
 from ostinato.launch import threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.models import recipe_of
-from ostinato.launch.policy import trained
+from ostinato.launch.policy import check_adapter, trained, untrained
 from ostinato.launch.progress import Row, interval
 from ostinato.observe.report.verdicts import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
@@ -17,15 +17,17 @@ from ostinato.terminal import logged, say
 
 
 @logged()
-def evaluate(target: str, overrides: Sequence[str]) -> None:
+def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
     """Print pass@1 (and pass@k where k > 1) and mean reward of the last policy of a run, or of an untrained
-    model, on the main set, the same one greedily, and each downstream one. Raises RewardFails, a ValueError,
-    where a reward function gives no verdict to any answer of a set.
+    model (with ``adapter``, a run folder or an adapter's, else the adapter.path of its recipe), on the main
+    set, the same one greedily, and each downstream one. Raises RewardFails, a ValueError, where a reward
+    function gives no verdict to any answer of a set.
 
     It computes with the model's own weights, as what is exported does, whatever the run sampled with; the
     override ``engine.weights=...`` scores a sampler of others.
     """
     recipe, run = recipe_of(target, "engine.weights=model", *overrides)
+    check_adapter(run, adapter)
     check_files(recipe)
     threads.configure(recipe)
     recipe = resolved(recipe)
@@ -36,7 +38,8 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
     from ostinato.pipeline.failed import failures, refuse
 
     with prepare(recipe, training=False) as prepared:
-        step, adapters = trained(recipe, run, prepared.decoder) if run else (0, None)
+        decoder = prepared.decoder
+        step, adapters = trained(recipe, run, decoder) if run else untrained(recipe, decoder, adapter)
         engine = new_engine(recipe, prepared.decoder, prepared.renderer)
         engine.publish(adapters, step)
         stage = new_stage(prepared, engine, prepared.grader)

@@ -5,29 +5,53 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
 from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
-from ostinato.launch.policy import load_policy, serve
+from ostinato.launch.policy import check_adapter, load_policy, serve
+from ostinato.model.generation import sampling_defaults
 from ostinato.render import IncrementalDecoder, Renderer
 from ostinato.terminal import lasting
 from ostinato.types import Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
     from ostinato.engine.local import LocalEngine
+    from ostinato.launch.policy import Policy
 
 
-def generate(target: str, *, prompt: str, system: str, sampling: Sampling, seed: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """How a user wants to sample; None: as the model's generation_config.json says."""
+
+    max_tokens: int
+    temperature: float | None
+    top_p: float | None
+    seed: int
+
+    def sampling(self, policy: Policy) -> Sampling:
+        own = sampling_defaults(policy.folder)
+        return Sampling(
+            temperature=own.temperature if self.temperature is None else self.temperature,
+            top_p=own.top_p if self.top_p is None else self.top_p,
+            top_k=own.top_k,
+            min_p=own.min_p,
+            max_tokens=self.max_tokens,
+            stop_tokens=policy.renderer.stop_tokens,
+        )
+
+
+def generate(target: str, *, prompt: str, system: str, wanted: Wanted, adapter: str = "") -> None:
     """Answer ``prompt``, or each line of stdin as the next turn of one conversation, on stdout."""
-    recipe, _ = recipe_of(target)
+    recipe, run = recipe_of(target)
+    check_adapter(run, adapter)
     threads.configure(recipe)
-    policy = load_policy(target)
+    policy = load_policy(target, adapter=adapter)
+    sampling, seed = wanted.sampling(policy), wanted.seed
     engine = serve(policy)
-    sampling = replace(sampling, stop_tokens=policy.renderer.stop_tokens)
     lines = [prompt] if prompt else _lines(sys.stdin)
     out = answer_stream(sys.stdout)
     asyncio.run(

@@ -18,11 +18,11 @@ EXAMPLE = """
 """
 
 
-def tinker(target: str, overrides: Sequence[str], where: Address, state: Path) -> None:
+def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, name: str = "") -> None:
     """Serve until a signal. Raises ValueError for what cannot be served."""
-    for name in ("tinker", "uvicorn"):
-        if find_spec(name) is None:  # not imported yet: the SDK loads torch, and threads are chosen before
-            raise ValueError(f'tinker needs {name}; install it: pip install "ostinato[tinker]"')
+    for package in ("tinker", "uvicorn"):
+        if find_spec(package) is None:  # not imported yet: the SDK loads torch, and threads are chosen before
+            raise ValueError(f'tinker needs {package}; install it: pip install "ostinato[tinker]"')
     from ostinato.serve.server import HttpServer, address, bound, key_for
 
     key = key_for(where.host, "--host", where.key)
@@ -36,7 +36,7 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path) -
         from ostinato.serve.tinker.app import new_app
         from ostinato.serve.tinker.registry import PROTO
 
-        with open_work(target, tuple(overrides), state) as opened:
+        with open_work(target, tuple(overrides), state, name) as opened:
             app = new_app(opened.work, opened.registry, key=key)
             say(f"export TINKER_BASE_URL={address(listening)}")
             say(f"export TINKER_API_KEY={key or 'tml-local'}")

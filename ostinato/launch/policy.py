@@ -34,29 +34,64 @@ class Policy:
     step: int = 0  # training steps behind it
 
 
-def load_policy(target: str, *overrides: str) -> Policy:
-    """The last policy of a run folder, or the model of a recipe or name with its adapter.path, if any.
+def load_policy(target: str, *overrides: str, adapter: str = "") -> Policy:
+    """The last policy of a run folder, or the model of a recipe or name with ``adapter`` (a run folder or an
+    adapter's), else with its adapter.path, if any.
 
-    Raises ValueError when ``target`` is none of these.
+    Raises ValueError when ``target`` is none of these, and for a run with another adapter.
     """
     from ostinato.render import Renderer
 
     recipe, run = recipe_of(target, *overrides)
+    check_adapter(run, adapter)
     recipe = resolved(recipe)
     folder = model_folder(recipe.model.path)
     renderer = Renderer(folder)
     decoder = load_decoder(recipe.model, folder)
-    step, adapters = trained(recipe, run, decoder) if run else (0, _given(recipe, decoder))
+    step, adapters = trained(recipe, run, decoder) if run else untrained(recipe, decoder, adapter)
     return Policy(
         recipe=recipe, folder=folder, decoder=decoder, adapters=adapters, renderer=renderer, step=step
     )
 
 
-def _given(recipe: Recipe, decoder: Decoder) -> Adapters | None:
-    """The adapter that an untrained recipe begins with, None without adapter.path."""
+def check_adapter(run: RunFolder | None, adapter: str) -> None:
+    """Raise ValueError for an adapter beside a run, which has its own."""
+    if run is not None and adapter:
+        raise ValueError(
+            f"--adapter is {adapter}, and {run.path} is a run with its own; name its model instead"
+        )
+
+
+def untrained(recipe: Recipe, decoder: Decoder, adapter: str = "") -> tuple[int, Adapters | None]:
+    """(step, adapters) of ``adapter``, else of what the recipe begins with: None without adapter.path."""
     from ostinato.launch.trainer import new_adapters
 
-    return new_adapters(recipe, decoder) if recipe.adapter.path else None
+    if adapter:
+        return adapter_at(adapter, decoder)[:2]
+    return 0, new_adapters(recipe, decoder) if recipe.adapter.path else None
+
+
+def adapter_at(where: str, decoder: Decoder) -> tuple[int, Adapters, RunFolder | None]:
+    """(step, adapters, run) of a run folder or an adapter's folder, for this base. ValueError for others."""
+    from ostinato.model.peft_io import load_peft
+    from ostinato.run import RunFolder
+
+    folder = Path(where).expanduser()
+    if not (folder / "recipe.toml").is_file():
+        return 0, load_peft(folder, decoder), None
+    run = RunFolder.open(folder)
+    step, adapters = newest(run, decoder)
+    return step, adapters, run
+
+
+def newest(run: RunFolder, decoder: Decoder) -> tuple[int, Adapters]:
+    """(step, adapters) of the newest whole checkpoint of a run on this base. ValueError without one."""
+    recipe = Recipe.load(run.recipe)
+    if recipe.adapter.kind != "lora":
+        raise ValueError(f"run {run.path} trains all weights, so it is no adapter; use it by itself")
+    step, adapters = trained(recipe, run, decoder)
+    assert adapters is not None
+    return step, adapters
 
 
 def trained(recipe: Recipe, run: RunFolder, decoder: Decoder) -> tuple[int, Adapters | None]:

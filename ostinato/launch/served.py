@@ -19,10 +19,10 @@ from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.launch import RunFailed
 from ostinato.launch.models import recipe_of
-from ostinato.launch.policy import Policy, load_policy, serve, trained
+from ostinato.launch.policy import Policy, adapter_at, load_policy, newest, serve
 from ostinato.model.decoder import Decoder
+from ostinato.model.generation import sampling_defaults
 from ostinato.model.lora import Adapters
-from ostinato.model.peft_io import load_peft
 from ostinato.model.wire import NotFinite
 from ostinato.run import RunFolder
 from ostinato.serve.grammar import Guides
@@ -76,10 +76,11 @@ def open_service(serving: Serving) -> Iterator[Served]:
         (all_,) = loaded
         metrics = Metrics()
         metrics.watch(all_.engine)
-        limits = replace(serving.limits, context=serving.limits.context or all_.engine.context_limit)
         renderer, vocab_size = all_.policy.renderer, all_.policy.decoder.config.vocab_size
-        guides = Guides(renderer, vocab_size)
-        service = Service(thread, renderer, all_.models, limits, metrics, guides)
+        context = serving.limits.context or all_.engine.context_limit
+        limits = replace(serving.limits, context=context, vocab_size=vocab_size)
+        guides, defaults = Guides(renderer, vocab_size), sampling_defaults(all_.policy.folder)
+        service = Service(thread, renderer, all_.models, limits, metrics, guides, defaults)
         yield Served(service=service, thread=thread, decoder=all_.policy.decoder, runs=all_.runs)
     finally:
         thread.close()
@@ -113,7 +114,7 @@ def _load(serving: Serving) -> _Loaded:
     for name, where in serving.adapters.items():
         if name in models:
             raise ValueError(f"--adapter {name}={where}: the name {name!r} is taken; choose another one")
-        step, adapters, run = _adapter(where, policy.decoder)
+        step, adapters, run = adapter_at(where, policy.decoder)
         engine.publish(adapters, step, name)
         models[name] = Model(name=name, policy=name, created=created, version=step, parent=base)
         if run is not None:
@@ -124,26 +125,6 @@ def _load(serving: Serving) -> _Loaded:
 def _base_name(recipe: Recipe) -> str:
     path = recipe.model.path
     return Path(path).name if "/" in path and Path(path).exists() else path.removeprefix("asset:")
-
-
-def _adapter(where: str, decoder: Decoder) -> tuple[int, Adapters, RunFolder | None]:
-    """(step, adapters, run) of a run folder or a PEFT folder, for this base."""
-    folder = Path(where).expanduser()
-    if not (folder / "recipe.toml").is_file():
-        return 0, load_peft(folder, decoder), None
-    run = RunFolder.open(folder)
-    step, adapters = newest(run, decoder)
-    return step, adapters, run
-
-
-def newest(run: RunFolder, decoder: Decoder) -> tuple[int, Adapters]:
-    """(step, adapters) of the newest whole checkpoint of a run on this base. ValueError without one."""
-    recipe = Recipe.load(run.recipe)
-    if recipe.adapter.kind != "lora":
-        raise ValueError(f"run {run.path} trains all weights, so it is no adapter; serve it by itself")
-    step, adapters = trained(recipe, run, decoder)
-    assert adapters is not None
-    return step, adapters
 
 
 async def follow(served: Served) -> None:
@@ -214,7 +195,7 @@ async def _serve_product(served: Served, facts: Mapping[str, Any], published: se
             revision or policy["adapter"] or BASE
         )  # the adapter that a product begins with has no revision
         if known not in published:
-            _, adapters, _ = await _in_own_thread(partial(_adapter, policy["adapter"], served.decoder))
+            _, adapters, _ = await _in_own_thread(partial(adapter_at, policy["adapter"], served.decoder))
             publish = partial(_published, adapters=adapters, version=facts["round"], name=known)
             await served.thread.call(publish)
             published.add(known)

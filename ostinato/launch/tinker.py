@@ -28,8 +28,9 @@ class Workshop:
 
 
 @contextlib.contextmanager
-def open_work(target: str, overrides: tuple[str, ...], state: Path) -> Iterator[Workshop]:
-    """The work of a model, a recipe or a run's base; what clients make is kept in ``state``.
+def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = "") -> Iterator[Workshop]:
+    """The work of a model, a recipe or a run's base; what clients make is kept in ``state``. ``name`` is what
+    clients call the base; "": its folder or hub name, which they may always use.
 
     Raises ValueError for a target that cannot be trained, and for a folder that another process uses.
     """
@@ -47,17 +48,18 @@ def open_work(target: str, overrides: tuple[str, ...], state: Path) -> Iterator[
         contextlib.closing(EngineThread(make)) as thread,
     ):
         ((policy, engine),) = loaded
-        work = Work(thread, _base(target, policy, engine), registry, state, record_start)
+        work = Work(thread, _base(target, policy, engine, name), registry, state, record_start)
         yield Workshop(work=work, registry=registry)
 
 
-def _base(target: str, policy: Policy, engine: LocalEngine) -> Base:
+def _base(target: str, policy: Policy, engine: LocalEngine, name: str) -> Base:
     path = policy.recipe.model.path
     folder = policy.folder.resolve()
-    name = path if is_hub_name(path) else str(folder)
+    place = path if is_hub_name(path) else str(folder)
     return Base(
-        name=name,
-        aliases=frozenset({name, path, target, str(policy.folder), str(folder), folder.name}),
+        name=name or place,
+        path=place,
+        aliases=frozenset({name or place, place, path, target, str(policy.folder), str(folder), folder.name}),
         decoder=policy.decoder,
         renderer=policy.renderer,
         ops=training_ops(policy.recipe, policy.decoder),

@@ -66,9 +66,9 @@ class MessagesBody(Lenient):
             tool_choice="none" if choice == "none" else "auto",
             grammar=call_grammar(forced, tools),
             seed=self.seed,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
         )

@@ -193,7 +193,7 @@ class Door:
 
     async def detokenize(self, request: Request) -> Response:
         body = parsed(_Detokenize, await self._body(request))
-        top = self._service.renderer.vocab_size
+        top = self._service.limits.vocab_size
         if any(not 0 <= token < top for token in body.tokens):
             raise ApiError(f"tokens holds an id outside 0 to {top - 1}", param="tokens")
         return JSONResponse({"prompt": await self._service.decoded(body.tokens)})
@@ -224,6 +224,8 @@ class Door:
         more = "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
         headers = {"Content-Security-Policy": f"{policy}; {more}"}
         text = PAGE.read_text(encoding="utf-8")
+        warmth = f'step="0.1" value="{self._service.defaults.temperature:g}"'
+        text = text.replace('step="0.1" value="1"', warmth)
         if self._feedback is not None:
             text = text.replace("<!-- feedback -->", SCRIPT)
         if self._memory is not None:

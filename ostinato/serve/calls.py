@@ -62,10 +62,10 @@ class Call:
     tool_choice: str = "auto"  # or "none"
     n: int = 1
     seed: int | None = None  # None: drawn by the server
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float | None = None  # of this and the next three, None: the model's own default
+    top_k: int | None = None  # 0: off
+    top_p: float | None = None
+    min_p: float | None = None
     max_tokens: int | None = None  # None: as many as fit in the context, up to the server's limit
     min_tokens: int = 0
     stop: tuple[str, ...] = ()

@@ -47,8 +47,8 @@ class ResponsesBody(Lenient):
             tool_choice="none" if self.tool_choice == "none" else "auto",
             grammar=forced or json_grammar(format_, "text.format"),
             seed=self.seed,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            temperature=self.temperature,
+            top_p=self.top_p,
             max_tokens=self.max_output_tokens,
         )
 

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import numpy as np
 from ostinato.engine.local import LocalEngine
 from ostinato.env.tools import for_template
 from ostinato.inputs import has_surrogate
+from ostinato.model.generation import SamplingDefaults
 from ostinato.product.loop import canary_arm
 from ostinato.render import Renderer, TooLong
 from ostinato.serve.calls import Answer, ApiError, Call, Piece
@@ -36,6 +37,7 @@ class Limits:
     """What a server accepts."""
 
     context: int  # tokens of a sequence
+    vocab_size: int = 0  # of the model, whose table may be larger than its tokenizer's
     sequences: int = 1024  # running and waiting together; more are refused with 429
     max_tokens: int = 4096  # of an answer
     n: int = 64  # answers to one prompt
@@ -84,8 +86,9 @@ class Service:
         limits: Limits,
         metrics: Metrics,
         guides: Guides,
+        defaults: SamplingDefaults,
     ) -> None:
-        self._guides = guides
+        self._guides, self.defaults = guides, defaults
         self.renderer, self.limits, self.metrics = renderer, limits, metrics
         self.models = dict(models)
         self.canary: Canary | None = None
@@ -107,12 +110,19 @@ class Service:
         return self.models[name]
 
     def assigned(self, call: Call, user: str) -> Call:
-        """The call with the model that ``user`` gets; without a user, one drawn for this call only."""
+        """The call with the model that ``user`` gets; without a user, one drawn for this call only. Of how to
+        sample, what the call leaves out is the model's default."""
+        call = replace(call, **self._own(call))
         found = self.canary
         if found is None or (call.model or next(iter(self.models))) != found.of:
             return call
         arm, _ = canary_arm(user or secrets.token_hex(8), found.round, found.share)
         return replace(call, model=found.name if arm == "canary" else found.of)
+
+    def _own(self, call: Call) -> dict[str, Any]:
+        """How to sample, by name: what the call says, else the model's default."""
+        given = {name: getattr(call, name) for name in asdict(self.defaults)}
+        return asdict(self.defaults) | {name: value for name, value in given.items() if value is not None}
 
     def prompt(self, call: Call) -> np.ndarray:
         """[P] int32. ApiError for messages that the template refuses, and invalid or too long prompts."""
@@ -134,9 +144,9 @@ class Service:
             raise ApiError(str(error), param=param, code=code) from error
         if not len(tokens):
             raise ApiError("the prompt has no tokens; give at least one", param="prompt")
-        if tokens.min() < 0 or tokens.max() >= self.renderer.vocab_size:
+        if tokens.min() < 0 or tokens.max() >= self.limits.vocab_size:
             raise ApiError(
-                f"a prompt has the token {tokens.max()}; the model's are 0 to {self.renderer.vocab_size - 1}",
+                f"a prompt has the token {tokens.max()}; the model's are 0 to {self.limits.vocab_size - 1}",
                 param="prompt",
             )
         if len(tokens) >= self.limits.context:
@@ -190,18 +200,15 @@ class Service:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if any(token >= self.renderer.vocab_size for token in call.stop_tokens):
-            top = self.renderer.vocab_size - 1
+        if any(token >= self.limits.vocab_size for token in call.stop_tokens):
+            top = self.limits.vocab_size - 1
             raise ApiError(f"stop_token_ids holds an id above {top}", param="stop_token_ids")
         eos = () if call.ignore_eos else self.renderer.stop_tokens
         if call.grammar and (call.ignore_eos or call.min_tokens):
             raise ApiError("an answer of a grammar ends with it; leave ignore_eos and min_tokens out")
         try:
             return Sampling(
-                temperature=call.temperature,
-                top_k=call.top_k,
-                top_p=call.top_p,
-                min_p=call.min_p,
+                **self._own(call),
                 max_tokens=min(most, room),
                 min_tokens=call.min_tokens,
                 stop_tokens=tuple(sorted({*eos, *call.stop_tokens})),
@@ -231,7 +238,7 @@ class Service:
         guides: list[Guide | None] = [None] * call.n
         if call.grammar:
             guides = [*await self._guides.guides(call.grammar, call.n)]
-        greedy = int(call.logprobs and call.temperature == 0)  # its own log-probability is the top one
+        greedy = int(call.logprobs and sampling.temperature == 0)  # its own log-probability is the top one
         return [
             Request(
                 tokens=prompt,

@@ -108,6 +108,22 @@ def test_generate_answers_each_line(place: Path, here: Here, trained: tuple[Path
     assert once.strip() and twice.startswith(once)
 
 
+def test_an_adapter_is_put_on_a_model(place: Path, here: Here, trained: tuple[Path, str]) -> None:
+    """An adapter's folder could be served and not talked to, nor scored."""
+    folder, _ = trained
+    words = ("-p", "1 + 1?", "--max-tokens", "6", "--temperature", "0")
+    said = here("generate", str(folder), *words)
+    assert said != here("generate", "tiny.toml", *words)
+    here("export", str(folder), "out/other")
+    for adapter in (folder, folder / "adapter", "out/other"):
+        assert here("generate", "tiny.toml", "--adapter", str(adapter), *words) == said
+    scores = [row for row in rows(folder / "eval.jsonl") if row["set"] == "eval"]
+    for given in (("--adapter", str(folder / "adapter")), (f"adapter.path={folder / 'adapter'}",)):
+        assert f"reward  {scores[-1]['reward']:.3f}" in here("eval", "tiny.toml", "eval.n=8", *given)
+    assert "--adapter" in here("generate", str(folder), "--adapter", str(folder), *words, code=2)
+    assert "nowhere" in here("generate", "tiny.toml", "--adapter", "nowhere", *words, code=2)
+
+
 def test_export_as_adapter_and_as_model(place: Path, here: Here, trained: tuple[Path, str]) -> None:
     folder, _ = trained
     here("export", str(folder), "out/adapter")

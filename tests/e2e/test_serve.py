@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 from commands import command, environment, only_run, run
 from serving import At, server, until
-from worlds import adapters_of
+from worlds import adapters_of, tiny_decoder
 
 from ostinato.launch.policy import load_policy, serve
 from ostinato.launch.served import renew
+from ostinato.model.hf import save_model
+from ostinato.model.named import ASSETS
 from ostinato.model.peft_io import save_peft
 from ostinato.types import Completion, Request, Sampling
 
@@ -144,6 +146,43 @@ def test_completions_take_texts_and_token_ids(at: At, client: Any) -> None:
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
     assert texts[0] == one.choices[0].text and sorted(texts) == [0, 1]
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[At]:
+    """A model with more ids than its tokenizer, as every Qwen has, which says how to sample it."""
+    folder = tmp_path_factory.mktemp("padded")
+    decoder = tiny_decoder(vocab_size=512)
+    save_model(decoder, folder, tokenizer_from=ASSETS / "seed-moe")
+    defaults = {"eos_token_id": 2, "do_sample": False, "temperature": 0.0, "top_p": 0.5, "top_k": 20}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    with server(str(folder)) as running:
+        yield running
+
+
+def test_ids_that_were_returned_are_taken_as_a_prompt(padded: At) -> None:
+    """Ids behind the tokenizer's last one are the model's: they were returned, and refused as a prompt."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 16, "seed": 1, "temperature": 1, "return_token_ids": True}
+    ids = post(padded, "/v1/completions", {**body, "top_p": 1, "top_k": 0}).json()["choices"][0]["token_ids"]
+    assert max(ids) >= padded.served.service.renderer.vocab_size
+    assert post(padded, "/v1/completions", {**body, "prompt": ids}).status_code == 200
+    assert post(padded, "/detokenize", {"tokens": ids}).status_code == 200
+    refused = post(padded, "/v1/completions", {**body, "prompt": [512]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_sampling_is_the_models_where_a_request_says_nothing(padded: At) -> None:
+    """generation_config.json was read for its end tokens alone: a model card's temperature had no effect."""
+
+    def ids(**fields: Any) -> list[int]:
+        body = {"prompt": [5, 6, 7], "max_tokens": 16, "return_token_ids": True, **fields}
+        return post(padded, "/v1/completions", body).json()["choices"][0]["token_ids"]
+
+    assert ids(seed=1) == ids(seed=2) == ids(seed=1, temperature=0)
+    assert ids(seed=1, temperature=1) != ids(seed=2, temperature=1)
+    wide = ids(seed=1, temperature=1, top_p=1, top_k=0)
+    assert ids(seed=1, temperature=1, top_p=1, top_k=-1) == wide != ids(seed=1, temperature=1)
+    assert 'value="0"' in httpx2.get(f"{padded.url}/").text  # the page's temperature
 
 
 def test_responses_and_messages_answer_as_chat_does(at: At, client: Any) -> None:

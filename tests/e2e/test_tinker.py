@@ -457,6 +457,21 @@ def test_a_server_with_a_key_wants_it(tmp_path: Path) -> None:
     running.end()
 
 
+def test_a_base_has_the_name_that_scripts_say(tmp_path: Path) -> None:
+    """Scripts that say "meta-llama/..." had to be edited: the base had its folder's name alone."""
+    running = new_server(tmp_path)
+    running.start("--name", "meta-llama/Llama-3.2-1B")
+    opened = tinker.ServiceClient(base_url=running.url, api_key=KEY)
+    named = [model.model_name for model in opened.get_server_capabilities().supported_models]
+    assert named == ["meta-llama/Llama-3.2-1B"]
+    for name in (*named, MODEL):
+        client = opened.create_lora_training_client(name, rank=4)
+        assert client.get_info().model_data.model_name == named[0]
+        assert Path(client.get_info().model_data.tokenizer_id).is_dir()
+    opened.close("success").result()
+    running.end()
+
+
 @pytest.mark.slow
 def test_the_recipe_runs(server: Server) -> None:
     given = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY}

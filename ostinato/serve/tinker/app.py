@@ -197,7 +197,7 @@ class Door:
     async def get_info(self, request: Request) -> Response:
         id = parsed(ModelBody, await _body(request)).model_id
         base, rank = self._work.base, self._work.models.spec(id).rank
-        data = {"arch": base.decoder.config.model_type, "model_name": base.name, "tokenizer_id": base.name}
+        data = {"arch": base.decoder.config.model_type, "model_name": base.name, "tokenizer_id": base.path}
         lora = {"is_lora": True, "lora_rank": rank}
         return JSONResponse(
             {"type": "get_info", "model_data": data, "model_id": id, "model_name": base.name, **lora}

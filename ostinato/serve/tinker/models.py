@@ -279,7 +279,7 @@ class Models:
 
     def _recorded(self, id: str, document: dict[str, Any], step: int) -> Record:
         adapter = {name: document["spec"][name] for name in ("rank", "alpha")}
-        recipe = {"name": slug(id), "model": {"path": self._base.name}, "adapter": adapter}
+        recipe = {"name": slug(id), "model": {"path": self._base.path}, "adapter": adapter}
         return Record(
             self._folder / "runs" / slug(id), {**recipe, "tinker": {"model": id}}, step, self._start
         )

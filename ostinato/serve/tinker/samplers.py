@@ -26,7 +26,8 @@ KEPT = 16  # policies that the engine has at once
 class Base:
     """The model that this server trains and samples from."""
 
-    name: str  # shown to clients: its folder or hub name, which a tokenizer can be loaded from
+    name: str  # shown to clients
+    path: str  # its folder or hub name, which a tokenizer can be loaded from
     aliases: frozenset[str]  # the names that clients may use for it
     decoder: Decoder
     renderer: Renderer

@@ -140,7 +140,7 @@ class Work:
         return Result.of({"path": path, "size_bytes": size, "type": "save_weights_external"})
 
     def _peft(self, adapters: Adapters) -> Callable[[Path], None]:
-        return lambda folder: save_peft(adapters, self.base.decoder, folder, base_name=self.base.name)
+        return lambda folder: save_peft(adapters, self.base.decoder, folder, base_name=self.base.path)
 
     async def _written(self, stored: Stored, body: SaveBody, kind: str, write: Callable[[Path], None]) -> str:
         """Write a checkpoint to disk and to the registry. Returns its path."""

@@ -73,7 +73,13 @@ class Life:
     def __init__(self, folder: Path) -> None:
         decoder, known = tiny_decoder(), frozenset({"tiny"})
         base = Base(
-            name="tiny", aliases=known, decoder=decoder, renderer=cast(Any, None), ops=TORCH_OPS, context=512
+            name="tiny",
+            path="tiny",
+            aliases=known,
+            decoder=decoder,
+            renderer=cast(Any, None),
+            ops=TORCH_OPS,
+            context=512,
         )
         self.thread = EngineThread(cast(Any, lambda: None))
         self.registry = Registry(folder / "db")
