@@ -11,7 +11,7 @@ ARGS   ?=
 # long tests (e2e) come first, so that the workers end together.
 PYTEST := $(BIN)/python -m pytest tests/e2e tests/unit lab/tests -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help quickstart test test-slow test-all test-lab lint docs format bench clean
+.PHONY: help quickstart test test-slow test-all test-lab lint docs format bench gpu-check gpu-wheels clean
 
 help:
 	@echo "make quickstart   train the packaged mixture-of-experts model by RL, with a report to look at"
@@ -20,6 +20,8 @@ help:
 	@echo "make test-lab     tests of benches, studies and large layouts, which CI does not run"
 	@echo "make lint         ruff check, ruff format --check, pyright"
 	@echo "make docs         the documentation as a site in build/site; needs no network once it is installed"
+	@echo "make gpu-check    what this machine's GPU does: kernels, speeds, memory, a run (ARGS=--dry: on the CPU)"
+	@echo "make gpu-wheels   the wheels that a card's machine may lack, into build/gpu-wheels"
 	@echo "make bench        rollout and training speed on this machine (ARGS='--quick' for a short one)"
 
 quickstart: $(VENV)/.base
@@ -51,6 +53,16 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/ostinato bench rollouts $(ARGS)
 	$(BIN)/ostinato bench train $(ARGS)
+
+gpu-check: $(VENV)/.dev
+	$(BIN)/python -m lab.gpu_check $(ARGS)
+
+# Of Python 3.12 on Linux x86-64; at the versions that are tested here.
+WHEELS := pydantic pydantic_core annotated-types typing-inspection tomli_w zstandard
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 \
+		--platform manylinux2014_x86_64 --dest build/gpu-wheels \
+		$$(for name in $(WHEELS); do grep -i -x "$$name==.*" constraints.txt; done)
 
 # torch comes first, at the tested version, so that nothing else can pull another one in.
 $(VENV)/.base: pyproject.toml constraints.txt
