@@ -201,7 +201,10 @@ def check_answers(reward: RewardSection, prompts: Sequence[Prompt]) -> None:
     """Raises ValueError naming the first row whose answer the reward ``numeric`` could not compare with."""
     for prompt in prompts if "numeric" in reward.functions else ():
         if (answer := prompt.columns.get("answer")) is None:
-            raise ValueError(f"{prompt.where} has no answer for the reward numeric; give it one")
+            raise ValueError(
+                f"{prompt.where} has no answer for the reward numeric; give it one, or name its "
+                "column in task.params.answer_column"
+            )
         try:
             expected_number(str(answer))
         except ValueError as error:

@@ -39,6 +39,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.protocols import Engine, Env, Grader, Tasks
 from ostinato.render import Renderer
+from ostinato.reward.own_answers import spread, warnings_of
 from ostinato.reward.workers import JUDGE
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.rollout import RolloutContext, ended, first_context
@@ -115,8 +116,10 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
 
     try:
         sets = [train_prompts, eval_prompts, *downstream.values()]
-        first = [rows[0] for each in sets for rows in of_tasks(each).values()]
-        found = [warning for row in first for warning in grader.check(row, encode)]
+        each_task = [rows for each in sets for rows in of_tasks(each).values()]
+        found = [warning for rows in each_task for warning in grader.check(rows[0], encode)]
+        for rows in each_task:
+            found += warnings_of(grader.own_verdicts(spread(rows), encode))
     except BaseException:
         grader.close()
         raise

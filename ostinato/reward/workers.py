@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -37,6 +37,7 @@ from ostinato.inputs import parse_json
 from ostinato.reward import isolation
 from ostinato.reward import worker as child
 from ostinato.reward.isolation import Mode
+from ostinato.reward.own_answers import OTHERS, OwnVerdict, own_answer
 from ostinato.reward.worker import Fault, Verdict
 from ostinato.types import Group, Prompt, Reward, Stop, Trajectory
 from ostinato.workers.process import Child
@@ -298,18 +299,15 @@ class WorkerGrader:
                 raise _with_note(*error.partition("\n")[::2])
         if prompt is None:
             return []
-        texts = [_reference(prompt), ""]
-        columns = _columns(prompt, [([text], list(encode(text))) for text in texts])
-        columns |= {"env_reward": [0.0] * len(texts), "in_thought": [False] * len(texts)}
-        warnings = []
+        texts, warnings = [own_answer(prompt) or "I do not know.", ""], []
         for function, name, _ in self._of(prompt):
             if function in self._scorers:
                 continue
-            reply = self._threads.submit(self._ask, function, 2, columns, 0, True).result()
+            reply = self._tried(function, prompt, texts, encode)
             if not all(fault for _, fault, _ in reply.verdicts):
                 continue
             _, fault, detail = reply.verdicts[0]
-            note = f"{reply.trace}\nprompt {prompt.uid}, completions {texts!r}".lstrip()
+            note = f"{reply.trace}\n{prompt.where}, completions {texts!r}".lstrip()
             if fix := _refusal(name, fault, detail, self._timeout_s):
                 raise _with_note(fix, note)
             warnings.append(
@@ -317,6 +315,33 @@ class WorkerGrader:
                 f"none to any answer of the first evaluation or step\n{note}"
             )
         return warnings
+
+    def own_verdicts(
+        self, prompts: Sequence[Prompt], encode: Callable[[str], Sequence[int]]
+    ) -> Iterator[tuple[str, str, list[OwnVerdict]]]:
+        """(function, its name, what it gives to the own answers of these prompts, which are of one task). A
+        function gets as many of them as it judges in its limit of time, and at least one; ``scorers``, and
+        functions that do not count, get none."""
+        for function, name, weight in self._of(prompts[0]) if prompts else ():
+            given, end = list[OwnVerdict](), time.monotonic() + self._timeout_s
+            for prompt in prompts if weight and function not in {*self._scorers, *OTHERS} else ():
+                answer = own_answer(prompt, function) or ""
+                ((value, fault, detail),) = self._tried(function, prompt, [answer], encode).verdicts
+                given.append(
+                    OwnVerdict(row=prompt.where, answer=answer, value=value, fault=fault, detail=detail)
+                )
+                if time.monotonic() > end:
+                    break
+            yield function, name, given
+
+    def _tried(
+        self, function: str, prompt: Prompt, texts: Sequence[str], encode: Callable[[str], Sequence[int]]
+    ) -> Reply:
+        """A dry call, on whole answers."""
+        whole, answers = _continued(prompt, [])[0], [([text], list(encode(text))) for text in texts]
+        columns = _columns(whole, answers)
+        columns |= {"env_reward": [0.0] * len(texts), "in_thought": [False] * len(texts)}
+        return self._threads.submit(self._ask, function, len(texts), columns, 0, True).result()
 
     async def grade(self, group: Group) -> list[Reward]:
         """One Reward per trajectory, in order. Episodes that ended in ERROR or ABORT are not judged."""
@@ -455,6 +480,7 @@ def _refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:
                 )
             lacks = "missing a required" in detail
             fix = "add the column to the rows or choose another reward" if lacks else "give it **columns"
+            fix = f"name it in task.params.answer_column, {fix}" if lacks and "'answer'" in detail else fix
             return f"reward {name} does not take the row ({detail}); {fix}"
         case Fault.NO_COLUMN:
             return (
@@ -471,12 +497,6 @@ def _with_note(sentence: str, note: str) -> ValueError:
     if note:
         error.add_note(note)
     return error
-
-
-def _reference(prompt: Prompt) -> str:
-    """The row's own answer, as a completion."""
-    answer = prompt.columns.get("answer")
-    return str(answer) if isinstance(answer, str | int | float) else "I do not know."
 
 
 def _names(functions: Sequence[str]) -> list[str]:
