@@ -25,9 +25,9 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """``hosts``: names under which a server on a loopback address may be called beside those of the loopback;
-    ``origins``: web pages of other addresses that may call it, "*" for all; ``types``: media types of bodies.
-    """
+    """``hosts``: names under which a server may be called beside those of the loopback; without any, one that
+    listens on other addresses is called by any name. ``origins``: web pages of other addresses that may call
+    it, "*" for all. ``types``: media types of bodies."""
 
     hosts: frozenset[str] = frozenset()
     origins: frozenset[str] = frozenset()
@@ -43,7 +43,7 @@ class Access:
         ``headers``: by lower-case name; ``local``: the server listens on a loopback address.
         """
         host = headers.get("host", "")
-        if local and not self._is_own(host):
+        if (local or self.hosts) and not self._is_own(host):
             return 403, f"this server is not called {host!r}; allow that name: --allowed-host"
         origin = headers.get("origin", "")
         if origin and not {"*", origin} & self.origins and urlsplit(origin).netloc != host:

@@ -22,7 +22,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ostinato.access import STRICT, Access
+from ostinato.access import STRICT, Access, is_loopback
 from ostinato.inputs import parse_json
 from ostinato.serve.calls import ApiError
 
@@ -46,8 +46,8 @@ class Place:
 
     @property
     def allowed(self) -> Access:
-        """``access``, with the name in ``address`` as a name of the server."""
-        name = urlsplit(self.address).hostname
+        """``access``, with the name in ``address`` as a name of a server on a loopback address."""
+        name = urlsplit(self.address).hostname if is_loopback(self.host) else None
         return replace(self.access, hosts=self.access.hosts | {name}) if name else self.access
 
 

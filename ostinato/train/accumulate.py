@@ -36,6 +36,8 @@ from ostinato.train.passes import Outcome, ScoreOptions, Scores
 from ostinato.types import Microbatch, Sample, Segment
 
 TOKENS_PER_MICROBATCH = 2048
+MOST_LR, LEAST_EPS = 1e3, 1e-30  # with these, and MOST_NORM, AdamW makes no number that is not finite
+MOST_NORM = 1e18  # of gradients: their squares are added in fp32
 T = TypeVar("T")
 
 
@@ -92,12 +94,21 @@ class Adam:
         for name, value in {**numbers, "grad_clip_norm": self.max_grad_norm}.items():
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; use a number from 0")
+        if self.lr > MOST_LR:
+            raise ValueError(f"learning_rate is {self.lr}; use {MOST_LR:g} at most")
+        if self.eps < LEAST_EPS:  # in fp32 a parameter without gradients would become 0 / 0
+            raise ValueError(f"eps is {self.eps}; use at least {LEAST_EPS:g}")
+        if self.lr * self.weight_decay > 1:
+            raise ValueError(
+                f"weight_decay is {self.weight_decay}, which at learning_rate {self.lr} takes more than the "
+                "weights; lower one of them"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"beta1 and beta2 are {self.betas}; use numbers in [0, 1)")
 
 
 class NotFinite(ValueError):
-    """Gradients that are not finite: nothing was learned from them, and they were cleared."""
+    """Scores or gradients that are not finite: nothing was learned from them, and they were cleared."""
 
 
 class Accumulator:
@@ -140,7 +151,8 @@ class Accumulator:
 
     def pieces(self, rows: Sequence[Row], loss: TokenLoss, *, learn: bool) -> Generator[None, None, Scored]:
         """``forward_backward`` or ``forward``, one microbatch per iteration: the thread may do other work in
-        between, but none on this adapter. An error restores the gradients from before the call."""
+        between, but none on this adapter. An error restores the gradients from before the call; NotFinite is
+        one, of scores."""
         check_rows(rows, loss, self.decoder.config.vocab_size, self.decoder.config.max_positions)
         found: dict[int, np.ndarray] = {}
         total = 0.0
@@ -152,6 +164,10 @@ class Accumulator:
                 total += value
                 found |= part.split(logprobs)
                 yield
+            if not all(np.isfinite(one).all() for one in (total, *found.values())):
+                raise NotFinite(
+                    "log-probabilities or loss are not finite; load a state that was saved before"
+                )
         except Exception:
             for leaf, grad in zip(leaves, before, strict=True) if learn else ():
                 leaf.grad = grad
@@ -180,11 +196,11 @@ class Accumulator:
     def optim_step(self, settings: Adam) -> dict[str, float]:
         """One step on the accumulated gradients, which are then cleared. Without any, no parameter changes.
 
-        Raises NotFinite where the gradients are not finite; they are cleared then too.
+        Raises NotFinite where the gradients are not finite, or close to it; they are cleared then too.
         """
         gradients = [leaf.grad for leaf in self._leaves.named.values() if leaf.grad is not None]
         norm = float(self._leaves.reduce()) if gradients else 0.0
-        if not math.isfinite(norm):
+        if not norm <= MOST_NORM:
             self._optimizer.zero_grad()
             raise NotFinite(
                 f"the gradient norm is {norm}; nothing was learned, send rows with smaller values"

@@ -25,6 +25,7 @@ from ostinato.serve.tinker.wire import (
     MOST_BYTES,
     Body,
     SampleBody,
+    Seq,
     parsed,
     sequence_ids,
     training_request,
@@ -42,12 +43,12 @@ SESSION = "session"
 
 class SeqBody(Body):
     model_id: str
-    seq_id: int
+    seq_id: Seq
 
 
 class SamplerBody(Body):
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Seq
     base_model: str | None = None
     model_path: str | None = None
 
@@ -167,6 +168,7 @@ class Door:
         if body.sampling_session_id is not None:
             if body.seq_id is None:
                 raise UserError("seq_id is missing; requests of a sampling session are numbered")
+            self._registry.found(SAMPLER, body.sampling_session_id)
             id, owner = f"{body.sampling_session_id}:{body.seq_id}", body.sampling_session_id
         else:
             id, owner = f"sample:{secrets.token_hex(8)}", ""
@@ -247,7 +249,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    found = json_of(await _body(request) or b"{}", surrogates=True)
+    found = json_of(await _body(request) or b"{}")
     if not isinstance(found, dict):
         raise UserError("the body is no JSON object")
     return found

@@ -1,7 +1,8 @@
 """Futures: a request is stored, acknowledged and run in order, and its result is kept until fetched.
 
 Requests of a model run one after the other by their ``seq``, in whatever order they arrive; a missing one
-holds up those after it. Samples run as they come. After a restart, pending requests run again.
+holds up those after it. Samples run as they come. After a restart, pending requests run again: first, one by
+one, those that ran when the process died, and what was running at two deaths fails.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ostinato.serve.tinker.registry import PENDING, Registry, Result, Stored
 
 Run = Callable[[Stored], Awaitable[Result]]
 SAMPLE = "sample"
+MOST_STARTS = 2  # of a request in whose course the process died
 log = logging.getLogger(__name__)
 
 
@@ -35,8 +37,26 @@ class Futures:
 
     def resume(self) -> None:
         """Run the pending requests of an earlier process."""
-        for stored in self._registry.pending():
-            self._start(stored)
+        pending = self._registry.pending()
+        if suspects := [stored for stored in pending if stored.starts]:
+            task = asyncio.create_task(self._resume(suspects, pending))
+            self._queues.update({stored.owner: task for stored in pending})
+        else:
+            for stored in pending:
+                self._start(stored)
+
+    async def _resume(self, suspects: list[Stored], pending: list[Stored]) -> None:
+        """Run each of ``suspects`` alone, as one of them may have ended the process, and then the others."""
+        for stored in suspects:
+            await self._one(stored)
+        for owner in {stored.owner for stored in pending}:
+            del self._queues[owner]
+        tried = {stored.id for stored in suspects}
+        for stored in pending:
+            if stored.id not in tried:
+                self._start(stored)
+            elif stored.kind != SAMPLE and stored.owner not in self._queues:
+                self._queues[stored.owner] = asyncio.create_task(self._in_order(stored.owner))
 
     def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> None:
         """Accept a request; a repeated one has no effect. UserError if its ``seq`` is used by another."""
@@ -90,13 +110,26 @@ class Futures:
 
     async def _one(self, stored: Stored) -> None:
         try:
-            result = await self._run(stored)
+            result = await self._result(stored)
         except ValueError as error:  # an error of the client
             result = Result.failed(str(error), "User")
         except Exception as error:
             log.exception("request %s failed", stored.id)
             result = Result.failed(f"{type(error).__name__}: {error}", "Server")
         self._finish(stored.id, result)
+
+    async def _result(self, stored: Stored) -> Result:
+        if stored.starts >= MOST_STARTS:
+            return Result.failed(
+                f"the server died {stored.starts} times while it ran this request; it is not tried again",
+                "Server",
+            )
+        self._registry.started(stored.id)
+        try:
+            return await self._run(stored)
+        except asyncio.CancelledError:
+            self._registry.started(stored.id, -1)
+            raise
 
     def _finish(self, id: str, result: Result) -> None:
         self._registry.finish(id, result)

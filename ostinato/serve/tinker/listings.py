@@ -14,9 +14,10 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from ostinato.serve.server import Handler
 from ostinato.serve.tinker.models import MODEL
 from ostinato.serve.tinker.registry import NotFound, Registry, UserError
-from ostinato.serve.tinker.wire import Body, parsed
+from ostinato.serve.tinker.wire import Body, Seconds, Seq, parsed
 from ostinato.serve.tinker.work import CHECKPOINT, SAMPLER, Work
 
+LATEST = 253402300799.0  # the end of the year 9999, after which there are no dates
 RUNS, ONE = "/training_runs", "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
@@ -31,12 +32,12 @@ class ProjectBody(Body):
 class CopyBody(Body):
     source_path: str
     session_id: str | None = None
-    model_seq_id: int | None = None
-    ttl_seconds: int | None = None
+    model_seq_id: Seq | None = None
+    ttl_seconds: Seconds | None = None
 
 
 class TtlBody(Body):
-    ttl_seconds: int | None = None
+    ttl_seconds: Seconds | None = None
 
 
 class Listings:
@@ -128,6 +129,8 @@ class Listings:
     async def copy(self, request: Request) -> Response:
         """Copy a checkpoint to the run that is named, or to a new one."""
         body = parsed(CopyBody, await request.body())
+        if body.session_id is not None:
+            self._registry.found("session", body.session_id)
         given = request.headers.get("x-idempotency-key", "") or secrets.token_hex(8)
         own = f"copy-{hashlib.sha256(given.encode()).hexdigest()[:16]}:train:0"
         run = own if body.session_id is None else f"{body.session_id}:train:{body.model_seq_id or 0}"
@@ -217,4 +220,4 @@ def _checkpoint(path: str, created: float, document: dict[str, Any]) -> dict[str
 
 
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+    return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat()

@@ -16,17 +16,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.serve.thread import EngineThread
 from ostinato.serve.tinker.records import Record, Start
 from ostinato.serve.tinker.registry import FAILED, Registry, Stored, UserError
 from ostinato.serve.tinker.samplers import Base, identity, spec_of
-from ostinato.serve.tinker.wire import Body, loss_of, parsed, rows_of, training_request
+from ostinato.serve.tinker.wire import Body, Seq, loss_of, parsed, rows_of, training_request
 from ostinato.train.accumulate import Accumulator, Adam, Scored, drained
 from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
 SNAPSHOT_S = 30.0  # between snapshots: work that the next process may have to repeat
+MOST_RANK = 256  # or the width of the model, where that is more
 ALPHA = 32.0  # Tinker's, whatever the rank
 MODEL = "model"
 Work = Generator[None, None, Scored]
@@ -43,7 +46,7 @@ class LoraBody(Body):
 
 class CreateBody(Body):
     session_id: str
-    model_seq_id: int
+    model_seq_id: Seq
     base_model: str
     lora_config: LoraBody | None = None
     optimizer_config: dict[str, Any] | None = None
@@ -52,9 +55,9 @@ class CreateBody(Body):
 
 class LoadBody(Body):
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Seq | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Seq | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: dict[str, Any] | None = None
@@ -73,7 +76,7 @@ class AdamBody(Body):
 
 class OptimBody(Body):
     model_id: str
-    seq_id: int
+    seq_id: Seq
     adam_params: AdamBody | None = None
 
 
@@ -127,6 +130,8 @@ class Models:
         self.check_base(body.base_model)
         _check_optimizer(body.optimizer_config)
         config = body.lora_config or LoraBody(rank=32)
+        if config.rank > (most := max(MOST_RANK, self._base.decoder.config.hidden_size)):
+            raise UserError(f"lora_config.rank is {config.rank}; use {most} at most")
         targets = ("attn",) * config.train_attn + ("mlp", "shared", "experts") * config.train_mlp
         if not targets:
             raise UserError("lora_config trains the unembedding alone, which stays as it is here; add mlp")
@@ -145,6 +150,8 @@ class Models:
         """Load a checkpoint into a model, or as a new model (seq 0)."""
         body = parsed(LoadBody, stored.body or b"")
         folder = self._find(body.path)
+        if not (folder / "spec.json").is_file():
+            raise UserError(f"{body.path} is for sampling; load what save_state has saved")
         spec = spec_of(json.loads((folder / "spec.json").read_text()))
         if stored.seq == 0:
             if body.base_model is not None:
@@ -221,6 +228,9 @@ class Models:
                     self._find(body.path), identity=identity(self._base, trained.adapters.spec)
                 )
                 assert checkpoint is not None
+                broken = [name for name, one in checkpoint.tensors.items() if not torch.isfinite(one).all()]
+                if broken:
+                    raise UserError(f"{body.path} is not finite in {broken[0]}; load an earlier one")
                 trained.restore(checkpoint.tensors, optimizer=body.optimizer)
                 trained.steps = checkpoint.step if body.optimizer else 0
                 model.is_clean, model.saved_at = True, 0.0  # a snapshot is due: the checkpoint may be deleted

@@ -18,11 +18,11 @@ create table if not exists things (
     kind text, id text, owner text, created real, body text, primary key (kind, id));
 create table if not exists requests (
     id text primary key, owner text, seq integer, kind text, digest text, body blob,
-    state text, result blob, media text, created real, fetched real);
+    state text, result blob, media text, created real, fetched real, starts integer default 0);
 create index if not exists by_owner on requests (owner, seq);
 create index if not exists by_state on requests (state);
 """
-_COLUMNS = "id, owner, seq, kind, body, state, result, media"
+_COLUMNS = "id, owner, seq, kind, body, state, result, media, starts"
 
 
 class UserError(ValueError):
@@ -49,6 +49,7 @@ class Stored:
     state: str
     result: bytes | None
     media: str
+    starts: int = 0  # how often a process has begun it, and neither ended it nor stopped in good order
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,26 @@ class Registry:
             # survives a kill; a power cut may undo the last writes
             self._db.execute("pragma synchronous=normal")
             self._db.executescript(_SCHEMA)
+            self._update()
         except sqlite3.Error as error:
             raise ValueError(
                 f"{path} is no registry of a Tinker server ({error}); name another folder"
             ) from error
+
+    def _update(self) -> None:
+        """Bring a file of an earlier version to this one: requests count their starts, and folders are
+        relative to the file's own."""
+        columns = {row[1] for row in self._db.execute("pragma table_info(requests)")}
+        if "starts" not in columns:
+            self._db.execute("alter table requests add column starts integer default 0")
+        old = self._db.execute(
+            """select kind, id, body from things where body like '%"folder": "/%'"""
+        ).fetchall()
+        for kind, id, text in old:
+            document = json.loads(text)
+            document["folder"] = _relative(document["folder"])
+            values = (json.dumps(document), kind, id)
+            self._db.execute("update things set body = ? where kind = ? and id = ?", values)
 
     def close(self) -> None:
         self._db.close()
@@ -120,6 +137,10 @@ class Registry:
     def finish(self, id: str, result: Result) -> None:
         values = (result.state, result.payload, result.media, id)
         self._db.execute("update requests set state = ?, result = ?, media = ? where id = ?", values)
+
+    def started(self, id: str, count: int = 1) -> None:
+        """A process begins a request; -1: it has stopped in good order before the end."""
+        self._db.execute("update requests set starts = starts + ? where id = ?", (count, id))
 
     def pending(self) -> list[Stored]:
         """Pending requests in order of arrival."""
@@ -183,3 +204,12 @@ class Registry:
         query = "select id, created, body from things where kind = ? and (? is null or owner = ?)"
         rows = self._db.execute(f"{query} order by created desc, id desc", (kind, owner, owner))
         return [(id, created, json.loads(body)) for id, created, body in rows]
+
+
+def _relative(folder: str) -> str:
+    """A folder of a checkpoint (checkpoints/MODEL/KIND/NAME) or sampler (samplers/NAME) within the state."""
+    parts = Path(folder).parts
+    for length, room in ((4, "checkpoints"), (2, "samplers")):
+        if len(parts) > length and parts[-length] == room:
+            return str(Path(*parts[-length:]))
+    return folder

@@ -4,14 +4,15 @@ whose generated code ships with the SDK; all else is JSON. Invalid messages rais
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tinker.proto import tinker_public_pb2 as pb  # pyright: ignore[reportMissingImports]
 
 from ostinato.algo.token_losses import TokenLoss, token_loss
@@ -31,6 +32,8 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
+Seq = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as SQLite has them
+Seconds = Annotated[int, Field(ge=0, le=100 * 365 * 24 * 3600)]  # until a checkpoint expires
 
 
 def parsed(form: type[B], body: bytes) -> B:
@@ -82,6 +85,9 @@ def rows_of(message: Any) -> list[Row]:
     """The rows to train on. Raises UserError, which names the first invalid datum."""
     if not message.data:
         raise UserError("the request has no data; send at least one datum")
+    tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
+    if (size := sum(4 * math.prod(map(abs, tensor.shape)) for tensor in tensors)) > MOST_BYTES:
+        raise UserError(f"the tensors have {size} bytes, dense; send {MOST_BYTES} at most at once")
     rows = []
     for index, datum in enumerate(message.data):
         try:
@@ -120,6 +126,8 @@ def _tensor(tensor: Any, name: str) -> np.ndarray:
     if tensor.dtype not in DTYPES:
         raise UserError(f"has {name} of an unknown dtype; use float32 or int64")
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
+    if any(size < 0 for size in shape):
+        raise UserError(f"has {name} of the shape {list(shape)}; sizes count from 0")
     if tensor.WhichOneof("encoding") == "sparse_csr":
         sparse = tensor.sparse_csr
         rows, columns = _array(sparse.crow_indices, np.int64), _array(sparse.col_indices, np.int64)
@@ -132,7 +140,7 @@ def _tensor(tensor: Any, name: str) -> np.ndarray:
         dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
         return dense
     flat = _array(tensor.dense, dtype)
-    if shape and int(np.prod(shape)) != len(flat):
+    if shape and math.prod(shape) != len(flat):
         raise UserError(f"has {name} with {len(flat)} entries for the shape {list(shape)}")
     return flat.reshape(shape or (-1,))
 
@@ -189,7 +197,7 @@ class SampleBody(Body):
     sampling_params: SamplingParams
     num_samples: int = 1
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Seq | None = None
     base_model: str | None = None
     model_path: str | None = None
     prompt_logprobs: bool | None = None

@@ -25,6 +25,8 @@ from ostinato.serve.tinker.wire import (
     Body,
     PromptScores,
     SampleBody,
+    Seconds,
+    Seq,
     parsed,
     sampling_result,
     training_result,
@@ -42,11 +44,11 @@ TOP = 64  # top tokens per position, at most
 
 class SaveBody(Body):
     model_id: str
-    seq_id: int
+    seq_id: Seq
     path: str | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Seq | None = None
     kind: str = "snapshot"
-    ttl_seconds: int | None = None
+    ttl_seconds: Seconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     age_encryption_recipients: list[str] | None = None
@@ -125,8 +127,8 @@ class Work:
         folder = self._folder / "samplers" / slug(policy)
         await self._thread.call(lambda _: _replaced(folder, self._peft(model.trained.adapters)))
         await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
-        document = {"policy": policy, "folder": str(folder), "path": None, "steps": model.trained.steps}
-        document["model"] = stored.owner
+        document = {"policy": policy, "folder": self._name(folder), "path": None, "model": stored.owner}
+        document["steps"] = model.trained.steps
         self._registry.put(SAMPLER, id, document, owner=session)
         return Result.of({"sampling_session_id": id, **kind})
 
@@ -159,7 +161,7 @@ class Work:
             "request": stored.id,
             "model": stored.owner,
             "kind": KINDS[kind],
-            "folder": str(folder),
+            "folder": self._name(folder),
             "size": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
             "expires": None if body.ttl_seconds is None else time.time() + body.ttl_seconds,
             "public": False,
@@ -177,7 +179,11 @@ class Work:
             raise UserError(
                 f"there is no checkpoint {path} here; it was never saved, was deleted or has expired"
             )
-        return Path(document["folder"])
+        return self._folder / document["folder"]
+
+    def _name(self, folder: Path) -> str:
+        """A folder as the registry has it: within that of the state, which may be moved."""
+        return str(folder.relative_to(self._folder))
 
     def copy(self, path: str, run: str, expires: float | None) -> str:
         """Copy a checkpoint to another run. Returns its path; a repeated request gets the same copy."""
@@ -188,7 +194,7 @@ class Work:
             folder = self._folder / "checkpoints" / slug(run) / kind / name
             _replaced(folder, lambda temporary: shutil.copytree(source, temporary, dirs_exist_ok=True))
             document = self._registry.found(CHECKPOINT, path)
-            changed = {"folder": str(folder), "request": "", "expires": expires, "public": False}
+            changed = {"folder": self._name(folder), "request": "", "expires": expires, "public": False}
             self._registry.put(CHECKPOINT, copied, {**document, **changed}, owner=run)
         return copied
 
@@ -202,7 +208,7 @@ class Work:
 
     def new_sampler(self, id: str, session: str, path: str | None) -> None:
         """Register a sampling session on a checkpoint, or on the base model (None)."""
-        folder = None if path is None else str(self.folder_of(path))
+        folder = None if path is None else self._name(self.folder_of(path))
         self._registry.put(
             SAMPLER, id, {"policy": path or "", "folder": folder, "path": path, "steps": 0}, owner=session
         )
@@ -269,13 +275,14 @@ class Work:
         if body.sampling_session_id is not None:
             document = self._registry.found(SAMPLER, body.sampling_session_id)
         elif body.model_path is not None:
-            document = {"policy": body.model_path, "folder": str(self.folder_of(body.model_path)), "steps": 0}
+            folder = self._name(self.folder_of(body.model_path))
+            document = {"policy": body.model_path, "folder": folder, "steps": 0}
         else:
             self.models.check_base(body.base_model or "")
             document = {"policy": "", "folder": None, "steps": 0}
         if not document["policy"]:
             return document, None
-        folder = Path(document["folder"])
+        folder = self._folder / document["folder"]
         return document, await self.samplers.ensure(document["policy"], folder, document["steps"])
 
     async def finish_session(self, session: str) -> None:
@@ -285,7 +292,7 @@ class Work:
         for id, _, document in self._registry.all(SAMPLER, session):
             if document["path"] is None:
                 await self.samplers.withdraw(document["policy"])
-                shutil.rmtree(document["folder"], ignore_errors=True)
+                shutil.rmtree(self._folder / document["folder"], ignore_errors=True)
                 self._registry.delete(SAMPLER, id)
 
 

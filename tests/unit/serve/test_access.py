@@ -158,6 +158,8 @@ def test_other_machines_may_call_by_any_name() -> None:
     """A server that listens beyond the loopback has a key, which a page does not know."""
     for host in ("192.0.2.7:8000", "gpu.example"):
         assert STRICT.refusal("GET", {"host": host}, local=False) is None
+        named = Access(hosts=frozenset({"gpu.example"})).refusal("GET", {"host": host}, local=False)
+        assert (named is None) == (host == "gpu.example")
     assert is_loopback("::1") and not is_loopback("0.0.0.0")
 
 

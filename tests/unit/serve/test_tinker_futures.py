@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sqlite3
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -98,6 +101,73 @@ def test_a_restart_runs_what_was_pending_and_nothing_twice(tmp_path: Path) -> No
 
     play(tmp_path / "r", first)
     assert sorted(play(tmp_path / "r", second)) == ["m:1", "s:0"]
+
+
+def test_what_ends_the_server_twice_is_failed_and_the_others_go_on(tmp_path: Path) -> None:
+    """A request of 206 bytes took all memory, and as it was pending it did so again at every restart: the
+    adapters of all clients were lost. What ran beside it is innocent, and is tried alone."""
+
+    async def live(number: int) -> list[str]:
+        """A process that dies in the course of "m:1": the next one finds what is in the file then."""
+        registry, ran, died = Registry(tmp_path / str(number)), list[str](), asyncio.Event()
+
+        async def run(stored: Stored) -> Result:
+            ran.append(stored.id)
+            if stored.id == "m:1":
+                with closing(sqlite3.connect(tmp_path / str(number + 1))) as file:
+                    registry._db.backup(file)
+                died.set()
+            if stored.id == "m:1" or (number == 0 and stored.owner != "m"):
+                await asyncio.Event().wait()
+            return answer(stored)
+
+        futures = Futures(registry, run)
+        futures.resume()
+        if number == 0:
+            for id in ("s:0", "n:0"):
+                futures.submit(id, id[0], 0, SAMPLE if id == "s:0" else "optim_step", b"a")
+            while len(ran) < 2:
+                await asyncio.sleep(0)
+            for seq in range(3):
+                futures.submit(f"m:{seq}", "m", seq, "optim_step", b"a")
+        if number < 2:
+            await asyncio.wait_for(died.wait(), 20)
+        else:
+            found = [await futures.result(id, 20) for id in ("m:0", "m:1", "m:2", "n:0", "s:0")]
+            assert [one.state for one in found if one] == [DONE, FAILED, DONE, DONE, DONE]
+        await futures.close()
+        registry.close()
+        return ran
+
+    assert asyncio.run(live(0)) == ["s:0", "n:0", "m:0", "m:1"]
+    assert "m:1" in asyncio.run(live(1))
+    assert "m:1" not in asyncio.run(live(2))
+
+
+def test_a_registry_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
+    """Folders were absolute, so a state that was moved had lost its checkpoints; starts were not counted."""
+    with closing(sqlite3.connect(tmp_path / "r")) as old:
+        old.executescript(
+            """create table things (kind text, id text, owner text, created real, body text,
+            primary key (kind, id));
+            create table requests (id text primary key, owner text, seq integer, kind text, digest text,
+            body blob, state text, result blob, media text, created real, fetched real);
+            insert into requests values ('m:1', 'm', 1, 'optim_step', '', 'a', 'pending', null, null, 0, 0);
+            """
+        )
+        for kind, id, folder in (
+            ("checkpoint", "c", "/old/place/checkpoints/m/weights/checkpoints"),
+            ("sampler", "s", "/old/place/samplers/s"),
+        ):
+            old.execute(
+                "insert into things values (?, ?, '', 0, ?)", (kind, id, json.dumps({"folder": folder}))
+            )
+        old.commit()
+    registry = Registry(tmp_path / "r")
+    assert registry.found("checkpoint", "c")["folder"] == "checkpoints/m/weights/checkpoints"
+    assert registry.found("sampler", "s")["folder"] == "samplers/s"
+    assert [stored.starts for stored in registry.pending()] == [0]
+    registry.close()
 
 
 def test_a_sample_that_is_cancelled_has_failed(tmp_path: Path) -> None:

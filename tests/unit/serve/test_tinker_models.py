@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any, cast
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -23,9 +25,11 @@ tinker = pytest.importorskip("tinker", reason='pip install -c constraints.txt "o
 from tinker.proto import tinker_public_pb2 as pb  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from ostinato.serve.thread import EngineThread  # noqa: E402
+from ostinato.serve.tinker.app import new_app  # noqa: E402
 from ostinato.serve.tinker.futures import Futures  # noqa: E402
-from ostinato.serve.tinker.registry import DONE, FAILED, Registry  # noqa: E402
+from ostinato.serve.tinker.registry import DONE, FAILED, Registry, UserError  # noqa: E402
 from ostinato.serve.tinker.samplers import Base  # noqa: E402
+from ostinato.serve.tinker.wire import rows_of  # noqa: E402
 from ostinato.serve.tinker.work import Work  # noqa: E402
 
 MODEL = "s:train:0"
@@ -82,6 +86,7 @@ class Life:
             context=512,
         )
         self.thread = EngineThread(cast(Any, lambda: None))
+        folder.mkdir(exist_ok=True)
         self.registry = Registry(folder / "db")
         self.work = Work(self.thread, base, self.registry, folder, lambda run: None)
         self.futures = Futures(self.registry, self.work.run)
@@ -107,6 +112,27 @@ class Life:
         await self.work.models.close()
         self.thread.close()
         self.registry.close()
+
+
+def test_tensors_are_measured_before_they_are_expanded() -> None:
+    """206 bytes that describe a sparse tensor of 3 GB ended the server. Many tensors count together."""
+    message = pb.ForwardBackwardRequest(loss_fn="cross_entropy")
+    for columns in (200_000_000, 3_000_000):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.zeros(4, np.int32).tobytes()
+        tensor = datum.loss_fn_inputs["weights"]
+        tensor.dtype = pb.DTYPE_FLOAT32
+        tensor.shape.extend([4, columns])
+        tensor.sparse_csr.crow_indices = np.zeros(5, np.int64).tobytes()
+    with pytest.raises(UserError, match="dense"):
+        rows_of(message)
+    for datum in message.data:
+        datum.loss_fn_inputs["weights"].shape[:] = [4, 3_000_000]
+    with pytest.raises(UserError, match="dense"):
+        rows_of(message)
+    message.data[0].loss_fn_inputs["weights"].shape[:] = [-4, -1]
+    with pytest.raises(UserError, match="weights of the shape"):
+        rows_of(message)
 
 
 async def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
@@ -230,3 +256,79 @@ def test_a_forward_backward_that_fails_leaves_nothing(
         await life.close()
 
     asyncio.run(main())
+
+
+class Client:
+    """Requests to the application of a life, without sockets."""
+
+    def __init__(self, life: Life) -> None:
+        transport = httpx2.ASGITransport(new_app(life.work, life.registry))
+        self._http = httpx2.AsyncClient(transport=transport, base_url="http://localhost/api/v1")
+
+    async def ask(self, method: str, path: str, /, **body: Any) -> tuple[int, Any]:
+        content = json.dumps(body).encode() if body else b""  # escaped, so halves of surrogate pairs too
+        reply = await self._http.request(method, path, content=content)
+        return reply.status_code, reply.json() if reply.content else None
+
+    async def done(self, path: str, /, **body: Any) -> Any:
+        status, promise = await self.ask("POST", path, **body)
+        assert status == 200, promise
+        return (await self.ask("POST", "/retrieve_future", request_id=promise["request_id"]))[1]
+
+
+SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+OLD = {"kind": "training", "size": 1, "public": False, "user_metadata": None, "folder": "none"}
+CHECKPOINT = "/training_runs/{model}/checkpoints/weights/a"
+
+
+async def refuse_all(client: Client, session: str, model: str) -> None:
+    state = {"source_path": f"tinker://{model}/weights/a"}
+    for status, method, path, body in (
+        (422, "PUT", f"{CHECKPOINT.format(model=model)}/ttl", {"ttl_seconds": 10**18}),
+        (422, "POST", "/copy_weights", {**state, "ttl_seconds": 10**18}),
+        (404, "POST", "/copy_weights", {**state, "session_id": "a\0b"}),
+        (404, "POST", "/copy_weights", {**state, "session_id": "x" * 300}),
+        (422, "POST", "/copy_weights", {**state, "session_id": session, "model_seq_id": 2**63}),
+        (422, "POST", "/optim_step", {"model_id": model, "seq_id": 2**63, "adam_params": {}}),
+        (400, "POST", "/create_session", {"tags": ["\ud800"]}),
+        (404, "POST", "/asample", {**SAMPLE, "sampling_session_id": model, "seq_id": 4}),
+    ):
+        assert (await client.ask(method, path, **body))[0] == status, (path, body)
+
+
+def test_one_client_breaks_nothing_for_others_and_a_state_can_be_moved(tmp_path: Path) -> None:
+    """A ttl of 10^18 made all listings 500 for everybody; a sample under a model's id took its next seq_id; a
+    state that was moved had lost its checkpoints; and 500 was the answer to numbers beyond 63 bits, to names
+    with NUL, and to weights for sampling that were loaded as weights."""
+
+    async def first(folder: Path) -> str:
+        life = Life(folder)
+        client = Client(life)
+        session = (await client.ask("POST", "/create_session"))[1]["session_id"]
+        lora = {"base_model": "tiny", "lora_config": {"rank": 10**9}}
+        wide = await client.done("/create_model", session_id=session, model_seq_id=1, **lora)
+        assert wide["category"] == "user" and "rank" in wide["error"]
+        lora = {"base_model": "tiny", "lora_config": {"rank": 2}}
+        model = (await client.done("/create_model", session_id=session, model_seq_id=0, **lora))["model_id"]
+        assert "path" in await client.done("/save_weights", model_id=model, seq_id=1, path="a")
+        named = {"model_id": model, "seq_id": 2, "path": "b"}
+        sampler = (await client.done("/save_weights_for_sampler", **named))["path"]
+        loaded = {"model_id": model, "seq_id": 3, "path": sampler, "optimizer": False}
+        assert (await client.done("/load_weights", **loaded))["category"] == "user"
+        await refuse_all(client, session, model)
+        assert "metrics" in await client.done("/optim_step", model_id=model, seq_id=4, adam_params={})
+        life.registry.put("checkpoint", "tinker://x/weights/old", {**OLD, "expires": 1e18}, owner="x")
+        for path in ("/checkpoints", "/training_runs"):
+            assert (await client.ask("GET", path))[0] == 200
+        await life.close()
+        return model
+
+    async def second(folder: Path, model: str) -> None:
+        life = Life(folder)
+        urls = await Client(life).ask("GET", f"{CHECKPOINT.format(model=model)}/external_weights_urls")
+        assert urls[0] == 200 and urls[1]["urls"]
+        await life.close()
+
+    model = asyncio.run(first(tmp_path / "here"))
+    (tmp_path / "here").rename(tmp_path / "there")
+    asyncio.run(second(tmp_path / "there", model))

@@ -186,18 +186,49 @@ def test_a_restored_one_goes_on_bit_for_bit(decoder: Decoder) -> None:
     assert not all(torch.equal(tensor, want[name]) for name, tensor in fresh.tensors().items())
 
 
-def test_gradients_that_are_not_finite_are_refused_and_gone(decoder: Decoder) -> None:
-    one = made(decoder)
-    before = {name: tensor.clone() for name, tensor in one.tensors().items()}
-    rows = [
-        Row(tokens=r.tokens, targets=r.targets, values={"weights": np.full(r.targets.shape, 3e38, "f4")})
+def weighted(weight: float) -> list[Row]:
+    return [
+        Row(tokens=r.tokens, targets=r.targets, values={"weights": np.full(r.targets.shape, weight, "f4")})
         for r in rows_of()
     ]
-    one.forward_backward(rows, CE)
+
+
+def test_gradients_that_are_not_finite_are_refused_and_gone(decoder: Decoder) -> None:
+    """A loss that was not finite was returned as a number, and its gradients kept until the step."""
+    one = made(decoder)
+    before = {name: tensor.clone() for name, tensor in one.tensors().items()}
+    with pytest.raises(NotFinite, match="not finite"):
+        one.forward_backward(weighted(3e38), CE)
+    assert not gradients(one)
+    one.forward_backward(weighted(1e25), CE)
     with pytest.raises(NotFinite, match="nothing was learned"):
         one.optim_step(Adam())
     assert not gradients(one)
     assert all(torch.equal(tensor, before[name]) for name, tensor in one.tensors().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("learning_rate", {"lr": 1e308}),
+        ("learning_rate", {"lr": float("nan")}),
+        ("eps", {"eps": 0.0}),
+        ("weight_decay", {"lr": 1.0, "weight_decay": 1e30}),
+    ],
+)
+def test_a_step_that_ends_in_numbers_that_are_not_finite_is_refused(
+    name: str, changes: dict[str, float]
+) -> None:
+    """A learning rate of 1e308 was learned with, and the adapter of NaN that it left was saved."""
+    with pytest.raises(ValueError, match=name):
+        Adam(**changes)  # type: ignore[arg-type]
+
+
+def test_the_largest_step_leaves_finite_numbers(decoder: Decoder) -> None:
+    one = made(decoder)
+    one.forward_backward(weighted(1e10), CE)
+    one.optim_step(Adam(lr=1e3, eps=1e-30, weight_decay=1e-3))
+    assert all(torch.isfinite(tensor).all() for tensor in one.tensors().values())
 
 
 def row(**changes: object) -> Row:
