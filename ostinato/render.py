@@ -17,12 +17,13 @@ from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ostinato.control_tokens import END_THINK, THINK, ControlTokens, encode_text
 from ostinato.inputs import has_surrogate, parse_json
+from ostinato.tool_calls import OPEN, Call, for_template, parse_calls
 from ostinato.types import Prompt
 
 if TYPE_CHECKING:
@@ -140,10 +141,34 @@ class Renderer:
             self.check_fits(text, most)
         return self.encode_marked(text)
 
-    @cached_property
+    @property
     def takes_tools(self) -> bool:
-        """Does the chat template write the tools that it is given?"""
-        return self._template_text is not None and "tools" in self._template_text
+        """Does the chat template write tools? One whose calls have another form than ``tool_calls`` reads is
+        not given them: it would tell the model to write what nobody reads."""
+        return "tools" in (self._template_text or "") and self._form_of_calls != "other"
+
+    @cached_property
+    def _form_of_calls(self) -> Literal["read", "other", "none"]:
+        """How the chat template writes the calls of an answer: as ``tool_calls`` reads them, or not."""
+        function = {"name": "probe", "arguments": {"a": 1}}
+        call = {"id": "probe0000", "type": "function", "function": function}
+        user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": ""}
+        names = {
+            **self._special_names,
+            "documents": None,
+            "tools": [{"type": "function", "function": function}],
+        }
+        try:
+            without, text = (
+                self._template.render(**names, messages=[user, one])
+                for one in (answer, {**answer, "tool_calls": [call]})
+            )
+        except ValueError:  # it takes no such chat
+            return "other"
+        if text == without:
+            return "none"
+        is_read = parse_calls(text[text.rfind(OPEN) :]) == [Call(name="probe", arguments={"a": 1})]
+        return "read" if is_read else "other"
 
     def chat_text(self, messages: Sequence[Message], *given: Any, **named: Any) -> str:
         """The chat as the template writes it, with the arguments of ``chat``."""
@@ -186,8 +211,15 @@ class Renderer:
         """[T] int32 of a ``marked_text`` or a part of it: control tokens are the template's own alone."""
         return np.array(self._control.encode(_unicode(text)), np.int32)
 
-    def _rendered(self, add_generation_prompt: bool, *contents: Any) -> str:
-        """What the template writes of ``contents``: messages, tools and further names."""
+    def _rendered(
+        self,
+        add_generation_prompt: bool,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        more: Mapping[str, Any],
+    ) -> str:
+        """What the template writes of ``contents``: messages, tools and further names. A template without
+        tools is given them in the system message."""
 
         def render(chat: Sequence[Message], tools: Sequence[Any], more: Mapping[str, Any]) -> str:
             names = {"documents": None, **self._special_names, **more}
@@ -195,6 +227,8 @@ class Renderer:
                 **names, messages=chat, tools=list(tools) or None, add_generation_prompt=add_generation_prompt
             )
 
+        writes_calls = self.has_chat_template and self._form_of_calls == "read"
+        contents = (*for_template(messages, tools, self.takes_tools, writes_calls), more)
         if not (spelled := self._control.spelled(contents)):
             return render(*contents)
         marked = render(*self._control.hide(contents))

@@ -147,9 +147,9 @@ class EnvEpisode:
         opening: asyncio.Lock | None = None,
     ) -> None:
         self.reward = 0.0
-        self._prompt, self._renderer, self._turns_left = prompt, renderer, max_turns
+        self._renderer, self._turns_left = renderer, max_turns
         self._timeout_s, self._counters = timeout_s, Counter() if counters is None else counters
-        self._make, self._opening = make, opening or asyncio.Lock()
+        self._prompt, self._make, self._opening = prompt, make, opening or asyncio.Lock()
         self._env: TextEnv | None = None
         self._tools = Toolbox({}, timeout_s, self._counters)
         self._messages: list[Message] = []
@@ -163,9 +163,10 @@ class EnvEpisode:
             text = await self._called("reset", partial(_first, made, int(columns.get("seed", seed)), columns))
         tools = {name: getattr(made, name) for name in getattr(made, "tools", ())}
         self._tools = Toolbox(tools, self._timeout_s, self._counters)
+        self._prompt = replace(self._prompt, tools=(*self._prompt.tools, *self._tools.schemas))
         last = len(given) - 1 - (self._prompt.prefill is not None)  # the assistant's words stay behind it
         chat = [*given[:last], {"role": "user", "content": text}, *given[last + 1 :]] if text else given
-        self._messages = list(self._tools.described(chat) if len(self._tools) else chat)
+        self._messages = list(chat)
 
     def start(self) -> np.ndarray:
         """[P] int32: the context of turn 0, of an environment that is open."""

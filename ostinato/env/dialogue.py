@@ -68,7 +68,7 @@ class Dialogue:
         if tools and prompt.messages is None:
             raise ValueError(f"task.tools are set but {prompt.where} is plain text; use chat rows")
         if tools:
-            prompt = replace(prompt, messages=tuple(self._tools.described(prompt.messages or ())))
+            prompt = replace(prompt, tools=(*prompt.tools, *self._tools.schemas))
         self._prompt, self._renderer, self._turns_left = prompt, renderer, max_turns
         self._messages: list[Message] = list(prompt.messages or ())
 

@@ -1,4 +1,4 @@
-"""Tools that a policy calls: the format of calls, parsing and running them, and looking up tools by name.
+"""Tools that a policy calls: what a prompt says of them, running them, and looking them up by name.
 
 Tools are trusted code that runs in a thread of this process. A tool that exceeds its limit is abandoned,
 not killed; one that never releases the GIL (a C loop) blocks the process.
@@ -11,47 +11,37 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
-import json
 import operator
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ostinato.inputs import parse_json, replaced
-from ostinato.render import Renderer
+from ostinato.inputs import replaced
 from ostinato.threads import in_thread
-from ostinato.types import Prompt
+from ostinato.tool_calls import Call, parse_calls
 
 Tool = Callable[..., Any]
 Message = Mapping[str, Any]
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 EQUALS = re.compile(r"([0-9]{1,6}) *=\s*$")  # an answer that ends like this looks up the number
 MAX_CALLS = 8  # per answer; more are refused, and counted
 MAX_REPLY_CHARS = 4000
-
-_INSTRUCTIONS = """You may call functions. Their signatures:
-<tools>
-{tools}
-</tools>
-For each call return a JSON object with the function's name and arguments within <tool_call></tool_call>:
-<tool_call>
-{{"name": <name>, "arguments": <object>}}
-</tool_call>"""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One tool call as the policy wrote it; ``error`` says why it cannot be read."""
-
-    name: str = ""
-    arguments: Mapping[str, Any] | None = None
-    error: str = ""
+_JSON_TYPES: dict[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+    NoneType: "null",
+}
 
 
 class Toolbox:
@@ -66,7 +56,7 @@ class Toolbox:
 
     async def replies(self, answer: str) -> list[Message]:
         """The replies to the calls in an answer, as messages; empty where it has none."""
-        calls = parse_calls(answer) if self._tools else []
+        calls = parse_calls(answer, self._tools) if self._tools else []
         replies: list[dict[str, Any]] = [
             {"role": "tool", "content": self._readable(await self._reply(call))} for call in calls[:MAX_CALLS]
         ]
@@ -75,9 +65,10 @@ class Toolbox:
             replies[-1]["content"] += f"\nError: only the first {MAX_CALLS} calls of an answer are made."
         return [*replies]
 
-    def described(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The chat with a system message that says how to call the tools."""
-        return with_instructions(messages, [_describe(name, tool) for name, tool in self._tools.items()])
+    @cached_property
+    def schemas(self) -> tuple[dict[str, Any], ...]:
+        """The tools as chat templates and OpenAI's clients write them."""
+        return tuple(schema_of(name, tool) for name, tool in self._tools.items())
 
     async def _reply(self, call: Call) -> str:
         self.counters["tools/calls"] += 1
@@ -115,30 +106,6 @@ class Toolbox:
         return f"Error: {sentence[:MAX_REPLY_CHARS]}"
 
 
-def parse_calls(text: str) -> list[Call]:
-    """The tool calls of an answer, in order, without those in its reasoning (before ``</think>``).
-
-    A call without a closing tag extends to the end of the text: the tag may have been the stop string.
-    """
-    _, closed, rest = text.rpartition("</think>")
-    if not closed and "<think>" in rest:
-        return []
-    return [_parse_call(part.partition(CLOSE)[0]) for part in rest.split(OPEN)[1:]]
-
-
-def _parse_call(text: str) -> Call:
-    try:
-        call = parse_json(text, surrogates=True)
-    except ValueError as error:
-        return Call(error=f"the call is not JSON ({error}).")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return Call(error='the call has no "name"; write {"name": .., "arguments": {..}}.')
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return Call(error=f'"arguments" of {call["name"]} is not an object.')
-    return Call(name=call["name"], arguments=arguments)
-
-
 async def in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
     """The tool's result. Raises TimeoutError after ``timeout_s``; the tool is then abandoned."""
 
@@ -153,69 +120,50 @@ async def in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) ->
     return await asyncio.wait_for(in_thread(work), timeout_s)
 
 
-def for_template(
-    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-    """(messages, tools) as the chat template takes them: contents as text, arguments of calls parsed. A
-    template that takes ``tools`` writes them its own way; for any other, they are in the system message and
-    calls in the assistant's text."""
-    native = renderer.takes_tools
-    chat = [_plain(message, native) for message in messages]
-    if not tools or native:
-        return chat, list(tools)
-    lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
-    return with_instructions(chat, lines), []
-
-
-def as_template_takes(renderer: Renderer, prompt: Prompt) -> Prompt:
-    """The prompt of a row with its tools and calls as the chat template takes them."""
-    chat = prompt.messages or ()
-    if not prompt.tools and not any("tool_calls" in message for message in chat):
-        return prompt
-    messages, tools = for_template(renderer, chat, prompt.tools)
-    return replace(prompt, messages=tuple(messages), tools=tuple(tools))
-
-
-def _plain(message: Message, native: bool) -> dict[str, Any]:
-    plain = {**message, "content": message.get("content") or ""}
-    if not (calls := plain.pop("tool_calls", None)):
-        return plain
-    functions = [{"name": c["function"]["name"], "arguments": arguments_of(c)} for c in calls]
-    if native:
-        plain["tool_calls"] = [
-            {**call, "type": "function", "function": function}
-            for call, function in zip(calls, functions, strict=True)
-        ]
-    else:
-        texts = [f"{OPEN}\n{json.dumps(f, ensure_ascii=False)}\n{CLOSE}" for f in functions]
-        plain["content"] = "\n".join(filter(None, [plain["content"], *texts]))
-    return plain
-
-
-def arguments_of(call: Mapping[str, Any]) -> Any:
-    """The arguments of a call, parsed, as templates write the JSON themselves."""
-    arguments = call["function"].get("arguments") or "{}"
-    if not isinstance(arguments, str):
-        return arguments
+def schema_of(name: str, tool: Tool) -> dict[str, Any]:
+    """``tool`` as a function of OpenAI's API: a JSON schema of its signature, described by its docstring (the
+    first paragraph, and of ``Args:`` the lines ``name: what it is``)."""
     try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
+        hints = get_type_hints(tool)
+    except Exception:  # a user's code: an annotation may name what is not there
+        hints = {}
+    summary, described = _documented(inspect.getdoc(tool) or "")
+    fields, required = dict[str, Any](), list[str]()
+    for field, parameter in inspect.signature(tool).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        fields[field] = _type_schema(hints.get(field, Any))
+        if field in described:
+            fields[field]["description"] = described[field]
+        if parameter.default is parameter.empty:
+            required.append(field)
+    parameters = {"type": "object", "properties": fields, **({"required": required} if required else {})}
+    function = {"name": name, "description": summary, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
-def with_instructions(messages: Sequence[Message], tools: Sequence[str]) -> list[dict[str, Any]]:
-    """The chat with a system message that says how to call ``tools``, one line per tool."""
-    instructions, chat = _INSTRUCTIONS.format(tools="\n".join(tools)), [dict(one) for one in messages]
-    if chat and chat[0]["role"] == "system":
-        instructions = f"{chat.pop(0)['content']}\n\n{instructions}"
-    return [{"role": "system", "content": instructions}, *chat]
+def _documented(text: str) -> tuple[str, dict[str, str]]:
+    """(the first paragraph, descriptions of arguments) of a docstring."""
+    summary = " ".join(text.partition("\n\n")[0].split())
+    arguments = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", text, re.MULTILINE)
+    found = re.findall(
+        r"^[ \t]+(\w+)(?: *\([^)]*\))?: *(.+)", arguments[1] if arguments else "", re.MULTILINE
+    )
+    return summary.partition(" Args:")[0], dict(found)
 
 
-def _describe(name: str, tool: Tool) -> str:
-    """``calculator(expression: str) -> str: Evaluate ...``: the signature and the docstring's first line."""
-    signature = str(inspect.signature(tool)).replace("'", "")
-    summary = (inspect.getdoc(tool) or "").partition("\n")[0]
-    return f"{name}{signature}: {summary}".rstrip(": ")
+def _type_schema(hint: Any) -> dict[str, Any]:
+    """JSON schema of a type; {} for one that is not of JSON."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (Union, UnionType):
+        return {"anyOf": [_type_schema(one) for one in arguments]}
+    if origin in (list, tuple, Sequence):
+        return {"type": "array", "items": _type_schema(arguments[0])}
+    return {"type": "object"} if origin in (dict, Mapping) else {}
 
 
 # --- tools by name -----------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from ostinato.axis import Axis
 from ostinato.config import Recipe
 from ostinato.env.arithmetic import Family
 from ostinato.env.tasks import load_tasks
-from ostinato.env.tools import as_template_takes
 from ostinato.every import Every
 from ostinato.launch.inputs import RunInputs, sampling_of
 from ostinato.model.flops import FlopModel, Work
@@ -51,10 +50,7 @@ def new_forgetting(
     if not renderer.has_chat_template:
         prompts = [_as_text(one) for one in prompts]
     return Forgetting(
-        questions=[
-            Question(tokens=renderer.prompt(as_template_takes(renderer, one)), right=_right(one))
-            for one in prompts
-        ],
+        questions=[Question(tokens=renderer.prompt(one), right=_right(one)) for one in prompts],
         about=about,
         sampling=replace(
             sampling, max_tokens=min(sampling.max_tokens, MAX_TOKENS), top_k=0, top_p=1.0, min_p=0.0

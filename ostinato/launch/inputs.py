@@ -25,7 +25,7 @@ from ostinato.env.custom import SEEDS, EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.mixture import Mixture, counts, named
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks, with_system
-from ostinato.env.tools import as_template_takes, resolve_tools
+from ostinato.env.tools import resolve_tools
 from ostinato.launch.checks import check, check_answers, check_solvable
 from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
@@ -383,7 +383,6 @@ def _episodes(
 
     def episode(prompt: Prompt) -> Env:
         words = Words(renderer, new_chat()) if new_chat else renderer
-        prompt = as_template_takes(renderer, prompt)
         if make is not None:
             return EnvEpisode(prompt, words, make, turns, counters=counters, opening=opening)
         return Dialogue(prompt, words, tools=tools, max_turns=turns, counters=counters)

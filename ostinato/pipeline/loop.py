@@ -190,7 +190,8 @@ class Loop:
             if self._due(self.plan.checkpoint_every):
                 self._checkpoint()
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
-                raise nothing_to_learn(self.state, self.folder.metrics.path)
+                counted = sum(self.counters, Counter[str]())
+                raise nothing_to_learn(self.state, self.folder.metrics.path, counted)
         if signals.limited:
             self._doing = f"what is on its way after step {self.state.step} may end"
             await signals.bounded(self._feed.drain())

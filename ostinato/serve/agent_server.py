@@ -19,7 +19,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ostinato.env.tools import for_template
 from ostinato.inputs import parse_json
 from ostinato.render import Renderer
 from ostinato.serve.anthropic_messages import MessagesBody, error_body, message
@@ -125,10 +124,10 @@ class AgentServer:
     def for_template(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-        """(messages, tools) as the chat template takes them, with tool calls in the form of this server."""
+        """(messages, tools) for the renderer, with tool calls in the form of this server."""
         if self._calls == "equals":
             return for_equals(messages, tools), []
-        return for_template(self.renderer, messages, tools)
+        return [dict(message) for message in messages], list(tools)
 
     def measure(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
         """Tokens of a prompt."""

@@ -28,12 +28,13 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.env.tools import arguments_of, imported
+from ostinato.env.tools import imported
 from ostinato.memory.chat import Chat
 from ostinato.serve.agent_server import Agent, AgentServer, Begun, Event, Waiting
 from ostinato.serve.calls import Answer, ApiError, Call, Message
 from ostinato.serve.elsewhere import MODEL
 from ostinato.serve.openai_chat import message_of
+from ostinato.tool_calls import arguments_of, parse_calls
 from ostinato.types import Completion, Emitted, NewRow, Prompt
 
 
@@ -207,7 +208,7 @@ class AgentEpisode:
             messages = self._memory.shortened(messages)
             self._counters["memory/rows"] += [*messages] != [*call.messages]
         chat, native = self._server.for_template(messages, call.tools)
-        self._chat, self._history, self._native = list(chat), [*call.messages], native
+        self._chat, self._history, self._rendered_tools = list(chat), [*call.messages], native
         self._tools, self._context = call.tools, self._server.renderer.chat(chat, tools=native)
         self._counters["agent/rows"] += 1
         return self._context
@@ -221,7 +222,7 @@ class AgentEpisode:
             chat, _ = self._server.for_template(new, ())
             try:
                 bridge = self._server.renderer.after_turn(
-                    self._chat, chat, self._answer_tokens, tools=self._native
+                    self._chat, chat, self._answer_tokens, tools=self._rendered_tools
                 )
             except ValueError:
                 return NewRow(self._whole(call))
@@ -236,6 +237,9 @@ class AgentEpisode:
     def _answered(self, call: Call, completion: Completion) -> Answer:
         number = f"{len(self._history):04x}"
         content, calls = self._server.read(completion, call, number) if call.tools else (completion.text, ())
+        if call.tools and not calls:
+            names = {tool.get("function", tool)["name"] for tool in call.tools}
+            self._counters["agent/unreadable"] += len(parse_calls(completion.text, names))
         emitted = Emitted(tokens=completion.tokens, logprobs=completion.logprobs)
         return Answer(
             index=0,

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.env.tools import CLOSE, OPEN
 from ostinato.render import Renderer
 from ostinato.serve.calls import ApiError
+from ostinato.tool_calls import CLOSE, OPEN
 
 MAX_BYTES = 64 << 10  # of a grammar
 KEPT = 64  # built grammars in the cache

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ostinato.engine.local import LocalEngine
-from ostinato.env.tools import for_template
 from ostinato.inputs import has_surrogate
 from ostinato.model.generation import SamplingDefaults
 from ostinato.product.loop import canary_arm
@@ -133,8 +132,7 @@ class Service:
                 if has_surrogate(call.messages):
                     raise ValueError("a message holds half of a surrogate pair, which is no character")
                 tools = () if call.tool_choice == "none" else call.tools
-                chat, native = for_template(self.renderer, call.messages, tools)
-                tokens = self.renderer.chat(chat, tools=native, most=self.limits.context)
+                tokens = self.renderer.chat(call.messages, tools=tools, most=self.limits.context)
             else:
                 self.renderer.check_fits(call.text or "", self.limits.context)
                 tokens = self.renderer.prompt(Prompt(uid="", text=call.text or ""))
@@ -181,8 +179,7 @@ class Service:
 
     def measure(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Tokens of a chat as the model reads it."""
-        chat, native = for_template(self.renderer, messages, tools)
-        return len(self.renderer.chat(chat, tools=native))
+        return len(self.renderer.chat(messages, tools=tools))
 
     def sampling(self, call: Call, prompt: np.ndarray) -> Sampling:
         """The call's sampling settings. Raises ApiError if this server cannot sample with them."""

@@ -17,9 +17,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ostinato.env.tools import EQUALS, OPEN, arguments_of, parse_calls
+from ostinato.env.tools import EQUALS
 from ostinato.render import IncrementalDecoder, Renderer
 from ostinato.serve.calls import ApiError, Message, ToolCall
+from ostinato.tool_calls import OPEN, arguments_of, parse_calls
 
 CallForm = Literal["json", "equals"]
 

@@ -52,6 +52,8 @@ def test_a_step_is_what_was_learned_and_what_it_took() -> None:
     drafted = progress.step_parts({**ROW, "draft/tokens_per_pass": 2.314}, "/80", "", "1:40")
     assert drafted[1] == "1,234 tok/s  2.31 tok/pass  rollout 61% reward 2% train 35%  ETA 1:40"
     empty = {"step": 1, "reward": math.nan, "refused_step": 1.0}
+    unread, _ = progress.step_parts({"step": 1, "empty_step": 1.0, "tools/unreadable": 11.0}, "/2", "", "?")
+    assert "nothing to learn from: 11" in unread
     assert progress.step_parts(empty, "/2", "", "?") == ("step 1/2  reward -  step refused", "- tok/s  ETA ?")
 
 

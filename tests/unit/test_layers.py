@@ -37,7 +37,8 @@ ARROWS: dict[str, set[str]] = {
     "routes": {"types"},
     "run": {"types", "routes", "lock"},
     "lock": set(),
-    "render": {"types", "chat_template", "control_tokens"},
+    "render": {"types", "chat_template", "control_tokens", "tool_calls"},
+    "tool_calls": set(),
     "control_tokens": set(),
     "chat_template": set(),
     "algo": {"types"},
@@ -50,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
     | {"terminal"},
     "compiler": {"isa"},
     "history": {"types", "protocols", "run", "compiler", "isa", "algo"},
-    "env": {"types", "protocols", "render"},
+    "env": {"types", "protocols", "render", "tool_calls"},
     "reward": {"types", "protocols", "render", "workers", "observe.timeline"},
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
     "train": {"types", "protocols", "run", "algo", "model", "parallel", "workers"}
@@ -72,7 +73,7 @@ ARROWS: dict[str, set[str]] = {
     "product": {"types", "inputs", "config", "observe.bets"},  # no torch; ``launch`` brings models and runs
     "memory": {"types"},  # pure: whoever has a model, an engine or a chat brings it
     "serve": {"types", "inputs", "render", "run", "engine", "env", "algo", "model", "train", "product"}
-    | {"observe.ledger", "memory"},
+    | {"observe.ledger", "memory", "tool_calls"},
     "launch": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
     | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", "serve", "product", "memory", ""}

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -23,8 +23,9 @@ from ostinato.config import Recipe
 from ostinato.env.custom import MAX_CHARS, EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.games import GuessNumber, PriceList
-from ostinato.env.tools import as_template_takes, calculator, imported, parse_calls, resolve_tools
+from ostinato.env.tools import calculator, imported, resolve_tools, schema_of
 from ostinato.render import Renderer
+from ostinato.tool_calls import parse_calls
 from ostinato.types import Completion, NewRow, Prompt, Stop
 
 ASK = Prompt(uid="p", messages=({"role": "user", "content": "2*3?"},))
@@ -95,20 +96,15 @@ def test_a_call_is_answered_and_the_answer_without_a_call_ends_it() -> None:
     replies, letters = play({"calculator": calculator}, f"Let me see. {call()}", "It is 6.")
     assert replies == ["6", None]
     (messages, new, answer) = letters.turns[0]
-    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    assert [message["role"] for message in messages] == ["user", "assistant"]
     assert new == [{"role": "tool", "content": "6"}]
     assert "".join(map(chr, answer)) == f"Let me see. {call()}", "the tokens that were sampled, as they are"
 
 
 def test_the_history_grows_by_answers_and_replies() -> None:
     _, letters = play({"calculator": calculator}, call("1+1"), call("2+2") + call("3+3"), "done")
-    assert [message["role"] for message in letters.turns[1][0]] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = [message["role"] for message in letters.turns[1][0]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
     assert [message["content"] for message in letters.turns[1][1]] == ["4", "6"]
 
 
@@ -118,16 +114,58 @@ def test_half_an_answer_ends_the_episode(stop: Stop) -> None:
     assert asyncio.run(dialogue.step(says(call(), stop))) is None
 
 
-def test_the_tools_are_described_in_the_system_message() -> None:
+def test_the_tools_of_a_dialogue_are_those_of_its_prompt() -> None:
     letters = Letters()
-    rules = {"role": "system", "content": "Be brief."}
-    requested = Prompt(uid="p", messages=(rules, *(ASK.messages or ())), columns={"answer": 6})
-    Dialogue(requested, letters, {"calculator": calculator}, 2).start()
+    Dialogue(ASK, letters, {"calculator": calculator}, 2).start()
     (prompt,) = letters.prompts
-    assert prompt.messages is not None
-    assert prompt.messages[0]["content"].startswith("Be brief.\n\n")
-    assert "calculator(expression: str) -> str: Evaluate an arithmetic" in prompt.messages[0]["content"]
-    assert (prompt.messages[1:], prompt.columns) == (ASK.messages, {"answer": 6})
+    assert prompt.messages == ASK.messages
+    assert prompt.tools == (schema_of("calculator", calculator),)
+
+
+def described(
+    item: str,
+    count: int = 1,
+    sizes: list[float] | None = None,
+    kind: Literal["a", "b"] = "a",
+    more: Any = None,
+) -> bool:
+    """Look an item
+    up.
+
+    Further words.
+
+    Args:
+        item: its name, as printed
+        count (int): how many
+
+    Returns:
+        yes: or no
+    """
+    return bool(item and count and sizes and kind and more)
+
+
+def test_a_schema_says_what_signature_and_docstring_say() -> None:
+    """Descriptions of arguments were lost."""
+    function = schema_of("look", described)["function"]
+    assert (function["name"], function["description"]) == ("look", "Look an item up.")
+    fields = function["parameters"]["properties"]
+    assert function["parameters"]["required"] == ["item"]
+    assert fields["item"] == {"type": "string", "description": "its name, as printed"}
+    assert fields["count"] == {"type": "integer", "description": "how many"}
+    assert fields["sizes"]["anyOf"] == [{"type": "array", "items": {"type": "number"}}, {"type": "null"}]
+    assert (fields["kind"], fields["more"]) == ({"enum": ["a", "b"]}, {})
+
+
+def test_a_call_without_tags_or_in_a_fence_is_counted_as_unreadable() -> None:
+    """The run ended with nothing to learn from, and nothing said that 11 of 16 answers had tried to call."""
+    plain = '{"name": "calculator", "arguments": {"expression": "2*3"}}'
+    for text in (plain, f"```json\n{plain}\n```", '{ "name":"calculator",\n"parameters": {}}'):
+        counters: Counter[str] = Counter()
+        (reply, over), _ = play({"calculator": calculator}, text, "6", counters=counters)
+        assert reply is not None and "<tool_call>" in reply and over is None
+        assert counters == {"tools/calls": 1, "tools/unreadable": 1}
+    for text in ('{"name": "Bob", "arguments": 3}', '{"name": "calculator"}', f"<think>{plain}</think> 6"):
+        assert play({"calculator": calculator}, text)[0] == [None]
 
 
 def hangs() -> str:
@@ -376,7 +414,7 @@ def test_words_of_the_assistant_in_a_row_are_the_beginning_of_its_answer() -> No
     dialogue = Dialogue(row, letters, tools, max_turns=3)
     asyncio.run(dialogue.step(says(call())))
     ((messages, _, _),) = letters.turns
-    assert [one["role"] for one in messages] == ["system", "user", "assistant"]
+    assert [one["role"] for one in messages] == ["user", "assistant"]
     assert messages[-1]["content"] == "It is " + call()
     episode = EnvEpisode(row, RENDERER, Shop, 3)
     assert RENDERER.decode(opened(episode), skip_special=False).endswith("It is ")
@@ -390,7 +428,7 @@ def test_tools_and_calls_of_a_row_reach_a_template_that_knows_none() -> None:
         {"role": "tool", "content": "7"},
     )
     row = Prompt(uid="p", messages=chat, tools=({"function": {"name": "stock"}},))
-    text = RENDERER.decode(Dialogue(as_template_takes(RENDERER, row), RENDERER).start(), skip_special=False)
+    text = RENDERER.decode(Dialogue(row, RENDERER).start(), skip_special=False)
     assert '{"name": "stock"}' in text and '{"name": "stock", "arguments": {"item": "cup"}}' in text
 
 
@@ -401,7 +439,7 @@ def test_methods_are_tools_and_the_environment_is_closed_once() -> None:
     before = Shop.closed
     heard = heard_of(episode, '<tool_call>{"name": "price", "arguments": {"thing": "tea"}}</tool_call>', "10")
     asyncio.run(episode.close())
-    assert "price(thing: str) -> int: The price of a thing." in heard[0] and "10" in heard[1]
+    assert '"description": "The price of a thing."' in heard[0] and "10" in heard[1]
     assert (
         episode.reward == 1.0 and counters == {"tools/calls": 1, "env/steps": 1} and Shop.closed == before + 1
     )

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.every import Every
 from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.pipeline.state import NoTrainableSamples
+from ostinato.pipeline.state import NoTrainableSamples, nothing_to_learn
 from ostinato.pipeline.step_metrics import tool_rates
 from ostinato.types import Batch, Group, Request, Reward, StepReport
 
@@ -123,6 +124,9 @@ def test_zero_variance_everywhere_is_reported_then_a_named_stop(tmp_path: Path) 
     bench = Bench(tmp_path, grader=IsRight(value=0.0), algorithm=algorithm("dapo"), max_empty_steps=3)
     with pytest.raises(NoTrainableSamples, match="3 steps in a row had nothing to learn from"):
         bench.run()
+    unread = Counter({"tools/calls": 9, "tools/unreadable": 7})
+    named = str(nothing_to_learn(LoopState(empty_in_a_row=3), tmp_path, unread))
+    assert "7" in named and "tools/unreadable" in named and "9" not in named
     assert [row["frac_reward_zero_std"] for row in bench.rows] == [1.0] * 3
     assert bench.rows[0]["groups/dropped/zero_variance"] == 4
     assert bench.rows[0]["tokens/wasted/zero_variance"] == 64

@@ -1,0 +1,121 @@
+"""Tools in prompts and tool calls in answers, the same in training and serving.
+
+A chat template that takes ``tools`` writes them its own way; for any other, they go into the system message
+as ``with_instructions`` writes them. Calls are read in the form that Qwen, Hermes and SmolLM3 use:
+
+    <tool_call>
+    {"name": "add", "arguments": {"a": 1, "b": 2}}
+    </tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.inputs import parse_json
+
+Message = Mapping[str, Any]
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+_INSTRUCTIONS = """You may call functions. Their signatures:
+<tools>
+{tools}
+</tools>
+For each call return a JSON object with the function's name and arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": <name>, "arguments": <object>}}
+</tool_call>"""
+_UNTAGGED = re.compile(r'\{\s*"name"\s*:\s*"([^"\n]+)"\s*,\s*"(?:arguments|parameters)"\s*:')
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One tool call as the policy wrote it; ``error`` says why it cannot be read."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] | None = None
+    error: str = ""
+
+
+def parse_calls(text: str, names: Collection[str] = ()) -> list[Call]:
+    """The tool calls of an answer, in order, without those in its reasoning (before ``</think>``).
+
+    A call without a closing tag extends to the end of the text: the tag may have been the stop string. Where
+    no call has tags, calls of the tools ``names`` without them, as in a fence of ```json, cannot be read.
+    """
+    _, closed, rest = text.rpartition("</think>")
+    if not closed and "<think>" in rest:
+        return []
+    tagged = rest.split(OPEN)[1:]
+    if not tagged:
+        untagged = [match[1] for match in _UNTAGGED.finditer(rest) if match[1] in names]
+        return [Call(error=f"write the call of {name} within {OPEN}{CLOSE}.") for name in untagged]
+    return [_parse_call(part.partition(CLOSE)[0]) for part in tagged]
+
+
+def _parse_call(text: str) -> Call:
+    try:
+        call = parse_json(text, surrogates=True)
+    except ValueError as error:
+        return Call(error=f"the call is not JSON ({error}).")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return Call(error='the call has no "name"; write {"name": .., "arguments": {..}}.')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return Call(error=f'"arguments" of {call["name"]} is not an object.')
+    return Call(name=call["name"], arguments=arguments)
+
+
+def for_template(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    takes_tools: bool,
+    writes_calls: bool,
+) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+    """(messages, tools) as a chat template takes them: contents as text, arguments of calls parsed. What it
+    does not write itself, tools or calls, is in the system message or in the assistant's text."""
+    chat = [_plain(message, writes_calls) for message in messages]
+    if not tools or takes_tools:
+        return chat, list(tools)
+    lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    return with_instructions(chat, lines), []
+
+
+def _plain(message: Message, writes_calls: bool) -> dict[str, Any]:
+    plain = {**message, "content": message.get("content") or ""}
+    if not (calls := plain.pop("tool_calls", None)):
+        return plain
+    functions = [{"name": c["function"]["name"], "arguments": arguments_of(c)} for c in calls]
+    if writes_calls:
+        plain["tool_calls"] = [
+            {**call, "type": "function", "function": function}
+            for call, function in zip(calls, functions, strict=True)
+        ]
+    else:
+        texts = [f"{OPEN}\n{json.dumps(f, ensure_ascii=False)}\n{CLOSE}" for f in functions]
+        plain["content"] = "\n".join(filter(None, [plain["content"], *texts]))
+    return plain
+
+
+def arguments_of(call: Mapping[str, Any]) -> Any:
+    """The arguments of a call, parsed, as templates write the JSON themselves."""
+    arguments = call["function"].get("arguments") or "{}"
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def with_instructions(messages: Sequence[Message], tools: Sequence[str]) -> list[dict[str, Any]]:
+    """The chat with a system message that says how to call ``tools``, one line per tool."""
+    instructions, chat = _INSTRUCTIONS.format(tools="\n".join(tools)), [dict(one) for one in messages]
+    if chat and chat[0]["role"] == "system":
+        instructions = f"{chat.pop(0)['content']}\n\n{instructions}"
+    return [{"role": "system", "content": instructions}, *chat]
