@@ -124,7 +124,7 @@ def test_training_and_serving_have_one_prompt_for_one_tool(
     body = {"messages": messages, "tools": [schema_of("price", price)]}
     requested = parsed(ChatBody, json.dumps(body).encode()).to_call()
     service: Any = Service.__new__(Service)  # of which a prompt needs these two alone
-    service.renderer, service.limits = renderer, Limits(context=10_000)
+    service.renderer, service.limits = renderer, Limits(context=10_000, vocab_size=renderer.vocab_size)
     served = service.prompt(requested).tolist()
     prompt = Prompt(uid="p", messages=tuple(messages))
     dialogue = Dialogue(prompt, renderer, {"price": price}, 2)
