@@ -14,11 +14,12 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from ostinato.env.rows import Row, held_out, messages, raw_rows
+from ostinato.env.rows import Row, held_out, messages, raw_rows, value_of
 from ostinato.env.tasks import check_params, existing, load_tasks, subset
 from ostinato.render import Message, Renderer
 from ostinato.types import Prompt
@@ -118,8 +119,9 @@ _Pieces = list[tuple[np.ndarray, bool]]  # (tokens, whether they are trained on)
 def _pieces(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces:
     if row.get("tools"):
         raise ValueError("it has tools, which are not read here; leave the column out")
+    names = value_of(row, "chat_template_kwargs", dict, "it") or {}
     if key == "completion" and row.get("messages") is not None:
-        return _chat(renderer, _plain(row["messages"]), 0, turns)
+        return _chat(renderer, _plain(row["messages"]), 0, turns, names)
     needed = "messages, or prompt and completion" if key == "completion" else "prompt, chosen and rejected"
     for name in ("prompt", key):
         if not row.get(name):
@@ -129,7 +131,7 @@ def _pieces(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces:
         raise ValueError(f"one of 'prompt' and {key!r} is a text and the other a chat; give both alike")
     if not isinstance(prompt, str):
         before = _plain(prompt)
-        return _chat(renderer, (*before, *_plain(answer)), len(before), turns)
+        return _chat(renderer, (*before, *_plain(answer)), len(before), turns, names)
     tokens = renderer.encode(answer)
     if renderer.eos is not None and int(tokens[-1]) not in renderer.stop_tokens:
         tokens = np.append(tokens, np.int32(renderer.eos))
@@ -144,8 +146,11 @@ def _plain(chat: Any) -> tuple[dict[str, str], ...]:
     return messages(chat)
 
 
-def _chat(renderer: Renderer, chat: Sequence[Message], start: int, turns: Turns) -> _Pieces:
+def _chat(
+    renderer: Renderer, chat: Sequence[Message], start: int, turns: Turns, template_kwargs: Mapping[str, Any]
+) -> _Pieces:
     """Contexts and answers alternately, split where sampling splits: an answer ends with its stop token."""
+    rendered = partial(renderer.marked_text, template_kwargs=template_kwargs)
     answers = [at for at in range(start, len(chat)) if chat[at]["role"] == "assistant"]
     if not answers:
         raise ValueError("it has no assistant turn; add one, or leave the row out")
@@ -153,8 +158,8 @@ def _chat(renderer: Renderer, chat: Sequence[Message], start: int, turns: Turns)
     pieces: _Pieces = []
     done = ""  # the text already in the pieces
     for at in answers[-1:] if turns == "last" else answers:
-        before = renderer.marked_text(chat[:at])
-        whole = renderer.marked_text(chat[: at + 1], add_generation_prompt=False)
+        before = rendered(chat[:at])
+        whole = rendered(chat[: at + 1], add_generation_prompt=False)
         if not (before.startswith(done) and whole.startswith(before)):
             raise ValueError(
                 "the chat template rewrites what comes before an answer; use sft.turns=last, or a template "

@@ -97,20 +97,20 @@ def prompt_from_row(row: Row, where: str, prompt_column: str = "prompt", answer_
     uid = _uid(row, content, answer)
     if isinstance(content, str):
         return Prompt(uid=uid, text=content, columns=columns, row=where)
-    tools = _value_of(row, "tools", list, where) or []
+    tools = value_of(row, "tools", list, where) or []
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(f"{where} has 'tools' that are not JSON schemas of functions; rename the column")
     return Prompt(
         uid=uid,
         messages=messages(content, where),
         tools=tuple(tools),
-        template_kwargs=_value_of(row, "chat_template_kwargs", dict, where) or {},
+        template_kwargs=value_of(row, "chat_template_kwargs", dict, where) or {},
         columns=columns,
         row=where,
     )
 
 
-def _value_of(row: Row, name: str, kind: type, where: str) -> Any:
+def value_of(row: Row, name: str, kind: type, where: str) -> Any:
     """A column that the chat template is given: a value of ``kind`` or, as tables have one type a column, its
     JSON text."""
     value = row.get(name)

@@ -229,7 +229,11 @@ def check_rows(
         return
     choosing = {TRAINED: {"task"}, HELD_OUT: {"task", "eval"}}
     for kind in now:
-        if saved.get(kind) != now[kind] and not changed & choosing[kind]:
+        if saved.get(kind) == now[kind]:
+            continue
+        if changed & choosing[kind]:
+            logger.warning(f"the rows {kind} are from here on not those that {run.path} began with")
+        else:
             raise ValueError(
                 f"the rows {kind} are not those that {run.path} began with; give task.source the same rows, "
                 "or start a new run; to go on with these, name them: "

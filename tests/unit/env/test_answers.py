@@ -78,6 +78,20 @@ def test_what_cannot_be_trained_on_is_refused_by_number(
     assert why in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_names_of_the_template_are_handed_to_it(tmp_path: Path) -> None:
+    """A row's ``chat_template_kwargs`` were ignored, so the policy learned to answer another prompt."""
+    for file in model_folder("asset:seed-moe").glob("*token*.json"):
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ mood }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    moody = Renderer(tmp_path)
+    one = made(moody, {"messages": [USER, ANSWER], "chat_template_kwargs": {"mood": "12"}})
+    assert trained(moody, one) == ["4<|im_end|>"]
+    assert moody.decode(one.tokens, skip_special=False).startswith("12<|im_start|>")
+
+
 def test_a_preference_has_two_answers_that_differ(renderer: Renderer) -> None:
     chosen, rejected = pair(
         renderer, {"prompt": [USER], "chosen": [ANSWER], "rejected": [LAST]}, "row 7", context=64
