@@ -35,7 +35,7 @@ def print_mismatch(run: Path, *, as_json: bool = False) -> None:
     for sentence in (*data.damage, lead(data)):
         console.print(sentence, highlight=False, markup=False)
     for table in tables(data):
-        console.print(terminal_table(table))
+        console.print(terminal_table(table, console.width))
     for fact in [*facts(data), *milestones(data)]:
         note = f" ({fact.note})" if fact.note else ""
         console.print(f"{fact.name}: {fact.value}{note}", highlight=False, markup=False)

@@ -133,6 +133,6 @@ def show(answer: Answer, json_file: Path | None) -> None:
     for sentence in answer.lead:
         console.print(sentence, highlight=False, markup=False)
     for one in answer.tables:
-        console.print(terminal_table(one))
+        console.print(terminal_table(one, console.width))
         if one.note:
             console.print(one.note, style="dim", highlight=False, markup=False)

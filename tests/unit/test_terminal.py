@@ -183,7 +183,7 @@ def test_control_characters_are_shown_as_text(monkeypatch: pytest.MonkeyPatch) -
     table = Table(CONTROL, title=CONTROL)
     table.add_row(CONTROL)
     screen.print(table)
-    screen.print(terminal_table(ReportTable(title=CONTROL, head=(CONTROL,), rows=((CONTROL, CONTROL),))))
+    screen.print(terminal_table(ReportTable(title=CONTROL, head=(CONTROL,), rows=((CONTROL, CONTROL),)), 200))
     Monitor(1, console=screen).say(CONTROL)
     shown = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())  # rich's own colours
     assert shown.startswith(f"[b]line\n\tof {SHOWN}\n{SHOWN}\n")
@@ -210,3 +210,28 @@ def test_the_last_score_of_a_stopped_run_says_of_which_step_it_is(step: int, col
     row = {"step": 4, "n": 8, "pass@1": 0.5, "reward": 0.5}
     table = before_after({**row, "step": 0}, row, step=step)
     assert [one.header for one in table.columns] == ["", "before", column, "change"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 140, 400])
+def test_a_table_never_loses_the_names_of_its_lines(width: int) -> None:
+    """`ostinato compare` showed two rows of figures without the names of the arms below 200 columns: rich
+    took all room from the one column that may wrap. What does not fit follows below, with the names again."""
+    head = [f"gain of set {number} [95 % interval]" for number in range(9)]
+    rows = [
+        [name, *(f"{number}.250 [0.100, 0.400]" for number in range(9))] for name in ("grpo", "cispo, 1e-3")
+    ]
+    console = Console(file=io.StringIO(), width=width)
+    console.print(terminal_table(ReportTable(title="arm", head=head, rows=rows), width))
+    lines = cast(io.StringIO, console.file).getvalue().splitlines()
+    figures = [line for line in lines if ".250" in line]
+    assert figures and all(line.split("  ")[0].strip() in ("grpo", "cispo, 1e-3") for line in figures)
+    assert max(map(len, lines)) <= width
+    assert all(sum(f"{number}.250 [0.100, 0.400]" in line for line in lines) == 2 for number in range(9))
+    assert len(figures) == 2 or width < 400
+
+
+def test_columns_is_heeded_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "77")
+    assert Screen(io.StringIO()).width == 77
+    monkeypatch.delenv("COLUMNS")
+    assert Screen(io.StringIO()).width > 120

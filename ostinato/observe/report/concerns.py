@@ -6,17 +6,29 @@ judgement calls, kept together here; entropy, gradient norm and truncation are l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from ostinato.observe.report.facts import best_score, difference, ends, estimate, steps_text
+from ostinato.observe.report.facts import (
+    best_score,
+    difference,
+    ends,
+    estimate,
+    finish,
+    planned_steps,
+    steps_text,
+)
 from ostinato.observe.report.mismatch import arm, measured
 from ostinato.observe.report.reading import Row, RunData, column, first_step, last_step, mean, number, total
 from ostinato.observe.report.verdicts import failed_rewards, unsolved
 
 ZERO_VARIANCE_SHARE = 0.5  # of groups: half of the sampling taught nothing
 K3_NATS = 1e-3  # per token; exact arithmetic gives 0, bf16 rounding about 1e-4
+# Rounding alone may send a single token to another expert, and its probability off by a factor of e: a k3 of
+# e - 2. Means are judged over so many tokens that one such token does not raise them above K3_NATS.
+MISMATCH_TOKENS = (math.e - 2) / K3_NATS
 ESS_LEFT = 0.9
 COVERED = 0.999  # of trained rows, with a recorded route
 FAULT_SHARE = 0.01  # of answers
@@ -47,10 +59,11 @@ def concerns(data: RunData) -> list[Concern]:
 def _files(data: RunData) -> Iterator[Concern]:
     for sentence in data.damage:
         yield Concern(Level.BAD, sentence)
-    planned, done = data.setting("trainer.steps"), last_step(data.metrics)
-    if planned is not None and done < planned:
+    planned, done = planned_steps(data), last_step(data.metrics)
+    if not finish(data):
         state = "The run is still going, or was stopped or killed."
-        yield Concern(Level.NOTE, f"Not finished: {done} of {planned} steps. {state}")
+        steps = f"{done} steps" if planned is None else f"{done} of {planned} steps"
+        yield Concern(Level.NOTE, f"Not finished: {steps}. {state}")
 
 
 def _score(data: RunData) -> Iterator[Concern]:
@@ -118,11 +131,11 @@ def _signal(data: RunData) -> Iterator[Concern]:
 
 
 def _mismatch(data: RunData) -> Iterator[Concern]:
-    k3, at = max(_with_steps(data.metrics, "sampling/kl_k3"), default=(0.0, 0))
+    k3, at = max(_pooled(data.metrics, "sampling/kl_k3"), default=(0.0, 0))
     if k3 > K3_NATS:
         reached = f"KL (k3) reached {k3:.2g} nats per token at step {at}; up to {K3_NATS:g} is rounding"
         yield Concern(Level.LOOK, f"Sampler and trainer disagree: {reached}.")
-    ess, at = min(_with_steps(data.metrics, "sampling/ess"), default=(1.0, 0))
+    ess, at = min(_pooled(data.metrics, "sampling/ess"), default=(1.0, 0))
     if ess < ESS_LEFT:
         text = f"The effective sample size fell to {ess:.0%} at step {at}: a few tokens carry the weight."
         yield Concern(Level.LOOK, text)
@@ -161,9 +174,18 @@ def _when(rows: Sequence[Row], key: str) -> list[int]:
     return [int(row["step"]) for row, value in zip(rows, column(rows, key), strict=True) if value]
 
 
-def _with_steps(rows: Sequence[Row], key: str) -> list[tuple[float, int]]:
-    """(value, step) where there is a value."""
-    return [(value, int(row["step"])) for row in rows if (value := number(row, key)) is not None]
+def _pooled(rows: Sequence[Row], key: str) -> Iterator[tuple[float, int]]:
+    """(mean over trained tokens, last step) of each series of steps with MISMATCH_TOKENS or more together."""
+    tokens = weighted = 0.0
+    for row in rows:
+        value, trained = number(row, key), number(row, "tokens/trained")
+        if value is None or trained == 0:
+            continue
+        trained = MISMATCH_TOKENS if trained is None else trained  # of older runs
+        tokens, weighted = tokens + trained, weighted + value * trained
+        if tokens >= MISMATCH_TOKENS:
+            yield weighted / tokens, int(row["step"])
+            tokens = weighted = 0.0
 
 
 def _tenth(rows: Sequence[Row]) -> Sequence[Row]:

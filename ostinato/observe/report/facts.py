@@ -244,11 +244,33 @@ def _exported(data: RunData) -> str:
     )
 
 
+FINISHES = {
+    "spent": "its budget is spent",
+    "enough": "the rest was not worth its compute",
+    "solved": "every prompt is solved",
+}
+
+
+def finish(data: RunData) -> str:
+    """Why the run is at its end: "done", or one of FINISHES; empty for one that is not."""
+    planned = planned_steps(data)
+    if planned is not None and last_step(data.metrics) >= planned:
+        return "done"
+    last = next((row for row in reversed(data.ledger) if row["event"] in (Event.START, Event.END)), {})
+    why = str(last.get("why", ""))
+    return why if why in FINISHES or (planned is None and why == "done") else ""
+
+
+def planned_steps(data: RunData) -> int | None:
+    """The steps of the recipe; None where a budget ends the run before any number of steps."""
+    return None if data.setting("trainer.budget") else data.setting("trainer.steps")
+
+
 def status(data: RunData, now: datetime) -> tuple[str, str]:
     """(how far the run got, tone). The files cannot tell whether an unfinished run is still going."""
-    planned, done = data.setting("trainer.steps"), last_step(data.metrics)
-    if planned is not None and done >= planned:
-        return f"finished, {done} steps", "good"
+    planned, done = planned_steps(data), last_step(data.metrics)
+    if why := finish(data):
+        return f"finished, {done} steps{'' if why == 'done' else f': {FINISHES[why]}'}", "good"
     of = f" of {planned}" if planned is not None else ""
     ended = _ended_at(data)
     ago = (

@@ -11,6 +11,7 @@ import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from ostinato.observe.report.facts import (
     protocol,
     seconds_text,
     si,
+    status,
     steps_text,
     waste,
     wilson,
@@ -271,8 +273,8 @@ def test_a_healthy_run_has_no_concern() -> None:
         ({"frac_reward_zero_std": 0.7, "solved_none": 0.6}, "look", "70% of groups had equal rewards"),
         ({"refused_step": 1.0}, "bad", "4 steps were refused"),
         ({"empty_step": 1.0}, "look", "(step 37 to 40)"),
-        ({"sampling__kl_k3": 0.02}, "look", "0.02 nats per token at step 40"),
-        ({"sampling__ess": 0.5}, "look", "fell to 50%"),
+        ({"sampling__kl_k3": 0.02, "tokens__trained": 1e3}, "look", "0.02 nats per token at step 40"),
+        ({"sampling__ess": 0.5, "tokens__trained": 1e3}, "look", "fell to 50%"),
         ({"rollout__failed": 4.0}, "bad", "16 of 640 answers failed"),
     ],
 )
@@ -281,6 +283,36 @@ def test_each_concern_names_figure_and_step(change: dict[str, float], level: str
     (found,) = concerns(data(metrics=rows, evals=[score(0, 0.3), score(40, 0.7)]))
     assert found.level == level
     assert words in found.text
+
+
+def test_a_mean_over_few_tokens_raises_no_alarm() -> None:
+    """The report of a healthy first run began with "Sampler and trainer disagree": k3 of 40 tokens was
+    0.0033, which one token at another expert explains. Steps of few tokens are judged together."""
+    rows = [
+        row(step, tokens__trained=40.0, sampling__kl_k3=0.0033 if step == 7 else 1e-4)
+        for step in range(1, 41)
+    ]
+    scores = [score(0, 0.3), score(40, 0.7)]
+    assert concerns(data(metrics=rows, evals=scores)) == []
+    many = [
+        row(step, tokens__trained=40.0, sampling__kl_k3=0.0033, sampling__ess=0.5) for step in range(1, 41)
+    ]
+    assert len(concerns(data(metrics=many, evals=scores))) == 2
+
+
+@pytest.mark.parametrize(("why", "ended"), [("spent", True), ("interrupted", False)])
+def test_a_run_that_has_spent_its_budget_is_finished(why: str, ended: bool) -> None:
+    """The reports of `ostinato compare` said "Not finished: 24 of 1000000 steps", of runs that had spent
+    exactly what they were given."""
+    trainer = {"steps": 10**6, "budget": "2e12 flops"}
+    end = {"event": "end", "session": 1, "at": 2.0, "step": 24, "why": why}
+    run = replace(
+        data(metrics=[row(24)], evals=[score(0, 0.3), score(24, 0.7)], trainer=trainer), ledger=[end]
+    )
+    assert [one.level for one in concerns(run)] == ([] if ended else ["note"])
+    assert status(run, datetime.now(UTC))[1] == ("good" if ended else "open")
+    begun = replace(run, ledger=[end, {"event": "start", "session": 2, "at": 3.0, "step": 24}])
+    assert status(begun, datetime.now(UTC))[1] == "open"
 
 
 def test_a_score_that_fell_from_its_peak_is_the_first_concern() -> None:
