@@ -15,6 +15,7 @@ from rich.table import Table
 from ostinato import __version__, compiler, isa
 from ostinato.engine import threads
 from ostinato.launch.machine import memory_gib
+from ostinato.plan.cluster import ON_GPUS
 from ostinato.reward import isolation
 from ostinato.terminal import Screen, logged
 
@@ -88,6 +89,7 @@ def torch_findings() -> Iterator[Finding]:
     yield Finding(name="torch", value=f"{torch.__version__}, {torch.get_num_threads()} threads")
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, runs use the CPU"
     yield Finding(name="CUDA device", value=cuda)
+    yield Finding(name="on GPUs", value=ON_GPUS)
     yield native()
 
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from ostinato.plan.problem import GB, Cluster, DType, Gpu
 
+# also in README.md and docs/index.md
+ON_GPUS = "Nothing of Ostinato has run on a GPU yet: it is tested on CPUs, and plans go by data sheets"
 TFLOPS = 1e12
 PER_NODE = 8
 # Operands that a device has no products for are widened: to what comes next here.
@@ -53,12 +55,30 @@ SHEETS: Mapping[str, Sheet] = MappingProxyType(
 )
 
 
+NEAREST = {  # of those above, to devices that have no row
+    "a100-40": "A100-80",
+    "v100": "A100-80",
+    "gh200": "H200-141",
+    "mi300": "H200-141",
+    "mi325": "B200-192",
+    "a6000": "L40S-48",
+    "5090": "RTX4090-24",
+    "3090": "RTX4090-24",
+}
+
+
 def gpu_named(name: str) -> Gpu:
-    """The device called ``name``; the memory in the name may be left out. Raises ValueError."""
+    """The device called ``name``, or that only one device has in its name: "4090". Raises ValueError."""
     lowered = name.lower()
     found = [key for key in SHEETS if lowered in (key.lower(), key.lower().rpartition("-")[0])]
-    if not found:
-        raise ValueError(f"gpus names {name!r}; known are {', '.join(SHEETS)}")
+    found = found or [key for key in SHEETS if lowered in key.lower()]
+    if len(found) != 1:
+        near = next((known for part, known in NEAREST.items() if part in lowered), "")
+        fix = f"the nearest that is known is {near}, beside" if near else "known are"
+        others = (key for key in SHEETS if key != near)
+        raise ValueError(
+            f"gpus names {name!r}, of which there is no data sheet here; {fix} {', '.join(others)}"
+        )
     sheet = SHEETS[found[0]]
     flops = {DType.FP32: sheet.tf32, DType.BF16: sheet.bf16} | ({DType.FP8: sheet.fp8} if sheet.fp8 else {})
     return Gpu(
@@ -78,7 +98,7 @@ def parse_cluster(text: str) -> Cluster:
 
     Raises ValueError for a device that is not known and for numbers that make no whole nodes.
     """
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text.strip())
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z0-9][\w-]*)", text.strip())
     if found is None:
         raise ValueError(f"gpus is {text!r}; write a number and a device, like 64xH800-80 or 8x8xH100-80")
     count, gpu = int(found[2]), gpu_named(found[3])

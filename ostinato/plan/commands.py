@@ -6,7 +6,7 @@ options -> Problem, Allowed (request) -> plan.search -> tables here, or one JSON
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.plan import launch
+from ostinato.plan.cluster import ON_GPUS
 from ostinato.plan.counts import adapter_counts, counts, kv_values
 from ostinato.plan.fit import app as fit_app
 from ostinato.plan.imbalance import SIGMA
-from ostinato.plan.memory import limit, mapped, margin
-from ostinato.plan.problem import GB, Arrangement, Base, Memory, Placement, Problem, Recompute, known_models
+from ostinato.plan.memory import limit, margin
+from ostinato.plan.problem import GB, Arrangement, Memory, Placement, Problem, Recompute, known_models
 from ostinato.plan.record import FILE, record, write
 from ostinato.plan.request import Options, PlanRequest, ask, plan_options
 from ostinato.plan.search import Found, Plan, binding, distinct, resized, search, smallest, why_lost
@@ -30,10 +31,6 @@ from ostinato.plan.traffic import step_traffic
 from ostinato.run import RunFolder, atomic_write, to_json
 from ostinato.terminal import Screen
 
-UNMAPPED = (
-    "A shared base needs an engine that maps the tensors of the trainer: vLLM does not; Ostinato's own does, "
-    "where one process trains and samples"
-)
 HOUR = 3600.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -98,12 +95,23 @@ def _answer(request: PlanRequest, *, least: bool) -> tuple[Found, PlanRequest]:
         found = search(problem, request.clock, request.allowed)
         if not found.plans:
             raise ValueError(nothing_fits(problem, found))
-        return found, request
+        return _startable_first(problem, found), request
     fewest = smallest(problem, request.clock, request.allowed)
     if fewest is None:
         raise ValueError(f"{problem.model.name} fits on no cluster of up to 1024 {problem.cluster.gpu.name}")
     cluster = resized(problem.cluster, fewest.plans[0].arrangement.num_gpus)
-    return fewest, replace(request, problem=replace(problem, cluster=cluster))
+    problem = replace(problem, cluster=cluster)
+    return _startable_first(problem, fewest), replace(request, problem=problem)
+
+
+def _startable_first(problem: Problem, found: Found) -> Found:
+    """Plans that Ostinato can start, fastest first, then the others alike."""
+    return replace(found, plans=tuple(sorted(found.plans, key=lambda one: not startable(problem, one))))
+
+
+def startable(problem: Problem, plan: Plan) -> bool:
+    """Does Ostinato have all that the plan has?"""
+    return not launch.lacking(problem, plan.arrangement)
 
 
 def nothing_fits(problem: Problem, found: Found) -> str:
@@ -118,14 +126,8 @@ def nothing_fits(problem: Problem, found: Found) -> str:
         )
     reasons += [f"{base}: {why}" for base, why in found.reasons.items()] if not reasons else []
     what = f"{problem.model.name} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}"
-    fix = "use more GPUs (--smallest finds how many), or fewer bytes (--base fp8)"
+    fix = "use more GPUs (--smallest finds how many), a smaller --max-answer or --lora-rank"
     return f"{what} does not fit: {'; '.join(reasons) or 'no layout divides the model'}; {fix}"
-
-
-def needs_mapping(problem: Problem, a: Arrangement) -> bool:
-    """Is it a plan with one copy of the base that no engine holds so today?"""
-    shared = a.base == Base.SHARED and a.placement == Placement.COLOCATED
-    return shared and not mapped(problem, a.train, a.rollout)
 
 
 def question(problem: Problem) -> dict[str, str]:
@@ -173,20 +175,45 @@ def cost(problem: Problem, plan: Plan) -> float:
 
 
 def print_tables(console: Console, request: PlanRequest, found: Found, top: int, seconds: float) -> None:
-    """Tables: what was requested, the plans, memory and time of the first."""
-    problem, plans = request.problem, distinct(found.plans, top)
+    """Tables: what was requested, the plans, memory and time of the first. Plans that Ostinato cannot start
+    have a heading of their own, with what it lacks."""
+    problem, plans = request.problem, shown(request.problem, found, top)
+    ready = sum(startable(problem, plan) for plan in plans)
     console.print(_question(request))
-    console.print(_plans(problem, plans))
-    for number, plan in enumerate(plans[1:], start=2):
+    if ready:
+        console.print(_plans(problem, "plans", plans[:ready]))
+    else:
+        console.print("Ostinato can start none of these plans.")
+    for number, plan in enumerate(plans[1:ready], start=2):
         console.print(f"{number} is {why_lost(plans[0], plan)}")
+    if plans[ready:]:
+        console.print(_plans(problem, "what Ostinato cannot start yet", plans[ready:], first=ready + 1))
+    for number, plan in enumerate(plans[1:], start=2) if not ready else ():
+        console.print(f"{number} is {why_lost(plans[0], plan)}")
+    for line in _lacking(problem, plans, ready):
+        console.print(line)
     console.print(f"[bold]binding[/bold] {binding(problem, plans[0])}")
-    if any(needs_mapping(problem, plan.arrangement) for plan in plans):
-        console.print(f"* {UNMAPPED}")
     for base, why in found.reasons.items():
         console.print(f"[bold]{base}[/bold] is not possible: {why}")
     console.print(_memory(problem, plans[0]))
     console.print(_time(plans[0]))
     console.print(f"searched {found.tried} setups in {seconds:.1f} s on one CPU core")
+    console.print(f"{ON_GPUS}.")
+
+
+def _lacking(problem: Problem, plans: Sequence[Plan], ready: int) -> Iterator[str]:
+    """What keeps Ostinato from the plans behind the first ``ready``, a line for each reason."""
+    numbers: dict[str, list[str]] = {}
+    for number, plan in enumerate(plans[ready:], start=ready + 1):
+        for reason in launch.lacking(problem, plan.arrangement):
+            numbers.setdefault(reason, []).append(str(number))
+    yield from (f"{', '.join(of)}: Ostinato lacks {reason}" for reason, of in numbers.items())
+
+
+def shown(problem: Problem, found: Found, top: int) -> list[Plan]:
+    """``top`` plans that Ostinato can start, and as many of the others."""
+    ready = [plan for plan in found.plans if startable(problem, plan)]
+    return distinct(ready, top) + distinct(found.plans[len(ready) :], top)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -207,16 +234,16 @@ def _question(request: PlanRequest) -> Table:
     return table
 
 
-def _plans(problem: Problem, plans: Sequence[Plan]) -> Table:
-    table = _table("plans", "", "train", "rollout", "base", "rows", "seq", "GB", "left", "s/step", "$/step")
-    for number, plan in enumerate(plans, start=1):
+def _plans(problem: Problem, title: str, plans: Sequence[Plan], first: int = 1) -> Table:
+    table = _table(title, "", "train", "rollout", "base", "rows", "seq", "GB", "left", "s/step", "$/step")
+    for number, plan in enumerate(plans, start=first):
         a, worst = plan.arrangement, max(plan.memory.values(), key=lambda one: one.total)
         again = ", recompute" if a.train.recompute == Recompute.FULL else ""
         table.add_row(
             str(number),
             str(a.train.layout),
             str(a.rollout.layout),
-            _held(problem, a),
+            _held(a),
             f"{a.train.microbatch}{again}",
             str(a.rollout.sequences),
             f"{worst.total / GB:.1f}",
@@ -227,11 +254,11 @@ def _plans(problem: Problem, plans: Sequence[Plan]) -> Table:
     return table
 
 
-def _held(problem: Problem, a: Arrangement) -> str:
+def _held(a: Arrangement) -> str:
     """How the base is."""
     if a.placement == Placement.APART:
         return "apart"
-    return f"{a.base}{'*' if needs_mapping(problem, a) else ''}"
+    return str(a.base)
 
 
 def _memory(problem: Problem, plan: Plan) -> Table:
@@ -263,7 +290,7 @@ def _time(plan: Plan) -> Table:
 
 def as_json(request: PlanRequest, found: Found, top: int) -> dict[str, Any]:
     """Everything that the tables say, in bytes and seconds."""
-    problem, plans = request.problem, distinct(found.plans, top)
+    problem, plans = request.problem, shown(request.problem, found, top)
     return {
         "question": question(problem),
         "efficiency": request.measured,
@@ -286,7 +313,7 @@ def _plan_json(problem: Problem, plan: Plan) -> dict[str, Any]:
         "rollout": str(a.rollout.layout),
         "placement": str(a.placement),
         "base": str(a.base),
-        "needs": UNMAPPED if needs_mapping(problem, a) else "",
+        "lacks": launch.lacking(problem, a),
         "microbatch": a.train.microbatch,
         "recompute": a.train.recompute == Recompute.FULL,
         "sequences": a.rollout.sequences,

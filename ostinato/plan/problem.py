@@ -314,8 +314,11 @@ def find_model(name: str) -> Model:
         return Model(name=path.resolve().name, config=read_config(path))
     if path.is_file():
         return Model(name=path.resolve().parent.name, config=_read(path))
-    near = difflib.get_close_matches(short, known_models(), n=1)
-    fix = f"did you mean {near[0]}" if near else f"the built-in ones are {', '.join(known_models())}"
+    if (base := short.rpartition("/")[2]) in known_models():  # a hub name
+        return find_model(base)
+    near = difflib.get_close_matches(base, known_models(), n=1, cutoff=0.8)
+    known = f"the built-in ones are {', '.join(known_models())}"
+    fix = f"did you mean {near[0]}?" if near else f"give its config.json or folder; {known}"
     raise ValueError(f"model is {name!r}, no built-in name and no config.json; {fix}")
 
 

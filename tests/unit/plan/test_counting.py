@@ -53,6 +53,8 @@ def test_a_cluster_is_nodes_of_eight_or_as_written() -> None:
         ("3x4xA100-80", 3, 4),
         ("8x8xh800", 8, 8),
         ("12xcpu", 1, 12),
+        ("8x4090", 1, 8),
+        ("8xH100", 1, 8),
     ):
         cluster = parse_cluster(text)
         assert (cluster.nodes, cluster.per_node) == (nodes, per_node), text
@@ -64,6 +66,8 @@ def test_a_cluster_is_nodes_of_eight_or_as_written() -> None:
     [
         ("64", "write a number and a device"),
         ("64xB100", "known are"),
+        ("8xmi300x", "nearest that is known is H200-141"),
+        ("8x5090", "nearest that is known is RTX4090-24"),
         ("12xH100-80", "2x6xH100-80"),
         ("0xH100-80", "at least 1"),
     ],

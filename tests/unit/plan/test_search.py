@@ -18,7 +18,8 @@ from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 from ostinato.plan import memory
 from ostinato.plan import search as planning
-from ostinato.plan.cluster import parse_cluster
+from ostinato.plan.cluster import ON_GPUS, parse_cluster
+from ostinato.plan.commands import nothing_fits
 from ostinato.plan.layouts import layouts
 from ostinato.plan.problem import (
     Arrangement,
@@ -33,7 +34,7 @@ from ostinato.plan.problem import (
     Work,
     find_model,
 )
-from ostinato.plan.request import lognormal_lengths
+from ostinato.plan.request import Options, ask, lognormal_lengths
 from ostinato.plan.search import Allowed, Plan, search, smallest
 from ostinato.plan.time import Roofline
 
@@ -243,6 +244,59 @@ def test_tables_say_what_was_asked_what_won_and_why() -> None:
         "2 is ",
     ):
         assert words in reported
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ready"),
+    [
+        (["qwen3-8b", "--gpus", "1xH100-80"], True),
+        (["qwen3-8b", "--gpus", "8x4090"], True),
+        (["qwen3-30b-a3b", "--gpus", "2xH100-80"], False),  # vLLM takes no adapters on experts
+    ],
+)
+def test_plans_that_can_be_started_come_first(arguments: list[str], ready: bool) -> None:
+    """The first five plans of most questions were "swapped", which no command of ours starts, without a mark;
+    `--launch` printed the first of them."""
+    tree = json.loads(run("plan", *arguments, *SHORT, "--json", "-"))
+    lacks = [bool(one["lacks"]) for one in tree["plans"]]
+    assert lacks == sorted(lacks) and lacks[0] is not ready and lacks[-1]
+    seconds = [one["seconds_total"] for one in tree["plans"] if one["lacks"]]
+    assert seconds == sorted(seconds)
+    assert ("not in Ostinato yet" in run("plan", *arguments, *SHORT, "--launch")) is not ready
+    printed = run("plan", *arguments, *SHORT)
+    assert "cannot start" in printed and ON_GPUS in printed
+
+
+def test_what_has_run_on_gpus_is_said_in_the_same_words() -> None:
+    root = Path(__file__).parents[3]
+    for page in ("README.md", "docs/index.md"):
+        assert ON_GPUS in (root / page).read_text(encoding="utf-8"), page
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("qwen2.5-7b", None),
+        ("Qwen/Qwen2.5-7B-Instruct", None),
+        ("gpt-oss-20b", None),
+    ],
+)
+def test_another_model_is_not_offered_as_a_misspelling(name: str, found: str | None) -> None:
+    """`plan qwen2.5-7b` asked "did you mean qwen3-8b"; the hub's name of a built-in model was not known."""
+    if found:
+        assert find_model(name).name == found
+        return
+    with pytest.raises(ValueError, match=r"give its config\.json") as caught:
+        find_model(name)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_advice_names_what_there_is() -> None:
+    """ "fewer bytes (--base fp8)" was advised, and the trainer holds bf16 or float32 only."""
+    request = ask("qwen3-30b-a3b", "1xH100", Options())
+    words = nothing_fits(request.problem, search(request.problem, request.clock, request.allowed))
+    assert "--smallest" in words and "fp8" not in words
 
 
 def test_a_folder_is_a_model(tmp_path: Path) -> None:
