@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -36,6 +37,9 @@ _LINK = {"Darwin": ("-Wl,-undefined,dynamic_lookup",)}
 _POLL_S = 0.1
 _SEAL = b"\0ostinato sha256"  # behind a library; then the digest of all that is before it
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+logger = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
@@ -72,6 +76,7 @@ def build(code: NativeCode, warn: Callable[[str], None] = warnings.warn) -> Path
             if (flaw := _flaw(library)) is not None:  # else another process has built it meanwhile
                 if flaw:
                     warn(f"native {code.name} are compiled again, since {library} {flaw}")
+                logger.info(f"compiling native {code.name}, once on this machine: some 20 s")
                 _compile(code, compiler, library)
     except OSError as error:
         raise BuildError(

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
@@ -89,17 +90,34 @@ class _Text(_Lasting):
 
 class _Lines(logging.Handler):
     """Records as plain lines on standard output, which rich replaces while it shows the live line of a run:
-    what is written there appears above that line. Errors of the stream are raised."""
+    what is written there appears above that line; or on standard error. Errors of the stream are raised."""
+
+    def __init__(self, error: bool) -> None:
+        super().__init__()
+        self._error = error
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record))
+        say(self.format(record), error=self._error)
 
 
 @contextmanager
-def logged(name: str = "ostinato") -> Iterator[None]:
-    """For the body of a command: records of the logger ``name``, information included, are shown. This is
-    the only place that configures logging; without it, Python shows warnings on stderr."""
-    logger, handler = logging.getLogger(name), _Lines()
+def waiting(what: str, after_s: float = 2.0) -> Iterator[None]:
+    """Around work that may be long: after ``after_s`` a line says ``what`` is being done."""
+    timer = threading.Timer(after_s, logging.getLogger(__name__).info, [what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def logged(name: str = "ostinato", *, error: bool = False) -> Iterator[None]:
+    """For the body of a command: records of the logger ``name``, information included, are shown, on standard
+    output or ``error``. This is the only place that configures logging; without it, Python shows warnings on
+    stderr."""
+    logger, handler = logging.getLogger(name), _Lines(error)
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

@@ -15,7 +15,7 @@ from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import check_adapter, load_policy, serve
 from ostinato.model.generation import sampling_defaults
 from ostinato.render import IncrementalDecoder, Renderer
-from ostinato.terminal import lasting
+from ostinato.terminal import lasting, logged, waiting
 from ostinato.types import Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
@@ -48,10 +48,12 @@ def generate(target: str, *, prompt: str, system: str, wanted: Wanted, adapter: 
     """Answer ``prompt``, or each line of stdin as the next turn of one conversation, on stdout."""
     recipe, run = recipe_of(target)
     check_adapter(run, adapter)
-    threads.configure(recipe)
-    policy = load_policy(target, adapter=adapter)
+    with logged("ostinato.engine.threads", error=True), logged("ostinato.compiler", error=True):
+        threads.configure(recipe)
+        with logged("ostinato.terminal", error=True), waiting(f"loading {recipe.model.path}"):
+            policy = load_policy(target, adapter=adapter)
+            engine = serve(policy)
     sampling, seed = wanted.sampling(policy), wanted.seed
-    engine = serve(policy)
     lines = [prompt] if prompt else _lines(sys.stdin)
     out = answer_stream(sys.stdout)
     asyncio.run(

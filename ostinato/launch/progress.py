@@ -33,19 +33,26 @@ class Monitor:
     """An ``Observer`` that shows the rows of a run as they come. A context: the live line ends with it.
 
     A run of ``total`` steps ends earlier where ``budget`` is spent. ``row``: the last before this start.
-    ``forecaster``: is the rest of the run not worth its compute?
+    ``forecaster``: is the rest of the run not worth its compute? ``first``: what is done before a step.
     """
 
     forecaster: Callable[[int], bool] | None = None
 
     def __init__(
-        self, total: int, *, row: Row | None = None, budget: Every = NEVER, console: Console | None = None
+        self,
+        total: int,
+        *,
+        row: Row | None = None,
+        budget: Every = NEVER,
+        console: Console | None = None,
+        first: str = "",
     ) -> None:
         self.console = console or Screen()
         self._total, self._budget = total, budget
         self._first = int((row or {}).get("step", 0))
         self._first_share = self._share(row or {})
         self._scores: dict[str, str] = {}  # the last of each set, the main one first
+        self._doing = first or "sampling the first step"
         self._start = time.perf_counter()
         self._live: Progress | None = None
         self._task: TaskID | None = None
@@ -54,7 +61,7 @@ class Monitor:
         if self.console.is_terminal:
             columns = BarColumn(bar_width=12), TextColumn("{task.description}", markup=False)
             live = Progress(*columns, console=self.console)
-            self._task = live.add_task("sampling the first step", total=1.0)
+            self._task = live.add_task(printable(self._doing), total=1.0)
             live.update(self._task, completed=self._first_share)
             live.start()
             self._live = live
@@ -71,10 +78,15 @@ class Monitor:
         by_steps = share == int(row["step"]) / self._total
         of = f"/{self._total}" if by_steps else f" ({share:.0%} of what it may spend)"
         parts = step_parts(row, of, "  ".join(self._scores.values()), eta)
-        if self._live is not None and self._task is not None:
-            self._live.update(self._task, completed=share, description=printable("\n".join(parts)))
-        else:
+        if not self._describe("\n".join(parts), completed=share):
             self.say("  ".join(parts))
+
+    def _describe(self, text: str, **more: float) -> bool:
+        """On the live line; False where there is none."""
+        if self._live is None or self._task is None:
+            return False
+        self._live.update(self._task, description=printable(text), **more)
+        return True
 
     def _share(self, row: Row) -> float:
         """How much of the run is done."""
@@ -85,6 +97,7 @@ class Monitor:
         """A row of eval.jsonl."""
         if row["step"] == self._first:  # scored before the first step: no part of the pace
             self._start = time.perf_counter()
+            self._describe("further held-out scores, then the first step")
         name = row["set"]
         label, first = LABELS.get(name, name), name not in self._scores
         if name != GREEDY_SET:

@@ -30,7 +30,7 @@ from ostinato.observe.report.facts import ends
 from ostinato.observe.report.reading import main_scores
 from ostinato.pipeline.signals import ending
 from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
-from ostinato.terminal import Screen
+from ostinato.terminal import Screen, waiting
 
 if TYPE_CHECKING:
     from ostinato.launch.components import RunComponents
@@ -163,7 +163,8 @@ def _session(
         from ostinato.pipeline.state import LoopState
 
         recipe = pinned(recipe)
-        prepared = held.enter_context(prepare(recipe, training=True))
+        with waiting("loading the model, its prompts and rewards"):
+            prepared = held.enter_context(prepare(recipe, training=True))
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None)
         prepared, components = held.enter_context(open_components(prepared, path, memory, workers))
         state = LoopState()
@@ -176,12 +177,15 @@ def _session(
         ledger = new_ledger(recipe, run, prepared.decoder, clock, life, components.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         done, budget = {"step": state.step, **state.totals}, new_budget(recipe)
-        screen = Monitor(recipe.trainer.steps, row=done, budget=budget, console=console)
+        first = scored_first(recipe, len(prepared.eval_prompts)) if state.step == 0 else ""
+        screen = Monitor(recipe.trainer.steps, row=done, budget=budget, console=console, first=first)
         with ledger.session(state.step), screen as monitor:
             algorithm, prompts = asdict(check(recipe)), len(prepared.train_prompts)
             record_start(run, device_name(prepared.decoder), algorithm, prompts)
             for line in _first_lines(prepared, components, path, chosen):
                 monitor.say(line)
+            if first and not console.is_terminal:  # there it is the live line
+                monitor.say(first)
             monitor.forecaster = new_forecaster(recipe, run, writers)
             with _named_failures(path):
                 loop = new_loop(
@@ -190,6 +194,11 @@ def _session(
                 finished = asyncio.run(components.run(loop, path))
                 _export(prepared, components.trainer.adapters(), run, finished, ledger, monitor)
     return _outcome(recipe, run, finished)
+
+
+def scored_first(recipe: Recipe, prompts: int) -> str:
+    """What comes before the first step; empty where nothing does."""
+    return f"scoring {prompts} held-out prompts before the first step" if recipe.eval.at_start else ""
 
 
 def _first_lines(

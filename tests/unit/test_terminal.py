@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ from ostinato.pipeline.signals import Ended, ending
 from ostinato.pipeline.state import Finish
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
-from ostinato.terminal import Screen, lasting, logged, say
+from ostinato.terminal import Screen, lasting, logged, say, waiting
 
 
 def broken_pipe() -> io.TextIOWrapper:
@@ -235,3 +236,37 @@ def test_columns_is_heeded_where_there_is_no_terminal(monkeypatch: pytest.Monkey
     assert Screen(io.StringIO()).width == 77
     monkeypatch.delenv("COLUMNS")
     assert Screen(io.StringIO()).width > 120
+
+
+# ---- what takes long is named while it lasts
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_what_takes_long_is_said_while_it_lasts(error: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """A first `ostinato generate` showed an empty screen for 27 s, in which kernels were compiled, threads
+    measured and weights loaded; its answers are on standard output, so this goes to the other one."""
+    said = threading.Event()
+    listener = logging.Handler()
+    listener.emit = lambda record: said.set()
+    with logged("ostinato.terminal", error=error):
+        logging.getLogger("ostinato.terminal").addHandler(listener)
+        try:
+            with waiting("loading the weights", after_s=0.0):
+                assert said.wait(60)
+            with waiting("what is done at once", after_s=1e6):
+                pass
+        finally:
+            logging.getLogger("ostinato.terminal").removeHandler(listener)
+    out, err = capsys.readouterr()
+    assert (err if error else out) == "loading the weights\n" and not (out if error else err)
+
+
+def test_the_live_line_says_what_is_done_before_the_first_step() -> None:
+    """During the first evaluation, the longest part of a small run, it was "sampling the first step"."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    with Monitor(3, console=console, first="scoring 256 held-out prompts") as monitor:
+        monitor.on_eval({"step": 0, "set": "eval", "n": 256, "pass@1": 0.5, "stderr": 0.1, "reward": 0.5})
+    before, after = out.getvalue().split("held-out pass@1", 1)
+    assert "scoring 256 held-out prompts" in before and "sampling the first step" not in before
+    assert "scoring 256" not in after.rpartition("━")[2]
