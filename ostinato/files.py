@@ -28,7 +28,11 @@ def atomic_write(path: Path, content: str | bytes | Callable[[Path], object]) ->
     Any failure (a full disk, an exception of the function) leaves the old file and no litter, and is raised.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        error.filename = str(path)  # not the name of what was to be moved there
+        raise
     os.close(handle)
     temporary = Path(name)
     try:

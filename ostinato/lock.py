@@ -32,7 +32,13 @@ def locked(folder: Path) -> Iterator[None]:
     Raises Locked at once where another one does; a file system without locks is a warning.
     """
     path = folder / LOCK
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0) as file:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise OSError(
+            f"run folder {folder} cannot be written ({error.strerror}); make it so for this user"
+        ) from error
+    with os.fdopen(descriptor, "r+b", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

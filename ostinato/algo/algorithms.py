@@ -305,8 +305,9 @@ def _typed(key: str, value: Any) -> Any:
     if isinstance(default, StrEnum):
         choices = [str(choice) for choice in type(default)]
         if value not in choices:
-            hint = "that is an algo.name; " if value in NAMED else ""
-            raise ValueError(f"algo.{key} is {value!r}; {hint}{_nearest(str(value), choices)}")
+            named = f"that is an algo.name, known: {', '.join(choices)}"
+            hint = named if value in NAMED else _nearest(str(value), choices)
+            raise ValueError(f"algo.{key} is {value!r}; {hint}")
         return type(default)(value)
     if isinstance(default, bool):
         if not isinstance(value, bool):

@@ -82,10 +82,16 @@ def read_peft(folder: Path) -> Saved:
     Raises ValueError when ``folder`` has none of ours, and when the file is damaged.
     """
     path = folder / LOGICAL
+    if not folder.is_dir():
+        raise ValueError(f"adapter {folder} does not exist; check the path")
     if not path.is_file():
-        raise ValueError(
-            f"adapter {folder} has no {LOGICAL}; give one of ours, or merge this one into its base"
+        foreign = (folder / PEFT_CONFIG).is_file()
+        fix = (
+            "merge it into its base by peft (merge_and_unload)"
+            if foreign
+            else "give a folder with one of ours"
         )
+        raise ValueError(f"adapter {folder} has no {LOGICAL}; {fix}")
     try:
         with safe_open(path, framework="pt") as file:
             facts = parse_json((file.metadata() or {})["ostinato"])

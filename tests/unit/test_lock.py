@@ -59,6 +59,13 @@ def test_a_killed_holder_holds_nothing_though_its_children_live(tmp_path: Path) 
             os.kill(child, 9)
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """A colleague's ``resume`` of a run ended in the bare error of a hidden file."""
+    (tmp_path / "run").touch()
+    with pytest.raises(OSError, match=r"run cannot be written \(Not a directory\)"), locked(tmp_path / "run"):
+        pass
+
+
 def test_a_file_system_without_locks_is_named_and_worked_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
