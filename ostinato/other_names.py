@@ -71,7 +71,7 @@ OTHER_NAMES: Mapping[str, str] = {
 }
 
 
-def our_name(key: str) -> str:
+def key_hint(key: str) -> str:
     """What a key of another trainer is here, in words; "" for a key that is in none of them. ``key`` may have
     its section in front."""
     name = key if key in OTHER_NAMES else key.rpartition(".")[2]

@@ -20,7 +20,7 @@ from ostinato.algo.advantages import Baseline, Overlong, Pool, Scale, check_choi
 from ostinato.algo.losses import LossTerms
 from ostinato.algo.offpolicy import Correction
 from ostinato.algo.pack import Aggregation
-from ostinato.other_names import our_name
+from ostinato.other_names import key_hint
 
 
 class Loss(StrEnum):
@@ -209,7 +209,7 @@ def algorithm(name: str, **overrides: Any) -> Algorithm:
     for key in overrides:
         if key not in keys:
             loss = overrides.get("loss", NAMED[name].get("loss"))
-            hint = _elsewhere(key, loss) or _nearest(key, ["name", *keys])
+            hint = _hint(key, loss) or _nearest(key, ["name", *keys])
             raise ValueError(f"algo.{key} is not a key; {hint}")
     given = {key: _typed(key, value) for key, value in overrides.items()}
     choices = {**NAMED[name], **given}
@@ -325,12 +325,12 @@ def _choice_of(value: str) -> str:
     return next((key for key, choices in enums if value in map(str, choices)), "")
 
 
-def _elsewhere(key: str, loss: Any) -> str:
+def _hint(key: str, loss: Any) -> str:
     """A hint with our name for a key of another trainer; empty for other keys. By spelling alone, our name
     closest to TRL's epsilon_high would be correction_high."""
     if loss == Loss.CISPO and key.startswith("epsilon"):  # its epsilon_high is the cap itself
         return f"TRL's {key} " + ("is ratio_cap here" if key == "epsilon_high" else "does nothing in CISPO")
-    return our_name(key)
+    return key_hint(key)
 
 
 def _nearest(word: str, known: Any) -> str:

@@ -122,11 +122,11 @@ def generate(
     adapter: AdapterPath = "",
 ) -> None:
     """Talk to a model or to a trained policy; the answer streams."""
-    from ostinato.cli.generate import Wanted
+    from ostinato.cli.generate import SamplingOptions
     from ostinato.cli.generate import generate as command
 
-    wanted = Wanted(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    command(target, prompt=prompt, system=system, wanted=wanted, adapter=adapter)
+    options = SamplingOptions(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    command(target, prompt=prompt, system=system, options=options, adapter=adapter)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from ostinato.config import check_files
 from ostinato.launch import threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.models import recipe_of
-from ostinato.launch.policy import check_adapter, trained, untrained
+from ostinato.launch.policy import check_adapter, initial_adapters, trained
 from ostinato.launch.progress import Row, interval
 from ostinato.observe.report.verdicts import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
@@ -39,7 +39,7 @@ def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
 
     with prepare(recipe, training=False) as prepared:
         decoder = prepared.decoder
-        step, adapters = trained(recipe, run, decoder) if run else untrained(recipe, decoder, adapter)
+        step, adapters = trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)
         engine = new_engine(recipe, prepared.decoder, prepared.renderer)
         engine.publish(adapters, step)
         stage = new_stage(prepared, engine, prepared.grader)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class SamplingOptions:
     """How a user wants to sample; None: as the model's generation_config.json says."""
 
     max_tokens: int
@@ -44,7 +44,7 @@ class Wanted:
         )
 
 
-def generate(target: str, *, prompt: str, system: str, wanted: Wanted, adapter: str = "") -> None:
+def generate(target: str, *, prompt: str, system: str, options: SamplingOptions, adapter: str = "") -> None:
     """Answer ``prompt``, or each line of stdin as the next turn of one conversation, on stdout."""
     recipe, run = recipe_of(target)
     check_adapter(run, adapter)
@@ -53,7 +53,7 @@ def generate(target: str, *, prompt: str, system: str, wanted: Wanted, adapter: 
         with logged("ostinato.terminal", error=True), waiting(f"loading {recipe.model.path}"):
             policy = load_policy(target, adapter=adapter)
             engine = serve(policy)
-    sampling, seed = wanted.sampling(policy), wanted.seed
+    sampling, seed = options.sampling(policy), options.seed
     lines = [prompt] if prompt else _lines(sys.stdin)
     out = answer_stream(sys.stdout)
     asyncio.run(

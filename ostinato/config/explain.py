@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from ostinato.other_names import our_name
+from ostinato.other_names import key_hint
 
 Model = type[BaseModel]
 
@@ -124,7 +124,7 @@ def _unknown_key(loc: Sequence[str], model: Model, what: str) -> str:
     section = _section_at(parent, model)[1] or model
     near = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0.6)
     others = [".".join((*path, key)) for path, one in _sections(model) if key in one.model_fields]
-    if what == "a recipe" and (name := our_name(".".join(loc))):
+    if what == "a recipe" and (name := key_hint(".".join(loc))):
         fix = name
     elif near:
         fix = f"did you mean {'.'.join((*parent, near[0]))}?"

@@ -48,7 +48,7 @@ def load_policy(target: str, *overrides: str, adapter: str = "") -> Policy:
     folder = model_folder(recipe.model.path)
     renderer = Renderer(folder)
     decoder = load_decoder(recipe.model, folder)
-    step, adapters = trained(recipe, run, decoder) if run else untrained(recipe, decoder, adapter)
+    step, adapters = trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)
     return Policy(
         recipe=recipe, folder=folder, decoder=decoder, adapters=adapters, renderer=renderer, step=step
     )
@@ -62,16 +62,16 @@ def check_adapter(run: RunFolder | None, adapter: str) -> None:
         )
 
 
-def untrained(recipe: Recipe, decoder: Decoder, adapter: str = "") -> tuple[int, Adapters | None]:
+def initial_adapters(recipe: Recipe, decoder: Decoder, adapter: str = "") -> tuple[int, Adapters | None]:
     """(step, adapters) of ``adapter``, else of what the recipe begins with: None without adapter.path."""
     from ostinato.launch.trainer import new_adapters
 
     if adapter:
-        return adapter_at(adapter, decoder)[:2]
+        return load_adapter(adapter, decoder)[:2]
     return 0, new_adapters(recipe, decoder) if recipe.adapter.path else None
 
 
-def adapter_at(where: str, decoder: Decoder) -> tuple[int, Adapters, RunFolder | None]:
+def load_adapter(where: str, decoder: Decoder) -> tuple[int, Adapters, RunFolder | None]:
     """(step, adapters, run) of a run folder or an adapter's folder, for this base. ValueError for others."""
     from ostinato.model.peft_io import load_peft
     from ostinato.run import RunFolder

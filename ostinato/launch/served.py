@@ -19,7 +19,7 @@ from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.launch import RunFailed
 from ostinato.launch.models import recipe_of
-from ostinato.launch.policy import Policy, adapter_at, load_policy, newest, serve
+from ostinato.launch.policy import Policy, load_adapter, load_policy, newest, serve
 from ostinato.model.decoder import Decoder
 from ostinato.model.generation import sampling_defaults
 from ostinato.model.lora import Adapters
@@ -114,7 +114,7 @@ def _load(serving: Serving) -> _Loaded:
     for name, where in serving.adapters.items():
         if name in models:
             raise ValueError(f"--adapter {name}={where}: the name {name!r} is taken; choose another one")
-        step, adapters, run = adapter_at(where, policy.decoder)
+        step, adapters, run = load_adapter(where, policy.decoder)
         engine.publish(adapters, step, name)
         models[name] = Model(name=name, policy=name, created=created, version=step, parent=base)
         if run is not None:
@@ -195,7 +195,7 @@ async def _serve_product(served: Served, facts: Mapping[str, Any], published: se
             revision or policy["adapter"] or BASE
         )  # the adapter that a product begins with has no revision
         if known not in published:
-            _, adapters, _ = await _in_own_thread(partial(adapter_at, policy["adapter"], served.decoder))
+            _, adapters, _ = await _in_own_thread(partial(load_adapter, policy["adapter"], served.decoder))
             publish = partial(_published, adapters=adapters, version=facts["round"], name=known)
             await served.thread.call(publish)
             published.add(known)

@@ -111,14 +111,14 @@ class Service:
     def assigned(self, call: Call, user: str) -> Call:
         """The call with the model that ``user`` gets; without a user, one drawn for this call only. Of how to
         sample, what the call leaves out is the model's default."""
-        call = replace(call, **self._own(call))
+        call = replace(call, **self._sampling_fields(call))
         found = self.canary
         if found is None or (call.model or next(iter(self.models))) != found.of:
             return call
         arm, _ = canary_arm(user or secrets.token_hex(8), found.round, found.share)
         return replace(call, model=found.name if arm == "canary" else found.of)
 
-    def _own(self, call: Call) -> dict[str, Any]:
+    def _sampling_fields(self, call: Call) -> dict[str, Any]:
         """How to sample, by name: what the call says, else the model's default."""
         given = {name: getattr(call, name) for name in asdict(self.defaults)}
         return asdict(self.defaults) | {name: value for name, value in given.items() if value is not None}
@@ -205,7 +205,7 @@ class Service:
             raise ApiError("an answer of a grammar ends with it; leave ignore_eos and min_tokens out")
         try:
             return Sampling(
-                **self._own(call),
+                **self._sampling_fields(call),
                 max_tokens=min(most, room),
                 min_tokens=call.min_tokens,
                 stop_tokens=tuple(sorted({*eos, *call.stop_tokens})),

@@ -60,7 +60,7 @@ class Thread:
 def follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Service, Thread, Callable[[str], None]]:
     """(a service, its thread, what lets it follow the folder while that says so; "": while it is empty)."""
     monkeypatch.setattr(launch, "LOOK_S", 0.01)
-    monkeypatch.setattr(launch, "adapter_at", lambda where, decoder: (0, Path(where), None))
+    monkeypatch.setattr(launch, "load_adapter", lambda where, decoder: (0, Path(where), None))
     found, thread = service(), Thread()
     found.metrics = Metrics()
     served: Any = SimpleNamespace(service=found, thread=thread, decoder=None)
