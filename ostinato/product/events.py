@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 MAX_TEXT = 65_536  # characters of a text that a user wrote
+LONGEST_S = 31 * 86_400.0  # of a dwell
 MAX_ID = 128
 # Without control characters, which not every database stores.
 Name = Annotated[str, Field(max_length=MAX_ID, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -108,6 +109,8 @@ def parse_event(document: Mapping[str, Any]) -> Event:
         raise ValueError(f"value is missing; a {event.kind} has one")
     if event.kind is Kind.RATING and not -1 <= (event.value or 0) <= 1:
         raise ValueError(f"value is {event.value}; a rating is from -1 (worst) to 1 (best)")
+    if event.kind is Kind.DWELL and not 0 <= (event.value or 0) <= LONGEST_S:
+        raise ValueError(f"value is {event.value}; a dwell has from 0 to {LONGEST_S:g} seconds, a month")
     return event
 
 

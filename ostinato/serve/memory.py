@@ -124,7 +124,8 @@ class Remembered:
             await self.view(name)
             state, seen = self.sessions.load(name) or (None, "")
             assert state is not None
-            block = (state.block(id_) or self.sessions.block(name, id_)) if type(id_) is int else None
+            is_id = type(id_) is int and 0 <= id_ < 2**63  # what SQLite has
+            block = (state.block(id_) or self.sessions.block(name, id_)) if is_id else None
             if block is None:
                 raise ApiError(f"session {name!r} has no block {id_!r}", param=act, status=404)
             memory = self._memory(name)

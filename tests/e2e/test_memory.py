@@ -104,6 +104,8 @@ def test_a_person_pins_and_restores(at: ServerAt) -> None:
         ("ghost", {"pin": 0}, 404, "there is no session 'ghost'"),
         ("bad", {"pin": 999}, 404, "session 'bad' has no block 999"),
         ("bad", {"pin": True}, 404, "has no block True"),
+        ("bad", {"pin": 10**24}, 404, "has no block 1000"),  # it was a 500: SQLite has no such number
+        ("bad", {"pin": -(10**24)}, 404, "has no block -1000"),
         ("bad", {"forget": 1}, 400, "the body is one of"),
         ("bad", [1], 400, "the body is one of"),
     ],

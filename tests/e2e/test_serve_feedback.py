@@ -154,6 +154,8 @@ def test_a_list_is_taken_but_for_what_is_refused_in_it(at: At) -> None:
         (event("x", "r", kind="edit"), 400, "after is missing"),
         (event("x", "r", value=None), 400, "value is missing"),
         (event("x", "r", value=3), 400, "from -1"),
+        (event("x", "r", kind="dwell", value=-1e9), 400, "value is"),  # it was accepted
+        (event("x", "r", kind="dwell", value=1e300), 400, "value is"),
         (event("x\0", "r"), 400, "event_id"),
         (event("x", "r", colour="red"), 400, "colour"),
         ([event("x", "r")] * 1001, 413, "1000 at most"),
