@@ -292,7 +292,8 @@ class Work:
         for id, _, document in self._registry.all(SAMPLER, session):
             if document["path"] is None:
                 await self.samplers.withdraw(document["policy"])
-                shutil.rmtree(self._folder / document["folder"], ignore_errors=True)
+                if document["folder"] is not None:  # the base has none
+                    shutil.rmtree(self._folder / document["folder"], ignore_errors=True)
                 self._registry.delete(SAMPLER, id)
 
 

@@ -320,6 +320,9 @@ def test_one_client_breaks_nothing_for_others_and_a_state_can_be_moved(tmp_path:
         life.registry.put("checkpoint", "tinker://x/weights/old", {**OLD, "expires": 1e18}, owner="x")
         for path in ("/checkpoints", "/training_runs"):
             assert (await client.ask("GET", path))[0] == 200
+        of_base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        assert (await client.ask("POST", "/create_sampling_session", **of_base))[0] == 200
+        assert (await client.ask("POST", f"/sessions/{session}/finish"))[0] == 204
         await life.close()
         return model
 
