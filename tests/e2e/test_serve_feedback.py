@@ -260,6 +260,7 @@ const button = (title) => document.querySelector(`.acts [title="${title}"]`);
   $("seed").value = "1";
   $("text").value = "Compute: 23 + 45";
   await send();
+  const spoken = document.querySelectorAll(".turn")[1].textContent;
   button("good").click();
   button("bad").click();
   button("copy the answer").click();
@@ -272,7 +273,7 @@ const button = (title) => document.querySelector(`.acts [title="${title}"]`);
   await until(() => feedback.pending === 0);
   const wide = document.documentElement.scrollWidth - innerWidth;
   const text = document.querySelectorAll(".turn")[1].textContent;
-  feedback.comment("the end", JSON.stringify({ ...feedback.counts, text, wide }));
+  feedback.comment("the end", JSON.stringify({ ...feedback.counts, text, wide, spoken }));
 })();
 """
 
@@ -295,6 +296,7 @@ def test_a_user_of_the_chat_page(
         first, second = [each for each in store.joined() if each.exchange.user.startswith("page-")]
     assert seen["dropped"] == seen["refused"] == 0 and seen["sent"] >= 7
     assert seen["text"] == "68" and seen["wide"] <= 0
+    assert "<|" not in seen["spoken"], "the token that ends an answer was shown as a part of it"
     reported = [(e.kind.value, e.value, e.after) for e in first.events if e.kind is not Kind.DWELL]
     assert sorted(reported, key=str) == [
         ("copy", None, None),
