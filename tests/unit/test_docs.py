@@ -26,8 +26,8 @@ def test_links_lead_to_files_of_the_repository() -> None:
 
 
 def test_what_a_page_lets_a_user_ask_is_what_seed_moe_was_trained_on() -> None:
-    """`generate RUN -p "12+7="` of the quickstart and "Compute: 12 + 30" of serve.md were answered wrongly by a
-    policy with a held-out score of 0.82: no training prompt has such words."""
+    """`generate RUN -p "12+7="` of the quickstart and "Compute: 12 + 30" of serve.md were answered wrongly by
+    a policy with a held-out score of 0.82: no training prompt has such words."""
     asked = [
         text
         for page, form in (("guide/quickstart.md", r'-p "([^"]+)"'), ("serve.md", r'"content": "([^"]+)"'))
