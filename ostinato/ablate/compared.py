@@ -60,7 +60,7 @@ def answer(of: Compared, budget: str, threshold: float, against: str = "") -> An
         _gained(found, mine, reached, threshold),
         _less(found, over, threshold),
         *(_changed(f"Not trained: {name}", arms, "All of its problems.") for name, arms in elsewhere.items()),
-        _changed(f"The other accounting: all arms at {compute_text(common)} {unit}", same, OTHER),
+        _changed(f"All arms at an equal {compute_text(common)} {unit}", same, OTHER),
         _spent(mine, of),
     ]
     return Answer(result=result, lead=lead, tables=[table for table in tables if table.rows])
@@ -129,14 +129,14 @@ def points(lines: Sequence[Line], along: str = "compute") -> list[tuple[float, f
 
 
 def charts(lines: Sequence[Line]) -> list[Chart]:
-    """Courses of all arms over compute and interactions, and the fronts: what no arm beats with as much."""
+    """Curves of all arms over compute and interactions, and the fronts: what no arm beats with as much."""
     return [
-        _courses("Score over compute", points(lines), "# FLOP"),
-        _courses("Score over interactions", points(lines, "played"), "# episodes"),
+        _curves("Score over compute", points(lines), "# FLOP"),
+        _curves("Score over interactions", points(lines, "played"), "# episodes"),
     ]
 
 
-def _courses(title: str, every: Sequence[tuple[float, float, str]], along: str) -> Chart:
+def _curves(title: str, every: Sequence[tuple[float, float, str]], along: str) -> Chart:
     steps = sorted({C for C, _, _ in every if C > 0})
     best = dict(every[n][:2] for n in front([one[:2] for one in every]))
     series = [
@@ -150,7 +150,7 @@ def _courses(title: str, every: Sequence[tuple[float, float, str]], along: str) 
     ]
     top = Series(label="front", color="--ink", values=[best.get(C) for C in steps], marker="dot")
     note = "Mean over seeds on the test half; front: no arm has more with as much."
-    return plotted(title, note, "", [*series, top], steps=steps, log_x=True, along=along)
+    return plotted(title, note, "", [top, *series], steps=steps, log_x=True, along=along)
 
 
 def _gained(
@@ -167,7 +167,16 @@ def _gained(
         left = f"{np.mean(kept):.0%}" if kept else NONE
         figures = (both(one.pre), best_of, both(one.post), both(one.raw, "{:+.3f}"), both(one.H))
         rows.append((f"{name}\n{first['control']}", *figures, both(one.logit, "{:+.2f}"), to, left))
-    head = ("before", "best of k", "after", "raw gain", "H", "logit gain", f"FLOP to {threshold:.0%}", "kept")
+    head = (
+        "before",
+        "best of k",
+        "after",
+        "raw gain",
+        "error reduction H",
+        "logit gain",
+        f"FLOP to {threshold:.0%}",
+        "kept",
+    )
     return Table(title="Arm", head=head, rows=rows, note=NOTE)
 
 
@@ -198,7 +207,11 @@ def _less(
         if one.less
     ]
     ratios = ("gain per FLOP, ratio", f"FLOP to {threshold:.0%} of its gain, ratio")
-    return Table(title=f"Less {first}", head=("after", "raw gain", "H", "logit gain", *ratios), rows=rows)
+    return Table(
+        title=f"Difference to {first}",
+        head=("after", "raw gain", "error reduction H", "logit gain", *ratios),
+        rows=rows,
+    )
 
 
 def _spent(mine: Mapping[str, Sequence[Line]], of: Compared) -> Table:

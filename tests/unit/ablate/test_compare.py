@@ -156,15 +156,15 @@ def test_a_comparison_sweeps_chooses_and_answers(tmp_path: Path) -> None:
     coin = shown.result["arms"]["coin"]
     assert coin["raw"]["low"] <= 0 <= coin["raw"]["high"]
     assert shown.result["arms"]["large, LoRA"]["raw"]["low"] > 0
-    equal = "The other accounting: all arms at 1,792 interactions"
-    titles = ["Arm", "Less small, full", equal, "Spent, FLOP"]
+    equal = "All arms at an equal 1,792 interactions"
+    titles = ["Arm", "Difference to small, full", equal, "Spent, FLOP"]
     assert [table.title for table in shown.tables] == titles
     other = answer(found, "1e12 flops", file.threshold, against="large, LoRA")
     less = [
         one.result["arms"][arm]["less"]["raw"]["median"]
         for one, arm in ((shown, "large, LoRA"), (other, "small, full"))
     ]
-    assert other.tables[1].title == "Less large, LoRA" and less[0] == pytest.approx(-less[1])
+    assert other.tables[1].title == "Difference to large, LoRA" and less[0] == pytest.approx(-less[1])
     page = tmp_path / "page.html"
     write_page(page, "arms", shown, charts(found.lines))
     text = page.read_text()
