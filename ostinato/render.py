@@ -170,6 +170,10 @@ class Renderer:
         is_read = parse_calls(text[text.rfind(OPEN) :]) == [Call(name="probe", arguments={"a": 1})]
         return "read" if is_read else "other"
 
+    def reads(self, name: str) -> bool:
+        """Does the chat template have this name?"""
+        return self._template_text is not None and name in self._template_text
+
     def chat_text(self, messages: Sequence[Message], *given: Any, **named: Any) -> str:
         """The chat as the template writes it, with the arguments of ``chat``."""
         return self._control.show(self.marked_text(messages, *given, **named))

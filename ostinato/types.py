@@ -182,6 +182,7 @@ class Emitted:
     tokens: np.ndarray  # [T] int32
     logprobs: np.ndarray  # [T] float32
     top: tuple[tuple[np.ndarray, np.ndarray], ...] = ()  # T times ([n] int, [n] float32)
+    version: int = 0  # of the policy that sampled them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -54,7 +54,7 @@ def save_tokenizer(folder: Path) -> None:
 def save_qwen_like(folder: Path) -> Path:
     """The whole folder: the tokenizer and a random model of its size."""
     save_tokenizer(folder)
-    sizes = {"vocab_size": PADDED, "max_position_embeddings": 4096, "initializer_range": 0.2}
+    sizes = {"vocab_size": PADDED, "max_position_embeddings": 16384, "initializer_range": 0.2}
     tree = tiny_dense(model_type="qwen2", architectures=["Qwen2ForCausalLM"], **sizes)
     save_model(Decoder(parse_config(tree)).init_weights(0), folder)
     return folder

@@ -258,7 +258,8 @@ class LocalEngine:
         for r in np.flatnonzero(table.listened[chosen]).tolist():
             sequence = table.at(int(chosen[r]))
             assert sequence.on_tokens is not None
-            sequence.on_tokens(sequence.index, output.of(r, sequence.request.top_logprobs))
+            emitted = output.of(r, sequence.request.top_logprobs, int(versions[r]))
+            sequence.on_tokens(sequence.index, emitted)
         self.counters.decoded += int(output.counts.sum())
         self.counters.accepted += int(output.accepted.sum())
         self.counters.passes += len(ready)

@@ -29,8 +29,8 @@ class StepOutput:
     stops: dict[int, Stop]  # of those that end
     top: tuple[np.ndarray, np.ndarray] | None = None  # the likeliest of every token: ids, logprobs [n, m]
 
-    def of(self, r: int, top: int) -> Emitted:
-        """The tokens of sequence r, with the ``top`` likeliest at each position."""
+    def of(self, r: int, top: int, version: int) -> Emitted:
+        """The tokens of sequence r, with the ``top`` likeliest at each position, sampled by ``version``."""
         first = int(self.counts[:r].sum())
         mine = slice(first, first + int(self.counts[r]))
         best: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
@@ -39,7 +39,7 @@ class StepOutput:
                 (ids[:top], logprobs[:top])
                 for ids, logprobs in zip(*(t[mine] for t in self.top), strict=True)
             )
-        return Emitted(tokens=self.tokens[mine], logprobs=self.logprobs[mine], top=best)
+        return Emitted(tokens=self.tokens[mine], logprobs=self.logprobs[mine], top=best, version=version)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,8 +27,7 @@ from ostinato.serve.bodies import ChatBody, parsed
 from ostinato.serve.calls import Answer, ApiError, Call, Message, Piece, ToolCall, Usage
 from ostinato.serve.elsewhere import MODEL, Elsewhere, Place, id_of, number
 from ostinato.serve.openai_chat import Shape
-from ostinato.serve.openai_responses import ResponsesBody, response
-from ostinato.serve.openai_responses import events as response_events
+from ostinato.serve.openai_responses import ResponsesBody, ResponseShape
 from ostinato.serve.server import HttpServer, address, bound, guarded, unless_gone
 from ostinato.serve.toolcalls import CallForm, for_equals, read_calls, read_equals
 from ostinato.types import Completion, Stop
@@ -244,6 +243,11 @@ class AgentServer:
             await self._opened(id_)
         if call.grammar:
             raise ApiError("a rollout is sampled as its run says; leave response_format and tool_choice out")
+        if call.template_kwargs or call.continue_final or not call.add_generation_prompt:
+            raise ApiError(
+                "a rollout's prompt is a chat that the assistant answers; leave out chat_template_kwargs, "
+                "documents, efforts of reasoning, and words of the assistant to be continued"
+            )
         waiting, episode = Waiting(call), self._episode(request)
         episode.put(waiting)
         try:
@@ -259,7 +263,7 @@ class AgentServer:
         shape = Shape(
             id="chatcmpl-rollout",
             model=MODEL,
-            fingerprint=_version(answer),
+            fingerprint=lambda version: f"{MODEL}@{version or 0}",
             renderer=self.renderer,
             call=call,
             body=body,
@@ -271,10 +275,12 @@ class AgentServer:
 
     async def _responses(self, request: Request) -> Response:
         body = parsed(ResponsesBody, await request.body())
-        answer = await self._answer(request, body.to_call())
+        call = body.to_call()
+        answer = await self._answer(request, call)
+        shape = ResponseShape(id="rollout", model=MODEL, renderer=self.renderer, call=call, body=body)
         if body.stream:
-            return await _whole_stream(answer, lambda parts: response_events("rollout", MODEL, parts))
-        return JSONResponse(response("rollout", MODEL, [answer]))
+            return await _whole_stream(answer, shape.events)
+        return JSONResponse(shape.whole([answer]))
 
     async def _messages(self, request: Request) -> Response:
         body = parsed(MessagesBody, await request.body())
@@ -294,11 +300,6 @@ class AgentServer:
             raise ApiError(f"the rollout has its reward, {episode.reward:g}", status=409, code="reward_given")
         episode.reward = reward
         return JSONResponse({"reward": episode.reward})
-
-
-def _version(answer: Answer) -> str:
-    versions = answer.completion.versions
-    return f"{MODEL}@{int(versions[-1]) if len(versions) else 0}"
 
 
 async def _whole_stream(answer: Answer, events: Callable[[Any], Any]) -> Response:

@@ -240,12 +240,13 @@ class AgentEpisode:
         if call.tools and not calls:
             names = {tool.get("function", tool)["name"] for tool in call.tools}
             self._counters["agent/unreadable"] += len(parse_calls(completion.text, names))
-        emitted = Emitted(tokens=completion.tokens, logprobs=completion.logprobs)
+        version = int(completion.versions[-1]) if len(completion.versions) else 0
+        emitted = Emitted(tokens=completion.tokens, logprobs=completion.logprobs, version=version)
         return Answer(
             index=0,
             content=content,
             rest=content,
-            tool_calls=calls,
+            tool_calls=calls if call.parallel_calls else calls[:1],
             completion=completion,
             emitted=(emitted,),
             prompt=self._context,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ostinato.serve.bodies import MOST_MESSAGES, Lenient, checked
+from ostinato.serve.bodies import ACCOUNTS, MOST_MESSAGES, Strict, checked
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.serve.grammar import call_grammar
 from ostinato.serve.openai_chat import sse
@@ -22,11 +22,13 @@ _KINDS = {
 }
 
 
-class Block(Lenient):
+class Block(Strict):
     """A part of a message."""
 
+    harmless = frozenset({"cache_control", "citations", "caller", "is_error", "signature"})
     type: str
     text: str = ""
+    thinking: str = ""
     id: str = ""
     name: str = ""
     input: dict[str, Any] | None = None
@@ -34,14 +36,22 @@ class Block(Lenient):
     content: Any = None
 
 
-class _Message(Lenient):
+class _Message(Strict):
     role: str
     content: str | list[Block]
 
 
-class MessagesBody(Lenient):
+class Thinking(Strict):
+    """``thinking``; a budget of tokens is not kept here."""
+
+    harmless = frozenset({"display"})
+    type: Literal["disabled", "adaptive"]
+
+
+class MessagesBody(Strict):
     """POST /v1/messages and /v1/messages/count_tokens."""
 
+    harmless = ACCOUNTS | {"betas", "inference_geo"}
     model: str = ""
     messages: Annotated[list[_Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: str | list[Block] | None = None
@@ -52,18 +62,22 @@ class MessagesBody(Lenient):
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
+    thinking: Thinking | None = None
     stream: bool | None = False
     seed: int | None = None  # our addition: a request with it has a reproducible answer
 
     def to_call(self) -> Call:
         choice = (self.tool_choice or {}).get("type", "auto")
         forced = {"any": "required", "tool": self.tool_choice}.get(choice, choice)
-        tools = tuple(_tool(tool) for tool in self.tools or ())
+        tools, thinks = tuple(_tool(tool) for tool in self.tools or ()), self.thinking
         return Call(
             model=self.model,
             messages=tuple(self._messages()),
             tools=tools,
             tool_choice="none" if choice == "none" else "auto",
+            parallel_calls=not (self.tool_choice or {}).get("disable_parallel_tool_use"),
+            template_kwargs={} if thinks is None else {"enable_thinking": thinks.type == "adaptive"},
+            continue_final=self._continues(),
             grammar=call_grammar(forced, tools),
             seed=self.seed,
             temperature=self.temperature,
@@ -73,6 +87,12 @@ class MessagesBody(Lenient):
             stop=tuple(self.stop_sequences or ()),
         )
 
+    def _continues(self) -> bool:
+        """Is the last message the beginning of the answer?"""
+        last = self.messages[-1]
+        called = not isinstance(last.content, str) and any(block.type == "tool_use" for block in last.content)
+        return last.role == "assistant" and not called
+
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
             yield {"role": "system", "content": _text(self.system)}
@@ -81,7 +101,17 @@ class MessagesBody(Lenient):
 
 
 def _text(content: str | list[Block]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
+    """The text of a content. Raises ApiError for blocks of another type."""
+    if isinstance(content, str):
+        return content
+    for block in content:
+        _check(block, "text")
+    return "".join(block.text for block in content)
+
+
+def _check(block: Block, *types: str) -> None:
+    if block.type not in types:
+        raise ApiError(f"blocks of type {block.type!r} are not supported by this server", param="messages")
 
 
 def _plain(message: _Message) -> Iterator[dict[str, Any]]:
@@ -90,23 +120,22 @@ def _plain(message: _Message) -> Iterator[dict[str, Any]]:
         yield {"role": message.role, "content": message.content}
         return
     for block in message.content:
-        if block.type not in ("text", "tool_use", "tool_result", "thinking"):
-            raise ApiError(
-                f"blocks of type {block.type!r} are not supported by this server", param="messages"
-            )
+        _check(block, "text", "tool_use", "tool_result", "thinking")
         if block.type == "tool_result":
-            result = block.content
+            result = block.content or ""
             if not isinstance(result, str):
-                result = "".join(checked(Block, part).text for part in result or ())
+                result = _text([checked(Block, part, "messages") for part in result])
             yield {"role": "tool", "content": result, "tool_call_id": block.tool_use_id}
+    thought = "".join(block.thinking for block in message.content if block.type == "thinking")
     text = "".join(block.text for block in message.content if block.type == "text")
     calls = [
         {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": json.dumps(b.input or {})}}
         for b in message.content
         if b.type == "tool_use"
     ]
-    if text or calls:
-        yield {"role": message.role, "content": text} | ({"tool_calls": calls} if calls else {})
+    more = {"tool_calls": calls, "reasoning_content": thought}
+    if text or calls or thought:
+        yield {"role": message.role, "content": text, **{key: value for key, value in more.items() if value}}
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

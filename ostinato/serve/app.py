@@ -1,14 +1,13 @@
 """The HTTP side: routes, keys, limits, errors in the dialect of the request, and clients that hang up.
 
 POST /v1/chat/completions  /v1/completions  /v1/responses  /v1/messages  /v1/messages/count_tokens
-POST /tokenize  /detokenize  /feedback  /v1/memory/{session}
+POST /inference/v1/generate  /tokenize  /detokenize  /feedback  /v1/memory/{session}
 GET  /v1/models  /v1/models/{name}  /v1/memory/{session}  /health  /metrics  /openapi.json  /feedback.js  /
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -39,10 +38,12 @@ from ostinato.serve.bodies import (
     Id,
     Lenient,
     Sampled,
+    checked,
     parsed,
 )
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.serve.feedback import Asker, Feedback
+from ostinato.serve.generate import GenerateBody, generated
 from ostinato.serve.memory import Remembered
 from ostinato.serve.openai_chat import Shape, sse
 from ostinato.serve.openapi import description
@@ -83,7 +84,7 @@ class Door:
 
     async def _openai(self, request: Request, body: Sampled, calls: list[Call], *, chat: bool) -> Response:
         calls = [await self._assigned(call, body) for call in calls]
-        model = self._service.model(calls[0].model)
+        model = self._service.model(calls[0].model)  # once: its name may be another policy's in a moment
         id_ = _id("chatcmpl" if chat else "cmpl")
         shape = Shape(
             id=id_,
@@ -94,33 +95,45 @@ class Door:
             body=body,
             chat=chat,
         )
-        parts = await self._parts(calls, id_, body)
+        parts = await self._parts(calls, model, id_, body)
         if body.stream:
             return await _stream(parts, shape.events)
         answers = await _collected(request, parts)
-        whole = shape.whole([answers[index] for index in sorted(answers)], _usage(calls, answers))
-        scored = [(await self._service.prompt_logprobs(call), call.n) for call in calls]
-        for choice, scores in zip(whole["choices"], (s for s, n in scored for _ in range(n)), strict=True):
-            choice.update({} if scores is None else {"prompt_logprobs": scores})
-        return JSONResponse(whole)
+        scored = [(await self._service.prompt_scores(call, model), call.n) for call in calls]
+        scores = [each for each, n in scored for _ in range(n)]
+        ordered = [answers[index] for index in sorted(answers)]
+        return JSONResponse(shape.whole(ordered, _usage(calls, answers), scores))
 
     async def responses(self, request: Request) -> Response:
         body = parsed(openai_responses.ResponsesBody, await self._body(request))
         call, id_ = await self._assigned(body.to_call(), body), _id("resp")
-        model, parts = self._service.model(call.model).name, await self._parts([call], id_, body)
+        model, renderer = self._service.model(call.model), self._service.renderer
+        shape = openai_responses.ResponseShape(
+            id=id_, model=model.name, renderer=renderer, call=call, body=body
+        )
+        parts = await self._parts([call], model, id_, body)
         if body.stream:
-            return await _stream(parts, lambda parts: openai_responses.events(id_, model, parts))
+            return await _stream(parts, shape.events)
         answers = await _collected(request, parts)
-        return JSONResponse(openai_responses.response(id_, model, [answers[0]]))
+        return JSONResponse(shape.whole([answers[0]]))
+
+    async def generate(self, request: Request) -> Response:
+        """vLLM's: token ids in, token ids and log-probabilities out."""
+        body = parsed(GenerateBody, await self._body(request))
+        call, id_ = await self._assigned(body.to_call(), body), _id("gen")
+        parts = await self._parts([call], self._service.model(call.model), id_, body)
+        answers = await _collected(request, parts)
+        return JSONResponse(generated(id_, call, [answers[index] for index in sorted(answers)]))
 
     async def messages(self, request: Request) -> Response:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
         call, id_ = await self._assigned(body.to_call(), body), secrets.token_hex(12)
-        model, parts = self._service.model(call.model).name, await self._parts([call], f"msg_{id_}", body)
+        model = self._service.model(call.model)
+        parts = await self._parts([call], model, f"msg_{id_}", body)
         if body.stream:
-            return await _stream(parts, lambda parts: anthropic_messages.events(id_, model, parts))
+            return await _stream(parts, lambda parts: anthropic_messages.events(id_, model.name, parts))
         answers = await _collected(request, parts)
-        return JSONResponse(anthropic_messages.message(id_, model, [answers[0]]))
+        return JSONResponse(anthropic_messages.message(id_, model.name, [answers[0]]))
 
     async def count_tokens(self, request: Request) -> Response:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
@@ -143,14 +156,14 @@ class Door:
             return JSONResponse(await self._memory.change(name, await self._body(request)))
         return JSONResponse(await self._memory.view(name))
 
-    async def _parts(self, calls: list[Call], id_: str, body: Lenient) -> Parts:
-        """The answers to all calls, concurrently, numbered consecutively across calls and recorded under
-        ``id_``. Errors of the requests are raised here."""
+    async def _parts(self, calls: list[Call], model: Model, id_: str, body: Lenient) -> Parts:
+        """The answers of ``model`` to all calls, concurrently, numbered consecutively across calls and
+        recorded under ``id_``. Errors of the requests are raised here."""
         requests = []
         for call in calls:
-            requests.append(await self._service.requests(call))
+            requests.append(await self._service.requests(call, model))
             await asyncio.sleep(0)  # other requests come in between
-        model, asker = self._service.model(calls[0].model), Asker.of(body.model_extra or {})
+        asker = Asker.of(body.model_extra or {})
 
         async def one(call: Call, mine: list[Any], first: int) -> Parts:
             async with aclosing(self._service.answer(call, mine)) as parts:
@@ -167,11 +180,22 @@ class Door:
     # ---- the rest
 
     async def models(self, request: Request) -> Response:
-        listed = [_model(model) for model in self._service.models.values()]
+        listed = [self._listed(model) for model in self._service.models.values()]
         return JSONResponse({"object": "list", "data": listed, "has_more": False})
 
     async def model(self, request: Request) -> Response:
-        return JSONResponse(_model(self._service.model(request.path_params["name"])))
+        return JSONResponse(self._listed(self._service.model(request.path_params["name"])))
+
+    def _listed(self, model: Model) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "ostinato",
+            "parent": model.parent or None,
+            "version": model.version,
+            "max_model_len": self._service.limits.context,
+        }
 
     async def judge(self, request: Request) -> Response:
         """Answers to one chat, judged; on servers of ``ostinato judge serve``."""
@@ -184,8 +208,8 @@ class Door:
         """vLLM's: a text, or messages through the chat template."""
         body = parsed(_Tokenize, await self._body(request))
         if body.messages is not None:
-            chat = parsed(ChatBody, json.dumps({"messages": body.messages}).encode()).to_call()
-            tokens = await self._service.tokens(chat)
+            chat = {"messages": body.messages, **(body.model_extra or {})}
+            tokens = await self._service.tokens(checked(ChatBody, chat).to_call())
         else:
             tokens = await self._service.encoded(body.prompt)
         limit = self._service.limits.context
@@ -273,6 +297,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses": openai_responses.ResponsesBody,
     "/v1/messages": anthropic_messages.MessagesBody,
     "/v1/messages/count_tokens": anthropic_messages.MessagesBody,
+    "/inference/v1/generate": GenerateBody,
     "/tokenize": _Tokenize,
     "/detokenize": _Detokenize,
 }
@@ -281,17 +306,6 @@ BODIES: dict[str, type[BaseModel]] = {
 def _id(kind: str) -> str:
     """A new response id, unique across servers and restarts."""
     return f"{kind}-{secrets.token_hex(12)}"
-
-
-def _model(model: Model) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "ostinato",
-        "parent": model.parent or None,
-        "version": model.version,
-    }
 
 
 def _usage(calls: list[Call], answers: dict[int, Answer]) -> Usage:
@@ -421,6 +435,7 @@ def new_app(
             route("/v1/messages/count_tokens", door.count_tokens, dialect="anthropic"),
             route("/v1/models", door.models, "GET"),
             route("/v1/models/{name:path}", door.model, "GET"),
+            route("/inference/v1/generate", door.generate),
             route("/tokenize", door.tokenize),
             route("/detokenize", door.detokenize),
             *([route("/v1/judge", door.judge)] if judge is not None else []),

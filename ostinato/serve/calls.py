@@ -6,7 +6,7 @@ request body --parse--> Call --Service.answer--> Piece, Piece, ..., Answer --wri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -60,13 +60,17 @@ class Call:
         Mapping[str, Any], ...
     ] = ()  # {"type": "function", "function": {name, description, parameters}}
     tool_choice: str = "auto"  # or "none"
+    parallel_calls: bool = True  # False: of several tool calls in an answer the first
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further names that templates read
+    add_generation_prompt: bool = True
+    continue_final: bool = False  # the last message is the beginning of the answer
     n: int = 1
     seed: int | None = None  # None: drawn by the server
     temperature: float | None = None  # of this and the next three, None: the model's own default
     top_k: int | None = None  # 0: off
     top_p: float | None = None
     min_p: float | None = None
-    max_tokens: int | None = None  # None: as many as fit in the context, up to the server's limit
+    max_tokens: int | None = None  # 0: the prompt alone; None: as many as the context and the server allow
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()  # in addition to the model's own
@@ -108,6 +112,12 @@ class Answer:
     emitted: tuple[Emitted, ...]
     prompt: np.ndarray  # [P] int32
     seed: tuple[int, ...]
+
+    @property
+    def version(self) -> int | None:
+        """Of the policy that sampled it; None where nothing was sampled."""
+        versions = self.completion.versions
+        return int(versions[-1]) if len(versions) else None
 
     @property
     def finish_reason(self) -> str:

@@ -46,6 +46,7 @@ ANSWERS: tuple[tuple[str, str, Schema, bool], ...] = (
     ),
     ("/v1/messages", "post", _object(id=_STRING, type={"const": "message"}, content=_LIST), True),
     ("/v1/messages/count_tokens", "post", _object(input_tokens=_COUNT), False),
+    ("/inference/v1/generate", "post", _object(request_id=_STRING, choices=_LIST, usage=_USAGE), False),
     ("/v1/models", "get", _object(object={"const": "list"}, data={"type": "array", "items": _MODEL}), False),
     ("/v1/models/{name}", "get", _MODEL, False),
     ("/tokenize", "post", _object(tokens=_IDS, count=_COUNT, max_model_len=_COUNT), False),

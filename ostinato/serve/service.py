@@ -29,6 +29,12 @@ from ostinato.types import Completion, Emitted, Prompt, Request, Sampling, Stop
 LONG = 20_000  # letters, or tokens to be decoded: some 10 ms
 LONG_AT_ONCE = 2  # texts in threads, each of which takes a hundred times its size
 T = TypeVar("T")
+NOTHING = Completion(
+    tokens=np.zeros(0, np.int32),
+    logprobs=np.zeros(0, np.float32),
+    versions=np.zeros(0, np.int32),
+    stop=Stop.LENGTH,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +64,9 @@ class Model:
     arm: str = ""  # of an experiment
     propensity: float = 1.0  # probability with which its users get it
 
-    @property
-    def fingerprint(self) -> str:
-        """The ``system_fingerprint`` that clients see."""
-        return self.revision or f"{self.name}@{self.version}"
+    def fingerprint(self, version: int | None) -> str:
+        """The ``system_fingerprint`` of an answer; ``version``: of its tokens, None where it has none."""
+        return self.revision or f"{self.name}@{self.version if version is None else version}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +137,15 @@ class Service:
                 if has_surrogate(call.messages):
                     raise ValueError("a message holds half of a surrogate pair, which is no character")
                 tools = () if call.tool_choice == "none" else call.tools
-                tokens = self.renderer.chat(call.messages, tools=tools, most=self.limits.context)
+                self._check_template(call)
+                tokens = self.renderer.chat(
+                    call.messages,
+                    add_generation_prompt=call.add_generation_prompt and not call.continue_final,
+                    tools=tools,
+                    template_kwargs=call.template_kwargs,
+                    continue_final=call.continue_final,
+                    most=self.limits.context,
+                )
             else:
                 self.renderer.check_fits(call.text or "", self.limits.context)
                 tokens = self.renderer.prompt(Prompt(uid="", text=call.text or ""))
@@ -177,6 +190,14 @@ class Service:
         finally:
             self.tokenizing -= 1
 
+    def _check_template(self, call: Call) -> None:
+        """ApiError for what the chat template would leave out."""
+        names = {name for name, value in call.template_kwargs.items() if value not in (None, False)}
+        names |= {"reasoning_content"} & {name for message in call.messages or () for name in message}
+        for name in sorted(names):
+            if not self.renderer.reads(name):
+                raise ApiError(f"the chat template does not read {name}; leave it out", param=name)
+
     def measure(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Tokens of a chat as the model reads it."""
         return len(self.renderer.chat(messages, tools=tools))
@@ -190,7 +211,7 @@ class Service:
                 f"max_tokens is {most}; this server gives {self.limits.max_tokens} at most",
                 param="max_tokens",
             )
-        if call.max_tokens is not None and most > room:
+        if call.max_tokens is not None and max(most, 1) > room:
             raise ApiError(
                 f"the prompt has {len(prompt)} tokens and max_tokens is {most}, which exceeds the context of "
                 f"{self.limits.context}; lower max_tokens to {room} or shorten the prompt",
@@ -206,7 +227,7 @@ class Service:
         try:
             return Sampling(
                 **self._sampling_fields(call),
-                max_tokens=min(most, room),
+                max_tokens=max(min(most, room), 1),
                 min_tokens=call.min_tokens,
                 stop_tokens=tuple(sorted({*eos, *call.stop_tokens})),
                 stop_strings=call.stop,
@@ -214,8 +235,8 @@ class Service:
         except ValueError as error:
             raise ApiError(str(error).removeprefix("sampling.")) from error
 
-    async def requests(self, call: Call) -> list[Request]:
-        """One request for each of the ``n`` answers; answer k samples with the seed (seed, k)."""
+    async def requests(self, call: Call, model: Model) -> list[Request]:
+        """One request to ``model`` for each of the ``n`` answers; answer k samples with seed (seed, k)."""
         if call.n > self.limits.n:
             raise ApiError(f"n is {call.n}; this server gives {self.limits.n} at most", param="n")
         if call.top_logprobs > self.limits.top_logprobs:
@@ -228,7 +249,6 @@ class Service:
             raise ApiError(
                 f"prompt_logprobs is {call.prompt_logprobs}; use 0 to {most}", param="prompt_logprobs"
             )
-        policy = self.model(call.model).policy
         prompt = await self.tokens(call)
         sampling = self.sampling(call, prompt)
         seed = secrets.randbits(63) if call.seed is None else (call.seed + 2**63) % 2**64 - 2**63
@@ -242,34 +262,27 @@ class Service:
                 sampling=sampling,
                 seed=(seed, k),
                 salt=call.salt,
-                policy=policy,
+                policy=model.policy,
                 top_logprobs=max(call.top_logprobs, greedy),
                 constraint=guides[k],
             )
             for k in range(call.n)
         ]
 
-    async def prompt_logprobs(self, call: Call) -> list[dict[str, Any] | None] | None:
-        """vLLM's prompt_logprobs: for each prompt token but the first, its log-probability under the base or
-        adapter at temperature 1, and those of the top tokens. None if the call does not request them."""
+    async def prompt_scores(self, call: Call, model: Model) -> Emitted | None:
+        """The prompt's tokens but the first, with their log-probabilities under ``model`` at temperature 1
+        and those of the likeliest. None if the call does not request them."""
         if (top := call.prompt_logprobs) is None:
             return None
-        tokens, policy = await self.tokens(call), self.model(call.model).policy
+        tokens = await self.tokens(call)
 
         def score(engine: LocalEngine) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
-            decoder, adapters, ops = engine.model_of(policy)
+            decoder, adapters, ops = engine.model_of(model.policy)
             return prompt_scores(decoder, adapters, tokens, top, ops)
 
         logprobs, best = await self._thread.call(score)
-        places: list[dict[str, Any] | None] = [None]
-        for at, (token, logprob) in enumerate(zip(tokens[1:].tolist(), logprobs.tolist(), strict=True)):
-            likeliest = [] if best is None else zip(*(one[at].tolist() for one in best), strict=True)
-            found = {token: logprob, **dict(likeliest)}
-            texts = {key: self.renderer.decode([key], skip_special=False) for key in found}
-            places.append(
-                {str(key): {"logprob": one, "decoded_token": texts[key]} for key, one in found.items()}
-            )
-        return places
+        likeliest = () if best is None else tuple(zip(*best, strict=True))
+        return Emitted(tokens=tokens[1:], logprobs=logprobs, top=likeliest)
 
     def check_room(self, count: int) -> None:
         """ApiError for more answers than this server can begin now (429), or ever (400)."""
@@ -297,6 +310,10 @@ class Service:
         """
         self.check_room(len(requests))
         open_ = [_Open(request, self.renderer, call) for request in requests]
+        if call.max_tokens == 0:
+            for index, one in enumerate(open_):
+                yield one.answer(index, NOTHING)
+            return
         self._sequences += len(requests)
         start = time.perf_counter()
         events = self._thread.generate(requests, self.limits.timeout_s)
@@ -361,6 +378,7 @@ class _Open:
     def __init__(self, request: Request, renderer: Renderer, call: Call) -> None:
         self.emitted: list[Emitted] = []
         self._request = request
+        self._parallel = call.parallel_calls
         self._tools = bool(call.tools) and call.tool_choice != "none"
         self._stream = TextStream(renderer, call.stop, tools=self._tools)
 
@@ -375,6 +393,7 @@ class _Open:
         content, calls = done.text, ()
         if self._tools:
             content, calls = read_calls(done.text, f"{request.seed[0] % 2**48:012x}{index}")
+            calls = calls if self._parallel else calls[:1]
         return Answer(
             index=index,
             content=content,

@@ -25,7 +25,7 @@ from ostinato.rollout.convert import samples
 from ostinato.types import Prompt, Stop
 
 pytest.importorskip("openai")
-import agents
+import toy_agents as agents
 from episodes import PROMPT, World, turns_of
 
 from ostinato.serve.agent_server import AgentServer

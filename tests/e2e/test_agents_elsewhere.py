@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("openai")
-import agents
 import httpx2
+import toy_agents as agents
 import uvicorn
 from episodes import PROMPT, World, turns_of
 from starlette.applications import Starlette

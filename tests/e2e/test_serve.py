@@ -255,6 +255,14 @@ def test_a_policy_that_is_not_finite_is_refused_counted_and_the_old_one_goes_on(
         asyncio.run(renew(at.served, "learns", lambda: (9, good)))
         newer = chat(client, model="learns", logprobs=True)
         assert newer.system_fingerprint == "learns@9" and newer.choices != before.choices
+        # the engine has it, the list of models not yet: answers of step 11 were said to be of step 9
+        publish = lambda engine: engine.publish(first, 11, at.served.service.model("learns").policy)  # noqa: E731
+        asyncio.run(at.served.thread.call(publish))
+        latest = chat(client, model="learns", logprobs=True)
+        assert latest.system_fingerprint == "learns@11" and latest.choices == before.choices
+        assert {chunk.system_fingerprint for chunk in chat(client, model="learns", stream=True)} == {
+            "learns@11"
+        }
         text = httpx2.get(f"{at.url}/metrics").text
         for outcome in ("refused", "published"):
             assert f'ostinato_policies_total{{outcome="{outcome}"}} 1.0' in text

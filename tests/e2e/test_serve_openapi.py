@@ -16,6 +16,7 @@ PATHS = {
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/inference/v1/generate",
     "/v1/models",
     "/v1/models/{name}",
     "/tokenize",

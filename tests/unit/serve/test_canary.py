@@ -105,7 +105,7 @@ def test_before_a_loop_has_begun_its_base_is_served(follows: Any, caplog: pytest
     found.models = {}
     follow("")
     first = found.models[PRODUCT]
-    assert (first.policy, first.revision, first.fingerprint) == ("", "", "product@0")
+    assert (first.policy, first.revision, first.fingerprint(None)) == ("", "", "product@0")
     follow(json.dumps({"round": 0, "policy": {"revision": "", "adapter": "begun"}}))
     second = found.models[PRODUCT]
     assert (second.policy, second.revision, thread.published) == ("begun", "", ["begun"])
