@@ -194,14 +194,16 @@ def _uid(row: Row, content: Any, answer: Any) -> str:
 
 def held_out(contents: Sequence[str], share: float) -> list[bool]:
     """Which rows are held out: ``share`` of them, rounded but at least one, in the order of the hashes of
-    ``contents`` (what is asked), so that new rows move few others. Equal contents are on the same side, of
-    which the number may fall short."""
+    ``contents`` (what is asked), so that new rows move few others. Equal contents are on the same side, so
+    the number may fall short."""
     digests = [hashlib.sha256(content.encode()).digest() for content in contents]
-    left, chosen = max(1, round(share * len(contents))), set[bytes]()
-    for digest, count in sorted(Counter(digests).items()):
+    counts, left, chosen = Counter(digests), max(1, round(share * len(contents))), set[bytes]()
+    for digest, count in sorted(counts.items()):
         if count <= left:
             chosen.add(digest)
             left -= count
+    if not chosen and len(counts) > 1:
+        chosen.add(min(counts, key=lambda digest: (counts[digest], digest)))
     return [digest in chosen for digest in digests]
 
 

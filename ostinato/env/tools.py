@@ -1,7 +1,7 @@
 """Tools that a policy calls: what a prompt says of them, running them, and looking them up by name.
 
-Tools are trusted code that runs in a thread of this process. A tool that exceeds its limit is abandoned,
-not killed; one that never releases the GIL (a C loop) blocks the process.
+Tools are trusted code that runs in a thread of this process. A tool that exceeds its limit is ended where it
+runs Python, and abandoned where it waits in C; one that never releases the GIL (a C loop) blocks the process.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import inspect
 import operator
 import re
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -23,7 +24,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ostinato.inputs import replaced
-from ostinato.threads import in_thread
+from ostinato.threads import end_python, in_thread
 from ostinato.tool_calls import Call, parse_calls
 
 Tool = Callable[..., Any]
@@ -107,17 +108,29 @@ class Toolbox:
 
 
 async def in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-    """The tool's result. Raises TimeoutError after ``timeout_s``; the tool is then abandoned."""
+    """The tool's result. Raises TimeoutError after ``timeout_s``; what it still does in Python ends then, a
+    call that waits in C is left to itself."""
+    running, lock = list[int](), threading.Lock()
 
     def work() -> Any:
+        running.append(threading.get_ident())
         try:
             return tool(**arguments)
         except BaseException as error:  # SystemExit is the tool's failure; TimeoutError means our limit
             if isinstance(error, Exception) and not isinstance(error, TimeoutError | StopIteration):
                 raise
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        finally:
+            with lock:  # the id may be another thread's next
+                running.clear()
 
-    return await asyncio.wait_for(in_thread(work), timeout_s)
+    try:
+        return await asyncio.wait_for(in_thread(work), timeout_s)
+    except TimeoutError:
+        with lock:
+            for thread in running:
+                end_python(thread)
+        raise
 
 
 def schema_of(name: str, tool: Tool) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def stops() -> str:
         ('<tool_call>{"name": "breaks"}</tool_call>', "Error: breaks: RuntimeError: out of ink", "raised"),
         ('<tool_call>{"name": "leaves"}</tool_call>', "Error: leaves: RuntimeError: SystemExit", "raised"),
         ('<tool_call>{"name": "stops"}</tool_call>', "Error: stops: RuntimeError: StopIteration", "raised"),
-        ('<tool_call>{"name": "hangs"}</tool_call>', "Error: hangs gave no result in 0.05 s", "timeout"),
+        ('<tool_call>{"name": "hangs"}</tool_call>', "Error: hangs gave no result in 1 s", "timeout"),
         ('<tool_call>{"name": "floods"}</tool_call>', "xxxx", "cut"),
     ],
 )
@@ -207,12 +207,26 @@ def test_whatever_goes_wrong_is_an_ordinary_reply_and_counted(text: str, reply: 
     }
     tools["floods"] = lambda: "x" * 10_000_000
     counters: Counter[str] = Counter()
-    (done_, over), _ = play(tools, text, "done", tool_timeout_s=0.05, counters=counters)
+    (done_, over), _ = play(tools, text, "done", tool_timeout_s=1.0, counters=counters)
     assert done_ is not None
     assert done_.startswith(reply)
     assert len(done_) < 5000
     assert over is None
     assert counters == {"tools/calls": 1, f"tools/{kind}": 1}
+
+
+def test_a_tool_that_is_out_of_time_no_longer_takes_the_interpreter() -> None:
+    """A loop in Python that was given up went on beside the run, which stood still for want of the lock."""
+    threads = list[threading.Thread]()
+
+    def spins() -> None:
+        threads.append(threading.current_thread())
+        while True:
+            pass
+
+    play({"spins": spins}, '<tool_call>{"name": "spins"}</tool_call>', tool_timeout_s=0.2)
+    threads[0].join(60)
+    assert not threads[0].is_alive()
 
 
 def test_a_reply_that_is_no_unicode_is_made_readable_and_counted() -> None:

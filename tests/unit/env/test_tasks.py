@@ -342,6 +342,12 @@ def test_equal_prompts_are_held_out_together_and_none_is_lost(tmp_path: Path) ->
     assert not {one.text for one in train} & {one.text for one in held}
 
 
+def test_where_every_question_comes_often_the_rarest_is_held_out(tmp_path: Path) -> None:
+    often = [{"prompt": f"{k % 3 % 2}+0?", "answer": "1", "id": k} for k in range(12)]
+    held = read(jsonl(tmp_path / "rows.jsonl", *often), "eval", holdout=0.1)
+    assert [one.text for one in held] == ["1+0?"] * 4
+
+
 def test_rows_need_no_answer_but_then_none_has_one(tmp_path: Path) -> None:
     """TRL needs ``prompt`` alone, and a reward of the length or a judge reads no answer: such rows were
     refused."""

@@ -28,7 +28,7 @@ from ostinato.launch.evaluations import downstream_prompts, evaluations, rules
 from ostinato.launch.forgetting import answers_of
 from ostinato.launch.inputs import check_lengths, longest_answer, new_interruption, stage_identity
 from ostinato.launch.introduction import caveats
-from ostinato.launch.loop import new_plan
+from ostinato.launch.loop import HELD_OUT, TRAINED, check_rows, new_plan
 from ostinato.launch.trainer import new_adapters
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -39,6 +39,7 @@ from ostinato.observe.report.page import solved_at as solved_at_in_report
 from ostinato.observe.report.reading import RunData
 from ostinato.pipeline.evaluate import held_out
 from ostinato.render import Renderer
+from ostinato.run import RunFolder
 from ostinato.types import Prompt, Sample
 
 
@@ -405,3 +406,17 @@ def test_a_budget_bounds_the_answers_that_the_forgetting_watch_counts_on(budget:
     flops = FlopModel(parts={Part.MLP: Rates(tokens=2e6)}, backward_rates=Rates(tokens=5.375e6))
     found = answers_of(recipe, Every.parse(budget, "trainer.budget"), flops)
     assert found == pytest.approx(answers)
+
+
+# ---- a run is resumed with the rows that it began with
+
+
+def test_rows_of_a_resumed_run_are_those_of_its_checkpoint_unless_they_are_named(tmp_path: Path) -> None:
+    run, saved = RunFolder(tmp_path), {TRAINED: "a", HELD_OUT: "b"}
+    check_rows(run, saved, saved, set())
+    check_rows(run, None, saved, set())  # of a version that kept no digests
+    check_rows(run, saved, {**saved, HELD_OUT: "c"}, {"eval"})
+    for other in (TRAINED, HELD_OUT):
+        check_rows(run, saved, {**saved, other: "c"}, {"task"})
+        with pytest.raises(ValueError, match=f"the rows {other} .*task\\.source"):
+            check_rows(run, saved, {**saved, other: "c"}, {"trainer"})

@@ -135,3 +135,12 @@ def test_rows_are_spread_and_those_without_an_answer_left_out() -> None:
     assert [one.columns["answer"] for one in spread(many, 4)] == [0, 33, 66, 99]
     assert [one.uid for one in spread(many[:3])] == ["1", "2", "3"] and spread(many[-1:]) == []
     assert own_answer(many[-1]) is None and own_answer(rows(["a"])[0]) is None
+
+
+def test_rows_without_answers_fail_the_rewards_that_require_one_alone() -> None:
+    """Such rows were refused whatever the rewards are."""
+    row = Prompt(uid="x", text="Sing.")
+    with WorkerGrader(["answer_tags"]) as grader:
+        assert grader.check(row) == [] == list(grader.own_verdicts(spread([row]), lambda text: []))
+    with WorkerGrader(["exact"]) as grader, pytest.raises(ValueError, match=r"task\.params\.answer_column"):
+        grader.check(row)
