@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -41,6 +42,9 @@ from ostinato.observe.timeline import Span
 from ostinato.protocols import Drafter
 from ostinato.types import Completion, Drafts, Emitted, Request, Stop
 
+if TYPE_CHECKING:
+    from ostinato.model.cuda import CudaKernels
+
 
 class LocalEngine:
     """Implements ``protocols.Engine`` on a ``Decoder``; the base weights are the decoder's own tensors.
@@ -56,7 +60,7 @@ class LocalEngine:
         self,
         decoder: Decoder,
         *,
-        kernels: Kernels | None = None,
+        kernels: Kernels | CudaKernels | None = None,
         decode: Callable[[Seq[int]], str] | None = None,
         kv_memory_mb: int = 512,
         max_batch: int = 256,
@@ -76,7 +80,14 @@ class LocalEngine:
         self._decode, self._record_support = decode, record_support
         layers, shape = decoder.config.num_layers, decoder.kv_shape
         blocks = (kv_memory_mb << 20) // block_bytes(layers, shape, decoder.dtype)
-        store = KVStore.allocate(layers, blocks, shape, decoder.dtype, decoder.device)
+        store = KVStore.allocate(
+            layers,
+            blocks,
+            shape,
+            decoder.dtype,
+            decoder.device,
+            by_position=kernels is not None and not isinstance(kernels, Kernels),
+        )
         self._runner, self._busy = Runner(decoder, kernels, store), Busy(name)
         self.policies = Policies(self._runner)
         moe = decoder.config.moe

@@ -11,6 +11,7 @@ import math
 import mmap
 import sys
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,10 @@ from ostinato.engine.cache import BLOCK
 from ostinato.model.native import Kernels
 from ostinato.model.packed import kernel_for, merge
 
+if TYPE_CHECKING:
+    from ostinato.model.cuda.paged import Tiles
+
+FEW_PROGRAMS = 1024  # tiles times key heads: fewer leave multiprocessors of a card idle
 SHORT = 16  # rows of a sequence that a GPU takes row by row: the last token and its draft
 
 
@@ -40,6 +45,7 @@ class KVStore:
 
     keys: Tensor
     values: Tensor
+    by_position: bool = False  # keys and values [layers, blocks, 16, Hkv, D]: the layout of ``TritonPaged``
     key_layers: tuple[Tensor, ...] = field(init=False)
     value_layers: tuple[Tensor, ...] = field(init=False)
 
@@ -48,13 +54,23 @@ class KVStore:
 
     @classmethod
     def allocate(
-        cls, layers: int, blocks: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+        cls,
+        layers: int,
+        blocks: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        by_position: bool = False,
     ) -> KVStore:
         """Zeros for ``blocks`` blocks; ``shape`` is the decoder's (num_kv_heads, key_dim, value_dim).
 
         On a CPU memory is taken when a block is first written: of many workers few fill their pools.
         """
         heads, key_dim, value_dim = shape
+        if by_position:
+            sizes = ((layers, blocks, BLOCK, heads, width) for width in (key_dim, value_dim))
+            return cls(*(_zeros(size, dtype, device) for size in sizes), by_position=True)
         pair = key_pair(dtype)
         if key_dim % pair:
             raise ValueError(f"keys of an odd width ({key_dim}) cannot be cached in {dtype}; use float32")
@@ -173,6 +189,30 @@ class TorchPaged:
         """Keys [S, heads, positions, Dk] and values of all sequences, 0 beyond their ends."""
         keys, values = self.store.read(layer, self.tables)
         return keys.masked_fill_(self.beyond, 0), values.masked_fill_(self.beyond, 0)
+
+
+class TritonPaged:
+    """By the kernels of ``model.cuda``: one launch to write and one or two to attend, for rows of any kind.
+
+    A row's result depends on no other row. Needs a store by position.
+    """
+
+    def __init__(self, store: KVStore, rows: Rows) -> None:
+        self.store, self.rows = store, rows
+        self._tiles: dict[int, Tiles] = {}  # by query heads of a key head, which the queries show
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        from ostinato.model.cuda import paged
+
+        keys, values, rows = self.store.key_layers[layer], self.store.value_layers[layer], self.rows
+        paged.write_cache(k, v, rows.slots, keys, values)
+        group = q.shape[1] // k.shape[1]
+        if (tiles := self._tiles.get(group)) is None:
+            tiles = self._tiles[group] = paged.Tiles.of(rows.on_host()[0], group, q.device)
+        few = len(tiles.first) * k.shape[1] < FEW_PROGRAMS
+        return paged.paged_attention(
+            q, keys, values, rows.tables, rows.sequence, rows.lengths, tiles, scale, parallel=few
+        )
 
 
 class GpuPaged:

@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ostinato.engine.cache import BLOCK
 from ostinato.engine.model_input import ModelInput
-from ostinato.engine.paged import GpuPaged, KVStore, NativePaged, Rows, TorchPaged, on_device
+from ostinato.engine.paged import GpuPaged, KVStore, NativePaged, Rows, TorchPaged, TritonPaged, on_device
 from ostinato.engine.sampler import Drawn, likeliest, sample
 from ostinato.engine.sequences import Settings
 from ostinato.model.attention import Attend
@@ -23,6 +24,9 @@ from ostinato.model.native.fused import FusedStep
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.wire import check_finite, fingerprint, fingerprint_weights, load_weights
 from ostinato.types import Sampling
+
+if TYPE_CHECKING:
+    from ostinato.model.cuda import CudaKernels
 
 _LOGIT_BYTES = 64 << 20  # logits held at once; rows beyond it are sampled in chunks
 
@@ -40,11 +44,11 @@ class Runner:
     """A decoder with the policies that are served, by number, on the keys and values of ``store``."""
 
     def __init__(
-        self, decoder: Decoder, kernels: Kernels | None, store: KVStore, *, fused: bool = True
+        self, decoder: Decoder, kernels: Kernels | CudaKernels | None, store: KVStore, *, fused: bool = True
     ) -> None:
         """``fused``: all layers in one call, where the kernels know the model; otherwise op by op."""
         self.decoder, self.store = decoder, store
-        self._want_fused = fused and kernels is not None
+        self._want_fused = fused and isinstance(kernels, Kernels)
         self._kernels = kernels
         self._ops = kernels.ops if kernels else TORCH_OPS
         self._has_loaded = False  # all weights, into the decoder
@@ -73,7 +77,7 @@ class Runner:
         """All layers of all policies in one call, where the kernels know the model."""
         self._fused: FusedStep | None = None
         self._places = {number: place for place, number in enumerate(self._policies)}  # in the fused step
-        if self._kernels is not None and self._want_fused:
+        if isinstance(self._kernels, Kernels) and self._want_fused:
             with torch.inference_mode():
                 prepared = [served.prepared for served in self._policies.values()]
                 self._fused = self._kernels.fused(self.decoder, prepared)
@@ -125,8 +129,10 @@ class Runner:
         return hidden, None if routing is None else routing.to(torch.int16).cpu().numpy()
 
     def _attend(self, rows: Rows) -> Attend:
-        if self._kernels is not None:
+        if isinstance(self._kernels, Kernels):
             return NativePaged(self._kernels, self.store, rows)
+        if self._kernels is not None:
+            return TritonPaged(self.store, rows)
         return (
             GpuPaged(self.store, rows) if self.decoder.device.type == "cuda" else TorchPaged(self.store, rows)
         )

@@ -14,7 +14,7 @@ distribution that was sampled from, not another one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from torch import Tensor
 from ostinato.engine.sequences import Settings
 from ostinato.model.native import Kernels
 from ostinato.types import Support
+
+if TYPE_CHECKING:
+    from ostinato.model.cuda import CudaKernels
 
 
 class Drawn(NamedTuple):
@@ -52,7 +55,7 @@ def sample(
     logits: Tensor,
     settings: Settings,
     u: np.ndarray,
-    kernels: Kernels | None = None,
+    kernels: Kernels | CudaKernels | None = None,
     *,
     want_support: bool = False,
 ) -> Drawn:
@@ -62,6 +65,8 @@ def sample(
     """
     if kernels is None:
         return sample_torch(logits, settings, u, want_support=want_support)
+    if not isinstance(kernels, Kernels):
+        return _sample_triton(logits, settings, u, want_support=want_support)
     logits = logits.float().contiguous()
     drawn = Drawn(np.empty(len(u), np.int64), np.empty(len(u), np.float32), np.empty(len(u), np.float32))
     temperature, *others = (
@@ -133,6 +138,27 @@ def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray, *, want_supp
         return drawn
     filtered = torch.from_numpy(settings.filtered(V)).to(device) & ~broken
     return drawn._replace(support=_support(keep & (scaled > -torch.inf), filtered))
+
+
+def _sample_triton(logits: Tensor, settings: Settings, u: np.ndarray, *, want_support: bool) -> Drawn:
+    """By the kernels of ``model.cuda``: one read from the card, at the end."""
+    from ostinato.model.cuda import sampling
+
+    device = logits.device
+    values = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+    temperature, *filters = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in values)
+    filtered = settings.filtered(logits.shape[1])
+    cuts = torch.full((len(u),), -torch.inf, device=device)
+    if filtered.any():
+        cuts = sampling.cut_off(logits, temperature, *filters)
+    drawn = sampling.draw(logits, temperature, cuts, torch.from_numpy(u).to(device))
+    result = Drawn(*(x.cpu().numpy() for x in drawn))  # type: ignore[arg-type]
+    if not want_support:
+        return result
+    inverse = temperature.where(temperature > 0, torch.ones_like(temperature)).reciprocal().unsqueeze(1)
+    scaled = logits.float() * inverse
+    whole = torch.from_numpy(filtered & (result.tokens >= 0)).to(device)
+    return result._replace(support=_support((scaled >= cuts.unsqueeze(1)) & (scaled > -torch.inf), whole))
 
 
 def _support(kept: Tensor, filtered: Tensor) -> Support:

@@ -1,4 +1,4 @@
-"""The decoder's arithmetic on an NVIDIA card: kernels in Triton with the signatures of ``model/ops.py``.
+"""The arithmetic of an NVIDIA card: kernels in Triton, with the signatures of ``model/ops.py`` and the engine.
 
 Imported where a device is CUDA, since Triton comes with torch's CUDA wheels alone. Every kernel has its twin
 in torch, and tests run both: in Triton's interpreter without a card (float32), on a card in its own types.
@@ -6,14 +6,14 @@ in torch, and tests run both: in Triton's interpreter without a card (float32), 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.model.cuda.elementwise import add_rms_norm, rms_norm, rope, silu_mul
-from ostinato.model.ops import TORCH_OPS
+from ostinato.model.ops import TORCH_OPS, Ops
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -38,3 +38,10 @@ CUDA_OPS = replace(
     add_lora=add_lora,
     gemm=replace(TORCH_OPS.gemm, add=add_product),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class CudaKernels:
+    """What an engine is given to run on these kernels; as on a CPU on those of ``model.native.Kernels``."""
+
+    ops: Ops = CUDA_OPS
