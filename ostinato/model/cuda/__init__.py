@@ -1,4 +1,4 @@
-"""The arithmetic of an NVIDIA card: kernels in Triton, with the signatures of ``model/ops.py`` and the engine.
+"""The arithmetic of an NVIDIA card: kernels in Triton, with the signatures of ``model/ops.py`` and engine.
 
 Imported where a device is CUDA, since Triton comes with torch's CUDA wheels alone. Every kernel has its twin
 in torch, and tests run both: in Triton's interpreter without a card (float32), on a card in its own types.
