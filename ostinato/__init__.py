@@ -6,7 +6,7 @@ The file and the API say the same thing::
 
     recipe = Recipe.load("recipes/quickstart.toml", "trainer.steps=10")
     outcome = learn(recipe)
-    print(outcome.before, outcome.after, outcome.folder)
+    print(outcome.before["pass@1"], outcome.after["pass@1"], outcome.folder)
 
 Importing the package loads nothing heavy; each name is imported when it is first requested.
 """

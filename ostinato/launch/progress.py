@@ -81,11 +81,11 @@ class Monitor:
         if not self._describe("\n".join(parts), completed=share):
             self.say("  ".join(parts))
 
-    def _describe(self, text: str, **more: float) -> bool:
+    def _describe(self, text: str, completed: float | None = None) -> bool:
         """On the live line; False where there is none."""
         if self._live is None or self._task is None:
             return False
-        self._live.update(self._task, description=printable(text), **more)
+        self._live.update(self._task, description=printable(text), completed=completed)
         return True
 
     def _share(self, row: Row) -> float:
