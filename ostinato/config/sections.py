@@ -134,6 +134,11 @@ class RewardSection(Section):
                 f"reward.weights has {len(self.weights)} numbers for {len(self.functions)} reward.functions; "
                 "give one weight per function, or leave weights out"
             )
+        if "code_tests" in self.functions and self.isolation == "off":
+            raise ValueError(
+                'reward.isolation is "off" with the reward code_tests, which runs code of the policy; '
+                'use "auto" or "strict"'
+            )
         return self
 
 

@@ -124,6 +124,12 @@ def enter(used: Sequence[str], folder: str, parent: int, close: Callable[[], Non
         _seccomp()
 
 
+def hide() -> None:
+    """Let no other process of this user read or trace this one, as long as it runs the same program."""
+    if sys.platform == "linux":
+        _prctl(PR_SET_DUMPABLE, 0)
+
+
 def end_descendants(pid: int) -> None:
     """Kill all descendants of a process, also those that left its group. It must be a subreaper."""
     for _ in range(ROUNDS):

@@ -37,6 +37,7 @@ from ostinato.reward.answers import (
     text_of,
     whole_number,
 )
+from ostinato.reward.code_tests import code_tests
 
 RewardFunction = Callable[..., Any]
 
@@ -284,6 +285,7 @@ BUILT_IN: dict[str, RewardFunction] = {
     "math_verify": math_verify,
     "gym_score": gym_score,
     "answer_tags": answer_tags,
+    "code_tests": code_tests,
     "none": none,
 }
 _NEEDS = {"math_verify": "math_verify", "gym_score": "reasoning_gym"}

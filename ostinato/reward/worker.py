@@ -177,14 +177,16 @@ def judge(
         return _all(num_completions, fault or Fault.RAISED, detail), trace(error)
 
 
-def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``offered`` that a function takes, by name or with ``**``."""
+def accepted(function: Callable[..., Any], offered: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``offered`` that a function takes, by name or with ``**``, and those of ``named`` that it has
+    among its parameters."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return {}
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    return {name: value for name, value in offered.items() if takes_all or name in parameters}
+    taken = {name: value for name, value in offered.items() if takes_all or name in parameters}
+    return taken | {name: value for name, value in named.items() if name in parameters}
 
 
 def _end_fork(process: int, error: BaseException | None = None) -> None:
@@ -350,7 +352,9 @@ def _limit_cpu(timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def _answer(functions: dict[str, Callable[..., Any]], request: bytes, confined: bool) -> dict[str, Any]:
+def _answer(
+    functions: dict[str, Callable[..., Any]], request: bytes, confined: bool, timeout_s: float
+) -> dict[str, Any]:
     id_, num_completions = REQUEST.unpack_from(request)
     log = CallLog(num_completions)
     try:
@@ -360,7 +364,7 @@ def _answer(functions: dict[str, Callable[..., Any]], request: bytes, confined: 
     else:
         offered = {"log_metric": log.log_metric, "log_extra": log.log_extra}
         offered["trainer_state"] = TrainerState(**terms)
-        columns |= accepted(functions[name], offered)
+        columns = {**accepted(functions[name], offered, {"timeout_s": timeout_s}), **columns}
         verdicts, trace = judge(functions[name], num_completions, columns, confined, probing)
     return {"id": id_, "verdicts": verdicts, "trace": trace, "metrics": log.metrics, "extra": log.extra}
 
@@ -413,7 +417,7 @@ def main(fd: int) -> None:
     while True:
         request = receive(sock)
         _limit_cpu(hello["timeout_s"])
-        send(sock, json.dumps(_answer(functions, request, confined)).encode())
+        send(sock, json.dumps(_answer(functions, request, confined, hello["timeout_s"])).encode())
 
 
 if __name__ == "__main__":

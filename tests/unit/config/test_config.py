@@ -199,6 +199,10 @@ def test_a_recipe_of_an_older_run_folder_may_name_a_key_that_is_gone_and_was_off
         ({"reward": {"weights": [1.0, 2.0]}}, ["reward.weights", "reward.functions"]),
         ({"reward": {"functions": []}}, ["reward.functions"]),
         ({"reward": {"functions": ["exact", "exact"]}}, ["reward.functions", "names one twice"]),
+        (
+            {"reward": {"functions": ["code_tests"], "isolation": "off"}},
+            ["reward.isolation", "code_tests"],
+        ),
         ({"trainer": {"betas": [0.9]}}, ["trainer.betas"]),
         ({"trainer": {"betas": [0.9, 1.0]}}, ["trainer.betas"]),
         ({"trainer": {"steps": 5, "warmup_steps": 5, "schedule": "cosine"}}, ["trainer.warmup_steps"]),
