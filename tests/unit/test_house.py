@@ -77,7 +77,7 @@ BUDGETS = {  # room for step 14, to be set to what was reached when it ends
     "(files of their own)": 3_700,  # logs that a power cut tore, keys of other trainers, the renderer
     "algo": 2_975,
     "interop": 2_470,
-    "reward": 2_585,
+    "reward": 2_730,  # answers that are code: their processes 505; replies that fit their requests
     "workers": 2_085,
     "rollout": 2_150,
     "history": 1_795,
