@@ -90,7 +90,7 @@ LAB, TESTS = (
     # 2,700 a memory put to the test: world, policy, what replaces a line, its ceiling, refills by models,
     # public data; 120 the forgetting watch; 530 exact, 200 feedback, 880 the race against TRL, 45 a picture
     # of the ladder, 500 SFT and DPO, 115 a long chat, 240 the simulator beside the cube and sums
-    15_500,
+    15_600,  # and 135 own answers of public sets
     57_500,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 1,380 memory and 425 its bench, 2,100 product, 480 judges, 22 scores of toys and connections of the Tinker
