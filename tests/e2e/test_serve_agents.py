@@ -8,6 +8,11 @@ than ours and are installed in an environment of their own.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -184,3 +189,81 @@ def test_lm_eval_has_the_log_likelihoods_of_transformers(at: At, folder: Path) -
         places = range(len(before) - 1, len(ids) - 1)
         assert logprob == pytest.approx(sum(table[k, ids[k + 1]].item() for k in places), abs=1e-4)
         assert greedy == all(int(table[k].argmax()) == ids[k + 1] for k in places)
+
+
+# an environment of verifiers: two questions, asked once each by a program with OpenAI's client
+ENVIRONMENT = """
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+
+
+class OursData(vf.TaskData):
+    pass
+
+
+class OursTask(vf.Task[OursData]):
+    @vf.reward(weight=1.0)
+    async def answered(self, trace: vf.Trace) -> float:
+        return float(bool(trace.assistant_messages))
+
+
+class OursConfig(vf.TasksetConfig):
+    pass
+
+
+class OursTaskset(vf.Taskset[OursTask, OursConfig]):
+    def load(self):
+        return [OursTask(OursData(idx=k, prompt=f"{k}+1?")) for k in range(2)]
+
+
+class OursHarnessConfig(vf.HarnessConfig):
+    pass
+
+
+class OursHarness(vf.Harness[OursHarnessConfig]):
+    APPENDS_SYSTEM_PROMPT, NEEDS_CONTAINER = True, False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **more):
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
+            messages = [{"role": "user", "content": data.prompt}]
+            await client.chat.completions.create(model=ctx.model, messages=messages, max_tokens=8)
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+__all__ = ["OursHarness", "OursTaskset"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("client", ["eval", "train"])
+def test_verifiers_evaluates(url: str, folder: Path, tmp_path: Path, client: str) -> None:
+    """Its client for evaluation relays chats; the one for training sends tokens to /inference/v1/generate."""
+    if importlib.util.find_spec("verifiers") is None:
+        pytest.skip("needs verifiers")
+    (tmp_path / "ours_v1").mkdir()
+    (tmp_path / "ours_v1" / "__init__.py").write_text(ENVIRONMENT)
+    options = {
+        **{"env.agent.harness.id": "ours_v1", "env.agent.runtime.type": "subprocess", "model": MODEL},
+        **{"client.type": client, "client.base-url": url, "client.api-key-var": "OPENAI_API_KEY"},
+        "output-dir": str(tmp_path / "out"),
+    }
+    if client == "train":
+        options["client.renderer-model-name"] = str(folder)
+    run = "import sys; from verifiers.v1.cli.eval.main import main; main(sys.argv[1:])"
+    named = [part for name, value in options.items() for part in (f"--{name}", value)]
+    variables = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", run, "ours_v1", *named, "--no-push", "-n", "2"],
+        env=variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = (tmp_path / "out").glob("*/traces.jsonl")
+    episodes = [json.loads(line) for line in found.read_text().splitlines()]
+    assert len(episodes) == 2 and all(each["ok"] and each["num_output_tokens"] for each in episodes)
