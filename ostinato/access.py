@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 JSON = "application/json"
+READ = frozenset({"host", "origin", "content-type", "content-length", "transfer-encoding"})  # headers
 
 
+@lru_cache(256)
 def is_loopback(host: str) -> bool:
     """Is ``host`` a loopback address or "localhost"?"""
     try:
@@ -40,7 +43,7 @@ class Access:
     def refusal(self, method: str, headers: Mapping[str, str], *, local: bool) -> tuple[int, str] | None:
         """(HTTP status, one sentence) of a request that is refused; None for one that is taken.
 
-        ``headers``: by lower-case name; ``local``: the server listens on a loopback address.
+        ``headers``: those in ``READ``, by lower-case name; ``local``: it listens on a loopback address.
         """
         host = headers.get("host", "")
         if (local or self.hosts) and not self._is_own(host):
@@ -54,11 +57,17 @@ class Access:
         return None
 
     def _is_own(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname
-        except ValueError:
-            return False
+        name = _name_in(host)
         return name is not None and (is_loopback(name) or name in self.hosts)
+
+
+@lru_cache(256)
+def _name_in(host: str) -> str | None:
+    """The name in a Host header, without the port; None where there is none."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
 
 
 STRICT = Access()  # no further names, no pages

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ostinato.access import READ as READ_HEADERS
 from ostinato.access import Access, is_loopback
 from ostinato.serve.calls import ApiError
 from ostinato.serve.connections import Connection, close_expired, connection_limit
@@ -28,6 +29,7 @@ KEY = "OSTINATO_API_KEY"
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger(__name__)
+READ = {name.encode(): name for name in READ_HEADERS}
 FIX = "send it as 'Authorization: Bearer KEY'"
 
 
@@ -132,8 +134,8 @@ class Entrance:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            if refusal := self._access.refusal(scope["method"], headers, local=self._local):
+            read = {READ[name]: value.decode("latin-1") for name, value in scope["headers"] if name in READ}
+            if refusal := self._access.refusal(scope["method"], read, local=self._local):
                 status, sentence = refusal
                 error = ApiError(sentence, status=status)
                 await JSONResponse(error.body(), status_code=status)(scope, receive, send)
