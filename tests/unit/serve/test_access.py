@@ -83,7 +83,7 @@ def board(access: Access, tmp_path: Path) -> Iterator[str]:
 SERVERS = {"uvicorn": uvicorn_server, "agents": agents, "board": board}
 
 
-def ask(url: str, method: str = "GET", body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+def ask(url: str, method: str = "GET", body: bytes | None = None, /, **headers: str) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
     with closing(connection):
         connection.request(method, "/", body, {name.replace("_", "-"): one for name, one in headers.items()})
