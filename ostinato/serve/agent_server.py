@@ -28,7 +28,7 @@ from ostinato.serve.calls import Answer, ApiError, Call, Message, Piece, ToolCal
 from ostinato.serve.elsewhere import MODEL, Elsewhere, Place, id_of, number
 from ostinato.serve.openai_chat import Shape
 from ostinato.serve.openai_responses import ResponsesBody, ResponseShape
-from ostinato.serve.server import HttpServer, address, bound, guarded, unless_gone
+from ostinato.serve.server import HttpServer, address, bound, guarded, read_body, unless_gone
 from ostinato.serve.toolcalls import CallForm, for_equals, read_calls, read_equals
 from ostinato.types import Completion, Stop
 
@@ -257,7 +257,7 @@ class AgentServer:
             raise
 
     async def _chat(self, request: Request) -> Response:
-        body = parsed(ChatBody, await request.body())
+        body = parsed(ChatBody, await read_body(request))
         call = body.to_call()
         answer = await self._answer(request, call)
         shape = Shape(
@@ -274,7 +274,7 @@ class AgentServer:
         return JSONResponse(shape.whole([answer], Usage.of([answer])))
 
     async def _responses(self, request: Request) -> Response:
-        body = parsed(ResponsesBody, await request.body())
+        body = parsed(ResponsesBody, await read_body(request))
         call = body.to_call()
         answer = await self._answer(request, call)
         shape = ResponseShape(id="rollout", model=MODEL, renderer=self.renderer, call=call, body=body)
@@ -283,7 +283,7 @@ class AgentServer:
         return JSONResponse(shape.whole([answer]))
 
     async def _messages(self, request: Request) -> Response:
-        body = parsed(MessagesBody, await request.body())
+        body = parsed(MessagesBody, await read_body(request))
         answer = await self._answer(request, body.to_call())
         if body.stream:
             return await _whole_stream(answer, lambda parts: message_events("rollout", MODEL, parts))
@@ -292,7 +292,7 @@ class AgentServer:
     async def _reward(self, request: Request) -> Response:
         """Set the reward of a rollout, once; 409 for a second one."""
         try:
-            value = parse_json(await request.body())["value"]
+            value = parse_json(await read_body(request))["value"]
         except (ValueError, TypeError, KeyError) as error:
             raise ApiError('send {"value": number}', param="value") from error
         reward, episode = number(value, "value"), self._episode(request)

@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from ostinato.access import STRICT, Access, is_loopback
 from ostinato.inputs import parse_json
 from ostinato.serve.calls import ApiError
+from ostinato.serve.server import read_body
 
 if TYPE_CHECKING:
     import httpx2
@@ -139,7 +140,7 @@ class Elsewhere:
 
     async def end(self, request: Request) -> Response:
         """The agent of a rollout has ended, with its reward or an error; 409 if no end is awaited."""
-        body, id_ = await request.body(), request.path_params["id"]
+        body, id_ = await read_body(request), request.path_params["id"]
         end = self._ends.get(id_)
         if end is None or end.done():
             raise ApiError(f"the end of rollout {id_!r} is not awaited", status=409, code="not_awaited")

@@ -24,6 +24,7 @@ from ostinato.serve.calls import ApiError
 from ostinato.serve.connections import Connection, close_expired, connection_limit
 
 BACKLOG = 2048
+BODY_BYTES = 64 << 20  # where a server names no other limit
 IDLE_S = 75  # keep-alive: longer than clients' pools keep a connection, else a request may hit its close
 KEY = "OSTINATO_API_KEY"
 T = TypeVar("T")
@@ -93,7 +94,7 @@ def guarded(handler: Handler, key: str, refusal: Callable[[ApiError], Response],
     return guarded
 
 
-async def read_body(request: Request, most: int) -> bytes:
+async def read_body(request: Request, most: int = BODY_BYTES) -> bytes:
     """The body. Raises ApiError 413 as soon as more than ``most`` bytes have arrived."""
     data = bytearray()
     async for part in request.stream():

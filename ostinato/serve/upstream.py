@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from ostinato.serve.calls import ApiError, json_of
 from ostinato.serve.memory import Remembered
+from ostinato.serve.server import read_body
 
 KEPT = ("authorization", "content-type", "accept", "x-api-key", "openai-organization", "openai-project")
 FILES = "multipart/form-data"  # of the paths that are forwarded unread
@@ -35,7 +36,7 @@ class Upstream:
         self._client = httpx2.AsyncClient(timeout=timeout_s, trust_env=False)
 
     async def chat(self, request: Request) -> Response:
-        body = json_of(await request.body(), surrogates=True)
+        body = json_of(await read_body(request), surrogates=True)
         messages = body.get("messages") if isinstance(body, dict) else None
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
             raise ApiError("messages is no list of messages with roles", param="messages")
@@ -46,7 +47,7 @@ class Upstream:
 
     async def other(self, request: Request) -> Response:
         path = request.url.path.removeprefix("/v1") + (f"?{request.url.query}" if request.url.query else "")
-        return await self._passed(request, path, await request.body(), {})
+        return await self._passed(request, path, await read_body(request), {})
 
     async def _passed(self, request: Request, path: str, body: bytes, named: Mapping[str, str]) -> Response:
         headers = {name: value for name, value in request.headers.items() if name in KEPT}
@@ -67,7 +68,7 @@ class Upstream:
     async def memory(self, request: Request) -> Response:
         name = request.path_params["name"]
         if request.method == "POST":
-            return JSONResponse(await self._remembered.change(name, await request.body()))
+            return JSONResponse(await self._remembered.change(name, await read_body(request)))
         return JSONResponse(await self._remembered.view(name))
 
     def app(self) -> Starlette:

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from ostinato.serve.server import Handler
+from ostinato.serve.server import Handler, read_body
 from ostinato.serve.tinker.models import MODEL
 from ostinato.serve.tinker.registry import NotFound, Registry, UserError
 from ostinato.serve.tinker.wire import Body, Seconds, Seq, parsed
@@ -95,7 +95,7 @@ class Listings:
         return self._changed(request, public=False)
 
     async def ttl(self, request: Request) -> Response:
-        seconds = parsed(TtlBody, await request.body()).ttl_seconds
+        seconds = parsed(TtlBody, await read_body(request)).ttl_seconds
         expires = None if seconds is None else datetime.now(UTC).timestamp() + seconds
         return self._changed(request, expires=expires)
 
@@ -118,7 +118,7 @@ class Listings:
         return FileResponse(file)
 
     async def weights_info(self, request: Request) -> Response:
-        path = parsed(PathBody, await request.body()).tinker_path
+        path = parsed(PathBody, await read_body(request)).tinker_path
         self._work.folder_of(path)
         model = self._registry.found(CHECKPOINT, path)["model"]
         lora = (self._registry.get(MODEL, model) or {}).get("lora", {})
@@ -128,7 +128,7 @@ class Listings:
 
     async def copy(self, request: Request) -> Response:
         """Copy a checkpoint to the run that is named, or to a new one."""
-        body = parsed(CopyBody, await request.body())
+        body = parsed(CopyBody, await read_body(request))
         if body.session_id is not None:
             self._registry.found("session", body.session_id)
         given = request.headers.get("x-idempotency-key", "") or secrets.token_hex(8)
@@ -161,7 +161,7 @@ class Listings:
 
     async def project(self, request: Request) -> Response:
         """The project of a session; stored, but without effect on this server."""
-        id, body = request.path_params["session"], parsed(ProjectBody, await request.body())
+        id, body = request.path_params["session"], parsed(ProjectBody, await read_body(request))
         document = self._registry.found("session", id)
         self._registry.put("session", id, {**document, "project_id": body.project_id})
         return Response(status_code=204)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -30,9 +31,10 @@ from ostinato.observe.board import Board, open_server
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
 from ostinato.serve.agent_server import AgentServer
+from ostinato.serve.calls import ApiError
 from ostinato.serve.connections import HEAD_BYTES
 from ostinato.serve.elsewhere import Place
-from ostinato.serve.server import HttpServer, address, bound
+from ostinato.serve.server import HttpServer, address, bound, read_body
 
 PACKAGE = Path(__file__).parents[3] / "ostinato"
 LISTENING = {"serve", "proxy", "tinker", "judge serve", "memory serve", "board"}
@@ -191,6 +193,24 @@ def test_a_head_beyond_64_kb_is_refused(head: bytes, tmp_path: Path) -> None:
         usual = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         body = b"Content-Length: 300000\r\n\r\n" + b"1" * 300_000
         assert sent(url, usual + cookies + body).split()[1] == b"200"
+
+
+def test_a_body_of_an_agent_has_an_end() -> None:
+    """The servers of agents and of memories read bodies of any length."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"x" * (1 << 20), "more_body": True}
+
+    async def read() -> None:
+        with pytest.raises(ApiError) as refused:
+            await read_body(Request({"type": "http", "headers": []}, receive), 4 << 20)
+        assert refused.value.status == 413
+
+    asyncio.run(read())
+    unbounded = [
+        file.name for file in (PACKAGE / "serve").rglob("*.py") if "request.body()" in file.read_text()
+    ]
+    assert not [file.name for file in files if "request.body()" in file.read_text()]
 
 
 def test_a_header_without_end_is_not_kept(tmp_path: Path) -> None:
