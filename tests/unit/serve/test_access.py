@@ -207,9 +207,7 @@ def test_a_body_of_an_agent_has_an_end() -> None:
         assert refused.value.status == 413
 
     asyncio.run(read())
-    unbounded = [
-        file.name for file in (PACKAGE / "serve").rglob("*.py") if "request.body()" in file.read_text()
-    ]
+    files = (PACKAGE / "serve").rglob("*.py")
     assert not [file.name for file in files if "request.body()" in file.read_text()]
 
 
