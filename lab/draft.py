@@ -91,7 +91,7 @@ class Draft(Bench):
         for batch in self.batches:
             pair = Pair(
                 model,
-                kv_memory_mb=recipe.engine.kv_memory_mb,
+                kv_memory_mb=512,
                 max_batch=batch,
                 context_limit=model.decoder.config.max_positions,
                 clock=self.clock,

@@ -162,7 +162,6 @@ class Setup:
             quantise(self.decoders["float32"], weights),
             kernels=self.model.kernels,
             decode=self.renderer.decode,
-            kv_memory_mb=recipe.engine.kv_memory_mb,
             max_batch=recipe.engine.max_batch,
             context_limit=self.model.decoder.config.max_positions,
         )

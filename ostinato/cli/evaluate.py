@@ -32,7 +32,7 @@ def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
     threads.configure(recipe)
     recipe = resolved(recipe)
     from ostinato.launch.engine import new_engine
-    from ostinato.launch.inputs import new_stage, prepare
+    from ostinato.launch.inputs import new_stage, prepare, rollout_need
     from ostinato.launch.loop import new_evaluations
     from ostinato.pipeline.evaluate import evaluate_groups as measure
     from ostinato.pipeline.failed import failures, refuse
@@ -40,7 +40,7 @@ def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
     with prepare(recipe, training=False) as prepared:
         decoder = prepared.decoder
         step, adapters = trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)
-        engine = new_engine(recipe, prepared.decoder, prepared.renderer)
+        engine = new_engine(recipe, prepared.decoder, prepared.renderer, need=rollout_need(prepared))
         engine.publish(adapters, step)
         stage = new_stage(prepared, engine, prepared.grader)
         for warning in prepared.warnings:

@@ -463,7 +463,7 @@ class EngineSection(Section):
     python: Program = ""  # interpreter of the environment that has vLLM; empty: this one
     server_args: Names = ()  # further arguments of the vLLM server
     weights: Literal["model", "bf16", "int8", "fp8"] = "model"
-    kv_memory_mb: Positive = 512
+    kv_memory_mb: Positive | Literal["auto"] = "auto"  # auto: what the batch needs, as far as there is memory
     max_batch: Positive = 256  # sequences decoded together
     native: bool = True  # C++ kernels where a compiler is found
     threads: Positive | Literal["auto"] = "auto"

@@ -73,7 +73,7 @@ def configure(
     threads: int | Literal["auto"] = "auto",
     policy: Policy | Literal["auto"] = "auto",
     *,
-    work: Products = Products(),
+    work: Products | None = Products(),
     environ: MutableMapping[str, str] = os.environ,
 ) -> Threads:
     """Choose, and write the choice into the environment that torch will read. Call it before importing torch.
@@ -82,6 +82,7 @@ def configure(
     earlier measurement of ``work`` on this machine, then a measurement of some ten seconds. If the number of
     threads is the one that an earlier measurement found fastest, the wait policy is also the one found there,
     else passive; on a busy machine it is always passive: two runs that both spin take five times as long.
+    ``work`` None: nothing is measured, because a GPU multiplies; a thread per core then.
     """
     if "torch" in sys.modules:
         warnings.warn(
@@ -97,7 +98,9 @@ def configure(
     return choice
 
 
-def configure_early(threads: int | Literal["auto"] = "auto", work: Products = Products()) -> Threads | None:
+def configure_early(
+    threads: int | Literal["auto"] = "auto", work: Products | None = Products()
+) -> Threads | None:
     """``configure`` where it can still have an effect; None, and nothing done, once torch is imported."""
     return None if "torch" in sys.modules else configure(threads, work=work)
 
@@ -105,15 +108,17 @@ def configure_early(threads: int | Literal["auto"] = "auto", work: Products = Pr
 def _choose(
     threads: int | Literal["auto"],
     policy: Policy | Literal["auto"],
-    work: Products,
+    work: Products | None,
     environ: MutableMapping[str, str],
 ) -> Threads:
     set_count, set_policy = environ.get("OMP_NUM_THREADS", ""), environ.get("OMP_WAIT_POLICY", "").lower()
-    known = cached(work)
+    known = None if work is None else cached(work)
     if threads != "auto":
         choice = Threads(count=threads, policy="passive", source="given")
     elif set_count.isdecimal() and int(set_count) > 0:
         choice = Threads(count=int(set_count), policy="passive", source="environment")
+    elif work is None:
+        choice = Threads(count=physical_cores(), policy="passive", source="default")
     else:
         choice = known = known or measure(work)
     if known is not None and known.count == choice.count:  # so many threads were fastest here, waiting so

@@ -147,6 +147,7 @@ class Serve:
     max_batch: int
     kv_memory_mb: int
     rank: int  # of the adapters
+    memory_share: float = 0.0  # of a GPU that is free for it, else it asks for 0.92; 0: not on one
     args: Sequence[str] = ()
 
     def command(self, port: int) -> list[str]:
@@ -172,6 +173,8 @@ class Serve:
             "middleware": GUARD,
         }
         pairs = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        if self.memory_share:
+            pairs += ["--gpu-memory-utilization", f"{self.memory_share:.2f}"]
         flags = ("--enable-lora", "--enable-scale-out", "--enable-prompt-tokens-details")
         return [self.python, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *self.args]
 

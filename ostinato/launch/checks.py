@@ -12,6 +12,7 @@ from ostinato.algo.pack import Aggregation
 from ostinato.config import Recipe
 from ostinato.config.sections import RewardSection
 from ostinato.engine.vllm_answers import COLDEST
+from ostinato.launch.models import device_of
 from ostinato.model.decoder import Decoder
 from ostinato.parallel.launch import Place
 from ostinato.parallel.layout import Layout
@@ -111,10 +112,12 @@ def check_cluster(recipe: Recipe) -> None:
             f'adapter.kind is "full" with cluster.{key}, but a trainer in this process publishes all '
             "weights, as a file of this host; drop it, or train an adapter"
         )
-    if recipe.model.device.startswith("cuda") and not section.gpus_per_sampler:
+    device = recipe.model.device
+    placed = device_of(recipe.model) if device == "auto" else device
+    if placed.startswith("cuda") and not section.gpus_per_sampler:
         raise ValueError(
-            f"model.device is {recipe.model.device!r} with cluster.gpus_per_sampler 0, so samplers would see "
-            "no GPU; set it to 1, or to a share of one"
+            f"model.device is {device!r}, here {placed}, with cluster.gpus_per_sampler 0, so samplers "
+            "would see no GPU; set it to 1, or to a share of one"
         )
 
 

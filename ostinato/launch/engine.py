@@ -20,6 +20,7 @@ from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_server import KEY, Serve, Server, VllmAt, VllmChild
 from ostinato.launch import RunFailed
 from ostinato.launch.checks import check_exact, check_model
+from ostinato.launch.device_memory import Need, free_share, kv_memory_mb, vllm_kv_memory_mb
 from ostinato.launch.drafts import Memory
 from ostinato.model.decoder import Decoder
 from ostinato.model.native import Kernels
@@ -45,7 +46,14 @@ def notes(recipe: Recipe) -> Iterator[str]:
 
 @contextlib.contextmanager
 def vllm_engine(
-    recipe: Recipe, decoder: Decoder, renderer: Renderer, *, model: Path, prompt: np.ndarray, folder: Path
+    recipe: Recipe,
+    decoder: Decoder,
+    renderer: Renderer,
+    *,
+    model: Path,
+    prompt: np.ndarray,
+    folder: Path,
+    need: Need | None = None,
 ) -> Iterator[VllmEngine]:
     """The engine on a server that is started in, or found, and left with the context. ``model`` is the base's
     folder, ``prompt`` ([P] token ids) any of the run's, ``folder`` where adapters and the log go.
@@ -53,7 +61,7 @@ def vllm_engine(
     Raises ValueError for a server that cannot do it, and RunFailed for one that is not there.
     """
     check_model(recipe, decoder)
-    cluster, server = recipe.cluster, _server(recipe, decoder, model, folder)
+    cluster, server = recipe.cluster, _server(recipe, decoder, model, folder, need)
     where = recipe.engine.address or f"started here, its log {folder / 'server.log'}"
     logger.info(f"vLLM         {where}; waited for {cluster.start_s:g} s at most")
     try:
@@ -75,7 +83,7 @@ def vllm_engine(
         engine.close()
 
 
-def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path) -> Server:
+def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path, need: Need | None) -> Server:
     settings, start_s, key = recipe.engine, recipe.cluster.start_s, os.environ.get(KEY, "")
     if settings.address:
         return VllmAt(settings.address, start_s=start_s, key=key)
@@ -85,7 +93,8 @@ def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path) -> Serv
         dtype=recipe.model.dtype,
         context=decoder.config.max_positions,
         max_batch=settings.max_batch,
-        kv_memory_mb=settings.kv_memory_mb,
+        kv_memory_mb=vllm_kv_memory_mb(recipe, decoder, need),
+        memory_share=free_share(decoder),
         rank=recipe.adapter.rank,
         args=settings.server_args,
     )
@@ -112,16 +121,19 @@ def new_engine(
     renderer: Renderer,
     memory: Memory | None = None,
     *,
+    need: Need | None = None,
     name: str = "sampler-0",
 ) -> LocalEngine:
     """The in-process engine, serving the base, on the decoder's own tensors or a copy (``engine.weights``);
-    with drafts from ``memory``. ``name`` is the worker's in the timeline."""
+    with drafts from ``memory``. ``need``: what is sampled at once, None where that is not known. ``name`` is
+    the worker's in the timeline."""
     found = kernels(recipe, decoder)
+    sampler = sampler_decoder(recipe, decoder, found)
     return LocalEngine(
-        sampler_decoder(recipe, decoder, found),
+        sampler,
         kernels=found,
         decode=renderer.decode,
-        kv_memory_mb=recipe.engine.kv_memory_mb,
+        kv_memory_mb=kv_memory_mb(recipe, sampler, need),
         max_batch=recipe.engine.max_batch,
         context_limit=decoder.config.max_positions,
         drafter=memory.drafter if memory else None,

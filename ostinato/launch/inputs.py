@@ -27,6 +27,7 @@ from ostinato.env.mixture import Mixture, counts, named
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks, with_system
 from ostinato.env.tools import resolve_tools
 from ostinato.launch.checks import check, check_answers, check_solvable
+from ostinato.launch.device_memory import Need, step_need
 from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
 from ostinato.launch.graders import new_grader
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+TEMPLATE = 64  # tokens that a template adds to a prompt, about
 
 
 class ClosingGrader(Grader, Protocol):
@@ -309,6 +311,14 @@ def _bytes(prompt: Prompt) -> int:
     if prompt.messages is None:
         return len((prompt.text or "").encode())
     return len(json.dumps([prompt.messages, prompt.tools], ensure_ascii=False, default=str).encode())
+
+
+def rollout_need(prepared: RunInputs) -> Need:
+    """What a step of training samples at once. A token of a prompt is taken for two bytes or more."""
+    recipe = prepared.recipe
+    prompts = [*prepared.train_prompts, *prepared.eval_prompts]
+    longest = max(map(_bytes, prompts), default=0) // 2 + TEMPLATE
+    return step_need(recipe, longest_answer(recipe, prepared.renderer)[0], longest)
 
 
 def new_stage(prepared: RunInputs, engine: Engine, grader: Grader) -> RolloutContext:

@@ -17,7 +17,7 @@ from ostinato.launch.drafts import Memory, save_history
 from ostinato.launch.engine import new_engine
 from ostinato.launch.evaluations import evaluations
 from ostinato.launch.forgetting import new_forgetting
-from ostinato.launch.inputs import RunInputs, longest_answer, new_stage, new_tasks
+from ostinato.launch.inputs import RunInputs, longest_answer, new_stage, new_tasks, rollout_need
 from ostinato.launch.introduction import device_name, own_weights
 from ostinato.launch.models import newest_checkpoint
 from ostinato.launch.policy import write_policy
@@ -66,7 +66,7 @@ async def score_exported(
     with."""
     sampler = prepared.recipe.engine.model_copy(update={"weights": "model"})
     exact = dataclasses.replace(prepared, recipe=prepared.recipe.model_copy(update={"engine": sampler}))
-    engine = new_engine(exact.recipe, exact.decoder, exact.renderer)
+    engine = new_engine(exact.recipe, exact.decoder, exact.renderer, need=rollout_need(exact))
     engine.publish(adapters, state.step)
     stage, main = new_stage(exact, engine, exact.grader), new_evaluations(exact)[0]
     with ledger.work(), ledger.evaluating():

@@ -79,7 +79,11 @@ def recipe_of(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:
         run = RunFolder.open(path)
         return Recipe.load(run.recipe, *overrides), run
     if is_model_name(target):
-        return Recipe.load("quickstart", f"model.path={target}", *overrides), None
+        recipe = Recipe.load("quickstart")
+        own = [f"model.path={target}"]
+        if target != recipe.model.path:  # its other keys of [model] are chosen for its own model
+            own.append(f"model.fp32_head={str(ModelSection().fp32_head).lower()}")
+        return Recipe.load("quickstart", *own, *overrides), None
     try:
         return Recipe.load(find_recipe(target), *overrides), None
     except ValueError as error:

@@ -11,7 +11,7 @@ from ostinato.engine.vllm_proof import Verdict
 from ostinato.launch.components import RunComponents
 from ostinato.launch.drafts import Memory
 from ostinato.launch.engine import new_engine, vllm_engine
-from ostinato.launch.inputs import RunInputs, environment
+from ostinato.launch.inputs import RunInputs, environment, rollout_need
 from ostinato.launch.loop import new_drafting
 from ostinato.launch.ranks import open_trainer
 from ostinato.protocols import RestorableTrainer
@@ -36,7 +36,7 @@ def open_components(
         if recipe.engine.backend == "vllm":
             yield prepared, held.enter_context(_sampling_by_vllm(prepared, trainer, folder))
             return
-        engine = new_engine(recipe, decoder, prepared.renderer, memory)
+        engine = new_engine(recipe, decoder, prepared.renderer, memory, need=rollout_need(prepared))
         yield (
             prepared,
             RunComponents(
@@ -58,7 +58,13 @@ def _sampling_by_vllm(
     recipe, renderer = prepared.recipe, prepared.renderer
     prompt = asyncio.run(first_context(environment(recipe, renderer)(prepared.train_prompts[0])))
     with vllm_engine(
-        recipe, prepared.decoder, renderer, model=prepared.folder, prompt=prompt, folder=folder / "vllm"
+        recipe,
+        prepared.decoder,
+        renderer,
+        model=prepared.folder,
+        prompt=prompt,
+        folder=folder / "vllm",
+        need=rollout_need(prepared),
     ) as engine:
 
         async def end() -> None:

@@ -153,6 +153,7 @@ def _session(
         chosen = threads.configure(recipe)
         recipe = resolved(recipe, run=path if resume else None, warn=True)
         from ostinato.launch.checks import check
+        from ostinato.launch.device_memory import named_out_of_memory
         from ostinato.launch.drafts import new_memory
         from ostinato.launch.forecast import new_forecaster
         from ostinato.launch.inputs import prepare
@@ -163,6 +164,7 @@ def _session(
         from ostinato.pipeline.state import LoopState
 
         recipe = pinned(recipe)
+        held.enter_context(named_out_of_memory(recipe, f"to go on: ostinato resume {path}"))
         with waiting("loading the model, its prompts and rewards"):
             prepared = held.enter_context(prepare(recipe, training=True))
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None)

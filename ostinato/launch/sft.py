@@ -24,6 +24,7 @@ from ostinato.env.answers import example, load_rows, pair
 from ostinato.env.tasks import order
 from ostinato.launch import RunFailed
 from ostinato.launch.checks import check
+from ostinato.launch.device_memory import named_out_of_memory
 from ostinato.launch.dtype import resolved
 from ostinato.launch.engine import training_ops
 from ostinato.launch.inputs import check_tokens
@@ -81,6 +82,14 @@ def _session(recipe: Recipe, path: Path, *, again: bool) -> tuple[Path, int, str
         recipe = Recipe.parse({**tree, "trainer": {**tree["trainer"], "steps": steps}})
     if again:
         check_steps(RunFolder.open(path), recipe.trainer.steps)
+    with named_out_of_memory(recipe, f"to go on: ostinato resume {path}"):
+        return _learn(recipe, path, folder, train, held_out, again=again)
+
+
+def _learn(
+    recipe: Recipe, path: Path, folder: Path, train: Rows, held_out: Rows, *, again: bool
+) -> tuple[Path, int, str]:
+    """From the rows to the adapter."""
     decoder = load_decoder(recipe.model, folder)
     adapters = new_adapters(recipe, decoder)
     learner = Accumulator(

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from ostinato.config import Recipe
 from ostinato.engine.serve import SamplerServer
+from ostinato.launch.device_memory import step_need
 from ostinato.launch.drafts import Memory, new_memory
 from ostinato.launch.engine import new_engine, shares
+from ostinato.launch.inputs import longest_answer
 from ostinato.launch.models import load_decoder
 from ostinato.launch.teacher import new_teacher
 from ostinato.launch.trainer import new_adapters, new_trainer, save_refused
@@ -31,7 +33,9 @@ def sampler(recipe: str, name: str, history: str = "") -> SamplerServer:
     decoder = load_decoder(parsed.model, folder, shared=shares(parsed))
     saved = Path(history) if history and Path(history).exists() else None
     memory = new_memory(parsed.draft, saved)
-    engine = new_engine(parsed, decoder, Renderer(folder), memory, name=name)
+    renderer = Renderer(folder)
+    need = step_need(parsed, longest_answer(parsed, renderer)[0])
+    engine = new_engine(parsed, decoder, renderer, memory, need=need, name=name)
     remember = None if memory is None else Remembering(memory)
     return SamplerServer(engine, name, lambda payload: unpack(payload, decoder.config), remember=remember)
 

@@ -57,6 +57,14 @@ def test_a_rank_without_room_is_refused_and_others_are_rounded_up(tmp_path: Path
         VllmChild(replace(serve, rank=600), tmp_path / "log")
 
 
+def test_a_server_beside_a_trainer_asks_for_what_is_free() -> None:
+    """vLLM wants 0.92 of a GPU to be free, whatever its cache is given: beside a trainer it did not start."""
+    share = "--gpu-memory-utilization"
+    assert share not in served_by("python").command(81)
+    command = served_by("python", memory_share=0.55, args=(share, "0.3")).command(81)
+    assert [command[at + 1] for at, word in enumerate(command) if word == share] == ["0.55", "0.3"]
+
+
 def test_the_servers_environment_keeps_the_users_and_has_what_it_needs() -> None:
     users = {"PYTHONPATH": "/mine", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_SERVER_DEV_MODE": "0"}
     found = environment(users, "a key")

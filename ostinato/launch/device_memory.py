@@ -1,0 +1,211 @@
+"""Memory of the device that a run is on: what the keys and values get of it, and what filled it.
+
+The trainer's share is the planner's (``plan.memory``): activations, gradients, optimizer, working set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ostinato.config import Recipe
+from ostinato.launch import RunFailed
+from ostinato.launch.models import adapter_spec, device_of
+from ostinato.model.config import ModelConfig, read_config
+from ostinato.model.named import model_folder
+from ostinato.parallel.layout import Layout
+from ostinato.plan.cluster import parse_cluster
+from ostinato.plan.memory import trainer_memory
+from ostinato.plan.problem import DType, Model, Phase, Precision, Problem, Recompute, Sampler, Setup, Work
+
+if TYPE_CHECKING:
+    from ostinato.model.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+LEAST_MB = 512  # of an engine that says "auto": what a small model needs, and prefixes to be found again
+KEPT = 1.5e9  # bytes of a GPU that are left: context, workspaces, the sampler's own pass
+PART = 0.5  # of a host's free memory that keys and values may take
+SERVED = 4096  # tokens of a sequence that a GPU serves, as far as it is not known
+PROMPT = 1024  # tokens of a prompt that is not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What is in a KV cache at once at most: ``prompts`` prompts with ``group`` answers each, in tokens."""
+
+    prompts: int
+    group: int
+    prompt_tokens: int
+    answer_tokens: int  # of all turns
+    trains: bool = False  # beside a trainer on the same device
+
+    def tokens(self, context: int, sequences: int) -> int:
+        """Of at most ``sequences`` sequences of ``context`` tokens; siblings share their prompt."""
+        answers = min(sequences, self.prompts * self.group)
+        prompt = min(self.prompt_tokens, context)
+        own = min(self.answer_tokens, context - prompt) + 16  # of the last block, a part
+        return math.ceil(answers / self.group) * (prompt + 16) + answers * own
+
+
+def step_need(recipe: Recipe, answer_tokens: int, prompt_tokens: int = PROMPT) -> Need:
+    """Of the rollouts of training, with those that are played ahead. ``answer_tokens``: of a turn."""
+    rollout = recipe.rollout
+    turns = max(task.max_turns for task in recipe.task.by_name.values())
+    rounds = 1 + recipe.pipeline.staleness
+    return Need(
+        prompts=rollout.prompts_per_step * rounds,
+        group=rollout.group_size,
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens * turns,
+        trains=not recipe.cluster.samplers,
+    )
+
+
+def kv_memory_mb(recipe: Recipe, decoder: Decoder, need: Need | None = None) -> int:
+    """``engine.kv_memory_mb`` with a number for "auto": LEAST_MB, or more where ``need`` asks for it and the
+    device has it. A number too small for ``need`` stays, and is said. None: an engine that serves."""
+    from ostinato.engine.paged import BLOCK, block_bytes
+
+    section, context = recipe.engine, decoder.config.max_positions
+    token = block_bytes(decoder.config.num_layers, decoder.kv_shape, decoder.dtype) / BLOCK
+    given = section.kv_memory_mb
+    if need is None:
+        on_gpu = decoder.device.type == "cuda"
+        least = section.max_batch * min(context, SERVED) if on_gpu else 0
+        wanted = max(least, 2 * context)
+    else:
+        wanted = need.tokens(context, section.max_batch)
+    wanted_mb = math.ceil(wanted * token / 2**20)
+    if given != "auto":
+        if need is not None and given < wanted_mb:
+            logger.warning(
+                f"engine.kv_memory_mb is {given}, room for {int((given << 20) / token):,} tokens; those "
+                f'of a step have up to {wanted:,} ({wanted_mb:,} MB), so some wait: use "auto"'
+            )
+        return given
+    room = _room_mb(recipe, decoder, trains=need is not None and need.trains)
+    if room is None or wanted_mb <= max(room, LEAST_MB):
+        return max(LEAST_MB, wanted_mb)
+    if need is not None:
+        logger.info(f"KV cache     {room:,} MB; all sequences of a step would take up to {wanted_mb:,}")
+    return max(LEAST_MB, room)
+
+
+def vllm_kv_memory_mb(recipe: Recipe, decoder: Decoder, need: Need | None) -> int:
+    """The same for a vLLM server on this device, which has a copy of the weights besides."""
+    if recipe.engine.kv_memory_mb != "auto" or decoder.device.type != "cuda":
+        return kv_memory_mb(recipe, decoder, need)
+    weights = sum(weight.numel() * weight.element_size() for weight in decoder.parameters()) >> 20
+    return max(
+        LEAST_MB,
+        min(kv_memory_mb(recipe, decoder, need), (_room_mb(recipe, decoder, trains=True) or 0) - weights),
+    )
+
+
+def free_share(decoder: Decoder) -> float:
+    """Of the GPU that the decoder is on, what is free, in whole hundredths; 0 on a CPU."""
+    if decoder.device.type != "cuda":
+        return 0.0
+    import torch
+
+    free, total = torch.cuda.mem_get_info(decoder.device)
+    return math.floor(100 * free / total - 1) / 100
+
+
+def _room_mb(recipe: Recipe, decoder: Decoder, *, trains: bool) -> int | None:
+    """What the device has left for keys and values; None where it does not say."""
+    if decoder.device.type == "cuda":
+        import torch
+
+        free = torch.cuda.mem_get_info(decoder.device)[0] - KEPT
+        if trains:
+            free -= sum(
+                size for name, size in terms(recipe, decoder.config).items() if name != "base weights"
+            )
+        return max(0, int(free)) >> 20
+    free = host_memory()
+    here = max(1, recipe.cluster.samplers)  # that may share this host
+    return None if free is None else int(PART * free / here) >> 20
+
+
+def host_memory(meminfo: Path = Path("/proc/meminfo")) -> float | None:
+    """Bytes that the host has to give; None where the system does not say."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        return 1024.0 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def terms(recipe: Recipe, config: ModelConfig) -> dict[str, float]:
+    """Bytes by term of a trainer that has all of the model, while it trains."""
+    settings, full = recipe.trainer, recipe.adapter.kind == "full"
+    wide = recipe.model.dtype == "float32" or full
+    dtype = DType.FP32 if wide else DType.BF16
+    stored = DType.BF16 if recipe.model.storage == "bfloat16" else dtype
+    problem = Problem(
+        model=Model(name=recipe.model.path, config=config),
+        adapter=None if full else adapter_spec(recipe.adapter),
+        precision=Precision(base=stored, sampler=stored, compute=dtype, kv=dtype),
+        work=Work(
+            prompts=recipe.rollout.prompts_per_step,
+            group=recipe.rollout.group_size,
+            prompt_tokens=PROMPT,
+            answers=(recipe.rollout.max_tokens,),
+            max_answer=recipe.rollout.max_tokens,
+        ),
+        cluster=parse_cluster("1xH100-80"),  # memory is the same on all
+        sampler=Sampler(name="local", latent_kv=False),
+    )
+    again = Recompute.FULL if settings.recompute else Recompute.NONE
+    setup = Setup(layout=Layout(), microbatch=settings.tokens_per_microbatch, recompute=again)
+    found = dict(trainer_memory(problem, Phase.TRAIN, setup).terms)
+    return {name: size for name, size in found.items() if name != "context"}
+
+
+@contextlib.contextmanager
+def named_out_of_memory(recipe: Recipe, hint: str) -> Iterator[None]:
+    """Raises RunFailed in place of torch's error when the device is full: what fills it, the key that helps
+    most, and the ``hint``."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # the errors of torch for a GPU and for a CPU
+        if not is_out_of_memory(error):
+            raise
+        raise RunFailed(f"{out_of_memory(recipe)}; {hint}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of a device or of the host."""
+    import torch
+
+    said = ("can't allocate memory", "CUDA out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(one in str(error) for one in said)
+
+
+def out_of_memory(recipe: Recipe) -> str:
+    """One sentence."""
+    found = terms(recipe, read_config(model_folder(recipe.model.path)))
+    weights = found.pop("base weights", 0.0)
+    trained = sum(found.pop(name, 0.0) for name in ("adapters", "gradients", "optimizer", "adapter copies"))
+    given, rows = recipe.engine.kv_memory_mb, recipe.trainer.tokens_per_microbatch
+    cache = 0.0 if given == "auto" else float(given << 20)
+    shares = {"weights": weights, "adapters and optimizer": trained, "activations": sum(found.values())}
+    shares |= {"keys and values": cache} if cache else {}
+    largest = max(shares, key=shares.__getitem__)
+    fixes = {
+        "weights": "use a smaller model, or model.dtype=bfloat16",
+        "adapters and optimizer": "lower adapter.rank, or adapter.kind=lora",
+        "activations": f"lower trainer.tokens_per_microbatch ({rows})",
+        "keys and values": f"lower engine.kv_memory_mb ({given})",
+    }
+    if largest in ("weights", "activations") and not recipe.trainer.recompute:
+        fixes[largest] = f"set trainer.recompute=true, or lower trainer.tokens_per_microbatch ({rows})"
+    listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in shares.items())
+    where = device_of(recipe.model)
+    return f"the memory of {where} is full; a step takes, in GB by estimate: {listed}; {fixes[largest]}"
