@@ -1,4 +1,4 @@
-"""Memory of the device that a run is on: what the keys and values get of it, and what filled it.
+"""The device that a run is on: what keys and values get of its memory, what filled it, and how fast it is.
 
 The trainer's share is the planner's (``plan.memory``): activations, gradients, optimizer, working set.
 """
@@ -19,7 +19,7 @@ from ostinato.launch.models import adapter_spec, device_of
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.named import model_folder
 from ostinato.parallel.layout import Layout
-from ostinato.plan.cluster import parse_cluster
+from ostinato.plan.cluster import SHEETS, gpu_named, parse_cluster, peak
 from ostinato.plan.memory import trainer_memory
 from ostinato.plan.problem import DType, Model, Phase, Precision, Problem, Recompute, Sampler, Setup, Work
 
@@ -209,3 +209,33 @@ def out_of_memory(recipe: Recipe) -> str:
     listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in shares.items())
     where = device_of(recipe.model)
     return f"the memory of {where} is full; a step takes, in GB by estimate: {listed}; {fixes[largest]}"
+
+
+def gpu_figures(decoder: Decoder) -> dict[str, float]:
+    """Metrics since the last call: the most that was allocated, and is kept for it; empty on a CPU."""
+    if decoder.device.type != "cuda":
+        return {}
+    import torch
+
+    most, kept = (
+        size(decoder.device) / 1e9
+        for size in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+    )
+    torch.cuda.reset_peak_memory_stats(decoder.device)
+    return {"gpu/memory_peak_gb": most, "gpu/memory_kept_gb": kept}
+
+
+def peak_flops(decoder: Decoder) -> float:
+    """FLOP/s of bf16 by the data sheet of the GPU that the decoder is on; 0 where none is known."""
+    if decoder.device.type != "cuda" or decoder.dtype.itemsize != 2:
+        return 0.0
+    import torch
+
+    return sheet_flops(torch.cuda.get_device_name(decoder.device))
+
+
+def sheet_flops(name: str) -> float:
+    """Of a GPU by the name that its driver gives, e.g. "NVIDIA H100 80GB HBM3"; 0 for others."""
+    plain = name.replace(" ", "")
+    known = [key for key in SHEETS if key != "cpu" and key.rpartition("-")[0] in plain]
+    return peak(gpu_named(known[0]), DType.BF16) if known else 0.0

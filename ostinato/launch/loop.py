@@ -13,6 +13,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.every import Every, spent_in_steps
 from ostinato.launch.checks import check, solved_at
 from ostinato.launch.components import RunComponents
+from ostinato.launch.device_memory import peak_flops
 from ostinato.launch.drafts import Memory, save_history
 from ostinato.launch.engine import new_engine
 from ostinato.launch.evaluations import evaluations
@@ -76,7 +77,7 @@ async def score_exported(
     return row | {"exported": True, "spent": spent_in_steps(state.step, state.totals)}
 
 
-def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
+def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int, peak_flops: float = 0.0) -> Plan:
     """``answer_tokens``: of the longest answer of a turn."""
     pilot = recipe.rollout.pilot
     return Plan(
@@ -85,6 +86,7 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         group_size=recipe.rollout.group_size,
         answer_tokens=answer_tokens * max(task.max_turns for task in recipe.task.by_name.values()),
         tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
+        peak_flops=peak_flops,
         minibatches=recipe.trainer.minibatches,
         drift=new_drift(recipe),
         staleness=recipe.pipeline.staleness,
@@ -169,7 +171,9 @@ def new_loop(
             write_policy(prepared.decoder, trainer.adapters(), prepared.folder, to, recipe.model.path)
 
     return Loop(
-        plan=new_plan(recipe, flops, longest_answer(recipe, prepared.renderer)[0]),
+        plan=new_plan(
+            recipe, flops, longest_answer(recipe, prepared.renderer)[0], peak_flops(prepared.decoder)
+        ),
         stage=new_stage(prepared, components.engine, prepared.grader),
         tasks=new_tasks(prepared),
         trainer=trainer,

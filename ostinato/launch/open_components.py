@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ostinato.engine.vllm_proof import Verdict
 from ostinato.launch.components import RunComponents
+from ostinato.launch.device_memory import gpu_figures
 from ostinato.launch.drafts import Memory
 from ostinato.launch.engine import new_engine, vllm_engine
 from ostinato.launch.inputs import RunInputs, environment, rollout_need
@@ -44,6 +45,7 @@ def open_components(
                 engine=engine,
                 memory=memory,
                 drafting=new_drafting(memory, engine) if memory else None,
+                extra_metrics=lambda: gpu_figures(decoder),
                 tokens_sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
                 span_sources=(engine,),
             ),
@@ -75,7 +77,7 @@ def _sampling_by_vllm(
             trainer=trainer,
             engine=engine,
             counters=(engine.counters,),
-            extra_metrics=lambda: proof_row(engine.take_verdict()),
+            extra_metrics=lambda: proof_row(engine.take_verdict()) | gpu_figures(prepared.decoder),
             tokens_sampled=lambda: engine.signs,
             span_sources=(engine,),
             end=end,

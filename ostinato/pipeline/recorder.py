@@ -34,6 +34,7 @@ from ostinato.pipeline.step_metrics import (
     step_work,
     token_counts,
     tool_rates,
+    utilisation,
 )
 from ostinato.pipeline.work import batch_work
 from ostinato.protocols import MetricWriter, Timed
@@ -135,6 +136,7 @@ class StepRecorder:
             costs=costs,
             drafts=drafted,
         )
+        row |= utilisation(row, self.plan.peak_flops)
         if self.plan.overlap:  # what has ended since the last row was played since then too
             now, before = time.perf_counter(), self._row_at
             row["tokens_per_s"] = token_counts(fresh)["sampled"] / (now - before)

@@ -56,6 +56,7 @@ class Plan:
     group_size: int
     answer_tokens: int  # longest answer allowed, all turns together
     tokens_per_microbatch: int
+    peak_flops: float = 0.0  # FLOP/s of the trainer's device by its data sheet; 0: not known, as of a CPU
     budget: Every = NEVER  # of training compute: the step that spends it is the last
     minibatches: int = 1  # optimizer steps per batch, as long as there are as many groups
     drift: Drift | None = None  # fewer of them, and less staleness, by forecast; None: always as many

@@ -140,6 +140,13 @@ def step_row(
     return row
 
 
+def utilisation(row: Mapping[str, float], peak_flops: float) -> dict[str, float]:
+    """``train/mfu``: FLOPs of training over those that the device has in that time; empty where a part of it
+    is not known."""
+    flops, seconds = row.get("flops/train", 0.0), row["time/train_s"]
+    return {"train/mfu": flops / (seconds * peak_flops)} if peak_flops and flops and seconds else {}
+
+
 def ages(batch: Batch) -> Counter[int]:
     """Trained tokens by how many versions the trainer is ahead of the policy that sampled them."""
     ages = [part.staleness for part in batch.microbatches]

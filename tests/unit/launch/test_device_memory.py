@@ -18,11 +18,13 @@ from ostinato.launch.device_memory import (
     host_memory,
     kv_memory_mb,
     named_out_of_memory,
+    sheet_flops,
     step_need,
     terms,
 )
 from ostinato.launch.models import recipe_of
 from ostinato.launch.threads import expects_gpu
+from ostinato.pipeline.step_metrics import utilisation
 from ostinato.plan.problem import find_model
 
 FEW = Need(prompts=2, group=4, prompt_tokens=20, answer_tokens=12)
@@ -115,6 +117,23 @@ def test_a_gpu_is_expected_before_torch_is_loaded(
     if there:
         driver.touch()
     assert expects_gpu(device, environ, driver) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("T4", 0),
+    ],
+)
+def test_utilisation_is_of_the_data_sheet(name: str, tflops: float) -> None:
+    """Nothing said how much of a GPU training uses."""
+    assert sheet_flops(name) == tflops * 1e12
+    row = {"flops/train": 2e15, "time/train_s": 4.0}
+    assert utilisation(row, 1e15) == {"train/mfu": 0.5}
+    assert utilisation(row, 0.0) == utilisation({"time/train_s": 4.0}, 1e15) == {}
 
 
 def test_a_bare_model_has_no_head_of_quickstart() -> None:
