@@ -168,7 +168,14 @@ class Letters:
     def prompt(self, prompt: Prompt) -> np.ndarray:
         return self.chat(prompt.messages or ())
 
-    def after_turn(self, messages: Sequence[Message], new_messages: Sequence[Message], *_: Any) -> np.ndarray:
+    def after_turn(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        answer: Any = (),
+        tools: Any = (),
+        template_kwargs: Any = None,
+    ) -> np.ndarray:
         return np.array([ord(char) for char in "\n" + self.chat_text(new_messages)], np.int32)
 
 
