@@ -160,6 +160,11 @@ def check_vllm(recipe: Recipe) -> None:
 
 def check_model(recipe: Recipe, decoder: Decoder) -> None:
     """The same, of what the model has to be known for."""
+    if decoder.config.is_untied:
+        raise ValueError(
+            "tie_word_embeddings is true in the model's config.json, and vLLM leaves out the lm_head.weight "
+            "that is there beside it; set the key to false"
+        )
     if decoder.num_moe_layers == 0:
         return
     if recipe.trainer.replay is not False and ROUTES not in recipe.engine.server_args:

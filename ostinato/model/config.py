@@ -120,6 +120,11 @@ class ModelConfig:
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
+    def is_untied(self) -> bool:
+        """Whether there is a head of its own that config.json denies."""
+        return bool(self.raw.get("tie_word_embeddings")) and not self.tie_embeddings
+
+    @property
     def v_head_dim(self) -> int:
         return self.mla.v_head_dim if self.mla else self.head_dim
 
@@ -261,7 +266,7 @@ def read_config(folder: str | Path) -> ModelConfig:
         f"{folder}: tie_word_embeddings is true, but lm_head.weight is not the embedding; it is used",
         stacklevel=1,
     )
-    return replace(config, tie_embeddings=False, raw={**raw, "tie_word_embeddings": False})
+    return replace(config, tie_embeddings=False)
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:

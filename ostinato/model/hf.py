@@ -210,6 +210,8 @@ def _config_json(decoder: Decoder) -> dict[str, Any]:
     """The config as it was read, with the dtype that the weights now have."""
     raw = dict(decoder.config.raw)
     raw.pop("torch_dtype", None)
+    if decoder.config.is_untied:
+        raw["tie_word_embeddings"] = False
     return raw | {"dtype": str(decoder.storage).removeprefix("torch.")}
 
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from ostinato.inputs import parse_json
 
 CHUNK = 8 << 20  # bytes read at once, so that the first answer comes soon
+MOST = 1 << 28  # bytes of a frame's content that are looked at
 WITNESS = 64  # bytes before the offset, by which a log is recognised
 
 
@@ -140,7 +141,7 @@ class Frames:
         try:
             with self.path.open("rb") as file:
                 file.seek(frame.offset)
-                data = zstandard.ZstdDecompressor().decompressobj().decompress(file.read(frame.size))
+                data = _expanded(file.read(frame.size), MOST)
         except (OSError, zstandard.ZstdError):
             return []
         return [row for line in data.splitlines() if (row := _object(line)) is not None]
@@ -180,6 +181,18 @@ def _frame_size(file: BinaryIO, start: int) -> int:
             return at + 4 * checksum
 
 
+def _expanded(data: bytes, most: int) -> bytes:
+    """The first ``most`` bytes of a frame's content: a small frame may hold any number of them. Raises
+    ZstdError."""
+    import zstandard
+
+    content = bytearray()
+    with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+        while len(content) < most and (part := reader.read(min(1 << 20, most - len(content)))):
+            content += part
+    return bytes(content)
+
+
 _STEP = re.compile(rb'^\{"step":(\d+),')
 
 
@@ -189,7 +202,7 @@ def _step(file: BinaryIO, start: int, size: int, most: int = 1 << 17) -> int | N
 
     file.seek(start)
     try:
-        head = zstandard.ZstdDecompressor().decompressobj().decompress(file.read(min(size, most)))
+        head = _expanded(file.read(min(size, most)), 64)
     except zstandard.ZstdError:
         return None
     found = _STEP.match(head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,15 @@ def test_experts_need_routes_and_an_adapter_that_vllm_can_read() -> None:
     with pytest.raises(ValueError, match=r'adapter\.targets has "mlp"'):
         check_model(recipe(trainer={"replay": False}), moe())
     check_model(recipe(adapter={"targets": ["attn"]}, engine={"server_args": [ROUTES]}), moe())
+
+
+def test_a_head_that_vllm_would_leave_out_is_refused() -> None:
+    """vLLM goes by ``tie_word_embeddings`` and drops the head of its own that the trainer uses."""
+    decoder = tiny_decoder(num_hidden_layers=1, mlp_only_layers=[0], tie_word_embeddings=True)
+    check_model(recipe(), decoder)
+    decoder.config = replace(decoder.config, tie_embeddings=False)
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        check_model(recipe(), decoder)
 
 
 def test_what_is_not_as_with_the_engine_here_is_said() -> None:

@@ -168,6 +168,19 @@ def test_frames_of_any_size_and_a_torn_end(
     assert [frame.size for frame in frames.frames] == wanted
 
 
+@pytest.mark.slow  # half a gigabyte
+def test_a_frame_that_grows_without_bound_is_not_expanded(tmp_path: Path) -> None:
+    """The first bytes of a frame were expanded in full to read its step: 128 kB of input are up to 4 GB."""
+    import zstandard
+
+    writer = zstandard.ZstdCompressor(level=1).compressobj()
+    row = [b'{"step":1,"x":"', *([b"a" * (1 << 23)] * 64), b'"}\n']
+    (tmp_path / "log.zst").write_bytes(b"".join(map(writer.compress, row)) + writer.flush())
+    frames = Frames(tmp_path / "log.zst")
+    frames.refresh()
+    assert [frame.step for frame in frames.frames] == [1] and frames.rows(frames.frames[0]) == []
+
+
 def test_new_frames_are_seen_and_a_replaced_log_is_read_anew(answers: JsonlZst) -> None:
     frames = Frames(answers.path)
     frames.refresh()
