@@ -1,7 +1,7 @@
 """Machines by name, with the figures of their data sheets, and how fast groups of their devices talk.
 
 GB is 10^9 bytes, links are counted in one direction, and FLOP/s are those of dense products, without
-sparsity. A device's memory is the number in its name; the card shows up to 7 % more, which is margin. Money,
+sparsity. A device's memory is what its driver shows, up to 7 % more than the number in its name. Money,
 network and host memory are on no data sheet: they are assumptions, printed with every plan, and all of them
 can be given (``replace``).
 """
@@ -42,13 +42,13 @@ class Sheet(NamedTuple):
 # H800 is an H100 with less NVLink; "cpu" is a core of a server, its "host" the memory that it has already.
 SHEETS: Mapping[str, Sheet] = MappingProxyType(
     {
-        "H800-80": Sheet(80, 494, 989, 1979, 3350, 200, 64, 50, 250, 2.5),
-        "H100-80": Sheet(80, 494, 989, 1979, 3350, 450, 64, 50, 250, 2.5),
-        "H200-141": Sheet(141, 494, 989, 1979, 4800, 450, 64, 50, 250, 3.2),
-        "A100-80": Sheet(80, 156, 312, 0, 2039, 300, 32, 25, 125, 1.5),
-        "H20-96": Sheet(96, 74, 148, 296, 4000, 450, 64, 50, 250, 1.4),
+        "H800-80": Sheet(85.5, 494, 989, 1979, 3350, 200, 64, 50, 250, 2.5),
+        "H100-80": Sheet(85.5, 494, 989, 1979, 3350, 450, 64, 50, 250, 2.5),
+        "H200-141": Sheet(150, 494, 989, 1979, 4800, 450, 64, 50, 250, 3.2),
+        "A100-80": Sheet(85, 156, 312, 0, 2039, 300, 32, 25, 125, 1.5),
+        "H20-96": Sheet(102, 74, 148, 296, 4000, 450, 64, 50, 250, 1.4),
         "L40S-48": Sheet(48, 183, 362, 733, 864, 32, 32, 12.5, 64, 0.9),
-        "RTX4090-24": Sheet(24, 82.6, 165, 330, 1008, 32, 32, 3.1, 32, 0.4),
+        "RTX4090-24": Sheet(25.3, 82.6, 165, 330, 1008, 32, 32, 3.1, 32, 0.4),
         "B200-192": Sheet(192, 1125, 2250, 4500, 8000, 900, 64, 50, 250, 5.0),
         "cpu": Sheet(8, 0.05, 0.05, 0, 8, 1.5, 8, 1, 8, 0.05),
     }

@@ -150,7 +150,7 @@ def question(problem: Problem) -> dict[str, str]:
         f"{gpu.link / GB:g} GB/s in the node, {gpu.nic / GB:g} between nodes",
         "sampler": f"{problem.sampler.name}, cache {kv / 1e3:,.1f} kB a token, "
         f"up to {problem.sampler.sequences} sequences a replica",
-        "reserve": f"context and NCCL {problem.reserve.context / GB:g} GB, "
+        "reserve": f"context and NCCL {problem.context / GB:g} GB, "
         f"fragmentation {problem.reserve.fragmentation:.0%} of activations",
         "imbalance": f"lognormal popularity, sigma {SIGMA}",
         "price": f"{gpu.price:g} per GPU and hour, assumed; {work.steps:,} steps",

@@ -222,7 +222,7 @@ def _reserved(problem: Problem, memory: Memory) -> Memory:
     dynamic = sum(
         size for name, size in memory.terms.items() if name in DYNAMIC or name == "gathered weights"
     )
-    reserve = {"context": problem.reserve.context, "fragmentation": problem.reserve.fragmentation * dynamic}
+    reserve = {"context": problem.context, "fragmentation": problem.reserve.fragmentation * dynamic}
     return Memory(terms={**memory.terms, **reserve}, stage=memory.stage, host=memory.host)
 
 
@@ -372,7 +372,7 @@ def trainer_rest(problem: Problem, train: Setup, stage: int) -> dict[str, float]
 
 
 def limit(problem: Problem) -> float:
-    """Bytes of one GPU. What the card has beyond the number in its name is part of the margin."""
+    """Bytes of one GPU."""
     return problem.cluster.gpu.memory
 
 

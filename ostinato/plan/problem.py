@@ -175,6 +175,7 @@ class Reserve:
     """What no formula of the model gives: bytes that are taken besides."""
 
     context: float = 3.0e9  # CUDA context, NCCL buffers, cuBLAS workspaces: 2 to 4 GB
+    alone: float = 1.0e9  # the same of a GPU by itself, without NCCL
     fragmentation: float = 0.06  # of what is allocated and freed every step (activations): 5 to 8 %
 
 
@@ -199,6 +200,11 @@ class Problem:
     cluster: Cluster
     sampler: Sampler = field(default_factory=Sampler)
     reserve: Reserve = field(default_factory=Reserve)
+
+    @property
+    def context(self) -> float:
+        """Bytes of a GPU that are taken beside tensors."""
+        return self.reserve.context if self.cluster.num_gpus > 1 else self.reserve.alone
 
     @property
     def config(self) -> ModelConfig:
