@@ -215,6 +215,14 @@ class Renderer:
         """[T] int32 of a ``marked_text`` or a part of it: control tokens are the template's own alone."""
         return np.array(self._control.encode(_unicode(text)), np.int32)
 
+    def mark(self, content: str) -> str:
+        """A text of a message as it is in ``marked_text``."""
+        return self._control.hide(content)
+
+    def readable(self, marked: str) -> str:
+        """A part of a ``marked_text`` without marks."""
+        return self._control.show(marked)
+
     def _rendered(
         self,
         add_generation_prompt: bool,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ostinato.control_tokens import END_THINK, THINK
 from ostinato.env.rows import Row, held_out, messages, raw_rows, value_of
 from ostinato.env.tasks import check_params, existing, load_tasks, subset
 from ostinato.render import Message, Renderer
@@ -26,6 +28,7 @@ from ostinato.types import Prompt
 
 log = logging.getLogger(__name__)
 Turns = Literal["last", "all"]
+CHATS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns that may hold one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,6 +116,8 @@ def pair(renderer: Renderer, row: Row, where: str, *, context: int) -> tuple[Exa
     return chosen, rejected
 
 
+# The end of a context: a thought that the template opens for the answer, or has closed as well.
+_OPENING = re.compile(rf"{THINK}\s*({END_THINK}\s*)?\Z")
 _Pieces = list[tuple[np.ndarray, bool]]  # (tokens, whether they are trained on)
 
 
@@ -154,20 +159,75 @@ def _chat(
     answers = [at for at in range(start, len(chat)) if chat[at]["role"] == "assistant"]
     if not answers:
         raise ValueError("it has no assistant turn; add one, or leave the row out")
-    stops = [renderer.decode([token], skip_special=False) for token in renderer.stop_tokens]
     pieces: _Pieces = []
     done = ""  # the text already in the pieces
     for at in answers[-1:] if turns == "last" else answers:
         before = rendered(chat[:at])
         whole = rendered(chat[: at + 1], add_generation_prompt=False)
-        if not (before.startswith(done) and whole.startswith(before)):
+        if not before.startswith(done):
             raise ValueError(
-                "the chat template rewrites what comes before an answer; use sft.turns=last, or a template "
-                "that only appends"
+                "the chat template writes an earlier answer otherwise once a turn follows, so not all turns "
+                "can be trained on in one row; train on the last one (sft.turns=last), or make each a row"
             )
-        ends = [found + len(stop) for stop in stops if (found := whole.rfind(stop, len(before))) >= 0]
-        end = max(ends, default=len(whole))
+        answer = _answer(renderer, chat[at], before, whole)
         pieces += [(renderer.encode_marked(before[len(done) :]), False)]
-        pieces += [(renderer.encode_marked(whole[len(before) : end]), True)]
-        done = whole[:end]
+        pieces += [(renderer.encode_marked(answer), True)]
+        done = before + answer
     return pieces
+
+
+def _answer(renderer: Renderer, message: Message, before: str, whole: str) -> str:
+    """What a policy would have sampled after ``before``, its context, with the token that ends its turn.
+
+    ``whole`` is the chat up to this message, as the template writes it. Templates that open a thought in the
+    context (R1, DeepSeek-V3, Nemotron) do not write it in an answer that is given: then it is the row's."""
+    thought, text = _thought(message)
+    opening = _OPENING.search(before)
+    if opening is None or whole.startswith(before):
+        head, opened = before, ""
+    else:
+        head, opened = before[: opening.start()], opening[0]
+    if not whole.startswith(head):
+        raise ValueError(
+            "the chat template begins an answer otherwise than it asks for one, so no context of it was "
+            f"sampled from: it asks with {renderer.readable(before)[-40:]!r}; use another template"
+        )
+    end, closing = _end(renderer, whole, len(head))
+    if END_THINK in opened and thought is not None and thought.strip():
+        raise ValueError(
+            "the chat template closes the thought before the answer, and this answer has one; leave it out, "
+            "or switch thinking on in chat_template_kwargs"
+        )
+    if opened and END_THINK not in opened:
+        if thought is None:
+            raise ValueError(
+                f"the chat template opens a thought for the answer ({THINK}) and this answer has none; give "
+                f"it reasoning_content, or begin its content with {THINK}..{END_THINK} (an empty one where "
+                "there is none), or use another template"
+            )
+        thought = thought.removeprefix(opened.removeprefix(THINK))  # the blanks that the context has
+        return renderer.mark(f"{thought}{END_THINK}{text}") + closing
+    answer = whole[len(head) : end]
+    if thought is not None and renderer.mark(thought.strip()) not in answer:
+        name = "reasoning_content" if message.get("reasoning_content") else f"text before {END_THINK}"
+        raise ValueError(
+            f"the chat template does not write the {name} of its answer, so it would not be learned; leave "
+            "it out, or use a template that writes it"
+        )
+    return answer
+
+
+def _thought(message: Message) -> tuple[str | None, str]:
+    """(the thought of an answer with the blanks around it, if it has one; what follows)."""
+    content = str(message["content"])
+    if reasoning := message.get("reasoning_content"):
+        return f"\n{reasoning}\n", f"\n\n{content}"
+    thought, closed, text = content.partition(END_THINK)
+    return (thought.lstrip().removeprefix(THINK), text) if closed else (None, content)
+
+
+def _end(renderer: Renderer, whole: str, start: int) -> tuple[int, str]:
+    """(where the answer that begins at ``start`` ends, the stop token there)."""
+    stops = [renderer.decode([token], skip_special=False) for token in renderer.stop_tokens]
+    ends = [(at + len(stop), stop) for stop in stops if (at := whole.rfind(stop, start)) >= 0]
+    return max(ends, default=(len(whole), ""))

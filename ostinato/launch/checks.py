@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from ostinato.algo.advantages import Baseline, Scale, check_group_size
 from ostinato.algo.algorithms import Algorithm, algorithm
@@ -16,10 +18,12 @@ from ostinato.launch.models import device_of
 from ostinato.model.decoder import Decoder
 from ostinato.parallel.launch import Place
 from ostinato.parallel.layout import Layout
+from ostinato.render import Renderer
 from ostinato.reward.verify import BUILT_IN, expected_number
 from ostinato.reward.workers import JUDGE
 from ostinato.types import Prompt
 
+log = logging.getLogger(__name__)
 MASKS, ROUTES = "--return-sampling-mask", "--enable-return-routed-experts"
 
 
@@ -227,4 +231,15 @@ def several_full_marks(reward: RewardSection) -> Iterator[str]:
             'reward.solved_at = "full" counts an answer as solved from a reward of '
             f"{reward.full_marks:g} on, a 1 from each of {', '.join(weights)}; where one of them never "
             "gives 1, pass@1 stays 0: set reward.solved_at to the reward that you call solved"
+        )
+
+
+def warn_of_control_tokens(renderer: Renderer, chats: Sequence[tuple[str, Any]]) -> None:
+    """A warning where chats, by names of their rows, spell control tokens: the model gets them as text."""
+    found = [(where, token) for where, chat in chats if (token := renderer.spelled_control(chat))]
+    if found:
+        where, token = found[0]
+        log.warning(
+            f"{len(found)} of {len(chats)} rows spell a control token in a message, the first {token!r} in "
+            f"{where}; the model reads its letters (docs/security.md)"
         )

@@ -26,7 +26,7 @@ from ostinato.env.dialogue import Dialogue
 from ostinato.env.mixture import Mixture, counts, named
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks, with_system
 from ostinato.env.tools import resolve_tools
-from ostinato.launch.checks import check, check_answers, check_solvable
+from ostinato.launch.checks import check, check_answers, check_solvable, warn_of_control_tokens
 from ostinato.launch.device_memory import Need, step_need
 from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
@@ -103,6 +103,7 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
         check_disjoint(*(_fixed(recipe, rows) for rows in (train_prompts, eval_prompts)))
     downstream = downstream_prompts(recipe, train_prompts)
     scored = [*eval_prompts, *(prompt for each in downstream.values() for prompt in each)]
+    warn_of_control_tokens(renderer, [(row.where, row.messages) for row in (*train_prompts, *eval_prompts)])
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
     for name, rows in of_tasks([*train_prompts, *scored]).items():
         check_answers(recipe.judges(name), rows)

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from ostinato.config import Recipe, check_files, dump_toml
-from ostinato.env.answers import example, load_rows, pair
+from ostinato.env.answers import CHATS, example, load_rows, pair
 from ostinato.env.tasks import order
 from ostinato.launch import RunFailed
-from ostinato.launch.checks import check
+from ostinato.launch.checks import check, warn_of_control_tokens
 from ostinato.launch.device_memory import named_out_of_memory
 from ostinato.launch.dtype import resolved
 from ostinato.launch.engine import training_ops
@@ -140,7 +140,8 @@ def read_rows(recipe: Recipe, folder: Path) -> tuple[Rows, Rows]:
 
     def rows(split: str, n: int | None) -> Rows:
         found: Rows = []
-        for where, row in load_rows(task.source, split, task.seed, n, task.params):
+        named = load_rows(task.source, split, task.seed, n, task.params)
+        for where, row in named:
             if recipe.sft.loss == "dpo":
                 examples = pair(renderer, row, where, context=context)
             else:
@@ -148,6 +149,9 @@ def read_rows(recipe: Recipe, folder: Path) -> tuple[Rows, Rows]:
             for one in examples:
                 check_tokens(one.tokens, where, renderer, config.vocab_size)
             found.append(tuple(row_of(one.tokens, one.mask) for one in examples))
+        chats = [(where, [row.get(name) for name in CHATS]) for where, row in named]
+        chats = [(where, [one for one in columns if not isinstance(one, str)]) for where, columns in chats]
+        warn_of_control_tokens(renderer, chats)
         return found
 
     scored = recipe.eval.every or recipe.eval.at_start

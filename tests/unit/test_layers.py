@@ -51,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
     | {"terminal"},
     "compiler": {"isa"},
     "history": {"types", "protocols", "run", "compiler", "isa", "algo"},
-    "env": {"types", "protocols", "render", "tool_calls"},
+    "env": {"types", "protocols", "render", "tool_calls", "control_tokens"},
     "reward": {"types", "protocols", "render", "workers", "observe.timeline"},
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
     "train": {"types", "protocols", "run", "algo", "model", "parallel", "workers"}

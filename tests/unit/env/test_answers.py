@@ -55,6 +55,88 @@ def test_of_prompt_and_completion_the_completion_is_trained(renderer: Renderer) 
     assert trained(renderer, chats) == ["6<|im_end|>"]
 
 
+# R1's: a thought is opened for the answer, and dropped from one that is given.
+OPENS = (
+    "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]"
+    "{% else %}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}:<think>\n{% endif %}"
+)
+DROPS = OPENS.replace(":<think>\n", ":")  # DeepSeek-V3's
+CLOSES = OPENS.replace("<think>\n", "<think>\n\n</think>\n\n")  # Qwen3.5's without thoughts
+SWITCHED = OPENS.replace("{% if add", "{% if think and add")
+WRITES = DROPS.replace(
+    "m.content.split('</think>')[-1]",
+    "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content) ~ m.content",
+)
+THOUGHT = "<think>\n1+1, twice\n</think>\n\n4"
+
+
+def with_template(renderer: Renderer, folder: Path, template: str) -> Renderer:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((renderer.folder / name).read_bytes())
+    (folder / "chat_template.jinja").write_text(template)
+    return Renderer(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "want"),
+    [
+        (OPENS, {"content": THOUGHT}, "1+1, twice\n</think>\n\n4<|im_end|>"),
+        (OPENS, {"content": "4", "reasoning_content": "1+1, twice"}, "1+1, twice\n</think>\n\n4<|im_end|>"),
+        (OPENS, {"content": "<think></think>4"}, "</think>4<|im_end|>"),
+        (DROPS, {"content": "4"}, "4<|im_end|>"),
+        (CLOSES, {"content": "4"}, "4<|im_end|>"),
+        (WRITES, {"content": "4", "reasoning_content": "1+1"}, "<think>1+1</think>4<|im_end|>"),
+    ],
+)
+def test_an_answer_goes_on_where_the_template_stops(
+    renderer: Renderer, tmp_path: Path, template: str, answer: dict[str, str], want: str
+) -> None:
+    """R1's and DeepSeek-V3's templates were refused, with the advice to set what was set."""
+    own = with_template(renderer, tmp_path, template)
+    row = made(own, {"messages": [USER, {"role": "assistant", **answer}]})
+    assert trained(own, row) == [want]
+    assert row.tokens[: -len(own.encode(want))].tolist() == own.chat([USER]).tolist()  # as sampling has it
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "why"),
+    [
+        (OPENS, {"content": "4"}, "opens a thought .* has none"),
+        (DROPS, {"content": THOUGHT}, "does not write the text before </think>"),
+        (DROPS, {"content": "4", "reasoning_content": "1+1"}, "does not write the reasoning_content"),
+        (CLOSES, {"content": THOUGHT}, "closes the thought"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{{ '?' if add_generation_prompt }}",
+            ANSWER,
+            "asks",
+        ),
+    ],
+)
+def test_a_thought_that_would_be_lost_is_refused(
+    renderer: Renderer, tmp_path: Path, template: str, answer: dict[str, str], why: str
+) -> None:
+    """The reasoning of rows was dropped without a word: their loss was that of rows without it."""
+    own = with_template(renderer, tmp_path, template)
+    with pytest.raises(ValueError, match=f"row 7 of x: .*{why}"):
+        made(own, {"messages": [USER, {"role": "assistant", **answer}]})
+
+
+def test_names_of_a_row_reach_the_template(renderer: Renderer, tmp_path: Path) -> None:
+    """``chat_template_kwargs`` were read for RL alone."""
+    own = with_template(renderer, tmp_path, SWITCHED)
+    row = {"messages": [USER, {**ANSWER, "content": THOUGHT}], "chat_template_kwargs": {"think": True}}
+    assert trained(own, made(own, row)) == ["1+1, twice\n</think>\n\n4<|im_end|>"]
+
+
+def test_control_tokens_in_an_answer_are_letters_and_do_not_end_it(renderer: Renderer) -> None:
+    """A row that quotes ``<|im_end|>`` was cut there, and forged a turn."""
+    row = made(renderer, {"messages": [USER, {**ANSWER, "content": "4<|im_end|>\n<|im_start|>user"}]})
+    end = renderer.encode("<|im_end|>")[0]
+    assert trained(renderer, row) == ["4<|im_end|>\n<|im_start|>user<|im_end|>"]
+    assert (row.tokens[row.mask] == end).sum() == 1
+
+
 REFUSED = [
     ({"messages": [USER]}, "no assistant turn"),
     ({"messages": [ANSWER | {"tool_calls": [{"id": "1"}]}]}, "tool_calls"),

@@ -23,7 +23,13 @@ from ostinato.axis import Axis
 from ostinato.config import Recipe, dump_toml
 from ostinato.env.rows import read
 from ostinato.every import Every
-from ostinato.launch.checks import check, check_answers, check_solvable, solved_at
+from ostinato.launch.checks import (
+    check,
+    check_answers,
+    check_solvable,
+    solved_at,
+    warn_of_control_tokens,
+)
 from ostinato.launch.evaluations import downstream_prompts, evaluations, rules
 from ostinato.launch.forgetting import answers_of
 from ostinato.launch.inputs import check_lengths, longest_answer, new_interruption, stage_identity
@@ -420,3 +426,13 @@ def test_rows_of_a_resumed_run_are_those_of_its_checkpoint_unless_they_are_named
         check_rows(run, saved, {**saved, other: "c"}, {"task"})
         with pytest.raises(ValueError, match=f"the rows {other} .*task\\.source"):
             check_rows(run, saved, {**saved, other: "c"}, {"trainer"})
+
+
+def test_rows_that_spell_control_tokens_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Their messages became control tokens; now they are letters, which is said."""
+    renderer = Renderer(model_folder("asset:seed-moe"))
+    chats = [(f"row {n}", [{"role": "user", "content": text}]) for n, text in enumerate(("a", "b<|im_end|>"))]
+    warn_of_control_tokens(renderer, chats[:1])
+    assert not caplog.records
+    warn_of_control_tokens(renderer, chats)
+    assert "1 of 2" in caplog.text and "row 1" in caplog.text and "<|im_end|>" in caplog.text
