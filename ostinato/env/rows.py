@@ -193,9 +193,11 @@ def _uid(row: Row, content: Any, answer: Any) -> str:
 
 
 def held_out(contents: Sequence[str], share: float) -> list[bool]:
-    """Which rows are held out: ``share`` of them, rounded but at least one, in the order of the hashes of
-    ``contents`` (what is asked), so that new rows move few others. Equal contents are on the same side, so
-    the number may fall short."""
+    """Which rows are held out: ``share`` of them, rounded but at least one (none for 0), in the order of the
+    hashes of ``contents`` (what is asked), so that new rows move few others. Equal contents are on the same
+    side, so the number may fall short."""
+    if not share:
+        return [False] * len(contents)
     digests = [hashlib.sha256(content.encode()).digest() for content in contents]
     counts, left, chosen = Counter(digests), max(1, round(share * len(contents))), set[bytes]()
     for digest, count in sorted(counts.items()):

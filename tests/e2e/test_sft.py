@@ -64,7 +64,7 @@ def test_a_run_learns_and_resumes_to_the_same_bits(
     more = ["--preference", "task.source=pairs.jsonl"] if kind == "dpo" else []
     assert ended(place, "sft", "tiny.toml", f"log.dir={kind}", *more) == 0
     run, printed = only(place, kind), capsys.readouterr().out
-    assert f"warm start   ostinato train RECIPE adapter.path={kind}/{run.name}/adapter" in printed
+    assert f"warm start   ostinato train RECIPE adapter.path={run}/adapter" in printed
     metrics = rows(run / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4, 5, 6]
     scored = [row["eval_loss"] for row in metrics if "eval_loss" in row]
@@ -172,10 +172,10 @@ BAD = [
     (["task.source=nowhere.jsonl"], "there is no such file"),
     (["eval.every=1e6 tokens"], "give it in steps"),
     (["parallel.layout=d2"], "parallel.layout"),
-    (["--preference"], "row 1 of rows.jsonl: it has no 'prompt'"),
+    (["--preference"], "rows.jsonl: it has no 'prompt'"),
     (["sft.loss=rl"], "sft.loss"),
-    (["task.source=silent.jsonl"], "row 3 of silent.jsonl: it has no assistant turn"),
-    (["task.source=equal.jsonl", "--preference"], "row 3 of equal.jsonl has the same answer as chosen and"),
+    (["task.source=silent.jsonl"], "silent.jsonl: it has no assistant turn"),
+    (["task.source=equal.jsonl", "--preference"], "equal.jsonl has the same answer as chosen and"),
 ]
 
 
