@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from ostinato.chat_template import ChatTemplate
+from ostinato.model.named import model_folder
 from ostinato.render import Renderer
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -96,3 +98,21 @@ def test_a_chat_template_that_is_no_text_is_refused(tmp_path: Path, template: ob
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(ValueError, match="chat_template"):
         Renderer(tmp_path)
+
+
+@pytest.mark.slow  # a million rounds
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_a_template_that_loops_is_refused_before_anything_is_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Each request would have met it."""
+    from ostinato.cli.app import main
+
+    shutil.copytree(model_folder("asset:seed-moe"), tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    more = ["-p", "hi"] if command == "generate" else ["--port", "0"]
+    with pytest.raises(SystemExit, match="2"):
+        main([command, str(tmp_path / "model"), *more])
+    assert "the chat template of" in capsys.readouterr().err.splitlines()[-1]
