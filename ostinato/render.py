@@ -17,13 +17,13 @@ from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ostinato.control_tokens import END_THINK, THINK, ControlTokens, encode_text
 from ostinato.inputs import has_surrogate, parse_json
-from ostinato.tool_calls import OPEN, Call, for_template, parse_calls
+from ostinato.tool_calls import FormOfCalls, for_template, form_of_calls
 from ostinato.types import Prompt
 
 if TYPE_CHECKING:
@@ -148,31 +148,9 @@ class Renderer:
         return "tools" in (self._template_text or "") and self._form_of_calls != "other"
 
     @cached_property
-    def _form_of_calls(self) -> Literal["read", "other", "none"]:
-        """How the chat template writes the calls of an answer: as ``tool_calls`` reads them, or not."""
-        function = {"name": "probe", "arguments": {"a": 1}}
-        call = {"id": "probe0000", "type": "function", "function": function}
-        user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": ""}
-        names = {
-            **self._special_names,
-            "documents": None,
-            "tools": [{"type": "function", "function": function}],
-        }
-        try:
-            without, text = (
-                self._template.render(**names, messages=[user, one])
-                for one in (answer, {**answer, "tool_calls": [call]})
-            )
-        except ValueError:  # it takes no such chat
-            return "other"
-        if text == without:
-            return "none"
-        is_read = parse_calls(text[text.rfind(OPEN) :]) == [Call(name="probe", arguments={"a": 1})]
-        return "read" if is_read else "other"
-
-    def reads(self, name: str) -> bool:
-        """Does the chat template have this name?"""
-        return self._template_text is not None and name in self._template_text
+    def _form_of_calls(self) -> FormOfCalls:
+        names = {**self._special_names, "documents": None, "add_generation_prompt": False}
+        return form_of_calls(lambda chat, tools: self._template.render(**names, messages=chat, tools=tools))
 
     def chat_text(self, messages: Sequence[Message], *given: Any, **named: Any) -> str:
         """The chat as the template writes it, with the arguments of ``chat``."""

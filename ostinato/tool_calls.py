@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ostinato.inputs import parse_json
 
 Message = Mapping[str, Any]
 
+FormOfCalls = Literal["read", "other", "none"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 _INSTRUCTIONS = """You may call functions. Their signatures:
@@ -69,6 +70,23 @@ def _parse_call(text: str) -> Call:
     if not isinstance(arguments, dict):
         return Call(error=f'"arguments" of {call["name"]} is not an object.')
     return Call(name=call["name"], arguments=arguments)
+
+
+def form_of_calls(render: Callable[[list[Message], list[Mapping[str, Any]]], str]) -> FormOfCalls:
+    """How a chat template, which ``render`` applies to (messages, tools), writes the calls of an answer: as
+    ``parse_calls`` reads them, in another form, or not at all. One that refuses such a chat has another."""
+    function = {"name": "probe", "arguments": {"a": 1}}
+    call = {"id": "probe0000", "type": "function", "function": function}
+    user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": ""}
+    tools: list[Mapping[str, Any]] = [{"type": "function", "function": function}]
+    try:
+        without, text = (render([user, one], tools) for one in (answer, {**answer, "tool_calls": [call]}))
+    except ValueError:
+        return "other"
+    if text == without:
+        return "none"
+    is_read = parse_calls(text[text.rfind(OPEN) :]) == [Call(name="probe", arguments={"a": 1})]
+    return "read" if is_read else "other"
 
 
 def for_template(
