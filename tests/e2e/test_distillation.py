@@ -66,8 +66,8 @@ def test_a_resumed_run_equals_an_undisturbed_one(teacher: Path, tmp_path: Path) 
 
 def test_bad_teachers_are_refused_before_work(teacher: Path, tmp_path: Path) -> None:
     faults = [
-        ({"teacher__adapter": ""}, r"algo\.teacher_coef is 1 without a teacher; set teacher\.adapter"),
-        ({"teacher__adapter": tmp_path / "none"}, "none does not exist"),
+        ({"teacher__adapter": ""}, r"algo\.teacher_coef is 1 without a teacher.* teacher\.adapter"),
+        ({"teacher__adapter": tmp_path / "none"}, r"teacher\.adapter is .*none"),
         ({"algo__name": "grpo", "teacher__adapter": teacher}, "has no effect because algo.teacher_coef is 0"),
         ({"teacher__adapter": teacher, "adapter__kind": "full"}, "is on the base that adapter.kind"),
         ({"teacher__adapter": teacher, "algo__teacher_coef": 0}, "so nothing is learned"),
