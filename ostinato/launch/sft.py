@@ -182,7 +182,9 @@ class _Course:
         if again:
             self._restore(run)
         if recipe.sft.loss == "dpo" and not len(self._reference):
-            parts = self._parts(range(len(self._rows)))
+            # held-out pairs in the parts in which they are scored: packed alike, they have the same bits
+            sets = (range(self._train), range(self._train, len(self._rows)))
+            parts = [part for places in sets for part in self._parts(places)]
             found = [answer_logprobs(self._learner, [self._rows[at] for at in part]) for part in parts]
             self._reference = np.concatenate(found)
         writers = open_writers(recipe.log.writers, run.path, recipe.model_dump(mode="json"))

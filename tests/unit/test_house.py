@@ -59,43 +59,35 @@ def test_classes_can_be_read() -> None:
     assert not long, "\n".join(long)
 
 
-# Lines of Python: what was reached on 2026-11-25. The aims are 40,000 for the wheel, 8,000 for the lab
+# Lines of Python: what was reached on 2026-11-27, with step 14 (others' data, models and clients) and the first
+# kernels for CUDA in it. The aims are 40,000 for the wheel, 8,000 for the lab
 # and 32,000 for the tests (with those of the lab), so these come down.
-BUDGETS = {  # room for step 14, to be set to what was reached when it ends
-    "observe": 6_130,
-    "engine": 6_315,
-    "model": 7_150,
-    "plan": 5_205,
-    "cli": 2_485,
-    "serve": 6_580,
-    "ablate": 2_180,
-    "parallel": 4_280,
-    "launch": 7_200,
-    "pipeline": 4_445,
-    "scaling": 3_640,
-    "train": 4_065,
-    "(files of their own)": 3_700,  # logs that a power cut tore, keys of other trainers, the renderer
-    "algo": 2_975,
-    "interop": 2_470,
-    "reward": 2_730,  # answers that are code: their processes 505; replies that fit their requests
-    "workers": 2_085,
-    "rollout": 2_150,
-    "history": 1_795,
-    "env": 2_480,
-    "product": 3_965,
-    "memory": 2_495,
-    "config": 2_215,
+BUDGETS = {
+    "observe": 5_330,
+    "engine": 5_625,
+    "model": 7_010,
+    "plan": 4_365,
+    "cli": 1_780,
+    "serve": 6_380,
+    "ablate": 1_305,
+    "parallel": 3_385,
+    "launch": 6_760,
+    "pipeline": 3_580,
+    "scaling": 2_745,
+    "train": 3_195,
+    "(files of their own)": 3_440,
+    "algo": 2_090,
+    "interop": 1_575,
+    "reward": 2_705,
+    "workers": 1_190,
+    "rollout": 1_290,
+    "history": 900,
+    "env": 1_855,
+    "product": 3_070,
+    "memory": 1_615,
+    "config": 1_590,
 }
-LAB, TESTS = (
-    # 2,700 a memory put to the test: world, policy, what replaces a line, its ceiling, refills by models,
-    # public data; 120 the forgetting watch; 530 exact, 200 feedback, 880 the race against TRL, 45 a picture
-    # of the ladder, 500 SFT and DPO, 115 a long chat, 240 the simulator beside the cube and sums
-    15_600,  # and 135 own answers of public sets
-    57_500,
-)  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
-# 1,380 memory and 425 its bench, 2,100 product, 480 judges, 22 scores of toys and connections of the Tinker
-# SDK, 190 TinyLoRA, 260 the race, 30 costs of a recorded run, 25 shuffled routes, 140 pilot
-# answers and 25 gain per FLOP, 105 drift
+LAB, TESTS = 15_570, 57_310  # with 1,375 of lab/gpu
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:
