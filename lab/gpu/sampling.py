@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from statistics import NormalDist
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from lab.gpu.world import DENSE, EXPERTS, TINY, Line, Lines, World
 from ostinato.algo.logprobs import linear_logprobs
 from ostinato.engine.local import LocalEngine
-from ostinato.engine.paged import BLOCK, GpuPaged, KVStore, block_bytes
+from ostinato.engine.paged import BLOCK, KVStore, block_bytes
 from ostinato.engine.runner import Runner
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -51,8 +52,8 @@ def contract(world: World) -> Lines:
     def decode(tokens: Sequence[int]) -> str:
         return "".join(chr(0x4E00 + token) for token in tokens)
 
-    for promise in CONTRACT:
-        engine = LocalEngine(decoder, decode=decode, kv_memory_mb=8, context_limit=64)
+    for (label, kernels), promise in product(world.sets.items(), CONTRACT):
+        engine = LocalEngine(decoder, kernels=kernels, decode=decode, kv_memory_mb=8, context_limit=64)
         subject = Subject(
             engine=engine,
             vocab=config.vocab_size,
@@ -61,7 +62,7 @@ def contract(world: World) -> Lines:
             score=score,
             addressed=not world.on_card,
         )
-        name, why = promise.__name__.replace("_", " "), ""
+        name, why = label + promise.__name__.replace("_", " "), ""
         try:
             promise(subject)
         except AssertionError as error:
@@ -86,9 +87,19 @@ def decoding(world: World, decoder: Decoder, cases: Sequence[tuple[int, int]], n
     """Passes in which every sequence has one row, beside what has to be read from memory for them."""
     layers, adapters = decoder.config.num_layers, _adapters(decoder, 0, rank=world.sizes.rank)
     most = max(rows * (context // BLOCK + 1) for rows, context in cases)
-    store = KVStore.allocate(layers, most, decoder.kv_shape, decoder.dtype, world.device)
-    runner = Runner(decoder, None, store)
-    runner.serve(adapters)
+    for label, kernels in world.sets.items():
+        by_position = kernels is not None
+        store = KVStore.allocate(
+            layers, most, decoder.kv_shape, decoder.dtype, world.device, by_position=by_position
+        )
+        runner = Runner(decoder, kernels, store)
+        runner.serve(adapters)
+        yield from _passes(world, runner, cases, label + name)
+
+
+def _passes(world: World, runner: Runner, cases: Sequence[tuple[int, int]], name: str) -> Lines:
+    decoder = runner.decoder
+    layers = decoder.config.num_layers
     token_bytes = block_bytes(layers, decoder.kv_shape, decoder.dtype) / BLOCK
     for rows, context in cases:
         found = sorted((runner.parts(rows, context) for _ in range(6)), key=sum)
@@ -126,13 +137,13 @@ def _host_reads(world: World, runner: Runner, decoder: Decoder, rows: int, name:
     tables, seen = owners[:, None].copy(), np.full(rows, 4, np.int32)
     where = runner._rows(tables[:, 0].astype(np.int64) * BLOCK + 3, tables, owners, seen)
     ids = torch.zeros(rows, dtype=torch.int64, device=world.device)
-    attend, policy = GpuPaged(runner.store, where), runner._policies[0].prepared
+    attend, policy = runner._attend(where), runner._policies[0].prepared
     waits, note = 0.0, ""
     with torch.inference_mode():
-        decoder.forward(ids, ids, attend, adapters=policy)
+        decoder.forward(ids, ids, attend, adapters=policy, ops=runner._ops)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            decoder.forward(ids, ids, attend, adapters=policy)
+            decoder.forward(ids, ids, attend, adapters=policy, ops=runner._ops)
         except RuntimeError as error:
             waits, note = 1.0, str(error).partition("\n")[0][:100]
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,21 +12,26 @@ from torch import Tensor
 
 from lab.gpu.world import DENSE, EXPERTS, TINY_EXPERTS, Line, Lines, World, off
 from ostinato.algo.logprobs import linear_logprobs
-from ostinato.engine.paged import GpuPaged, KVStore, Rows, TorchPaged
-from ostinato.engine.sampler import sample_torch
+from ostinato.engine.paged import GpuPaged, KVStore, Rows, TorchPaged, TritonPaged
+from ostinato.engine.sampler import sample, sample_torch
 from ostinato.engine.sequences import Settings
 from ostinato.model.config import MoEConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.moe import ExpertLora
-from ostinato.model.ops import TORCH_OPS
+from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
 from ostinato.model.shapes import AdapterSpec
 from ostinato.train.passes import head_products
 from ostinato.types import Sampling, Segment
 
+if TYPE_CHECKING:
+    from ostinato.model.cuda import CudaKernels
+
 FORWARD, BACKWARD = 8e-3, 2e-2  # of bf16, as shares of the largest value: a few roundings of 2e-3
 SEVERAL = ("add_lora", "experts", "experts with adapters")  # products of rounded products: twice that
+
+TRITON = ("rms_norm", "add_rms_norm", "rope", "silu_mul", "add_lora")
 
 Function = Callable[..., Tensor]
 
@@ -54,13 +59,22 @@ def _multiplied(world: World, n: int) -> float:
 
 
 def operations(world: World) -> Lines:
-    """Outputs and gradients of all ``Ops``."""
-    for name, function, shapes in _cases(world):
+    """Outputs and gradients of all ``Ops``, and of those that are in Triton."""
+    cases = _cases(world, TORCH_OPS)
+    if world.kernels is None:
+        yield Line(name="triton", note="no card, or no Triton")
+    else:
+        cases += [
+            (f"triton: {name}", function, shapes)
+            for name, function, shapes in _cases(world, world.kernels.ops)
+            if name in TRITON
+        ]
+    for name, function, shapes in cases:
         inputs = [_drawn(shape, index) for index, shape in enumerate(shapes)]
         ours = [x.to(world.device, copy=True).requires_grad_() for x in inputs]
         twins = [x.double().requires_grad_() for x in inputs]
         found, wanted = function(*ours), function(*twins)
-        bar = FORWARD * (1 + (name in SEVERAL))
+        bar = FORWARD * (1 + name.endswith(SEVERAL))
         yield Line(name=name, value=off(found, wanted), bar=bar, most=True)
         weights = _drawn(tuple(wanted.shape), 99)
         (found.float() * weights.to(world.device).float()).sum().backward()
@@ -75,7 +89,7 @@ def _drawn(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def _cases(world: World) -> list[tuple[str, Function, list[tuple[int, ...]]]]:
+def _cases(world: World, ops: Ops) -> list[tuple[str, Function, list[tuple[int, ...]]]]:
     (heads, groups, dim), rows = world.sizes.heads, 40 if world.dry else 300
     hidden, width, num, top_k = world.sizes.expert_shape
     ids = torch.rand(rows, num, generator=torch.Generator().manual_seed(5)).topk(top_k, dim=1).indices
@@ -84,27 +98,31 @@ def _cases(world: World) -> list[tuple[str, Function, list[tuple[int, ...]]]]:
     def experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> Tensor:
         added = ExpertLora(*(factor * small for factor in factors), scale=2.0) if factors else None
         mixed = weights.float().softmax(1) if x.dtype == torch.bfloat16 else weights.softmax(1)
-        return TORCH_OPS.experts(x, ids.to(x.device), mixed, gate_up * small, down * small, added)
+        return ops.experts(x, ids.to(x.device), mixed, gate_up * small, down * small, added)
 
     def lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return TORCH_OPS.add_lora(y, x, a, b, 0.5)
+        return ops.add_lora(y, x, a, b, 0.5)
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return TORCH_OPS.rms_norm(x, weight, 1e-6)
+        return ops.rms_norm(x, weight, 1e-6)
 
     def norm_after_sum(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        return torch.cat(TORCH_OPS.add_rms_norm(x, residual, weight, 1e-6))
+        return torch.cat(ops.add_rms_norm(x, residual, weight, 1e-6))
+
+    def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = (turn[:, : dim // 2].repeat(1, 2) for turn in (cos, sin))  # both halves of a head alike
+        return ops.rope(x, cos, sin)
 
     shapes = [(rows, hidden), (rows, top_k), (num, 2 * width, hidden), (num, hidden, width)]
     rank = 8  # rows of 16 bytes, which a grouped product needs
     shared = [(2 * rank, hidden), (num, 2 * width, 2 * rank), (num, rank, width), (hidden, rank)]
     attend = [(rows, heads, dim), (rows, groups, dim), (rows, groups, dim)]
     return [
-        ("linear", TORCH_OPS.linear, [(rows, hidden), (width, hidden), (width,)]),
+        ("linear", ops.linear, [(rows, hidden), (width, hidden), (width,)]),
         ("rms_norm", norm, [(rows, hidden), (hidden,)]),
         ("add_rms_norm", norm_after_sum, [(rows, hidden), (rows, hidden), (hidden,)]),
-        ("rope", TORCH_OPS.rope, [(rows, heads, dim), (rows, dim), (rows, dim)]),
-        ("silu_mul", TORCH_OPS.silu_mul, [(rows, 2 * width)]),
+        ("rope", rope, [(rows, heads, dim), (rows, dim), (rows, dim)]),
+        ("silu_mul", ops.silu_mul, [(rows, 2 * width)]),
         ("add_lora", lora, [(rows, width), (rows, hidden), (rank, hidden), (width, rank)]),
         ("experts", experts, shapes),
         ("experts with adapters", experts, [*shapes, *shared]),
@@ -125,9 +143,16 @@ def _packed(rows: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def paged(world: World) -> Lines:
     """What the sampler attends with: a prompt, a chunk behind a cached part, decoding, drafts."""
+    yield from _attention(world, "", GpuPaged)
+    if world.kernels is not None:
+        yield from _attention(world, "triton: ", TritonPaged)
+
+
+def _attention(world: World, label: str, attention: type[GpuPaged] | type[TritonPaged]) -> Lines:
     heads, groups, dim = world.sizes.heads
     shape, blocks = (groups, dim, dim), 64
-    store = KVStore.allocate(1, blocks, shape, torch.bfloat16, world.device)
+    by_position = attention is TritonPaged
+    store = KVStore.allocate(1, blocks, shape, torch.bfloat16, world.device, by_position=by_position)
     twin = KVStore.allocate(1, blocks, shape, torch.float32, torch.device("cpu"))
     tables = np.random.default_rng(0).permutation(blocks)[:60].reshape(3, 20).astype(np.int32)
     done = np.zeros(3, np.int64)
@@ -146,16 +171,21 @@ def paged(world: World) -> Lines:
             for device in ("cpu", world.device)
         )
         q, k, v = (_drawn((len(owners), h, dim), 7 + h) for h in (heads, groups, groups))
-        found = GpuPaged(store, there)(
+        found = attention(store, there)(
             0, q.to(world.device), k.to(world.device), v.to(world.device), dim**-0.5
         )
         wanted = TorchPaged(twin, rows)(0, q.float(), k.float(), v.float(), dim**-0.5)
-        yield Line(name=f"paged attention: {name}", value=off(found, wanted), bar=FORWARD, most=True)
+        yield Line(name=f"{label}paged attention: {name}", value=off(found, wanted), bar=FORWARD, most=True)
         done += counts
 
 
 def sampler(world: World) -> Lines:
     """Tokens drawn from the same logits at the same noise."""
+    for label, kernels in world.sets.items():
+        yield from _draws(world, label, kernels)
+
+
+def _draws(world: World, label: str, kernels: CudaKernels | None) -> Lines:
     count, chunk = world.sizes.draws, min(world.sizes.draws, 2048)
     some = [Sampling(), Sampling(temperature=0.7, top_k=50), Sampling(top_p=0.9), Sampling(min_p=0.02)]
     settings = Settings.of([some[row % 4] for row in range(chunk)])
@@ -164,13 +194,13 @@ def sampler(world: World) -> Lines:
     there, apart, drawn, gap = logits.to(world.device), 0, 0, 0.0
     while drawn < count:
         u = noise.random(chunk)
-        ours, twin = sample_torch(there, settings, u), sample_torch(logits, settings, u)
+        ours, twin = sample(there, settings, u, kernels), sample_torch(logits, settings, u)
         other = ours.tokens != twin.tokens
         edges = np.abs(u - twin.edges), np.abs(u - twin.edges - np.exp(twin.logprobs))
         apart, drawn = apart + int(other.sum()), drawn + chunk
         gap = max(gap, float(np.where(other, np.minimum(*edges), 0).max()))
-    yield Line(name="tokens that are the twin's", value=1 - apart / drawn, bar=0.9999)
-    yield Line(name="other tokens, from an edge", value=gap, bar=1e-5, most=True)
+    yield Line(name=f"{label}tokens that are the twin's", value=1 - apart / drawn, bar=0.9999)
+    yield Line(name=f"{label}other tokens, from an edge", value=gap, bar=1e-5, most=True)
 
 
 def routes(world: World) -> Lines:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from ostinato.model.cuda import CudaKernels
 
 ENTROPY = 2.0  # nats of a random model's next token
 PEAK = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -151,6 +155,21 @@ class World:
     @property
     def on_card(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def kernels(self) -> CudaKernels | None:
+        """Those in Triton, which no recipe chooses yet; None without a card: tests/unit/cuda runs them in
+        Triton's interpreter."""
+        if not self.on_card or importlib.util.find_spec("triton") is None:
+            return None
+        from ostinato.model.cuda import CudaKernels
+
+        return CudaKernels()
+
+    @property
+    def sets(self) -> dict[str, CudaKernels | None]:
+        """What the engine can run on, by what a line's name begins with."""
+        return {"": None} | ({"triton: ": self.kernels} if self.kernels is not None else {})
 
     @property
     def peak(self) -> float:
