@@ -152,6 +152,10 @@ class Renderer:
         names = {**self._special_names, "documents": None, "add_generation_prompt": False}
         return form_of_calls(lambda chat, tools: self._template.render(**names, messages=chat, tools=tools))
 
+    def reads(self, name: str) -> bool:
+        """Does the chat template have this name?"""
+        return name in (self._template_text or "")
+
     def chat_text(self, messages: Sequence[Message], *given: Any, **named: Any) -> str:
         """The chat as the template writes it, with the arguments of ``chat``."""
         return self._control.show(self.marked_text(messages, *given, **named))

@@ -69,6 +69,7 @@ def test_ours_starts_the_engine_that_was_planned() -> None:
     assert (engine.backend, engine.max_batch) == ("vllm", 32)
     sizes = "--tensor-parallel-size 8 --data-parallel-size 8 --enable-expert-parallel"
     assert engine.server_args == (*sizes.split(), launch.ROUTES)
+    assert engine.kv_memory_mb != "auto"
     assert 0 <= (engine.kv_memory_mb << 20) - cache_bytes(KIMI, PLAN.rollout) < 1 << 20
     one = replace(problem(gpus="1xcpu"), sampler=Sampler(name="local", latent_kv=False))
     text = launch.ostinato(one, arrangement("1", "1"))
