@@ -118,15 +118,22 @@ def test_a_stream_is_the_answer_in_pieces(client: Any) -> None:
 
 
 def test_stop_strings_end_an_answer_and_never_show(client: Any) -> None:
-    fields = {"seed": 7, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
+    """Nor do they shift what a stream says of its tokens (vllm issue 31135, sglang issue 30188): a stop
+    string may begin in the middle of a token, and text is held back until it cannot become one."""
+    fields = {"seed": 7, "max_tokens": 60, "logprobs": True, "top_logprobs": 2}
+    fields["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
     whole = chat(client, **fields).choices[0].message.content
     stop = whole[3:6]
-    cut = chat(client, stop=[stop], **fields)
-    pieces = [
-        chunk.choices[0].delta.content or "" for chunk in chat(client, stop=stop, stream=True, **fields)
-    ]
-    assert cut.choices[0].message.content == "".join(pieces) == whole[: whole.index(stop)]
-    assert cut.choices[0].finish_reason == "stop"
+    cut = chat(client, stop=[stop], **fields).choices[0]
+    text, entries, ids = "", [], []
+    for chunk in chat(client, stop=stop, stream=True, **fields):
+        for piece in chunk.choices:
+            text += piece.delta.content or ""
+            entries += piece.logprobs.content if piece.logprobs else []
+            ids += getattr(piece, "token_ids", None) or []
+    assert cut.message.content == text == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert entries == cut.logprobs.content and ids == cut.token_ids and len(ids) == len(entries)
 
 
 def test_completions_take_texts_and_token_ids(at: At, client: Any) -> None:
