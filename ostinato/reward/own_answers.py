@@ -15,9 +15,12 @@ from ostinato.reward.worker import Fault, Verdict
 from ostinato.types import Prompt
 
 ROWS = 8  # that are tried, of each task and set
-COMPARING = frozenset({"exact", "numeric", "math_verify", "gym_score"})  # built-in; full marks are 1
+COMPARING = frozenset(
+    {"exact", "numeric", "math_verify", "gym_score", "code_tests"}
+)  # built-in; full marks are 1
 OTHERS = frozenset({"answer_tags", "env", "none"})  # built-in, and judge no answer by the row's
 FULL = 1 - 1e-6
+SOLUTIONS = ("code", "canonical_solution")  # columns of MBPP and HumanEval with code that passes the tests
 SHOWN = 80  # characters of an answer
 
 
@@ -42,9 +45,10 @@ def own_answer(prompt: Prompt, function: str = "") -> str | None:
 
     It is what a policy is expected to write: for ``exact`` the final answer and not the solution that has it,
     which nobody writes to the letter; for ``math_verify``, which reads plain text as a number, a bare answer
-    in a box.
+    in a box; for ``code_tests`` the code that comes with the tests.
     """
-    answer = prompt.columns.get("answer")
+    names = (*SOLUTIONS, "answer") if function == "code_tests" else ("answer",)
+    answer = next((prompt.columns[name] for name in names if prompt.columns.get(name) is not None), None)
     if not isinstance(answer, str | int | float):
         return None
     text = str(answer)
@@ -56,7 +60,11 @@ def own_answer(prompt: Prompt, function: str = "") -> str | None:
 
 def spread(prompts: Sequence[Prompt], count: int = ROWS) -> list[Prompt]:
     """At most ``count`` different prompts that have an own answer, from the first to the last."""
-    having = [prompt for prompt in prompts if own_answer(prompt) is not None]
+    having = [
+        prompt
+        for prompt in prompts
+        if any(own_answer(prompt, function) is not None for function in ("", "code_tests"))
+    ]
     last, steps = len(having) - 1, max(1, count - 1)
     places = dict.fromkeys(round(k * last / steps) for k in range(count)) if having else {}
     return [having[place] for place in places]

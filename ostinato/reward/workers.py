@@ -325,7 +325,8 @@ class WorkerGrader:
         for function, name, weight in self._of(prompts[0]) if prompts else ():
             given, end = list[OwnVerdict](), time.monotonic() + self._timeout_s
             for prompt in prompts if weight and function not in {*self._scorers, *OTHERS} else ():
-                answer = own_answer(prompt, function) or ""
+                if (answer := own_answer(prompt, function)) is None:
+                    continue
                 ((value, fault, detail),) = self._tried(function, prompt, [answer], encode).verdicts
                 given.append(
                     OwnVerdict(row=prompt.where, answer=answer, value=value, fault=fault, detail=detail)

@@ -113,9 +113,7 @@ def test_a_judge_whose_rl_has_nothing_to_learn_from_is_that_of_its_warm_start(
     assert ended(place, "judge", "train", "pairs.jsonl", *FEW, "rl.trainer.steps=12", "log.dir=mute") == 0
     heard = capsys.readouterr()
     warm = only(place / "mute", "judge_sft-*")
-    assert (
-        "the judge is that of the warm start" in heard.err and f"judge:{warm.relative_to(place)}" in heard.out
-    )
+    assert "the judge is that of the warm start" in heard.err and f"judge:{warm}" in heard.out
     assert (warm / "judge.json").is_file()
 
 

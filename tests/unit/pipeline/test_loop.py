@@ -147,7 +147,8 @@ def test_a_failing_engine_passes_through_after_a_checkpoint(tmp_path: Path, ahea
     bench.engine.generate = generate  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="lost the device"):
         bench.run()
-    assert bench.saved[-1][0]["step"] == 3
+    # with overlap the step whose groups were there already may still be taken
+    assert bench.saved[-1][0]["step"] == bench.loop.state.step in ((3, 4) if ahead else (3,))
 
 
 @pytest.mark.parametrize("steps_taken", [0, 1])
