@@ -5,6 +5,7 @@ on the command line at the shell's. A loaded recipe, and the one that a run fold
 from __future__ import annotations
 
 import os
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
@@ -28,6 +29,7 @@ class PathKind(StrEnum):
     OVERRIDE = "override"  # key=value, whose value may be any of these
 
 
+_FOLDERS = re.compile(r"(^|[:,])/(?:[^/,:@]*/)*")  # of /a/rows.jsonl, /a/file.py:name, judge:/a/x@2,/b/y
 Change = Callable[[str, PathKind, str], str]  # (dotted key, kind, text) -> text
 
 
@@ -45,6 +47,11 @@ def mapped(tree: Mapping[str, Any], section: Any, change: Change, prefix: str = 
         elif inner is not None:
             result[key] = _sections(tree[key], inner, change, prefix + key, field.annotation is inner)
     return result
+
+
+def without_folders(tree: Mapping[str, Any], section: Any) -> dict[str, Any]:
+    """``tree`` with names of files in place of absolute paths: what is the same in any folder."""
+    return mapped(tree, section, lambda key, kind, text: text if "://" in text else _FOLDERS.sub(r"\1", text))
 
 
 def _sections_in(annotation: Any) -> Iterator[Any]:

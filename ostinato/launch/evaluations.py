@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ostinato.config import DownstreamSection, Recipe
+from ostinato.config.paths import without_folders
 from ostinato.env.mixture import named
 from ostinato.env.tasks import check_disjoint, load_tasks
 from ostinato.every import NEVER, Every
@@ -97,8 +98,9 @@ def greedy(sampled: Evaluation) -> Evaluation:
 
 
 def rules(recipe: Recipe) -> str:
-    """What decides the score of an answer, and how it comes about, beside prompt and sampling: as JSON."""
-    tree = recipe.model_dump(mode="json")
+    """What decides the score of an answer, and how it comes about, beside prompt and sampling: as JSON, the
+    same in any folder."""
+    tree = without_folders(recipe.model_dump(mode="json"), Recipe)
     interruption = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
     mixed = ("mix",) if recipe.task.mix else ()
     keys = {

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ostinato.config import Recipe
+from ostinato.config.paths import without_folders
 from ostinato.config.tasks import REMOTE, OneTask
 from ostinato.env.custom import SEEDS, EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
@@ -352,8 +353,8 @@ def sampling_of(recipe: Recipe, renderer: Renderer) -> Sampling:
 
 def stage_identity(recipe: Recipe) -> str:
     """Twelve hex digits of everything in the recipe that decides which groups are played, and how they are
-    judged, beside the policy, the sampling and the seeds."""
-    tree = recipe.model_dump(mode="json")
+    judged, beside the policy, the sampling and the seeds; the same in any folder."""
+    tree = without_folders(recipe.model_dump(mode="json"), Recipe)
     if not recipe.task.mix:
         del tree["task"]["mix"]  # groups of older runs are found
     kept = [one.pop("memory") for one in (tree["task"], *tree["task"].get("mix", ()))]

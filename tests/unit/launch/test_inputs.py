@@ -298,6 +298,23 @@ def test_rules_are_part_of_what_is_measured(change: dict[str, Any]) -> None:
     assert rules(Recipe.parse(change)) != rules(Recipe.parse({}))
     again = {"rollout": {"think_end": "</end>", "interrupt_phrase": "Stop."}}
     assert rules(Recipe.parse(again)) == rules(Recipe.parse({})), "nothing is interrupted"
+
+
+def test_a_run_in_another_folder_is_measured_alike() -> None:
+    """Recipes keep absolute paths: the scores of one recipe in two folders could not be compared."""
+    here, there = (
+        Recipe.parse(
+            {
+                "task": {"source": f"{folder}/rows.jsonl"},
+                "reward": {
+                    "functions": [f"{folder}/rewards.py:right", f"judge:{folder}/judge@3,asset:seed-moe"]
+                },
+            }
+        )
+        for folder in ("/home/a", "/data/b/c")
+    )
+    assert rules(here) == rules(there) and stage_identity(here) == stage_identity(there)
+    assert "rewards.py:right" in rules(here) and "judge:judge@3,asset:seed-moe" in rules(here)
     others = {"trainer": {"lr": 1.0}, "model": {"path": "other"}, "engine": {"max_batch": 8}, "seed": 3}
     assert rules(Recipe.parse(others)) == rules(Recipe.parse({}))
 
