@@ -30,7 +30,7 @@ _MORE_BEFORE = re.compile(  # a number behind this is a part of something: a pow
            | [(\[{{][^][(){{}}\n]*,\s*
            | (?:[0-9)}}\]]|(?<![A-Za-z])[A-Za-z])[ ]*{_OPERATOR}[ ]*
            | (?:\s[<>]=?|[≤≥≠]|\\(?:leq?|geq?|lt|gt|neq?))\s*
-        )$""",
+        )\Z""",
     re.VERBOSE,
 )
 _MORE_BEHIND = re.compile(  # and so is one in front of this; units are not

@@ -105,6 +105,13 @@ def test_an_integer_is_read_as_it_was_written(value: int, form: str) -> None:
     assert last_number(form.format(value))[0] == value
 
 
+@given(st.text("abcdxyzAE .:", max_size=60), st.integers(0, 10**6))
+@settings(max_examples=50, deadline=None)
+def test_a_number_on_a_line_of_its_own_is_read(words: str, value: int) -> None:
+    """The letter before the line break was taken for one before the number, which then was no answer."""
+    assert list(last_number(f"{words}\n{value}")) == [value]
+
+
 @given(st.text(alphabet="0123456789-+.,/%$eE\\{}frac <>answer#boxed()\n", max_size=200))
 @settings(max_examples=50, deadline=None)
 def test_any_text_is_judged(text: str) -> None:
