@@ -38,7 +38,9 @@ from pathlib import Path
 
 def graded(completions, **columns):
     texts = [completion[-1]["content"] for completion in completions]
-    fault = None if len(texts) == 2 else next_fault()  # two texts are the dry run before work starts
+    # before work starts it is called on two texts, and on the rows' own answers
+    dry = len(texts) == 2 or texts == [str(columns["answer"][0])]
+    fault = None if dry else next_fault()
     scores = [text.count("1") / (1 + len(text)) for text in texts]
     return scores if fault is None else globals()[fault](scores)
 
