@@ -9,15 +9,20 @@ Every answer is run in processes of its own (``code_runner``), within the isolat
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
+import itertools
 import json
 import math
 import os
 import re
 import select
 import subprocess
+import symtable
 import sys
 import tempfile
+import textwrap
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +34,11 @@ from ostinato.reward.answers import answer_texts
 ANSWER_LIMIT_S = 5.0  # of one answer's code, where the limit of the group leaves so much
 OF_GROUP = 0.8  # of the limit of a group's call: what its answers may take together
 MEMORY = 2 << 30  # bytes of address space of an answer's process
-_BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+MAX_FENCES = 8  # that may stand in the docstrings of a block
+_OPENING = re.compile(r"^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}|~{3,})[ \t]*([^\n`]*)$", re.MULTILINE)
+_MARK = re.compile(r"(^[ \t]*\[BEGIN\]|^[ \t]*\[PYTHON\]|^[ \t]*\[DONE\]|\[/PYTHON\])", re.MULTILINE)
+_BEGINS = frozenset({"[BEGIN]", "[PYTHON]"})
+_BUILTINS = frozenset(vars(builtins))
 _PYTHON = frozenset({"python", "py", "python3"})
 
 
@@ -49,7 +58,7 @@ def code_tests(
     timeout_s: float = 10.0,
     **columns: Any,
 ) -> list[float]:
-    """1 where the last block of code of the completion, or its whole text, passes all tests of its row.
+    """1 where the code of the completion (``code_of``) passes all tests of its row, else 0.
 
     An answer that takes longer than ANSWER_LIMIT_S fails, or than its part of 0.8 ``timeout_s`` where that is
     less: each core runs one answer at a time. NaN, no verdict, where the processes cannot be started. Raises
@@ -79,8 +88,9 @@ def _cores() -> int:
 def job(text: str, row: dict[str, Any]) -> Job:
     """What is to be run for the answer ``text`` to a row. Raises ValueError for a row without tests."""
     asked = next((one for one in (row.get("prompt"), row.get("prompts")) if isinstance(one, str)), "")
-    code, test, entry = code_of(text, asked), row.get("test"), row.get("entry_point")
+    test, entry = row.get("test"), row.get("entry_point")
     if isinstance(test, str) and isinstance(entry, str):
+        code = code_of(text, asked, frozenset({entry}))
         begun = asked if re.search(rf"^def {re.escape(entry)}\b", asked, re.MULTILINE) else ""
         is_whole = re.search(rf"^(?:async )?(?:def |class )?{re.escape(entry)}\b", code, re.MULTILINE)
         before = (begun,) if _is_python(begun) else ()
@@ -92,6 +102,7 @@ def job(text: str, row: dict[str, Any]) -> Job:
             "the reward code_tests needs the column test_list, texts of Python, or test and entry_point"
         )
     before = (*([imports] if isinstance(imports, str) else imports), row.get("test_setup_code") or "")
+    code = code_of(text, asked, _unknown((*before, *tests)))
     return Job(code=code, before=before, tests=tuple(tests))
 
 
@@ -103,14 +114,94 @@ def _is_python(code: str) -> bool:
     return bool(code)
 
 
-def code_of(text: str, prompt: str = "") -> str:
-    """The last fenced block of Python, else the last of any kind, else the whole text. A block that is never
+def _unknown(tests: Sequence[str]) -> frozenset[str]:
+    """The names that the tests use and do not define; built-in ones too, which an answer may define anew."""
+    called = re.findall(r"\b([^\W\d]\w*)\s*\(", "\n".join(tests))
+    names = _names("\n".join(tests)) or Names()
+    return names.used | _BUILTINS.intersection(called)
+
+
+def code_of(text: str, prompt: str = "", wanted: frozenset[str] = frozenset()) -> str:
+    """The code of an answer that defines the names ``wanted``: of each the last block that does, and the
+    blocks with what those use, in the order of the text. Blocks of Python come before other ones. Where none
+    defines a name: the last block of Python, else of any kind, else the whole text. A block that is never
     closed ends with the text; one that ``prompt`` has opened begins with it."""
     if prompt.count("```") % 2:
         text = f"```python\n{text}"
-    blocks = [(found[1].strip().lower(), found[2]) for found in _BLOCK.finditer(text)]
+    blocks, marked = fenced(text), between_marks(text)
     python = [code for language, code in blocks if language in _PYTHON]
-    return (python or [code for _, code in blocks] or [text])[-1]
+    every = [code for _, code in blocks]
+    chosen = (defining(codes, wanted) for codes in (marked, python, every))
+    return next(filter(None, chosen), (python or every or marked)[-1])
+
+
+def fenced(text: str) -> list[tuple[str, str]]:
+    """(language, code) of the fenced blocks, without the indentation of their fences."""
+    blocks, at = [], 0
+    while opening := _OPENING.search(text, at):
+        indent, fence, language = opening.groups()
+        start, margin = opening.end() + 1, re.compile(rf"^[ \t]{{1,{len(indent) or 1}}}", re.MULTILINE)
+        closing = re.compile(rf"^[ \t]*{fence}{fence[0]}*[ \t]*([^\n]*)$", re.MULTILINE)
+        ends = list(itertools.islice(closing.finditer(text, start), MAX_FENCES))
+        language = language.strip().lower()
+        is_code = language in _PYTHON or not language
+        whole = (one for one in ends if is_code and _names(text[start : one.start()]))  # not in a docstring
+        end = next(whole, ends[0] if ends else None)
+        code = text[start : end.start() if end else len(text)]
+        blocks.append((language, margin.sub("", code) if indent else code))
+        at = len(text) if end is None else end.start() if end[1] else end.end()
+    return blocks
+
+
+def between_marks(text: str) -> list[str]:
+    """What stands behind [BEGIN] or [PYTHON], or before [DONE] or [/PYTHON]; the whole text without them."""
+    pieces = ["[BEGIN]", *_MARK.split(text)]
+    return [code for mark, code in zip(pieces[::2], pieces[1::2], strict=True) if mark.strip() in _BEGINS]
+
+
+def defining(codes: Sequence[str], wanted: frozenset[str]) -> str:
+    """The codes that define ``wanted`` and what these use, joined; "" where none defines any of them."""
+    codes = [textwrap.dedent(code) for code in codes]
+    known = [_names(code) or Names() for code in codes]
+    defined = frozenset[str]().union(*(names.defined for names in known))
+    own = wanted & defined - _BUILTINS or wanted & defined
+    chosen = {max(k for k, names in enumerate(known) if name in names.defined) for name in own}
+    users = sorted(chosen)
+    while users:
+        user = users.pop()
+        for name in sorted(known[user].used):
+            sources = [k for k, names in enumerate(known) if name in names.defined | names.imported]
+            source = max((k for k in sources if k < user), default=min(sources, default=user))
+            if source not in chosen:
+                chosen.add(source)
+                users.append(source)
+    return "\n".join(codes[k] for k in sorted(chosen))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """The global names of a piece of code."""
+
+    defined: frozenset[str] = frozenset()  # by def, class or assignment at its top level
+    imported: frozenset[str] = frozenset()
+    used: frozenset[str] = frozenset()  # and neither defined nor imported in it, nor built in
+
+
+def _names(code: str) -> Names | None:
+    """None for what is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in an answer's texts
+            top = symtable.symtable(textwrap.dedent(code), "<answer>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    tables, used = [top], set[str]()
+    for table in tables:
+        used |= {one.get_name() for one in table.get_symbols() if one.is_referenced() and one.is_global()}
+        tables += table.get_children()
+    imported = frozenset(one.get_name() for one in top.get_symbols() if one.is_imported())
+    defined = frozenset(one.get_name() for one in top.get_symbols() if one.is_assigned())
+    return Names(defined=defined, imported=imported, used=frozenset(used) - defined - imported - _BUILTINS)
 
 
 def run(job: Job, limit_s: float) -> float:

@@ -77,6 +77,77 @@ def test_the_code_of_an_answer(text: str, prompt: str, code: str) -> None:
     assert code_of(text, prompt) == code
 
 
+RIGHT = "def double(x):\n    return 2 * x"
+USAGE = block("while True:\n    print(double(int(input())))")
+IN_DOCSTRING = 'def double(x):\n  """Of a number:\n  ```\n  double(1)\n  ```\n  """\n  return 2 * x'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{block(RIGHT)}\nExample usage:\n{USAGE}",
+        block("def double(x):\n    return x") + f"\nWrong. Better:\n{block(RIGHT)}\n{USAGE}",
+        block("import math\ndef twice(x):\n    return 2 * x")
+        + f"\nand\n{USAGE}\n"
+        + block("def double(x):\n    return math.floor(twice(x))")
+        + USAGE.replace("while", "import math\nwhile"),
+        block("def double(x):\n    return twice(x)") + "\n" + block("def twice(x):\n    return 2 * x"),
+        "1. Write:\n\n   ```python\n   def double(x):\n       return 2 * x\n   ```\n2. Done.",
+        "- ```python\n  def double(x):\n      return 2 * x\n  ```",
+        "```python\n    def double(x):\n        return 2 * x\n```",
+        IN_DOCSTRING,
+        f"Here:\n{block(IN_DOCSTRING)}\nThen:\n{USAGE}",
+        f"````python\n{IN_DOCSTRING}\n````",
+        f"~~~python\n{RIGHT}\n~~~\n{USAGE}",
+        f"[PYTHON]\n{RIGHT}\n[/PYTHON]\n[PYTHON]input()[/PYTHON]",
+        f"[BEGIN]\n{RIGHT}\n[DONE]\nIt doubles.",
+        f"{RIGHT}\n[DONE]",
+        f"{block(RIGHT)}\nprints\n{block('>>> double(2)')}\n{block('4 is it')}",
+        f"{block(RIGHT, '')}\n{USAGE}",
+    ],
+)
+def test_right_code_passes_in_the_forms_of_chats(text: str) -> None:
+    """The last block alone was run: an example of usage behind the solution, helpers in a block of their own,
+    a list, a fence in a docstring or other fences gave 0 to right code."""
+    assert run(job(text, DOUBLED), 60.0) == 1
+    assert run(job(text.replace("2 * x", "3 * x"), DOUBLED), 60.0) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\n" * 20_000,
+        "`" * 50_000,
+        "a" + ".b" * 100_000,
+        "(" * 50_000,
+        "-" * 50_000 + "1",
+        "\0",
+        "\ud800",
+        " " * 50_000,
+    ],
+)
+def test_text_that_is_no_code_is_returned_as_it_is(text: str) -> None:
+    """An answer is parsed in the reward worker: nothing that a model repeats may stop or delay that."""
+    assert isinstance(code_of(text, "", frozenset({"b"})), str)
+
+
+@pytest.mark.parametrize(
+    ("call", "tests"),
+    [
+        ("def swap(x):\n    x.reverse()", "x = [1, 2]\nswap(x)\nassert x == [2, 1]"),
+        ("def each(f, x):\n    return f(x)", "assert each(lambda x: x, 1) == 1"),
+        (
+            "class P:\n    def __eq__(self, other):\n        return True\ndef p():\n    return P()",
+            "assert p() == p()",
+        ),
+    ],
+)
+def test_tests_of_other_than_plain_data_give_0(call: str, tests: str) -> None:
+    """The guide says so: arguments are copies, functions of the tests do not reach the answer's process, and
+    an object of its classes equals itself alone."""
+    assert run(job(call, {"test_list": [tests]}), 60.0) == 0
+
+
 @pytest.mark.parametrize(
     ("code", "tests", "before"),
     [
