@@ -95,16 +95,23 @@ def prompt_from_row(row: Row, where: str, prompt_column: str = "prompt", answer_
     columns = {name: value for name, value in row.items() if name not in (prompt_column, "answer")}
     columns |= {} if answer is None else {"answer": answer}
     uid = _uid(row, content, answer)
-    if isinstance(content, str):
-        return Prompt(uid=uid, text=content, columns=columns, row=where)
     tools = value_of(row, "tools", list, where) or []
+    template_kwargs = value_of(row, "chat_template_kwargs", dict, where) or {}
+    if isinstance(content, str):
+        given = {"tools": tools, "chat_template_kwargs": template_kwargs}
+        if unused := [name for name, value in given.items() if value]:
+            raise ValueError(
+                f"{where} has {unused[0]!r}, which needs a chat prompt, and its {prompt_column!r} is a text; "
+                'write [{"role": "user", "content": ..}], or rename the column'
+            )
+        return Prompt(uid=uid, text=content, columns=columns, row=where)
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(f"{where} has 'tools' that are not JSON schemas of functions; rename the column")
     return Prompt(
         uid=uid,
         messages=messages(content, where),
         tools=tuple(tools),
-        template_kwargs=value_of(row, "chat_template_kwargs", dict, where) or {},
+        template_kwargs=template_kwargs,
         columns=columns,
         row=where,
     )

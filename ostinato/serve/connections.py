@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import resource
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -56,6 +57,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        # asyncio sets it only where a socket names its protocol, which those of ``create_server`` do not
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._wait(self._head_s)
         if len(self.connections) > self._limit:
             next(iter(self._waiting)).end()

@@ -153,6 +153,12 @@ def test_a_uid_is_the_content_and_not_the_place() -> None:
     assert prompt_from_row(row, "row 1").uid != prompt_from_row(row | {"answer": "5"}, "row 1").uid
 
 
+def test_a_text_prompt_has_empty_columns_of_the_template() -> None:
+    """A table that has chats with tools as well gives each row these columns."""
+    empty = {"tools": [], "chat_template_kwargs": None}
+    assert prompt_from_row({"prompt": "2+2?", "answer": "4", **empty}, "row 1").text == "2+2?"
+
+
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
@@ -163,6 +169,8 @@ def test_a_uid_is_the_content_and_not_the_place() -> None:
         ({"prompt": [{"role": "user"}], "answer": "4"}, "row 2 of .* message 0 .* 'content' null"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "4"}, "'content' a list"),
         ({"prompt": 5, "answer": "4"}, "row 2 of .* message 0 .* int"),
+        ({"prompt": "2+2?", "answer": "4", "tools": '[{"type": "function"}]'}, "row 2 of .* 'tools'"),
+        ({"prompt": "2+2?", "answer": "4", "chat_template_kwargs": {"a": 1}}, "'chat_template_kwargs'"),
         ({"prompt": "2+2?", "answer": "4", "completions": 1}, "row 2 of .* has a column 'completions'"),
         ({"prompt": "2+2?", "answer": "4", "id": "a"}, "row 2 of .* has the id 'a' of row 1"),
         ("[1, 2]", "row 2 of .* is a list"),
@@ -176,7 +184,8 @@ def test_a_uid_is_the_content_and_not_the_place() -> None:
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: Any, sentence: str) -> None:
     """Half of a surrogate pair is valid JSON, and broke the run where the row was written, in its middle, and
-    every resume after that; brackets enough were a RecursionError."""
+    every resume after that; brackets enough were a RecursionError. Tools beside a prompt of text, which no
+    template writes, were dropped."""
     source = jsonl(tmp_path / "rows.jsonl", {"prompt": "1+1?", "answer": "2", "id": "a"}, row)
     with pytest.raises(ValueError, match=sentence):
         read(source, "train")

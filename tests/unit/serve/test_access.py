@@ -32,7 +32,7 @@ from ostinato.render import Renderer
 from ostinato.run import RunFolder
 from ostinato.serve.agent_server import AgentServer
 from ostinato.serve.calls import ApiError
-from ostinato.serve.connections import HEAD_BYTES
+from ostinato.serve.connections import HEAD_BYTES, Connection
 from ostinato.serve.elsewhere import Place
 from ostinato.serve.server import HttpServer, address, bound, read_body
 
@@ -276,3 +276,34 @@ def test_a_request_that_does_not_arrive_ends(tmp_path: Path) -> None:
             with socket.create_connection((host, int(port)), timeout=20) as connection:
                 connection.sendall(half)
                 assert connection.recv(1) == b""
+
+
+def test_what_is_written_is_sent_at_once() -> None:
+    """Head and body are two writes, and Nagle's algorithm kept the second one back until the client's delayed
+    acknowledgement: 40 ms for each request of a connection after its first."""
+
+    async def without_delay() -> int:
+        connections: list[Connection] = []
+
+        class Recorded(Connection):
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                connections.append(self)
+
+        with bound("127.0.0.1", 0) as listening:
+            server = HttpServer(echo, listening, STRICT, lifespan="off")
+            server.config.load()
+            make = server.config.http_protocol_class
+            named = {**make.keywords, "config": server.config, "server_state": server.server_state}  # type: ignore[attr-defined]
+            loop = asyncio.get_running_loop()
+            serving = await loop.create_server(lambda: Recorded(app_state={}, **named), sock=listening)
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            while not connections:
+                await asyncio.sleep(0)
+            accepted = connections[0].transport.get_extra_info("socket")
+            option = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+            serving.close()
+            return option
+
+    assert asyncio.run(without_delay())
