@@ -37,7 +37,7 @@ class Block(Strict):
 
 
 class _Message(Strict):
-    role: str
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -89,9 +89,8 @@ class MessagesBody(Strict):
 
     def _continues(self) -> bool:
         """Is the last message the beginning of the answer?"""
-        last = self.messages[-1]
-        called = not isinstance(last.content, str) and any(block.type == "tool_use" for block in last.content)
-        return last.role == "assistant" and not called
+        *_, last = ({}, *self._messages())  # a message without blocks is none
+        return last.get("role") == "assistant" and not last.get("tool_calls")
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:

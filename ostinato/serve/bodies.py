@@ -47,6 +47,12 @@ class Strict(Lenient):
 
     harmless: ClassVar[frozenset[str]] = frozenset()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        """A field that is null is one that was left out: clients send all that they know."""
+        return {k: v for k, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
+
     @model_validator(mode="after")
     def _only_what_is_done(self) -> Strict:
         for name, value in (self.model_extra or {}).items():

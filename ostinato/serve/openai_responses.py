@@ -110,7 +110,7 @@ def _merged(messages: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 class _Item(Strict):
     harmless = frozenset({"id", "status", "phase", "caller"})
     type: str = "message"
-    role: str = "user"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
     content: str | list[Part] | None = None
     call_id: str = ""
     name: str = ""

@@ -96,6 +96,7 @@ def test_what_would_change_the_answer_is_refused_by_name(
         *((kind, {"user": "u", "metadata": {"a": "b"}, "store": False}) for kind in BODIES),
         *((kind, {"no_such_field": None, "logit_bias": {}, "frequency_penalty": 0}) for kind in BODIES),
         *((kind, {"skip_special_tokens": True, "repetition_penalty": 1.0}) for kind in BODIES),
+        (ChatBody, dict.fromkeys(("n", "min_tokens", "ignore_eos", "add_generation_prompt", "model"))),
         (ChatBody, {"modalities": ["text"], "verbosity": "medium", "best_of": 1, "echo": False}),
         (ChatBody, {"stream_options": {"include_obfuscation": False}}),
         (ChatBody, {"messages": [CHAT[0] | {"refusal": None, "audio": None, "annotations": []}]}),
@@ -106,6 +107,19 @@ def test_what_would_change_the_answer_is_refused_by_name(
 )
 def test_what_has_no_effect_is_taken(kind: type[Any], fields: dict[str, Any]) -> None:
     assert call_of(kind, **fields).stop == ()
+
+
+def test_a_last_message_without_blocks_continues_nothing() -> None:
+    """The prompt ended inside the user's words, which the model then went on with."""
+    user = {"role": "user", "content": "a"}
+    asked = [
+        call_of(MessagesBody, messages=[user, *more]) for more in ([], [{"role": "assistant", "content": []}])
+    ]
+    assert asked[0].messages == asked[1].messages and not asked[1].continue_final
+    begun = call_of(MessagesBody, messages=[user, {"role": "assistant", "content": "It"}])
+    assert begun.continue_final
+    with pytest.raises(ApiError, match="role"):
+        call_of(MessagesBody, messages=[{"role": "banana", "content": "a"}])
 
 
 def test_parts_and_names_of_messages_reach_the_template() -> None:
