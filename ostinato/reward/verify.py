@@ -29,6 +29,7 @@ from typing import Any
 
 from ostinato.reward.answers import (
     answer_texts,
+    answered_number,
     boxed,
     final_answer,
     last_number,
@@ -36,6 +37,7 @@ from ostinato.reward.answers import (
     marked_answer,
     text_of,
     whole_number,
+    without_emphasis,
 )
 from ostinato.reward.code_tests import code_tests
 
@@ -70,8 +72,8 @@ def numeric(
     in_thought: Sequence[bool] | None = None,
     **_: Any,
 ) -> list[float]:
-    """1 where the marked answer is one number as a whole and equals ``answer``'s, or the last number of the
-    text where none is marked.
+    """1 where the marked answer is one number, with or without a name and a unit, and equals ``answer``'s, or
+    the last number of the text where none is marked.
 
     Integers are compared exactly, others within a relative TOLERANCE. Raises ValueError for an ``answer``
     that, as a whole or as it is marked, is not one number.
@@ -88,9 +90,9 @@ def expected_number(target: str) -> tuple[Fraction, ...]:
 
 
 def number_of(text: str) -> tuple[Fraction, ...]:
-    """The readings of a completion's number: of its marked answer as a whole, else of its last number."""
+    """The readings of a completion's number: of its marked answer, else of its last number."""
     marked = marked_answer(text)
-    return last_number(text) if marked is None else whole_number(marked)
+    return last_number(text) if marked is None else answered_number(marked)
 
 
 def _equal(sampled: Sequence[Fraction], expected: Sequence[Fraction]) -> bool:
@@ -197,7 +199,7 @@ def _parsed_answers(text: str) -> Iterator[list[Any]]:
     """The marked answer, and all boxes together where it is the last of several (two roots in two boxes); of
     a text without a mark its last formula, or its last number where it has no formulas."""
     if (marked := marked_answer(text)) is not None:
-        yield _parse_whole(marked)
+        yield _parse_whole(without_emphasis(marked))
         if len(boxes := boxed(text)) > 1 and boxes[-1].strip() == marked:
             yield _parse_whole(", ".join(boxes))
     elif _has_formulas(text):

@@ -33,7 +33,7 @@ from ostinato.reward.verify import (
         (r"thus \boxed{\frac{1}{2}} holds", r"\frac{1}{2}"),
         ("it costs 3*24=72\n#### 72\n", "72"),
         (r"\boxed{1} <answer>2</answer>", "2"),
-        (r"\boxed{never closed", None),
+        (r"\boxed{never closed", ""),
         ("<answer>never closed", None),
         ("42", None),
     ],
@@ -123,6 +123,8 @@ def test_a_long_text_is_judged_in_linear_time() -> None:
     """Lazy patterns such as <answer>(.*?)</answer> take quadratic time on openings that are never closed."""
     texts = ["<answer>" * 50_000, "\\boxed{" * 50_000, "1," * 100_000, "1" * 200_000, "- $" * 50_000]
     assert numeric(texts, answer=["1"] * len(texts)) == [0, 0, 1, 0, 0]  # or the test's limit ends it
+    marked = [f"<answer>{part * 50_000}</answer>" for part in ("\\text{", "x ", "**a", "_", "a/", "(", "= ")]
+    assert numeric(marked, answer=["1"] * len(marked)) == [0] * len(marked)
 
 
 def test_exact() -> None:
@@ -198,7 +200,7 @@ def test_numeric_refuses_an_answer_that_is_not_one_number(answer: str) -> None:
     [
         ("3 1/2", r"\boxed{3\frac{1}{2}}", "x = 1/2"),
         ("1,234", "#### $1234.", r"\boxed{1234x}"),
-        (r"so \boxed{\$18.50}", "<answer>18.5</answer>", r"\boxed{x = 18.5}"),
+        (r"so \boxed{\$18.50}", "<answer>18.5</answer>", r"\boxed{x + 18.5}"),
         ("1e3", r"\(1{,}000\)", r"\boxed{10^3}"),
         ("1/2", "50%", r"\boxed{3 1/2}"),
         ("2", "= 2", r"\boxed{\sqrt{2}}"),
@@ -207,6 +209,98 @@ def test_numeric_refuses_an_answer_that_is_not_one_number(answer: str) -> None:
 )
 def test_numeric_reads_a_marked_answer_as_a_whole(answer: str, right: str, wrong: str) -> None:
     assert numeric([right, wrong], answer=[answer] * 2) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            r"\boxed{42}",
+            "x = 42",
+            "x_1 = 42",
+            "**42**",
+            "The answer is 42.",
+            "The answer is **42**.",
+            "`42`",
+        ),
+        *("42 km", "42 km/h", "42 dollars", "$42 per day", "$42/h", "US$42", "42\N{DEGREE SIGN}C", "(42)"),
+        *(r"42\text{ apples}", r"42\text{ m}^2", r"\text{42}", r"\mathbf{42}", r"42^\circ", r"42\ \text{cm}"),
+        *(
+            "Answer: 42",
+            "**Answer:** 42",
+            "= 42",
+            r"$\theta = 42^{\circ}$",
+            r"\(x = 42\)",
+            r"\boxed{x = 42}.",
+        ),
+    ],
+)
+def test_a_marked_number_may_have_a_name_a_unit_and_emphasis(text: str) -> None:
+    """A right answer was worth nothing inside its mark, and one without a mark, once there was more than
+    digits in it. A row's own answer has to be the number alone."""
+    texts = [f"so <answer>{text}</answer>", rf"so \boxed{{{text}}}", f"so\n#### {text}\n"]
+    assert numeric(texts, answer=["42"] * 3) == [1, 1, 1]
+    assert numeric(texts, answer=["7"] * 3) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("42x", "42i", "42 xy", "42*x*y", "42/x", "42 million", "42 thousand dollars", r"42\text{ million}"),
+        *(
+            "41 or 42",
+            "x = 41 or x = 42",
+            "5 + 42",
+            r"5 + \boxed{42}",
+            "42 + 1",
+            "(41, 42)",
+            "10**42",
+            "not 42",
+        ),
+        *(r"42\pi", r"42\sqrt{2}", r"10^{42}", "42^2", r"\pm 42", "x > 42", "-42", "42 and a half"),
+    ],
+)
+def test_a_marked_text_that_says_more_than_a_number_is_none(text: str) -> None:
+    assert numeric([f"<answer>{text}</answer>"], answer=["42"]) == [0]
+
+
+def test_a_box_that_is_never_closed_is_no_answer() -> None:
+    """The text ended inside of it: what the whole answer would have been, nobody knows."""
+    assert numeric([r"so \boxed{42", r"\boxed{42} or \boxed{42"], answer=["42"] * 2) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("US$42", "R$42", "USD42", "It costs USD 42.", "__42__", "_42_", "**42**", "$42/h", "42/day", "42V"),
+        *("Step 1 - 42", "Answer (a) - 42", "Total (USD) \N{EN DASH} 42", "42 i.e. all", "It is 42!"),
+        *(
+            "It is 42 - I think",
+            "<b>42</b>",
+            "x => 42",
+            "42 millionaires",
+            "42 pies",
+            "1. 42",
+            "*42* I think",
+        ),
+    ],
+)
+def test_a_number_in_a_sentence_is_read(text: str) -> None:
+    """A currency's letters, emphasis, a list's dash and units were taken for parts of an expression."""
+    assert list(last_number(text)) == [42]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("sqrt(42)", "\N{SQUARE ROOT}(42)", "10^(42)", "10 ^ 42", "10**42", "e^(42)", "log 42", r"\sqrt 42"),
+        *("42 - x", "42pi", "42 * pi", "42 million", "42 thousand", "\N{PLUS-MINUS SIGN}42", "x<42", "pi/42"),
+        *("1 : 42", "x_42", "42_8", "(x+1) - 42"),
+    ],
+)
+def test_a_part_of_an_expression_is_no_number(text: str) -> None:
+    """The last number of a formula in plain characters was paid as if it stood alone."""
+    assert list(last_number(text)) == []
 
 
 def test_chat_completions_count_by_their_last_message() -> None:
@@ -277,6 +371,14 @@ def test_math_verify_takes_a_bare_completion_for_no_part_of_itself() -> None:
     assert math_verify(texts[3:4], answer=["2,-1"]) == [1]
     with pytest.raises(ValueError, match="cannot be parsed"):
         math_verify(["1"], answer=["\N{VULGAR FRACTION ONE HALF}"])
+
+
+@pytest.mark.usefixtures("patient")
+def test_math_verify_reads_through_emphasis_and_a_full_stop() -> None:
+    texts = ["<answer>2k + 2.</answer>", "#### **2k+2**", r"\boxed{2k+2", "#### **2**"]
+    assert math_verify(texts, answer=["2k+2"] * 4) == [1, 1, 0, 0]
+    texts = ["#### **42**", "<answer>The answer is 42.</answer>", r"so \boxed{42"]
+    assert math_verify(texts, answer=["42"] * 3) == [1, 1, 0]
 
 
 # The alarm may ring in a weak reference's callback of sympy's caches, which swallows it, with a warning.
