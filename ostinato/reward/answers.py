@@ -150,8 +150,6 @@ def whole_number(text: str) -> tuple[Fraction, ...]:
 
     Read as in ``last_number``; may stand in ``$..$`` or ``\(..\)`` and end in a full stop.
     """
-    for spacing in ("\\!", "\\,", "\\ "):
-        text = text.replace(spacing, "")
     text = _ascii(text).strip().removesuffix(".")
     for opening, closing in (("$", "$"), ("\\(", "\\)"), ("$", ""), ("\\$", "")):
         if text.startswith(opening) and text.endswith(closing):
@@ -168,7 +166,7 @@ def answered_number(text: str) -> tuple[Fraction, ...]:
     """
     if (readings := whole_number(text)) or len(text) > _MAX_MARKED:
         return readings
-    text = re.sub(r"\\[!,](?=[0-9]{3})", "", _ascii(text).replace("\\left(", "(").replace("\\right)", ")"))
+    text = _ascii(text).replace("\\left(", "(").replace("\\right)", ")")
     text = re.sub(r"\\[!,;: ]|~|\\[()]|</?answer>|####", " ", text)
     for _ in range(3):  # wrappers in wrappers
         text = _WRAPPER.sub(r" \1 ", _TEXT_UNIT.sub(r" \1 ", text))
@@ -202,8 +200,10 @@ def last_number(text: str) -> tuple[Fraction, ...]:
 
 
 def _ascii(text: str) -> str:
-    """With the minus and the comma in thousands that numbers are read with."""
-    return text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    r"""With the minus, the comma in thousands and the blanks that numbers are read with. A thin space groups
+    digits (``1\,000``, ``1,\!000``), any other space of LaTeX is a blank (``3\ 1/2``)."""
+    text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    return re.sub(r"\\[!, ]", " ", re.sub(r"(?<=[0-9,])\\[!,](?=[0-9]{3}(?![0-9]))", "", text))
 
 
 def _readings(found: re.Match[str]) -> tuple[Fraction, ...]:

@@ -58,6 +58,9 @@ def test_final_answer_is_the_last_line_and_never_a_thought() -> None:
         ("10 - 3 = 7", [Fraction(7)]),
         ("3 1/2", [Fraction(7, 2)]),
         (r"2\frac{1}{2}", [Fraction(5, 2)]),
+        (r"3\ 1/2", [Fraction(7, 2)]),  # the space was left out: 31/2
+        (r"3\,\frac{1}{2}", [Fraction(7, 2)]),
+        *((thousands, [Fraction(10080)]) for thousands in (r"10\,080", r"10,\!080", r"10{,}080", "10,080")),
         ("it runs 42km", [Fraction(42)]),
         (r"90^\circ", [Fraction(90)]),
         ("<<9*2=18>>18 eggs", [Fraction(18)]),
