@@ -290,7 +290,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         kv_heads = _positive(c, "num_key_value_heads") if c.get("num_key_value_heads") else heads
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads is {kv_heads}; it must divide num_attention_heads ({heads})")
-    attention_bias = bool(c.get("attention_bias", False))
+    attention_bias = _flag(c, "attention_bias")
     return ModelConfig(
         model_type=family,
         vocab_size=_positive(c, "vocab_size"),
@@ -302,11 +302,11 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         max_positions=_positive(c, "max_position_embeddings"),
         rms_norm_eps=_number(c, "rms_norm_eps", most=1.0, above=0.0),
-        tie_embeddings=bool(c["tie_word_embeddings"]),
+        tie_embeddings=_flag(c, "tie_word_embeddings"),
         rope=_rope(c),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=bool(c.get("mlp_bias", False)),
+        mlp_bias=_flag(c, "mlp_bias"),
         qk_norm=_QK_NORM.get(family, QKNorm.NONE),
         clip_qkv=None if c.get("clip_qkv") is None else _number(c, "clip_qkv", above=0.0),
         initializer_range=_number(c, "initializer_range", least=0.0),
@@ -444,7 +444,7 @@ def _mla(c: Mapping[str, Any]) -> MLAConfig:
         nope_head_dim=_positive(c, "qk_nope_head_dim"),
         rope_head_dim=_positive(c, "qk_rope_head_dim"),
         v_head_dim=_positive(c, "v_head_dim"),
-        interleaved=bool(c["rope_interleave"]),
+        interleaved=_flag(c, "rope_interleave"),
     )
 
 
@@ -457,7 +457,7 @@ def _moe(c: Mapping[str, Any], family: str) -> MoEConfig | None:
             top_k=_positive(c, "num_experts_per_tok"),
             intermediate_size=_positive(c, "moe_intermediate_size"),
             layers=tuple(i for i in range(depth) if i not in dense and (i + 1) % step == 0),
-            norm_topk=bool(c["norm_topk_prob"]),
+            norm_topk=_flag(c, "norm_topk_prob"),
         )
     elif family in ("mixtral", "olmoe"):
         moe = MoEConfig(
@@ -465,7 +465,7 @@ def _moe(c: Mapping[str, Any], family: str) -> MoEConfig | None:
             top_k=_positive(c, "num_experts_per_tok"),
             intermediate_size=_positive(c, "intermediate_size"),
             layers=tuple(range(depth)),
-            norm_topk=family == "mixtral" or bool(c["norm_topk_prob"]),
+            norm_topk=family == "mixtral" or _flag(c, "norm_topk_prob"),
         )
     elif family == "deepseek_v3":
         moe = _deepseek_moe(c, depth)
@@ -499,7 +499,7 @@ def _deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
         intermediate_size=width,
         layers=tuple(i for i in range(depth) if i >= first and i % every == 0),
         scoring=Scoring.SIGMOID,
-        norm_topk=bool(c["norm_topk_prob"]),
+        norm_topk=_flag(c, "norm_topk_prob"),
         scaling=_number(c, "routed_scaling_factor", above=0.0),
         num_groups=groups,
         topk_groups=kept,
@@ -511,6 +511,14 @@ def _deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
 def _experts(c: Mapping[str, Any], *names: str) -> int:
     """transformers has two names per family for the number of experts."""
     return _positive(c, next((name for name in names if name in c), names[0]))
+
+
+def _flag(c: Mapping[str, Any], key: str) -> bool:
+    """True or false; a missing one, or null, is false."""
+    value = c.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}; config.json needs true or false there")
+    return bool(value)
 
 
 def _number(

@@ -16,6 +16,7 @@ HEAD_BYTES = 64 << 10  # of a request line with all headers; more is refused wit
 HEADER_BYTES = 32  # that a header counts beside its letters, as in HTTP/2
 UNREAD_S = 120.0  # for a client to read what is sent
 MOST = 16_384  # connections at once
+MAC_FILES = 10_240  # OPEN_MAX of macOS
 _TOO_LARGE = b"a request line and its headers have %d bytes at most here" % HEAD_BYTES
 
 
@@ -23,9 +24,11 @@ def connection_limit() -> int:
     """How many connections this process can hold. Raises its limit of descriptors as far as it may, and keeps
     a quarter of them for files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS reports more than it grants
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
+    for most in (hard, max(soft, MAC_FILES)):  # macOS reports more than it grants
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+            break
     return MOST if soft == resource.RLIM_INFINITY else min(MOST, soft - max(16, soft // 4))
 
 

@@ -101,6 +101,7 @@ def test_two_forms_of_rope_agree_or_are_refused() -> None:
     [
         ({"model_type": "gpt2"}, ("model_type", "gpt2", "llama")),
         ({"hidden_act": "gelu"}, ("hidden_act", "gelu", "silu")),
+        ({"tie_word_embeddings": "maybe"}, ("tie_word_embeddings", "maybe", "true or false")),
         ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8", "16-bit")),
         ({"max_position_embeddings": 2**40}, ("max_position_embeddings", str(2**40))),  # was a petabyte
         ({"logit_scale": 0.5}, ("logit_scale", "0.5", "llama")),
