@@ -65,8 +65,8 @@ class Agents(Bench):
         return {"models": found}
 
     def _of(self, model: str) -> dict[str, Any]:
-        from ostinato.serve.agent_server import AgentServer
-        from ostinato.serve.agents import AgentEpisode
+        from ostinato.apps.serve.agent_server import AgentServer
+        from ostinato.apps.serve.agents import AgentEpisode
 
         policy = load_policy(model, f"model.dtype={faster_dtype(folder_of(model))}")
         engine, server = serve(policy), AgentServer(policy.renderer)

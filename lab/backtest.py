@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.gates import FEWEST, Standing, assess
-from ostinato.scaling.noise import CONSERVATIVE, Noise
-from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
-from ostinato.scaling.series import Series, simulated
+from ostinato.apps.scaling.curve import Sigmoid
+from ostinato.apps.scaling.gates import FEWEST, Standing, assess
+from ostinato.apps.scaling.noise import CONSERVATIVE, Noise
+from ostinato.apps.scaling.posterior import Interval, Posterior, interval, posterior
+from ostinato.apps.scaling.series import Series, simulated
 
 FRACTIONS = (0.25, 0.35, 0.5, 0.7)
 SCALERL = Sigmoid(R0=0.40, A=0.61, B=1.92, C_mid=2542.0)  # table 1 of the paper

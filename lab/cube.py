@@ -31,6 +31,7 @@ from lab.simulator.policies import Policy
 from lab.simulator.recorded import answers, batched, calibrated, longer, pass_cost
 from lab.simulator.sampler import Cost
 from lab.whole_runs import allowed_cores, trained
+from ostinato.apps.scaling.normal import student_90
 from ostinato.config import Recipe
 from ostinato.launch.cluster import AHEAD
 from ostinato.launch.dtype import resolved
@@ -38,7 +39,6 @@ from ostinato.launch.models import load_decoder
 from ostinato.model.named import model_folder
 from ostinato.observe.timeline import Span
 from ostinato.run import RunFolder
-from ostinato.scaling.normal import student_90
 
 FACTORS = {
     "drafts": ("draft.enabled=true",),

@@ -22,7 +22,7 @@ import numpy as np
 
 from lab.harness import ModelBench, Result, Say, option
 from lab.serve import Server, started
-from ostinato.product.store import open_store
+from ostinato.apps.product.store import open_store
 
 PROMPT_TOKENS = 32
 VOCABULARY = 250

@@ -32,8 +32,8 @@ from lab.paired import Paired
 from lab.pipeline_work import SMOLLM2, Window, Work, figures, write_prompts
 from lab.settings import machine
 from lab.whole_runs import allowed_cores, trained
+from ostinato.apps.scaling.normal import student_90
 from ostinato.observe.timeline import pool_of
-from ostinato.scaling.normal import student_90
 
 Trained = Callable[["Pipeline", Say], list[dict[str, Any]]]
 RUN_LIMIT_S = 1200.0  # ten steps take 150 s on one kind of core, and 450 s on another

@@ -22,14 +22,14 @@ from scipy.optimize import brentq
 
 from lab.backtest import FRACTIONS, Row, backtest, calibrate, summary
 from lab.harness import Bench, Result, Say, option
+from ostinato.apps.scaling.curve import Sigmoid
+from ostinato.apps.scaling.fit import fit
+from ostinato.apps.scaling.forms import Form, fit_form
+from ostinato.apps.scaling.gates import REPORTED
+from ostinato.apps.scaling.noise import CONSERVATIVE, MEASURED, Noise
+from ostinato.apps.scaling.posterior import posterior
+from ostinato.apps.scaling.series import Series, read_csv, series
 from ostinato.axis import Axis
-from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.fit import fit
-from ostinato.scaling.forms import Form, fit_form
-from ostinato.scaling.gates import REPORTED
-from ostinato.scaling.noise import CONSERVATIVE, MEASURED, Noise
-from ostinato.scaling.posterior import posterior
-from ostinato.scaling.series import Series, read_csv, series
 
 FIRST = 1500.0  # GPU-hours: the paper leaves out what is before (appendix A.5)
 R0 = 0.40
@@ -146,7 +146,7 @@ class Scaling(Bench):
 
 def published(name: str) -> Path:
     """The file of that name among the data of the package."""
-    return Path(str(files("ostinato.scaling").joinpath("data", name)))
+    return Path(str(files("ostinato.apps.scaling").joinpath("data", name)))
 
 
 def _row(row: Row) -> dict[str, Any]:

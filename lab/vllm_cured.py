@@ -6,7 +6,7 @@ so here is a module that does something when it is imported, and nothing else.
 
 from __future__ import annotations
 
-from ostinato.interop.vllm_drafter import cure
+from ostinato.apps.interop.vllm_drafter import cure
 
 cure()
 

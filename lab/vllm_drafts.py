@@ -28,7 +28,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 16},
     "ours": {
         "method": "custom_class",
-        "model": "ostinato.interop.vllm_drafter.HistoryProposer",
+        "model": "ostinato.apps.interop.vllm_drafter.HistoryProposer",
         "num_speculative_tokens": 16,
     },
 }

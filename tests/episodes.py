@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from ostinato.apps.serve.agent_server import AgentServer
+from ostinato.apps.serve.agents import AgentEpisode
 from ostinato.engine.local import LocalEngine
 from ostinato.launch.policy import serve
 from ostinato.render import Renderer
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, rollout_group
-from ostinato.serve.agent_server import AgentServer
-from ostinato.serve.agents import AgentEpisode
 from ostinato.types import Group, Prompt, Reward, Sampling
 
 PROMPT = Prompt(uid="p", messages=({"role": "user", "content": "1+1="},), columns={"seed": 5})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ostinato.apps.plan.cluster import parse_cluster
+from ostinato.apps.plan.problem import Arrangement, DType, Precision, Problem, Setup, Work, find_model
+from ostinato.apps.plan.request import lognormal_lengths
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
-from ostinato.plan.cluster import parse_cluster
-from ostinato.plan.problem import Arrangement, DType, Precision, Problem, Setup, Work, find_model
-from ostinato.plan.request import lognormal_lengths
 
 LORA = AdapterSpec(rank=16)
 KIMI_LORA = AdapterSpec(rank=32, alpha=64.0)

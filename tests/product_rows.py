@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.product.events import Action, Event, Exchange, Kind
+from ostinato.apps.product.events import Action, Event, Exchange, Kind
 
 
 def exchange(response_id: str = "r", ts: float = 1000.0, prompt: str = "hi", **changes: Any) -> Exchange:

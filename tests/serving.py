@@ -1,4 +1,4 @@
-"""A server in this process, on a port of its own, for tests of ``ostinato.serve``."""
+"""A server in this process, on a port of its own, for tests of ``ostinato.apps.serve``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostinato.access import STRICT, Access
-from ostinato.launch.memory import Keeping, open_memory
-from ostinato.launch.panel import judged_by
-from ostinato.launch.served import Served, Serving, open_service
-from ostinato.memory import refill
-from ostinato.serve.app import new_app
-from ostinato.serve.feedback import open_feedback
-from ostinato.serve.server import HttpServer, address, bound
-from ostinato.serve.service import Limits
+from ostinato.apps.memory import refill
+from ostinato.apps.memory.conversations import Keeping, open_memory
+from ostinato.apps.product.panel import judged_by
+from ostinato.apps.serve.app import new_app
+from ostinato.apps.serve.feedback import open_feedback
+from ostinato.apps.serve.served import Served, Serving, open_service
+from ostinato.apps.serve.server import HttpServer, address, bound
+from ostinato.apps.serve.service import Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from lab.forgetting.trained import Trained, remember
 from lab.forgetting.words import WordPolicy, learn_words, written
 from lab.forgetting.world import History, Question, history
 from lab.harness import Bench, Result, Say, columns, markdown, option, seeds
-from ostinato.memory.importance import equal, lexical
-from ostinato.memory.keep import Parts
+from ostinato.apps.memory.importance import equal, lexical
+from ostinato.apps.memory.keep import Parts
 
 LEAST = 4  # tokens of a shortened line
 Entries = list[tuple[str, int, Callable[[int], View]]]  # a contender, its seed, views within a budget

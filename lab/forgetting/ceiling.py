@@ -9,8 +9,8 @@ from lab.forgetting.contenders import Count
 from lab.forgetting.policy import GONE, Rules, offered
 from lab.forgetting.words import WordPolicy, written
 from lab.forgetting.world import History, words_of
-from ostinato.memory.blocks import Block, MemoryState
-from ostinato.memory.keep import Candidate
+from ostinato.apps.memory.blocks import Block, MemoryState
+from ostinato.apps.memory.keep import Candidate
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ import numpy as np
 
 from lab.forgetting.meaning import Vectors, hashed, is_name, is_number
 from lab.forgetting.world import History, Question, Turn, words_of
-from ostinato.memory.facts import dates, names, numbers
-from ostinato.memory.refill import extract
+from ostinato.apps.memory.facts import dates, names, numbers
+from ostinato.apps.memory.refill import extract
 
 Lines = list[tuple[Turn, str]]  # in order of time
 Count = Callable[[str], int]

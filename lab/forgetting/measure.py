@@ -12,7 +12,7 @@ from typing import Any
 from lab.forgetting.contenders import Count, Lines
 from lab.forgetting.world import KINDS, UNKNOWN, History, Question, reply, supported, words_of
 from lab.paired import wilson
-from ostinato.memory.facts import unsupported
+from ostinato.apps.memory.facts import unsupported
 
 View = Callable[[History], Callable[[Question], Lines]]  # a history read once, then its questions
 

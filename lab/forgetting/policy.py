@@ -6,7 +6,7 @@ room.
     phi    = hashed words that a refill would keep, names, numbers, length, age, level, whether a later turn
              repeats the same (``sense``), the tokens of the history over the budget, the room
 
-It is trained in ``Replay``, which has the same rules as ``ostinato.memory`` on numbers that are computed
+It is trained in ``Replay``, which has the same rules as ``ostinato.apps.memory`` on numbers that are computed
 once for each history (a test compares the two), with groups of re-rollouts from one memory state (LoGo-GRPO,
 arXiv 2605.21768): the advantage of a rollout is its reward minus the mean of its group.
 """
@@ -23,8 +23,8 @@ import numpy as np
 from lab.forgetting.meaning import bucket, is_name, is_number
 from lab.forgetting.sense import Sense
 from lab.forgetting.world import UNKNOWN, History, Turn, followed, reply, words_of
-from ostinato.memory.blocks import LEVELS
-from ostinato.memory.refill import extract
+from ostinato.apps.memory.blocks import LEVELS
+from ostinato.apps.memory.refill import extract
 
 Count = Callable[[str], int]
 HASHED = 1024
@@ -165,7 +165,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Of ``ostinato.memory.keep.Sizes``, as ``Replay`` has them."""
+    """Of ``ostinato.apps.memory.keep.Sizes``, as ``Replay`` has them."""
 
     budget: int
     recent: int = 32

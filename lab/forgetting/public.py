@@ -19,12 +19,12 @@ from lab.forgetting.f1 import normal, stem
 from lab.forgetting.world import History, Question, Turn
 from lab.harness import Result, Say, columns
 from lab.paired import wilson
+from ostinato.apps.memory.blocks import Kept, MemoryState
+from ostinato.apps.memory.blocks import Turn as MemoryTurn
+from ostinato.apps.memory.facts import MONTHS
+from ostinato.apps.memory.importance import Importance, equal, lexical
+from ostinato.apps.memory.keep import Memory, Sizes
 from ostinato.inputs import parse_json
-from ostinato.memory.blocks import Kept, MemoryState
-from ostinato.memory.blocks import Turn as MemoryTurn
-from ostinato.memory.facts import MONTHS
-from ostinato.memory.importance import Importance, equal, lexical
-from ostinato.memory.keep import Memory, Sizes
 
 LOCOMO_SHA256 = "79fa87e90f04081343b8c8debecb80a9a6842b76a7aa537dc9fdf651ea698ff4"
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}

@@ -26,9 +26,9 @@ from lab.forgetting.contenders import Count
 from lab.forgetting.policy import offered
 from lab.forgetting.tokens import counter, tokenizer
 from lab.forgetting.world import SMALL, History, Turn, history, words_of
-from ostinato.memory.diffusion import infilled
-from ostinato.memory.facts import unsupported
-from ostinato.memory.refill import Refiller, extract
+from ostinato.apps.memory.diffusion import infilled
+from ostinato.apps.memory.facts import unsupported
+from ostinato.apps.memory.refill import Refiller, extract
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 

@@ -1,4 +1,4 @@
-"""The trained policy inside ``ostinato.memory``: importance and levels of the blocks of a real memory."""
+"""The trained policy inside ``ostinato.apps.memory``: importance and levels of a real memory's blocks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from lab.forgetting.policy import (
 )
 from lab.forgetting.sense import Sense
 from lab.forgetting.world import History
-from ostinato.memory.blocks import Block, Kept, MemoryState, Turn
-from ostinato.memory.importance import Importance
-from ostinato.memory.keep import Candidate, Memory, Parts, Sizes
-from ostinato.memory.refill import Refiller
+from ostinato.apps.memory.blocks import Block, Kept, MemoryState, Turn
+from ostinato.apps.memory.importance import Importance
+from ostinato.apps.memory.keep import Candidate, Memory, Parts, Sizes
+from ostinato.apps.memory.refill import Refiller
 
 NEVER = 1e12  # turns: importance does not fade by itself
 WHOLE = Parts()
@@ -117,8 +117,8 @@ def remember(
     found: History, rules: Rules, count: Count, *, trained: Trained | Knowing | None = None,
     importance: Importance | None = None, refiller: Refiller | None = None, parts: Parts = WHOLE,
 ) -> Held:  # fmt: skip
-    """A history through a memory of ``ostinato.memory``, turn by turn. Without allocation what is trained
-    decides only how much blocks matter."""
+    """A history through a memory of ``ostinato.apps.memory``, turn by turn. Without allocation what is
+    trained decides only how much blocks matter."""
     more: dict[str, Any] = {}
     if trained is not None:
         decide = trained.decide if parts.allocation else None

@@ -17,8 +17,8 @@ import numpy as np
 
 from lab.forgetting.meaning import bucket, is_name, is_number
 from lab.forgetting.world import History, Turn, words_of
-from ostinato.memory.facts import unsupported
-from ostinato.memory.refill import extract
+from ostinato.apps.memory.facts import unsupported
+from ostinato.apps.memory.refill import extract
 
 SLOTS = 4096  # hashed words; then a name, a number
 

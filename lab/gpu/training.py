@@ -13,16 +13,16 @@ from lab.gpu.sampling import answers, engine_of, requests, transformers_model
 from lab.gpu.world import DENSE, EXPERTS, Line, Lines, World
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import pack
+from ostinato.apps.plan.cluster import parse_cluster
+from ostinato.apps.plan.memory import trainer_memory
+from ostinato.apps.plan.problem import Model, Phase, Precision, Problem, Recompute, Sampler, Setup
+from ostinato.apps.plan.problem import Work as Planned
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 from ostinato.pipeline.work import batch_work
-from ostinato.plan.cluster import parse_cluster
-from ostinato.plan.memory import trainer_memory
-from ostinato.plan.problem import Model, Phase, Precision, Problem, Recompute, Sampler, Setup
-from ostinato.plan.problem import Work as Planned
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Completion, Request, Sample

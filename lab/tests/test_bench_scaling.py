@@ -12,11 +12,11 @@ import pytest
 from lab import scaling as bench
 from lab.backtest import SCALERL, summary
 from lab.harness import tell
+from ostinato.apps.scaling.gates import Flag, assess
+from ostinato.apps.scaling.noise import MEASURED
+from ostinato.apps.scaling.posterior import posterior
+from ostinato.apps.scaling.series import simulated
 from ostinato.run import to_json
-from ostinato.scaling.gates import Flag, assess
-from ostinato.scaling.noise import MEASURED
-from ostinato.scaling.posterior import posterior
-from ostinato.scaling.series import simulated
 
 
 def test_what_is_not_a_number_is_null(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from lab.forgetting.tokens import counter, tokenizer
 from lab.forgetting.trained import Trained, remember
 from lab.forgetting.words import WordPolicy, learn_words, written
 from lab.paired import wilson
-from ostinato.memory.blocks import LEVELS
+from ostinato.apps.memory.blocks import LEVELS
 
 
 @cache

@@ -15,7 +15,7 @@ from lab.forgetting.policy import Rules
 from lab.forgetting.refills import END, MASK, ModelRefiller, Rows
 from lab.forgetting.tokens import counter, tokenizer
 from lab.forgetting.trained import remember
-from ostinato.memory.facts import unsupported
+from ostinato.apps.memory.facts import unsupported
 from ostinato.model.decoder import Decoder
 
 

@@ -161,9 +161,9 @@ def serve(
     ] = "extract",
 ) -> None:
     """Serve a policy at an OpenAI-compatible address, with a chat page; a run's while it learns."""
-    from ostinato.cli.serve import Address, named_adapters
-    from ostinato.cli.serve import serve as command
-    from ostinato.launch.memory import Keeping
+    from ostinato.apps.memory.conversations import Keeping
+    from ostinato.apps.serve.command import Address, named_adapters
+    from ostinato.apps.serve.command import serve as command
 
     command(
         target,
@@ -190,8 +190,8 @@ def proxy(
     idle_s: Annotated[float, typer.Option(min=0.1, help="Without a call, which ends a rollout.")] = 600.0,
 ) -> None:
     """Record what agents do with a policy: an OpenAI address for each rollout, without training."""
-    from ostinato.cli.serve import Address
-    from ostinato.cli.serve import proxy as command
+    from ostinato.apps.serve.command import Address
+    from ostinato.apps.serve.command import proxy as command
 
     where = Address(host=host, port=port, access=access(allowed_hosts, origins))
     command(target, overrides or [], out, where, idle_s)
@@ -212,8 +212,8 @@ def tinker(
     ] = "",
 ) -> None:
     """Serve the Tinker SDK: training and sampling of adapters of a model, by loops that clients write."""
-    from ostinato.cli.serve import Address
-    from ostinato.cli.tinker import tinker as command
+    from ostinato.apps.serve.command import Address
+    from ostinato.apps.tinker.command import tinker as command
 
     allowed = access(allowed_hosts, origins)
     where = Address(host=host, port=port, key=api_key, access=allowed, drain_s=3.0)
@@ -223,7 +223,7 @@ def tinker(
 @app.command("memory", **PASSED_ON)
 def memory_(ctx: typer.Context) -> None:
     """Chats of any program within a budget of tokens: memory serve URL (see memory --help)."""
-    from ostinato.cli.memory import app as memory_app
+    from ostinato.apps.memory.command import app as memory_app
 
     memory_app(args=ctx.args, prog_name="ostinato memory")
 
@@ -231,7 +231,7 @@ def memory_(ctx: typer.Context) -> None:
 @app.command(**PASSED_ON)
 def judge(ctx: typer.Context) -> None:
     """A judge of answers: judge train | eval | serve (see judge --help)."""
-    from ostinato.cli.judge import app as judge_app
+    from ostinato.apps.product.judge_command import app as judge_app
 
     judge_app(args=ctx.args, prog_name="ostinato judge")
 
@@ -239,7 +239,7 @@ def judge(ctx: typer.Context) -> None:
 @app.command(**PASSED_ON)
 def product(ctx: typer.Context) -> None:
     """The continual loop of a product: product run | status (see product --help)."""
-    from ostinato.cli.product import app as product_app
+    from ostinato.apps.product.command import app as product_app
 
     product_app(args=ctx.args, prog_name="ostinato product")
 
@@ -257,7 +257,7 @@ def place(
     ] = None,
 ) -> None:
     """Which expert rank keeps which experts, from the routes that a run has recorded."""
-    from ostinato.plan.place import command
+    from ostinato.apps.plan.place import command
 
     command(run, ranks, out or run / "placement.json", nodes=nodes, current=current)
 
@@ -353,7 +353,7 @@ def bench(ctx: typer.Context) -> None:
 @app.command(**PASSED_ON)
 def scale(ctx: typer.Context) -> None:
     """Where a run will end and whether to go on: scale fit | forecast | decide ... (see scale --help)."""
-    from ostinato.scaling.commands import app as scale_app
+    from ostinato.apps.scaling.commands import app as scale_app
 
     scale_app(args=ctx.args, prog_name="ostinato scale")
 
@@ -361,7 +361,7 @@ def scale(ctx: typer.Context) -> None:
 @app.command(**PASSED_ON)
 def plan(ctx: typer.Context) -> None:
     """Which layouts of a model fit a cluster, how fast they are, what they cost (see plan --help)."""
-    from ostinato.plan.commands import command
+    from ostinato.apps.plan.commands import command
 
     command(ctx.args)
 
@@ -401,8 +401,8 @@ def ablate(
     ] = None,
 ) -> None:
     """Which choice of a recipe moves the ceiling, which only the efficiency: runs, fits, one table."""
-    from ostinato.ablate.commands import Output, Study, command
-    from ostinato.ablate.kept import Measure
+    from ostinato.apps.scaling.arms.commands import Output, Study, command
+    from ostinato.apps.scaling.arms.kept import Measure
 
     study = Study(arms=arms or (), seeds=seeds, workers=workers, out=out)
     output = Output(
@@ -431,8 +431,8 @@ def compare(
     ] = None,
 ) -> None:
     """A large prior with a small adapter, or a small model in full? Arms under exactly one budget."""
-    from ostinato.ablate.commands import Study
-    from ostinato.ablate.commands import compare as command
+    from ostinato.apps.scaling.arms.commands import Study
+    from ostinato.apps.scaling.arms.commands import compare as command
 
     study = Study(seeds=seeds, workers=workers, out=out)
     raise typer.Exit(command(arms, budget, study, page, json_file, against))

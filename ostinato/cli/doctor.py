@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from rich.table import Table
 
 from ostinato import __version__, compiler, isa
+from ostinato.apps.plan.cluster import ON_GPUS
 from ostinato.engine import threads
 from ostinato.launch.machine import memory_gib
-from ostinato.plan.cluster import ON_GPUS
 from ostinato.reward import isolation
 from ostinato.terminal import Screen, logged
 

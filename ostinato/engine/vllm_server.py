@@ -95,8 +95,8 @@ def _reply(response: httpx2.Response) -> Reply:
         return Reply(status=response.status_code, body=response.text)
 
 
-EXTENSION = "ostinato.interop.vllm_worker.Worker"
-GUARD = "ostinato.interop.vllm_key.Guard"
+EXTENSION = "ostinato.apps.interop.vllm_worker.Worker"
+GUARD = "ostinato.apps.interop.vllm_key.Guard"
 KEY = "VLLM_API_KEY"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 POLL_S = 0.25

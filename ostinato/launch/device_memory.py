@@ -13,15 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ostinato.apps.plan.cluster import SHEETS, gpu_named, parse_cluster, peak
+from ostinato.apps.plan.memory import trainer_memory
+from ostinato.apps.plan.problem import (
+    DType,
+    Model,
+    Phase,
+    Precision,
+    Problem,
+    Recompute,
+    Sampler,
+    Setup,
+    Work,
+)
 from ostinato.config import Recipe
 from ostinato.launch import RunFailed
 from ostinato.launch.models import adapter_spec, device_of
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.named import model_folder
 from ostinato.parallel.layout import Layout
-from ostinato.plan.cluster import SHEETS, gpu_named, parse_cluster, peak
-from ostinato.plan.memory import trainer_memory
-from ostinato.plan.problem import DType, Model, Phase, Precision, Problem, Recompute, Sampler, Setup, Work
 
 if TYPE_CHECKING:
     from ostinato.model.decoder import Decoder

@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ostinato.apps.memory.chat import Words
+from ostinato.apps.memory.conversations import Conversations, conversations
+from ostinato.apps.product.panel import scorers
 from ostinato.config import Recipe
 from ostinato.config.paths import without_folders
 from ostinato.config.tasks import REMOTE, OneTask
@@ -32,11 +35,8 @@ from ostinato.launch.device_memory import Need, step_need
 from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
 from ostinato.launch.graders import new_grader
-from ostinato.launch.memory import Conversations, conversations
 from ostinato.launch.models import load_decoder
-from ostinato.launch.panel import scorers
 from ostinato.launch.teacher import check_teacher
-from ostinato.memory.chat import Words
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.protocols import Engine, Env, Grader, Tasks
@@ -48,7 +48,7 @@ from ostinato.rollout.rollout import RolloutContext, ended, first_context
 from ostinato.types import Prompt, Sampling
 
 if TYPE_CHECKING:
-    from ostinato.serve.agent_server import AgentServer
+    from ostinato.apps.serve.agent_server import AgentServer
 
 
 log = logging.getLogger(__name__)
@@ -148,9 +148,9 @@ def _agents(recipe: Recipe, renderer: Renderer) -> AgentServer | None:
     if not tasks:
         return None
     try:
-        from ostinato.serve.agent_server import AgentServer
-        from ostinato.serve.agents import agent_of
-        from ostinato.serve.elsewhere import Place
+        from ostinato.apps.serve.agent_server import AgentServer
+        from ostinato.apps.serve.agents import agent_of
+        from ostinato.apps.serve.elsewhere import Place
     except ModuleNotFoundError as error:
         raise ValueError(f'agents need {error.name}; install it: pip install "ostinato[serve]"') from None
     for task in tasks:
@@ -160,7 +160,7 @@ def _agents(recipe: Recipe, renderer: Renderer) -> AgentServer | None:
         raise ValueError(f"task.agent needs a chat template, and {renderer.folder} has none")
     task, place = tasks[0], Place()  # the others have the same place
     if any(one.agent_elsewhere for one in tasks):
-        from ostinato.serve.server import key_for
+        from ostinato.apps.serve.server import key_for
 
         key = key_for(task.agent_host, "task.agent_host")
         place = Place(host=task.agent_host, port=task.agent_port, address=task.agent_address, key=key)
@@ -405,7 +405,7 @@ def _episodes(
 def _agent_episodes(
     task: OneTask, agents: AgentServer, counters: Counter[str], new_chat: Conversations | None
 ) -> Callable[[Prompt], Env]:
-    from ostinato.serve.agents import AgentEpisode, agent_of
+    from ostinato.apps.serve.agents import AgentEpisode, agent_of
 
     if task.agent == REMOTE:
         agent = agents.elsewhere.fetched

@@ -152,13 +152,13 @@ def _session(
     with new_life(RunFolder(path), clock) as life, contextlib.ExitStack() as held:
         chosen = threads.configure(recipe)
         recipe = resolved(recipe, run=path if resume else None, warn=True)
+        from ostinato.apps.product.judges import pinned
+        from ostinato.apps.scaling.forecast import new_forecaster
         from ostinato.launch.checks import check
         from ostinato.launch.device_memory import named_out_of_memory
         from ostinato.launch.drafts import new_memory
-        from ostinato.launch.forecast import new_forecaster
         from ostinato.launch.inputs import prepare
         from ostinato.launch.introduction import device_name
-        from ostinato.launch.judges import pinned
         from ostinato.launch.loop import new_budget, new_ledger, new_loop, restore
         from ostinato.launch.open_components import open_components
         from ostinato.pipeline.state import LoopState

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ostinato.apps.memory.chat import NOTE
+from ostinato.apps.memory.conversations import conversations
 from ostinato.config.sections import MemorySection
 from ostinato.engine.local import LocalEngine
 from ostinato.env.custom import EnvEpisode, seeds
 from ostinato.env.games import GuessNumber, PriceList
 from ostinato.env.tasks import load_tasks
-from ostinato.launch.memory import conversations
 from ostinato.launch.policy import load_policy
-from ostinato.memory.chat import NOTE
 from ostinato.rollout.convert import samples
 from ostinato.types import Prompt, Stop
 
@@ -28,9 +28,9 @@ pytest.importorskip("openai")
 import toy_agents as agents
 from episodes import PROMPT, World, turns_of
 
-from ostinato.serve.agent_server import AgentServer
-from ostinato.serve.agents import agent_of
-from ostinato.serve.toolcalls import for_equals, read_equals
+from ostinato.apps.serve.agent_server import AgentServer
+from ostinato.apps.serve.agents import agent_of
+from ostinato.apps.serve.toolcalls import for_equals, read_equals
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 price_agent: Any = import_module("price_agent")
@@ -292,7 +292,7 @@ def test_a_rollout_that_has_ended_is_not_there(world: World, server: AgentServer
     import httpx2
 
     world.play(world.agent(agents.plain), size=1)
-    from ostinato.serve.server import address
+    from ostinato.apps.serve.server import address
 
     base = address(server._listening)
     reply = httpx2.post(f"{base}/rollout/1/v1/reward", json={"value": 1})

@@ -26,15 +26,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ostinato.apps.serve.agent_server import AgentServer
+from ostinato.apps.serve.elsewhere import Place
+from ostinato.apps.serve.proxy import Proxy
+from ostinato.apps.serve.served import Serving, open_service
+from ostinato.apps.serve.server import address, bound
+from ostinato.apps.serve.service import Limits
 from ostinato.config import Recipe
 from ostinato.launch.policy import load_policy
-from ostinato.launch.proxy import Proxy
-from ostinato.launch.served import Serving, open_service
 from ostinato.run import JsonlZst
-from ostinato.serve.agent_server import AgentServer
-from ostinato.serve.elsewhere import Place
-from ostinato.serve.server import address, bound
-from ostinato.serve.service import Limits
 from ostinato.types import Stop
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
@@ -226,7 +226,7 @@ def test_recipes_that_cannot_be_are_refused(task: str, sentence: str) -> None:
 
 
 def test_another_address_than_this_machines_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ostinato.serve.server import KEY, key_for
+    from ostinato.apps.serve.server import KEY, key_for
 
     monkeypatch.delenv(KEY, raising=False)
     assert key_for("127.0.0.1", "task.agent_host") == ""

@@ -16,11 +16,11 @@ import pytest
 from layout_runs import MODELS, Case, batch_of, new_trainer, whole_model
 from ranks import on_ranks
 
+from ostinato.apps.plan.comm import Sent, total
+from ostinato.apps.plan.leaves import gradient_sizes
+from ostinato.apps.plan.traffic import Microbatch, Steps
 from ostinato.model.config import parse_config
 from ostinato.parallel.layout import Layout
-from ostinato.plan.comm import Sent, total
-from ostinato.plan.leaves import gradient_sizes
-from ostinato.plan.traffic import Microbatch, Steps
 from ostinato.types import Microbatch as Packed
 
 pytestmark = pytest.mark.slow

@@ -21,11 +21,11 @@ from serving import At as ServerAt
 from serving import server, until
 
 from ostinato.access import STRICT
-from ostinato.launch.memory import Keeping, open_memory
-from ostinato.memory.refill import At
+from ostinato.apps.memory.conversations import Keeping, open_memory
+from ostinato.apps.memory.refill import At
+from ostinato.apps.serve.server import HttpServer, address, bound
+from ostinato.apps.serve.upstream import NAMED, Upstream
 from ostinato.run import JsonlZst
-from ostinato.serve.server import HttpServer, address, bound
-from ostinato.serve.upstream import NAMED, Upstream
 
 BUDGET = 500
 

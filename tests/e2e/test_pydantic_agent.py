@@ -16,10 +16,10 @@ pytest.importorskip("openai")
 pytest.importorskip("pydantic_ai")
 from episodes import World, turns_of
 
+from ostinato.apps.serve.agent_server import AgentServer
 from ostinato.env.custom import seeds
 from ostinato.env.games import PriceList
 from ostinato.launch.policy import load_policy
-from ostinato.serve.agent_server import AgentServer
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 pydantic_agent: Any = import_module("pydantic_agent")

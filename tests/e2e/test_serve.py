@@ -20,8 +20,8 @@ from commands import command, environment, only_run, run
 from serving import At, server, until
 from worlds import adapters_of, tiny_decoder
 
+from ostinato.apps.serve.served import renew
 from ostinato.launch.policy import load_policy, serve
-from ostinato.launch.served import renew
 from ostinato.model.hf import save_model
 from ostinato.model.named import ASSETS
 from ostinato.model.peft_io import save_peft

@@ -21,9 +21,9 @@ from browsers import open_page
 from commands import command, environment
 from serving import At, server, until
 
-from ostinato.product.events import Action, Exchange, Kind
-from ostinato.product.store import open_store
-from ostinato.serve import app
+from ostinato.apps.product.events import Action, Exchange, Kind
+from ostinato.apps.product.store import open_store
+from ostinato.apps.serve import app
 
 CHAT = {"model": "seed-moe", "messages": [{"role": "user", "content": "Compute: 23 + 45"}], "max_tokens": 8}
 

@@ -14,8 +14,8 @@ import pytest
 from qwen_like import save_qwen_like
 from serving import At, server
 
-from ostinato.serve.calls import ApiError
-from ostinato.serve.grammar import Guides, call_grammar, json_grammar
+from ostinato.apps.serve.calls import ApiError
+from ostinato.apps.serve.grammar import Guides, call_grammar, json_grammar
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")

@@ -26,8 +26,8 @@ import torch  # noqa: F401  # the SDK runs losses of the client in it
 import zstandard
 from commands import ROOT, command, environment
 
+from ostinato.apps.tinker.registry import PENDING
 from ostinato.run import RunFolder
-from ostinato.serve.tinker.registry import PENDING
 
 tinker = pytest.importorskip("tinker", reason='pip install -c constraints.txt "ostinato[tinker]"')
 import tinker_probe  # noqa: E402

@@ -10,12 +10,12 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.apps.scaling.reading import Reading, axis_of
 from ostinato.axis import Axis
 from ostinato.config import Recipe
 from ostinato.every import NEVER, UNITS, Every
 from ostinato.observe import ledger
 from ostinato.observe.report.ledger import AXES
-from ostinato.scaling.reading import Reading, axis_of
 
 
 @pytest.mark.parametrize(

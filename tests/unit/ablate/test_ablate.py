@@ -15,20 +15,29 @@ import numpy as np
 import pytest
 from commands import ended as exit_code
 
-from ostinato.ablate import answer, commands
-from ostinato.ablate import jobs as jobs_of
-from ostinato.ablate.commands import Output, Study
-from ostinato.ablate.jobs import Job, State, check, plan, run
-from ostinato.ablate.kept import Measure, acted, collect, ended, prompts, read_kept, series_of, write_kept
+from ostinato.apps.scaling.ablation import REFERENCE
+from ostinato.apps.scaling.arms import answer, commands
+from ostinato.apps.scaling.arms import jobs as jobs_of
+from ostinato.apps.scaling.arms.commands import Output, Study
+from ostinato.apps.scaling.arms.jobs import Job, State, check, plan, run
+from ostinato.apps.scaling.arms.kept import (
+    Measure,
+    acted,
+    collect,
+    ended,
+    prompts,
+    read_kept,
+    series_of,
+    write_kept,
+)
+from ostinato.apps.scaling.curve import Sigmoid
+from ostinato.apps.scaling.series import simulated
 from ostinato.axis import Axis
 from ostinato.cli.app import main
 from ostinato.config import Recipe, dump_toml
 from ostinato.lock import locked
 from ostinato.observe.report.reading import read_run
 from ostinato.run import RunFolder
-from ostinato.scaling.ablation import REFERENCE
-from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.series import simulated
 
 LAWS = {
     REFERENCE: Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1e12),

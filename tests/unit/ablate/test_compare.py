@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.ablate.commands import write_page
-from ostinato.ablate.compare import (
+from ostinato.apps.scaling.arms.commands import write_page
+from ostinato.apps.scaling.arms.compare import (
     SHARES,
     ArmsFile,
     ArmSpec,
@@ -24,8 +24,8 @@ from ostinato.ablate.compare import (
     read_arms,
     sweep,
 )
-from ostinato.ablate.compared import answer, charts, per_flop
-from ostinato.ablate.jobs import Job, State, done
+from ostinato.apps.scaling.arms.compared import answer, charts, per_flop
+from ostinato.apps.scaling.arms.jobs import Job, State, done
 from ostinato.config import dump_toml
 from ostinato.run import RunFolder
 

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_ledger import a_step, killed_and_resumed, start
 
+from ostinato.apps.scaling.curve import Sigmoid
+from ostinato.apps.scaling.reading import amount
+from ostinato.apps.scaling.series import Series, simulated
 from ostinato.run import RunFolder
-from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.reading import amount
-from ostinato.scaling.series import Series, simulated
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
 

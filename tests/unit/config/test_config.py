@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.ablate.jobs import plan
 from ostinato.algo.algorithms import Algorithm, algorithm
+from ostinato.apps.scaling.arms.jobs import plan
 from ostinato.config import Recipe, dump_toml, find_recipe, override
 from ostinato.config.gone import GONE
 from ostinato.config.reference import algorithm_keys, comments_of, reference

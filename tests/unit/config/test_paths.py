@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.ablate.compare import read_arms
+from ostinato.apps.scaling.arms.compare import read_arms
 from ostinato.config import Recipe, check_files, dump_toml, find_recipe
 from ostinato.config.paths import PathKind, absolute
 

@@ -444,7 +444,7 @@ def test_a_call_that_is_given_up_closes_its_connections(engine: VllmEngine, serv
         ("/v1/models", "0.32 or newer"),
         ("/weight_info", "VLLM_SERVER_DEV_MODE=1"),
         ("/v1/load_lora_adapter", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-        ("/collective_rpc", "--worker-extension-cls ostinato.interop.vllm_worker.Worker"),
+        ("/collective_rpc", "--worker-extension-cls ostinato.apps.interop.vllm_worker.Worker"),
         ("/inference/v1/generate", "0.32 or newer"),
     ],
 )

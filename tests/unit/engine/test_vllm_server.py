@@ -18,6 +18,7 @@ from commands import gone, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.apps.interop.vllm_key import Guard
 from ostinato.engine.vllm_company import Company
 from ostinato.engine.vllm_server import (
     Serve,
@@ -29,7 +30,6 @@ from ostinato.engine.vllm_server import (
     host_and_port,
     post,
 )
-from ostinato.interop.vllm_key import Guard
 from ostinato.workers import guard
 from ostinato.workers.lost import WorkerLost
 from ostinato.workers.suspects import Key
@@ -145,7 +145,7 @@ def test_a_key_is_the_runs_alone_and_in_no_command_line(tmp_path: Path) -> None:
     one, other = (VllmChild(serve, tmp_path / "log") for _ in range(2))
     assert len(one.key) == 64 and one.key != other.key
     command = serve.command(81)
-    assert command[command.index("--middleware") + 1] == "ostinato.interop.vllm_key.Guard"
+    assert command[command.index("--middleware") + 1] == "ostinato.apps.interop.vllm_key.Guard"
     assert one.key not in " ".join(command)
 
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.history.store import History
-from ostinato.interop.vllm_drafter import (
+from ostinato.apps.interop.vllm_drafter import (
     PATIENCE,
     HistoryProposer,
     PassTimes,
@@ -23,6 +22,7 @@ from ostinato.interop.vllm_drafter import (
     prompt_uid,
     remember,
 )
+from ostinato.history.store import History
 from ostinato.types import DraftQuery, Drafts, HistoryEntry, Request, SampledTokens
 
 LONGEST = 128
@@ -386,5 +386,5 @@ def test_importing_the_proposer_loads_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, ostinato.interop.vllm_drafter; sys.exit('torch' in sys.modules)"
+    code = "import sys, ostinato.apps.interop.vllm_drafter; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from worlds import tiny_decoder
 
+from ostinato.apps.plan.problem import find_model
 from ostinato.config import Recipe
 from ostinato.launch import RunFailed
 from ostinato.launch.device_memory import (
@@ -25,7 +26,6 @@ from ostinato.launch.device_memory import (
 from ostinato.launch.models import recipe_of
 from ostinato.launch.threads import expects_gpu
 from ostinato.pipeline.step_metrics import utilisation
-from ostinato.plan.problem import find_model
 
 FEW = Need(prompts=2, group=4, prompt_tokens=20, answer_tokens=12)
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from worlds import tiny_decoder
 
+from ostinato.apps.interop.vllm_worker import Worker, digest
 from ostinato.cli.doctor import arithmetic
 from ostinato.config import DraftSection, Recipe
 from ostinato.engine import threads
 from ostinato.engine.threads import Threads
 from ostinato.history.store import History
-from ostinato.interop.vllm_worker import Worker, digest
 from ostinato.launch import trainer as parts
 from ostinato.launch.checks import MASKS, ROUTES, check, check_exact, check_model
 from ostinato.launch.drafts import load_history, new_memory, save_history

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.apps.scaling.curve import Sigmoid
+from ostinato.apps.scaling.forecast import goes_on, look, metrics, new_forecaster, outlook
+from ostinato.apps.scaling.posterior import interval, posterior
+from ostinato.apps.scaling.series import Series, series, simulated
 from ostinato.config import ForecastSection, Recipe
 from ostinato.every import spent_in_steps
-from ostinato.launch.forecast import goes_on, look, metrics, new_forecaster, outlook
 from ostinato.observe.ledger import Terms
 from ostinato.observe.report.forecast import forecast_sections
 from ostinato.observe.report.reading import read_run as read_folder
 from ostinato.pipeline.step_metrics import add_totals
 from ostinato.run import RunFolder, to_json
-from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.posterior import interval, posterior
-from ostinato.scaling.series import Series, series, simulated
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
 TERMS = ForecastSection()

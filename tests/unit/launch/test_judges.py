@@ -17,22 +17,22 @@ from hypothesis import strategies as st
 from nouns import completion
 from product_rows import event, exchange
 
+from ostinato.apps.product.events import Kind
+from ostinato.apps.product.judge import Cache, Chat, Judge, Reply, Spec
+from ostinato.apps.product.judge_runs import figures, preferences, write_data
+from ostinato.apps.product.judges import pinned, sources, write_spec
+from ostinato.apps.product.panel import Bench, Panel
+from ostinato.apps.product.store import open_store
+from ostinato.apps.product.verdicts import both_right
 from ostinato.config import Recipe
 from ostinato.env.custom import EnvEpisode
 from ostinato.env.games import BothOrders
 from ostinato.launch.inputs import stage_identity
-from ostinato.launch.judge_runs import figures, preferences, write_data
-from ostinato.launch.judges import pinned, sources, write_spec
 from ostinato.launch.models import load_decoder
-from ostinato.launch.panel import Bench, Panel
 from ostinato.launch.trainer import new_adapters
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import save_peft
-from ostinato.product.events import Kind
-from ostinato.product.judge import Cache, Chat, Judge, Reply, Spec
-from ostinato.product.store import open_store
-from ostinato.product.verdicts import both_right
 from ostinato.render import Renderer
 from ostinato.reward.workers import WorkerGrader
 from ostinato.types import Group, NewRow, Prompt, Stop, Trajectory, Turn

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ostinato.apps.product.detectors import Knee
+from ostinato.apps.product.events import Action, Event, Exchange, Exposure, Kind
+from ostinato.apps.product.judging import Choice
+from ostinato.apps.product.loop import Finding, Position, Stage, Verdict, advance
+from ostinato.apps.product.rewards import read_table
+from ostinato.apps.product.runs import judge
+from ostinato.apps.product.runs.judge import freeze_window, labels
+from ostinato.apps.product.runs.loop import Exhausted, ProductLoop, digest
+from ostinato.apps.product.runs.settings import CollectSettings, ProductSettings, read_settings
+from ostinato.apps.product.runs.watch import MARKED, Probe, Watch
+from ostinato.apps.product.runs.window import add_exemplars, decided, freeze, read_bank
+from ostinato.apps.product.store import Store, open_store
 from ostinato.launch import NothingToLearn, RunFailed
-from ostinato.launch.product import judge
-from ostinato.launch.product.judge import freeze_window, labels
-from ostinato.launch.product.loop import Exhausted, ProductLoop, digest
-from ostinato.launch.product.settings import CollectSettings, ProductSettings, read_settings
-from ostinato.launch.product.watch import MARKED, Probe, Watch
-from ostinato.launch.product.window import add_exemplars, decided, freeze, read_bank
-from ostinato.product.detectors import Knee
-from ostinato.product.events import Action, Event, Exchange, Exposure, Kind
-from ostinato.product.judging import Choice
-from ostinato.product.loop import Finding, Position, Stage, Verdict, advance
-from ostinato.product.rewards import read_table
-from ostinato.product.store import Store, open_store
 from ostinato.run import to_json
 
 TABLE = Path(__file__).parents[3] / "recipes" / "product" / "rewards.toml"

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nouns import completion
 
+from ostinato.apps.memory.blocks import Kept, MemoryState
+from ostinato.apps.memory.chat import NOTE, Chat, Message, Words, chat_sizes, form, text_of
+from ostinato.apps.memory.keep import Memory
+from ostinato.apps.memory.refill import ByModel
+from ostinato.apps.memory.sessions import Sessions
 from ostinato.env.dialogue import Dialogue
-from ostinato.memory.blocks import Kept, MemoryState
-from ostinato.memory.chat import NOTE, Chat, Message, Words, chat_sizes, form, text_of
-from ostinato.memory.keep import Memory
-from ostinato.memory.refill import ByModel
-from ostinato.memory.sessions import Sessions
 from ostinato.types import NewRow, Prompt
 
 BUDGET = 500

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.memory.blocks import Kept, MemoryState, Turn
-from ostinato.memory.diffusion import ByDiffusion, infilled, loaded
-from ostinato.memory.facts import unsupported
-from ostinato.memory.keep import Memory, Sizes
+from ostinato.apps.memory.blocks import Kept, MemoryState, Turn
+from ostinato.apps.memory.diffusion import ByDiffusion, infilled, loaded
+from ostinato.apps.memory.facts import unsupported
+from ostinato.apps.memory.keep import Memory, Sizes
 
 MASK, VOCABULARY = 2, 9
 

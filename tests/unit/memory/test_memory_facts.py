@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ostinato.memory.blocks import Kept, MemoryState, Turn
-from ostinato.memory.facts import absolute, dates, names, numbers, unsupported
-from ostinato.memory.importance import FEATURES, Weighted, features, fit, leave_one_out, lexical
-from ostinato.memory.keep import Memory, Sizes
-from ostinato.memory.refill import cleaned, extract, messages, terse
+from ostinato.apps.memory.blocks import Kept, MemoryState, Turn
+from ostinato.apps.memory.facts import absolute, dates, names, numbers, unsupported
+from ostinato.apps.memory.importance import FEATURES, Weighted, features, fit, leave_one_out, lexical
+from ostinato.apps.memory.keep import Memory, Sizes
+from ostinato.apps.memory.refill import cleaned, extract, messages, terse
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.memory.blocks import LEVELS, Kept, MemoryState, Turn, block_from_row, line
-from ostinato.memory.keep import Candidate, Gap, Memory, Parts, Sizes, split
-from ostinato.memory.refill import Refiller, extract
+from ostinato.apps.memory.blocks import LEVELS, Kept, MemoryState, Turn, block_from_row, line
+from ostinato.apps.memory.keep import Candidate, Gap, Memory, Parts, Sizes, split
+from ostinato.apps.memory.refill import Refiller, extract
 
 COUNTS: dict[str, Callable[[str], int]] = {
     "characters": len,

@@ -17,11 +17,11 @@ from reference.plain_pack import pad
 from worlds import KINDS, SIZES
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.apps.plan.problem import find_model
 from ostinato.model.config import parse_config
 from ostinato.model.flops import FlopModel, Part, Work
 from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme
 from ostinato.pipeline.work import RolloutWork, batch_work, completion_work, rollout_work, trajectory_work
-from ostinato.plan.problem import find_model
 from ostinato.rollout.health import prefilled_tokens, sampled_tokens
 from ostinato.types import Completion, Group, Prompt, Sample, Stop, Trajectory, Turn
 

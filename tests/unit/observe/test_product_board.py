@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ostinato.apps.product.loop import Decision, Finding, Position, Stage, Verdict, advance
 from ostinato.observe.board.product import JOURNAL, STAGES, ProductBoard
-from ostinato.product.loop import Decision, Finding, Position, Stage, Verdict, advance
 from ostinato.run import Jsonl
 
 

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_ledger import a_step, killed_and_resumed, start
 
+from ostinato.apps.scaling.curve import Sigmoid
+from ostinato.apps.scaling.forecast import outlook
+from ostinato.apps.scaling.series import simulated
 from ostinato.config import ForecastSection
-from ostinato.launch.forecast import outlook
 from ostinato.observe.ledger import Summary, summary
 from ostinato.observe.report import write_report
 from ostinato.observe.report.charts import Chart, downstream_sections, to_plain
@@ -23,8 +25,6 @@ from ostinato.observe.report.forecast import forecast_sections, places
 from ostinato.observe.report.ledger import tables
 from ostinato.observe.report.reading import read_run
 from ostinato.run import RunFolder
-from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.series import simulated
 
 computes = st.lists(st.floats(1e-3, 1e22), min_size=1, max_size=30, unique=True).map(sorted)
 

@@ -19,6 +19,8 @@ from nouns import scattered
 from plan_world import KIMI_LAYOUTS
 from worlds import tiny_dense
 
+from ostinato.apps.plan.parts import stage_elements
+from ostinato.apps.plan.problem import find_model
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.shapes import AdapterSpec, ExpertScheme, adapter_shapes
@@ -28,8 +30,6 @@ from ostinato.parallel.fingerprint import parameter_shapes
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import AXES, Mesh
 from ostinato.parallel.shares import keeps, owned_parts, shares_of, summed_over
-from ostinato.plan.parts import stage_elements
-from ostinato.plan.problem import find_model
 from ostinato.types import NO_EXPERT
 
 SIZES = st.sampled_from((1, 2, 3, 4))

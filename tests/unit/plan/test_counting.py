@@ -14,20 +14,15 @@ from hypothesis import strategies as st
 from plan_world import LORA, arrangement, problem, setup
 from worlds import KINDS, SIZES
 
-from ostinato.model.config import ModelConfig, parse_config
-from ostinato.model.decoder import Decoder
-from ostinato.model.lora import init_adapters
-from ostinato.model.shapes import AdapterSpec, ExpertScheme
-from ostinato.parallel.layout import Layout
-from ostinato.plan.cluster import Ring, parse_cluster, peak
-from ostinato.plan.comm import Talk, layers_of, total
-from ostinato.plan.counts import adapter_counts, counts, logical_shapes
-from ostinato.plan.engines import engine_layout, refuse
-from ostinato.plan.layouts import layouts
-from ostinato.plan.leaves import gathered_values
-from ostinato.plan.memory import mapped, tokens_in_flight
-from ostinato.plan.parts import stage_elements
-from ostinato.plan.problem import (
+from ostinato.apps.plan.cluster import Ring, parse_cluster, peak
+from ostinato.apps.plan.comm import Talk, layers_of, total
+from ostinato.apps.plan.counts import adapter_counts, counts, logical_shapes
+from ostinato.apps.plan.engines import engine_layout, refuse
+from ostinato.apps.plan.layouts import layouts
+from ostinato.apps.plan.leaves import gathered_values
+from ostinato.apps.plan.memory import mapped, tokens_in_flight
+from ostinato.apps.plan.parts import stage_elements
+from ostinato.apps.plan.problem import (
     Base,
     DType,
     Phase,
@@ -40,11 +35,16 @@ from ostinato.plan.problem import (
     find_model,
     known_models,
 )
-from ostinato.plan.request import Options, ask
-from ostinato.plan.roofline import Efficiency
-from ostinato.plan.sampling import _Pass, dealt, decode_seconds, occupancy, rollout_seconds
-from ostinato.plan.time import Roofline
-from ostinato.plan.traffic import Microbatch, Steps
+from ostinato.apps.plan.request import Options, ask
+from ostinato.apps.plan.roofline import Efficiency
+from ostinato.apps.plan.sampling import _Pass, dealt, decode_seconds, occupancy, rollout_seconds
+from ostinato.apps.plan.time import Roofline
+from ostinato.apps.plan.traffic import Microbatch, Steps
+from ostinato.model.config import ModelConfig, parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import init_adapters
+from ostinato.model.shapes import AdapterSpec, ExpertScheme
+from ostinato.parallel.layout import Layout
 
 
 def test_a_cluster_is_nodes_of_eight_or_as_written() -> None:

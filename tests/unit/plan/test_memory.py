@@ -13,22 +13,13 @@ from hypothesis import strategies as st
 from plan_world import KIMI_LAYOUTS, kimi
 from worlds import KINDS, SIZES
 
-from ostinato.model.config import ModelConfig, parse_config
-from ostinato.model.decoder import Decoder
-from ostinato.model.lora import init_adapters
-from ostinato.model.packed import PackedAttention
-from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme
-from ostinato.model.share import placed
-from ostinato.parallel.layout import Coords, Layout
-from ostinato.parallel.pieces import fresh_adapters
-from ostinato.parallel.shares import shares_of
-from ostinato.plan import memory
-from ostinato.plan.activations import Rows, ends, once, saved, slots_of
-from ostinato.plan.cluster import parse_cluster
-from ostinato.plan.counts import layer_tensors
-from ostinato.plan.memory import weight_bytes
-from ostinato.plan.parts import is_moe, stage_elements
-from ostinato.plan.problem import (
+from ostinato.apps.plan import memory
+from ostinato.apps.plan.activations import Rows, ends, once, saved, slots_of
+from ostinato.apps.plan.cluster import parse_cluster
+from ostinato.apps.plan.counts import layer_tensors
+from ostinato.apps.plan.memory import weight_bytes
+from ostinato.apps.plan.parts import is_moe, stage_elements
+from ostinato.apps.plan.problem import (
     GB,
     Arrangement,
     Base,
@@ -42,6 +33,15 @@ from ostinato.plan.problem import (
     Work,
     find_model,
 )
+from ostinato.model.config import ModelConfig, parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import init_adapters
+from ostinato.model.packed import PackedAttention
+from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme
+from ostinato.model.share import placed
+from ostinato.parallel.layout import Coords, Layout
+from ostinato.parallel.pieces import fresh_adapters
+from ostinato.parallel.shares import shares_of
 from ostinato.types import Segment
 
 WIDE = {**SIZES, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}

@@ -13,6 +13,15 @@ import pytest
 from plan_world import arrangement, problem
 from typer.testing import CliRunner
 
+from ostinato.apps.plan import launch
+from ostinato.apps.plan.fit import IN_TURNS, OVERLAPPED, Factors, Part, fit, keep, kept, kept_file, parts_of
+from ostinato.apps.plan.memory import cache_bytes, memory
+from ostinato.apps.plan.place import command
+from ostinato.apps.plan.problem import Base, DType, Phase, Precision, Recompute, Sampler, Work
+from ostinato.apps.plan.record import FILE, record, write
+from ostinato.apps.plan.search import Plan
+from ostinato.apps.plan.time import Roofline
+from ostinato.apps.plan.traffic import step_traffic, traffic
 from ostinato.cli.app import app
 from ostinato.config import Recipe, dump_toml
 from ostinato.model.shapes import AdapterSpec
@@ -21,15 +30,6 @@ from ostinato.observe.report.plan import plan_sections
 from ostinato.observe.report.reading import read_run
 from ostinato.parallel.load import expert_loads, imbalance
 from ostinato.parallel.placement import contiguous, owner_of, read_placement
-from ostinato.plan import launch
-from ostinato.plan.fit import IN_TURNS, OVERLAPPED, Factors, Part, fit, keep, kept, kept_file, parts_of
-from ostinato.plan.memory import cache_bytes, memory
-from ostinato.plan.place import command
-from ostinato.plan.problem import Base, DType, Phase, Precision, Recompute, Sampler, Work
-from ostinato.plan.record import FILE, record, write
-from ostinato.plan.search import Plan
-from ostinato.plan.time import Roofline
-from ostinato.plan.traffic import step_traffic, traffic
 from ostinato.routes import routes_to_json
 from ostinato.run import RunFolder
 

@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ostinato.cli.app import app
-from ostinato.model.shapes import AdapterSpec
-from ostinato.parallel.layout import Layout
-from ostinato.plan import memory
-from ostinato.plan import search as planning
-from ostinato.plan.cluster import ON_GPUS, parse_cluster
-from ostinato.plan.commands import nothing_fits
-from ostinato.plan.layouts import layouts
-from ostinato.plan.problem import (
+from ostinato.apps.plan import memory
+from ostinato.apps.plan import search as planning
+from ostinato.apps.plan.cluster import ON_GPUS, parse_cluster
+from ostinato.apps.plan.commands import nothing_fits
+from ostinato.apps.plan.layouts import layouts
+from ostinato.apps.plan.problem import (
     Arrangement,
     Base,
     Phase,
@@ -34,9 +31,12 @@ from ostinato.plan.problem import (
     Work,
     find_model,
 )
-from ostinato.plan.request import Options, ask, lognormal_lengths
-from ostinato.plan.search import Allowed, Plan, search, smallest
-from ostinato.plan.time import Roofline
+from ostinato.apps.plan.request import Options, ask, lognormal_lengths
+from ostinato.apps.plan.search import Allowed, Plan, search, smallest
+from ostinato.apps.plan.time import Roofline
+from ostinato.cli.app import app
+from ostinato.model.shapes import AdapterSpec
+from ostinato.parallel.layout import Layout
 
 
 class Toy:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.product.actions import CALL_MARKS, action_of
-from ostinato.product.events import Action
+from ostinato.apps.product.actions import CALL_MARKS, action_of
+from ostinato.apps.product.events import Action
 
 ADD: dict[str, Any] = {
     "type": "function",

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.product.adapters import from_langfuse, from_langsmith, from_otel
-from ostinato.product.events import Kind
+from ostinato.apps.product.adapters import from_langfuse, from_langsmith, from_otel
+from ostinato.apps.product.events import Kind
 
 OTEL = {
     "eventName": "gen_ai.evaluation.result",

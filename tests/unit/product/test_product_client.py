@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ostinato.product import client
-from ostinato.product.client import Feedback
+from ostinato.apps.product import client
+from ostinato.apps.product.client import Feedback
 
 
 class Script(ThreadingHTTPServer):

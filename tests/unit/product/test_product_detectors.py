@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.observe.bets import STAKES, Alarm, Bets, grown
-from ostinato.product.detectors import (
+from ostinato.apps.product.detectors import (
     Cusum,
     Knee,
     divergence,
@@ -18,6 +17,7 @@ from ostinato.product.detectors import (
     standardised,
     watch_rate,
 )
+from ostinato.observe.bets import STAKES, Alarm, Bets, grown
 
 STEPS = 1000
 ALPHA = 0.05

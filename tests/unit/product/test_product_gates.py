@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.product.gates import (
+from ostinato.apps.product.gates import (
     Assessment,
     Judged,
     JudgeLimits,
@@ -22,7 +22,7 @@ from ostinato.product.gates import (
     paired,
     policy_gates,
 )
-from ostinato.product.judging import Choice, calibration_error, probability
+from ostinato.apps.product.judging import Choice, calibration_error, probability
 
 A, B, TIE = Choice.A, Choice.B, Choice.TIE
 LABELS = [A, B] * 100

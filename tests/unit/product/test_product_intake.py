@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from product_rows import event, exchange
 
-from ostinato.product.events import Event, Exchange, Kind
-from ostinato.product.intake import Full, Intake
-from ostinato.product.store import Outcome, Store, Unavailable, open_store
+from ostinato.apps.product.events import Event, Exchange, Kind
+from ostinato.apps.product.intake import Full, Intake
+from ostinato.apps.product.store import Outcome, Store, Unavailable, open_store
 
 
 class Gate:
@@ -92,7 +92,7 @@ def test_what_waits_is_written_at_the_end(tmp_path: Path) -> None:
 
 def test_a_store_that_went_away_is_reached_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender gets an error, sends the same event again, and the answers that waited are not lost."""
-    monkeypatch.setattr("ostinato.product.intake.AGAIN_S", 0.01)
+    monkeypatch.setattr("ostinato.apps.product.intake.AGAIN_S", 0.01)
     opened, reach = gated(tmp_path / "f.db", broken=1)
     intake = Intake(reach)
     receipt = intake.submit([rated("a")])

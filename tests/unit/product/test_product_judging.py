@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.product.judging import (
+from ostinato.apps.product.judging import (
     TEMPLATE,
     Choice,
     both_orders,

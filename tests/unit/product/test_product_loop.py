@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.product.loop import (
+from ostinato.apps.product.loop import (
     ORDER,
     Decision,
     Finding,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from product_rows import event, exchange
 
-from ostinato.product.events import Event, Exchange, Exposure, Kind
-from ostinato.product.pairs import (
+from ostinato.apps.product.events import Event, Exchange, Exposure, Kind
+from ostinato.apps.product.pairs import (
     Pair,
     Source,
     deduplicated,

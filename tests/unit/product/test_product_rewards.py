@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from product_rows import event, exchange
 
-from ostinato.product.events import Action, Event, Kind
-from ostinato.product.rewards import (
+from ostinato.apps.product.events import Action, Event, Kind
+from ostinato.apps.product.rewards import (
     Standing,
     Table,
     break_even,
@@ -22,7 +22,7 @@ from ostinato.product.rewards import (
     reward,
     rewards,
 )
-from ostinato.product.texts import distance, only_adds, similarity, words
+from ostinato.apps.product.texts import distance, only_adds, similarity, words
 
 FILE = Path(__file__).parents[3] / "recipes" / "product" / "rewards.toml"
 TEXT = FILE.read_text()

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from postgres import Cluster, cluster, found
 from product_rows import event, exchange
 
-from ostinato.product.events import Event, Exchange, Kind
-from ostinato.product.export import export
-from ostinato.product.store import Joined, Outcome, Patient, Store, Unavailable, open_store
+from ostinato.apps.product.events import Event, Exchange, Kind
+from ostinato.apps.product.export import export
+from ostinato.apps.product.store import Joined, Outcome, Patient, Store, Unavailable, open_store
 
 ACCEPTED, REPEATED, CONFLICT, EXPIRED = Outcome
 Place = Callable[[], str]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import least_squares
 
-from ostinato.scaling.ablation import (
+from ostinato.apps.scaling.ablation import (
     REFERENCE,
     SPREAD,
     Ablation,
@@ -24,10 +24,10 @@ from ostinato.scaling.ablation import (
     pooled,
     spread,
 )
-from ostinato.scaling.curve import Sigmoid, score
-from ostinato.scaling.noise import whiten
-from ostinato.scaling.posterior import posterior
-from ostinato.scaling.series import Series, simulated
+from ostinato.apps.scaling.curve import Sigmoid, score
+from ostinato.apps.scaling.noise import whiten
+from ostinato.apps.scaling.posterior import posterior
+from ostinato.apps.scaling.series import Series, simulated
 
 RECIPE = Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1000.0)
 SCALE = SPREAD["A"]

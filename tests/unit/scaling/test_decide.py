@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from lab.scaling import published
-from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.decide import Action, Terms, decide, forecast, reach, verdict
-from ostinato.scaling.gates import Assessment, Flag, Standing, assess
-from ostinato.scaling.noise import simulate
-from ostinato.scaling.posterior import Posterior, posterior
-from ostinato.scaling.series import Series, read_csv, series, simulated
+from ostinato.apps.scaling.curve import Sigmoid
+from ostinato.apps.scaling.decide import Action, Terms, decide, forecast, reach, verdict
+from ostinato.apps.scaling.gates import Assessment, Flag, Standing, assess
+from ostinato.apps.scaling.noise import simulate
+from ostinato.apps.scaling.posterior import Posterior, posterior
+from ostinato.apps.scaling.series import Series, read_csv, series, simulated
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
 C = np.linspace(500, 10_000, 20)

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.scaling import oracles, published
-from ostinato.scaling.curve import Sigmoid, compute_for
-from ostinato.scaling.fit import fit
-from ostinato.scaling.forms import Form, choose, fit_form
-from ostinato.scaling.noise import (
+from ostinato.apps.scaling.curve import Sigmoid, compute_for
+from ostinato.apps.scaling.fit import fit
+from ostinato.apps.scaling.forms import Form, choose, fit_form
+from ostinato.apps.scaling.noise import (
     CONSERVATIVE,
     Noise,
     covariance,
@@ -25,9 +25,9 @@ from ostinato.scaling.noise import (
     simulate,
     whiten,
 )
-from ostinato.scaling.normal import log_between, truncated
-from ostinato.scaling.posterior import PRIOR, Interval, _Grid, interval, posterior
-from ostinato.scaling.series import Series, read_csv, series, simulated
+from ostinato.apps.scaling.normal import log_between, truncated
+from ostinato.apps.scaling.posterior import PRIOR, Interval, _Grid, interval, posterior
+from ostinato.apps.scaling.series import Series, read_csv, series, simulated
 
 curves = st.builds(
     lambda R0, gain, B, log_C_mid: Sigmoid(R0=R0, A=R0 + gain * (1 - R0), B=B, C_mid=math.exp(log_C_mid)),

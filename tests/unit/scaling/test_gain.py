@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato.apps.scaling.gain import Outcomes, compute_to, front, gains, headroom, logit_gain, ratio
 from ostinato.rollout.health import pass_at_k
-from ostinato.scaling.gain import Outcomes, compute_to, front, gains, headroom, logit_gain, ratio
 
 share = st.floats(0.0, 1.0)
 P, S, K, EXPERIMENTS, DRAWS = 80, 3, 4, 240, 400

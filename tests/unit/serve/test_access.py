@@ -23,18 +23,18 @@ from starlette.types import Receive, Scope, Send
 from typer.main import get_command
 
 from ostinato.access import STRICT, Access, is_loopback
+from ostinato.apps.memory.command import app as memory
+from ostinato.apps.product.judge_command import app as judge
+from ostinato.apps.serve.agent_server import AgentServer
+from ostinato.apps.serve.calls import ApiError
+from ostinato.apps.serve.connections import HEAD_BYTES, Connection
+from ostinato.apps.serve.elsewhere import Place
+from ostinato.apps.serve.server import HttpServer, address, bound, read_body
 from ostinato.cli.app import app as commands
-from ostinato.cli.judge import app as judge
-from ostinato.cli.memory import app as memory
 from ostinato.model.named import model_folder
 from ostinato.observe.board import Board, open_server
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
-from ostinato.serve.agent_server import AgentServer
-from ostinato.serve.calls import ApiError
-from ostinato.serve.connections import HEAD_BYTES, Connection
-from ostinato.serve.elsewhere import Place
-from ostinato.serve.server import HttpServer, address, bound, read_body
 
 PACKAGE = Path(__file__).parents[3] / "ostinato"
 LISTENING = {"serve", "proxy", "tinker", "judge serve", "memory serve", "board"}
@@ -228,7 +228,7 @@ IDLE = """
     import json, resource, socket, sys, threading, urllib.request
     resource.setrlimit(resource.RLIMIT_NOFILE, (80, 120))
     from ostinato.access import STRICT
-    from ostinato.serve.server import HttpServer, address, bound
+    from ostinato.apps.serve.server import HttpServer, address, bound
     from tests.unit.serve.test_access import echo
     listening = bound("127.0.0.1", 0)
     print(address(listening), resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ostinato.serve.anthropic_messages import MessagesBody
-from ostinato.serve.bodies import ChatBody, CompletionBody, Strict, parsed
-from ostinato.serve.calls import ApiError, Call
-from ostinato.serve.openai_responses import ResponsesBody
+from ostinato.apps.serve.anthropic_messages import MessagesBody
+from ostinato.apps.serve.bodies import ChatBody, CompletionBody, Strict, parsed
+from ostinato.apps.serve.calls import ApiError, Call
+from ostinato.apps.serve.openai_responses import ResponsesBody
 
 CHAT = [{"role": "user", "content": "a"}]
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}

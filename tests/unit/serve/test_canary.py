@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from ostinato.launch import served as launch
-from ostinato.launch.served import PRODUCT, follow_product
+from ostinato.apps.serve import served as launch
+from ostinato.apps.serve.calls import Call
+from ostinato.apps.serve.metrics import Metrics
+from ostinato.apps.serve.served import PRODUCT, follow_product
+from ostinato.apps.serve.service import Canary, Model, Service
 from ostinato.model.generation import SamplingDefaults
-from ostinato.serve.calls import Call
-from ostinato.serve.metrics import Metrics
-from ostinato.serve.service import Canary, Model, Service
 
 
 def service() -> Service:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.serve.tinker.futures import SAMPLE, Futures
-from ostinato.serve.tinker.registry import DONE, FAILED, PENDING, Registry, Result, Stored, UserError
+from ostinato.apps.tinker.futures import SAMPLE, Futures
+from ostinato.apps.tinker.registry import DONE, FAILED, PENDING, Registry, Result, Stored, UserError
 
 
 def answer(stored: Stored) -> Result:

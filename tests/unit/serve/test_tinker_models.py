@@ -24,13 +24,13 @@ from ostinato.train.accumulate import Accumulator
 tinker = pytest.importorskip("tinker", reason='pip install -c constraints.txt "ostinato[tinker]"')
 from tinker.proto import tinker_public_pb2 as pb  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from ostinato.serve.thread import EngineThread  # noqa: E402
-from ostinato.serve.tinker.app import new_app  # noqa: E402
-from ostinato.serve.tinker.futures import Futures  # noqa: E402
-from ostinato.serve.tinker.registry import DONE, FAILED, Registry, UserError  # noqa: E402
-from ostinato.serve.tinker.samplers import Base  # noqa: E402
-from ostinato.serve.tinker.wire import rows_of  # noqa: E402
-from ostinato.serve.tinker.work import Work  # noqa: E402
+from ostinato.apps.serve.thread import EngineThread  # noqa: E402
+from ostinato.apps.tinker.app import new_app  # noqa: E402
+from ostinato.apps.tinker.futures import Futures  # noqa: E402
+from ostinato.apps.tinker.registry import DONE, FAILED, Registry, UserError  # noqa: E402
+from ostinato.apps.tinker.samplers import Base  # noqa: E402
+from ostinato.apps.tinker.wire import rows_of  # noqa: E402
+from ostinato.apps.tinker.work import Work  # noqa: E402
 
 MODEL = "s:train:0"
 CREATE = (

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from nouns import completion
 
 import ostinato
+from ostinato.apps.serve.bodies import ChatBody, parsed
+from ostinato.apps.serve.calls import ApiError
+from ostinato.apps.serve.service import Limits, Service
+from ostinato.apps.serve.toolcalls import TextStream, read_calls
 from ostinato.env.custom import EnvEpisode
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.tools import schema_of
 from ostinato.render import Renderer
-from ostinato.serve.bodies import ChatBody, parsed
-from ostinato.serve.calls import ApiError
-from ostinato.serve.service import Limits, Service
-from ostinato.serve.toolcalls import TextStream, read_calls
 from ostinato.types import Prompt, Stop
 
 FOLDER = Path(ostinato.__file__).parent / "assets" / "seed-moe"

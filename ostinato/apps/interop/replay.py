@@ -1,0 +1,345 @@
+"""Rollout routing replay (R3, arXiv 2510.11370) for mixtures of experts in ``transformers`` v5.
+
+    replay = attach_replay(model)                       # finds every router, or raises UnsupportedRouter
+    with replay.using(Routes.padded(routes, mask)):     # the experts of the rollout, for forward and backward
+        loss(model(input_ids=ids, attention_mask=mask)).backward()
+
+Expert *ids* are replayed; their weights are the model's own formula on the live logits, so the gradient to
+the router survives. A forward hook on each router does it; there are no queues and nothing global: a hook
+reads the routes that are set and its own layer, so checkpointing may run it again as often as it likes, as
+long as the routes are still set. Hence the one rule: backward belongs inside ``using``.
+
+Unless routes are set nothing changes, bit for bit: reference models, evaluation and a disabled adapter run
+outside of ``using``, or inside of ``replay.native()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ostinato.algo.routing import THRESHOLD, shared_ids
+from ostinato.apps.interop.probe import Site, find_routers
+from ostinato.apps.interop.routers import TopKSwap, UnsupportedRouter, WeightRule, fit
+from ostinato.apps.interop.routes import Routes
+
+_DRIFT = 4  # units in the last place that a formula may be off later, in tensors of other shapes
+
+
+def attach_replay(model: nn.Module, example: Mapping[str, Any] | None = None) -> Replay:
+    """Bind the router of every mixture layer of ``model``; undo it with ``.detach()``, or as a context.
+
+    One forward without gradients is watched, of ``model(**example)``, by default 48 tokens as ``input_ids``.
+    A router's formula for weights is fitted to what it returned, to rounding; where it returns no logits, or
+    by no known formula, its ``topk`` is swapped, after a test that this means the same.
+
+    Attach after PEFT, before or after ``fully_shard``, before ``torch.compile``. Raises UnsupportedRouter
+    with class and reason; nothing is replayed in part.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UnsupportedRouter(
+                name,
+                type(module).__name__,
+                "it is compiled, and would not notice; attach first, then compile",
+            )
+    sites, idle = find_routers(model, example)
+    return Replay(sites, idle)
+
+
+class Tape:
+    """What routers chose while it was set, beside what they were to take."""
+
+    def __init__(self, sites: tuple[Site, ...], routes: Routes | None) -> None:
+        self._sites, self.routes = sites, routes
+        self._native: list[list[Tensor]] = [[] for _ in sites]  # [layer][forward] int16 [N, K]
+        self._again: list[tuple[Tensor, list[Tensor]]] = []  # recomputed, and the forwards it may belong to
+        self._drift: list[tuple[Site, Tensor, float]] = []
+        self._targets: tuple[Tensor, Tensor] | None = None
+
+    def native(self, batch: int = 1) -> Routes:
+        """The experts that routers chose (not those replayed), rows in the order of the forwards.
+
+        For a generation with ``batch`` sequences, whose forwards are a prompt and then a token of each: the
+        rows of a sequence together, [batch * length]. Raises RuntimeError if no forward ran, or not in full.
+        """
+        self._check_calls()
+        by_layer = [
+            torch.cat([one.view(batch, -1, one.shape[1]) for one in calls], 1).cpu() for calls in self._native
+        ]  # layers may be on several devices
+        ids = torch.stack(by_layer, dim=2).flatten(0, 1).numpy()
+        return Routes.of(ids, max(site.num_experts for site in self._sites))
+
+    def overlap(self) -> np.ndarray:
+        """Share of native ids that agree with those replayed, [rows, layers]; NaN where nothing was replayed.
+
+        A router downstream sees what the experts replayed upstream made of the token, so this is what is left
+        of the mismatch. The gate is ``algo.routing.require_aligned`` on the rows of each sequence.
+        """
+        if self.routes is None:
+            raise ValueError("overlap is of routes that were replayed; this tape only records")
+        return shared_ids(self.native().rows(0, len(self.routes)).dense(), self.routes.dense())
+
+    def choose(self, index: int, native: Tensor, recomputing: bool) -> Tensor:
+        """The ids [N, K] for a router that would take ``native``; remembers these."""
+        small = native.detach().to(torch.int16)
+        if recomputing:
+            self._again.append((small, self._native[index]))
+        else:
+            self._native[index].append(small)
+        if self.routes is None:
+            return native
+        ids, known = self._on(native.device)
+        if len(ids) != len(native):
+            raise ValueError(
+                f"routes have {len(ids)} rows; {self._sites[index].name} sees {len(native)}, padding included"
+            )
+        return torch.where(known[:, None], ids[:, index].to(native.dtype), native)
+
+    def watch(self, site: Site, drift: Tensor, dtype: torch.dtype) -> None:
+        """Note how far the formula of ``site`` was off the weights that it gave its native experts."""
+        self._drift.append((site, drift, _DRIFT * torch.finfo(dtype).eps))
+
+    def close(self) -> None:
+        """All that shows only at the end, at one wait for the device: raises RuntimeError for routers
+        that were not called alike, formulas that no longer hold, and recomputation of another forward."""
+        self._check_calls()
+        for site, drift, bound in self._drift:
+            if float(drift) > bound:
+                raise UnsupportedRouter(
+                    site.name,
+                    type(site.module).__name__,
+                    f"its weights are no longer {site.rule}: {float(drift):.1e} off",
+                )
+        for ids, calls in self._again:
+            same = [
+                float((ids[..., None] == one[:, None]).any(-1).float().mean())
+                for one in calls
+                if one.shape == ids.shape
+            ]
+            if max(same, default=0.0) < THRESHOLD:
+                raise RuntimeError(
+                    "backward recomputed a forward that ran with other routes: keep `using` around both"
+                )
+
+    def _check_calls(self) -> None:
+        calls = [len(one) for one in self._native]
+        if min(calls) == 0 or min(calls) != max(calls):
+            counts = {site.name: count for site, count in zip(self._sites, calls, strict=True)}
+            raise RuntimeError(f"every router has to be called once in each forward; calls: {counts}")
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._targets is None or self._targets[0].device != device:
+            assert self.routes is not None
+            ids = self.routes.ids
+            narrow = torch.from_numpy(ids if ids.dtype == np.uint8 else ids.astype(np.int16))
+            self._targets = narrow.to(device), torch.from_numpy(self.routes.known).to(device)
+        return self._targets
+
+
+class Replay:
+    """A model's routers under control; made by ``attach_replay``."""
+
+    def __init__(self, sites: list[Site], idle: list[nn.Module]) -> None:
+        self.sites = tuple(sites)
+        self._tape: Tape | None = None
+        self._last: list[Tape | None] = [None] * len(sites)  # what each router's last forward ran with
+        self._handles = [module.register_forward_pre_hook(_guard(self)) for module in idle]
+        for index, site in enumerate(sites):
+            if site.rule is not None:
+                self._handles.append(site.module.register_forward_hook(_eager(_by_formula(self, index))))
+            else:
+                self._handles += _by_swap(self, index)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The decoder layer of each router, by the number in its name."""
+        return tuple(site.layer for site in self.sites)
+
+    @property
+    def num_experts(self) -> int:
+        """Of the widest router."""
+        return max(site.num_experts for site in self.sites)
+
+    @property
+    def top_k(self) -> int:
+        return self.sites[0].top_k
+
+    @contextmanager
+    def using(self, routes: Routes) -> Iterator[Tape]:
+        """Replay ``routes`` in every forward inside, a row for each that routers see: B * S with padding.
+
+        Backward belongs inside too. Raises ValueError for routes of another shape; at the end RuntimeError if
+        a router was not called (a fused kernel that goes round it), and UnsupportedRouter if a formula no
+        longer holds.
+        """
+        with self._arming(self.set(routes)) as tape:
+            yield tape
+
+    @contextmanager
+    def record(self) -> Iterator[Tape]:
+        """Native routing, remembered: ``tape.native()``."""
+        if self._tape is not None:
+            raise ValueError("routes are set already; clear() first, or leave `using`")
+        self._tape = Tape(self.sites, None)
+        with self._arming(self._tape) as tape:
+            yield tape
+
+    @contextmanager
+    def native(self) -> Iterator[None]:
+        """No replay inside, for a reference model or a disabled adapter amid ``using``."""
+        tape, self._tape = self._tape, None
+        last = list(self._last)
+        try:
+            yield
+        finally:
+            self._tape, self._last = tape, last
+
+    def set(self, routes: Routes) -> Tape:
+        """As ``using``, for loops that cannot hold a context open: until ``clear``."""
+        if not self._handles:
+            raise RuntimeError("this replay was detached; attach_replay gives another")
+        if self._tape is not None:
+            raise ValueError("routes are set already; clear() first, or leave `using`")
+        mine = len(self.sites), self.top_k, self.num_experts
+        theirs = *routes.ids.shape[1:], routes.num_experts
+        if mine != theirs:
+            raise ValueError(f"routes have (layers, K, experts) {theirs}; the model has {mine}")
+        self._tape = Tape(self.sites, routes)
+        return self._tape
+
+    def clear(self) -> None:
+        """The end of ``set``, after backward: native again. Raises like the end of ``using``."""
+        tape, self._tape = self._tape, None
+        if tape is not None:
+            tape.close()
+
+    def detach(self) -> None:
+        """Take the hooks away; the model is as it was."""
+        self._tape = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{site.name}: {type(site.module).__name__}, {site.top_k} of {site.num_experts}, "
+            f"{site.rule if site.rule is not None else 'top-k swapped'}"
+            for site in self.sites
+        )
+
+    @contextmanager
+    def _arming(self, tape: Tape) -> Iterator[Tape]:
+        try:
+            yield tape
+        except BaseException:
+            self._tape = None
+            raise
+        self.clear()
+
+    def armed(self, index: int) -> tuple[Tape | None, bool]:
+        """(what router ``index`` is to do now, whether this is checkpointing's second run).
+
+        Raises RuntimeError when a forward that ran with routes is run again without them.
+        """
+        # as autograd's own engine does; -1 outside of a backward
+        recomputing = torch._C._current_graph_task_id() != -1
+        replaying = self._tape if self._tape is not None and self._tape.routes is not None else None
+        if not recomputing:
+            self._last[index] = replaying
+        elif self._last[index] is not replaying:
+            raise RuntimeError(
+                "backward recomputes a forward outside of the `using` it ran in: keep both inside"
+            )
+        return self._tape, recomputing
+
+
+def _by_formula(replay: Replay, index: int) -> Callable[..., Any]:
+    site = replay.sites[index]
+    where = site.slots
+    assert where is not None and site.rule is not None and site.dtypes is not None
+    rules = {site.dtypes: site.rule}  # autocast changes where a router rounds
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if module is not site.module:  # a deep copy, such as a reference model, has our hooks too
+            return None
+        tape, recomputing = replay.armed(index)
+        if tape is None:
+            return None
+        logits, weights, native = (output[i] for i in where)
+        ids = tape.choose(index, native, recomputing)
+        if tape.routes is None:
+            return None
+        kind = logits.dtype, weights.dtype
+        if kind not in rules:
+            rules[kind] = _fitted(site, logits, weights, native)
+        rule = rules[kind]
+        if not recomputing:
+            tape.watch(site, rule.error(logits, native.long(), weights, module), weights.dtype)
+        changed = list(output)
+        changed[where.weights] = rule.weights(logits, ids.long(), module).to(weights.dtype)
+        changed[where.ids] = ids
+        return type(output)(changed)
+
+    return hook
+
+
+def _fitted(site: Site, *output: Tensor) -> WeightRule:
+    try:
+        return fit(site.module, *output)
+    except LookupError as error:
+        raise UnsupportedRouter(site.name, type(site.module).__name__, str(error)) from None
+
+
+def _by_swap(replay: Replay, index: int) -> list[Any]:
+    site = replay.sites[index]
+    active: list[TopKSwap | None] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module is not site.module:
+            return
+        tape, recomputing = replay.armed(index)
+        if tape is None:
+            active.append(None)
+            return
+        swap = TopKSwap(site.num_experts, site.top_k, lambda native: tape.choose(index, native, recomputing))
+        active.append(swap.__enter__())
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        swap = active.pop() if module is site.module and active else None
+        if swap is not None:
+            swap.__exit__(None, None, None)
+
+    # always: checkpointing leaves a recomputed forward by an exception as soon as it has what it needs
+    return [
+        site.module.register_forward_pre_hook(_eager(enter)),
+        site.module.register_forward_hook(_eager(leave), always_call=True),
+    ]
+
+
+def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled model leaves its graph for a router; in it, what hooks remember would be constants."""
+    return cast(Callable[..., Any], torch.compiler.disable(hook))
+
+
+def _guard(replay: Replay) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        if replay._tape is not None:
+            raise UnsupportedRouter(
+                "",
+                type(module).__name__,
+                "it was not called when replay was attached: give an `example` with it",
+            )
+
+    return hook

@@ -1,0 +1,127 @@
+"""What a memory is made of: blocks in the context, and the originals, which are outside it and never change.
+
+A turn is cut into pieces of limited length; each piece is a block. A block is verbatim (level 0), shortened
+(levels 1 to 3), or gone from the context: then only its original is left, from which it can be put back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ostinato.apps.memory.facts import absolute, day_of
+
+LEVELS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)  # of the tokens of the original that a block of level l may have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A message: ``speaker`` is a name or a role, ``day`` ("2023-05-08") that of the chat session
+    or ""."""
+
+    speaker: str
+    text: str
+    day: str = ""
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A piece of a turn as it stands in the context."""
+
+    id: int  # in order of time
+    turn: int
+    part: int = 0  # of its turn
+    speaker: str
+    day: str
+    text: str
+    tokens: int  # of its line, with what the caller adds for each block
+    whole: int  # of the original's line
+    source: str  # sha256 of the original
+    before: str = ""  # sha256 of the original of the piece before it
+    after: str = ""
+    level: int = 0
+    pinned: bool = False
+    uses: int = 0  # later turns that spoke of it
+    used_at: int = 0  # the last of them, or its own
+    features: tuple[float, ...] = ()  # of the original, when it came: ``importance.FEATURES``
+
+    @property
+    def line(self) -> str:
+        return line(self.speaker, self.text, self.day if not self.level else "")
+
+
+def line(speaker: str, text: str, day: str = "") -> str:
+    """A block in a text. A day is named where the text has dates that are relative to it."""
+    relative = day and absolute(text, day_of(day)) != text
+    return f"{f'[{day[:10]}] ' if relative else ''}{speaker}: {text}\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryState:
+    """The context as a value, blocks in order of time. A copy of it shares them, so a fork costs nothing."""
+
+    blocks: tuple[Block, ...] = ()
+    turns: int = 0  # that were appended
+    next_id: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of all lines, each counted by itself."""
+        return sum(block.tokens for block in self.blocks)
+
+    @property
+    def text(self) -> str:
+        return "".join(block.line for block in self.blocks)
+
+    def block(self, id: int) -> Block | None:
+        return next((block for block in self.blocks if block.id == id), None)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = Block.__dataclass_fields__
+        rows = [[getattr(block, name) for name in fields] for block in self.blocks]
+        return {"turns": self.turns, "next_id": self.next_id, "blocks": rows}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> MemoryState:
+        blocks = tuple(block_from_row(row) for row in found["blocks"])
+        return cls(blocks=blocks, turns=found["turns"], next_id=found["next_id"])
+
+
+def block_from_row(row: list[Any]) -> Block:
+    """From its fields in order, as JSON has them."""
+    fields = dict(zip(Block.__dataclass_fields__, row, strict=True))
+    return Block(**{**fields, "features": tuple(fields["features"])})
+
+
+class Originals(Protocol):
+    """The store of what was written, by hash: nothing that was put in changes or goes."""
+
+    def put(self, text: str) -> str:
+        """Its sha256."""
+        ...
+
+    def get(self, source: str) -> str:
+        """KeyError without one."""
+        ...
+
+
+@dataclass(slots=True)
+class Kept:
+    """Originals in this process."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def put(self, text: str) -> str:
+        source = source_of(text)
+        self.texts.setdefault(source, text)
+        return source
+
+    def get(self, source: str) -> str:
+        return self.texts[source]
+
+
+def source_of(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,79 @@
+"""``ostinato memory serve``: another program's chats within a budget of tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ostinato.cli.access import Hosts, Origins, access
+from ostinato.terminal import say
+
+app = typer.Typer(
+    name="memory",
+    help="Contexts that are kept within a budget of tokens (docs/memory.md).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def memory() -> None:
+    """Contexts that are kept within a budget of tokens (docs/memory.md)."""
+
+
+@app.command("serve")
+def serve(
+    url: Annotated[
+        str, typer.Argument(help="An OpenAI-compatible address: http://host:8000/v1", show_default=False)
+    ],
+    budget: Annotated[
+        int, typer.Option(min=1, help="Tokens that the messages of a request may have.")
+    ] = 4096,
+    recent: Annotated[int, typer.Option(min=0, help="Of them the newest, verbatim; 0: a third.")] = 0,
+    file: Annotated[Path, typer.Option(help="Where sessions are kept.")] = Path("runs/memory.sqlite"),
+    tokenizer: Annotated[
+        str, typer.Option(metavar="MODEL", help="That counts; without, 3 bytes a token.")
+    ] = "",
+    refill: Annotated[
+        str, typer.Option(metavar="extract|model|diffusion:FOLDER", help="Who shortens: docs/memory.md.")
+    ] = "extract",
+    model: Annotated[str, typer.Option(help="With --refill model: its name there.")] = "",
+    importance: Annotated[Path | None, typer.Option(help="Fitted weights (docs/memory.md).")] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8200,
+    allowed_hosts: Hosts = None,
+    origins: Origins = None,
+) -> None:
+    """Pass all on to an OpenAI-compatible address, chats within a budget; $OPENAI_API_KEY is its key."""
+    import os
+
+    try:
+        from ostinato.apps.serve.server import HttpServer, address, bound
+        from ostinato.apps.serve.upstream import FILES, Upstream
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f'memory serve needs {error.name}; install it: pip install "ostinato[serve]"'
+        ) from None
+    from ostinato.access import is_loopback
+    from ostinato.apps.memory.conversations import Keeping, open_memory
+    from ostinato.apps.memory.refill import At
+    from ostinato.model.named import model_folder
+    from ostinato.render import Renderer
+
+    key = os.environ.get("OPENAI_API_KEY", "")
+    if key and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} can be reached by other machines, which would use your OPENAI_API_KEY; unset it, "
+            "or listen on 127.0.0.1"
+        )
+    keeping = Keeping(budget=budget, recent=recent, file=file, refill=refill, importance=importance)
+    renderer = Renderer(model_folder(tokenizer)) if tokenizer else None
+    with open_memory(keeping, renderer, At(url, model, key)) as kept, bound(host, port) as listening:
+        assert kept is not None
+        app = Upstream(url, kept, key).app()
+        say(f"OpenAI address {address(listening)}/v1 in front of {url}, {budget} tokens (Ctrl-C ends it)")
+        allowed = access(allowed_hosts, origins).with_types(FILES)
+        HttpServer(app, listening, allowed).serve_until_signal()

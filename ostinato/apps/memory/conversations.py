@@ -1,0 +1,110 @@
+"""Memories put together: for episodes, ``ostinato serve --memory`` and ``ostinato memory serve``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ostinato.apps.memory.blocks import Kept
+from ostinato.apps.memory.chat import Chat, Message, chat_sizes
+from ostinato.apps.memory.importance import Weighted, lexical
+from ostinato.apps.memory.keep import Memory
+from ostinato.apps.memory.refill import At, ByModel, Refiller
+from ostinato.apps.memory.sessions import Sessions
+from ostinato.config.sections import MemorySection
+from ostinato.render import Renderer
+
+if TYPE_CHECKING:
+    from ostinato.apps.serve.memory import Remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What a server keeps chats with. ``refill``: "extract"; "model": the one that is served; or
+    "diffusion:FOLDER", a masked-diffusion model beside it (``memory.diffusion``)."""
+
+    budget: int
+    recent: int = 0
+    file: Path | None = None  # None: in this process alone
+    refill: str = "extract"
+    importance: Path | None = None  # weights that were fitted; None: by hand
+
+
+@contextmanager
+def open_memory(keeping: Keeping | None, renderer: Renderer | None, at: At) -> Iterator[Remembered | None]:
+    """While the context lasts; None for None. ``at``: the model that is served. ValueError for a budget, a
+    file or a refiller that cannot be."""
+    if keeping is None:
+        yield None
+        return
+    from ostinato.apps.serve.memory import Remembered
+
+    counters, (count, measure) = Counter[str](), counted(renderer)
+    refiller = _refiller(keeping.refill, at, counters)
+    with closing(Sessions(keeping.file)) as sessions:
+        yield Remembered(
+            sessions=sessions,
+            budget=keeping.budget,
+            recent=keeping.recent,
+            count=count,
+            measure=measure,
+            refiller=refiller,
+            importance=importance_of(keeping.importance),
+            counters=counters,
+        )
+
+
+def _refiller(name: str, at: At, counters: Counter[str]) -> Refiller | None:
+    kind, _, folder = name.partition(":")
+    if name == "extract":
+        return None
+    if name == "model":
+        return ByModel(at, counters)
+    if kind != "diffusion" or not folder:
+        raise ValueError(
+            f'the refiller of a memory is {name!r}; use "extract", "model" or "diffusion:FOLDER"'
+        )
+    from ostinato.apps.memory.diffusion import loaded
+
+    return loaded(Path(folder))
+
+
+def importance_of(file: Path | None) -> Weighted:
+    return lexical() if file is None else Weighted.load(file)
+
+
+def counted(renderer: Renderer | None) -> tuple[Callable[[str], int], Callable[[Sequence[Message]], int]]:
+    """(tokens of a text, tokens of messages) by a tokenizer and its chat template; without one a token for
+    every three bytes, and four for each message."""
+
+    def count(text: str) -> int:
+        return (
+            -(-len(text.encode("utf-8", "replace")) // 3) if renderer is None else len(renderer.encode(text))
+        )
+
+    def measure(messages: Sequence[Message]) -> int:
+        if renderer is not None and renderer.has_chat_template:
+            return len(renderer.chat(messages))
+        return 4 + sum(4 + count(str(message.get("content") or "")) for message in messages)
+
+    return count, measure
+
+
+Conversations = Callable[[], Chat]
+
+
+def conversations(section: MemorySection, renderer: Renderer, counters: Counter[str]) -> Conversations:
+    """What makes the memory of an episode. ValueError for a budget in which no chat can be kept."""
+    count, measure = counted(renderer)
+    sizes = chat_sizes(section.budget, section.recent, measure)
+    weights = importance_of(Path(section.importance) if section.importance else None)
+
+    def made() -> Chat:
+        memory = Memory(sizes=sizes, count=count, originals=Kept(), importance=weights, counters=counters)
+        return Chat(memory=memory, budget=section.budget, measure=measure)
+
+    return made

@@ -1,0 +1,166 @@
+"""What is written into a gap. A ``Refiller`` sees the original, and a little of what stood before and behind
+it; ``keep.Memory`` checks what it writes, and takes an extract of the original instead where that fails.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ostinato.apps.memory.facts import MONTHS, PLAIN, dates, listed, names, numbers
+
+_SENTENCE = re.compile(r"[^.!?\n]*(?:[.!?](?=\S)[^.!?\n]*)*[.!?]*\n*\s*")
+FILLER = frozenset(
+    listed(
+        """
+        a an the well really just so very quite hey oh wow um uh actually basically literally that there
+        is are was were am be been being do does did have has had to also then it's i'm you know like of
+        course kind sort pretty totally absolutely definitely anyway okay ok yeah
+        """
+    )
+)  # no word that denies
+
+
+FEWEST = 3  # words of an extract that is less than a sentence
+
+
+class Refiller(Protocol):
+    """``budget``: tokens of the answer at most. The same arguments give the same text."""
+
+    def __call__(self, left: str, original: str, right: str, budget: int) -> str: ...
+
+
+def extract(original: str, fits: Callable[[str], bool]) -> str:
+    """A part of ``original`` for which ``fits``, in its order: sentences with the most facts for their
+    length, whole or without their fillers; of the first, where neither fits, the words that matter most."""
+    sentences = [piece.strip() for piece in _SENTENCE.findall(original) if piece.strip()]
+    order = sorted(range(len(sentences)), key=lambda k: (-_density(sentences[k]), k))
+    chosen: dict[int, str] = {}
+
+    def joined(extra: int, text: str) -> str:
+        return " ".join(piece for _, piece in sorted({**chosen, extra: text}.items()))
+
+    for place, k in enumerate(order):
+        words = () if place else (_leading_words(sentences[k], fits),)  # a part of the best one alone
+        for text in (sentences[k], terse(sentences[k]), *words):
+            if text and fits(joined(k, text)):
+                chosen[k] = text
+                break
+    return " ".join(chosen[k] for k in sorted(chosen))
+
+
+def _leading_words(sentence: str, fits: Callable[[str], bool]) -> str:
+    """The words that matter most, as many as fit, in their order; "" for fewer than ``FEWEST``."""
+    parts = sentence.split()
+    ranks = [_rank(part, first=not k) for k, part in enumerate(parts)]
+    for k, part in enumerate(parts):
+        if part.casefold().strip(",.") in MONTHS:  # the day before it, or behind
+            ranks[max(0, k - 1) : k + 2] = [min(rank, 1) for rank in ranks[max(0, k - 1) : k + 2]]
+    order = sorted((k for k, rank in enumerate(ranks) if rank), key=lambda k: (-ranks[k], k))
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        text = " ".join(parts[k] for k in sorted(order[:middle]))
+        low, high = (middle, high) if fits(text) else (low, middle - 1)
+    return " ".join(parts[k] for k in sorted(order[:low])) if low >= FEWEST else ""
+
+
+def _rank(word: str, first: bool) -> int:
+    """3: who, how many and not; 2: what; 1: when; 0: fillers."""
+    plain = word.casefold().strip(",.!?;:\"'()")
+    if plain in MONTHS or re.fullmatch(r"(?:19|20)\d\d", plain):
+        return 1
+    if (
+        any(char.isdecimal() for char in word)
+        or plain in ("no", "not", "never", "none")
+        or plain.endswith("n't")
+    ):
+        return 3
+    if plain in PLAIN or plain in FILLER:
+        return 0
+    return 3 if word[:1].isupper() and not first else 2
+
+
+def _density(sentence: str) -> float:
+    """Facts for each word, roughly."""
+    facts = len(numbers(sentence)) + len(dates(sentence)) + len(names(sentence))
+    return (facts + 0.5) / (3 + len(sentence.split())) * (0.7 if sentence.endswith("?") else 1.0)
+
+
+def terse(sentence: str) -> str:
+    """Without fillers, but for those beside a number."""
+    parts = sentence.split()
+    digit = [any(char.isdecimal() for char in part) for part in parts]
+    kept = [
+        part
+        for k, part in enumerate(parts)
+        if part.casefold().strip(",.!?\"'") not in FILLER or any(digit[max(0, k - 1) : k + 2])
+    ]
+    return " ".join(kept)
+
+
+INSTRUCTION = (
+    "Shorten the passage between the lines of dashes to at most {words} words. Keep who it is about, dates, "
+    "names, numbers and decisions exactly as they are. Add nothing that it does not say. Write the shortened "
+    "passage and nothing else."
+)
+
+
+def messages(left: str, original: str, right: str, budget: int) -> list[dict[str, str]]:
+    """The request to a chat model. What comes first is the same for every gap, so its prefix is shared."""
+    words = max(3, math.floor(0.7 * budget))
+    around = "".join(f"{name}: {text}\n" for name, text in (("Before it", left), ("After it", right)) if text)
+    return [
+        {"role": "system", "content": INSTRUCTION.format(words="the stated number of")},
+        {"role": "user", "content": f"{around}----\n{original}\n----\nAt most {words} words."},
+    ]
+
+
+def cleaned(answer: str) -> str:
+    """Of a chat model: without a thought, the dashes, quotation marks around it, and blanks."""
+    text = answer.rpartition("</think>")[2].strip().strip("-").strip()
+    return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] == '"' else text
+
+
+@dataclass(frozen=True, slots=True)
+class ByModel:
+    """By a chat model, greedily. One that fails writes nothing, which leaves the gap to an extract; how often
+    is counted (``memory/failed``)."""
+
+    chat: Callable[[list[dict[str, str]], int], str]  # messages, tokens of the answer at most
+    counters: Counter[str]
+
+    def __call__(self, left: str, original: str, right: str, budget: int) -> str:
+        try:
+            return cleaned(self.chat(messages(left, original, right, budget), budget))
+        except (OSError, ValueError, LookupError, TypeError):  # of the network, or no such answer
+            self.counters["memory/failed"] += 1
+            return ""
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """The model at ``url`` (".../v1"); ``key`` is sent where there is one."""
+
+    url: str
+    model: str = ""
+    key: str = ""
+    timeout_s: float = 60.0
+
+    def __call__(self, messages: list[dict[str, str]], max_tokens: int) -> str:
+        body: dict[str, Any] = {"messages": messages, "max_tokens": max(1, max_tokens), "temperature": 0}
+        body |= {"model": self.model} if self.model else {}
+        headers = {"Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        request = urllib.request.Request(
+            f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
+        )
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(request, timeout=self.timeout_s) as reply:
+            return str(json.load(reply)["choices"][0]["message"]["content"])

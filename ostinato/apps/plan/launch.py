@@ -1,0 +1,157 @@
+"""A plan as the recipe that starts it. What Ostinato lacks for it is a comment each, so nothing is lost.
+
+Data, rewards and learning rates are the user's: a plan has none.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from tomli_w import dumps
+
+from ostinato.apps.plan.engines import LOCAL, engine_layout, vllm_flags
+from ostinato.apps.plan.memory import cache_bytes, mapped
+from ostinato.apps.plan.problem import Arrangement, Base, DType, Placement, Problem, Recompute
+from ostinato.model.shapes import AdapterSpec
+from ostinato.parallel.layout import Layout
+
+ROUTES = "--enable-return-routed-experts"  # without it vLLM returns no experts to replay
+COPIES = {DType.BF16: "bf16", DType.INT8: "int8", DType.FP8: "fp8"}  # engine.weights of the local engine
+
+
+def ostinato(problem: Problem, arrangement: Arrangement) -> str:
+    """A recipe's sections, with the command line that starts every rank of the trainer. What the plan has and
+    Ostinato has not is a comment each, "not in Ostinato yet"."""
+    base = f", base {arrangement.base}" if arrangement.placement == Placement.COLOCATED else ""
+    train = arrangement.train
+    lines = [f"trainer {train.layout}, sampler {arrangement.rollout.layout}, {arrangement.placement}{base}"]
+    lines.append("model.path is the name that was planned; give the folder of the weights")
+    lines += [f"not in Ostinato yet: {one}" for one in lacking(problem, arrangement)]
+    command = _torchrun(problem, train.layout) + " -m ostinato train plan.toml"
+    return "\n".join([*_comments(lines), f"# {command}", "", dumps(sections(problem, arrangement))])
+
+
+def sections(problem: Problem, arrangement: Arrangement) -> dict[str, dict[str, object]]:
+    """What the plan says of a recipe."""
+    work, train = problem.work, arrangement.train
+    dtype = "float32" if problem.precision.base == DType.FP32 else "bfloat16"
+    recipe: dict[str, dict[str, object]] = {
+        "model": {"path": problem.model.name, "dtype": dtype},
+        "adapter": _adapter(problem.adapter),
+        "rollout": {
+            "prompts_per_step": work.prompts,
+            "group_size": work.group,
+            "max_tokens": work.max_answer,
+        },
+        "trainer": {
+            "steps": work.steps,
+            "minibatches": work.updates,
+            "tokens_per_microbatch": max(1, train.microbatch),
+            "recompute": train.recompute == Recompute.FULL,
+        },
+        "engine": _engine(problem, arrangement),
+        "parallel": {"layout": str(train.layout)},
+    }
+    if arrangement.lag:
+        recipe["pipeline"] = {"overlap": True, "staleness": arrangement.lag}
+    return recipe
+
+
+def lacking(problem: Problem, arrangement: Arrangement) -> list[str]:
+    """What the plan has and Ostinato has not."""
+    return [*_lacking(problem, arrangement), *_engine_lacks(problem, arrangement)]
+
+
+def _engine(problem: Problem, arrangement: Arrangement) -> dict[str, object]:
+    """The section of one sampler."""
+    rollout, local = arrangement.rollout, problem.sampler.name == LOCAL
+    found: dict[str, object] = {
+        "backend": problem.sampler.name,
+        "max_batch": max(1, rollout.sequences),
+        "kv_memory_mb": math.ceil(cache_bytes(problem, rollout) / 2**20),
+    }
+    if local:
+        copy = _copy(problem)
+        return found | ({"weights": copy} if copy and problem.adapter else {})
+    flags = vllm_flags(engine_layout(problem.config, rollout.layout)[0])
+    flags += [ROUTES] if problem.config.moe is not None else []
+    flags += ["--quantization", "fp8"] if problem.precision.sampler == DType.FP8 else []
+    return found | ({"server_args": flags} if flags else {})
+
+
+def _copy(problem: Problem) -> str:
+    """``engine.weights`` where the sampler's are not the trainer's; empty where they are, or no copy is."""
+    held = DType.FP32 if problem.precision.base == DType.FP32 else DType.BF16
+    return "" if problem.precision.sampler == held else COPIES.get(problem.precision.sampler, "")
+
+
+def _lacking(problem: Problem, arrangement: Arrangement) -> list[str]:
+    """What the trainer cannot, and what it cannot together with the sampler."""
+    precision, found = problem.precision, list[str]()
+    if precision.base not in (DType.BF16, DType.FP32):
+        found.append(f"a base in {precision.base}: the trainer holds it in bf16, in more memory than planned")
+    if arrangement.placement == Placement.APART:
+        flags = (
+            " ".join(vllm_flags(engine_layout(problem.config, arrangement.rollout.layout)[0])) or "one rank"
+        )
+        where = (
+            "cluster.samplers and cluster.gpus_per_sampler give samplers their own"
+            if problem.sampler.name == LOCAL
+            else f"start vLLM there by hand ({flags}) and name it in engine.address alone"
+        )
+        ranks = arrangement.rollout.layout.world
+        found.append(f"one command for trainer and sampler apart (the sampler has {ranks} GPUs): {where}")
+    elif arrangement.base == Base.SWAPPED:
+        found.append("a base that waits in host memory: trainer and sampler both keep theirs on the GPUs")
+    elif arrangement.base == Base.SHARED and not mapped(problem, arrangement.train, arrangement.rollout):
+        found.append("one copy of the base on GPUs for trainer and sampler: each keeps its own")
+    return found
+
+
+def _engine_lacks(problem: Problem, arrangement: Arrangement) -> list[str]:
+    """What the engine cannot."""
+    spec, layout, found = problem.adapter, arrangement.rollout.layout, list[str]()
+    sampler = problem.precision.sampler
+    if problem.sampler.name == LOCAL:
+        if layout.world > 1:
+            found.append(f"{layout.world} samplers of our own beside one trainer: one process samples")
+        copy = _copy(problem)
+        if sampler == DType.INT4 or (copy and spec is None):
+            found.append(f"sampler weights in {sampler} beside this trainer: they are the trainer's own")
+        return found
+    one, servers = engine_layout(problem.config, layout)
+    if servers > 1:
+        found.append(f"{servers} vLLM servers for one trainer: engine.server_args are those of one of them")
+    if one.world > problem.cluster.per_node:
+        found.append(f"a vLLM server over hosts: start its {one.world} ranks by hand, name engine.address")
+    if spec is None:
+        found.append('all weights for vLLM (adapter.kind "full"): it is sent adapters, the run is refused')
+    elif problem.config.moe is not None and any(not one.startswith("attn") for one in spec.targets):
+        found.append(
+            "vLLM's format of adapters beside those of attention in a mixture of experts: the run is refused "
+            'unless adapter.targets is ["attn"]'
+        )
+    if sampler in (DType.INT8, DType.INT4):
+        found.append(f"words for vLLM's weights in {sampler}: its flags belong into engine.server_args")
+    return found
+
+
+def _comments(sentences: Sequence[str]) -> list[str]:
+    wrapper = textwrap.TextWrapper(width=100, subsequent_indent="#   ", break_on_hyphens=False)
+    return [line for one in sentences for line in wrapper.wrap(f"# {one}")]
+
+
+def _adapter(spec: AdapterSpec | None) -> dict[str, object]:
+    if spec is None:
+        return {"kind": "full"}
+    own = {"kind": "lora", "rank": spec.rank, "alpha": spec.alpha, "targets": list(spec.targets)}
+    return own | {"expert_scheme": str(spec.expert_scheme), "expert_rank": spec.expert_rank or 0}
+
+
+def _torchrun(problem: Problem, layout: Layout) -> str:
+    per_node = min(problem.cluster.per_node, layout.world)
+    nodes = -(-layout.world // per_node)
+    where = "--rdzv-backend c10d --rdzv-endpoint $HEAD:29500 " if nodes > 1 else ""
+    return f"torchrun --nnodes {nodes} --nproc-per-node {per_node} {where}".rstrip()

@@ -1,0 +1,196 @@
+"""The options of ``ostinato plan``, and the request that they make."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Annotated
+
+import typer
+
+from ostinato.apps.plan.cluster import parse_cluster
+from ostinato.apps.plan.fit import kept, kept_file
+from ostinato.apps.plan.problem import (
+    GB,
+    Base,
+    Cluster,
+    DType,
+    Placement,
+    Precision,
+    Problem,
+    Sampler,
+    Work,
+    find_model,
+)
+from ostinato.apps.plan.search import Allowed
+from ostinato.apps.plan.time import Roofline
+from ostinato.inputs import parse_json
+from ostinato.model.shapes import AdapterSpec, ExpertScheme
+from ostinato.options import options_of
+from ostinato.parallel.layout import Layout
+
+SPREAD = 0.8  # of ln length: reasoning answers before they are cut off; measured lengths are better
+NUMBER = 256
+
+
+def lognormal_lengths(
+    mean: float, most: int, *, spread: float = SPREAD, number: int = NUMBER
+) -> tuple[int, ...]:
+    """``number`` equally likely quantiles of a lognormal, none above ``most``, whose mean is ``mean`` within
+    a token. Raises ValueError for a mean that the limit does not leave room for."""
+    if not 1 <= mean <= most:
+        raise ValueError(f"answer-tokens is {mean:g}; use 1 to max-answer ({most})")
+    normal = NormalDist()
+    shape = [math.exp(spread * normal.inv_cdf((index + 0.5) / number)) for index in range(number)]
+
+    def lengths(scale: float) -> list[float]:
+        return [min(most, max(1.0, scale * one)) for one in shape]
+
+    low, high = 1e-6, most / shape[0]
+    for _ in range(100):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if sum(lengths(middle)) < mean * number else (low, middle)
+    return tuple(max(1, round(one)) for one in lengths(high))
+
+
+def read_lengths(path: Path) -> tuple[int, ...]:
+    """Measured lengths: a JSON list of positive whole numbers. Raises ValueError, in one sentence."""
+    try:
+        read = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"answers is {path}, which cannot be read ({error}); give a JSON list") from error
+    if not isinstance(read, list) or not read or not all(isinstance(n, int) and n > 0 for n in read):
+        raise ValueError(f"answers is {path}; it must hold a JSON list of lengths in tokens")
+    return tuple(read)
+
+
+BASES = {"shared": Base.SHARED, "two": Base.TWO, "swapped": Base.SWAPPED}
+UNMEASURED = "data sheets, nothing measured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What may be requested beside the model and the cluster; every default is printed with the answer."""
+
+    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 32
+    expert_rank: Annotated[int, typer.Option(min=0, help="Of those on experts; 0: the same.")] = 0
+    expert_scheme: Annotated[
+        ExpertScheme, typer.Option(help="Do all experts share the factors at the hidden dimension?")
+    ] = ExpertScheme.SHARED_OUTER
+    lora_targets: Annotated[str, typer.Option(help="Roles or single maps.")] = "attn,mlp,shared,experts"
+    full: Annotated[bool, typer.Option("--full", help="Train all parameters instead of adapters.")] = False
+    base: Annotated[DType, typer.Option(help="The trainer's weights.")] = DType.BF16
+    sampler: Annotated[
+        DType | None, typer.Option(help="The sampler's weights; by default as the base.", show_default=False)
+    ] = None
+    prompts: Annotated[int, typer.Option(min=1, help="Of one RL step.")] = 64
+    group: Annotated[int, typer.Option(min=1, help="Answers to each.")] = 8
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 1024
+    answer_tokens: Annotated[float, typer.Option(help=f"Mean; lognormal, {SPREAD} of ln length.")] = 4096
+    max_answer: Annotated[int, typer.Option(min=1, help="Tokens.")] = 16384
+    answers: Annotated[
+        Path | None, typer.Option(help="Measured lengths instead: a JSON list.", show_default=False)
+    ] = None
+    updates: Annotated[int, typer.Option(min=1, help="Optimizer steps of one RL step.")] = 1
+    steps: Annotated[int, typer.Option(min=1, help="RL steps of the run, for its price.")] = 1000
+    engine: Annotated[str, typer.Option(help="vllm, or local: ours, which caches MLA expanded.")] = "vllm"
+    placement: Annotated[str, typer.Option(help="Of the phases: colocated, apart or both.")] = "colocated"
+    lag: Annotated[int, typer.Option(min=0, help="Steps that a sampler apart may be behind.")] = 0
+    share: Annotated[str, typer.Option(help="The base, any of shared, two, swapped.")] = ",".join(BASES)
+    train_layout: Annotated[str, typer.Option(help="Only this one, e.g. d64e64.", show_default=False)] = ""
+    rollout_layout: Annotated[str, typer.Option(help="Only this one.", show_default=False)] = ""
+    price: Annotated[float, typer.Option(min=0, help="Money per GPU and hour; 0: a built-in guess.")] = 0.0
+    host_memory: Annotated[float, typer.Option(min=0, help="GB of a node; 0: a built-in guess.")] = 0.0
+
+
+plan_options = options_of(Options, "options")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """A question and how it may be answered."""
+
+    problem: Problem
+    allowed: Allowed
+    clock: Roofline
+    measured: str  # where efficiency factors come from
+
+
+def ask(model: str, gpus: str, options: Options) -> PlanRequest:
+    """Raises ValueError naming an option that cannot be."""
+    problem = Problem(
+        model=find_model(model),
+        adapter=None if options.full else _adapter(options),
+        precision=Precision(base=options.base, sampler=options.sampler or options.base),
+        work=_work(options),
+        cluster=_cluster(gpus, options),
+        sampler=_engine(options.engine),
+    )
+    allowed = Allowed(
+        placements=_placements(options.placement),
+        bases=_bases(options.share),
+        lag=options.lag,
+        train_layout=Layout.parse(options.train_layout) if options.train_layout else None,
+        rollout_layout=Layout.parse(options.rollout_layout) if options.rollout_layout else None,
+    )
+    found = kept(kept_file(problem.cluster.gpu.name))
+    source = UNMEASURED if found is None else f"data sheets, phases by factors of {found.runs} runs"
+    clock = Roofline() if found is None else Roofline(factors=found.phases)
+    return PlanRequest(problem=problem, allowed=allowed, clock=clock, measured=source)
+
+
+def _adapter(options: Options) -> AdapterSpec:
+    return AdapterSpec(
+        rank=options.lora_rank,
+        alpha=2.0 * options.lora_rank,
+        targets=tuple(options.lora_targets.split(",")),
+        expert_scheme=options.expert_scheme,
+        expert_rank=options.expert_rank or None,
+    )
+
+
+def _work(options: Options) -> Work:
+    if options.answers is not None:
+        lengths = read_lengths(options.answers)
+    else:
+        lengths = lognormal_lengths(options.answer_tokens, options.max_answer)
+    return Work(
+        prompts=options.prompts,
+        group=options.group,
+        prompt_tokens=options.prompt_tokens,
+        answers=lengths,
+        max_answer=max(options.max_answer, *lengths),
+        updates=options.updates,
+        steps=options.steps,
+    )
+
+
+def _cluster(gpus: str, options: Options) -> Cluster:
+    cluster = parse_cluster(gpus)
+    if options.price:
+        cluster = replace(cluster, gpu=replace(cluster.gpu, price=options.price))
+    return replace(cluster, host_memory=options.host_memory * GB) if options.host_memory else cluster
+
+
+def _engine(name: str) -> Sampler:
+    if name not in ("vllm", "local"):
+        raise ValueError(f"--engine is {name!r}; use vllm or local")
+    return Sampler(name=name, latent_kv=name == "vllm")
+
+
+def _placements(text: str) -> tuple[Placement, ...]:
+    if text == "both":
+        return tuple(Placement)
+    if text not in tuple(Placement):
+        raise ValueError(f"--placement is {text!r}; use {', '.join(Placement)} or both")
+    return (Placement(text),)
+
+
+def _bases(text: str) -> tuple[Base, ...]:
+    chosen = text.split(",")
+    for one in chosen:
+        if one not in BASES:
+            raise ValueError(f"--share has {one!r}; use some of {', '.join(BASES)}")
+    return tuple(BASES[one] for one in chosen)

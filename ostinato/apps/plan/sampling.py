@@ -1,0 +1,266 @@
+"""Seconds of the sampler: prompts are read, then answers decoded, one token of every sequence per step.
+
+A replica is one data rank with its tensor ranks. It decodes its part of the answers, ``setup.sequences`` at
+once, and all wait for the one with the longest answer. Prompts are read before, as one phase: interleaving
+hides some of it, which a plan does not count on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ostinato.apps.plan.cluster import peak
+from ostinato.apps.plan.comm import Message, remote_copies, ring
+from ostinato.apps.plan.counts import kv_values
+from ostinato.apps.plan.engines import as_kept
+from ostinato.apps.plan.imbalance import straggler
+from ostinato.apps.plan.leaves import end_sizes
+from ostinato.apps.plan.memory import weight_bytes
+from ostinato.apps.plan.parts import stage_elements
+from ostinato.apps.plan.problem import DType, Problem, Setup
+from ostinato.apps.plan.roofline import Efficiency, Wires
+from ostinato.model.config import ModelConfig
+from ostinato.model.flops import Part, layer_rates
+from ostinato.model.shapes import AdapterSpec
+from ostinato.parallel.layout import Layout
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Occupancy:
+    """Runs of decode steps between which no sequence comes or goes."""
+
+    steps: Floats  # [n] how many steps
+    sequences: Floats  # [n] how many sequences each of them decodes
+    generated: Floats  # [n] tokens that these have generated on average, in the middle of the run
+
+    @property
+    def longest(self) -> float:
+        """Decode steps from the first to the last."""
+        return float(self.steps.sum())
+
+
+def occupancy(lengths: Sequence[int], slots: int) -> Occupancy:
+    """Of one replica that decodes ``lengths`` in this order, at most ``slots`` at once: one that ends makes
+    room for the next. Raises ValueError without a slot or a length."""
+    if slots < 1 or not len(lengths) or min(lengths) < 1:
+        raise ValueError(
+            f"{len(lengths)} lengths and {slots} slots; use at least 1 of each, of 1 token or more"
+        )
+    length = np.asarray(lengths, np.float64)
+    start = np.zeros(len(length))
+    ends = list(map(float, length[:slots]))
+    heapq.heapify(ends)
+    for index in range(slots, len(length)):
+        start[index] = heapq.heappop(ends)
+        heapq.heappush(ends, start[index] + length[index])
+    stop = start + length
+    events, place = np.unique(np.concatenate([start, stop]), return_inverse=True)
+    begun, ended = place[: len(length)], place[len(length) :]
+    num = len(events)
+    sequences = np.cumsum(np.bincount(begun, minlength=num) - np.bincount(ended, minlength=num))[:-1]
+    starts = np.cumsum(
+        np.bincount(begun, weights=start, minlength=num) - np.bincount(ended, weights=start, minlength=num)
+    )[:-1]
+    middle = (events[:-1] + events[1:]) / 2
+    return Occupancy(
+        steps=np.diff(events), sequences=sequences.astype(np.float64), generated=middle - starts / sequences
+    )
+
+
+def dealt(answers: Sequence[int], number: int, replicas: int) -> tuple[int, ...]:
+    """The part of one replica of ``number`` answers, of the distribution that ``answers`` is a sample of:
+    that of the one with the longest answer, for all others wait for it.
+
+    Its lengths are evenly spaced quantiles, the last of them that of the longest of all ``number``. They come
+    in an order that mixes long and short, as a batch does, and the same one each time.
+    """
+    share = max(1, -(-number // replicas))
+    ordered = np.sort(np.asarray(answers, np.int64))
+    places = (np.arange(share) + 0.5) / share
+    places[-1] = max(places[-1], (number - 0.5) / number)
+    lengths = ordered[np.ceil(places * len(ordered)).astype(np.int64) - 1]
+    stride = next(n for n in range(max(1, int(share * 0.618)), share + 1) if np.gcd(n, share) == 1)
+    return tuple(int(n) for n in lengths[np.arange(share) * stride % share])
+
+
+def decode_seconds(rooms: Occupancy, step: Callable[[Floats, Floats], Floats]) -> float:
+    """Seconds of a schedule, where ``step(sequences, generated)`` is that of one decode step."""
+    return float((rooms.steps * step(rooms.sequences, rooms.generated)).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """FLOPs of a row through all layers: of dense products, of routed experts, of adapters, of a (query, key)
+    pair of attention."""
+
+    dense: float
+    routed: float
+    lora: float
+    pair: float
+
+
+@lru_cache(maxsize=32)
+def rates_of(config: ModelConfig, adapter: AdapterSpec | None) -> Rates:
+    dense = lora = pair = 0.0
+    for layer in layer_rates(config, adapter):
+        for part, rates in layer.forward.items():
+            pair += rates.pairs
+            if part == Part.LORA:
+                lora += rates.tokens
+            else:
+                dense += rates.tokens
+    moe, routed = config.moe, 0.0
+    if moe is not None:
+        routed = 6.0 * config.hidden_size * moe.intermediate_size * moe.top_k * len(moe.layers)
+    return Rates(dense=dense - routed, routed=routed, lora=lora, pair=pair)
+
+
+@lru_cache(maxsize=512)
+def _rooms(answers: tuple[int, ...], number: int, replicas: int, slots: int) -> Occupancy:
+    return occupancy(dealt(answers, number, replicas), slots)
+
+
+def rollout_seconds(problem: Problem, setup: Setup, efficiency: Efficiency) -> dict[str, float]:
+    """Of one RL step by term; "decode" is what the roofline of its products and caches says."""
+    work, layout = problem.work, as_kept(setup.layout)
+    pass_ = _Pass(problem=problem, layout=layout, efficiency=efficiency)
+    slots = max(1, min(setup.sequences or problem.sampler.sequences, problem.sampler.sequences))
+    rooms = _rooms(work.answers, work.num_answers, layout.data, slots)
+
+    terms = {
+        "prefill": pass_.prefill(),
+        "decode": decode_seconds(rooms, pass_.products),
+        "cache": decode_seconds(rooms, pass_.cache),
+        "tensor": decode_seconds(rooms, lambda seqs, generated: pass_.talk(seqs, "t")),
+        "expert exchange": decode_seconds(rooms, lambda seqs, generated: pass_.talk(seqs, "e")),
+    }
+    busy = sum(terms.values()) - terms["prefill"]
+    least = rooms.longest * problem.config.num_layers * efficiency.captured
+    return {**terms, "launch": max(0.0, least - busy)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """A pass of the engine on one replica."""
+
+    problem: Problem
+    layout: Layout
+    efficiency: Efficiency
+
+    @property
+    def speed(self) -> float:
+        """FLOP/s: fp8 weights are multiplied as such, codes of other kinds are widened first."""
+        gpu, own = self.problem.cluster.gpu, self.problem.precision
+        return peak(gpu, own.sampler if own.sampler == DType.FP8 else own.compute)
+
+    @property
+    def hbm(self) -> float:
+        return self.problem.cluster.gpu.hbm * self.efficiency.memory
+
+    @property
+    def straggler(self) -> float:
+        moe, ranks = self.problem.config.moe, self.layout.expert
+        return 1.0 if moe is None or ranks == 1 else straggler(moe.num_experts, ranks).mean
+
+    @property
+    def crowd(self) -> float:
+        """Replicas whose rows meet at the same experts."""
+        return max(1.0, self.layout.expert * self.layout.expert_tensor / self.layout.tensor)
+
+    def weights(self) -> tuple[float, float]:
+        """Bytes on a rank: (of everything but routed experts, of these)."""
+        config, dtype = self.problem.config, self.problem.precision.sampler
+        elements = stage_elements(config, None, self.layout, 0)
+        sizes = end_sizes(config, self.layout)
+        head = sizes["head"] if "head" in sizes else sizes["embed"]  # tied: the embedding is read as the head
+        rest = replace(elements, experts=0, ends=head)  # of the embedding itself a few rows are looked up
+        return weight_bytes(rest, dtype), elements.experts * dtype.num_bytes
+
+    def products(self, sequences: Floats, generated: Floats) -> Floats:
+        """Seconds of the products of one decode step, [n]."""
+        del generated
+        config, e, t = self.problem.config, self.efficiency, self.layout.tensor
+        rates, (dense, experts) = rates_of(config, self.problem.adapter), self.weights()
+        adapters = self._adapter_bytes()
+        head = 2.0 * config.vocab_size * config.hidden_size
+        flops = sequences * (rates.dense + rates.lora + head) / t / (self.speed * e.products)
+        seconds = np.maximum(flops, (dense + adapters) / self.hbm)
+        moe = config.moe
+        if moe is None:
+            return seconds
+        meeting = sequences * self.crowd
+        touched = 1.0 - (1.0 - moe.top_k / moe.num_experts) ** meeting
+        # each rank gets the part of the rows that meet which chose its experts, or of their width
+        own = meeting / (self.layout.expert * self.layout.expert_tensor)
+        flops = own * rates.routed / (self.speed * e.grouped)
+        return seconds + np.maximum(flops * self.straggler, touched * experts / self.hbm)
+
+    def cache(self, sequences: Floats, generated: Floats) -> Floats:
+        """Seconds of attention over what has been generated, [n]. Latent caches are not cut by tensor
+        ranks."""
+        config, e, t = self.problem.config, self.efficiency, self.layout.tensor
+        mla, latent = config.mla, self.problem.sampler.latent_kv
+        kept = sequences * (generated + self.problem.work.prompt_tokens)
+        width = kv_values(config, latent=latent) * self.problem.precision.kv.num_bytes
+        if mla is not None and latent:
+            values = 2.0 * config.num_heads * config.num_layers * (2 * mla.kv_lora_rank + mla.rope_head_dim)
+            flops = kept * values / t / (self.speed * e.attention)
+            return np.maximum(kept * width / self.hbm, flops)
+        return kept * width / min(t, config.num_kv_heads) / self.hbm
+
+    def talk(self, sequences: Floats, axes: str) -> Floats:
+        """Seconds of the messages of one decode step over some axes, [n]."""
+        one, per = self._messages(1.0), self._messages(2.0)
+        wires = Wires(layout=self.layout, cluster=self.problem.cluster, efficiency=self.efficiency)
+        first = wires.seconds(part for part in one if part.axis in axes)
+        slope = wires.seconds(part for part in per if part.axis in axes) - first
+        return first + (sequences - 1) * slope  # a message's seconds are linear in its bytes
+
+    def prefill(self) -> float:
+        """Seconds to read all prompts of a replica."""
+        work, e, t = self.problem.work, self.efficiency, self.layout.tensor
+        prompts = work.prompts if work.prompt_once else work.num_answers
+        # one at least: a group that is split over replicas has its prompt read in each
+        prompts = max(1.0, prompts / self.layout.data)
+        rows = prompts * work.prompt_tokens
+        rates = rates_of(self.problem.config, self.problem.adapter)
+        flops = rows * (rates.dense + rates.lora) / t / (self.speed * e.products)
+        flops += prompts * rates.pair * work.prompt_tokens**2 / 2 / t / (self.speed * e.attention)
+        own = rows * self.crowd / (self.layout.expert * self.layout.expert_tensor)
+        flops += own * rates.routed * self.straggler / (self.speed * e.grouped)
+        passes = max(1.0, rows / self.problem.sampler.prefill_rows)
+        read = passes * sum(self.weights()) / self.hbm
+        size = min(rows, self.problem.sampler.prefill_rows)
+        wires = Wires(layout=self.layout, cluster=self.problem.cluster, efficiency=e)
+        return max(flops, read) + passes * wires.seconds(self._messages(size))
+
+    def _messages(self, rows: float) -> list[Message]:
+        """Of a pass of ``rows`` rows: partial sums of attention and MLP are added up over t; experts that lie
+        on the ranks of several replicas get their rows in an exchange, the others' shares are in the sum."""
+        config, layout = self.problem.config, self.layout
+        row = config.hidden_size * self.problem.precision.compute.num_bytes
+        found = [
+            one._replace(calls=2.0 * config.num_layers)
+            for one in ring("all_reduce", "t", layout.tensor, rows * row)
+        ]
+        moe = config.moe
+        if moe is not None and self.crowd > 1:
+            own = rows / (1 if layout.expert_tensor > 1 else layout.tensor)
+            copies = own * remote_copies(moe.num_experts, moe.top_k, layout.expert)
+            found.append(Message("all_to_all", "e", copies * row * self.straggler, 2.0 * len(moe.layers)))
+        return found
+
+    def _adapter_bytes(self) -> float:
+        """Of the factors on a rank; experts' that no token chose are not read, which is not counted on."""
+        if self.problem.adapter is None:
+            return 0.0
+        values = stage_elements(self.problem.config, self.problem.adapter, self.layout, 0).adapters
+        return values * self.problem.precision.compute.num_bytes

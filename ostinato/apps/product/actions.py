@@ -1,0 +1,79 @@
+"""What an answer does, by its text and its calls alone: every answer is of exactly one ``Action``.
+
+A rule that is published can be played: ``Action`` decides which reward applies, it is no reward. Refusals
+and questions are found in English; in another language such an answer counts as an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ostinato.apps.product.events import Action
+
+CALL_MARKS = ("<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]")
+_CODE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
+_SENTENCE = re.compile(r"[^.!?…\n]+[.!?…]*")
+_REFUSAL = re.compile(
+    r"^\W*(?:(?:i'?m|i am) (?:very |so |really )?sorry\b|sorry\b|unfortunately\b|apologies\b"
+    r"|as an ai\b[^.]*?)?\W*(?:but )?(?:i (?:can't|cannot|can not|won't|will not|must decline"
+    r"|am unable|am not able)"
+    r"|i'm (?:unable|not able)|(?:this|that) is (?:something )?i (?:can't|cannot))\b",
+    re.IGNORECASE,
+)
+_QUOTE = "\N{RIGHT SINGLE QUOTATION MARK}"
+
+
+def action_of(
+    text: str, calls: Sequence[tuple[str, str]] = (), tools: Sequence[Mapping[str, Any]] = ()
+) -> Action:
+    """The action of an answer: ``text`` as decoded, without the ``calls`` that were read from it.
+
+    calls: (name, arguments as JSON text). tools: as a request has them, with name and parameters. A call
+    that could not be read is still in the text, behind its mark; thoughts before ``</think>`` do not count.
+    """
+    if any(not _fits(name, arguments, tools) for name, arguments in calls):
+        return Action.INVALID
+    _, closed, rest = text.rpartition("</think>")
+    reply = rest.strip() if closed or "<think>" not in rest else ""  # a thought without an end has no reply
+    if reply.startswith(CALL_MARKS) or (tools and any(mark in reply for mark in CALL_MARKS)):
+        return Action.INVALID
+    if calls:
+        return Action.ANSWER
+    if not reply:
+        return Action.EMPTY
+    if _REFUSAL.match(reply.replace(_QUOTE, "'")):
+        return Action.REFUSAL
+    return Action.QUESTION if _is_question(reply) else Action.ANSWER
+
+
+def _fits(name: str, arguments: str, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """A tool of this name takes these arguments: an object with all that is required and nothing unknown."""
+    functions = {
+        function.get("name"): function for function in (tool.get("function", tool) for tool in tools)
+    }
+    if name not in functions:
+        return False
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return False
+    schema = functions[name].get("parameters") or {}
+    known, required = schema.get("properties"), schema.get("required") or ()
+    if not isinstance(given, dict) or not all(field in given for field in required):
+        return False
+    return not known or bool(schema.get("additionalProperties", False)) or all(key in known for key in given)
+
+
+def _is_question(text: str) -> bool:
+    """It ends with a question, questions are at least half of its sentences, and there is no code in it."""
+    if _CODE.search(text):
+        return False
+    sentences = [found for each in _SENTENCE.findall(text) if (found := each.strip())]
+    questions = [sentence.endswith("?") for sentence in sentences]
+    return bool(questions) and questions[-1] and 2 * sum(questions) >= len(questions)
+
+
+__all__ = ["CALL_MARKS", "action_of"]

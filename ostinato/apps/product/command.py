@@ -1,0 +1,57 @@
+"""``ostinato product``: the continual loop of a product, and where it stands."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ostinato.terminal import logged, say
+
+app = typer.Typer(
+    name="product",
+    help="Feedback -> judge -> policy -> canary, again and again, with gates between (docs/product.md).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="e.g. policy.steps=40", show_default=False),
+]
+Folder = Annotated[Path, typer.Option(help="Where the loop is kept.")]
+
+
+@app.command("run")
+@logged()
+def run(
+    settings: Annotated[Path, typer.Argument(metavar="PRODUCT.TOML", show_default=False)],
+    overrides: Overrides = None,
+    folder: Folder = Path("runs/product"),
+    rounds: Annotated[int, typer.Option(min=1, help="End after so many, counted from the first.")] = 10**9,
+) -> None:
+    """Work the loop, stage by stage, from where its journal ends."""
+    from ostinato.apps.product.runs.loop import Polled, ProductLoop
+    from ostinato.apps.product.runs.settings import read_settings
+    from ostinato.apps.product.runs.stages import STAGES
+    from ostinato.apps.product.store import Patient, open_store
+    from ostinato.lock import locked
+
+    found = read_settings(settings, *(overrides or []))
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder), closing(Patient(partial(open_store, found.store))) as store:
+        ProductLoop(found, folder, store, Polled(found.collect.look_s), STAGES).run(rounds)
+
+
+@app.command("status")
+def status(folder: Annotated[Path, typer.Argument(show_default=False)]) -> None:
+    """Every decision so far, the last one last."""
+    from ostinato.observe.board import JOURNAL
+    from ostinato.run import Jsonl
+
+    for row in Jsonl(folder / JOURNAL).rows():
+        before, found = row["before"], row["finding"]
+        say(f"round {before['round']}  {before['stage']:<13} {row['what']}  {'; '.join(found['reasons'])}")

@@ -1,0 +1,153 @@
+"""``ostinato judge``: train a judge on pairs, say how good it is, serve it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ostinato.cli.access import Hosts, Origins, access
+from ostinato.config import Recipe
+from ostinato.launch import NothingToLearn, threads
+from ostinato.run import atomic_write
+from ostinato.terminal import Screen, logged, say
+
+app = typer.Typer(
+    name="judge",
+    help="A judge of answers: trained on pairs, measured, served; a reward function (docs/judge.md).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the recipe.", show_default=False)
+]
+Pairs = Annotated[
+    str,
+    typer.Argument(
+        metavar="ROWS|STORE", help="Pairs: prompt, chosen, rejected, critique.", show_default=False
+    ),
+]
+JudgeName = Annotated[
+    str,
+    typer.Argument(
+        metavar="JUDGE", help="A run, an adapter folder, a model, or an address.", show_default=False
+    ),
+]
+
+
+@app.command()
+def train(
+    rows: Pairs,
+    overrides: Overrides = None,
+    template: Annotated[
+        Path | None, typer.Option(help="What the judge reads, with {prompt}, {a}, {b}.")
+    ] = None,
+    holdout: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of questions that is held out.")
+    ] = 0.1,
+    warm: Annotated[bool, typer.Option("--warm/--no-warm", help="SFT before RL.")] = True,
+    rl: Annotated[bool, typer.Option("--rl/--no-rl", help="RL behind the warm start.")] = True,
+) -> None:
+    """SFT on critiques and verdicts, then RL that rewards verdicts which are right in both orders."""
+    from ostinato.apps.product.judge_runs import plan
+    from ostinato.apps.product.judges import write_spec
+    from ostinato.cli.sft import run
+    from ostinato.cli.train import finish
+    from ostinato.launch.session import Outcome, learn
+
+    found = plan(rows, overrides or [], template.read_text() if template else "", holdout)
+    folders: list[Path] = []
+
+    def ended(folder: Path) -> None:
+        write_spec(found.spec, folder)
+        folders.append(folder)
+
+    def reinforced() -> Outcome:
+        outcome = learn(found.after(folders[0]) if folders else found.rl)
+        ended(outcome.folder)
+        return outcome
+
+    code = run(found.warm, None, ended) if warm else 0
+    if rl and not code:
+        try:
+            code = finish(reinforced)
+        except NothingToLearn as error:
+            if not folders:
+                raise
+            say(f"the judge is that of the warm start, for RL failed: {error}", error=True)
+    if folders and not code:
+        say(f"as a reward  ostinato train RECIPE reward.functions='[\"judge:{folders[-1]}\"]'")
+    raise typer.Exit(code)
+
+
+@app.command("eval")
+@logged()
+def evaluate(
+    judge: JudgeName,
+    rows: Pairs,
+    overrides: Overrides = None,
+    against: Annotated[str, typer.Option(metavar="JUDGE", help="Another one, by its side.")] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="One JSON object into this file.")] = None,
+) -> None:
+    """Accuracy in each order, consistency, what cannot be read, calibration; with 95 % Wilson intervals."""
+    recipe = Recipe.load("judge_rl", *(overrides or []))
+    threads.configure(recipe)
+    from ostinato.apps.product.judge_runs import figures, preferences
+    from ostinato.apps.product.judges import sources
+    from ostinato.apps.product.panel import Bench
+
+    pairs, found = preferences(rows), dict[str, dict[str, Any]]()
+    (first,) = sources(judge)
+    bench_of = {name: Counter[str]() for name in (judge, *filter(None, [against]))}
+    for name, counters in bench_of.items():
+        (source,) = sources(name, like=first.spec)
+        rows_of = ((one.chat, one.chosen, one.rejected) for one in pairs)
+        row = figures(Bench(recipe=recipe, counters=counters).compared(source, rows_of))
+        found[name] = {"revision": source.revision, **row, **counters}
+    Screen().print(_table(found))
+    if json_file is not None:
+        atomic_write(json_file, json.dumps(found, indent=1).encode())
+
+
+@app.command()
+def serve(
+    judge: JudgeName,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8002,
+    api_key: Annotated[str, typer.Option(help="What clients send; also $OSTINATO_API_KEY.")] = "",
+    allowed_hosts: Hosts = None,
+    origins: Origins = None,
+) -> None:
+    """Judge what other programs send to POST /v1/judge; the judge is a chat model there too."""
+    from ostinato.apps.product.judges import sources
+    from ostinato.apps.serve.command import Address
+    from ostinato.apps.serve.command import serve as command
+
+    (source,) = sources(judge)
+    if source.address:
+        raise ValueError(f"{judge} is an address already; give a run, an adapter folder or a model")
+    adapters = {} if source.adapter is None else {"judge": str(source.adapter)}
+    where = Address(host=host, port=port, key=api_key, access=access(allowed_hosts, origins))
+    command(source.spec.model, overrides or [], adapters, where, name="", limits={}, judge=judge)
+
+
+def _table(found: dict[str, dict[str, Any]]) -> Table:
+    table = Table(title=f"{next(iter(found.values()))['pairs']} pairs, each in both orders")
+    for head in ("", *found):
+        table.add_column(head, justify="right" if head else "left")
+    for name in next(iter(found.values())):
+        table.add_row(name, *(_cell(row.get(name)) for row in found.values()))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        low, high = value["interval"]
+        return f"{value['value']:.3f} [{low:.3f}, {high:.3f}]"
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,188 @@
+"""Judges at work: as a reward, several together; on engines that share a base; behind an address."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ostinato.apps.product.judge import Cache, Chat, Compared, Judge, Score
+from ostinato.apps.product.judges import AddressWriter, EngineSeconds, EngineWriter, Source, is_judge, sources
+from ostinato.config import Recipe
+from ostinato.launch.dtype import resolved
+from ostinato.launch.engine import new_engine
+from ostinato.launch.models import load_decoder
+from ostinato.model.decoder import Decoder
+from ostinato.model.named import model_folder
+from ostinato.model.peft_io import load_peft
+from ostinato.render import Renderer
+from ostinato.reward.worker import Fault
+from ostinato.reward.workers import JUDGE
+from ostinato.types import Prompt
+
+if TYPE_CHECKING:
+    from ostinato.apps.serve.served import Served
+
+SKIPPED: Score = (None, "", "")
+
+
+class Panel:
+    """Implements reward.workers.Scorer: the mean of the judges' scores; an answer that one of them gives no
+    verdict has none. ``counters`` beside those of the judges: judge/scored answers, and judge/variance, the
+    sum over them of the variance among the judges.
+
+    Siblings are judged together; an answer alone (an evaluation) against the row's reference ``answer``.
+    Without a reference it is skipped.
+    """
+
+    def __init__(
+        self, judges: Sequence[Judge], *, ring: bool, timeout_s: float, counters: Counter[str]
+    ) -> None:
+        self._judges, self._ring = judges, ring
+        self._timeout_s, self._counters = timeout_s, counters
+
+    async def score(self, prompt: Prompt, answers: Sequence[str]) -> list[Score]:
+        messages = prompt.messages or ({"role": "user", "content": prompt.text or ""},)
+        by_judge = await asyncio.gather(
+            *(self._scores(one, messages, prompt, answers) for one in self._judges)
+        )
+        return [self._together(one) for one in zip(*by_judge, strict=True)]
+
+    async def _scores(
+        self, judge: Judge, messages: Chat, prompt: Prompt, answers: Sequence[str]
+    ) -> list[Score]:
+        beside = list(answers)
+        if len(answers) == 1:
+            if not isinstance(reference := prompt.columns.get("answer"), str | int | float):
+                return [SKIPPED]
+            beside.append(str(reference))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return (await judge.score(messages, beside, self._ring))[: len(answers)]
+        except TimeoutError:
+            late = f"no verdict in reward.judge_timeout_s={self._timeout_s:g} s"
+            return [(None, Fault.TIMEOUT, late)] * len(answers)
+
+    def _together(self, verdicts: Sequence[Score]) -> Score:
+        values = [value for value, _, _ in verdicts if value is not None]
+        if len(values) < len(verdicts):
+            return next(one for one in verdicts if one[0] is None)
+        self._counters["judge/scored"] += 1
+        self._counters["judge/variance"] += float(np.var(values))  # type: ignore[assignment]
+        return float(np.mean(values)), "", ""
+
+    def close(self) -> None:
+        """Engines end with the process, and addresses hold nothing."""
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """Opens judges: one engine for each base, which serves its adapters side by side; on ``decoder``'s own
+    tensors where the base is ``folder``, unless the policy trains all of them."""
+
+    recipe: Recipe
+    counters: Counter[str]
+    folder: Path | None = None
+    decoder: Decoder | None = None
+
+    def __post_init__(self) -> None:
+        self.engines: dict[Path, tuple[EngineSeconds, Renderer]] = {}
+        self._cache = Cache(self.recipe.reward.judge_cache)
+
+    def judge(self, source: Source) -> Judge:
+        if source.address:
+            return Judge(
+                source.spec,
+                source.revision,
+                AddressWriter(source.address, self.counters),
+                self._cache,
+                self.counters,
+            )
+        timed, renderer = self._engine(model_folder(source.spec.model))
+        policy, engine = "", timed.engine
+        if source.adapter is not None:
+            policy = source.revision
+            engine.publish(load_peft(source.adapter, engine.decoder), 0, policy)
+        writer = EngineWriter(timed.generate, renderer, policy, engine.context_limit, self.counters)
+        return Judge(source.spec, source.revision, writer, self._cache, self.counters)
+
+    def compared(self, source: Source, rows: Iterable[tuple[Chat, str, str]]) -> list[Compared]:
+        """Every (chat, answer, other answer) in both orders."""
+        return asyncio.run(self.judge(source).compare_each(rows))
+
+    def _engine(self, base: Path) -> tuple[EngineSeconds, Renderer]:
+        if (at := base.resolve()) not in self.engines:
+            recipe, renderer = self.recipe, Renderer(base)
+            shared = self.folder is not None and self.folder.resolve() == at and recipe.adapter.kind == "lora"
+            decoder = self.decoder if shared else None
+            if decoder is None:
+                model = recipe.model.model_copy(update={"path": str(base)})
+                decoder = load_decoder(resolved(recipe.model_copy(update={"model": model})).model, base)
+            exact = recipe.engine.model_copy(update={"weights": "model"})
+            engine = new_engine(recipe.model_copy(update={"engine": exact}), decoder, renderer, name="judge")
+            self.engines[at] = EngineSeconds(engine, self.counters), renderer
+        return self.engines[at]
+
+
+def judged_by(name: str, served: Served) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]:
+    """What POST /v1/judge answers to messages and answers, by a judge on the base that is served."""
+    (source,) = sources(name)
+    renderer, limits, thread = served.service.renderer, served.service.limits, served.thread
+    policy = "judge" if source.adapter is not None else ""
+    counters = Counter[str]()
+    writer = EngineWriter(
+        lambda requests: thread.generate(requests, limits.timeout_s),
+        renderer,
+        policy,
+        limits.context,
+        counters,
+    )
+    judge = Judge(source.spec, source.revision, writer, Cache(Recipe().reward.judge_cache), counters)
+
+    async def judged(messages: Chat, answers: Sequence[str]) -> dict[str, Any]:
+        from ostinato.apps.serve.calls import ApiError
+
+        if len(answers) < 2:
+            raise ApiError("answers has one, and a judge compares; give two", param="answers")
+        pairs = list(itertools.combinations(range(len(answers)), 2))
+        try:
+            scores = await judge.score(messages, answers, ring=False)
+            found = await judge.compare(messages, [(answers[a], answers[b]) for a, b in pairs])
+        except TimeoutError:
+            raise ApiError(
+                f"no verdict after {limits.timeout_s:g} s, this server's limit", status=504
+            ) from None
+        comparisons = [
+            {"a": a, "b": b, "verdict": one.choice, "replies": [reply.text for reply in one.replies]}
+            for (a, b), one in zip(pairs, found, strict=True)
+        ]
+        reasons = [fault for _, fault, _ in scores]
+        return {
+            "revision": source.revision,
+            "scores": [value for value, _, _ in scores],
+            "reasons": reasons,
+            "comparisons": comparisons,
+        }
+
+    return judged
+
+
+def scorers(recipe: Recipe, decoder: Decoder, folder: Path, counters: Counter[str]) -> dict[str, Panel]:
+    """The judges among reward.functions, by name. Raises ValueError for one that cannot be opened."""
+    bench = Bench(recipe=recipe, counters=counters, folder=folder, decoder=decoder)
+    reward = recipe.reward
+    return {
+        function: Panel(
+            [bench.judge(source) for source in sources(function.removeprefix(JUDGE))],
+            ring=reward.judge_pairs == "ring",
+            timeout_s=reward.judge_timeout_s,
+            counters=counters,
+        )
+        for function in filter(is_judge, reward.functions)
+    }

@@ -1,0 +1,204 @@
+"""The continual loop of a product in a folder: each stage's work, then one row of its journal.
+
+    FOLDER/decisions.jsonl (the state)  serving.json (what servers answer with)  bank.jsonl (known exploits)
+           revisions/HASH/ (adapters, never changed)  round-001/{window,judge,policy}/
+
+A stage that was killed is done again: its runs go on from their checkpoints, its files are written whole.
+What the journal has is decided; ``serving.json`` follows from its last row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from ostinato.apps.product.loop import Decision, Finding, Position, Stage, advance, position_of
+from ostinato.apps.product.rewards import Table, read_table
+from ostinato.apps.product.runs.settings import ProductSettings
+from ostinato.apps.product.runs.window import decided
+from ostinato.apps.product.store import Patient, Store
+from ostinato.files import atomic_write
+from ostinato.launch import RunFailed
+from ostinato.run import Jsonl, atomic_folder
+
+log = logging.getLogger(__name__)
+
+
+class Live(Protocol):
+    """The product that goes on while the loop works."""
+
+    def now(self) -> float:
+        """Event time up to which feedback has come in, seconds since 1970."""
+        ...
+
+    def wait(self, at: Position) -> bool:
+        """Until there may be more feedback; False: there will be none."""
+        ...
+
+
+class Polled:
+    """A product that others serve: the clock, and a look every so many seconds."""
+
+    def __init__(self, look_s: float) -> None:
+        self._look_s = look_s
+
+    def now(self) -> float:
+        return time.time()
+
+    def wait(self, at: Position) -> bool:
+        time.sleep(self._look_s)
+        return True
+
+
+class Exhausted(RunFailed):
+    """No more feedback comes, and a stage needs more."""
+
+
+Work = Callable[["ProductLoop", Position], Finding]
+
+
+class ProductLoop:
+    """The loop in ``folder``. ``work``: what each stage does; ``collect`` is done here."""
+
+    def __init__(
+        self,
+        settings: ProductSettings,
+        folder: Path,
+        store: Store | Patient,
+        live: Live,
+        work: Mapping[Stage, Work],
+    ) -> None:
+        folder = folder.absolute()  # servers elsewhere read the paths in serving.json
+        self.settings, self.folder, self.store, self.live = settings, folder, store, live
+        self.table: Table = read_table(settings.rewards)
+        self.bank = folder / "bank.jsonl"
+        self._work = {Stage.COLLECT: collect, **work}
+        self._journal = Jsonl(folder / "decisions.jsonl")
+        self.at = position_of(list(self._journal.rows()))
+        if settings.bank is not None and not self.bank.exists():
+            atomic_write(self.bank, settings.bank.read_bytes())
+        self._publish()
+
+    def step(self) -> Decision:
+        """Do the work of the stage that is next, and decide."""
+        before, start = self.at, time.monotonic()
+        found = self._work[before.stage](self, before)
+        after, what = advance(before, found)
+        figures = {**found.figures, "seconds": time.monotonic() - start}
+        found = Finding(
+            verdict=found.verdict,
+            revision=found.revision,
+            reasons=found.reasons,
+            figures=figures,
+            frozen=found.frozen,
+        )
+        decision = Decision(ts=self.live.now(), before=before, finding=found, after=after, what=what)
+        self._journal.append(decision.row())
+        self.at = after
+        self._publish()
+        log.info(f"round {before.round}   {before.stage:<13} {what}   {'; '.join(found.reasons)}".rstrip())
+        return decision
+
+    def run(self, rounds: int) -> None:
+        """Until so many rounds have ended, counted from the first."""
+        while self.at.round < rounds or self.at.stage is not Stage.COLLECT:
+            self.step()
+
+    def until(self) -> float:
+        """Where a window may end: what comes later than ``lateness_s`` behind its event belongs to none."""
+        return self.live.now() - self.table.lateness_s
+
+    # ---- folders
+
+    def round_folder(self, at: Position) -> Path:
+        return self.folder / f"round-{at.round:03d}"
+
+    def keep(self, adapter: Path) -> str:
+        """The revision of an adapter's folder, of which a copy stays for good."""
+        revision = digest(adapter)
+        to = self.folder / "revisions" / revision
+        if not to.exists():
+            with atomic_folder(to) as temporary:
+                shutil.copytree(adapter, temporary, dirs_exist_ok=True)
+        return revision
+
+    def adapter_of(self, revision: str) -> Path | None:
+        """Where the adapter of a revision is; None: the base. RunFailed where its bytes have changed."""
+        if not revision:
+            return None
+        folder = self.folder / "revisions" / revision
+        if not folder.is_dir() or digest(folder) != revision:
+            raise RunFailed(f"the adapter in {folder} is not what it was; put the kept bytes back")
+        return folder
+
+    def judge_of(self, revision: str) -> str:
+        """What a judge's revision is named behind ``judge:``."""
+        return str(self.adapter_of(revision))
+
+    def _publish(self) -> None:
+        """serving.json: the policy in office, and the canary where there is one."""
+        at, office = self.at, self.adapter_of(self.at.policy)
+        begun = self.settings.policy.base and str(Path(self.settings.policy.base).absolute())
+        facts = {
+            "round": at.round,
+            "policy": {"revision": at.policy, "adapter": str(office or begun) or None},
+        }
+        if at.stage is Stage.CANARY:
+            canary = self.adapter_of(at.candidate)
+            share = self.settings.canary.share
+            facts["canary"] = {"revision": at.candidate, "adapter": str(canary), "share": share}
+        atomic_write(self.folder / "serving.json", json.dumps(facts, indent=1))
+
+
+def digest(folder: Path) -> str:
+    """Of the bytes and names of all files: sixteen hex digits."""
+    total = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = file.read_bytes()
+        total.update(f"{file.relative_to(folder)} {len(data)}\n".encode() + data)
+    return total.hexdigest()[:16]
+
+
+def collect(loop: ProductLoop, at: Position) -> Finding:
+    """Wait for the pairs of a window; for fewer behind an alarm."""
+    settings = loop.settings.collect
+    needed = settings.refresh_pairs if at.refresh else settings.pairs
+    pairs, counts = wait_for(loop, at, needed)
+    return Finding(figures={"pairs": pairs, "needed": needed, **counts})
+
+
+def wait_for(loop: ProductLoop, at: Position, needed: int) -> tuple[int, dict[str, int]]:
+    """Pairs decided since the last window, once there are as many as needed. Exhausted where none come."""
+    known = -1
+    while True:
+        pairs, counts = decided(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
+        if len(pairs) >= needed:
+            return len(pairs), counts
+        if len(pairs) != known:
+            log.info(f"round {at.round}   {at.stage:<13} {len(pairs)} of {needed} pairs so far")
+        known = len(pairs)
+        if not loop.live.wait(at):
+            raise Exhausted(
+                f"stage {at.stage} has {len(pairs)} of {needed} pairs, and no more feedback comes"
+            )
+
+
+def again(folder: Path, name: str) -> Path | None:
+    """The run of the recipe ``name`` ("": of any) in ``folder``, which a killed process may have left."""
+    return max((one.parent for one in folder.glob(f"{name}*-*/recipe.toml")), default=None)
+
+
+def unless_stopped(run: Path, why: str) -> None:
+    """RunFailed where a signal or a watch has ended a training run: the loop ends with it, and its next
+    process does the stage again, which goes on from the last checkpoint."""
+    if why not in ("done", "solved", "spent", "enough"):
+        raise RunFailed(f"the run in {run} ended as {why}; ostinato product run goes on with it")
+
+
+__all__ = ["Exhausted", "Live", "Polled", "ProductLoop", "Work", "again", "digest", "wait_for"]

@@ -1,0 +1,118 @@
+"""What the loop learns from: the pairs that users decided, counted while they come and then written down.
+
+store -> joined answers and events -> pairs, deduplicated -> split by time, user and prompt -> *.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ostinato.apps.product.pairs import Pair, deduplicated, extract, leaks, split
+from ostinato.apps.product.rewards import Table
+from ostinato.apps.product.runs.settings import CollectSettings
+from ostinato.apps.product.store import Patient, Store
+from ostinato.files import atomic_write
+from ostinato.inputs import parse_json
+from ostinato.run import Jsonl, atomic_folder, to_json
+
+PARTS = ("train", "validation", "test")
+
+
+def decided(
+    store: Store | Patient, table: Table, since: float, now: float, upto: int
+) -> tuple[list[Pair], dict[str, int]]:
+    """Pairs that were decided in [since, now) by event time, from rows up to the watermark ``upto``; and
+    counts of what gave none. One user's pairs weigh at most ``table.cap`` together."""
+    reach = since - table.horizon_s - table.lateness_s  # an answer before may have been decided since
+    joined = list(store.joined(since=reach, until=now, upto=upto))
+    exchanges = [one.exchange for one in joined]
+    found = extract(
+        exchanges, (event for one in joined for event in one.events), now, horizon_s=table.horizon_s
+    )
+    pairs, dropped = deduplicated((pair for pair in found.pairs if since <= pair.ts < now), table.cap)
+    return pairs, {**found.counts, **dropped}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A frozen window in ``folder``."""
+
+    folder: Path
+    since: float
+    until: float
+    counts: Mapping[str, int]
+
+    def rows(self, part: str) -> list[dict[str, Any]]:
+        """Of "train", "validation" or "test": messages, chosen, rejected, importance, source, user, ts."""
+        return list(Jsonl(self.folder / f"{part}.jsonl").rows())
+
+
+def freeze(
+    folder: Path, store: Store | Patient, table: Table, settings: CollectSettings, since: float, now: float
+) -> Window:
+    """The window [since, now), written as a whole; one that stands in ``folder`` is read, not made again.
+
+    Raises ValueError where a user or a prompt of the test part is in another one.
+    """
+    if (folder / "window.json").is_file():
+        facts = parse_json((folder / "window.json").read_bytes())
+        return Window(folder=folder, since=facts["since"], until=facts["until"], counts=facts["counts"])
+    upto = store.watermark()
+    pairs, counts = decided(store, table, since, now, upto)
+    times = [pair.ts for pair in pairs]
+    parted = split(pairs, _cuts(times, settings.test_share), users=settings.by_user)
+    if found := leaks(parted, users=settings.by_user):
+        raise ValueError(f"the window of {folder} leaks: {found[0]} is in two of its parts")
+    parts = (parted.train, parted.validation, parted.test)
+    counts |= {f"dropped_{name}": many for name, many in parted.dropped.items()}
+    counts |= {name: len(part) for name, part in zip(PARTS, parts, strict=True)}
+    with atomic_folder(folder) as temporary:
+        for name, part in zip(PARTS, parts, strict=True):
+            atomic_write(temporary / f"{name}.jsonl", "".join(f"{to_json(row(pair))}\n" for pair in part))
+        facts = {"since": since, "until": now, "upto": upto, "counts": counts, "table": table.revision}
+        atomic_write(temporary / "window.json", json.dumps(facts, indent=1))
+    return Window(folder=folder, since=since, until=now, counts=counts)
+
+
+def row(pair: Pair) -> dict[str, Any]:
+    """Of a pair as training reads it."""
+    return {
+        "messages": [dict(one) for one in pair.messages],
+        "chosen": pair.chosen,
+        "rejected": pair.rejected,
+        "importance": pair.importance,
+        "source": str(pair.source),
+        "user": pair.user,
+        "ts": pair.ts,
+    }
+
+
+def _cuts(times: Sequence[float], test_share: float) -> tuple[float, float]:
+    """Where validation and test begin, each with ``test_share`` of the pairs."""
+    if not times:
+        return 0.0, 0.0
+    ordered = sorted(times)
+    last = len(ordered) - 1
+    return ordered[round(last * (1 - 2 * test_share))], ordered[round(last * (1 - test_share))]
+
+
+def read_bank(file: Path) -> list[dict[str, Any]]:
+    """The hack bank: rows of messages, chosen (the honest answer) and rejected (the exploit), and a name."""
+    return list(Jsonl(file).rows())
+
+
+def add_exemplars(file: Path, exemplars: Iterable[Mapping[str, Any]]) -> int:
+    """How many were new. Answers that are known are not added again."""
+    known = {(one["chosen"], one["rejected"]) for one in read_bank(file)}
+    fresh = {(one["chosen"], one["rejected"]): one for one in exemplars}
+    new = [one for key, one in fresh.items() if key not in known]
+    if new:
+        Jsonl(file).append(*new)
+    return len(new)
+
+
+__all__ = ["PARTS", "Window", "add_exemplars", "decided", "freeze", "read_bank", "row"]

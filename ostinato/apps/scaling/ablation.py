@@ -1,0 +1,321 @@
+"""Leave-one-out: which choice of a recipe moves its ceiling, which only its efficiency (arXiv 2510.13786, 4).
+
+An arm is the recipe with one choice changed, run with one or more seeds. For each of x = A, ln B, ln C_mid
+
+    x of seed s = m + tau z[s],   z[s] ~ N(0, 1)         m: of the arm, what the next seed is expected to have
+    what is known of x of seed s: the posterior of its run
+
+tau, how far runs differ by their seed alone, is shared by all ranked arms, because two seeds say
+next to nothing about it and two seeds of nine arms do (``seeds``). Draws of m are the mean of one draw of
+each seed plus tau z / sqrt(seeds): within and between are both in every interval.
+
+Arms of a seed share prompts and noise. What that cancels in a difference is not used: intervals of
+differences are too wide rather than too narrow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import numpy as np
+
+from ostinato.apps.scaling.gates import REPORTED, Assessment, Standing, assess
+from ostinato.apps.scaling.noise import CONSERVATIVE, Noise, sd_of_mean
+from ostinato.apps.scaling.posterior import Interval, Posterior, interval, posterior
+from ostinato.apps.scaling.seeds import FLOOR, Z90, spread
+from ostinato.apps.scaling.series import Series, require_comparable
+
+REFERENCE = "the recipe"
+FAMILY = 0.10  # chance that any verdict says that A moves where it does not; as much again for B or C_mid
+LAST = 0.8  # the score reached at C is the mean of the evaluations beyond this share of C
+DRAWS = 8192
+
+# Standard deviation from seed to seed, before any is seen: A as three runs of the paper had it (section 2.2);
+# for ln B and ln C_mid nothing is published, the values are ours.
+SPREAD = {"A": FLOOR / Z90, "B": 0.1, "C_mid": 0.1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """One run of an arm."""
+
+    arm: str
+    seed: int
+    series: Series
+    ended: bool = True  # or is it going on, or was it given up?
+
+
+class Verdict(StrEnum):
+    REFERENCE = "-"
+    MOVES_A = "moves A"
+    MOVES_EFFICIENCY = "moves only"  # what it moves follows: B, C_mid
+    NONE = "no difference seen"
+    HALF_NONE = "no difference in A seen; B not known"  # saturated from the first evaluation on
+    UNSETTLED = "A not settled"  # further apart than the margin, but not beyond noise: B has no common A
+    NOT_RANKED = "not ranked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arm:
+    """What is known of one arm. Intervals are 90 %; None where the curve is not identified."""
+
+    name: str
+    seeds: tuple[int, ...]
+    known: tuple[Posterior, ...]  # of each seed
+    assessments: tuple[Assessment, ...]
+    standing: Standing  # the worst of its seeds
+    reason: str  # why it is not ranked; empty where it is
+    reached: Interval | None = None  # score around ``reached_at``, as measured
+    reached_at: float = 0.0  # the common compute, or less where a run of the arm did not get there
+    A: Interval | None = None
+    B: Interval | None = None
+    C_mid: Interval | None = None
+    B_shared: Interval | None = (
+        None  # with A held at that of the recipe; None where their A are too far apart
+    )
+    C_mid_ratio: Interval | None = None  # over that of the recipe, both at the recipe's A
+    A_less: Interval | None = None  # A of the arm less A of the recipe
+    lower: Mapping[str, float] = field(
+        default_factory=dict
+    )  # P(lower than the recipe's); B, C_mid at shared A
+    moves: tuple[str, ...] = ()  # "A"; or of "B" and "C_mid"
+    verdict: Verdict = Verdict.NOT_RANKED
+
+    @property
+    def ranked(self) -> bool:
+        return self.standing in REPORTED
+
+    @property
+    def steep(self) -> bool:
+        """Are B and C_mid known, of all seeds?"""
+        return self.ranked and all(each.steep for each in self.assessments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ablation:
+    """The arms in the order in which they were given, the recipe first."""
+
+    arms: tuple[Arm, ...]
+    common: float  # compute that all runs have reached which have ended, of the ranked arms
+    shared_A: float | None  # mean A of the recipe; None where its curve is not identified
+    tail: float  # a probability below it, or above 1 - tail, is a verdict on A; half of it on B and C_mid
+    spread: Mapping[str, Interval]  # tau of A, ln B, ln C_mid
+
+
+Draws = Mapping[str, np.ndarray]  # name of a parameter -> [N]
+
+
+def ablate(
+    runs: Sequence[Run],
+    *,
+    reference: str = REFERENCE,
+    noise: Noise = CONSERVATIVE,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Ablation:
+    """Compare every arm with ``reference``.
+
+    Raises ValueError for runs of different axes or held-out sets, a run that is there twice, and runs none
+    of which is of ``reference``.
+    """
+    names = list(dict.fromkeys([reference, *(run.arm for run in runs)]))
+    _check(runs, reference)
+    known = [posterior(run.series, noise=noise, draws=draws, seed=seed + at) for at, run in enumerate(runs)]
+    by_arm = {
+        name: [(run, one) for run, one in zip(runs, known, strict=True) if run.arm == name] for name in names
+    }
+    rng = np.random.default_rng(seed)
+    arms = [_alone(name, pairs) for name, pairs in by_arm.items()]
+    common = _common(runs, {arm.name for arm in arms if arm.ranked})
+    arms = _reached(arms, common, rng, draws)
+    ranked = [arm for arm in arms if arm.ranked]
+    tau = spreads([[_own(one) for one in arm.known] for arm in ranked], rng, draws)
+    own = {arm.name: pooled([_own(one) for one in arm.known], tau, rng) for arm in ranked}
+    shared_A = float(np.mean(own[reference]["A"])) if reference in own else None
+    tail = FAMILY / (2 * max(1, len(names) - 1))
+    shared = {} if shared_A is None else _at_shared(ranked, own, shared_A, rng)
+    return Ablation(
+        arms=tuple(_judged(arm, own, shared, reference, tail) for arm in arms),
+        common=common,
+        shared_A=shared_A,
+        tail=tail,
+        spread={name: interval(each) for name, each in tau.items()},
+    )
+
+
+def _check(runs: Sequence[Run], reference: str) -> None:
+    if not any(run.arm == reference for run in runs):
+        raise ValueError(f"no run of {reference!r} is there to compare the arms with; let it run first")
+    keys = [(run.arm, run.seed) for run in runs]
+    for arm, seed in keys:
+        if keys.count((arm, seed)) > 1:
+            raise ValueError(f"arm {arm!r} has seed {seed} more than once; keep one of these runs")
+    require_comparable(*(run.series for run in runs))
+
+
+def _alone(name: str, pairs: Sequence[tuple[Run, Posterior]]) -> Arm:
+    """An arm before it is compared."""
+    found = [assess(one) for _, one in pairs]
+    seeds = [run.seed for run, _ in pairs]
+    order = list(Standing)
+    worst = max((each.standing for each in found), key=order.index)
+    why = [
+        f"seed {seed}: {each.reason}"
+        for seed, each in zip(seeds, found, strict=True)
+        if each.standing is Standing.NOT_IDENTIFIED
+    ]
+    return Arm(
+        name=name,
+        seeds=tuple(seeds),
+        known=tuple(one for _, one in pairs),
+        assessments=tuple(found),
+        standing=worst,
+        reason="; ".join(why),
+    )
+
+
+def _common(runs: Sequence[Run], ranked: Set[str]) -> float:
+    """The compute at which scores are put side by side. A run that died early, or is still going on, does not
+    pull it down for the others, as long as there is one that has ended."""
+    ended = [run for run in runs if run.ended]
+    chosen = [run for run in ended if run.arm in ranked] or ended or runs
+    return min(float(run.series.compute[-1]) for run in chosen)
+
+
+def _reached(arms: Sequence[Arm], common: float, rng: np.random.Generator, draws: int) -> list[Arm]:
+    """The arms with their scores around compute ``common``, as measured: no curve is in it, so it holds for
+    runs that collapsed. One that did not get there has the score where its shortest run is. An arm that is
+    not ranked does not add to the spread between seeds of the others, and has its own."""
+    ends = [min(common, *(float(one.series.compute[-1]) for one in arm.known)) for arm in arms]
+    found = [_measured(arm.known, at) for arm, at in zip(arms, ends, strict=True)]
+    scale, reached = SPREAD["A"], []
+    shared = spread([each for arm, each in zip(arms, found, strict=True) if arm.ranked], scale, rng, draws)
+    for arm, at, (means, errors) in zip(arms, ends, found, strict=True):
+        tau = shared if arm.ranked else spread([(means, errors)], scale, rng, draws)
+        sd = np.sqrt((errors**2).sum() / len(means) ** 2 + tau**2 / len(means))
+        score = np.clip(means.mean() + sd * rng.standard_normal(draws), 0, 1)
+        reached.append(replace(arm, reached=interval(score), reached_at=at))
+    return reached
+
+
+def _measured(known: Sequence[Posterior], at: float) -> tuple[np.ndarray, np.ndarray]:
+    """([s] means, [s] standard errors) of the last evaluations of each seed up to compute ``at``."""
+    means, errors = [], []
+    for one in known:
+        series = one.series
+        near = (LAST * at <= series.compute) & (series.compute <= at)
+        if not near.any():  # the last one before, or the first
+            near[max(0, int(np.searchsorted(series.compute, at, side="right")) - 1)] = True
+        means.append(float(series.score[near].mean()))
+        errors.append(sd_of_mean(int(near.sum()), float(np.median(one.sd[near])), one.noise.rho))
+    return np.array(means), np.array(errors)
+
+
+# -- the two parts of a seed's difference
+
+
+def spreads(groups: Sequence[Sequence[Draws]], rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
+    """``spread`` of every parameter, from the draws of each run of each arm."""
+    return {
+        name: spread(
+            [
+                (np.array([run[name].mean() for run in arm]), np.array([run[name].std() for run in arm]))
+                for arm in groups
+            ],
+            scale,
+            rng,
+            n,
+        )
+        for name, scale in SPREAD.items()
+    }
+
+
+def pooled(seeds: Sequence[Draws], tau: Draws, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Draws of m of every parameter: the mean over seeds, which are independent, and its error by tau."""
+    root = math.sqrt(len(seeds))
+    return {
+        name: np.mean([run[name] for run in seeds], axis=0)
+        + tau[name] * rng.standard_normal(len(tau[name])) / root
+        for name in SPREAD
+    }
+
+
+def _own(known: Posterior) -> Draws:
+    return {"A": known.A, "B": np.log(known.B), "C_mid": np.log(known.C_mid)}
+
+
+def at_ceiling(known: Posterior, A: float) -> dict[str, np.ndarray]:
+    """Draws of ln B and ln C_mid given the ceiling ``A``: slopes compare at an equal ceiling only (appendix
+    A.6). By regression on A among the draws, which is exact for a normal posterior and close to it for an
+    identified one; errors of the measured R0 stay in."""
+    own, off = _own(known), known.A - known.A.mean()
+    variance = float(off @ off)
+    moved = {"A": np.full_like(known.A, A)}
+    for name in ("B", "C_mid"):
+        slope = float(off @ own[name]) / variance if variance else 0.0
+        moved[name] = own[name] - slope * (known.A - A)
+    return moved
+
+
+# -- against the recipe
+
+
+def _at_shared(
+    ranked: Sequence[Arm], own: Mapping[str, Draws], A: float, rng: np.random.Generator
+) -> dict[str, Draws]:
+    """ln B and ln C_mid at the ceiling ``A``, of the arms that know their B and whose own ceiling is within
+    the margin of it: further away the refit would be of another curve."""
+    near = [arm for arm in ranked if arm.steep and abs(float(np.median(own[arm.name]["A"])) - A) <= FLOOR]
+    found = {arm.name: [at_ceiling(one, A) for one in arm.known] for arm in near}
+    tau = spreads(list(found.values()), rng, len(ranked[0].known[0].A))
+    return {name: pooled(each, tau, rng) for name, each in found.items()}
+
+
+def _judged(
+    arm: Arm, own: Mapping[str, Draws], shared: Mapping[str, Draws], reference: str, tail: float
+) -> Arm:
+    """``arm`` with its intervals, and compared where it and the recipe are ranked."""
+    if not arm.ranked:
+        return arm
+    mine = own[arm.name]
+    arm = replace(
+        arm,
+        A=interval(np.clip(mine["A"], 0, 1)),
+        B=interval(np.exp(mine["B"])) if arm.steep else None,
+        C_mid=interval(np.exp(mine["C_mid"])) if arm.steep else None,
+    )
+    if reference not in own:
+        return replace(arm, reason=f"{reference} is not identified")
+    held, base = shared.get(arm.name), shared.get(reference)
+    if held is not None:
+        arm = replace(arm, B_shared=interval(np.exp(held["B"])))
+    if arm.name == reference:
+        return replace(arm, verdict=Verdict.REFERENCE)
+    less = mine["A"] - own[reference]["A"]
+    lower = {"A": float(np.mean(less < 0))}
+    if held is not None and base is not None:
+        lower |= {name: float(np.mean(held[name] < base[name])) for name in ("B", "C_mid")}
+        arm = replace(arm, C_mid_ratio=interval(np.exp(held["C_mid"] - base["C_mid"])))
+    verdict, moves = judge(lower, float(np.median(less)), tail)
+    return replace(arm, A_less=interval(less), lower=lower, verdict=verdict, moves=moves)
+
+
+def judge(lower: Mapping[str, float], apart: float, tail: float) -> tuple[Verdict, tuple[str, ...]]:
+    """The rule. A is moved where the probability that it is lower is beyond ``tail`` on either side. Where it
+    is not, and the medians are no further ``apart`` than the margin (0.02), B and C_mid are tested at one A,
+    each with half of the tail: they are two questions. Where ``lower`` lacks them, so does the verdict."""
+
+    def beyond(name: str, tail: float) -> bool:
+        return not tail <= lower[name] <= 1 - tail
+
+    if beyond("A", tail):
+        return Verdict.MOVES_A, ("A",)
+    if abs(apart) > FLOOR:
+        return Verdict.UNSETTLED, ()
+    if "B" not in lower:
+        return Verdict.HALF_NONE, ()
+    moved = tuple(name for name in ("B", "C_mid") if beyond(name, tail / 2))
+    return (Verdict.MOVES_EFFICIENCY, moved) if moved else (Verdict.NONE, ())

@@ -1,0 +1,171 @@
+"""``ostinato ablate``: run a recipe and its arms: which choice moves the ceiling, which only B.
+``ostinato compare``: models and methods under one budget."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from ostinato.apps.scaling.arms import jobs as arms
+from ostinato.apps.scaling.arms.answer import answer, compared
+from ostinato.apps.scaling.arms.compare import compare as race
+from ostinato.apps.scaling.arms.compare import parse_budget, read_arms
+from ostinato.apps.scaling.arms.compared import answer as answer_of
+from ostinato.apps.scaling.arms.compared import charts
+from ostinato.apps.scaling.arms.jobs import Job, State, check, plan
+from ostinato.apps.scaling.arms.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
+from ostinato.apps.scaling.commands import show
+from ostinato.apps.scaling.reading import amount
+from ostinato.apps.scaling.views import Answer
+from ostinato.axis import Axis
+from ostinato.config import Recipe, find_recipe
+from ostinato.launch.dtype import resolved
+from ostinato.observe.report.charts import Chart, to_plain
+from ostinato.observe.report.page.offline import render, script_json
+from ostinato.run import atomic_write
+from ostinato.terminal import Screen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What is run: every arm with so many seeds."""
+
+    arms: Sequence[str] = ()  # empty: all that the recipe names
+    seeds: int = 2
+    workers: int = 1
+    out: Path | None = None  # by default <log.dir>/<recipe>-ablate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What is fitted, and where it goes."""
+
+    axis: str = Axis.FLOPS
+    cut: str = ""
+    measure: Measure = MEASURE
+    kept: Path | None = None
+    json_file: Path | None = None
+
+
+def command(
+    source: str, overrides: Sequence[str], study: Study, output: Output, *, leave_one_out: bool
+) -> int:
+    """The exit code. A recipe is run where ``leave_one_out`` says so; runs that are there are only fitted."""
+    Axis.parse(output.axis, "--axis")  # or it says what is wrong with it
+    there = Path(source).is_dir() or source.endswith(".jsonl")
+    if leave_one_out and not there:
+        return run(source, overrides, study, output)
+    if not there:
+        find_recipe(source)  # or it says what is wrong with the name
+        raise ValueError(
+            f"{source} is a recipe; add --leave-one-out to run its arms, or name a folder of runs"
+        )
+    if not Path(source).exists():
+        raise ValueError(f"{source} is not there; name a folder of runs or a file that --collect wrote")
+    if leave_one_out or overrides or study != Study():
+        raise ValueError(
+            f"{source} holds runs that are only fitted; drop --leave-one-out, overrides, --arms, --seeds,"
+            " --workers and --out, or name the recipe"
+        )
+    return fit(Path(source), output)
+
+
+def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> int:
+    """Finish the runs of a recipe, then show the fits. 1 where a run failed, 130 on Ctrl-C."""
+    base = Recipe.load(source, *overrides)
+    if base.model.dtype == "auto":  # one for all runs, which are compared
+        overrides = [*overrides, f"model.dtype={resolved(base).model.dtype}"]
+    out = study.out or Path(base.log.dir) / f"{base.name}-ablate"
+    seeds = range(base.seed, base.seed + study.seeds)
+    jobs = plan(source, overrides, seeds=seeds, arms=study.arms, out=out, workers=study.workers)
+    states = finished(jobs, study, out, output.json_file)
+    failed = [state for state in states if state.what == "failed"]
+    notes = [f"{state.job.folder.name} failed: {state.error}." for state in failed]
+    done = [state.job.folder for state in states if state.what == "done"]
+    try:
+        rows, left_out = collect(done, output.measure)
+        show_fits(rows, [*notes, *left_out], output)
+    except ValueError as error:  # too few runs are left to compare: why they failed is what matters
+        if not failed:
+            raise
+        why = str(error).rstrip(".") if done else "no run has come to its end"
+        for sentence in (*notes, f"Nothing can be compared: {why}."):
+            screen(output.json_file).print(sentence, highlight=False, markup=False, soft_wrap=True)
+    return 1 if failed else 0
+
+
+def compare(
+    source: Path, budget: str, study: Study, page: Path | None, json_file: Path | None, against: str = ""
+) -> int:
+    """Sweep, choose and race the arms of a file under one budget; 1 where a run failed, 130 on Ctrl-C.
+    Differences are to the arm ``against``, or the first one of the file."""
+    file, terms = read_arms(source), parse_budget(budget)
+    if against and against not in file.arms:
+        raise ValueError(f"--against is {against!r}; use one of the arms of {source}: {'; '.join(file.arms)}")
+    out = study.out or Path("runs") / f"{source.stem}-compare"
+    found = race(file, terms, range(study.seeds), out, lambda jobs: finished(jobs, study, out, json_file))
+    answered = answer_of(found, budget, file.threshold, against)
+    show(answered, json_file)
+    write_page(page or out / "compare.html", source.stem, answered, charts(found.lines))
+    return 1 if found.failed else 0
+
+
+def write_page(path: Path, name: str, answered: Answer, drawn: Sequence[Chart]) -> None:
+    """The tables as a file that opens offline, with the courses."""
+    data = script_json({chart.key: to_plain(chart) for chart in drawn if not chart.empty})
+    scripts = ("uplot.js", "charts.js")
+    parts = {"name": name, "lead": answered.lead, "tables": answered.tables, "charts": drawn}
+    atomic_write(path, render("compare.html.jinja", scripts, chart_data=data, **parts))
+
+
+def fit(source: Path, output: Output) -> int:
+    """Show what the runs in a folder, or the lines of a file, come to."""
+    if source.is_dir():
+        show_fits(*collect(folders_in(source), output.measure), output)
+    else:
+        show_fits(read_kept(source, output.measure), [], output)
+    return 0
+
+
+def show_fits(rows: Sequence[Row], notes: Sequence[str], output: Output) -> None:
+    axis, first = Axis(output.axis), amount(output.cut, "--cut") if output.cut else 0.0
+    if output.kept is not None:
+        write_kept(output.kept, rows)
+    show(answer(compared(rows, axis, first), notes), output.json_file)
+
+
+def screen(json_file: Path | None) -> Console:
+    return Screen(sys.stderr if str(json_file) == "-" else sys.stdout)
+
+
+def finished(jobs: Sequence[Job], study: Study, out: Path, json_file: Path | None) -> list[State]:
+    """Let all jobs run that have not ended; ends with exit code 130 on Ctrl-C. ValueError for those that
+    cannot run."""
+    check(jobs)
+    console = screen(json_file)
+    console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
+    try:
+        return arms.run(jobs, study.workers, progress(console))
+    except KeyboardInterrupt:
+        console.print("stopped; what was done is kept, and the same command goes on with it")
+        raise SystemExit(130) from None
+
+
+def progress(console: Console) -> Callable[[Sequence[State]], None]:
+    """A line for each run that begins or ends."""
+    before: dict[Path, str] = {}
+
+    def update(states: Sequence[State]) -> None:
+        for state in states:
+            if before.get(state.job.folder) != state.what:
+                trainer = state.job.recipe.trainer  # a budget ends before any number of steps
+                steps = f"step {state.step}" if trainer.budget else f"{state.step}/{trainer.steps}"
+                cells = (state.job.folder.name, state.what, steps, state.error)
+                console.print("  ".join(cells), highlight=False, markup=False, soft_wrap=True)
+            before[state.job.folder] = state.what
+
+    return update

@@ -1,0 +1,252 @@
+"""``ostinato compare``: arms (a model, a method, a rank each) under exactly one budget, with controls.
+
+    sweep     every learning rate of an arm to 1/8 of the budget, the better half of them on to all of it, one
+              seed, by the validation half of the held-out problems (those at odd places)
+    race      the best one with the other seeds, scored at log-spaced shares of the budget
+    tables    by the test half (even places), and by all of ``eval.downstream``: ``scaling.gain``
+
+Runs are jobs of ``ablate.jobs``: child processes, resumed where they stopped. Runs of a seed share prompts,
+their order and noise, so what an arm's learning rates are changes nothing of another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from ostinato.apps.scaling.arms.jobs import Job, State, arm_recipe, as_run, done
+from ostinato.apps.scaling.arms.kept import prompts, slug
+from ostinato.apps.scaling.gain import Outcomes
+from ostinato.config import Recipe, based
+from ostinato.config.explain import explain
+from ostinato.config.fields import Count, Floats, ModelName, Overrides, Positive
+from ostinato.config.paths import PathKind
+from ostinato.config.sections import Section
+from ostinato.every import Every
+from ostinato.inputs import parse_toml
+from ostinato.observe.report.facts import kept
+from ostinato.observe.report.reading import mean
+from ostinato.run import MAIN_SET, RunFolder
+
+RUNGS = (1 / 8, 1.0)  # of the budget: where a sweep looks at its learning rates; the first is in SHARES
+SHARES = tuple(2.0**-n for n in range(6, 0, -1))  # of it, at which a run is scored beside before and after
+Budget = tuple[float, str]  # amount and unit
+LONG = 10**6  # steps: more than any budget has
+CONTROLS: Mapping[str, Sequence[str]] = {
+    "": (),
+    "random reward": ("algo.shuffled=true",),
+    "own correct": ('algo.baseline="none"', 'algo.scale="none"'),  # only what was right is learned from
+}
+
+
+class ArmSpec(Section):
+    """``[arms.NAME]`` of an arms file."""
+
+    model: ModelName = ""  # as model.path; empty: the recipe's
+    method: str = "lora"  # or full
+    rank: Positive = 16
+    tied: Count = 0  # as adapter.tied
+    lrs: Floats = ()  # to choose from; empty: those of the file
+    control: str = ""  # "random reward" or "own correct"
+    overrides: Overrides = ()
+
+
+class ArmsFile(Section):
+    recipe: Annotated[str, PathKind.RECIPE] = "quickstart"
+    lrs: Floats = (1e-4, 3e-4, 1e-3)
+    threshold: float = 0.75  # of the best arm's gain: compute to it is shown
+    overrides: Overrides = ()
+    arms: dict[str, ArmSpec] = Field(default_factory=dict)
+
+
+def read_arms(path: Path) -> ArmsFile:
+    """Relative paths in it begin at its folder. Raises ValueError with one sentence for what is wrong."""
+    try:
+        tree = parse_toml(path.read_text(encoding="utf-8"))
+        found = ArmsFile.model_validate(based(tree, path.parent, ArmsFile))
+    except ValidationError as error:
+        raise ValueError(f"{path}: {explain(error, ArmsFile, 'an arms file')}") from None
+    if not found.arms:
+        raise ValueError(f"{path} has no arms; add tables [arms.NAME]")
+    for name, arm in found.arms.items():
+        if arm.method not in ("lora", "full") or arm.control not in CONTROLS:
+            raise ValueError(
+                f"{path}: arm {name!r} has method {arm.method!r} and control {arm.control!r}; use lora or "
+                f"full, and one of {', '.join(filter(None, CONTROLS))} or none"
+            )
+    return found
+
+
+def parse_budget(text: str) -> Budget:
+    """ "2e14 flops", "20000 interactions" or "600 seconds": exactly one. Raises ValueError."""
+    amount, _, unit = text.strip().partition(" ")
+    try:
+        value = float(amount)
+    except ValueError:
+        value = math.nan
+    if unit not in ("flops", "interactions", "seconds") or not 0 < value < math.inf:
+        raise ValueError(
+            f'--budget is {text!r}; use one of "2e14 flops", "20000 interactions", "600 seconds"'
+        )
+    return value, unit
+
+
+def amount(recipe: Recipe, value: float, unit: str) -> int | str:
+    """``trainer.budget`` of a recipe. An interaction is an episode: whole steps of them."""
+    if unit == "interactions":
+        return max(1, math.ceil(value / (recipe.rollout.prompts_per_step * recipe.rollout.group_size)))
+    return f"{value:.12g} flops" if unit == "flops" else f"{value / 3600:.9g} hours"
+
+
+def job(file: ArmsFile, name: str, lr: float, seed: int, budget: Budget, out: Path, until: float = 1) -> Job:
+    """A run of the budget, or for now to a share of it."""
+    arm = file.arms[name]
+    keys = [*file.overrides, *CONTROLS[arm.control], *arm.overrides, f'adapter.kind="{arm.method}"']
+    keys += [f'model.path="{arm.model}"'] if arm.model else []
+    keys += [f"adapter.rank={arm.rank}"] if arm.method == "lora" else ['model.dtype="float32"']
+    keys += [f"adapter.tied={arm.tied}"] if arm.tied else []
+    recipe = arm_recipe(file.recipe, keys, name, [f"trainer.lr={lr!r}"])
+    trainer = {"budget": amount(recipe, *budget), "steps": LONG, "until": until}
+    recipe = recipe.model_copy(
+        update={
+            "trainer": recipe.trainer.model_copy(update=trainer),
+            "eval": recipe.eval.model_copy(update={"shares": SHARES, "every": 0}),
+            "forecast": recipe.forecast.model_copy(update={"enabled": False}),
+        }
+    )
+    folder = f"{slug(name)}-lr{lr:g}-s{seed}"
+    return Job(arm=name, seed=seed, folder=out / folder, recipe=as_run(recipe, folder, seed, out, None))
+
+
+def validated(one: Job) -> np.ndarray | None:
+    """Share of right answers to each problem of the validation half, where so much of the budget was spent as
+    the job is for, or at an earlier end. None for a run that has not come so far."""
+    points, trainer = course(one.folder, MAIN_SET), one.recipe.trainer
+    budget = Every.parse(trainer.budget, "trainer.budget").part(trainer.until)
+    there = [each for spent, each in points if budget.share(spent) >= 1]
+    there += [each for _, each in points[-1:] if done(one)]
+    return there[0][1::2] if there else None
+
+
+Run = Callable[[Sequence[Job]], Sequence[State]]
+Scores = dict[str, dict[float, list[float]]]  # of arms and their learning rates, at each of RUNGS
+
+
+def sweep(
+    file: ArmsFile, budget: Budget, out: Path, run: Run, seed: int = 0
+) -> tuple[dict[str, float], Scores, list[State]]:
+    """(the learning rate of each arm, scores, states): successive halving (Jamieson and Talwalkar 2016). The
+    runs of the better half, two at least, go on where they are, to the end: at half of the budget a rate may
+    still lead that falls. Nothing runs where there is nothing to choose. An arm without any score
+    is out, and its ``states`` say why."""
+    left = {name: [*(arm.lrs or file.lrs)] for name, arm in file.arms.items()}
+    swept: Scores = {name: {lr: [] for lr in lrs} for name, lrs in left.items() if len(lrs) > 1}
+    states = list[State]()
+    for share in RUNGS:
+        going = [job(file, name, lr, seed, budget, out, share) for name in swept for lr in left[name]]
+        states += run([one for one in going if validated(one) is None])
+        for name in swept:
+            some = {one.recipe.trainer.lr: validated(one) for one in going if one.arm == name}
+            scores = {lr: each for lr, each in some.items() if each is not None}
+            swept[name] |= {lr: [*swept[name][lr], float(each.mean())] for lr, each in scores.items()}
+            order = sorted(scores, key=lambda lr: (-scores[lr].mean(), lr))
+            left[name] = order[: 1 if share == 1 else max(2, (len(order) + 1) // 2)]
+    return {name: lrs[0] for name, lrs in left.items() if lrs}, swept, states
+
+
+def course(folder: Path, name: str) -> list[tuple[Mapping[str, float], np.ndarray]]:
+    """(spent, share of right answers of each problem) of every score of the set ``name`` so far."""
+    rows = [row for row in RunFolder(folder).eval.rows() if row["set"] == name and "each" in row]
+    return [(row["spent"], np.array([right / n if n else 0.0 for n, right in row["each"]])) for row in rows]
+
+
+def line(one: Job, control: str) -> dict[str, Any] | None:
+    """A finished run as plain numbers: what tables are made of. None where it has not ended."""
+    points = course(one.folder, MAIN_SET)
+    if not done(one):
+        return None
+    folder = RunFolder(one.folder)
+    rows = [*folder.metrics.rows()]
+    left = kept(rows)
+    steps = [row for row in folder.ledger.rows() if row["event"] == "step"]
+    first = next(row for row in folder.eval.rows() if row["set"] == MAIN_SET)
+    at = [row["step"] for row in rows]
+    episodes = np.cumsum([row.get("rollout/trajectories", 0.0) for row in rows])
+    parts = {name: sum(row["flops"][name] for row in steps) for name in ("sample", "train", "measure")}
+    return {
+        "arm": one.arm,
+        "seed": one.seed,
+        "lr": one.recipe.trainer.lr,
+        "control": control,
+        "compute": [spent["flops"] for spent, _ in points],
+        "played": np.interp([spent["steps"] for spent, _ in points], [0, *at], [0.0, *episodes]).tolist(),
+        "each": [right.tolist() for _, right in points],
+        "others": {
+            name: [right.tolist() for _, right in course(one.folder, name)]
+            for name in one.recipe.eval.downstream
+        },
+        "prompts": prompts(folder, MAIN_SET),
+        "k": first["k"],
+        "base_pass_k": first["pass@k"],
+        "kept": left and left.value,
+        "truncated": mean(rows, "completions/clipped_ratio"),
+        "flops": parts,
+        "seconds": sum(row["seconds"] for row in steps),
+        "interactions": int(sum(row.get("rollout/trajectories", 0) for row in rows)),
+        "steps": len(steps),
+    }
+
+
+Line = Mapping[str, Any]
+
+
+def ends(one: Line) -> np.ndarray:
+    """[2, problems] before and after, on the test half."""
+    return np.array(one["each"])[[0, -1], ::2]
+
+
+def ends_at(one: Line, along: str, where: float) -> np.ndarray:
+    """The same, but "after" is where so much of ``along`` (compute, played) was spent: linear in between."""
+    each = np.array(one["each"])[:, ::2]
+    return np.stack([each[0], [np.interp(where, one[along], course) for course in each.T]])
+
+
+def outcomes(lines: Sequence[Line], of: Callable[[Line], np.ndarray] = ends) -> dict[str, Outcomes]:
+    """Of each arm, "before" as the mean over seeds. Raises ValueError for runs on different problems."""
+    if len({one["prompts"] for one in lines}) > 1:
+        raise ValueError(
+            "the runs were scored on different problems, so they do not compare; use one eval set"
+        )
+    found = {}
+    for name in dict.fromkeys(one["arm"] for one in lines):
+        mine = [one for one in lines if one["arm"] == name]
+        each = np.stack([of(one) for one in mine])
+        found[name] = Outcomes(pre=each[:, 0].mean(0), post=each[:, 1])
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """``lines`` of all finished runs, what was ``swept`` and ``chosen``, and why runs ``failed``."""
+
+    lines: Sequence[Mapping[str, Any]]
+    swept: Scores
+    chosen: Mapping[str, float]
+    failed: Sequence[str]
+
+
+def compare(file: ArmsFile, budget: Budget, seeds: Sequence[int], out: Path, run: Run) -> Compared:
+    """Sweep and race, seed after seed, so that arms can be compared before all is done. ``run`` lets jobs run
+    that have not ended."""
+    chosen, swept, states = sweep(file, budget, out, run, seeds[0])
+    jobs = [job(file, name, lr, seed, budget, out) for seed in seeds for name, lr in chosen.items()]
+    states += run(jobs)
+    lines = [found for one in jobs if (found := line(one, file.arms[one.arm].control)) is not None]
+    failed = [f"{state.job.folder.name} failed: {state.error}" for state in states if state.what == "failed"]
+    return Compared(lines=lines, swept=swept, chosen=chosen, failed=failed)

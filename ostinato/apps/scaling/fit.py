@@ -1,0 +1,123 @@
+"""Least squares by variable projection: A - R0 in closed form, B and C_mid by a grid and a polish."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ostinato.apps.scaling.curve import Sigmoid, share
+from ostinato.apps.scaling.noise import PARAMETERS, whiten
+from ostinato.apps.scaling.series import Series
+
+B_RANGE = (0.3, 8.0)
+REACH = 20.0  # C_mid is sought from C_min / REACH to REACH x C_max
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fit:
+    """The curve of least squares and what it leaves."""
+
+    curve: Sigmoid
+    residuals: np.ndarray  # [n] observed - fitted
+
+    @property
+    def sse(self) -> float:
+        return float(self.residuals @ self.residuals)
+
+    @property
+    def residual_sd(self) -> float:
+        """Unbiased for independent noise; 0 without degrees of freedom."""
+        return math.sqrt(self.sse / max(1, len(self.residuals) - PARAMETERS))
+
+
+def fit(series: Series, *, rho: float = 0.0, sd: np.ndarray | float = 1.0) -> Fit:
+    """The least-squares sigmoid with R0 fixed and A at most 1.
+
+    ``rho`` > 0 is generalised least squares for AR(1) noise, ``sd`` ([n]) weighs the evaluations by theirs.
+    Raises ValueError for fewer than 3 evaluations.
+    """
+    if len(series) < PARAMETERS:
+        raise ValueError(
+            f"{series.name} has {len(series)} evaluations in the window; {PARAMETERS} parameters need as many"
+        )
+    problem = _Problem.of(series, sd, rho)
+    log_B, log_C_mid = problem.polish(problem.search())
+    gain = float(problem.gain(problem.whitened(log_B, log_C_mid)))
+    curve = Sigmoid(R0=series.R0, A=series.R0 + gain, B=math.exp(log_B), C_mid=math.exp(log_C_mid))
+    return Fit(curve=curve, residuals=series.score - curve.score(series.compute))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Problem:
+    """min |y - a S(B, C_mid)|^2 in whitened coordinates, a = A - R0 in [0, most]."""
+
+    compute: np.ndarray  # [n]
+    y: np.ndarray  # [n] whitened R - R0
+    sd: np.ndarray | float
+    rho: float
+    most: float
+    low: np.ndarray  # [2] least ln B, ln C_mid
+    high: np.ndarray
+
+    @classmethod
+    def of(cls, series: Series, sd: np.ndarray | float, rho: float) -> _Problem:
+        C = series.compute
+        return cls(
+            compute=C,
+            y=whiten(series.score - series.R0, sd, rho),
+            sd=sd,
+            rho=rho,
+            most=1.0 - series.R0,
+            low=np.log([B_RANGE[0], C[0] / REACH]),
+            high=np.log([B_RANGE[1], C[-1] * REACH]),
+        )
+
+    def whitened(self, log_B: np.ndarray, log_C_mid: np.ndarray) -> np.ndarray:
+        """[..., n] S."""
+        B, C_mid = np.exp(log_B), np.exp(log_C_mid)
+        return whiten(share(self.compute, B[..., None], C_mid[..., None]), self.sd, self.rho)
+
+    def gain(self, S: np.ndarray) -> np.ndarray:
+        """The best a for each row of S."""
+        return np.clip((S @ self.y) / np.maximum((S * S).sum(-1), 1e-300), 0.0, self.most)
+
+    def search(self, cells: tuple[int, int] = (40, 120)) -> np.ndarray:
+        """[2] the best of a grid."""
+        log_B, log_C_mid = (np.linspace(*ends) for ends in zip(self.low, self.high, cells, strict=True))
+        S = self.whitened(log_B[:, None], log_C_mid[None, :])
+        a = self.gain(S)
+        sse = a * (a * (S * S).sum(-1) - 2 * (S @ self.y))  # less the constant y y
+        i, j = np.unravel_index(sse.argmin(), sse.shape)
+        return np.array([log_B[i], log_C_mid[j]])
+
+    def polish(self, at: np.ndarray, rounds: int = 200) -> np.ndarray:
+        """Levenberg and Marquardt's descent inside the box, on residuals with a projected out (Kaufman)."""
+        damping = 1e-3
+        r, J = self._step(at)
+        for _ in range(rounds):
+            H = J.T @ J
+            step = np.linalg.solve(H + damping * np.diag(np.diag(H) + 1e-12 * np.trace(H) + 1e-30), J.T @ r)
+            there = np.clip(at + step, self.low, self.high)
+            r_there, J_there = self._step(there)
+            better = r_there @ r_there < r @ r
+            done = np.abs(there - at).max() < 1e-13
+            if better:
+                at, r, J = there, r_there, J_there
+            if done or damping > 1e12:
+                break
+            damping = damping / 10 if better else damping * 10
+        return at
+
+    def _step(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """([n] residuals, [n, 2] minus their derivatives) at (ln B, ln C_mid)."""
+        B, C_mid = np.exp(at)
+        S = share(self.compute, B, C_mid)
+        slope = S * (1 - S)  # dS / d(B ln(C / C_mid))
+        J = np.stack([slope * B * np.log(self.compute / C_mid), -slope * B], axis=-1)
+        S, J = whiten(S, self.sd, self.rho), whiten(J.T, self.sd, self.rho).T
+        a = self.gain(S)
+        if 0.0 < a < self.most:  # a moves with them
+            J = J - np.outer(S, S @ J) / (S @ S)
+        return self.y - a * S, a * J

@@ -1,0 +1,317 @@
+"""The server of agents: an address for each rollout, whose requests go to its episode.
+
+POST /rollout/{id}/v1/chat/completions  .../v1/responses  .../v1/messages  .../v1/reward  .../v1/end
+POST /rollouts/next                                                        for workers: ``serve.elsewhere``
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ostinato.apps.serve.anthropic_messages import MessagesBody, error_body, message
+from ostinato.apps.serve.anthropic_messages import events as message_events
+from ostinato.apps.serve.bodies import ChatBody, parsed
+from ostinato.apps.serve.calls import Answer, ApiError, Call, Message, Piece, ToolCall, Usage
+from ostinato.apps.serve.elsewhere import MODEL, Elsewhere, Place, id_of, number
+from ostinato.apps.serve.openai_chat import Shape
+from ostinato.apps.serve.openai_responses import ResponsesBody, ResponseShape
+from ostinato.apps.serve.server import HttpServer, address, bound, guarded, read_body, unless_gone
+from ostinato.apps.serve.toolcalls import CallForm, for_equals, read_calls, read_equals
+from ostinato.inputs import parse_json
+from ostinato.render import Renderer
+from ostinato.types import Completion, Stop
+
+log = logging.getLogger(__name__)
+END_S = 5.0  # for an agent to end by itself
+IDLE_S = 600  # an agent's client may use a connection again after a long tool
+Agent = Callable[[str, Mapping[str, Any]], Any]
+
+
+class Begun:
+    """A worker has fetched the rollout: from now on the limit on its agent's silence applies."""
+
+
+class Waiting:
+    """An agent's request that has no answer yet. It is created and answered in different threads."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.left = asyncio.Event()  # of the episode's loop: the agent has hung up
+        self._loop, self._answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def settle(self, answer: Answer | ApiError) -> None:
+        def settle() -> None:
+            if self._answer.done():
+                return  # the agent has hung up
+            if isinstance(answer, ApiError):
+                self._answer.set_exception(answer)
+            else:
+                self._answer.set_result(answer)
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(settle)
+
+    async def answer(self) -> Answer:
+        return await self._answer
+
+
+Event = Waiting | BaseException | Begun | None  # None: the agent has ended
+
+
+class Episode(Protocol):
+    """What the server does with a rollout: ``agents.AgentEpisode``."""
+
+    reward: float | None
+    base_url: str
+
+    def put(self, event: Event) -> None: ...
+
+    def leave(self, waiting: Waiting) -> None: ...
+
+
+class AgentServer:
+    """The addresses of all rollouts, in a thread with an event loop of its own, in which agents run too."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        place: Place | None = None,
+        *,
+        calls: CallForm = "json",
+        wait_s: float = 600.0,
+        opened: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        self.renderer, self._calls, self._opened = renderer, calls, opened
+        self._place = place = place or Place()
+        self.elsewhere = Elsewhere(place.key, self._begun, wait_s)
+        self._episodes: dict[str, Episode] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ids, self._announced = 0, False
+        self._listening = bound(place.host, place.port)
+        self.address = place.address.rstrip("/") or address(self._listening)
+        self._loop = asyncio.new_event_loop()
+        options: dict[str, Any] = {"idle_s": IDLE_S, "log_level": "error", "lifespan": "off"}
+        self._http = HttpServer(self._app(), self._listening, place.allowed, **options)
+        self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the run has its own
+        self._loop.run_until_complete(self._http._serve(sockets=[self._listening]))
+        self._loop.run_until_complete(self._end_all())
+        self._loop.close()
+
+    async def _end_all(self) -> None:
+        """Cancel the agents, and the requests that will not be answered any more."""
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait([*tasks, asyncio.create_task(self.elsewhere.close())], timeout=END_S)
+
+    def for_template(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+        """(messages, tools) for the renderer, with tool calls in the form of this server."""
+        if self._calls == "equals":
+            return for_equals(messages, tools), []
+        return [dict(message) for message in messages], list(tools)
+
+    def measure(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
+        """Tokens of a prompt."""
+        chat, native = self.for_template(messages, tools)
+        return len(self.renderer.chat(chat, tools=native))
+
+    def read(self, completion: Completion, call: Call, number: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """(content, tool calls) of an answer; ``number`` begins the ids of the calls."""
+        if self._calls == "json":
+            return read_calls(completion.text, number)
+        ended = completion.stop is Stop.STRING  # by a stop string, which is a part of the call
+        text = self.renderer.decode(completion.tokens) if ended else completion.text
+        content, calls = read_equals(text, call.tools, number)
+        return (content, calls) if calls else (completion.text, ())
+
+    def begin(self, episode: Episode, agent: Agent, row: Mapping[str, Any], id_: str = "") -> str:
+        """Start the agent of an episode. Returns the base URL that it is given."""
+        self._ids += 1
+        id_ = id_ or f"{self._ids:x}"
+        base_url = f"{self.address}/rollout/{id_}/v1"
+        self._episodes[id_] = episode
+        self._loop.call_soon_threadsafe(self._start, id_, episode, agent, base_url, row)
+        return base_url
+
+    def _start(self, id_: str, episode: Episode, agent: Agent, base_url: str, row: Mapping[str, Any]) -> None:
+        async def run() -> None:
+            try:
+                if inspect.iscoroutinefunction(agent):
+                    given = await agent(base_url, row)
+                else:
+                    given = await asyncio.to_thread(agent, base_url, row)
+                    given = await given if inspect.isawaitable(given) else given
+                if isinstance(given, int | float) and episode.reward is None:
+                    episode.reward = float(given)
+            except Exception as error:  # a user's code
+                if not self._announced:
+                    log.warning("an agent failed, the first of this run: %s: %s", type(error).__name__, error)
+                self._announced = True
+                episode.put(error)
+            else:
+                episode.put(None)
+
+        self._tasks[id_] = self._loop.create_task(run())
+
+    def end(self, episode: Episode) -> None:
+        """Cancel an episode's agent and forget its address."""
+        id_ = id_of(episode.base_url)
+
+        def end() -> None:
+            self._episodes.pop(id_, None)
+            if task := self._tasks.pop(id_, None):
+                task.cancel()
+
+        with suppress(RuntimeError):  # the server is closed, and all agents are
+            self._loop.call_soon_threadsafe(end)
+
+    def close(self) -> None:
+        self._http.should_exit = self._http.force_exit = True
+        self._thread.join(END_S)
+        self._listening.close()
+
+    # ---- HTTP
+
+    def _app(self) -> Starlette:
+        handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/responses": self._responses,
+            "/v1/messages": self._messages,
+            "/v1/reward": self._reward,
+            "/v1/end": self.elsewhere.end,
+        }
+        key = self._place.key
+        routes = [
+            Route("/rollout/{id}" + path, guarded(handler, key, _refusal(path)), methods=["POST"])
+            for path, handler in handlers.items()
+        ]
+        fetch = Route("/rollouts/next", guarded(self.elsewhere.next, key, _refusal("")), methods=["POST"])
+        return Starlette(routes=[*routes, fetch])
+
+    def has(self, id_: str) -> bool:
+        """Is there a rollout of this id?"""
+        return id_ in self._episodes
+
+    def finish(self, id_: str) -> None:
+        """End a rollout as if its agent had ended."""
+        if episode := self._episodes.get(id_):
+            episode.put(None)
+
+    def _begun(self, id_: str) -> None:
+        if id_ in self._episodes:
+            self._episodes[id_].put(Begun())
+
+    def _episode(self, request: Request) -> Episode:
+        id_ = request.path_params["id"]
+        if id_ not in self._episodes:
+            raise ApiError(
+                f"there is no rollout {id_!r}, or it has ended", status=404, code="rollout_not_found"
+            )
+        return self._episodes[id_]
+
+    async def _answer(self, request: Request, call: Call) -> Answer:
+        if call.model not in ("", MODEL):
+            raise ApiError(
+                f"the model {call.model!r} is not served to agents; use {MODEL!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        if call.n != 1:
+            raise ApiError(f"n is {call.n}; a rollout has one answer to a request", param="n")
+        if self._calls == "equals":
+            for_equals((), call.tools)  # raises: an error of the request, not of the run
+        if self._opened is not None and (id_ := request.path_params["id"]) not in self._episodes:
+            await self._opened(id_)
+        if call.grammar:
+            raise ApiError("a rollout is sampled as its run says; leave response_format and tool_choice out")
+        if call.template_kwargs or call.continue_final or not call.add_generation_prompt:
+            raise ApiError(
+                "a rollout's prompt is a chat that the assistant answers; leave out chat_template_kwargs, "
+                "documents, efforts of reasoning, and words of the assistant to be continued"
+            )
+        waiting, episode = Waiting(call), self._episode(request)
+        episode.put(waiting)
+        try:
+            return await unless_gone(request, waiting.answer())
+        except ClientDisconnect:
+            episode.leave(waiting)
+            raise
+
+    async def _chat(self, request: Request) -> Response:
+        body = parsed(ChatBody, await read_body(request))
+        call = body.to_call()
+        answer = await self._answer(request, call)
+        shape = Shape(
+            id="chatcmpl-rollout",
+            model=MODEL,
+            fingerprint=lambda version: f"{MODEL}@{version or 0}",
+            renderer=self.renderer,
+            call=call,
+            body=body,
+            chat=True,
+        )
+        if body.stream:
+            return await _whole_stream(answer, shape.events)
+        return JSONResponse(shape.whole([answer], Usage.of([answer])))
+
+    async def _responses(self, request: Request) -> Response:
+        body = parsed(ResponsesBody, await read_body(request))
+        call = body.to_call()
+        answer = await self._answer(request, call)
+        shape = ResponseShape(id="rollout", model=MODEL, renderer=self.renderer, call=call, body=body)
+        if body.stream:
+            return await _whole_stream(answer, shape.events)
+        return JSONResponse(shape.whole([answer]))
+
+    async def _messages(self, request: Request) -> Response:
+        body = parsed(MessagesBody, await read_body(request))
+        answer = await self._answer(request, body.to_call())
+        if body.stream:
+            return await _whole_stream(answer, lambda parts: message_events("rollout", MODEL, parts))
+        return JSONResponse(message("rollout", MODEL, [answer]))
+
+    async def _reward(self, request: Request) -> Response:
+        """Set the reward of a rollout, once; 409 for a second one."""
+        try:
+            value = parse_json(await read_body(request))["value"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ApiError('send {"value": number}', param="value") from error
+        reward, episode = number(value, "value"), self._episode(request)
+        if episode.reward is not None:
+            raise ApiError(f"the rollout has its reward, {episode.reward:g}", status=409, code="reward_given")
+        episode.reward = reward
+        return JSONResponse({"reward": episode.reward})
+
+
+async def _whole_stream(answer: Answer, events: Callable[[Any], Any]) -> Response:
+    """A complete answer as an event stream."""
+
+    async def parts() -> Any:
+        yield 0, Piece(index=0, text="", emitted=answer.emitted[0])
+        yield 0, answer
+
+    return StreamingResponse(events(parts()), media_type="text/event-stream")
+
+
+def _refusal(path: str) -> Callable[[ApiError], Response]:
+    body = error_body if path == "/v1/messages" else ApiError.body
+    return lambda error: JSONResponse(body(error), status_code=error.status)

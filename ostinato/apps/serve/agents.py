@@ -1,0 +1,289 @@
+"""Unmodified agents: programs with an OpenAI client, each of whose rollouts has an address of its own.
+
+    agent --/rollout/{id}/v1/chat/completions--> AgentServer --> AgentEpisode <-- step(answer) -- the rollout
+
+The episode is an environment (``protocols.Env``) turned inside out: what the agent requests next is the next
+context. A request that continues the conversation is answered on the tokens of the earlier turns, exactly as
+sampled; any other (a subagent, a compacted context, a retry) begins a new row of tokens. The requests of an
+agent are answered one after the other. Sampling, seeds and the model are the run's, whatever it requests.
+
+An agent is a function ``agent(base_url, row)``, a coroutine function, a command that gets the address in
+OPENAI_BASE_URL and the row as JSON on its standard input, or a remote program (``serve.elsewhere``). What
+it returns, or posts to ``{base_url}/reward``, is the reward of the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ostinato.apps.memory.chat import Chat
+from ostinato.apps.serve.agent_server import Agent, AgentServer, Begun, Event, Waiting
+from ostinato.apps.serve.calls import Answer, ApiError, Call, Message
+from ostinato.apps.serve.elsewhere import MODEL
+from ostinato.apps.serve.openai_chat import message_of
+from ostinato.env.tools import imported
+from ostinato.tool_calls import arguments_of, parse_calls
+from ostinato.types import Completion, Emitted, NewRow, Prompt
+
+
+def agent_of(spec: str, command: Sequence[str]) -> Agent:
+    """The agent that a recipe names: a function ("module:function", "file.py:function"), or a command.
+
+    Raises ValueError if there is no such function.
+    """
+    if command:
+        return lambda base_url, row: _run(command, base_url, row)
+    return imported(spec, "task.agent", nearest="agent.py:agent")
+
+
+async def _run(command: Sequence[str], base_url: str, row: Mapping[str, Any]) -> None:
+    """Run the command in its own process group, then kill the group. Raises RuntimeError if it fails."""
+    variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **variables},
+        start_new_session=True,
+    )
+    try:
+        _, errors = await process.communicate(json.dumps(dict(row), default=str).encode())
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RuntimeError(f"{command[0]} ended with {process.returncode}: {last[:500]}")
+
+
+class AgentEpisode:
+    """One rollout of an agent, as a ``protocols.Env`` in the event loop of the run.
+
+    ``reward``: the agent's reward, None if it gave none. Counters: ``agent/{calls,rows,refused,after_end}``,
+    and ``agent/left``, calls that the agent hung up on.
+    Raises RuntimeError for an agent that never calls, fails, or lets ``silence_s`` pass between two calls.
+    """
+
+    takes_half = True  # the agent also gets answers that were cut off
+
+    def __init__(
+        self,
+        server: AgentServer,
+        agent: Agent,
+        prompt: Prompt,
+        *,
+        max_calls: float,
+        silence_s: float | None,
+        counters: Counter[str],
+        queued: bool = False,
+        id_: str = "",
+        chat: Chat | None = None,
+    ) -> None:
+        self.reward: float | None = None
+        self._heard_at = time.monotonic()
+        self._server, self._agent, self._prompt = server, agent, prompt
+        self._calls_left, self._silence_s, self._counters = max_calls, silence_s, counters
+        self._queued, self._id = queued, id_
+        self._memory = chat
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._now: Waiting | None = None
+        self._context = np.zeros(0, np.int32)
+        self._chat: list[dict[str, Any]] = []  # as the template takes it, the last answer included
+        self._history: list[Message] = []  # as the agent has it
+        self._answer_tokens = np.zeros(0, np.int32)
+        self._ended = self._answered_any = False
+
+    async def start(self) -> np.ndarray:
+        """[P] int32: the prompt of the agent's first request."""
+        self._loop = asyncio.get_running_loop()
+        self.base_url = self._server.begin(self, self._agent, self._row(), self._id)
+        waiting = await self._next()
+        if waiting is None:
+            raise RuntimeError("the agent ended without a call; its base_url is the first argument")
+        return self._whole(waiting.call)
+
+    async def step(self, completion: Completion) -> np.ndarray | NewRow | None:
+        """Answer the current request with ``completion``; the agent's next one, None when it has ended."""
+        assert self._now is not None
+        answer = self._answered(self._now.call, completion)
+        message = message_of(answer)
+        self._history.append(
+            {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
+        )
+        self._chat.append({"role": "assistant", "content": completion.text})
+        self._answer_tokens = completion.tokens
+        self._context = np.concatenate([self._context, completion.tokens])
+        self._now.settle(answer)
+        self._now, self._answered_any, self._heard_at = None, True, time.monotonic()
+        self._calls_left -= 1
+        waiting = await self._next()
+        if waiting is None:
+            return None
+        return self._continued(waiting.call)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the agent's last request or its answer; 0 while an answer is computed."""
+        return 0.0 if self._now is not None else time.monotonic() - self._heard_at
+
+    async def left(self) -> None:
+        """Wait until the agent hangs up on the request that is being answered."""
+        assert self._now is not None
+        await self._now.left.wait()
+
+    async def instead(self) -> NewRow | None:
+        """The agent's next request after it has hung up, as a new row. None when it has ended."""
+        self._now, self._heard_at = None, time.monotonic()
+        self._calls_left -= 1
+        self._counters["agent/left"] += 1
+        waiting = await self._next()
+        if waiting is None and not self._answered_any:
+            raise RuntimeError("the agent hung up on every call; give its client a longer timeout")
+        return None if waiting is None else NewRow(self._whole(waiting.call))
+
+    def close(self) -> None:
+        """End the agent, and refuse its pending requests."""
+        self._ended = True
+        waiting: list[Any] = [self._now]
+        while not self._events.empty():  # requests that came while another one was answered
+            waiting.append(self._events.get_nowait())
+        for one in waiting:
+            if isinstance(one, Waiting):
+                one.settle(ApiError("the rollout has ended", status=410, code="rollout_ended"))
+        if hasattr(self, "base_url"):
+            self._server.end(self)
+
+    # ---- in the event loop of the run
+
+    def _row(self) -> dict[str, Any]:
+        messages = [dict(message) for message in self._prompt.messages or ()]
+        prompt = {"messages": messages} if messages else {"text": self._prompt.text}
+        return {"uid": self._prompt.uid, **prompt, **self._prompt.columns}
+
+    async def _next(self) -> Waiting | None:
+        """The agent's next request, which becomes the current one; None when the agent has ended."""
+        try:
+            event = await asyncio.wait_for(self._events.get(), None if self._queued else self._silence_s)
+        except TimeoutError:
+            raise RuntimeError(f"the agent made no call for {self._silence_s:g} s") from None
+        if isinstance(event, Begun):
+            self._queued = False
+            return await self._next()
+        if isinstance(event, Waiting) and event.left.is_set():  # while another call was answered
+            self._counters["agent/left"] += 1
+            return await self._next()
+        if isinstance(event, BaseException):
+            raise RuntimeError(f"the agent raised {type(event).__name__}: {event}") from event
+        if event is None:
+            return None
+        if not self._calls_left:
+            self._counters["agent/refused"] += 1
+            event.settle(ApiError("no more calls: task.max_turns is used up", status=429, code="max_turns"))
+            return None
+        self._counters["agent/calls"] += 1
+        self._now = event
+        return event
+
+    def _whole(self, call: Call) -> np.ndarray:
+        """[P] int32: the whole prompt of a request, which begins a new row."""
+        assert call.messages is not None
+        messages: Sequence[Message] = call.messages
+        if self._memory is not None:
+            task = (k for k, message in enumerate(messages, 1) if message["role"] == "user")
+            self._memory.pinned = next(task, None)  # and all messages before it
+            self._memory.measure = partial(self._server.measure, tools=call.tools)
+            messages = self._memory.shortened(messages)
+            self._counters["memory/rows"] += [*messages] != [*call.messages]
+        chat, native = self._server.for_template(messages, call.tools)
+        self._chat, self._history, self._rendered_tools = list(chat), [*call.messages], native
+        self._tools, self._context = call.tools, self._server.renderer.chat(chat, tools=native)
+        self._counters["agent/rows"] += 1
+        return self._context
+
+    def _continued(self, call: Call) -> np.ndarray | NewRow:
+        """The tokens after the last answer, if the request continues from there; else a new row."""
+        assert call.messages is not None
+        before = len(self._history)
+        if call.tools == self._tools and _same(call.messages[:before], self._history):
+            new = call.messages[before:]
+            chat, _ = self._server.for_template(new, ())
+            try:
+                bridge = self._server.renderer.after_turn(
+                    self._chat, chat, self._answer_tokens, tools=self._rendered_tools
+                )
+            except ValueError:
+                return NewRow(self._whole(call))
+            if self._memory is not None and len(self._context) + len(bridge) > self._memory.budget:
+                return NewRow(self._whole(call))
+            self._chat += chat
+            self._history += new
+            self._context = np.concatenate([self._context, bridge])
+            return bridge
+        return NewRow(self._whole(call))
+
+    def _answered(self, call: Call, completion: Completion) -> Answer:
+        number = f"{len(self._history):04x}"
+        content, calls = self._server.read(completion, call, number) if call.tools else (completion.text, ())
+        if call.tools and not calls:
+            names = {tool.get("function", tool)["name"] for tool in call.tools}
+            self._counters["agent/unreadable"] += len(parse_calls(completion.text, names))
+        version = int(completion.versions[-1]) if len(completion.versions) else 0
+        emitted = Emitted(tokens=completion.tokens, logprobs=completion.logprobs, version=version)
+        return Answer(
+            index=0,
+            content=content,
+            rest=content,
+            tool_calls=calls if call.parallel_calls else calls[:1],
+            completion=completion,
+            emitted=(emitted,),
+            prompt=self._context,
+            seed=(),
+        )
+
+    # ---- from the thread of the server
+
+    def put(self, event: Event) -> None:
+        """A request, or the agent's end."""
+        self._heard_at = time.monotonic()
+        if self._ended:
+            self._counters["agent/after_end"] += 1
+            if isinstance(event, Waiting):
+                event.settle(ApiError("the rollout has ended", status=410, code="rollout_ended"))
+            return
+        self._soon(self._events.put_nowait, event)
+
+    def leave(self, waiting: Waiting) -> None:
+        """The agent has hung up on this request."""
+        self._soon(waiting.left.set)
+
+    def _soon(self, call: Callable[..., None], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the run's loop is closed
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _same(new: Sequence[Message], old: Sequence[Message]) -> bool:
+    """Are the messages the same, regardless of ids and empty fields that a client adds?"""
+    return len(new) == len(old) and all(map(_same_message, new, old))
+
+
+def _same_message(new: Message, old: Message) -> bool:
+    """Compares arguments of tools as values, as some clients reformat their JSON."""
+    calls = [
+        [(call["function"]["name"], arguments_of(call)) for call in one.get("tool_calls") or ()]
+        for one in (new, old)
+    ]
+    texts = [(one["role"], one.get("content") or "") for one in (new, old)]
+    return texts[0] == texts[1] and calls[0] == calls[1]

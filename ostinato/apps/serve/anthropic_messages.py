@@ -1,0 +1,227 @@
+"""Anthropic's messages: the parts that agents use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ostinato.apps.serve.bodies import ACCOUNTS, MOST_MESSAGES, Strict, checked
+from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, Usage
+from ostinato.apps.serve.grammar import call_grammar
+from ostinato.apps.serve.openai_chat import sse
+from ostinato.types import Stop
+
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class Block(Strict):
+    """A part of a message."""
+
+    harmless = frozenset({"cache_control", "citations", "caller", "is_error", "signature"})
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: str = ""
+    content: Any = None
+
+
+class _Message(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class Thinking(Strict):
+    """``thinking``; a budget of tokens is not kept here."""
+
+    harmless = frozenset({"display"})
+    type: Literal["disabled", "adaptive"]
+
+
+class MessagesBody(Strict):
+    """POST /v1/messages and /v1/messages/count_tokens."""
+
+    harmless = ACCOUNTS | {"betas", "inference_geo"}
+    model: str = ""
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    system: str | list[Block] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    stream: bool | None = False
+    seed: int | None = None  # our addition: a request with it has a reproducible answer
+
+    def to_call(self) -> Call:
+        choice = (self.tool_choice or {}).get("type", "auto")
+        forced = {"any": "required", "tool": self.tool_choice}.get(choice, choice)
+        tools, thinks = tuple(_tool(tool) for tool in self.tools or ()), self.thinking
+        return Call(
+            model=self.model,
+            messages=tuple(self._messages()),
+            tools=tools,
+            tool_choice="none" if choice == "none" else "auto",
+            parallel_calls=not (self.tool_choice or {}).get("disable_parallel_tool_use"),
+            template_kwargs={} if thinks is None else {"enable_thinking": thinks.type == "adaptive"},
+            continue_final=self._continues(),
+            grammar=call_grammar(forced, tools),
+            seed=self.seed,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences or ()),
+        )
+
+    def _continues(self) -> bool:
+        """Is the last message the beginning of the answer?"""
+        *_, last = ({}, *self._messages())  # a message without blocks is none
+        return last.get("role") == "assistant" and not last.get("tool_calls")
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        if self.system:
+            yield {"role": "system", "content": _text(self.system)}
+        for message in self.messages:
+            yield from _plain(message)
+
+
+def _text(content: str | list[Block]) -> str:
+    """The text of a content. Raises ApiError for blocks of another type."""
+    if isinstance(content, str):
+        return content
+    for block in content:
+        _check(block, "text")
+    return "".join(block.text for block in content)
+
+
+def _check(block: Block, *types: str) -> None:
+    if block.type not in types:
+        raise ApiError(f"blocks of type {block.type!r} are not supported by this server", param="messages")
+
+
+def _plain(message: _Message) -> Iterator[dict[str, Any]]:
+    """The message in OpenAI's format; results of tools come before the user's own text."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    for block in message.content:
+        _check(block, "text", "tool_use", "tool_result", "thinking")
+        if block.type == "tool_result":
+            result = block.content or ""
+            if not isinstance(result, str):
+                result = _text([checked(Block, part, "messages") for part in result])
+            yield {"role": "tool", "content": result, "tool_call_id": block.tool_use_id}
+    thought = "".join(block.thinking for block in message.content if block.type == "thinking")
+    text = "".join(block.text for block in message.content if block.type == "text")
+    calls = [
+        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": json.dumps(b.input or {})}}
+        for b in message.content
+        if b.type == "tool_use"
+    ]
+    more = {"tool_calls": calls, "reasoning_content": thought}
+    if text or calls or thought:
+        yield {"role": message.role, "content": text, **{key: value for key, value in more.items() if value}}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(tool.get("name"), str) or "input_schema" not in tool:
+        raise ApiError("a tool has no name or no input_schema; server tools are not supported", param="tools")
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description", ""),
+        "parameters": tool["input_schema"],
+    }
+    return {"type": "function", "function": function}
+
+
+def message(id_: str, model: str, answers: list[Answer]) -> dict[str, Any]:
+    """The response to a request that does not stream; without answers, the start of a stream."""
+    blocks: list[dict[str, Any]] = []
+    for answer in answers:
+        blocks += [{"type": "text", "text": answer.content}] if answer.content else []
+        blocks += [_tool_use(call.id, call.name, json.loads(call.arguments)) for call in answer.tool_calls]
+    return {
+        "id": f"msg_{id_}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": blocks,
+        "stop_reason": stop_reason(answers[0]) if answers else None,
+        "stop_sequence": None,
+        "usage": _usage(answers),
+    }
+
+
+def _tool_use(id_: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id_, "name": name, "input": arguments}
+
+
+def _usage(answers: list[Answer]) -> dict[str, int]:
+    usage = Usage.of(answers)
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_read_input_tokens": usage.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.sampled,
+    }
+
+
+def stop_reason(answer: Answer) -> str:
+    if answer.finish_reason == "length":
+        return "max_tokens"
+    if answer.tool_calls:
+        return "tool_use"
+    return "stop_sequence" if answer.completion.stop is Stop.STRING else "end_turn"
+
+
+async def events(
+    id_: str, model: str, parts: AsyncIterator[tuple[int, Piece | Answer]]
+) -> AsyncIterator[str]:
+    """The event stream of one answer."""
+
+    def event(kind: str, **data: Any) -> str:
+        return sse({"type": kind, **data}, kind)
+
+    yield event("message_start", message=message(id_, model, []))
+    begun, index = False, 0
+    async for _, part in parts:
+        text = part.text if isinstance(part, Piece) else part.rest
+        if text and not begun:
+            begun = True
+            yield event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        if text:
+            yield event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+        if isinstance(part, Answer):
+            if begun:
+                yield event("content_block_stop", index=0)
+            index = int(begun)
+            for call in part.tool_calls:
+                block = _tool_use(call.id, call.name, {})
+                yield event("content_block_start", index=index, content_block=block)
+                delta = {"type": "input_json_delta", "partial_json": call.arguments}
+                yield event("content_block_delta", index=index, delta=delta)
+                yield event("content_block_stop", index=index)
+                index += 1
+            end = {"stop_reason": stop_reason(part), "stop_sequence": None}
+            yield event("message_delta", delta=end, usage=_usage([part]))
+            yield event("message_stop")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The error in Anthropic's format."""
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}

@@ -1,0 +1,143 @@
+"""``ostinato serve`` and ``ostinato proxy``: a policy behind OpenAI-compatible addresses, until SIGTERM or
+Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ostinato.access import STRICT, Access
+from ostinato.launch import threads
+from ostinato.launch.models import recipe_of
+from ostinato.terminal import say
+
+if TYPE_CHECKING:
+    from ostinato.apps.memory.conversations import Keeping
+    from ostinato.apps.serve.served import Served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where the server listens, and who may call it."""
+
+    host: str
+    port: int
+    key: str = ""  # "": that of the environment
+    access: Access = STRICT
+    drain_s: float = 30.0
+
+
+def named_adapters(given: Sequence[str]) -> dict[str, str]:
+    """NAME=PATH, NAME=PATH, ... Raises ValueError for anything else."""
+    pairs = [text.partition("=") for text in given]
+    for text, (name, _, path) in zip(given, pairs, strict=True):
+        if not name or not path:
+            raise ValueError(f"--adapter {text!r} is not NAME=PATH, e.g. --adapter maths=runs/maths")
+    return {name: path for name, _, path in pairs}
+
+
+def serve(
+    target: str,
+    overrides: Sequence[str],
+    adapters: Mapping[str, str],
+    where: Address,
+    *,
+    name: str,
+    limits: Mapping[str, Any],
+    feedback: str = "",
+    product: Path | None = None,
+    judge: str = "",
+    memory: Keeping | None = None,
+) -> None:
+    """Serve until a signal; with POST /v1/judge by ``judge``, whose base is ``target``, and chats of sessions
+    within the budget of ``memory``. ValueError for what cannot be served."""
+    try:
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+
+        from ostinato.apps.serve.server import HttpServer, address, bound, key_for
+    except ModuleNotFoundError as error:
+        raise ValueError(f'serve needs {error.name}; install it: pip install "ostinato[serve]"') from None
+    key = key_for(where.host, "--host", where.key)
+    listening = bound(where.host, where.port)
+    with listening:
+        recipe, _ = recipe_of(target, *overrides)
+        threads.configure(recipe)
+        from ostinato.apps.memory.conversations import open_memory
+        from ostinato.apps.memory.refill import At
+        from ostinato.apps.product.panel import judged_by
+        from ostinato.apps.serve.app import new_app
+        from ostinato.apps.serve.feedback import open_feedback
+        from ostinato.apps.serve.served import Serving, open_service
+        from ostinato.apps.serve.service import Limits
+
+        serving = Serving(
+            target=target,
+            overrides=tuple(overrides),
+            adapters=adapters,
+            limits=Limits(context=0, **limits),
+            name=name,
+        )
+
+        with contextlib.ExitStack() as stack:
+            served = stack.enter_context(open_service(serving))
+            kept = stack.enter_context(open_feedback(feedback, served.service))
+            base = address(listening)
+            itself = At(f"{base}/v1", key=key)
+            remembered = stack.enter_context(open_memory(memory, served.service.renderer, itself))
+            app = new_app(
+                served.service,
+                key=key,
+                feedback=kept,
+                lifespan=_following(served, product),
+                judge=judged_by(judge, served) if judge else None,
+                memory=remembered,
+            )
+            _announce(served, base, feedback)
+            HttpServer(app, listening, where.access, drain_s=where.drain_s).serve_until_signal()
+
+
+def _announce(served: Served, base: str, feedback: str) -> None:
+    for model in served.service.models.values():
+        say(f"{model.name:24} version {model.version}")
+    say(f"OpenAI address {base}/v1, chat page {base}/ (Ctrl-C ends it)")
+    if feedback:
+        say(f"Feedback {base}/feedback, kept in {feedback.rpartition('@')[2]}")
+
+
+def _following(
+    served: Served, product: Path | None
+) -> Callable[[object], contextlib.AbstractAsyncContextManager[None]]:
+    """Beside the application: the newest policies of runs that still learn, and of a product's loop."""
+    from ostinato.apps.serve.served import follow, follow_product
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: object) -> AsyncIterator[None]:
+        following = [asyncio.create_task(follow(served))]
+        following += [asyncio.create_task(follow_product(served, product))] if product else []
+        try:
+            yield
+        finally:
+            for task in following:
+                task.cancel()
+
+    return lifespan
+
+
+def proxy(target: str, overrides: Sequence[str], out: Path, where: Address, idle_s: float) -> None:
+    """Record rollouts until a signal. Raises ValueError for what cannot be served."""
+    recipe, _ = recipe_of(target, *overrides)
+    threads.configure(recipe)
+    try:
+        from ostinato.apps.serve.elsewhere import Place
+        from ostinato.apps.serve.proxy import proxy as record
+        from ostinato.apps.serve.server import key_for
+    except ModuleNotFoundError as error:
+        raise ValueError(f'proxy needs {error.name}; install it: pip install "ostinato[serve]"') from None
+    key = key_for(where.host, "--host")
+    place = Place(host=where.host, port=where.port, key=key, access=where.access)
+    record(target, recipe, overrides, out=out, place=place, idle_s=idle_s)

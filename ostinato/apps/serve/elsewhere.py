@@ -1,0 +1,178 @@
+"""Remote agents: each rollout is fetched by a worker, or sent to a service; its end is posted or replied.
+
+    worker   --POST /rollouts/next--> {"rollout", "base_url", "model", "row"}        task.agent = "remote"
+    trainer  --POST task.agent_url, the same and "api_key"--> {"reward": 0.5}        task.agent_url
+    either   --POST {base_url}/end {"reward": 0.5} or {"error": "why"}
+
+A service may answer 202 at once and post the end. A rollout that is fetched and never ended is an error found
+by the episode's limit between two calls. Everything here runs in the event loop of the ``AgentServer``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ostinato.access import STRICT, Access, is_loopback
+from ostinato.apps.serve.calls import ApiError
+from ostinato.apps.serve.server import read_body
+from ostinato.inputs import parse_json
+
+if TYPE_CHECKING:
+    import httpx2
+
+MODEL = "policy"  # the name of the model that agents use
+POLL_S = 20.0  # how long a worker's request for a rollout waits for one
+ACCEPTED = 202
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where agents reach the server. ``key``: the API key that they must send; "": none."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    address: str = ""  # http://name:port, if agents reach it at other than host and port
+    key: str = ""
+    access: Access = STRICT
+
+    @property
+    def allowed(self) -> Access:
+        """``access``, with the name in ``address`` as a name of a server on a loopback address."""
+        name = urlsplit(self.address).hostname if is_loopback(self.host) else None
+        return replace(self.access, hosts=self.access.hosts | {name}) if name else self.access
+
+
+class Elsewhere:
+    """The rollouts that wait for a worker, and the ends of those in progress. ``begun`` is called with the id
+    of a rollout that has been fetched."""
+
+    def __init__(self, key: str, begun: Callable[[str], None], wait_s: float) -> None:
+        self._key, self._begun, self._wait_s = key or "none", begun, wait_s
+        self._waiting: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[None]]] = asyncio.Queue()
+        self._ends: dict[str, asyncio.Future[float | None]] = {}
+        self._client: httpx2.AsyncClient | None = None
+
+    async def fetched(self, base_url: str, row: Mapping[str, Any]) -> float | None:
+        """The reward of a rollout run by a worker. RuntimeError if it fails, or no worker has fetched it."""
+        fetched = asyncio.get_running_loop().create_future()
+        self._waiting.put_nowait((self._order(base_url, row), fetched))
+        try:
+            await asyncio.wait_for(fetched, self._wait_s)
+        except TimeoutError:
+            raise RuntimeError(
+                f"no worker has fetched the rollout for {self._wait_s:g} s (task.agent_wait_s)"
+            ) from None
+        return await self.end_of(base_url)
+
+    async def sent(self, url: str, base_url: str, row: Mapping[str, Any]) -> float | None:
+        """The reward of a rollout run by the service at ``url``. RuntimeError if unreachable or failing."""
+        import httpx2
+
+        if self._client is None:
+            limits = httpx2.Limits(max_connections=None)
+            self._client = httpx2.AsyncClient(timeout=None, limits=limits, trust_env=False)
+        order, key = self._order(base_url, row) | {"api_key": self._key}, f"Bearer {self._key}"
+        headers = {"Content-Type": "application/json", "Authorization": key}
+        end = self._end(id_of(base_url))  # which may come before the answer
+        try:
+            reply = await self._client.post(url, content=to_text(order), headers=headers)
+            if reply.status_code == ACCEPTED:
+                return await end
+            if not reply.is_success:
+                raise RuntimeError(f"{url} answered {reply.status_code}: {reply.text[:300]}")
+            return _reward_of(reply.content)
+        except (httpx2.HTTPError, httpx2.InvalidURL, ApiError) as error:
+            raise RuntimeError(f"{url}: {type(error).__name__}: {error}") from error
+        finally:
+            self._ends.pop(id_of(base_url), None)
+
+    async def end_of(self, base_url: str, idle: Callable[[], bool] | None = None) -> float | None:
+        """The reward posted with the end of a rollout; None if there is none, or once it is ``idle``. Raises
+        RuntimeError with the error that its agent posts."""
+        end = self._end(id_of(base_url))
+        try:
+            while not end.done() and not (idle is not None and idle()):
+                await asyncio.wait({end}, timeout=None if idle is None else 1.0)
+            return end.result() if end.done() else None
+        finally:
+            self._ends.pop(id_of(base_url), None)
+
+    def _end(self, id_: str) -> asyncio.Future[float | None]:
+        return self._ends.setdefault(id_, asyncio.get_running_loop().create_future())
+
+    def _order(self, base_url: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rollout": id_of(base_url), "base_url": base_url, "model": MODEL, "row": dict(row)}
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    # ---- HTTP
+
+    async def next(self, request: Request) -> Response:
+        """The next rollout for the worker that requests it; 204 when there is none for ``POLL_S``."""
+        until = time.monotonic() + POLL_S
+        while (left := until - time.monotonic()) > 0:
+            try:
+                order, fetched = await asyncio.wait_for(self._waiting.get(), left)
+            except (TimeoutError, asyncio.CancelledError):  # the latter when the server closes
+                break
+            if fetched.done():
+                continue  # its episode is over
+            if await request.is_disconnected():
+                self._waiting.put_nowait((order, fetched))
+                break
+            fetched.set_result(None)
+            self._end(order["rollout"])
+            self._begun(order["rollout"])
+            return Response(to_text(order), media_type="application/json")
+        return Response(status_code=204)
+
+    async def end(self, request: Request) -> Response:
+        """The agent of a rollout has ended, with its reward or an error; 409 if no end is awaited."""
+        body, id_ = await read_body(request), request.path_params["id"]
+        end = self._ends.get(id_)
+        if end is None or end.done():
+            raise ApiError(f"the end of rollout {id_!r} is not awaited", status=409, code="not_awaited")
+        reward, error = _reward_of(body), parse_json(body or b"{}").get("error")
+        if error:
+            end.set_exception(RuntimeError(str(error)[:500]))
+        else:
+            end.set_result(reward)
+        return JSONResponse({"rollout": id_})
+
+
+def id_of(base_url: str) -> str:
+    """The id of the rollout with this address."""
+    return base_url.split("/")[-2]
+
+
+def to_text(order: Mapping[str, Any]) -> str:
+    """JSON; values that it does not have (a date in a column) as strings."""
+    return json.dumps(order, default=str)
+
+
+def _reward_of(body: bytes) -> float | None:
+    """The reward of {"reward": number or null}; None without one. ApiError for anything else."""
+    try:
+        value = parse_json(body or b"{}").get("reward")
+    except (ValueError, AttributeError) as error:
+        raise ApiError('send {"reward": number}, or {"error": text}') from error
+    return None if value is None else number(value, "reward")
+
+
+def number(value: Any, name: str) -> float:
+    """``value`` as a float. Raises ApiError if it is not a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        raise ApiError(f"{name} is {value!r}; send a finite number", param=name)
+    return float(value)

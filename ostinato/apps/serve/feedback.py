@@ -1,0 +1,265 @@
+"""What a product's users did with answers: POST /feedback and GET /feedback.js, and the record of answers.
+
+A 200 is sent after the commit. Answers are recorded after the reply, and dropped if the store lags behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import hashlib
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from starlette.responses import Response
+
+from ostinato.apps.product.actions import action_of
+from ostinato.apps.product.events import Event, Exchange, Name, parse_event
+from ostinato.apps.product.intake import Full, Intake
+from ostinato.apps.product.store import Outcome, Unavailable, open_store
+from ostinato.apps.serve.calls import Answer, ApiError, Call
+from ostinato.apps.serve.metrics import Metrics
+from ostinato.apps.serve.service import Model, Service
+from ostinato.inputs import parse_json
+from ostinato.render import Renderer
+
+SCRIPT = Path(__file__).parent / "feedback.js"
+MOST = 1_000  # events of one request
+_NAME = TypeAdapter(Name)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asker:
+    """Who sent a request, according to its body."""
+
+    user: str = ""
+    session: str = ""
+    tenant: str = ""
+    record: bool = True  # False: "store": false
+    cache_salt: str = ""  # vLLM's
+
+    @property
+    def salt(self) -> str:
+        """What its prompts in the cache are kept apart by: all that the request says of its sender, but the
+        session, of which a user has several."""
+        parts = (self.tenant, self.user, self.cache_salt)
+        return json.dumps(parts) if any(parts) else ""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Asker:
+        """From OpenAI's ``user``, ``safety_identifier``, ``store`` and ``metadata``, Anthropic's
+        ``metadata.user_id``."""
+        found = fields.get("metadata")
+        metadata = found if isinstance(found, dict) else {}
+        users = (fields.get("user"), fields.get("safety_identifier"), metadata.get("user_id"))
+        return cls(
+            user=next((_name(user) for user in users if user), ""),
+            session=_name(metadata.get("session_id", "")),
+            tenant=_name(metadata.get("tenant", "")),
+            record=fields.get("store") is not False,
+            cache_salt=_name(fields.get("cache_salt") or ""),
+        )
+
+
+def _name(given: Any) -> str:
+    """A name as events allow it; the hash of any other value."""
+    try:
+        return _NAME.validate_python(given, strict=True)
+    except ValidationError:
+        return hashlib.sha256(repr(given).encode()).hexdigest()
+
+
+class Feedback:
+    """The routes of one server, and what it records."""
+
+    def __init__(self, intake: Intake, metrics: Metrics, renderer: Renderer) -> None:
+        self._intake, self._renderer = intake, renderer
+        self._refused, self._acknowledged = 0, Acknowledged()
+        outcomes = (*Outcome, "turned_away", "refused")
+        read = lambda name: self._refused if name == "refused" else intake.counts[name]  # noqa: E731
+        metrics.show("feedback_events", "Events by outcome", outcomes, read)
+        metrics.show("exchanges", "Answers recorded, and dropped", ("written", "dropped"), read)
+        metrics.show("feedback_store_failures", "Of the store", ("failures",), read)
+        metrics.show("feedback_waiting", "Not written yet", ("all",), lambda _: intake.waiting, gauge=True)
+
+    # ---- events
+
+    async def post(self, body: bytes) -> Any:
+        """The reply to one event or a list of them.
+
+        ApiError if all is refused: 400 for a body that cannot be read, 409 for a single event that conflicts,
+        503 if the store does not accept events now.
+        """
+        documents, single = _documents(body)
+        events, refused = self._read(documents, single)
+        outcomes = await self._written([event for _, event in events])
+        for (index, event), outcome in zip(events, outcomes, strict=True):
+            if outcome is Outcome.CONFLICT:
+                what = (
+                    f"event_id {event.event_id!r} is known with another content; give a new event its own id"
+                )
+                if single:
+                    raise ApiError(what, status=409, param="event_id", code="conflict")
+                refused.append(_refusal(index, event.event_id, "conflict", what))
+        counted = {each.value: outcomes.count(each) for each in Outcome if each is not Outcome.CONFLICT}
+        return counted | {"refused": sorted(refused, key=lambda row: row["index"])}
+
+    def _read(self, documents: list[Any], single: bool) -> tuple[list[tuple[int, Event]], list[Any]]:
+        """(index, event) of those that can be read, and the errors of the others."""
+        events, refused = [], []
+        for index, document in enumerate(documents):
+            try:
+                if not isinstance(document, dict):
+                    raise ValueError(f"an event is a {type(document).__name__}; send a JSON object")
+                events.append((index, parse_event(document)))
+            except ValueError as error:
+                self._refused += 1
+                if single:
+                    raise ApiError(str(error), param=str(error).split()[0], code="invalid_event") from error
+                given = document.get("event_id") if isinstance(document, dict) else None
+                refused.append(_refusal(index, given, "invalid_event", str(error)))
+        return events, refused
+
+    async def _written(self, events: list[Event]) -> list[Outcome]:
+        try:
+            return await self._acknowledged.of(self._intake.submit(events)) if events else []
+        except (Full, Unavailable) as error:
+            raise ApiError(
+                f"{error}; send the same events again",
+                status=503,
+                kind="server_error",
+                code="store_unavailable",
+                retry_after=1,
+            ) from error
+
+    def script(self) -> Response:
+        return Response(SCRIPT.read_text(encoding="utf-8"), media_type="text/javascript; charset=utf-8")
+
+    # ---- answers
+
+    def record(self, id_: str, model: Model, call: Call, answer: Answer, asker: Asker, index: int) -> None:
+        """Have an answer recorded under the id that its client sees; answer k > 0 as ``id.k``."""
+        if asker.record:
+            key = f"{id_}.{index}" if index else id_
+            self._intake.record(partial(self._exchange, key, model, call, answer, asker, time.time()))
+
+    def _exchange(
+        self, id_: str, model: Model, call: Call, answer: Answer, asker: Asker, now: float
+    ) -> Exchange:
+        done = answer.completion
+        messages = call.messages
+        if messages is None:
+            text = call.text if call.text is not None else self._renderer.decode(answer.prompt.tolist())
+            messages = ({"role": "user", "content": text},)
+        calls = [(made.name, made.arguments) for made in answer.tool_calls]
+        version = int(done.versions[0]) if len(done.versions) else 0
+        names = ("temperature", "top_k", "top_p", "min_p", "stop", "tools", "tool_choice", "grammar")
+        return Exchange(
+            response_id=id_,
+            ts=now,
+            model=model.name,
+            revision=f"{model.name}@{version}" if model.revision is None else model.revision,
+            arm=model.arm,
+            propensity=model.propensity,
+            messages=messages,
+            output=done.text,
+            action=action_of(answer.content, calls, call.tools),
+            prompt_tokens=answer.prompt,
+            tokens=done.tokens,
+            logprobs=done.logprobs,
+            experts=_routes(answer),
+            sampling={name: getattr(call, name) for name in names} | {"stopped": done.stop.value},
+            user=asker.user,
+            session=asker.session,
+            tenant=asker.tenant,
+        )
+
+
+class Acknowledged:
+    """Passes outcomes from the writer's thread to the event loop, which is woken once for all that arrive
+    together; ``asyncio.wrap_future`` does the same, but wakes it for each."""
+
+    def __init__(self) -> None:
+        self._come: deque[tuple[asyncio.Future[Any], concurrent.futures.Future[Any]]] = deque()
+
+    async def of(self, future: concurrent.futures.Future[T]) -> T:
+        loop = asyncio.get_running_loop()
+        here: asyncio.Future[T] = loop.create_future()
+        future.add_done_callback(lambda done: self._hand_over(loop, here, done))
+        return await here
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop, here: Any, done: Any) -> None:
+        sleeping = not self._come
+        self._come.append((here, done))
+        if sleeping:
+            with suppress(RuntimeError):  # the loop has ended, and all its waiters
+                loop.call_soon_threadsafe(self._arrive)
+
+    def _arrive(self) -> None:
+        while self._come:
+            here, done = self._come[0]
+            if not here.done():  # done if its client has hung up
+                if (error := done.exception()) is None:
+                    here.set_result(done.result())
+                else:
+                    here.set_exception(error)
+            self._come.popleft()
+
+
+def _routes(answer: Answer) -> np.ndarray | None:
+    """Expert ids [P + T, moe layers, top_k]; None unless those of the whole prompt are known too."""
+    prompt, sampled = answer.completion.prompt_experts, answer.completion.experts
+    if prompt is None or sampled is None or len(prompt) != len(answer.prompt):
+        return None
+    return np.concatenate([prompt, sampled])
+
+
+def _documents(body: bytes) -> tuple[list[Any], bool]:
+    """The events of a body, and whether it is a single one."""
+    try:
+        tree = parse_json(body)
+    except ValueError as error:
+        raise ApiError(f"the body is no JSON ({error})") from error
+    if isinstance(tree, dict):
+        return [tree], True
+    if not isinstance(tree, list):
+        raise ApiError(f"the body is a {type(tree).__name__}; send one event or a list of events")
+    if len(tree) > MOST:
+        raise ApiError(f"the list has {len(tree)} events; send {MOST} at most", status=413)
+    return tree, False
+
+
+def _refusal(index: int, event_id: Any, code: str, message: str) -> dict[str, Any]:
+    return {"index": index, "event_id": event_id, "code": code, "message": message}
+
+
+@contextmanager
+def open_feedback(where: str, service: Service) -> Iterator[Feedback | None]:
+    """Feedback in the store at ``where``, a file or an address; None for "". Writes all pending at the end.
+
+    Raises ValueError for a store that cannot be opened.
+    """
+    if not where:
+        yield None
+        return
+    try:
+        intake = Intake(partial(open_store, where))
+    except Unavailable as error:
+        raise ValueError(f"{error}; start it first") from error
+    try:
+        yield Feedback(intake, service.metrics, service.renderer)
+    finally:
+        intake.close()
+
+
+__all__ = ["Asker", "Feedback", "open_feedback"]

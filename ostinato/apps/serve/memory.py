@@ -1,0 +1,140 @@
+"""Sessions whose chats are kept within a budget of tokens, for ``ostinato serve --memory`` and for the proxy
+in front of any other OpenAI-compatible address (``ostinato memory serve``).
+
+GET /v1/memory/{session}: which of its blocks are in the context, shortened or gone. POST {"pin": id},
+{"unpin": id} or {"restore": id} to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from ostinato.apps.memory.chat import Chat, Message, chat_sizes, digests
+from ostinato.apps.memory.importance import Importance, lexical
+from ostinato.apps.memory.keep import Memory
+from ostinato.apps.memory.refill import Refiller
+from ostinato.apps.memory.sessions import Sessions
+from ostinato.apps.serve.calls import ApiError, json_of
+from ostinato.apps.serve.metrics import Metrics
+
+COUNTED = ("rewritten", "gone", "unsupported", "too_long", "failed", "read", "wrote")
+
+
+@dataclass(slots=True, kw_only=True)
+class Remembered:
+    """The chats of one server. ``count`` and ``measure`` return the tokens of a text, and of messages.
+
+    Raises ValueError for a budget too small for a chat.
+    """
+
+    sessions: Sessions
+    budget: int
+    recent: int = 0  # 0: a third
+    count: Callable[[str], int]
+    measure: Callable[[Sequence[Message]], int]
+    refiller: Refiller | None = None
+    importance: Importance = field(default_factory=lexical)
+    counters: Counter[str] = field(default_factory=Counter)
+    _locks: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+
+    def __post_init__(self) -> None:
+        self._memory("")
+
+    def show(self, metrics: Metrics) -> None:
+        """Add its counters to the metrics of a server."""
+        read = lambda name: self.counters[f"memory/{name}"]  # noqa: E731
+        metrics.show(
+            "memory", "Blocks rewritten and gone, refills refused, tokens read and written", COUNTED, read
+        )
+
+    async def shortened(
+        self,
+        session: str,
+        messages: Sequence[Message],
+        measure: Callable[[Sequence[Message]], int] | None = None,
+    ) -> tuple[str, list[Message]]:
+        """(session, its messages within the budget). Without a name it is the session that has the most of
+        these messages, or a new one. Raises ApiError if the messages cannot be cut to the budget."""
+        name = session or self.sessions.found(digests(messages)) or f"chat-{secrets.token_hex(8)}"
+        async with self._locks[name]:
+            return name, await asyncio.to_thread(self._shortened, name, messages, measure or self.measure)
+
+    def _shortened(
+        self, name: str, messages: Sequence[Message], measure: Callable[[Sequence[Message]], int]
+    ) -> list[Message]:
+        chat = Chat(memory=self._memory(name), budget=self.budget, measure=measure)
+        if found := self.sessions.load(name):
+            chat.state, chat.seen = found
+        try:
+            short = chat.shortened(messages, day=datetime.now(UTC).date().isoformat())
+        except ValueError as error:
+            raise ApiError(str(error), param="messages", code="memory_budget") from error
+        self.sessions.save(name, chat.seen, chat.state)
+        return short
+
+    def _memory(self, name: str) -> Memory:
+        return Memory(
+            sizes=chat_sizes(self.budget, self.recent, self.measure),
+            count=self.count,
+            originals=self.sessions,
+            importance=self.importance,
+            refiller=self.refiller,
+            counters=self.counters,
+            on_block=lambda block: self.sessions.add(name, block),
+        )
+
+    async def view(self, name: str) -> dict[str, Any]:
+        """Blocks in the context, and those that are gone, with their originals. Raises ApiError 404 for an
+        unknown session."""
+        if (found := self.sessions.load(name)) is None:
+            raise ApiError(
+                f"there is no session {name!r} in this memory", status=404, code="session_not_found"
+            )
+        state, _ = found
+        rows = [(one, True) for one in state.blocks] + [
+            (one, False) for one in self.sessions.gone(name, state)
+        ]
+        keys = ("id", "turn", "speaker", "day", "level", "tokens", "whole", "pinned", "uses", "text")
+        blocks = [
+            {key: getattr(one, key) for key in keys}
+            | {"here": here, "original": self.sessions.get(one.source)}
+            for one, here in rows
+        ]
+        return {
+            "session": name,
+            "budget": self.budget,
+            "turns": state.turns,
+            "tokens": state.tokens,
+            "blocks": blocks,
+        }
+
+    async def change(self, name: str, body: bytes) -> dict[str, Any]:
+        """Pin, unpin or restore a block. Returns the new view. ApiError 400 if there is no room for it."""
+        given = json_of(body)
+        if not isinstance(given, dict) or len(given) != 1 or not {*given} <= {"pin", "unpin", "restore"}:
+            raise ApiError('the body is one of {"pin": id}, {"unpin": id} and {"restore": id}')
+        ((act, id_),) = given.items()
+        async with self._locks[name]:
+            await self.view(name)
+            state, seen = self.sessions.load(name) or (None, "")
+            assert state is not None
+            is_id = type(id_) is int and 0 <= id_ < 2**63  # what SQLite has
+            block = (state.block(id_) or self.sessions.block(name, id_)) if is_id else None
+            if block is None:
+                raise ApiError(f"session {name!r} has no block {id_!r}", param=act, status=404)
+            memory = self._memory(name)
+            try:
+                if act == "unpin":
+                    state = memory.unpin(state, block.id)
+                else:
+                    state = memory.restore(state, replace(block, pinned=block.pinned or act == "pin"))
+            except ValueError as error:
+                raise ApiError(str(error), param=act, code="memory_budget") from error
+            self.sessions.save(name, seen, state)
+        return await self.view(name)

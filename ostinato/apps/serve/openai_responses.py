@@ -1,0 +1,281 @@
+"""OpenAI's responses: the parts that agents use. Nothing is stored: a client sends the whole conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ostinato.apps.serve.bodies import (
+    ACCOUNTS,
+    MOST_MESSAGES,
+    Format,
+    Options,
+    Part,
+    Strict,
+    checked,
+    text_of,
+)
+from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, Usage
+from ostinato.apps.serve.grammar import call_grammar, json_grammar
+from ostinato.apps.serve.openai_chat import logprob_entries, sse
+from ostinato.render import Renderer
+from ostinato.types import Emitted
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class Text(Strict):
+    """``text``."""
+
+    format: Format | None = None
+
+
+class Reasoning(Strict):
+    """``reasoning``."""
+
+    effort: str | None = None
+
+
+class ResponsesBody(Strict):
+    """POST /v1/responses."""
+
+    harmless = ACCOUNTS | {"max_tool_calls"}  # of tools that run at the server, which has none
+    model: str = ""
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = True
+    reasoning: Reasoning | None = None
+    stream: bool | None = False
+    stream_options: Options | None = None
+    seed: int | None = None
+    previous_response_id: str | None = None
+    text: Text | None = None
+
+    def to_call(self) -> Call:
+        if self.previous_response_id:
+            raise ApiError(
+                "previous_response_id: responses are not stored here; send the whole conversation as input",
+                param="previous_response_id",
+            )
+        if self.top_logprobs and LOGPROBS not in (self.include or ()):
+            raise ApiError(
+                f"top_logprobs come with logprobs; add {LOGPROBS!r} to include", param="top_logprobs"
+            )
+        tools = tuple(_tool(tool) for tool in self.tools or ())
+        format_ = self.text.format if self.text is not None else None
+        forced = call_grammar(self.tool_choice, tools)
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        return Call(
+            model=self.model,
+            messages=tuple(self._messages()),
+            tools=tools,
+            tool_choice="none" if self.tool_choice == "none" else "auto",
+            parallel_calls=self.parallel_tool_calls is not False,
+            template_kwargs={"reasoning_effort": effort} if effort else {},
+            grammar=forced or json_grammar(format_.model_dump() if format_ else {}, "text.format"),
+            seed=self.seed,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_output_tokens,
+            logprobs=LOGPROBS in (self.include or ()),
+            top_logprobs=self.top_logprobs or 0,
+        )
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        if self.instructions:
+            yield {"role": "system", "content": self.instructions}
+        if isinstance(self.input, str):
+            yield {"role": "user", "content": self.input}
+            return
+        yield from _merged(_message(item) for item in self.input)
+
+
+def _merged(messages: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Merges an answer's text and its calls, which are separate items, into one message."""
+    last: dict[str, Any] | None = None
+    for message in messages:
+        if last is not None and last["role"] == message["role"] == "assistant" and "tool_calls" in message:
+            last = last | {"tool_calls": [*last.get("tool_calls", []), *message["tool_calls"]]}
+            continue
+        if last is not None:
+            yield last
+        last = message
+    if last is None:
+        raise ApiError("input is an empty list; give at least one item", param="input")
+    yield last
+
+
+class _Item(Strict):
+    harmless = frozenset({"id", "status", "phase", "caller"})
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    content: str | list[Part] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: str | list[Part] = ""
+
+
+def _message(item: Mapping[str, Any]) -> dict[str, Any]:
+    if (kind := item.get("type", "message")) not in ("message", "function_call", "function_call_output"):
+        raise ApiError(f"input items of type {kind!r} are not supported by this server", param="input")
+    one = checked(_Item, item, "input")
+    if one.type == "message":
+        return {"role": "system" if one.role == "developer" else one.role, "content": text_of(one.content)}
+    if one.type == "function_call":
+        function = {"name": one.name, "arguments": one.arguments}
+        call = {"id": one.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"role": "tool", "content": text_of(one.output), "tool_call_id": one.call_id}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise ApiError(f"tools of type {tool.get('type')!r} are not supported by this server", param="tools")
+    known = ("name", "description", "parameters")
+    return {"type": "function", "function": {key: tool[key] for key in known if tool.get(key) is not None}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseShape:
+    """How one response is written."""
+
+    id: str
+    model: str
+    renderer: Renderer
+    call: Call
+    body: ResponsesBody
+
+    def whole(self, answers: list[Answer], *, done: bool = True) -> dict[str, Any]:
+        """The response object, with what was requested; ``done``: False while it is in progress."""
+        usage, body, call = Usage.of(answers), self.body, self.call
+        cut = any(answer.finish_reason == "length" for answer in answers)
+        requested = body.model_dump(include={"instructions", "max_output_tokens", "tools", "reasoning"})
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress" if not done else "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "error": None,
+            "model": self.model,
+            "output": [item for answer in answers for item in self._items(answer)],
+            **requested,
+            "tools": body.tools or [],
+            "metadata": (body.model_extra or {}).get("metadata") or {},
+            "user": (body.model_extra or {}).get("user"),
+            "parallel_tool_calls": call.parallel_calls,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": call.temperature,
+            "text": body.text.model_dump(exclude_none=True)
+            if body.text and body.text.format
+            else {"format": {"type": "text"}},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "top_logprobs": call.top_logprobs,
+            "top_p": call.top_p,
+            "truncation": "disabled",
+            "usage": _usage(usage) if done else None,
+        }
+
+    def _items(self, answer: Answer) -> list[dict[str, Any]]:
+        """The output items of an answer: its text, then its calls."""
+        items: list[dict[str, Any]] = []
+        if answer.content or not answer.tool_calls:
+            items.append(self._text_item(self._text_part(answer.content, answer.emitted)))
+        for number, call in enumerate(answer.tool_calls):
+            items.append(
+                {
+                    "type": "function_call",
+                    "id": f"fc_{self.id}_{number}",
+                    "call_id": call.id,
+                    "name": call.name,
+                    "arguments": call.arguments,
+                    "status": "completed",
+                }
+            )
+        return items
+
+    def _text_item(self, part: dict[str, Any] | None) -> dict[str, Any]:
+        """The message with its only part; None: it has just begun."""
+        status, content = ("in_progress", []) if part is None else ("completed", [part])
+        head = {"type": "message", "id": f"msg_{self.id}", "role": "assistant"}
+        return head | {"status": status, "content": content}
+
+    def _text_part(self, text: str, emitted: Sequence[Emitted]) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(emitted)}
+
+    def _logprobs(self, emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
+        if not self.call.logprobs:
+            return []
+        decode = self.renderer.decode
+        return logprob_entries(self.call, emitted, lambda token: decode([token], skip_special=False))
+
+    async def events(self, parts: AsyncIterator[tuple[int, Piece | Answer]]) -> AsyncIterator[str]:
+        """The event stream of one answer."""
+        number = 0
+
+        def event(kind: str, **data: Any) -> str:
+            nonlocal number
+            number += 1
+            return sse({"type": kind, "sequence_number": number - 1, **data}, kind)
+
+        place: dict[str, Any] = {"item_id": f"msg_{self.id}", "output_index": 0, "content_index": 0}
+        for kind in ("response.created", "response.in_progress"):
+            yield event(kind, response=self.whole([], done=False))
+        begun = False
+        waiting: list[Emitted] = []  # tokens that have shown no text yet
+        async for _, part in parts:
+            text = part.text if isinstance(part, Piece) else part.rest
+            waiting += [part.emitted] if isinstance(part, Piece) else []
+            if not begun and (text or (isinstance(part, Answer) and not part.tool_calls)):
+                begun = True
+                yield event("response.output_item.added", output_index=0, item=self._text_item(None))
+                yield event("response.content_part.added", **place, part=self._text_part("", ()))
+            if text:
+                logprobs, waiting = self._logprobs(waiting), []
+                yield event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
+            if isinstance(part, Answer):
+                if begun:
+                    whole = self._text_part(part.content, part.emitted)
+                    done = {"text": part.content, "logprobs": whole["logprobs"]}
+                    yield event("response.output_text.done", **place, **done)
+                    yield event("response.content_part.done", **place, part=whole)
+                for index, item in enumerate(self._items(part)):
+                    for kind, data in _item_events(index, item):
+                        yield event(kind, **data)
+                last = self.whole([part])
+                yield event(f"response.{last['status']}", response=last)
+
+
+def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The last events of an output item: a call, which comes whole, or the end of a text."""
+    if item["type"] == "function_call":
+        where = {"item_id": item["id"], "output_index": index}
+        empty = item | {"arguments": "", "status": "in_progress"}
+        yield "response.output_item.added", {"output_index": index, "item": empty}
+        kind = "response.function_call_arguments"
+        yield f"{kind}.delta", {**where, "delta": item["arguments"]}
+        yield f"{kind}.done", {**where, "arguments": item["arguments"], "name": item["name"]}
+    yield "response.output_item.done", {"output_index": index, "item": item}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.sampled,
+    }

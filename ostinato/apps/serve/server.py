@@ -1,0 +1,196 @@
+"""The HTTP server of an application: its socket, its signals, and the drain at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ostinato.access import READ as READ_HEADERS
+from ostinato.access import Access, is_loopback
+from ostinato.apps.serve.calls import ApiError
+from ostinato.apps.serve.connections import Connection, close_expired, connection_limit
+
+BACKLOG = 2048
+BODY_BYTES = 64 << 20  # where a server names no other limit
+IDLE_S = 75  # keep-alive: longer than clients' pools keep a connection, else a request may hit its close
+KEY = "OSTINATO_API_KEY"
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+log = logging.getLogger(__name__)
+READ = {name.encode(): name for name in READ_HEADERS}
+FIX = "send it as 'Authorization: Bearer KEY'"
+
+
+def key_for(host: str, name: str, given: str = "") -> str:
+    """The API key that clients must send: ``given``, else $OSTINATO_API_KEY, else "". ``name``: the setting
+    that ``host`` is from. Raises ValueError if other machines can reach ``host`` and there is no key."""
+    if not (key := given or os.environ.get(KEY, "")) and not is_loopback(host):
+        raise ValueError(
+            f"{name} {host} can be reached by other machines; give a key: {KEY} in the environment, "
+            "or --api-key where the command has it"
+        )
+    return key
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: any free one. Raises ValueError if the address cannot be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {host} port {port} ({error.strerror}); choose another port"
+        ) from error
+
+
+def address(listening: socket.socket) -> str:
+    """http://host:port of a socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def check_key(request: Request, key: str, fix: str = FIX) -> None:
+    """ApiError 401 if a request lacks ``key`` in OpenAI's or Anthropic's header; "": none is needed."""
+    given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    given = given or request.headers.get("x-api-key", "")
+    if key and not hmac.compare_digest(given.encode(), key.encode()):
+        raise ApiError(
+            f"the API key is missing or wrong; {fix}",
+            status=401,
+            kind="authentication_error",
+            code="invalid_api_key",
+        )
+
+
+def guarded(handler: Handler, key: str, refusal: Callable[[ApiError], Response], fix: str = FIX) -> Handler:
+    """``handler`` with the key checked, and every failure as a response: a refusal, 499 for a client that has
+    left, 500 for the rest, which is logged."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            check_key(request, key, fix)
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except ApiError as error:
+            return refusal(error)
+        except Exception as error:
+            log.exception("a request failed")
+            return refusal(ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error"))
+
+    return guarded
+
+
+async def read_body(request: Request, most: int = BODY_BYTES) -> bytes:
+    """The body. Raises ApiError 413 as soon as more than ``most`` bytes have arrived."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > most:
+            raise ApiError(f"the body has more than {most} bytes, this server's limit", status=413)
+    return bytes(data)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; if the client hangs up first, it is cancelled and ClientDisconnect is raised.
+    The body must have been read."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+class Entrance:
+    """``app`` behind the rules of ``access``. ``local``: the server listens on a loopback address."""
+
+    def __init__(self, app: ASGIApp, access: Access, *, local: bool) -> None:
+        every: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        origins = [*access.origins]
+        self._app = CORSMiddleware(app, allow_origins=origins, **every) if origins else app
+        self._access, self._local = access, local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            read = {READ[name]: value.decode("latin-1") for name, value in scope["headers"] if name in READ}
+            if refusal := self._access.refusal(scope["method"], read, local=self._local):
+                status, sentence = refusal
+                error = ApiError(sentence, status=status)
+                await JSONResponse(error.body(), status_code=status)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves ``app`` to those whom ``access`` lets in, on ``listening``, until SIGTERM or Ctrl-C: then it
+    accepts no more connections, calls ``ending``, and gives running requests ``drain_s`` seconds to end.
+    A connection is closed where a head has not arrived after ``head_s``, its body after ``body_s`` more, or
+    the next request after ``idle_s``."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        listening: socket.socket,
+        access: Access,
+        *,
+        drain_s: float = 30.0,
+        ending: Callable[[], None] = lambda: None,
+        idle_s: int = IDLE_S,
+        head_s: float = 30.0,
+        body_s: float = 300.0,
+        **options: Any,
+    ) -> None:
+        self._waiting: dict[Connection, float] = {}
+        local = is_loopback(listening.getsockname()[0])
+        limits = {"limit": connection_limit(), "head_s": head_s, "body_s": body_s}
+        config = uvicorn.Config(
+            Entrance(app, access, local=local),
+            http=partial(Connection, waiting=self._waiting, **limits),  # type: ignore[arg-type]
+            ws="none",
+            timeout_graceful_shutdown=int(drain_s),
+            timeout_keep_alive=idle_s,
+            backlog=1,  # asyncio accepts so many in a row, and after a failure it tries all of them again
+            **{"log_level": "warning", **options},
+        )
+        super().__init__(config)
+        self._listening, self._ending = listening, ending
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listening.listen(BACKLOG)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # a second
+            close_expired(self._waiting, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._ending()
+        await super().shutdown(sockets)
+
+    def serve_until_signal(self) -> None:
+        with suppress(KeyboardInterrupt):  # which uvicorn raises again at the end
+            self.run(sockets=[self._listening])

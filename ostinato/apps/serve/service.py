@@ -1,0 +1,406 @@
+"""From calls to answers: chooses the policy, builds the tokens, checks limits, and runs the requests."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ostinato.apps.product.loop import canary_arm
+from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece
+from ostinato.apps.serve.grammar import Guide, Guides
+from ostinato.apps.serve.metrics import Metrics
+from ostinato.apps.serve.thread import EngineThread
+from ostinato.apps.serve.toolcalls import TextStream, read_calls
+from ostinato.engine.local import LocalEngine
+from ostinato.inputs import has_surrogate
+from ostinato.model.generation import SamplingDefaults
+from ostinato.render import Renderer, TooLong
+from ostinato.train.accumulate import prompt_scores
+from ostinato.types import Completion, Emitted, Prompt, Request, Sampling, Stop
+
+LONG = 20_000  # letters, or tokens to be decoded: some 10 ms
+LONG_AT_ONCE = 2  # texts in threads, each of which takes a hundred times its size
+T = TypeVar("T")
+NOTHING = Completion(
+    tokens=np.zeros(0, np.int32),
+    logprobs=np.zeros(0, np.float32),
+    versions=np.zeros(0, np.int32),
+    stop=Stop.LENGTH,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a server accepts."""
+
+    context: int  # tokens of a sequence
+    vocab_size: int = 0  # of the model, whose table may be larger than its tokenizer's
+    sequences: int = 1024  # running and waiting together; more are refused with 429
+    max_tokens: int = 4096  # of an answer
+    n: int = 64  # answers to one prompt
+    timeout_s: float = 600.0  # of a request
+    body_bytes: int = 4 << 20
+    top_logprobs: int = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A policy by the name that clients use."""
+
+    name: str
+    policy: str  # its name in the engine
+    created: int  # seconds since 1970
+    version: int = 0  # training steps it has had
+    parent: str = ""  # the base, for an adapter
+    revision: str | None = None  # of a product's policy; None: name@version
+    arm: str = ""  # of an experiment
+    propensity: float = 1.0  # probability with which its users get it
+
+    def fingerprint(self, version: int | None) -> str:
+        """The ``system_fingerprint`` of an answer; ``version``: of its tokens, None where it has none."""
+        return self.revision or f"{self.name}@{self.version if version is None else version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """A ``share`` of the users who request model ``of`` get model ``name`` (``product.loop.canary_arm``)."""
+
+    of: str
+    name: str
+    share: float
+    round: int
+
+
+class Service:
+    """Answers calls from one engine. ``models`` may change while it runs."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        renderer: Renderer,
+        models: Mapping[str, Model],
+        limits: Limits,
+        metrics: Metrics,
+        guides: Guides,
+        defaults: SamplingDefaults,
+    ) -> None:
+        self._guides, self.defaults = guides, defaults
+        self.renderer, self.limits, self.metrics = renderer, limits, metrics
+        self.models = dict(models)
+        self.canary: Canary | None = None
+        self._thread, self._sequences = thread, 0
+        self._long, self.tokenizing = ThreadPoolExecutor(LONG_AT_ONCE, "tokenizing"), 0  # of long texts, now
+
+    def model(self, name: str) -> Model:
+        """The model of this name; the first one for "". Raises ApiError 404 if there is none."""
+        if not name:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            known = ", ".join(self.models)
+            raise ApiError(
+                f"the model {name!r} is not served here; there are {known}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return self.models[name]
+
+    def assigned(self, call: Call, user: str) -> Call:
+        """The call with the model that ``user`` gets; without a user, one drawn for this call only. Of how to
+        sample, what the call leaves out is the model's default."""
+        call = replace(call, **self._sampling_fields(call))
+        found = self.canary
+        if found is None or (call.model or next(iter(self.models))) != found.of:
+            return call
+        arm, _ = canary_arm(user or secrets.token_hex(8), found.round, found.share)
+        return replace(call, model=found.name if arm == "canary" else found.of)
+
+    def _sampling_fields(self, call: Call) -> dict[str, Any]:
+        """How to sample, by name: what the call says, else the model's default."""
+        given = {name: getattr(call, name) for name in asdict(self.defaults)}
+        return asdict(self.defaults) | {name: value for name, value in given.items() if value is not None}
+
+    def prompt(self, call: Call) -> np.ndarray:
+        """[P] int32. ApiError for messages that the template refuses, and invalid or too long prompts."""
+        try:
+            if call.tokens is not None:
+                tokens = np.array(call.tokens, np.int64)
+            elif call.messages is not None:
+                if has_surrogate(call.messages):
+                    raise ValueError("a message holds half of a surrogate pair, which is no character")
+                tools = () if call.tool_choice == "none" else call.tools
+                self._check_template(call)
+                tokens = self.renderer.chat(
+                    call.messages,
+                    add_generation_prompt=call.add_generation_prompt and not call.continue_final,
+                    tools=tools,
+                    template_kwargs=call.template_kwargs,
+                    continue_final=call.continue_final,
+                    most=self.limits.context,
+                )
+            else:
+                self.renderer.check_fits(call.text or "", self.limits.context)
+                tokens = self.renderer.prompt(Prompt(uid="", text=call.text or ""))
+        except ValueError as error:
+            code = "context_length_exceeded" if isinstance(error, TooLong) else None
+            param = "prompt" if call.messages is None else "messages"
+            raise ApiError(str(error), param=param, code=code) from error
+        if not len(tokens):
+            raise ApiError("the prompt has no tokens; give at least one", param="prompt")
+        if tokens.min() < 0 or tokens.max() >= self.limits.vocab_size:
+            raise ApiError(
+                f"a prompt has the token {tokens.max()}; the model's are 0 to {self.limits.vocab_size - 1}",
+                param="prompt",
+            )
+        if len(tokens) >= self.limits.context:
+            raise ApiError(
+                f"the prompt has {len(tokens)} tokens and the context {self.limits.context}; shorten it",
+                param="prompt" if call.messages is None else "messages",
+                code="context_length_exceeded",
+            )
+        return tokens.astype(np.int32)
+
+    async def tokens(self, call: Call) -> np.ndarray:
+        """``prompt``, while other requests go on."""
+        return await self._aside(_letters((call.text, call.messages, call.tools)), self.prompt, call)
+
+    async def encoded(self, text: str) -> np.ndarray:
+        """[T] int32 of a text, while other requests go on."""
+        return await self._aside(len(text), self.renderer.encode, text)
+
+    async def decoded(self, tokens: list[int]) -> str:
+        """The text of tokens, special ones too, while other requests go on."""
+        return await self._aside(len(tokens), partial(self.renderer.decode, tokens, skip_special=False))
+
+    async def _aside(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of ``function``; of a long text from a thread, for it would hold up the event loop."""
+        if size <= LONG:
+            return function(*arguments)
+        self.tokenizing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._long, function, *arguments)
+        finally:
+            self.tokenizing -= 1
+
+    def _check_template(self, call: Call) -> None:
+        """ApiError for what the chat template would leave out."""
+        names = {name for name, value in call.template_kwargs.items() if value not in (None, False)}
+        names |= {"reasoning_content"} & {name for message in call.messages or () for name in message}
+        for name in sorted(names):
+            if not self.renderer.reads(name):
+                raise ApiError(f"the chat template does not read {name}; leave it out", param=name)
+
+    def measure(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Tokens of a chat as the model reads it."""
+        return len(self.renderer.chat(messages, tools=tools))
+
+    def sampling(self, call: Call, prompt: np.ndarray) -> Sampling:
+        """The call's sampling settings. Raises ApiError if this server cannot sample with them."""
+        room = self.limits.context - len(prompt)
+        most = self.limits.max_tokens if call.max_tokens is None else call.max_tokens
+        if call.max_tokens is not None and most > self.limits.max_tokens:
+            raise ApiError(
+                f"max_tokens is {most}; this server gives {self.limits.max_tokens} at most",
+                param="max_tokens",
+            )
+        if call.max_tokens is not None and max(most, 1) > room:
+            raise ApiError(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {most}, which exceeds the context of "
+                f"{self.limits.context}; lower max_tokens to {room} or shorten the prompt",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if any(token >= self.limits.vocab_size for token in call.stop_tokens):
+            top = self.limits.vocab_size - 1
+            raise ApiError(f"stop_token_ids holds an id above {top}", param="stop_token_ids")
+        eos = () if call.ignore_eos else self.renderer.stop_tokens
+        if call.grammar and (call.ignore_eos or call.min_tokens):
+            raise ApiError("an answer of a grammar ends with it; leave ignore_eos and min_tokens out")
+        try:
+            return Sampling(
+                **self._sampling_fields(call),
+                max_tokens=max(min(most, room), 1),
+                min_tokens=call.min_tokens,
+                stop_tokens=tuple(sorted({*eos, *call.stop_tokens})),
+                stop_strings=call.stop,
+            )
+        except ValueError as error:
+            raise ApiError(str(error).removeprefix("sampling.")) from error
+
+    async def requests(self, call: Call, model: Model) -> list[Request]:
+        """One request to ``model`` for each of the ``n`` answers; answer k samples with seed (seed, k)."""
+        if call.n > self.limits.n:
+            raise ApiError(f"n is {call.n}; this server gives {self.limits.n} at most", param="n")
+        if call.top_logprobs > self.limits.top_logprobs:
+            raise ApiError(
+                f"top_logprobs is {call.top_logprobs}; use 0 to {self.limits.top_logprobs}",
+                param="top_logprobs",
+            )
+        if (call.prompt_logprobs or 0) > self.limits.top_logprobs:
+            most = self.limits.top_logprobs
+            raise ApiError(
+                f"prompt_logprobs is {call.prompt_logprobs}; use 0 to {most}", param="prompt_logprobs"
+            )
+        prompt = await self.tokens(call)
+        sampling = self.sampling(call, prompt)
+        seed = secrets.randbits(63) if call.seed is None else (call.seed + 2**63) % 2**64 - 2**63
+        guides: list[Guide | None] = [None] * call.n
+        if call.grammar:
+            guides = [*await self._guides.guides(call.grammar, call.n)]
+        greedy = int(call.logprobs and sampling.temperature == 0)  # its own log-probability is the top one
+        return [
+            Request(
+                tokens=prompt,
+                sampling=sampling,
+                seed=(seed, k),
+                salt=call.salt,
+                policy=model.policy,
+                top_logprobs=max(call.top_logprobs, greedy),
+                constraint=guides[k],
+            )
+            for k in range(call.n)
+        ]
+
+    async def prompt_scores(self, call: Call, model: Model) -> Emitted | None:
+        """The prompt's tokens but the first, with their log-probabilities under ``model`` at temperature 1
+        and those of the likeliest. None if the call does not request them."""
+        if (top := call.prompt_logprobs) is None:
+            return None
+        tokens = await self.tokens(call)
+
+        def score(engine: LocalEngine) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+            decoder, adapters, ops = engine.model_of(model.policy)
+            return prompt_scores(decoder, adapters, tokens, top, ops)
+
+        logprobs, best = await self._thread.call(score)
+        likeliest = () if best is None else tuple(zip(*best, strict=True))
+        return Emitted(tokens=tokens[1:], logprobs=logprobs, top=likeliest)
+
+    def check_room(self, count: int) -> None:
+        """ApiError for more answers than this server can begin now (429), or ever (400)."""
+        if count > self.limits.sequences:
+            raise ApiError(
+                f"the request is for {count} answers, and this server gives {self.limits.sequences} at once; "
+                "send fewer prompts",
+                param="prompt",
+            )
+        if self._sequences + count > self.limits.sequences:
+            raise ApiError(
+                f"{self._sequences} sequences are under way, and this server takes {self.limits.sequences}; "
+                "try again later",
+                status=429,
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after=1,
+            )
+
+    async def answer(self, call: Call, requests: list[Request]) -> AsyncGenerator[Piece | Answer, None]:
+        """Yields pieces of all answers as they come, and each Answer at its end. The caller must close it.
+
+        Raises ApiError: 429 if too many sequences are in progress, 504 after the time limit, 500 if the
+        model's numbers are not finite.
+        """
+        self.check_room(len(requests))
+        open_ = [_Open(request, self.renderer, call) for request in requests]
+        if call.max_tokens == 0:
+            for index, one in enumerate(open_):
+                yield one.answer(index, NOTHING)
+            return
+        self._sequences += len(requests)
+        start = time.perf_counter()
+        events = self._thread.generate(requests, self.limits.timeout_s)
+        try:
+            async for index, event in events:
+                if isinstance(event, Emitted):
+                    if not open_[index].emitted and index == 0:
+                        self.metrics.first.observe(time.perf_counter() - start)
+                    yield open_[index].piece(index, event)
+                    continue
+                if event.stop is Stop.ERROR:
+                    guide = requests[index].constraint
+                    if isinstance(guide, Guide) and guide.error:
+                        raise ApiError(guide.error, code="grammar_refused")
+                    raise ApiError(
+                        f"the model failed: {event.error}",
+                        status=500,
+                        kind="server_error",
+                        code="model_error",
+                    )
+                self._count(event, len(requests[index].tokens) if index == 0 else 0, start)
+                yield open_[index].answer(index, event)
+        except TimeoutError:
+            raise ApiError(
+                f"the answer was not whole after {self.limits.timeout_s:g} s, this server's limit",
+                status=504,
+                kind="timeout_error",
+                code="timeout",
+            ) from None
+        except ValueError as error:  # what the engine refuses
+            raise ApiError(str(error)) from error
+        finally:
+            self._sequences -= len(requests)
+            await events.aclose()
+
+    def _count(self, done: Completion, prompt: int, start: float) -> None:
+        seconds, metrics = time.perf_counter() - start, self.metrics
+        metrics.total.observe(seconds)
+        metrics.tokens.labels("prompt").inc(prompt)
+        metrics.tokens.labels("cached").inc(done.cached_tokens)
+        metrics.tokens.labels("sampled").inc(len(done.tokens))
+        if len(done.tokens) > 1:
+            metrics.between.observe(seconds / len(done.tokens))
+
+    @property
+    def under_way(self) -> int:
+        """Sequences that were admitted and have not ended."""
+        return self._sequences
+
+
+def _letters(value: Any) -> int:
+    """Roughly the letters of texts in lists and objects, each part counting as 32 more."""
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(32 + _letters(part) for part in parts)
+
+
+class _Open:
+    """An answer in progress."""
+
+    def __init__(self, request: Request, renderer: Renderer, call: Call) -> None:
+        self.emitted: list[Emitted] = []
+        self._request = request
+        self._parallel = call.parallel_calls
+        self._tools = bool(call.tools) and call.tool_choice != "none"
+        self._stream = TextStream(renderer, call.stop, tools=self._tools)
+
+    def piece(self, index: int, emitted: Emitted) -> Piece:
+        self.emitted.append(emitted)
+        stop = self._request.sampling.stop_tokens
+        text = self._stream.push([token for token in emitted.tokens.tolist() if token not in stop])
+        return Piece(index=index, text=text, emitted=emitted)
+
+    def answer(self, index: int, done: Completion) -> Answer:
+        request = self._request
+        content, calls = done.text, ()
+        if self._tools:
+            content, calls = read_calls(done.text, f"{request.seed[0] % 2**48:012x}{index}")
+            calls = calls if self._parallel else calls[:1]
+        return Answer(
+            index=index,
+            content=content,
+            rest=self._stream.rest(content),
+            tool_calls=calls,
+            completion=done,
+            emitted=tuple(self.emitted),
+            prompt=request.tokens,
+            seed=request.seed,
+        )

@@ -1,0 +1,123 @@
+"""Tools in prompts, tool calls in answers, and the text of an answer while it is sampled.
+
+Calls are read in the format that Qwen, Hermes and SmolLM3 use:
+
+    <tool_call>
+    {"name": "add", "arguments": {"a": 1, "b": 2}}
+    </tool_call>
+
+Agents of small models have a shorter form, ``equals``: an answer that ends in "5=" calls the only tool with
+5, as with the calculator of GSM8K (arXiv 2110.14168). Its result is a user message; the tool is undescribed,
+as such a model has not learned to read a description.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ostinato.apps.serve.calls import ApiError, Message, ToolCall
+from ostinato.env.tools import EQUALS
+from ostinato.render import IncrementalDecoder, Renderer
+from ostinato.tool_calls import OPEN, arguments_of, parse_calls
+
+CallForm = Literal["json", "equals"]
+
+
+def read_calls(text: str, prefix: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """(text without its tool calls, the calls). If one of them cannot be parsed, all stay text.
+
+    Ids are ``prefix`` and a number, so that the same request gives the same answer.
+    """
+    calls = parse_calls(text)
+    if not calls or any(call.error for call in calls):
+        return text, ()
+    made = tuple(
+        ToolCall(
+            id=f"call_{prefix}{number}",
+            name=call.name,
+            arguments=json.dumps(call.arguments or {}, ensure_ascii=False),
+        )
+        for number, call in enumerate(calls)
+    )
+    return text.partition(OPEN)[0].rstrip(), made
+
+
+def for_equals(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for a model that calls its tool by "argument=". Raises ApiError unless ``tools`` are one
+    tool with one parameter, or none."""
+    if tools:
+        _only(tools)
+    chat = []
+    for message in messages:
+        role, text = message["role"], message.get("content") or ""
+        for call in message.get("tool_calls") or ():
+            text += f"{next(iter(arguments_of(call).values()))}="
+        chat.append({"role": "user" if role == "tool" else role, "content": text})
+    return chat
+
+
+def read_equals(
+    text: str, tools: Sequence[Mapping[str, Any]], prefix: str
+) -> tuple[str, tuple[ToolCall, ...]]:
+    """Like ``read_calls``, for the format ``equals``; ``text`` includes its stop string."""
+    found = EQUALS.search(text)
+    if found is None:
+        return text, ()
+    name, parameter, number = *_only(tools), int(found[1])
+    arguments = json.dumps({parameter[0]: str(number) if parameter[1] == "string" else number})
+    return text[: found.start()], (ToolCall(id=f"call_{prefix}0", name=name, arguments=arguments),)
+
+
+def _only(tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[str, str]]:
+    """(name, (parameter, its type)) of the only tool."""
+    functions = [tool.get("function", tool) for tool in tools]
+    fields = [(one.get("parameters") or {}).get("properties") or {} for one in functions]
+    if len(tools) != 1 or len(fields[0]) != 1:
+        raise ApiError(
+            'task.agent_tool_calls is "equals", which is for one tool with one parameter; the request has '
+            f"{len(tools)} with {', '.join(str(len(each)) for each in fields)} parameters",
+            param="tools",
+        )
+    ((name, schema),) = fields[0].items()
+    return functions[0]["name"], (name, schema.get("type", "integer"))
+
+
+class TextStream:
+    """The final text of a growing answer: without an end that may still become part of a stop string or a
+    tool call."""
+
+    def __init__(self, renderer: Renderer, stop: Sequence[str], *, tools: bool) -> None:
+        self._decoder = IncrementalDecoder(renderer, stop)
+        self._held = (*stop, OPEN) if tools else tuple(stop)
+        self._tools, self._sent, self._stopped = tools, 0, False
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Add ``tokens``; returns the text that has become final."""
+        for token in tokens:
+            if self._stopped:
+                break
+            self._stopped = self._decoder.push(token)
+        text = self._decoder.text
+        if self._tools and OPEN in text:
+            text = text[: text.index(OPEN)].rstrip()
+        else:
+            text = text if self._stopped else text[: len(text) - _overhang(text, self._held)]
+            text = text.rstrip() if self._tools else text  # blanks before a call are not content
+        fresh = text[self._sent :]
+        self._sent = max(self._sent, len(text))
+        return fresh
+
+    def rest(self, content: str) -> str:
+        """The part of the whole ``content`` that has not been returned yet."""
+        return content[self._sent :]
+
+
+def _overhang(text: str, strings: Sequence[str]) -> int:
+    """Length of the longest suffix of ``text`` that is a prefix of one of ``strings``."""
+    most = max((len(string) for string in strings), default=0)
+    for length in range(min(most, len(text)), 0, -1):
+        if any(string.startswith(text[-length:]) for string in strings):
+            return length
+    return 0

@@ -1,0 +1,104 @@
+"""``ostinato memory serve``: a proxy in front of another server that keeps chats within a token budget.
+
+POST /v1/chat/completions: the messages are shortened, the rest of the body and the answer stay as they are.
+GET, POST /v1/memory/{session}: ``serve.memory``. Any other path is forwarded unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ostinato.apps.serve.calls import ApiError, json_of
+from ostinato.apps.serve.memory import Remembered
+from ostinato.apps.serve.server import read_body
+
+KEPT = ("authorization", "content-type", "accept", "x-api-key", "openai-organization", "openai-project")
+FILES = "multipart/form-data"  # of the paths that are forwarded unread
+NAMED = "x-ostinato-session"  # header of a reply: the session that it belongs to
+
+
+class Upstream:
+    """The handlers of a proxy in front of ``url`` (".../v1"). ``key`` is sent if a client sends none."""
+
+    def __init__(self, url: str, remembered: Remembered, key: str = "", timeout_s: float = 600.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f'the address is {url!r}; give it as "http://host:8000/v1"')
+        self._url, self._remembered, self._key = url.rstrip("/"), remembered, key
+        self._client = httpx2.AsyncClient(timeout=timeout_s, trust_env=False)
+
+    async def chat(self, request: Request) -> Response:
+        body = json_of(await read_body(request), surrogates=True)
+        messages = body.get("messages") if isinstance(body, dict) else None
+        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+            raise ApiError("messages is no list of messages with roles", param="messages")
+        given = body.get("metadata")
+        session = given.get("session_id") if isinstance(given, dict) else ""
+        name, body["messages"] = await self._remembered.shortened(str(session or ""), messages)
+        return await self._passed(request, "/chat/completions", json.dumps(body).encode(), {NAMED: name})
+
+    async def other(self, request: Request) -> Response:
+        path = request.url.path.removeprefix("/v1") + (f"?{request.url.query}" if request.url.query else "")
+        return await self._passed(request, path, await read_body(request), {})
+
+    async def _passed(self, request: Request, path: str, body: bytes, named: Mapping[str, str]) -> Response:
+        headers = {name: value for name, value in request.headers.items() if name in KEPT}
+        if self._key and not {"authorization", "x-api-key"} & headers.keys():
+            headers["authorization"] = f"Bearer {self._key}"
+        passed = self._client.build_request(request.method, self._url + path, content=body, headers=headers)
+        try:
+            reply = await self._client.send(passed, stream=True)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise ApiError(
+                f"{self._url} does not answer ({type(error).__name__}: {error})",
+                status=502,
+                kind="server_error",
+            ) from error
+        kind = {"content-type": reply.headers.get("content-type", "application/json")}
+        return StreamingResponse(_bytes(reply), reply.status_code, headers={**kind, **named})
+
+    async def memory(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if request.method == "POST":
+            return JSONResponse(await self._remembered.change(name, await read_body(request)))
+        return JSONResponse(await self._remembered.view(name))
+
+    def app(self) -> Starlette:
+        @asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            yield
+            await self._client.aclose()
+
+        async def refused(request: Request, error: Exception) -> Response:
+            assert isinstance(error, ApiError)
+            return JSONResponse(error.body(), status_code=error.status)
+
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/memory/{name:path}", self.memory, methods=["GET", "POST"]),
+                Route("/{path:path}", self.other, methods=["GET", "POST", "DELETE"]),
+            ],
+            exception_handlers={ApiError: refused},
+            lifespan=lifespan,
+        )
+
+
+async def _bytes(reply: httpx2.Response) -> AsyncIterator[bytes]:
+    try:
+        async for part in reply.aiter_bytes():
+            yield part
+    finally:
+        await reply.aclose()
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)

@@ -1,0 +1,314 @@
+"""The HTTP side of the Tinker server: its routes, keys, long polls, and errors in Tinker's format."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ostinato.apps.serve.calls import ApiError, json_of
+from ostinato.apps.serve.server import Handler, guarded, read_body
+from ostinato.apps.tinker.futures import SAMPLE, Futures
+from ostinato.apps.tinker.listings import Listings
+from ostinato.apps.tinker.models import MODEL, CreateBody, LoadBody
+from ostinato.apps.tinker.registry import FAILED, PENDING, Registry, UserError
+from ostinato.apps.tinker.wire import (
+    MOST_BYTES,
+    Body,
+    SampleBody,
+    Seq,
+    parsed,
+    sequence_ids,
+    training_request,
+    unpacked,
+)
+from ostinato.apps.tinker.work import SAMPLER, Work
+
+POLL_S = 30.0  # of a long poll; the SDK's timeout is 45
+INLINE_BYTES = 1 << 20  # a larger result is announced first, if the client supports that
+MOST_SAMPLING = 8192  # requests in progress; more are answered with 429, and the SDK waits
+PURGE_S = 60.0
+FETCHED_S, KEPT_S = 600.0, 7 * 24 * 3600.0  # how long results are kept, once fetched and at all
+SESSION = "session"
+
+
+class SeqBody(Body):
+    model_id: str
+    seq_id: Seq
+
+
+class SamplerBody(Body):
+    session_id: str
+    sampling_session_seq_id: Seq
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SessionBody(Body):
+    session_id: str
+
+
+class ModelBody(Body):
+    model_id: str
+
+
+class FutureBody(Body):
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class Door:
+    """The handlers of one server."""
+
+    def __init__(self, work: Work, registry: Registry, futures: Futures, key: str = "") -> None:
+        self._work, self._registry, self._futures, self._key = work, registry, futures, key
+
+    # ---- the handshake
+
+    async def client_config(self, request: Request) -> Response:
+        return JSONResponse({"sample_no_retries": False, "parallel_fwdbwd_chunks": True})
+
+    async def dynamic_config(self, request: Request) -> Response:
+        return JSONResponse({"sample_cancel_enabled": True})
+
+    async def create_session(self, request: Request) -> Response:
+        """Retries carry the same idempotency key, and get the same session."""
+        body = await _json(request)
+        given = request.headers.get("x-idempotency-key", "")
+        id = hashlib.sha256(given.encode()).hexdigest()[:16] if given else secrets.token_hex(8)
+        if self._registry.get(SESSION, id) is None:
+            kept = ("tags", "user_metadata", "sdk_version", "project_id", "display_name")
+            self._registry.put(SESSION, id, {name: body.get(name) for name in kept})
+        return JSONResponse({"session_id": id, "type": "create_session"})
+
+    async def heartbeat(self, request: Request) -> Response:
+        session = self._registry.found(SESSION, parsed(SessionBody, await _body(request)).session_id)
+        if session.get("finished"):
+            return _refusal("this session has finished", 410)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish_session(self, request: Request) -> Response:
+        id = request.path_params["session"]
+        self._registry.put(
+            SESSION, id, {**self._registry.found(SESSION, id), "finished": await _json(request)}
+        )
+        await self._work.finish_session(id)
+        return Response(status_code=204)
+
+    async def telemetry(self, request: Request) -> Response:
+        await _body(request)
+        return JSONResponse({"status": "accepted"})
+
+    async def healthz(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def capabilities(self, request: Request) -> Response:
+        base = self._work.base
+        model = {"model_name": base.name, "max_context_length": base.context}
+        return JSONResponse({"supported_models": [{**model, "trainable": True, "sampleable": True}]})
+
+    # ---- promises
+
+    async def create_model(self, request: Request) -> Response:
+        data = await _body(request)
+        body = parsed(CreateBody, data)
+        self._registry.found(SESSION, body.session_id)
+        return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "create_model", data)
+
+    async def load_weights(self, request: Request) -> Response:
+        data = await _body(request)
+        body = parsed(LoadBody, data)
+        if body.session_id is not None and body.model_seq_id is not None:
+            self._registry.found(SESSION, body.session_id)
+            return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "load_weights", data)
+        if body.model_id is None or body.seq_id is None:
+            raise UserError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
+        return self._of_model(body.model_id, body.seq_id, "load_weights", data)
+
+    async def forward_backward(self, request: Request) -> Response:
+        data = unpacked(await _body(request), request.headers.get("content-encoding", ""))
+        message = training_request(data)
+        return self._of_model(message.model_id, message.seq_id, "forward_backward", data)
+
+    def of_model(self, kind: str) -> Handler:
+        """A request of a model whose body is JSON."""
+
+        async def handler(request: Request) -> Response:
+            data = await _body(request)
+            body = parsed(SeqBody, data)
+            return self._of_model(body.model_id, body.seq_id, kind, data)
+
+        return handler
+
+    def _of_model(self, model: str, seq: int, kind: str, data: bytes) -> Response:
+        self._registry.found(MODEL, model)
+        if seq < 1:
+            raise UserError(f"seq_id is {seq}; the requests of a model count from 1")
+        return self._promise(model, seq, kind, data)
+
+    def _promise(self, model: str, seq: int, kind: str, data: bytes) -> Response:
+        id = f"{model}:{seq}"
+        self._futures.submit(id, model, seq, kind, data)
+        return JSONResponse({"request_id": id, "model_id": model})
+
+    async def asample(self, request: Request) -> Response:
+        data = await _body(request)
+        body = parsed(SampleBody, data)
+        if self._futures.sampling >= MOST_SAMPLING:
+            return _refusal(f"{MOST_SAMPLING} samples are under way; try again later", 429)
+        if body.sampling_session_id is not None:
+            if body.seq_id is None:
+                raise UserError("seq_id is missing; requests of a sampling session are numbered")
+            self._registry.found(SAMPLER, body.sampling_session_id)
+            id, owner = f"{body.sampling_session_id}:{body.seq_id}", body.sampling_session_id
+        else:
+            id, owner = f"sample:{secrets.token_hex(8)}", ""
+        self._futures.submit(id, owner, body.seq_id or 0, SAMPLE, data)
+        named = sequence_ids(id, min(body.num_samples, 1024))
+        return JSONResponse({"request_id": id, "sample_sequence_ids": named})
+
+    async def retrieve(self, request: Request) -> Response:
+        """The result; 408 while it is pending, 410 if the request is unknown or its result was dropped."""
+        body = parsed(FutureBody, await _body(request))
+        stored = await self._futures.result(body.request_id, POLL_S)
+        if stored is None or (stored.state != PENDING and stored.result is None):
+            return _refusal(f"the request {body.request_id} is not known here; submit it again", 410)
+        if stored.state == PENDING:
+            waiting = {"type": "try_again", "request_id": stored.id, "queue_state": "active"}
+            return JSONResponse(waiting, status_code=408)
+        assert stored.result is not None
+        if stored.state != FAILED and body.allow_metadata_only and len(stored.result) > INLINE_BYTES:
+            return JSONResponse({"status": "complete_metadata", "response_payload_size": len(stored.result)})
+        return Response(stored.result, media_type=stored.media)
+
+    async def cancel(self, request: Request) -> Response:
+        self._futures.cancel(parsed(FutureBody, await _body(request)).request_id)
+        return Response(status_code=204)
+
+    # ---- models and samplers
+
+    async def get_info(self, request: Request) -> Response:
+        id = parsed(ModelBody, await _body(request)).model_id
+        base, rank = self._work.base, self._work.models.spec(id).rank
+        data = {"arch": base.decoder.config.model_type, "model_name": base.name, "tokenizer_id": base.path}
+        lora = {"is_lora": True, "lora_rank": rank}
+        return JSONResponse(
+            {"type": "get_info", "model_data": data, "model_id": id, "model_name": base.name, **lora}
+        )
+
+    async def unload_model(self, request: Request) -> Response:
+        id = parsed(ModelBody, await _body(request)).model_id
+        await self._work.models.release(id)
+        return JSONResponse({"request_id": id, "model_id": id, "type": "unload_model"})
+
+    async def create_sampler(self, request: Request) -> Response:
+        body = parsed(SamplerBody, await _body(request))
+        self._registry.found(SESSION, body.session_id)
+        if body.model_path is None:
+            self._work.models.check_base(body.base_model or "")
+        id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+        self._work.new_sampler(id, body.session_id, body.model_path)
+        return JSONResponse({"sampling_session_id": id, "type": "create_sampling_session"})
+
+    async def sampler(self, request: Request) -> Response:
+        id = request.path_params["sampler"]
+        path = self._registry.found(SAMPLER, id)["path"]
+        return JSONResponse({"sampler_id": id, "base_model": self._work.base.name, "model_path": path})
+
+    def guarded(self, handler: Handler) -> Handler:
+        """``handler`` with the key checked, and errors in Tinker's format."""
+
+        async def named(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except UserError as error:
+                return _refusal(str(error), error.status)
+
+        return guarded(named, self._key, _failure, "set TINKER_API_KEY")
+
+
+def _failure(error: ApiError) -> Response:
+    return _refusal(str(error), error.status, "user" if error.status < 500 else "server")
+
+
+def _refusal(sentence: str, status: int, category: str = "user") -> Response:
+    return JSONResponse({"error": sentence, "category": category}, status_code=status)
+
+
+async def _body(request: Request) -> bytes:
+    return await read_body(request, MOST_BYTES)
+
+
+async def _json(request: Request) -> dict[str, Any]:
+    found = json_of(await _body(request) or b"{}")
+    if not isinstance(found, dict):
+        raise UserError("the body is no JSON object")
+    return found
+
+
+def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
+    """The application. ``key``: the API key of clients; empty: none. ``state.ending()`` ends long polls."""
+    futures = Futures(registry, work.run)
+    door, listings = Door(work, registry, futures, key), Listings(work, registry)
+
+    async def purge() -> None:
+        while True:
+            await asyncio.sleep(PURGE_S)
+            registry.purge(FETCHED_S, KEPT_S)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        futures.resume()
+        purging = asyncio.create_task(purge())
+        try:
+            yield
+        finally:
+            purging.cancel()
+            await futures.close()
+            await work.models.close()
+
+    def route(path: str, handler: Handler, *methods: str) -> Route:
+        return Route(f"/api/v1{path}", door.guarded(handler), methods=methods or ("POST",))
+
+    async def failed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _refusal(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+
+    kinds = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
+    app = Starlette(
+        routes=[
+            route("/client/config", door.client_config),
+            route("/client/dynamic_config", door.dynamic_config),
+            route("/create_session", door.create_session),
+            route("/session_heartbeat", door.heartbeat),
+            route("/sessions/{session}/finish", door.finish_session),
+            route("/telemetry", door.telemetry),
+            route("/healthz", door.healthz, "GET"),
+            route("/get_server_capabilities", door.capabilities, "GET"),
+            route("/create_model", door.create_model),
+            route("/load_weights", door.load_weights),
+            route("/forward_backward", door.forward_backward),
+            *(route(f"/{kind}", door.of_model(kind)) for kind in kinds),
+            route("/asample", door.asample),
+            route("/retrieve_future", door.retrieve),
+            route("/cancel_future", door.cancel),
+            route("/get_info", door.get_info),
+            route("/unload_model", door.unload_model),
+            route("/create_sampling_session", door.create_sampler),
+            route("/samplers/{sampler}", door.sampler, "GET"),
+            *(route(path, handler, method) for path, method, handler in listings.routes()),
+        ],
+        exception_handlers={HTTPException: failed},
+        lifespan=lifespan,
+    )
+    app.state.ending = futures.end_waits
+    return app

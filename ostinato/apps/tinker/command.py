@@ -1,0 +1,46 @@
+"""``ostinato tinker``: a server for the Tinker SDK, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ostinato.apps.serve.command import Address
+from ostinato.launch import threads
+from ostinato.launch.models import recipe_of
+from ostinato.terminal import say
+
+EXAMPLE = """
+    import tinker
+    client = tinker.ServiceClient().create_lora_training_client("{name}", rank=16).result()
+    print(client.save_weights_and_get_sampling_client().result().get_base_model())
+"""
+
+
+def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, name: str = "") -> None:
+    """Serve until a signal. Raises ValueError for what cannot be served."""
+    for package in ("tinker", "uvicorn"):
+        if find_spec(package) is None:  # not imported yet: the SDK loads torch, and threads are chosen before
+            raise ValueError(f'tinker needs {package}; install it: pip install "ostinato[tinker]"')
+    from ostinato.apps.serve.server import HttpServer, address, bound, key_for
+
+    key = key_for(where.host, "--host", where.key)
+    if key and not key.startswith("tml-"):
+        raise ValueError("the key does not begin with tml-, and the SDK sends no other; choose one that does")
+    listening = bound(where.host, where.port)
+    with listening:
+        recipe, _ = recipe_of(target, *overrides)
+        threads.configure(recipe)
+        from ostinato.apps.tinker.app import new_app
+        from ostinato.apps.tinker.base import open_work
+        from ostinato.apps.tinker.registry import PROTO
+
+        with open_work(target, tuple(overrides), state, name) as opened:
+            app = new_app(opened.work, opened.registry, key=key)
+            say(f"export TINKER_BASE_URL={address(listening)}")
+            say(f"export TINKER_API_KEY={key or 'tml-local'}")
+            say(EXAMPLE.format(name=opened.work.base.name))
+            say(f"what clients make is kept in {state} (Ctrl-C ends the server)")
+            options = {"drain_s": where.drain_s, "ending": app.state.ending}
+            HttpServer(app, listening, where.access.with_types(PROTO), **options).serve_until_signal()

@@ -1,0 +1,137 @@
+"""Futures: a request is stored, acknowledged and run in order, and its result is kept until fetched.
+
+Requests of a model run one after the other by their ``seq``, in whatever order they arrive; a missing one
+holds up those after it. Samples run as they come. After a restart, pending requests run again: first, one by
+one, those that ran when the process died, and what was running at two deaths fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from ostinato.apps.tinker.registry import PENDING, Registry, Result, Stored
+
+Run = Callable[[Stored], Awaitable[Result]]
+SAMPLE = "sample"
+MOST_STARTS = 2  # of a request in whose course the process died
+log = logging.getLogger(__name__)
+
+
+class Futures:
+    """The requests of a registry, run by ``run`` in the event loop that calls ``resume``."""
+
+    def __init__(self, registry: Registry, run: Run) -> None:
+        self._registry, self._run = registry, run
+        self._ended: dict[str, asyncio.Event] = {}  # of requests with a waiting client
+        self._queues: dict[str, asyncio.Task[None]] = {}  # by model
+        self._samples: dict[str, asyncio.Task[None]] = {}  # by request
+        self._is_ending = False
+
+    @property
+    def sampling(self) -> int:
+        """Sample requests that have not ended."""
+        return len(self._samples)
+
+    def resume(self) -> None:
+        """Run the pending requests of an earlier process."""
+        pending = self._registry.pending()
+        if suspects := [stored for stored in pending if stored.starts]:
+            task = asyncio.create_task(self._resume(suspects, pending))
+            self._queues.update({stored.owner: task for stored in pending})
+        else:
+            for stored in pending:
+                self._start(stored)
+
+    async def _resume(self, suspects: list[Stored], pending: list[Stored]) -> None:
+        """Run each of ``suspects`` alone, as one of them may have ended the process, and then the others."""
+        for stored in suspects:
+            await self._one(stored)
+        for owner in {stored.owner for stored in pending}:
+            del self._queues[owner]
+        tried = {stored.id for stored in suspects}
+        for stored in pending:
+            if stored.id not in tried:
+                self._start(stored)
+            elif stored.kind != SAMPLE and stored.owner not in self._queues:
+                self._queues[stored.owner] = asyncio.create_task(self._in_order(stored.owner))
+
+    def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> None:
+        """Accept a request; a repeated one has no effect. UserError if its ``seq`` is used by another."""
+        if self._registry.submit(id, owner, seq, kind, body):
+            stored = self._registry.request(id)
+            assert stored is not None
+            self._start(stored)
+
+    async def result(self, id: str, wait_s: float) -> Stored | None:
+        """The request once it has ended, or as it is after ``wait_s``; None for one that is unknown."""
+        stored = self._registry.request(id)
+        if stored is not None and stored.state == PENDING and not self._is_ending:
+            event = self._ended.setdefault(id, asyncio.Event())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), wait_s)
+            stored = self._registry.request(id)
+        if stored is not None and stored.state != PENDING:
+            self._registry.fetched(id)
+        return stored
+
+    def cancel(self, id: str) -> None:
+        """Cancel a sample request, on behalf of its client."""
+        if (task := self._samples.get(id)) is not None:
+            task.cancel()
+            self._finish(id, Result.failed("the client has cancelled this request", "User"))
+
+    def end_waits(self) -> None:
+        """Let ``result`` return at once: polling clients will retry at the next process."""
+        self._is_ending = True
+        for event in self._ended.values():
+            event.set()
+
+    async def close(self) -> None:
+        """Cancel running requests; they stay pending for the next process."""
+        tasks = [*self._queues.values(), *self._samples.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, stored: Stored) -> None:
+        if stored.kind == SAMPLE:
+            task = self._samples[stored.id] = asyncio.create_task(self._one(stored))
+            task.add_done_callback(lambda _: self._samples.pop(stored.id, None))
+        elif (queue := self._queues.get(stored.owner)) is None or queue.done():
+            self._queues[stored.owner] = asyncio.create_task(self._in_order(stored.owner))
+
+    async def _in_order(self, owner: str) -> None:
+        """Run the requests of a model by ``seq``, up to a missing one, whose arrival starts this again."""
+        while (stored := self._registry.next_of(owner, self._registry.last_seq(owner) + 1)) is not None:
+            await self._one(stored)
+
+    async def _one(self, stored: Stored) -> None:
+        try:
+            result = await self._result(stored)
+        except ValueError as error:  # an error of the client
+            result = Result.failed(str(error), "User")
+        except Exception as error:
+            log.exception("request %s failed", stored.id)
+            result = Result.failed(f"{type(error).__name__}: {error}", "Server")
+        self._finish(stored.id, result)
+
+    async def _result(self, stored: Stored) -> Result:
+        if stored.starts >= MOST_STARTS:
+            return Result.failed(
+                f"the server died {stored.starts} times while it ran this request; it is not tried again",
+                "Server",
+            )
+        self._registry.started(stored.id)
+        try:
+            return await self._run(stored)
+        except asyncio.CancelledError:
+            self._registry.started(stored.id, -1)
+            raise
+
+    def _finish(self, id: str, result: Result) -> None:
+        self._registry.finish(id, result)
+        if (event := self._ended.pop(id, None)) is not None:
+            event.set()

@@ -1,0 +1,223 @@
+"""Queries of clients about their sessions, runs and checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from ostinato.apps.serve.server import Handler, read_body
+from ostinato.apps.tinker.models import MODEL
+from ostinato.apps.tinker.registry import NotFound, Registry, UserError
+from ostinato.apps.tinker.wire import Body, Seconds, Seq, parsed
+from ostinato.apps.tinker.work import CHECKPOINT, SAMPLER, Work
+
+LATEST = 253402300799.0  # the end of the year 9999, after which there are no dates
+RUNS, ONE = "/training_runs", "/training_runs/{run}/checkpoints/{kind}/{name}"
+
+
+class PathBody(Body):
+    tinker_path: str
+
+
+class ProjectBody(Body):
+    project_id: str | None = None
+
+
+class CopyBody(Body):
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: Seq | None = None
+    ttl_seconds: Seconds | None = None
+
+
+class TtlBody(Body):
+    ttl_seconds: Seconds | None = None
+
+
+class Listings:
+    """The handlers of listings, and of checkpoints by path."""
+
+    def __init__(self, work: Work, registry: Registry) -> None:
+        self._work, self._registry = work, registry
+
+    def routes(self) -> Iterator[tuple[str, str, Handler]]:
+        """(path, method, handler)."""
+        yield RUNS, "GET", self.runs
+        yield f"{RUNS}/{{run}}", "GET", self.run
+        yield f"{RUNS}/{{run}}/checkpoints", "GET", self.checkpoints_of
+        yield ONE, "DELETE", self.delete
+        yield f"{ONE}/publish", "POST", self.publish
+        yield f"{ONE}/publish", "DELETE", self.unpublish
+        yield f"{ONE}/ttl", "PUT", self.ttl
+        yield f"{ONE}/external_weights_urls", "GET", self.urls
+        yield f"{ONE}/files/{{file:path}}", "GET", self.file
+        yield "/checkpoints", "GET", self.checkpoints
+        yield "/weights_info", "POST", self.weights_info
+        yield "/copy_weights", "POST", self.copy
+        yield "/billing/usage/checkpoints/current", "GET", self.usage
+        yield "/sessions", "GET", self.sessions
+        yield "/sessions/{session}", "GET", self.session
+        yield "/sessions/{session}/project", "PUT", self.project
+
+    async def runs(self, request: Request) -> Response:
+        rows, cursor = _page([self._run(*one) for one in self._registry.all(MODEL)], request)
+        return JSONResponse({"training_runs": rows, "cursor": cursor})
+
+    async def run(self, request: Request) -> Response:
+        id = request.path_params["run"]
+        for one in self._registry.all(MODEL):
+            if one[0] == id:
+                return JSONResponse(self._run(*one))
+        raise NotFound(f"there is no training run {id!r} here")
+
+    async def checkpoints_of(self, request: Request) -> Response:
+        rows = [_checkpoint(*one) for one in self._registry.all(CHECKPOINT, request.path_params["run"])]
+        return JSONResponse({"checkpoints": rows})
+
+    async def checkpoints(self, request: Request) -> Response:
+        rows, cursor = _page([_checkpoint(*one) for one in self._registry.all(CHECKPOINT)], request, 100)
+        return JSONResponse({"checkpoints": rows, "cursor": cursor})
+
+    async def delete(self, request: Request) -> Response:
+        self._work.delete(self._path(request))
+        return Response(status_code=204)
+
+    async def publish(self, request: Request) -> Response:
+        return self._changed(request, public=True)
+
+    async def unpublish(self, request: Request) -> Response:
+        return self._changed(request, public=False)
+
+    async def ttl(self, request: Request) -> Response:
+        seconds = parsed(TtlBody, await read_body(request)).ttl_seconds
+        expires = None if seconds is None else datetime.now(UTC).timestamp() + seconds
+        return self._changed(request, expires=expires)
+
+    async def urls(self, request: Request) -> Response:
+        """URLs of all files, served here; they expire with the checkpoint."""
+        path = self._path(request)
+        folder = self._work.folder_of(path)
+        base = str(request.url).removesuffix("/external_weights_urls")
+        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        expires = self._registry.found(CHECKPOINT, path)["expires"] or 4102444800.0  # the year 2100
+        return JSONResponse(
+            {"urls": {name: f"{base}/files/{name}" for name in files}, "expires": _time(expires)}
+        )
+
+    async def file(self, request: Request) -> Response:
+        folder = self._work.folder_of(self._path(request)).resolve()
+        file = (folder / request.path_params["file"]).resolve()
+        if not file.is_relative_to(folder) or not file.is_file():
+            raise NotFound(f"this checkpoint has no file {request.path_params['file']!r}")
+        return FileResponse(file)
+
+    async def weights_info(self, request: Request) -> Response:
+        path = parsed(PathBody, await read_body(request)).tinker_path
+        self._work.folder_of(path)
+        model = self._registry.found(CHECKPOINT, path)["model"]
+        lora = (self._registry.get(MODEL, model) or {}).get("lora", {})
+        kept = ("train_unembed", "train_mlp", "train_attn")
+        facts = {"base_model": self._work.base.name, "is_lora": True, "lora_rank": lora.get("rank")}
+        return JSONResponse({**facts, **{name: lora.get(name) for name in kept}})
+
+    async def copy(self, request: Request) -> Response:
+        """Copy a checkpoint to the run that is named, or to a new one."""
+        body = parsed(CopyBody, await read_body(request))
+        if body.session_id is not None:
+            self._registry.found("session", body.session_id)
+        given = request.headers.get("x-idempotency-key", "") or secrets.token_hex(8)
+        own = f"copy-{hashlib.sha256(given.encode()).hexdigest()[:16]}:train:0"
+        run = own if body.session_id is None else f"{body.session_id}:train:{body.model_seq_id or 0}"
+        expires = None if body.ttl_seconds is None else datetime.now(UTC).timestamp() + body.ttl_seconds
+        return JSONResponse({"tinker_path": self._work.copy(body.source_path, run, expires)})
+
+    async def usage(self, request: Request) -> Response:
+        """Disk usage of all checkpoints."""
+        sizes = [document["size"] for _, _, document in self._registry.all(CHECKPOINT)]
+        row = {"checkpoint_count": len(sizes), "size_bytes": sum(sizes), "size_gigabytes": sum(sizes) / 1e9}
+        return JSONResponse({"data": [row]})
+
+    async def sessions(self, request: Request) -> Response:
+        rows, _ = _page([id for id, _, _ in self._registry.all("session")], request)
+        return JSONResponse({"sessions": rows})
+
+    async def session(self, request: Request) -> Response:
+        id = request.path_params["session"]
+        document = self._registry.found("session", id)
+        return JSONResponse(
+            {
+                "training_run_ids": [model for model, _, _ in self._registry.all(MODEL, id)],
+                "sampler_ids": [sampler for sampler, _, _ in self._registry.all(SAMPLER, id)],
+                "user_metadata": document["user_metadata"],
+                "display_name": document["display_name"],
+            }
+        )
+
+    async def project(self, request: Request) -> Response:
+        """The project of a session; stored, but without effect on this server."""
+        id, body = request.path_params["session"], parsed(ProjectBody, await read_body(request))
+        document = self._registry.found("session", id)
+        self._registry.put("session", id, {**document, "project_id": body.project_id})
+        return Response(status_code=204)
+
+    def _run(self, id: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
+        rows = [_checkpoint(*one) for one in self._registry.all(CHECKPOINT, id)]
+
+        def newest(kind: str) -> dict[str, Any] | None:
+            return next((row for row in rows if row["checkpoint_type"] == kind), None)
+
+        return {
+            "training_run_id": id,
+            "base_model": self._work.base.name,
+            "model_owner": "local",
+            "is_lora": True,
+            "lora_rank": document["spec"]["rank"],
+            "last_request_time": _time(self._registry.last_time(id) or created),
+            "last_checkpoint": newest("training"),
+            "last_sampler_checkpoint": newest("sampler"),
+            "user_metadata": document["user_metadata"],
+        }
+
+    def _path(self, request: Request) -> str:
+        return "tinker://{run}/{kind}/{name}".format(**request.path_params)
+
+    def _changed(self, request: Request, **fields: Any) -> Response:
+        path = self._path(request)
+        self._work.folder_of(path)
+        document = self._registry.found(CHECKPOINT, path)
+        self._registry.put(CHECKPOINT, path, {**document, **fields})
+        return Response(status_code=204)
+
+
+def _page(rows: list[Any], request: Request, usual: int = 20) -> tuple[list[Any], dict[str, int]]:
+    try:
+        limit = int(request.query_params.get("limit", usual))
+        offset = int(request.query_params.get("offset", 0))
+    except ValueError as error:
+        raise UserError(f"limit and offset are numbers: {error}") from error
+    if limit < 0 or offset < 0:
+        raise UserError(f"limit is {limit} and offset {offset}; use numbers from 0")
+    return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
+
+
+def _checkpoint(path: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "checkpoint_id": path.split("/", 3)[3],
+        "checkpoint_type": document["kind"],
+        "time": _time(created),
+        "tinker_path": path,
+        "size_bytes": document["size"],
+        "public": document["public"],
+        "user_metadata": document["user_metadata"],
+        "expires_at": None if document["expires"] is None else _time(document["expires"]),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat()

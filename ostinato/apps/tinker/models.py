@@ -1,0 +1,338 @@
+"""Models in training: each is an adapter of its own on the one base model, with snapshots and replay.
+
+A snapshot has an adapter and its optimizer after a request, but no gradients. The requests after it are in
+the registry and run again when a process loads the model: the same requests in the same order give the same
+bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato.apps.serve.thread import EngineThread
+from ostinato.apps.tinker.records import Record, Start
+from ostinato.apps.tinker.registry import FAILED, Registry, Stored, UserError
+from ostinato.apps.tinker.samplers import Base, identity, spec_of
+from ostinato.apps.tinker.wire import Body, Seq, loss_of, parsed, rows_of, training_request
+from ostinato.model.lora import init_adapters
+from ostinato.model.shapes import AdapterSpec
+from ostinato.train.accumulate import Accumulator, Adam, Scored, drained
+from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+
+SNAPSHOT_S = 30.0  # between snapshots: work that the next process may have to repeat
+MOST_RANK = 256  # or the width of the model, where that is more
+ALPHA = 32.0  # Tinker's, whatever the rank
+MODEL = "model"
+Work = Generator[None, None, Scored]
+Done = Work | Scored | dict[str, float] | None
+
+
+class LoraBody(Body):
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateBody(Body):
+    session_id: str
+    model_seq_id: Seq
+    base_model: str
+    lora_config: LoraBody | None = None
+    optimizer_config: dict[str, Any] | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class LoadBody(Body):
+    model_id: str | None = None
+    seq_id: Seq | None = None
+    session_id: str | None = None
+    model_seq_id: Seq | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: dict[str, Any] | None = None
+    path: str
+    optimizer: bool
+
+
+class AdamBody(Body):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimBody(Body):
+    model_id: str
+    seq_id: Seq
+    adam_params: AdamBody | None = None
+
+
+@dataclass(slots=True)
+class Model:
+    """A model in memory. ``is_clean``: no gradients are accumulated, so a snapshot is its whole state."""
+
+    id: str
+    trained: Accumulator
+    record: Record
+    taken: int = 0  # optim_steps, whatever was loaded in between
+    seq: int = 0  # of the last request applied to it
+    is_clean: bool = True
+    saved: int = -1  # the request of its last snapshot
+    saved_at: float = 0.0
+
+
+class Models:
+    """The models of a registry, loaded on demand. ``find(path)`` returns the folder of a checkpoint."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        base: Base,
+        registry: Registry,
+        folder: Path,
+        find: Callable[[str], Path],
+        start: Start,
+    ) -> None:
+        self._thread, self._base, self._registry, self._folder = thread, base, registry, folder
+        self._find, self._start = find, start
+        self._models: dict[str, Model] = {}
+
+    async def get(self, id: str) -> Model:
+        """The model, loaded if necessary. Raises NotFound for one that was never created."""
+        if id not in self._models:
+            self._models[id] = await self._thread.call(lambda _: self._taken_up(id))
+        return self._models[id]
+
+    async def release(self, id: str) -> None:
+        """Free its memory; the next request loads it again."""
+        if (model := self._models.pop(id, None)) is not None:
+            await self._thread.call(lambda _: self._left(model, "done"))
+
+    def spec(self, id: str) -> AdapterSpec:
+        return spec_of(self._registry.found(MODEL, id)["spec"])
+
+    async def create(self, stored: Stored) -> None:
+        """A model with new adapters. Without a seed from the client, it is derived from the model's id."""
+        body = parsed(CreateBody, stored.body or b"")
+        self.check_base(body.base_model)
+        _check_optimizer(body.optimizer_config)
+        config = body.lora_config or LoraBody(rank=32)
+        if config.rank > (most := max(MOST_RANK, self._base.decoder.config.hidden_size)):
+            raise UserError(f"lora_config.rank is {config.rank}; use {most} at most")
+        targets = ("attn",) * config.train_attn + ("mlp", "shared", "experts") * config.train_mlp
+        if not targets:
+            raise UserError("lora_config trains the unembedding alone, which stays as it is here; add mlp")
+        spec = AdapterSpec(rank=config.rank, alpha=ALPHA, targets=targets)
+        self._write(
+            stored.owner,
+            body.session_id,
+            spec,
+            config.seed,
+            body.user_metadata,
+            config.model_dump(exclude={"seed"}),
+        )
+        await self.get(stored.owner)
+
+    async def load(self, stored: Stored) -> None:
+        """Load a checkpoint into a model, or as a new model (seq 0)."""
+        body = parsed(LoadBody, stored.body or b"")
+        folder = self._find(body.path)
+        if not (folder / "spec.json").is_file():
+            raise UserError(f"{body.path} is for sampling; load what save_state has saved")
+        spec = spec_of(json.loads((folder / "spec.json").read_text()))
+        if stored.seq == 0:
+            if body.base_model is not None:
+                self.check_base(body.base_model)
+            _check_optimizer(body.optimizer_config)
+            lora = {
+                "rank": spec.rank,
+                "train_attn": "attn" in spec.targets,
+                "train_mlp": "mlp" in spec.targets,
+            }
+            session = body.session_id or ""
+            self._write(stored.owner, session, spec, 0, body.user_metadata, lora)
+        elif spec != self.spec(stored.owner):
+            raise UserError(f"{body.path} has {spec}, and this model {self.spec(stored.owner)}")
+        model = await self.get(stored.owner)
+        await self._thread.call(lambda _: self._apply(model, stored))
+
+    async def train(self, stored: Stored) -> Scored | dict[str, float]:
+        """Run a forward_backward or an optim_step, after a snapshot if one is due."""
+        model = await self.get(stored.owner)
+        await self._thread.call(lambda _: self._snapshot(model))
+        found = await self._thread.call(lambda _: self._apply(model, stored))
+        while isinstance(found, Generator):  # samples, and other models, come between microbatches
+            found = await self._thread.call(lambda _, work=found: _next(work))
+        assert found is not None
+        return found
+
+    async def close(self) -> None:
+        """Save a snapshot of every clean model, so that the next process repeats nothing."""
+        for model in self._models.values():
+            await self._thread.call(lambda _, one=model: self._left(one, "stopped"))
+
+    def sampled(self, id: str, tokens: int) -> None:
+        """Count ``tokens`` sampled from a policy of this model."""
+        if (model := self._models.get(id)) is not None:
+            model.record.sampled(tokens)
+
+    def check_base(self, name: str) -> None:
+        if name not in self._base.aliases:
+            raise UserError(f"base_model is {name!r}; this server has {self._base.name}")
+
+    # ---- in the engine's thread
+
+    def _apply(self, model: Model, stored: Stored) -> Done:
+        """Apply a request to a model, or return the work that does; deterministic, so it can be replayed."""
+        model.seq = stored.seq
+        match stored.kind:
+            case "forward_backward":
+                message = training_request(stored.body or b"")
+                loss, rows = loss_of(message), rows_of(message)
+                model.is_clean = model.is_clean and message.forward_only
+                work = model.trained.pieces(rows, loss, learn=not message.forward_only)
+                return work if message.forward_only else model.record.counted(rows, work)
+            case "optim_step":
+                given = parsed(OptimBody, stored.body or b"").adam_params
+                if given is None:
+                    raise UserError("optim_step has no adam_params; this server trains with AdamW alone")
+                adam = Adam(
+                    lr=given.learning_rate,
+                    betas=(given.beta1, given.beta2),
+                    eps=given.eps,
+                    weight_decay=given.weight_decay,
+                    max_grad_norm=max(0.0, given.grad_clip_norm),
+                )
+                model.is_clean, began = True, time.perf_counter()
+                taken = model.trained.optim_step(adam)
+                model.taken += 1
+                model.record.stepped(taken, time.perf_counter() - began)
+                return taken
+            case "load_weights":
+                body = parsed(LoadBody, stored.body or b"")
+                trained = model.trained
+                checkpoint = load_checkpoint(
+                    self._find(body.path), identity=identity(self._base, trained.adapters.spec)
+                )
+                assert checkpoint is not None
+                broken = [name for name, one in checkpoint.tensors.items() if not torch.isfinite(one).all()]
+                if broken:
+                    raise UserError(f"{body.path} is not finite in {broken[0]}; load an earlier one")
+                trained.restore(checkpoint.tensors, optimizer=body.optimizer)
+                trained.steps = checkpoint.step if body.optimizer else 0
+                model.is_clean, model.saved_at = True, 0.0  # a snapshot is due: the checkpoint may be deleted
+        return None
+
+    def _taken_up(self, id: str) -> Model:
+        """The model restored from its last snapshot and the requests after it."""
+        document = self._registry.found(MODEL, id)
+        spec, config = spec_of(document["spec"]), self._base.decoder.config
+        adapters = init_adapters(config, spec, document["seed"], self._base.decoder.device)
+        trained = Accumulator(self._base.decoder, adapters, ops=self._base.ops)
+        snapshot = load_checkpoint(self._snapshots(id), identity=identity(self._base, spec))
+        taken = snapshot.state.get("taken", snapshot.state["steps"]) if snapshot else 0
+        model = Model(id, trained, self._recorded(id, document, taken), taken)
+        if snapshot is not None:
+            model.trained.restore(snapshot.tensors)
+            model.trained.steps = snapshot.state["steps"]
+            model.seq = model.saved = snapshot.step
+        model.saved_at = time.monotonic()
+        for stored in self._registry.since(id, model.saved):
+            left_nothing = stored.kind == "forward_backward" and stored.state == FAILED
+            if stored.kind != "create_model" and not left_nothing:
+                with suppress(ValueError):  # refused then, and again
+                    self._again(model, stored)
+        return model
+
+    def _again(self, model: Model, stored: Stored) -> None:
+        is_read = stored.kind == "forward_backward" and training_request(stored.body or b"").forward_only
+        if stored.kind in ("forward_backward", "optim_step", "load_weights") and not is_read:
+            work = self._apply(model, stored)
+            if isinstance(work, Generator):
+                drained(work)
+        model.seq = stored.seq
+
+    def _snapshot(self, model: Model, *, now: bool = False) -> None:
+        """Save a snapshot if one is due and no gradients are accumulated."""
+        is_due = now or time.monotonic() - model.saved_at >= SNAPSHOT_S
+        if not is_due or not model.is_clean or model.seq <= model.saved:
+            return
+        if self._registry.last_seq(model.id) < model.seq:
+            return  # not answered: it will run again
+        trained = model.trained
+        checkpoint = Checkpoint(
+            step=model.seq,
+            tensors=trained.tensors(),
+            state={"steps": trained.steps, "taken": model.taken},
+            identity=identity(self._base, trained.adapters.spec),
+        )
+        save_checkpoint(self._snapshots(model.id), checkpoint, keep=1)
+        model.saved, model.saved_at = model.seq, time.monotonic()
+        self._registry.forget_bodies(model.id, model.seq)
+
+    def _left(self, model: Model, why: str) -> None:
+        self._snapshot(model, now=True)
+        model.record.close(why)
+
+    def _recorded(self, id: str, document: dict[str, Any], step: int) -> Record:
+        adapter = {name: document["spec"][name] for name in ("rank", "alpha")}
+        recipe = {"name": slug(id), "model": {"path": self._base.path}, "adapter": adapter}
+        return Record(
+            self._folder / "runs" / slug(id), {**recipe, "tinker": {"model": id}}, step, self._start
+        )
+
+    def _snapshots(self, id: str) -> Path:
+        folder = self._folder / "models" / slug(id)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _write(
+        self,
+        id: str,
+        session: str,
+        spec: AdapterSpec,
+        seed: int | None,
+        metadata: dict[str, Any] | None,
+        lora: dict[str, Any],
+    ) -> None:
+        drawn = int.from_bytes(hashlib.sha256(id.encode()).digest()[:6])
+        document = {
+            "session": session,
+            "spec": asdict(spec),
+            "seed": drawn if seed is None else seed % 2**63,
+            "lora": lora,
+            "user_metadata": metadata,
+        }
+        self._registry.put(MODEL, id, document, owner=session)
+
+
+def _next(work: Work) -> Work | Scored:
+    """Run the next microbatch: the remaining work, or its result if it is done."""
+    try:
+        next(work)
+    except StopIteration as end:
+        return end.value
+    return work
+
+
+def _check_optimizer(given: dict[str, Any] | None) -> None:
+    if given is not None and given.get("type") != "adamw":
+        raise UserError(f"optimizer is {given.get('type')!r}; this server trains with adamw")
+
+
+def slug(id: str) -> str:
+    """An id as the name of a folder."""
+    return id.replace(":", "_").replace("/", "_")

@@ -1,0 +1,304 @@
+"""Runs requests: train a model, sample from one, save or load weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ostinato.apps.serve.thread import EngineThread
+from ostinato.apps.tinker.models import MODEL, Models, slug
+from ostinato.apps.tinker.records import Start
+from ostinato.apps.tinker.registry import Registry, Result, Stored, UserError
+from ostinato.apps.tinker.samplers import Base, Samplers, identity
+from ostinato.apps.tinker.wire import (
+    Body,
+    PromptScores,
+    SampleBody,
+    Seconds,
+    Seq,
+    parsed,
+    sampling_result,
+    training_result,
+)
+from ostinato.model.lora import Adapters
+from ostinato.model.peft_io import save_peft
+from ostinato.run import atomic_folder
+from ostinato.train.accumulate import Scored, prompt_scores
+from ostinato.train.checkpoint import Checkpoint, save_checkpoint
+from ostinato.types import Completion, Emitted, Request, Stop
+
+SAMPLER, CHECKPOINT = "sampler", "checkpoint"
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+LIMIT_S = 7 * 24 * 3600.0  # of a sample; a client that gives up cancels it earlier
+TOP = 64  # top tokens per position, at most
+
+
+class SaveBody(Body):
+    model_id: str
+    seq_id: Seq
+    path: str | None = None
+    sampling_session_seq_id: Seq | None = None
+    kind: str = "snapshot"
+    ttl_seconds: Seconds | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class Work:
+    """Runs requests for one base model. Checkpoints, snapshots and run folders are in ``folder``."""
+
+    def __init__(
+        self, thread: EngineThread, base: Base, registry: Registry, folder: Path, start: Start
+    ) -> None:
+        self.base, self._thread, self._registry, self._folder = base, thread, registry, folder
+        self.models = Models(thread, base, registry, folder, self.folder_of, start)
+        self.samplers = Samplers(thread, base)
+        self._kinds: dict[str, Callable[[Stored], Awaitable[Result]]] = {
+            "create_model": self._create,
+            "load_weights": self._load,
+            "forward_backward": self._train,
+            "optim_step": self._train,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
+            "sample": self._sample,
+        }
+
+    async def run(self, stored: Stored) -> Result:
+        """Run a request. Raises ValueError for an error of the client, with a sentence for it."""
+        return await self._kinds[stored.kind](stored)
+
+    # ---- models
+
+    async def _create(self, stored: Stored) -> Result:
+        await self.models.create(stored)
+        return Result.of({"model_id": stored.owner, "type": "create_model"})
+
+    async def _load(self, stored: Stored) -> Result:
+        await self.models.load(stored)
+        path = json.loads(stored.body or b"{}")["path"]
+        return Result.of({"path": path, "model_id": stored.owner, "type": "load_weights"})
+
+    async def _train(self, stored: Stored) -> Result:
+        found = await self.models.train(stored)
+        return training_result(found) if isinstance(found, Scored) else Result.of({"metrics": found})
+
+    # ---- checkpoints: tinker://model/kind/name
+
+    async def _save(self, stored: Stored) -> Result:
+        body = parsed(SaveBody, stored.body or b"")
+        model = await self.models.get(stored.owner)
+        spec = model.trained.adapters.spec
+
+        def write(folder: Path) -> None:
+            (folder / "spec.json").write_text(json.dumps(asdict(spec)))
+            checkpoint = Checkpoint(
+                step=model.trained.steps,
+                tensors=model.trained.tensors(),
+                state={"steps": model.trained.steps},
+                identity=identity(self.base, spec),
+            )
+            save_checkpoint(folder, checkpoint)
+
+        path = await self._written(stored, body, "weights", write)
+        return Result.of({"path": path, "type": "save_weights"})
+
+    async def _save_for_sampler(self, stored: Stored) -> Result:
+        body = parsed(SaveBody, stored.body or b"")
+        model = await self.models.get(stored.owner)
+        kind = {"type": "save_weights_for_sampler"}
+        if body.path is not None:
+            path = await self._written(stored, body, "sampler_weights", self._peft(model.trained.adapters))
+            return Result.of({"path": path, **kind})
+        session = self._registry.found(MODEL, stored.owner)["session"]
+        id = f"{session}:sample:{body.sampling_session_seq_id}"
+        shared = body.kind == "inflight"
+        policy = f"{stored.owner}:inflight" if shared else id
+        folder = self._folder / "samplers" / slug(policy)
+        await self._thread.call(lambda _: _replaced(folder, self._peft(model.trained.adapters)))
+        await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
+        document = {"policy": policy, "folder": self._name(folder), "path": None, "model": stored.owner}
+        document["steps"] = model.trained.steps
+        self._registry.put(SAMPLER, id, document, owner=session)
+        return Result.of({"sampling_session_id": id, **kind})
+
+    async def _save_external(self, stored: Stored) -> Result:
+        body = parsed(SaveBody, stored.body or b"")
+        if body.age_encryption_recipients:
+            raise UserError("age_encryption_recipients are not supported; files are on your own disk")
+        model = await self.models.get(stored.owner)
+        path = await self._written(stored, body, "external_weights", self._peft(model.trained.adapters))
+        size = self._registry.found(CHECKPOINT, path)["size"]
+        return Result.of({"path": path, "size_bytes": size, "type": "save_weights_external"})
+
+    def _peft(self, adapters: Adapters) -> Callable[[Path], None]:
+        return lambda folder: save_peft(adapters, self.base.decoder, folder, base_name=self.base.path)
+
+    async def _written(self, stored: Stored, body: SaveBody, kind: str, write: Callable[[Path], None]) -> str:
+        """Write a checkpoint to disk and to the registry. Returns its path."""
+        name = body.path or f"{stored.seq:06d}"
+        if not NAME.fullmatch(name):
+            raise UserError(f"the name {name!r} is not one: letters, digits, '.', '_' and '-', at most 128")
+        path = f"tinker://{stored.owner}/{kind}/{name}"
+        before = self._registry.get(CHECKPOINT, path)
+        if before is not None and before["request"] == stored.id:  # written by a process that was killed then
+            return path
+        if before is not None and not body.overwrite:
+            raise UserError(f"{path} exists; choose another name, or overwrite=True where that is offered")
+        folder = self._folder / "checkpoints" / slug(stored.owner) / kind / name
+        await self._thread.call(lambda _: _replaced(folder, write))
+        document = {
+            "request": stored.id,
+            "model": stored.owner,
+            "kind": KINDS[kind],
+            "folder": self._name(folder),
+            "size": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+            "expires": None if body.ttl_seconds is None else time.time() + body.ttl_seconds,
+            "public": False,
+            "user_metadata": body.user_metadata,
+        }
+        self._registry.put(CHECKPOINT, path, document, owner=stored.owner)
+        return path
+
+    def folder_of(self, path: str) -> Path:
+        """The folder of a checkpoint. Raises UserError if it does not exist (any more)."""
+        if not path.startswith("tinker://"):
+            raise UserError(f"{path!r} is no checkpoint; use tinker://model/weights/name")
+        document = self._registry.get(CHECKPOINT, path)
+        if document is None or (document["expires"] or time.time() + 1) < time.time():
+            raise UserError(
+                f"there is no checkpoint {path} here; it was never saved, was deleted or has expired"
+            )
+        return self._folder / document["folder"]
+
+    def _name(self, folder: Path) -> str:
+        """A folder as the registry has it: within that of the state, which may be moved."""
+        return str(folder.relative_to(self._folder))
+
+    def copy(self, path: str, run: str, expires: float | None) -> str:
+        """Copy a checkpoint to another run. Returns its path; a repeated request gets the same copy."""
+        source = self.folder_of(path)
+        kind, name = path.split("/")[3:]
+        copied = f"tinker://{run}/{kind}/{name}"
+        if self._registry.get(CHECKPOINT, copied) is None:
+            folder = self._folder / "checkpoints" / slug(run) / kind / name
+            _replaced(folder, lambda temporary: shutil.copytree(source, temporary, dirs_exist_ok=True))
+            document = self._registry.found(CHECKPOINT, path)
+            changed = {"folder": self._name(folder), "request": "", "expires": expires, "public": False}
+            self._registry.put(CHECKPOINT, copied, {**document, **changed}, owner=run)
+        return copied
+
+    def delete(self, path: str) -> None:
+        """Delete a checkpoint. Raises UserError if there is none."""
+        folder = self.folder_of(path)
+        self._registry.delete(CHECKPOINT, path)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- samples
+
+    def new_sampler(self, id: str, session: str, path: str | None) -> None:
+        """Register a sampling session on a checkpoint, or on the base model (None)."""
+        folder = None if path is None else self._name(self.folder_of(path))
+        self._registry.put(
+            SAMPLER, id, {"policy": path or "", "folder": folder, "path": path, "steps": 0}, owner=session
+        )
+
+    async def _sample(self, stored: Stored) -> Result:
+        """Answer k has the seed (seed, k); without a seed, one is derived from the request's id."""
+        body = parsed(SampleBody, stored.body or b"")
+        document, adapters = await self._policy(body)
+        tokens = body.tokens()
+        if not 1 <= body.num_samples <= 1024:
+            raise UserError(f"num_samples is {body.num_samples}; use 1 to 1024")
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            if not 0 <= getattr(body, name) <= TOP:
+                raise UserError(f"{name} is {getattr(body, name)}; use 0 to {TOP}")
+        if body.target_prompt_logprobs is not None or body.prompt_alt_tokens_k:
+            raise UserError("target_prompt_logprobs and prompt_alt_tokens_k are not computed by this server")
+        sampling = body.sampling(self.base.renderer.stop_tokens, self.base.context - len(tokens))
+        drawn = int.from_bytes(hashlib.sha256(stored.id.encode()).digest()[:7])
+        given = body.sampling_params.seed
+        seed = drawn if given is None else (given + 2**63) % 2**64 - 2**63
+        requests = [
+            Request(
+                tokens=tokens,
+                sampling=sampling,
+                seed=(seed, k),
+                policy=document["policy"],
+                salt=(body.sampling_session_id or "").partition(":")[0],
+                top_logprobs=body.topk_sample_logprobs,
+            )
+            for k in range(body.num_samples)
+        ]
+        answers, tops = await self._answers(requests)
+        trained = document.get("model") or document["policy"].removeprefix("tinker://").partition("/")[0]
+        self.models.sampled(trained, sum(len(answer.tokens) for answer in answers))
+        scores = None
+        if body.prompt_logprobs or body.topk_prompt_logprobs:
+            top, base = body.topk_prompt_logprobs, self.base
+            logprobs, best = await self._thread.call(
+                lambda _: prompt_scores(base.decoder, adapters, tokens, top, base.ops)
+            )
+            scores = PromptScores(logprobs=logprobs, top=best)
+        last = body.prompt_logprobs_last_n
+        if last is not None and not 1 <= last <= max(1, len(tokens) - 1):
+            raise UserError(f"prompt_logprobs_last_n is {last}; use 1 to {len(tokens) - 1}")
+        last = len(tokens) - 1 if last is None else min(last, len(tokens) - 1)
+        return sampling_result(answers, tops, body.topk_sample_logprobs, scores, last)
+
+    async def _answers(self, requests: list[Request]) -> tuple[list[Completion], list[list[Emitted]]]:
+        answers: dict[int, Completion] = {}
+        tops: list[list[Emitted]] = [[] for _ in requests]
+        async with aclosing(self._thread.generate(requests, LIMIT_S)) as events:
+            async for index, event in events:
+                if isinstance(event, Emitted):
+                    if event.top:
+                        tops[index].append(event)
+                elif event.stop is Stop.ERROR:
+                    raise RuntimeError(f"the model failed: {event.error}")
+                else:
+                    answers[index] = event
+        return [answers[index] for index in range(len(requests))], tops
+
+    async def _policy(self, body: SampleBody) -> tuple[dict[str, Any], Adapters | None]:
+        """(document of the policy that a request samples from, its adapters; None for the base model)."""
+        if body.sampling_session_id is not None:
+            document = self._registry.found(SAMPLER, body.sampling_session_id)
+        elif body.model_path is not None:
+            folder = self._name(self.folder_of(body.model_path))
+            document = {"policy": body.model_path, "folder": folder, "steps": 0}
+        else:
+            self.models.check_base(body.base_model or "")
+            document = {"policy": "", "folder": None, "steps": 0}
+        if not document["policy"]:
+            return document, None
+        folder = self._folder / document["folder"]
+        return document, await self.samplers.ensure(document["policy"], folder, document["steps"])
+
+    async def finish_session(self, session: str) -> None:
+        """Free what an ended session held: the memory of its models, and samplers without a path."""
+        for id, _, _ in self._registry.all(MODEL, session):
+            await self.models.release(id)
+        for id, _, document in self._registry.all(SAMPLER, session):
+            if document["path"] is None:
+                await self.samplers.withdraw(document["policy"])
+                if document["folder"] is not None:  # the base has none
+                    shutil.rmtree(self._folder / document["folder"], ignore_errors=True)
+                self._registry.delete(SAMPLER, id)
+
+
+def _replaced(folder: Path, write: Callable[[Path], object]) -> None:
+    """Write a folder atomically, replacing one of the same name."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(folder) as temporary:
+        write(temporary)
