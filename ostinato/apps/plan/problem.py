@@ -296,7 +296,7 @@ class Clock(Protocol):
 
 
 _MODELS = Path(__file__).parent / "models"
-_ASSETS = Path(__file__).parent.parent / "assets"
+_ASSETS = Path(__file__).parents[2] / "assets"
 
 
 def known_models() -> tuple[str, ...]:

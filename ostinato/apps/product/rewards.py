@@ -221,7 +221,10 @@ def rewards(exchanges: Sequence[Exchange], events: Iterable[Event], now: float, 
 def _by_user(exchange: Exchange, events: Iterable[Event], table: Table) -> dict[str, dict[Kind, Event]]:
     """user -> kind -> the last such event within its horizon; more of a kind add nothing."""
     by_user: dict[str, dict[Kind, Event]] = defaultdict(dict)
-    for event in sorted(events, key=lambda one: (one.ts, one.event_id)):
+    # By contents too: events of one id and one time, from a client that counts badly, have one order.
+    for event in sorted(
+        events, key=lambda each: (each.ts, each.event_id, each.value or 0.0, each.after or "")
+    ):
         behind = event.ts - exchange.ts
         if event.consent and -table.lateness_s <= behind <= table.event[event.kind].horizon_s:
             by_user[event.user or exchange.user][event.kind] = event

@@ -114,7 +114,7 @@ def test_no_server_is_made_beside_those_that_have_it() -> None:
     maker = re.compile(r"uvicorn\.(Server|Config|run)|HTTPServer\b|asyncio\.start_server|loop\.create_server")
     files = (file for file in PACKAGE.rglob("*.py") if maker.search(file.read_text(encoding="utf-8")))
     assert {str(file.relative_to(PACKAGE)) for file in files} == {
-        "serve/server.py",
+        "apps/serve/server.py",
         "observe/board/server.py",
     }
 
@@ -207,7 +207,7 @@ def test_a_body_of_an_agent_has_an_end() -> None:
         assert refused.value.status == 413
 
     asyncio.run(read())
-    files = (PACKAGE / "serve").rglob("*.py")
+    files = (PACKAGE / "apps").rglob("*.py")
     assert not [file.name for file in files if "request.body()" in file.read_text()]
 
 
