@@ -12,9 +12,10 @@ from typing import Any
 from ostinato.access import STRICT, Access
 from ostinato.apps.memory import refill
 from ostinato.apps.memory.conversations import Keeping, open_memory
+from ostinato.apps.product.feedback import open_feedback
 from ostinato.apps.product.panel import judged_by
+from ostinato.apps.serve.additions import Additions
 from ostinato.apps.serve.app import new_app
-from ostinato.apps.serve.feedback import open_feedback
 from ostinato.apps.serve.served import Served, Serving, open_service
 from ostinato.apps.serve.server import HttpServer, address, bound
 from ostinato.apps.serve.service import Limits
@@ -54,7 +55,8 @@ def server(
         judged, url = judged_by(judge, served) if judge else None, address(listening)
         itself = refill.At(f"{url}/v1", key=key)
         remembered = stack.enter_context(open_memory(memory, served.service.renderer, itself))
-        app = new_app(served.service, key=key, feedback=kept, judge=judged, memory=remembered)
+        added = Additions(feedback=kept, judge=judged, memory=remembered)
+        app = new_app(served.service, key=key, added=added)
         runner = HttpServer(app, listening, access, log_level="error", lifespan="off")
         thread = threading.Thread(target=runner.serve_until_signal, daemon=True)
         thread.start()

@@ -161,9 +161,9 @@ def serve(
     ] = "extract",
 ) -> None:
     """Serve a policy at an OpenAI-compatible address, with a chat page; a run's while it learns."""
-    from ostinato.apps.memory.conversations import Keeping
     from ostinato.apps.serve.command import Address, named_adapters
     from ostinato.apps.serve.command import serve as command
+    from ostinato.cli.serve import additions
 
     command(
         target,
@@ -174,7 +174,7 @@ def serve(
         limits={"sequences": max_sequences, "max_tokens": max_tokens, "timeout_s": timeout_s},
         feedback=feedback,
         product=product,
-        memory=Keeping(budget=memory, file=memory_file, refill=memory_refill) if memory else None,
+        additions=additions(feedback, memory, memory_file, memory_refill),
     )
 
 

@@ -13,23 +13,20 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from ostinato.apps.memory.chat import Words
-from ostinato.apps.memory.conversations import Conversations, conversations
-from ostinato.apps.product.panel import scorers
 from ostinato.config import Recipe
 from ostinato.config.paths import without_folders
-from ostinato.config.tasks import REMOTE, OneTask
+from ostinato.config.tasks import OneTask
 from ostinato.env.custom import SEEDS, EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.mixture import Mixture, counts, named
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks, with_system
 from ostinato.env.tools import resolve_tools
+from ostinato.launch.apps import AgentTasks, load
 from ostinato.launch.checks import check, check_answers, check_solvable, warn_of_control_tokens
 from ostinato.launch.device_memory import Need, step_need
 from ostinato.launch.engine import shares
@@ -46,10 +43,6 @@ from ostinato.reward.workers import JUDGE
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.rollout import RolloutContext, ended, first_context
 from ostinato.types import Prompt, Sampling
-
-if TYPE_CHECKING:
-    from ostinato.apps.serve.agent_server import AgentServer
-
 
 log = logging.getLogger(__name__)
 TEMPLATE = 64  # tokens that a template adds to a prompt, about
@@ -75,7 +68,7 @@ class RunInputs:
     train_prompts: Sequence[Prompt]  # empty for an evaluation
     eval_prompts: Sequence[Prompt]
     downstream: Mapping[str, Sequence[Prompt]]  # by name of the set
-    agents: AgentServer | None = None
+    agents: AgentTasks | None = None
     tool_counters: Counter[str] = dataclasses.field(default_factory=Counter)
     left_open: Sequence[str] = ()  # what reward.isolation cannot prevent on this machine, in words
     warnings: Sequence[str] = ()  # of the dry run of rewards; a sentence, and lines under it
@@ -113,7 +106,9 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
             for row in rows:
                 check_tokens(renderer.prompt(row), row.where, renderer, decoder.config.vocab_size)
     counters = Counter[str]()
-    grader = new_grader(recipe, scorers(recipe, decoder, folder, counters), counters)
+    judged = any(function.startswith(JUDGE) for function in recipe.reward.functions)
+    judges = load("judge:")(recipe, decoder, folder, counters) if judged else {}
+    grader = new_grader(recipe, judges, counters)
 
     def encode(text: str) -> list[int]:
         return renderer.encode(text).tolist()
@@ -142,32 +137,13 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     )
 
 
-def _agents(recipe: Recipe, renderer: Renderer) -> AgentServer | None:
-    """The server that agents call. ValueError without what it needs."""
-    tasks = [task for task in recipe.task.by_name.values() if task.has_agent]
-    if not tasks:
+def _agents(recipe: Recipe, renderer: Renderer) -> AgentTasks | None:
+    if not any(task.has_agent for task in recipe.task.by_name.values()):
         return None
     try:
-        from ostinato.apps.serve.agent_server import AgentServer
-        from ostinato.apps.serve.agents import agent_of
-        from ostinato.apps.serve.elsewhere import Place
+        return load("task.agent")(recipe, renderer)
     except ModuleNotFoundError as error:
         raise ValueError(f'agents need {error.name}; install it: pip install "ostinato[serve]"') from None
-    for task in tasks:
-        if not task.agent_elsewhere:
-            agent_of(task.agent, task.agent_command)  # or it says why there is none
-    if not renderer.has_chat_template:
-        raise ValueError(f"task.agent needs a chat template, and {renderer.folder} has none")
-    task, place = tasks[0], Place()  # the others have the same place
-    if any(one.agent_elsewhere for one in tasks):
-        from ostinato.apps.serve.server import key_for
-
-        key = key_for(task.agent_host, "task.agent_host")
-        place = Place(host=task.agent_host, port=task.agent_port, address=task.agent_address, key=key)
-    server = AgentServer(renderer, place, calls=task.agent_tool_calls, wait_s=task.agent_wait_s)
-    if any(one.agent == REMOTE for one in tasks):
-        log.info("agents fetch rollouts at %s/rollouts/next", server.address)
-    return server
 
 
 def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
@@ -372,7 +348,7 @@ def environment(
     recipe: Recipe,
     renderer: Renderer,
     counters: Counter[str] | None = None,
-    agents: AgentServer | None = None,
+    agents: AgentTasks | None = None,
 ) -> Callable[[Prompt], Env]:
     """A fresh episode per prompt: of an environment of one's own, one turn, or a conversation with tools,
     whose calls ``counters`` counts."""
@@ -385,45 +361,18 @@ def environment(
 
 
 def _episodes(
-    recipe: Recipe, task: OneTask, renderer: Renderer, counters: Counter[str], agents: AgentServer | None
+    recipe: Recipe, task: OneTask, renderer: Renderer, counters: Counter[str], agents: AgentTasks | None
 ) -> Callable[[Prompt], Env]:
     tools, turns = resolve_tools(task.tools), task.max_turns
-    new_chat = conversations(recipe.memory, renderer, counters) if task.memory else None
+    new_memory = load("task.memory")(recipe.memory, renderer, counters) if task.memory else None
     if agents is not None:
-        return _agent_episodes(task, agents, counters, new_chat)
+        return agents.episodes(task, counters, new_memory)
     make, opening = factory(task.env, task.env_params) if task.env else None, asyncio.Lock()
 
     def episode(prompt: Prompt) -> Env:
-        words = Words(renderer, new_chat()) if new_chat else renderer
+        words = new_memory().renderer(renderer) if new_memory else renderer
         if make is not None:
             return EnvEpisode(prompt, words, make, turns, counters=counters, opening=opening)
         return Dialogue(prompt, words, tools=tools, max_turns=turns, counters=counters)
-
-    return episode
-
-
-def _agent_episodes(
-    task: OneTask, agents: AgentServer, counters: Counter[str], new_chat: Conversations | None
-) -> Callable[[Prompt], Env]:
-    from ostinato.apps.serve.agents import AgentEpisode, agent_of
-
-    if task.agent == REMOTE:
-        agent = agents.elsewhere.fetched
-    elif task.agent_url:
-        agent = partial(agents.elsewhere.sent, task.agent_url)
-    else:
-        agent = agent_of(task.agent, task.agent_command)
-
-    def episode(prompt: Prompt) -> Env:
-        return AgentEpisode(
-            agents,
-            agent,
-            prompt,
-            max_calls=task.max_turns,
-            silence_s=task.agent_silence_s,
-            counters=counters,
-            queued=task.agent == REMOTE,
-            chat=new_chat() if new_chat else None,
-        )
 
     return episode

@@ -152,8 +152,7 @@ def _session(
     with new_life(RunFolder(path), clock) as life, contextlib.ExitStack() as held:
         chosen = threads.configure(recipe)
         recipe = resolved(recipe, run=path if resume else None, warn=True)
-        from ostinato.apps.product.judges import pinned
-        from ostinato.apps.scaling.forecast import new_forecaster
+        from ostinato.launch.apps import load
         from ostinato.launch.checks import check
         from ostinato.launch.device_memory import named_out_of_memory
         from ostinato.launch.drafts import new_memory
@@ -163,7 +162,7 @@ def _session(
         from ostinato.launch.open_components import open_components
         from ostinato.pipeline.state import LoopState
 
-        recipe = pinned(recipe)
+        recipe = load("judge revisions")(recipe)
         held.enter_context(named_out_of_memory(recipe, f"to go on: ostinato resume {path}"))
         with waiting("loading the model, its prompts and rewards"):
             prepared = held.enter_context(prepare(recipe, training=True))
@@ -188,7 +187,7 @@ def _session(
                 monitor.say(line)
             if first and not console.is_terminal:  # there it is the live line
                 monitor.say(first)
-            monitor.forecaster = new_forecaster(recipe, run, writers)
+            monitor.forecaster = load("forecast")(recipe, run, writers)
             with _named_failures(path):
                 loop = new_loop(
                     prepared, components, run, state, ledger=ledger, observer=monitor, writers=writers

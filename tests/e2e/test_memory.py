@@ -23,8 +23,8 @@ from serving import server, until
 from ostinato.access import STRICT
 from ostinato.apps.memory.conversations import Keeping, open_memory
 from ostinato.apps.memory.refill import At
+from ostinato.apps.memory.upstream import NAMED, Upstream
 from ostinato.apps.serve.server import HttpServer, address, bound
-from ostinato.apps.serve.upstream import NAMED, Upstream
 from ostinato.run import JsonlZst
 
 BUDGET = 500

@@ -67,7 +67,7 @@ BUDGETS = {
     "observe": 5_330,
     "engine": 5_625,
     "model": 7_015,
-    "cli": 1_310,
+    "cli": 1_335,
     "parallel": 3_385,
     "launch": 4_170,
     "pipeline": 3_580,

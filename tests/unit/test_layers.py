@@ -25,11 +25,11 @@ CORE |= {"observe.report", "observe.board", "observe.mismatch"}
 APPS: dict[str, set[str]] = {
     "apps": set(),
     "apps.interop": set(),
-    "apps.memory": {"apps.serve", "cli"},
+    "apps.memory": {"apps.serve", "cli"},  # a server in front of others
     "apps.plan": set(),
-    "apps.product": {"apps.serve", "cli"},
+    "apps.product": {"apps.serve", "cli"},  # what users did with what is served; judges that are served
     "apps.scaling": set(),
-    "apps.serve": {"apps.memory", "apps.product"},
+    "apps.serve": set(),  # what others add to a server: apps/serve/additions.py
     "apps.tinker": {"apps.serve"},
 }
 
@@ -84,7 +84,7 @@ ARROWS: dict[str, set[str]] = {
     "launch": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
     | {"compiler", "isa", "parallel", "observe.report", "terminal", ""}
-    | {"apps.memory", "apps.plan", "apps.product", "apps.scaling", "apps.serve"},  # to be turned
+    | {"apps.plan"},  # of launch/device_memory.py alone: what the planner says that training needs
     "cli": CORE | APPS.keys(),
     "": {"config", "cli", "launch"},  # the lazy names of __init__, and __main__
 }

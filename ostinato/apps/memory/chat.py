@@ -56,6 +56,10 @@ class Chat:
         self.state = self._keeper(messages, head).fit(self.state)  # which after a pin may be over it
         return form(self.state, messages, head)
 
+    def renderer(self, renderer: Renders) -> Words:
+        """A renderer of the episode of this chat."""
+        return Words(renderer, self)
+
     def _keeper(self, messages: Sequence[Message], head: int) -> Memory:
         """That measures a state as these messages, less what a request has without any (its tools)."""
         empty = self.measure([{"role": "user", "content": ""}])

@@ -51,8 +51,8 @@ def serve(
     import os
 
     try:
+        from ostinato.apps.memory.upstream import FILES, Upstream
         from ostinato.apps.serve.server import HttpServer, address, bound
-        from ostinato.apps.serve.upstream import FILES, Upstream
     except ModuleNotFoundError as error:
         raise ValueError(
             f'memory serve needs {error.name}; install it: pip install "ostinato[serve]"'

@@ -19,7 +19,7 @@ from ostinato.config.sections import MemorySection
 from ostinato.render import Renderer
 
 if TYPE_CHECKING:
-    from ostinato.apps.serve.memory import Remembered
+    from ostinato.apps.memory.remembered import Remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def open_memory(keeping: Keeping | None, renderer: Renderer | None, at: At) -> I
     if keeping is None:
         yield None
         return
-    from ostinato.apps.serve.memory import Remembered
+    from ostinato.apps.memory.remembered import Remembered
 
     counters, (count, measure) = Counter[str](), counted(renderer)
     refiller = _refiller(keeping.refill, at, counters)

@@ -18,11 +18,10 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from ostinato.apps.serve.asker import Name
+
 MAX_TEXT = 65_536  # characters of a text that a user wrote
 LONGEST_S = 31 * 86_400.0  # of a dwell
-MAX_ID = 128
-# Without control characters, which not every database stores.
-Name = Annotated[str, Field(max_length=MAX_ID, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class Kind(StrEnum):

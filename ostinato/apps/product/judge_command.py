@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -15,6 +16,10 @@ from ostinato.config import Recipe
 from ostinato.launch import NothingToLearn, threads
 from ostinato.run import atomic_write
 from ostinato.terminal import Screen, logged, say
+
+if TYPE_CHECKING:
+    from ostinato.apps.serve.additions import Additions
+    from ostinato.apps.serve.served import Served
 
 app = typer.Typer(
     name="judge",
@@ -134,7 +139,13 @@ def serve(
         raise ValueError(f"{judge} is an address already; give a run, an adapter folder or a model")
     adapters = {} if source.adapter is None else {"judge": str(source.adapter)}
     where = Address(host=host, port=port, key=api_key, access=access(allowed_hosts, origins))
-    command(source.spec.model, overrides or [], adapters, where, name="", limits={}, judge=judge)
+
+    def added(served: Served, address: str, key: str) -> AbstractContextManager[Additions]:
+        from ostinato.apps.product.panel import judge_of  # torch, after the threads are chosen
+
+        return judge_of(judge, served, address, key)
+
+    command(source.spec.model, overrides or [], adapters, where, name="", limits={}, additions=added)
 
 
 def _table(found: dict[str, dict[str, Any]]) -> Table:

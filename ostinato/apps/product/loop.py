@@ -13,7 +13,6 @@ a stage, which may be killed and done again, is ``launch.product``'s.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -148,11 +147,4 @@ def _position(document: Mapping[str, Any]) -> Position:
     return Position(**{**document, "stage": Stage(document["stage"])})
 
 
-def canary_arm(user: str, round: int, share: float) -> tuple[str, float]:
-    """("canary" or "control", the probability of that arm): the same user stays in one arm for a round."""
-    digest = hashlib.sha256(f"{round}/{user}".encode()).digest()
-    chosen = int.from_bytes(digest[:7]) / 2**56 < share
-    return ("canary", share) if chosen else ("control", 1 - share)
-
-
-__all__ = ["Decision", "Finding", "Position", "Stage", "Verdict", "advance", "canary_arm", "position_of"]
+__all__ = ["Decision", "Finding", "Position", "Stage", "Verdict", "advance", "position_of"]

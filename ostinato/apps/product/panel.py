@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from ostinato.reward.workers import JUDGE
 from ostinato.types import Prompt
 
 if TYPE_CHECKING:
+    from ostinato.apps.serve.additions import Additions
     from ostinato.apps.serve.served import Served
 
 SKIPPED: Score = (None, "", "")
@@ -128,6 +130,14 @@ class Bench:
             engine = new_engine(recipe.model_copy(update={"engine": exact}), decoder, renderer, name="judge")
             self.engines[at] = EngineSeconds(engine, self.counters), renderer
         return self.engines[at]
+
+
+@contextmanager
+def judge_of(name: str, served: Served, address: str, key: str) -> Iterator[Additions]:
+    """POST /v1/judge of a server, by the judge ``name`` on the base that is served."""
+    from ostinato.apps.serve.additions import Additions
+
+    yield Additions(judge=judged_by(name, served))
 
 
 def judged_by(name: str, served: Served) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]:

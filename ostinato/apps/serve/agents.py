@@ -24,11 +24,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ostinato.apps.memory.chat import Chat
 from ostinato.apps.serve.agent_server import Agent, AgentServer, Begun, Event, Waiting
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Message
 from ostinato.apps.serve.elsewhere import MODEL
@@ -69,6 +68,17 @@ async def _run(command: Sequence[str], base_url: str, row: Mapping[str, Any]) ->
         raise RuntimeError(f"{command[0]} ended with {process.returncode}: {last[:500]}")
 
 
+class ChatMemory(Protocol):
+    """What keeps the messages of one chat within ``budget`` tokens by ``measure``; the first ``pinned`` ones
+    stay as they are."""
+
+    budget: int
+    pinned: int | None
+    measure: Callable[[Sequence[Message]], int]
+
+    def shortened(self, messages: Sequence[Message]) -> list[Message]: ...
+
+
 class AgentEpisode:
     """One rollout of an agent, as a ``protocols.Env`` in the event loop of the run.
 
@@ -90,7 +100,7 @@ class AgentEpisode:
         counters: Counter[str],
         queued: bool = False,
         id_: str = "",
-        chat: Chat | None = None,
+        chat: ChatMemory | None = None,
     ) -> None:
         self.reward: float | None = None
         self._heard_at = time.monotonic()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from functools import partial
@@ -28,8 +28,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ostinato.apps.product.events import Event
 from ostinato.apps.serve import anthropic_messages, openai_responses
+from ostinato.apps.serve.additions import NO_ADDITIONS, Additions
+from ostinato.apps.serve.asker import Asker
 from ostinato.apps.serve.bodies import (
     MOST_MESSAGES,
     ChatBody,
@@ -42,15 +43,12 @@ from ostinato.apps.serve.bodies import (
     parsed,
 )
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, Usage
-from ostinato.apps.serve.feedback import Asker, Feedback
 from ostinato.apps.serve.generate import GenerateBody, generated
-from ostinato.apps.serve.memory import Remembered
 from ostinato.apps.serve.openai_chat import Shape, sse
 from ostinato.apps.serve.openapi import description
 from ostinato.apps.serve.server import Handler, guarded, read_body, unless_gone
 from ostinato.apps.serve.service import Model, Service
 
-Judged = Callable[[list[dict[str, Any]], list[str]], Coroutine[Any, Any, dict[str, Any]]]  # chat, answers
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
 MOST_ANSWERS = 16  # to be judged in a call: 240 comparisons
 PAGE = Path(__file__).parent / "page.html"
@@ -60,16 +58,9 @@ SCRIPT = '<script src="feedback.js"></script>'
 class Door:
     """The handlers of one service. ``key``: the API key that clients must send; empty: none."""
 
-    def __init__(
-        self,
-        service: Service,
-        key: str = "",
-        feedback: Feedback | None = None,
-        judge: Judged | None = None,
-        memory: Remembered | None = None,
-    ) -> None:
-        self._service, self._key, self._feedback, self._judge = service, key, feedback, judge
-        self._memory = memory
+    def __init__(self, service: Service, key: str = "", added: Additions = NO_ADDITIONS) -> None:
+        self._service, self._key = service, key
+        self._feedback, self._judge, self._memory = added.feedback, added.judge, added.memory
 
     # ---- dialects
 
@@ -231,7 +222,7 @@ class Door:
         return self._feedback.script()
 
     async def openapi(self, request: Request) -> Response:
-        more = {} if self._feedback is None else {"/feedback": Event}
+        more = {} if self._feedback is None else {"/feedback": self._feedback.event}
         return JSONResponse(description(BODIES | more, version("ostinato")))
 
     async def health(self, request: Request) -> Response:
@@ -403,15 +394,12 @@ def new_app(
     service: Service,
     *,
     key: str = "",
-    feedback: Feedback | None = None,
+    added: Additions = NO_ADDITIONS,
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
-    judge: Judged | None = None,
-    memory: Remembered | None = None,
 ) -> Starlette:
-    """The application. ``key``: the API key that clients must send; ``feedback``: stores what users did with
-    answers; ``lifespan``: what runs alongside it in its event loop; ``judge``: answers POST /v1/judge;
-    ``memory``: keeps the chats of sessions within a budget."""
-    door = Door(service, key, feedback, judge, memory)
+    """The application. ``key``: the API key that clients must send; ``lifespan``: what runs alongside it in
+    its event loop."""
+    door, feedback, memory = Door(service, key, added), added.feedback, added.memory
     if memory is not None:
         memory.show(service.metrics)
 
@@ -438,7 +426,7 @@ def new_app(
             route("/inference/v1/generate", door.generate),
             route("/tokenize", door.tokenize),
             route("/detokenize", door.detokenize),
-            *([route("/v1/judge", door.judge)] if judge is not None else []),
+            *([route("/v1/judge", door.judge)] if added.judge is not None else []),
             *([route("/v1/memory/{name:path}", door.memory, m) for m in ("GET", "POST")] if memory else []),
             Route("/openapi.json", door.openapi),
             Route("/metrics", door.metrics),

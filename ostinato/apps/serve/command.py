@@ -16,7 +16,7 @@ from ostinato.launch.models import recipe_of
 from ostinato.terminal import say
 
 if TYPE_CHECKING:
-    from ostinato.apps.memory.conversations import Keeping
+    from ostinato.apps.serve.additions import OpenAdditions
     from ostinato.apps.serve.served import Served
 
 
@@ -50,11 +50,10 @@ def serve(
     limits: Mapping[str, Any],
     feedback: str = "",
     product: Path | None = None,
-    judge: str = "",
-    memory: Keeping | None = None,
+    additions: OpenAdditions | None = None,
 ) -> None:
-    """Serve until a signal; with POST /v1/judge by ``judge``, whose base is ``target``, and chats of sessions
-    within the budget of ``memory``. ValueError for what cannot be served."""
+    """Serve until a signal, with what other applications add; ``feedback``: where their store is.
+    ValueError for what cannot be served."""
     try:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
@@ -67,11 +66,8 @@ def serve(
     with listening:
         recipe, _ = recipe_of(target, *overrides)
         threads.configure(recipe)
-        from ostinato.apps.memory.conversations import open_memory
-        from ostinato.apps.memory.refill import At
-        from ostinato.apps.product.panel import judged_by
+        from ostinato.apps.serve.additions import NO_ADDITIONS
         from ostinato.apps.serve.app import new_app
-        from ostinato.apps.serve.feedback import open_feedback
         from ostinato.apps.serve.served import Serving, open_service
         from ostinato.apps.serve.service import Limits
 
@@ -85,18 +81,10 @@ def serve(
 
         with contextlib.ExitStack() as stack:
             served = stack.enter_context(open_service(serving))
-            kept = stack.enter_context(open_feedback(feedback, served.service))
-            base = address(listening)
-            itself = At(f"{base}/v1", key=key)
-            remembered = stack.enter_context(open_memory(memory, served.service.renderer, itself))
-            app = new_app(
-                served.service,
-                key=key,
-                feedback=kept,
-                lifespan=_following(served, product),
-                judge=judged_by(judge, served) if judge else None,
-                memory=remembered,
-            )
+            base, added = address(listening), NO_ADDITIONS
+            if additions is not None:
+                added = stack.enter_context(additions(served, base, key))
+            app = new_app(served.service, key=key, added=added, lifespan=_following(served, product))
             _announce(served, base, feedback)
             HttpServer(app, listening, where.access, drain_s=where.drain_s).serve_until_signal()
 

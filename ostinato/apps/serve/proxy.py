@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ostinato.apps.memory.conversations import conversations
 from ostinato.apps.serve.agent_server import AgentServer
 from ostinato.apps.serve.agents import AgentEpisode
 from ostinato.apps.serve.calls import ApiError
@@ -28,6 +27,7 @@ from ostinato.apps.serve.served import Served, Serving, follow, open_service
 from ostinato.apps.serve.service import Limits
 from ostinato.apps.serve.thread import EngineThread
 from ostinato.config import Recipe
+from ostinato.launch.apps import load
 from ostinato.launch.inputs import sampling_of
 from ostinato.protocols import Grader
 from ostinato.rollout.rollout import RolloutContext, play_episode
@@ -67,7 +67,8 @@ class Proxy:
         calls = recipe.task.agent_tool_calls
         self._server = AgentServer(self._renderer, place, calls=calls, opened=self._opened)
         memory = recipe.task.memory
-        self._new_chat = conversations(recipe.memory, self._renderer, Counter()) if memory else lambda: None
+        chats = load("task.memory")(recipe.memory, self._renderer, Counter()) if memory else lambda: None
+        self._new_chat = chats
         self._stage = RolloutContext(
             engine=_Engine(served.thread, served.service.model("").policy),
             env=self._episode,

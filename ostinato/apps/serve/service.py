@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ostinato.apps.product.loop import canary_arm
+from ostinato.apps.serve.asker import canary_arm
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece
 from ostinato.apps.serve.grammar import Guide, Guides
 from ostinato.apps.serve.metrics import Metrics
@@ -71,7 +71,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """A ``share`` of the users who request model ``of`` get model ``name`` (``product.loop.canary_arm``)."""
+    """A ``share`` of the users who request model ``of`` get model ``name`` (``canary_arm``)."""
 
     of: str
     name: str

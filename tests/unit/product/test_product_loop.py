@@ -17,9 +17,9 @@ from ostinato.apps.product.loop import (
     Stage,
     Verdict,
     advance,
-    canary_arm,
     position_of,
 )
+from ostinato.apps.serve.asker import canary_arm
 
 
 def walk(verdicts: list[Verdict]) -> list[Decision]:

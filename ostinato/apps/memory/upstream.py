@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ostinato.apps.memory.remembered import Remembered
 from ostinato.apps.serve.calls import ApiError, json_of
-from ostinato.apps.serve.memory import Remembered
 from ostinato.apps.serve.server import read_body
 
 KEPT = ("authorization", "content-type", "accept", "x-api-key", "openai-organization", "openai-project")

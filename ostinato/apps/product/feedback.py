@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import hashlib
-import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from ostinato.apps.product.actions import action_of
-from ostinato.apps.product.events import Event, Exchange, Name, parse_event
+from ostinato.apps.product.events import Event, Exchange, parse_event
 from ostinato.apps.product.intake import Full, Intake
 from ostinato.apps.product.store import Outcome, Unavailable, open_store
+from ostinato.apps.serve.asker import Asker
 from ostinato.apps.serve.calls import Answer, ApiError, Call
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.service import Model, Service
@@ -34,53 +32,13 @@ from ostinato.render import Renderer
 
 SCRIPT = Path(__file__).parent / "feedback.js"
 MOST = 1_000  # events of one request
-_NAME = TypeAdapter(Name)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asker:
-    """Who sent a request, according to its body."""
-
-    user: str = ""
-    session: str = ""
-    tenant: str = ""
-    record: bool = True  # False: "store": false
-    cache_salt: str = ""  # vLLM's
-
-    @property
-    def salt(self) -> str:
-        """What its prompts in the cache are kept apart by: all that the request says of its sender, but the
-        session, of which a user has several."""
-        parts = (self.tenant, self.user, self.cache_salt)
-        return json.dumps(parts) if any(parts) else ""
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Asker:
-        """From OpenAI's ``user``, ``safety_identifier``, ``store`` and ``metadata``, Anthropic's
-        ``metadata.user_id``."""
-        found = fields.get("metadata")
-        metadata = found if isinstance(found, dict) else {}
-        users = (fields.get("user"), fields.get("safety_identifier"), metadata.get("user_id"))
-        return cls(
-            user=next((_name(user) for user in users if user), ""),
-            session=_name(metadata.get("session_id", "")),
-            tenant=_name(metadata.get("tenant", "")),
-            record=fields.get("store") is not False,
-            cache_salt=_name(fields.get("cache_salt") or ""),
-        )
-
-
-def _name(given: Any) -> str:
-    """A name as events allow it; the hash of any other value."""
-    try:
-        return _NAME.validate_python(given, strict=True)
-    except ValidationError:
-        return hashlib.sha256(repr(given).encode()).hexdigest()
 
 
 class Feedback:
     """The routes of one server, and what it records."""
+
+    event: type[BaseModel] = Event
 
     def __init__(self, intake: Intake, metrics: Metrics, renderer: Renderer) -> None:
         self._intake, self._renderer = intake, renderer
@@ -262,4 +220,4 @@ def open_feedback(where: str, service: Service) -> Iterator[Feedback | None]:
         intake.close()
 
 
-__all__ = ["Asker", "Feedback", "open_feedback"]
+__all__ = ["Feedback", "open_feedback"]

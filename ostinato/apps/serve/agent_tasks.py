@@ -1,0 +1,73 @@
+"""The tasks of a recipe that agents play (``task.agent``): their server, and an episode for each prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from ostinato.apps.serve.agent_server import AgentServer
+from ostinato.apps.serve.agents import AgentEpisode, ChatMemory, agent_of
+from ostinato.apps.serve.elsewhere import Place
+from ostinato.apps.serve.server import key_for
+from ostinato.config import Recipe
+from ostinato.config.tasks import REMOTE, OneTask
+from ostinato.protocols import Env
+from ostinato.render import Renderer
+from ostinato.types import Prompt
+
+log = logging.getLogger(__name__)
+
+
+class ServedTasks:
+    """Episodes on ``server``, which ends with ``close``."""
+
+    def __init__(self, server: AgentServer) -> None:
+        self._server = server
+
+    def episodes(
+        self, task: OneTask, counters: Counter[str], new_memory: Callable[[], ChatMemory] | None
+    ) -> Callable[[Prompt], Env]:
+        """What makes the episode of a prompt."""
+        if task.agent == REMOTE:
+            agent = self._server.elsewhere.fetched
+        elif task.agent_url:
+            agent = partial(self._server.elsewhere.sent, task.agent_url)
+        else:
+            agent = agent_of(task.agent, task.agent_command)
+
+        def episode(prompt: Prompt) -> Env:
+            return AgentEpisode(
+                self._server,
+                agent,
+                prompt,
+                max_calls=task.max_turns,
+                silence_s=task.agent_silence_s,
+                counters=counters,
+                queued=task.agent == REMOTE,
+                chat=new_memory() if new_memory else None,
+            )
+
+        return episode
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def open_agents(recipe: Recipe, renderer: Renderer) -> ServedTasks:
+    """The server that the recipe's agents call. ValueError without what it needs."""
+    tasks = [task for task in recipe.task.by_name.values() if task.has_agent]
+    for task in tasks:
+        if not task.agent_elsewhere:
+            agent_of(task.agent, task.agent_command)  # or it says why there is none
+    if not renderer.has_chat_template:
+        raise ValueError(f"task.agent needs a chat template, and {renderer.folder} has none")
+    task, place = tasks[0], Place()  # the others have the same place
+    if any(each.agent_elsewhere for each in tasks):
+        key = key_for(task.agent_host, "task.agent_host")
+        place = Place(host=task.agent_host, port=task.agent_port, address=task.agent_address, key=key)
+    server = AgentServer(renderer, place, calls=task.agent_tool_calls, wait_s=task.agent_wait_s)
+    if any(each.agent == REMOTE for each in tasks):
+        log.info("agents fetch rollouts at %s/rollouts/next", server.address)
+    return ServedTasks(server)
