@@ -45,7 +45,7 @@ def arrangement(train: str, rollout: str, **more: Any) -> Arrangement:
 def kimi(
     adapter: AdapterSpec | None = KIMI_LORA, base: DType = DType.BF16, sampler: DType | None = None
 ) -> Problem:
-    """The question of docs/kimi-k2.md."""
+    """The question of lab/studies/2026-11-22-kimi-k2/page.md."""
     return Problem(
         model=find_model("kimi-k2"),
         adapter=adapter,

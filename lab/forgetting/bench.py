@@ -258,7 +258,7 @@ def _areas(rows: Sequence[Result]) -> dict[str, float]:
 
 
 def page(data: Result) -> str:
-    """The tables of docs/memory-bench.md."""
+    """The tables of lab/studies/2026-11-24-memory-bench/page.md."""
     rows = data["rows"]
     budgets = sorted({row["budget"] for row in rows if row["contender"] not in WHOLE})
     part = ("all parts", "without")

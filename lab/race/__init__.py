@@ -1,1 +1,1 @@
-"""``ostinato bench race``: a race to equal score, ours against TRL (docs/race.md)."""
+"""``ostinato bench race``: a race to equal score, ours against TRL (lab/studies/2026-11-24-race/page.md)."""

@@ -16,8 +16,8 @@ from ostinato.model.named import local_folder
 DRIVER = Path("/dev/nvidiactl")  # there where NVIDIA's driver is
 # oneDNN and torch each keep up to 1,024 prepared bf16 products, one for every number of rows: batches are
 # packed, so hardly any comes twice, and a process that trains grows by 20 to 130 MB a step. Preparing anew
-# costs 0 to 4 % of a small step (docs/race.md), and more where a decode step repeats its rows, which native
-# kernels run.
+# costs 0 to 4 % of a small step (lab/studies/2026-11-24-race), and more where a decode step repeats its
+# rows, which native kernels run.
 CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 
 
