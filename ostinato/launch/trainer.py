@@ -84,7 +84,7 @@ def new_sharded_trainer(
         parts = own_decoders(decoder, kept)
     else:
         parts = [load_decoder(recipe.model, folder, share=share) for share in kept]
-    saved = read_peft(Path(recipe.adapter.path).expanduser()) if recipe.adapter.path else None
+    saved = read_peft(Path(recipe.adapter.path).expanduser(), config) if recipe.adapter.path else None
     adapters = _own_adapters(recipe, config, kept, saved)
     if adapters is None:
         for part in parts:

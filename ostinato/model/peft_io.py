@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -27,17 +28,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ostinato.inputs import parse_json
+from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model, write_tensors
 from ostinato.model.hf_names import hf_module
 from ostinato.model.lora import Adapters, init_adapters
+from ostinato.model.peft_foreign import CONFIG as PEFT_CONFIG
+from ostinato.model.peft_foreign import IN_MEMORY, read_foreign
+from ostinato.model.peft_foreign import TENSORS as PEFT_TENSORS
 from ostinato.model.shapes import AdapterSpec, linear_shapes
 from ostinato.run import atomic_write
 
-PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 LOGICAL = "ostinato_adapter.safetensors"
-# In memory, transformers v5 names the modules of every MoE family as Qwen's files do; Mixtral's files differ.
-_IN_MEMORY = "qwen3_moe"
+log = logging.getLogger(__name__)
 
 
 def save_peft(adapters: Adapters, decoder: Decoder, folder: Path, base_name: str = "") -> None:
@@ -65,33 +68,30 @@ class Saved:
     folder: Path
     spec: AdapterSpec
     tensors: dict[str, Tensor]
-    base: str  # fingerprint of the base that it was trained on
+    base: str  # fingerprint of the base that it was trained on; "": PEFT keeps none
     base_name: str
 
     def check_base(self, fingerprint: str) -> None:
         """Raise ValueError where it was trained on other weights than these."""
-        if self.base != fingerprint:
+        if self.base and self.base != fingerprint:
             raise ValueError(
                 f"adapter {self.folder} belongs to another base ({self.base_name}); load it onto that one"
             )
 
 
-def read_peft(folder: Path) -> Saved:
-    """What ``save_peft`` wrote, for whatever base.
+def read_peft(folder: Path, config: ModelConfig) -> Saved:
+    """What ``save_peft`` wrote, for whatever base; or what PEFT wrote, for a model of ``config``.
 
-    Raises ValueError when ``folder`` has none of ours, and when the file is damaged.
+    Raises ValueError when ``folder`` has neither, when the file is damaged, and for an adapter of PEFT's that
+    would be another function here.
     """
     path = folder / LOGICAL
     if not folder.is_dir():
         raise ValueError(f"adapter {folder} does not exist; check the path")
+    if not path.is_file() and (folder / PEFT_CONFIG).is_file():
+        return _read_foreign(folder, config)
     if not path.is_file():
-        foreign = (folder / PEFT_CONFIG).is_file()
-        fix = (
-            "merge it into its base by peft (merge_and_unload)"
-            if foreign
-            else "give a folder with one of ours"
-        )
-        raise ValueError(f"adapter {folder} has no {LOGICAL}; {fix}")
+        raise ValueError(f"adapter {folder} has no {LOGICAL} and no {PEFT_CONFIG}; give an adapter's folder")
     try:
         with safe_open(path, framework="pt") as file:
             facts = parse_json((file.metadata() or {})["ostinato"])
@@ -108,13 +108,24 @@ def read_peft(folder: Path) -> Saved:
     )
 
 
-def load_peft(folder: Path, decoder: Decoder) -> Adapters:
-    """The adapters in ``folder``, bit for bit as they were saved.
+def _read_foreign(folder: Path, config: ModelConfig) -> Saved:
+    foreign = read_foreign(folder, config)
+    dropout = f"; its lora_dropout of {foreign.dropout:g} is not used here" if foreign.dropout else ""
+    log.warning(
+        f"adapter {folder} was made by PEFT for {foreign.base_name}: whether this base has the same weights "
+        f"is not known{dropout}"
+    )
+    return Saved(
+        folder=folder, spec=foreign.spec, tensors=foreign.tensors, base="", base_name=foreign.base_name
+    )
 
-    Raises ValueError when there are none of ours, when the file is damaged, and when they were trained on
-    other weights than ``decoder``'s.
+
+def load_peft(folder: Path, decoder: Decoder) -> Adapters:
+    """The adapters in ``folder``, bit for bit as they were saved by us, or as PEFT's (``peft_foreign``).
+
+    Raises ValueError as ``read_peft`` does, and when ours were trained on other weights than ``decoder``'s.
     """
-    saved = read_peft(folder)
+    saved = read_peft(folder, decoder.config)
     saved.check_base(base_fingerprint(decoder))
     adapters = init_adapters(decoder.config, saved.spec)
     with torch.no_grad():
@@ -260,7 +271,7 @@ def _named(module: str, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _module(name: str) -> str:
-    return hf_module(name, _IN_MEMORY)
+    return hf_module(name, IN_MEMORY)
 
 
 def merge(decoder: Decoder, adapters: Adapters) -> Decoder:

@@ -1,0 +1,267 @@
+"""A LoRA adapter that PEFT has written, as an adapter of ours that computes the same function.
+
+What is understood: LoRA on linear maps of a family that ``model.hf`` reads, with any rank per map
+(``rank_pattern``) and any scale (``lora_alpha``, ``alpha_pattern``, ``use_rslora``), on all layers or some,
+on experts in the layout of transformers v5 (``target_parameters``: one parameter for all experts) or of older
+files (a module per expert). Anything else is refused by its name. Ours has one rank for all maps, and one for
+experts: smaller factors are padded with zeros, which stay zero in training, so a map that was not adapted is
+not adapted now.
+
+D hidden size, M expert width, E experts, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ostinato.inputs import parse_json
+from ostinato.model.config import ModelConfig
+from ostinato.model.hf_names import hf_module
+from ostinato.model.shapes import AdapterSpec, ExpertScheme, adapter_shapes, linear_shapes
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+IN_MEMORY = "qwen3_moe"  # transformers v5 names the modules of every MoE family so; Mixtral's files differ
+
+# Values under which an adapter is plain LoRA. Keys that are not here (names, versions, dropout,
+# initialisation) do not change what a trained adapter computes.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+}
+# These change the base before training; the adapter belongs to that base.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+_EXPERT = re.compile(r"(?P<before>.+\.experts)\.(?P<expert>\d+)\.(?P<role>\w+)")
+
+Factors = dict[str, Tensor]  # "A" and "B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignAdapter:
+    """An adapter of PEFT's for a model of one configuration. ``tensors``: by the names of
+    ``Adapters.state_dict``, float32, on the CPU."""
+
+    spec: AdapterSpec
+    tensors: dict[str, Tensor]
+    base_name: str
+    dropout: float  # that PEFT trained it with; ours trains without
+
+
+def read_foreign(folder: Path, config: ModelConfig) -> ForeignAdapter:
+    """The adapter in ``folder``, for a model of ``config``.
+
+    Raises ValueError, with what is not understood, where it would be another function here.
+    """
+    settings = _read_settings(folder)
+    pairs = _read_pairs(folder)
+    scale = _Scale.of(settings)
+    maps: dict[str, tuple[Tensor, Tensor, float]] = {}  # logical name -> A, B, scale
+    for module, factors in pairs.items():
+        if factors.keys() != {"A", "B"}:
+            raise ValueError(
+                f"adapter {folder} has only lora_{next(iter(factors))} of {module}; save it again"
+            )
+    modules = _logical_names(config)
+    experts: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = defaultdict(dict)
+    for module, factors in pairs.items():
+        a, b = factors["A"].float(), factors["B"].float()
+        plain = module.replace(".base_layer", "")
+        if plain in modules:
+            maps[modules[plain]] = (a, b, scale.of_map(plain, a.shape[0]))
+        elif plain.endswith(".experts"):
+            maps |= _fused_experts(plain, a, b, config, scale, folder)
+        elif (match := _EXPERT.fullmatch(plain)) and f"{match['before']}.{{}}.{match['role']}" in modules:
+            logical = modules[f"{match['before']}.{{}}.{match['role']}"]
+            experts[logical][int(match["expert"])] = (a, b, scale.of_map(plain, a.shape[0]))
+        else:
+            raise ValueError(
+                f"adapter {folder} adapts {plain}, which is no linear map of a layer of {config.model_type}; "
+                "merge it into its base by peft (merge_and_unload)"
+            )
+    for logical, each in experts.items():
+        maps[logical] = _stack_experts(each, linear_shapes(config)[logical])
+    spec = _spec(maps, config)
+    return ForeignAdapter(
+        spec=spec,
+        tensors=_tensors(maps, spec, config, folder),
+        base_name=str(settings.get("base_model_name_or_path") or "unnamed"),
+        dropout=float(settings.get("lora_dropout") or 0.0),
+    )
+
+
+def _read_settings(folder: Path) -> Mapping[str, Any]:
+    """adapter_config.json. ValueError for a setting under which the adapter is no plain LoRA."""
+    path = folder / CONFIG
+    try:
+        settings = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); save the adapter again") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is no JSON object; save the adapter again")
+    fix = "merge it into its base by peft (merge_and_unload)"
+    for key, plain in _PLAIN.items():
+        if key in settings and settings[key] not in plain:
+            raise ValueError(f"adapter {folder} has {key} {settings[key]!r}, which is not supported; {fix}")
+    start = str(settings.get("init_lora_weights", "")).lower()
+    if start.startswith(_CHANGES_BASE):
+        raise ValueError(
+            f"adapter {folder} has init_lora_weights {start!r}, which changes the base too; save it by "
+            "peft's path_initial_model_for_weight_conversion, or merge it"
+        )
+    return settings
+
+
+def _read_pairs(folder: Path) -> dict[str, Factors]:
+    """By module the factors of its adapter. ValueError for a tensor that is no factor of LoRA."""
+    path = folder / TENSORS
+    if not path.is_file():
+        raise ValueError(f"adapter {folder} has no {TENSORS}; save it by peft's save_pretrained")
+    pairs: dict[str, Factors] = defaultdict(dict)
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                match = _TENSOR.fullmatch(name)
+                if match is None:
+                    raise ValueError(
+                        f"adapter {folder} has {name}, which is no factor of LoRA on a linear map; merge it "
+                        "into its base by peft (merge_and_unload)"
+                    )
+                pairs[match["module"]][match["factor"]] = file.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or no safetensors file ({error}); save it again") from error
+    if not pairs:
+        raise ValueError(f"{path} has no tensors; save the adapter again")
+    return pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """alpha / r, or alpha / sqrt(r) with rsLoRA (arXiv 2312.03732), of a map by its module's name."""
+
+    alpha: float
+    patterns: Mapping[str, float]
+    root: bool
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> _Scale:
+        return cls(
+            alpha=float(settings.get("lora_alpha") or 8),  # PEFT's default
+            patterns=settings.get("alpha_pattern") or {},
+            root=bool(settings.get("use_rslora")),
+        )
+
+    def of_map(self, name: str, rank: int) -> float:
+        """As peft looks patterns up: the first whose expression matches the end of the name."""
+        alpha = next(
+            (alpha for key, alpha in self.patterns.items() if re.match(rf"(.*\.)?({key})$", name)), self.alpha
+        )
+        return alpha / (math.sqrt(rank) if self.root else rank)
+
+
+def _logical_names(config: ModelConfig) -> dict[str, str]:
+    """Module in a checkpoint or in memory -> logical name; an expert's index is ``{}``."""
+    return {
+        hf_module(name, family): name
+        for name in linear_shapes(config)
+        for family in (IN_MEMORY, config.model_type)
+    }
+
+
+def _fused_experts(
+    module: str, a: Tensor, b: Tensor, config: ModelConfig, scale: _Scale, folder: Path
+) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """An adapter of one parameter of all experts: A [E r, in], B [out, r E] with ranks outside of experts
+    (``peft_io``). gate_up_proj [E, 2 M, D] becomes gate and up, which have its A both."""
+    moe = config.moe
+    layer = int(module.split(".")[2]) if re.match(r"model\.layers\.\d+\.", module) else -1
+    if moe is None or layer not in moe.layers or a.shape[0] % moe.num_experts or b.shape[1] != a.shape[0]:
+        raise ValueError(
+            f"adapter {folder} has experts at {module} that this model does not have; check its base"
+        )
+    experts, width, hidden = moe.num_experts, moe.intermediate_size, config.hidden_size
+    rank, prefix = a.shape[0] // experts, f"layers.{layer}.experts"
+    factor_a = a.reshape(experts, rank, a.shape[1])
+    factor_b = b.reshape(b.shape[0], rank, experts).permute(2, 0, 1)
+    if (a.shape[1], b.shape[0]) == (width, hidden):
+        return {f"{prefix}.down": (factor_a, factor_b, scale.of_map(f"{module}.down_proj", rank))}
+    if (a.shape[1], b.shape[0]) != (hidden, 2 * width):
+        raise ValueError(
+            f"adapter {folder} has factors of {module} with {a.shape[1]} inputs and {b.shape[0]} outputs; "
+            f"this model's experts have {hidden} and {2 * width}, or {width} and {hidden}: check its base"
+        )
+    size = scale.of_map(f"{module}.gate_up_proj", rank)
+    return {
+        f"{prefix}.gate": (factor_a, factor_b[:, :width], size),
+        f"{prefix}.up": (factor_a, factor_b[:, width:], size),
+    }
+
+
+def _stack_experts(
+    each: Mapping[int, tuple[Tensor, Tensor, float]], shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor, float]:
+    """A [E, r, in] and B [E, out, r] of modules of experts, each scaled to the first's; zeros elsewhere."""
+    experts, out, into = shape
+    rank = max(a.shape[0] for a, _, _ in each.values())
+    size = next(iter(each.values()))[2]
+    factor_a, factor_b = torch.zeros(experts, rank, into), torch.zeros(experts, out, rank)
+    for expert, (a, b, own) in each.items():
+        factor_a[expert, : a.shape[0]] = a
+        factor_b[expert, :, : a.shape[0]] = b if own == size else b * (own / size)
+    return factor_a, factor_b, size
+
+
+def _spec(maps: Mapping[str, tuple[Tensor, Tensor, float]], config: ModelConfig) -> AdapterSpec:
+    """The largest ranks, and the scale of the first map, which then keeps its bits."""
+    ranks = {kind: [a.shape[-2] for name, (a, _, _) in maps.items() if (".experts." in name) == kind]
+             for kind in (False, True)}  # fmt: skip
+    rank = max(ranks[False] or ranks[True])
+    first, (_, _, size) = next(iter(maps.items()))
+    expert_rank = max(ranks[True]) if ranks[True] else None
+    of_first = expert_rank if ".experts." in first and expert_rank else rank
+    return AdapterSpec(
+        rank=rank,
+        alpha=size * of_first,
+        targets=tuple(sorted({name.split(".", 2)[2] for name in maps})),
+        expert_scheme=ExpertScheme.PER_EXPERT,
+        expert_rank=expert_rank,
+    )
+
+
+def _tensors(
+    maps: Mapping[str, tuple[Tensor, Tensor, float]], spec: AdapterSpec, config: ModelConfig, folder: Path
+) -> dict[str, Tensor]:
+    """All factors that ``spec`` asks for: those of ``maps``, padded and scaled, and zeros."""
+    tensors: dict[str, Tensor] = {}
+    for name, (a_shape, b_shape) in adapter_shapes(config, spec).items():
+        factor_a, factor_b = torch.zeros(a_shape), torch.zeros(b_shape)
+        if name in maps:
+            a, b, size = maps[name]
+            rank, own = a.shape[-2], spec.scale_of(name)
+            if (*a.shape[:-2], a.shape[-1], *b.shape[:-1]) != (*a_shape[:-2], a_shape[-1], *b_shape[:-1]):
+                raise ValueError(
+                    f"adapter {folder} has factors of {name} for {a.shape[-1]} inputs and {b.shape[-2]} "
+                    f"outputs; this model has {a_shape[-1]} and {b_shape[-2]}; check its base"
+                )
+            factor_a[..., :rank, :] = a
+            factor_b[..., :rank] = b if math.isclose(own, size, rel_tol=1e-12) else b * (size / own)
+        tensors[f"{name}.A"], tensors[f"{name}.B"] = factor_a, factor_b
+    return tensors
