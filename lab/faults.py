@@ -124,7 +124,7 @@ FAULTS = (
     Fault(
         name="head",
         how="`kill -9` of Ray's head (`gcs_server`)",
-        strike=kill_process("gcs_server", workers=2, sign=lambda row: False),
+        strike=kill_process("gcs_server", workers=2),
         bound_s=60.0,
         overrides=TRAINER,
         named="the head of the Ray cluster|its daemon on this host was lost",
@@ -238,7 +238,8 @@ def faults(bench: Faults, held: contextlib.ExitStack, root: Path) -> Iterator[Fa
             name=VLLM,
             how="`kill -9` of vLLM's engine core or of its front",
             strike=vllm.crash,
-            bound_s=300.0,
+            bound_s=60.0,
+            named="vLLM was lost",
             overrides=vllm.own_server(bench.vllm, vllm.small_model(root / "model")),
         )
     if bench.vllm and NETWORK in bench.faults:
@@ -249,6 +250,7 @@ def faults(bench: Faults, held: contextlib.ExitStack, root: Path) -> Iterator[Fa
             how="the wire to a vLLM server carries nothing for 30 s, with `silence_s` 5 or 60",
             strike=vllm.silence(wire),
             bound_s=90.0,
+            named="vLLM was lost",
             overrides=vllm.server_at(wire.address, model),
             other=("cluster.silence_s=5",),
             alone=threading.Lock(),

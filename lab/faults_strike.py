@@ -75,8 +75,8 @@ def kill(*names: str, workers: int) -> Strike:
     return strike
 
 
-def kill_process(*names: str, workers: int, sign: Sign) -> Strike:
-    """SIGKILL to a process that the run has started, by a word of its command line."""
+def kill_process(*names: str, workers: int) -> Strike:
+    """SIGKILL to a process that the run has started, by a word of its command line. No row counts it."""
 
     def strike(child: Child, random: Random, steps: int) -> Struck | None:
         name, when = random.choice(names), moment(child, random, steps, workers)
@@ -84,7 +84,7 @@ def kill_process(*names: str, workers: int, sign: Sign) -> Strike:
         if not pids:
             return None
         os.kill(pids[-1], signal.SIGKILL)
-        return Struck(at=time(), how=f"{name}, {when}", sign=sign)
+        return Struck(at=time(), how=f"{name}, {when}")
 
     return strike
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lab.faults_child import Child
-from lab.faults_strike import PAUSE_S, Strike, Struck, counted, kill_process, moment
+from lab.faults_strike import PAUSE_S, Strike, Struck, kill_process, moment
 from ostinato.engine.vllm_server import KEY, Serve, VllmChild
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -50,7 +50,7 @@ RECIPE = ("engine.backend=vllm", "adapter.targets=['attn']", "trainer.replay=fal
 RECIPE += ("engine.max_batch=16", "trainer.lr=1e-4")
 BLOCK = 1 << 16
 
-crash: Strike = kill_process("VLLM::EngineCore", "api_server", workers=0, sign=counted("workers/restarts"))
+crash: Strike = kill_process("VLLM::EngineCore", "api_server", workers=0)
 
 
 def small_model(folder: Path) -> Path:
@@ -146,7 +146,7 @@ def served(python: str, model: Path, log: Path) -> Iterator[Wire]:
     key = os.environ.setdefault(KEY, secrets.token_hex(32))  # runs that are given its address inherit it
     server = VllmChild(serve, log, start_s=600.0, key=key)
     try:
-        server.revive()
+        server.start()
         wire = Wire(int(server.address.rpartition(":")[2]))
         try:
             yield wire

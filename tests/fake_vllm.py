@@ -20,13 +20,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from ostinato.engine.vllm_server import vllm_lost
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.shapes import AdapterSpec
-
-WAIT_S = 20.0  # for other requests
 
 
 def read_peft(folder: Path, decoder: Decoder) -> Adapters:
@@ -42,7 +39,7 @@ def read_peft(folder: Path, decoder: Decoder) -> Adapters:
 
 
 class FakeVllm:
-    """The server's side of ``engine.vllm``; itself a ``vllm_server.Server`` that is revived in an instant."""
+    """The server's side of ``engine.vllm``; itself a ``vllm_server.Server`` that starts in an instant."""
 
     def __init__(self, decoder: Decoder, decode: Any = None, *, context: int = 64) -> None:
         self.decoder, self.decode, self.context = decoder, decode, context
@@ -50,11 +47,9 @@ class FakeVllm:
         self.key = "of this fake alone"  # required on every path
         self.missing: set[str] = set()  # paths that this vLLM does not have
         self.broken: str = ""  # "silent", "dead", "forgetful" (of labels), "deaf" (to publishes), "poisoned"
-        self.deadly = -1  # the first token of a prompt that ends the server, in all its lives,
-        self.victims = 0  # as soon as so many others are in; none of them has its answer before
-        self._arrivals, self._sound = threading.Condition(), 0
-        self.lives, self.seen = 0, list[dict[str, Any]]()
-        self.refuse_to_live = False
+        self.seen = list[dict[str, Any]]()
+        self.ignored = ""  # a kind of adapter, like "mlp.up"
+        self.lent = list[str]()  # what was called to give memory away and to take it back
         self.token_s, self.sampled = 0.0, 0
         self._server: ThreadingHTTPServer | None = None
         self._pass = threading.Lock()  # and threads of a tiny model would only wait for one another
@@ -66,12 +61,8 @@ class FakeVllm:
         assert self._server is not None
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def revive(self) -> None:
-        self.close()
-        if self.refuse_to_live:
-            raise vllm_lost("vLLM did not start: the end of its log is: no")
-        self.lives += 1
-        self.label, self.adapter, self.broken, self._sound = "default", None, "", 0
+    def start(self) -> None:
+        self.label, self.adapter = "default", None
         self.running, self.ended = threading.Event(), threading.Event()
         self.running.set()
         self._server = _Server(("127.0.0.1", 0), _handler(self))
@@ -105,8 +96,14 @@ class FakeVllm:
                 return 200, {"data": cards + loaded}
             case "/weight_info":
                 return 200, {"weight_version": self.label}
+            case "/release_kv_cache_memory" | "/wake_up":
+                assert not self.running.is_set(), "not paused"
+                self.lent.append(path)
+                if path == "/wake_up":
+                    self.running.set()
+                return 200, {}
             case "/pause":
-                assert query == "mode=keep&clear_cache=false"
+                assert query in ("mode=keep&clear_cache=false", "mode=abort&clear_cache=true")
                 self.running.clear()
                 with self._pass:  # the one that runs ends under the old policy
                     return 200, {}
@@ -119,7 +116,7 @@ class FakeVllm:
             case "/v1/load_lora_adapter":
                 if not body:
                     return 400, {"error": {"message": "lora_name is missing"}}
-                self.adapter = read_peft(Path(body["lora_path"]), self.decoder)
+                self.adapter = self._read(Path(body["lora_path"]))
                 return 200, "Success"
             case "/collective_rpc":
                 return self._rpc(body)
@@ -132,13 +129,18 @@ class FakeVllm:
             assert not self.running.is_set(), "published without a pause"
             folder = Path(body["args"][0])
             if self.broken != "deaf":
-                self.adapter = read_peft(folder, self.decoder)
+                self.adapter = self._read(folder)
             hashed = hashlib.blake2b(digest_size=8)
             for name in ("adapter_config.json", "adapter_model.safetensors"):
                 hashed.update((folder / name).read_bytes())
             return 200, {"results": [hashed.hexdigest()]}
         assert body["method"] == "ostinato_device"
         return 200, {"results": [self.device]}
+
+    def _read(self, folder: Path) -> Adapters:
+        whole = read_peft(folder, self.decoder)
+        heard = {name: pair for name, pair in whole.tensors.items() if not name.endswith(self.ignored or "-")}
+        return Adapters(whole.spec, heard, self.decoder.config)
 
     def _generate(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.seen.append(body)
@@ -148,23 +150,9 @@ class FakeVllm:
         settings, tokens = body["sampling_params"], list(body["token_ids"])
         if self.broken == "poisoned" and tokens[0] == 13:
             return 500, {"error": {"message": "a kernel failed"}}
-        self._end_or_be_ended(tokens[0] == self.deadly)
         choice = self._sample(tokens, settings, adapted)
         usage = {"prompt_tokens_details": {"cached_tokens": 1}}
         return 200, {"model": body["model"], "choices": [choice], "usage": usage}
-
-    def _end_or_be_ended(self, deadly: bool) -> None:
-        """Ends this life, or waits for its end where it is to have victims."""
-        life = self.lives
-        with self._arrivals:
-            self._sound += not deadly
-            self._arrivals.notify_all()
-            if deadly:
-                self._arrivals.wait_for(lambda: self._sound >= self.victims, WAIT_S)
-                self.broken = "dead"
-                self._arrivals.notify_all()
-            elif self.victims:
-                self._arrivals.wait_for(lambda: self.broken == "dead" or self.lives != life, WAIT_S)
 
     def _sample(self, tokens: list[int], settings: dict[str, Any], adapted: bool) -> dict[str, Any]:
         noise = torch.Generator().manual_seed(settings.get("seed") or 0)

@@ -1,28 +1,38 @@
 """Whether a server samples from the policy that was published: its log-probabilities against our decoder's.
 
-Uses sampled tokens, and not a text that the server is to score: ``prompt_logprobs`` crash vLLM 0.32 on a CPU
-where other requests are in the batch, since its adapter of the head takes all rows for sampled ones.
+One comparison at each publish, on tokens that the server has sampled (``prompt_logprobs`` crash vLLM 0.32 on
+a CPU where other requests are in the batch):
+
+    k3 of all its tokens                     a wrong base, dtype or adapter
+    each kind of adapter, left out of ours   a kind that the server does not apply, by its name
+
+With s the server's log-probabilities, a ours and b ours without the kind, the share of the kind that the
+server applies is (s - b).(a - b) / |a - b|^2: 1 where it is applied, 0 where it is ignored, with a standard
+error that the rest of s - b gives. A kind whose effect is lost in rounding is not judged; ``canary`` has
+factors that are large enough for all.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ostinato.algo.offpolicy import kl_k3
-from ostinato.engine.vllm_server import vllm_wrong
+from ostinato.engine.vllm_server import vllm_lost
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters
-from ostinato.types import Completion, Request, Sampling
+from ostinato.model.lora import Adapters, init_adapters
+from ostinato.model.shapes import AdapterSpec
+from ostinato.types import Completion, Request
 
-LEAST, MOST = 32, 1024  # tokens to judge by
-OF_AN_ANSWER, BEHIND = 64, 2048  # tokens of an answer that are scored, and of the longest prompt
-ERRORS = 2.0  # standard errors above the bound before fewer than MOST tokens count against a server
+ERRORS = 2.0  # standard errors of k3 above the bound that count against a server
+CERTAIN = 3.0  # those of a kind's share below a half
+EFFECT = 0.05  # of a weight's norm, the update of a canary
+LEAST_NOISE = 1e-6  # of a log-probability
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,71 +44,92 @@ class Verdict:
     tokens: int
 
 
-class Proofs:
-    """Proofs that one server samples from the policies published to it, by label."""
+def canary(decoder: Decoder, spec: AdapterSpec) -> Adapters:
+    """Adapters of every kind in ``spec`` whose update is EFFECT of each weight's norm, drawn at random."""
+    adapters, linears = (
+        init_adapters(decoder.config, spec, seed=1, device=decoder.device),
+        decoder.named_linears(),
+    )
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, (a, b) in adapters.tensors.items():
+            weight = linears[name].weight
+            repeats = weight.shape[0] if weight.dim() > a.dim() else 1  # experts that share one A
+            size = spec.scale_of(name) * float(a.norm()) * math.sqrt(b.shape[-2] * repeats)
+            std = EFFECT * float(torch.linalg.vector_norm(weight, dtype=torch.float32)) / size
+            b.copy_(torch.randn(b.shape, generator=generator) * std)
+    return adapters
 
-    def __init__(self, decoder: Decoder, bound: float) -> None:
-        self._decoder, self._bound = decoder, bound
-        self._sure = set[str]()
-        self._measured: dict[str, np.ndarray] = {}  # k3 of each token so far
-        self._verdicts = deque[Verdict](maxlen=1)  # put by one thread, taken by another
 
-    def forget(self) -> None:
-        """Start over: the server is a new one."""
-        self._sure.clear()
-        self._measured.clear()
-
-    def want(self, label: str, version: int, request: Request, completion: Completion) -> bool:
-        """Whether the policy still needs proof and this answer can give it: sampled by that policy alone,
-        from its unfiltered distribution, after a prompt that is not too long."""
-        sampling = request.sampling
-        plain = sampling.temperature > 0 and not sampling.filtered and not sampling.min_tokens
-        whole = len(completion.tokens) > 0 and bool((completion.versions == version).all())
-        return label not in self._sure and plain and whole and len(request.tokens) <= BEHIND
-
-    def hear(self, label: str, adapters: Adapters | None, request: Request, completion: Completion) -> None:
-        """Judge the policy by one more answer. Raises WorkerLost where it is not the published one."""
-        if label in self._sure:
-            return
-        tokens = completion.tokens[:OF_AN_ANSWER]
-        ours = scores(self._decoder, adapters, np.concatenate([request.tokens, tokens]), request.sampling)
-        log_ratio = ours[-len(tokens) :] - torch.from_numpy(completion.logprobs[: len(tokens)])
-        before = self._measured.get(label, np.zeros(0, np.float32))
-        found = self._measured[label] = np.concatenate([before, kl_k3(log_ratio).numpy()])
-        right = verdict(found, self._bound)
-        if right is False:
-            raise vllm_wrong(
-                f"vLLM is not the policy that is trained: k3 is {found.mean():.3g} for policy {label} on "
-                f"{len(found)} tokens, and {self._bound:g} is the bound; compare model and dtype"
+def prove(
+    decoder: Decoder,
+    adapters: Adapters | None,
+    request: Request,
+    completion: Completion,
+    *,
+    bound: float,
+) -> Verdict:
+    """Compare the answer, sampled at a temperature above 0 by one policy, with our decoder under
+    ``adapters``. Raises WorkerLost naming a kind of adapter that is not applied, or a k3 above ``bound``."""
+    version = int(completion.versions[0])
+    theirs = torch.from_numpy(completion.logprobs).double()
+    ours = _scores(decoder, adapters, request, completion.tokens)
+    for kind in kinds(adapters):
+        without = _scores(decoder, _without(adapters, kind), request, completion.tokens)
+        if is_ignored(theirs, ours, without):
+            raise vllm_lost(
+                f"vLLM does not apply the adapters of {kind}: policy {version} is refused; leave them out "
+                "of adapter.targets"
             )
-        if right:
-            self._sure.add(label)
-            self._measured.pop(label, None)
-            version = int(completion.versions[0])
-            self._verdicts.append(Verdict(version=version, k3=float(found.mean()), tokens=len(found)))
-
-    def take_verdict(self) -> Verdict | None:
-        """The newest since the last call; None: none."""
-        return self._verdicts.pop() if self._verdicts else None
+    k3 = kl_k3(ours - theirs).numpy()
+    if is_above(k3, bound):
+        raise vllm_lost(
+            f"vLLM is not the policy that is trained: k3 is {k3.mean():.3g} for policy {version} on "
+            f"{len(k3)} tokens, and {bound:g} is the bound; compare model and dtype"
+        )
+    return Verdict(version=version, k3=float(k3.mean()), tokens=len(k3))
 
 
-def verdict(k3: np.ndarray, bound: float) -> bool | None:
-    """Is the mean of k3 ([T], of single tokens) below ``bound``? None: too few tokens to say."""
-    if len(k3) < LEAST:
-        return None
-    mean, error = float(k3.mean()), float(k3.std(ddof=1)) / math.sqrt(len(k3))
-    if mean < bound:
-        return True
-    return False if len(k3) >= MOST or mean - ERRORS * error > bound else None
+def is_above(k3: np.ndarray, bound: float) -> bool:
+    """Is the mean of k3 ([T], of single tokens) above ``bound``, beyond doubt?"""
+    error = float(k3.std(ddof=1)) / math.sqrt(len(k3)) if len(k3) > 1 else math.inf
+    return float(k3.mean()) - ERRORS * error > bound
 
 
-def scores(
-    decoder: Decoder, adapters: Adapters | None, tokens: np.ndarray, sampling: Sampling
+def is_ignored(theirs: torch.Tensor, ours: torch.Tensor, without: torch.Tensor) -> bool:
+    """Are ``theirs`` ([T] log-probabilities) those ``without`` a kind of adapter, beyond doubt, and not
+    ``ours`` with it?"""
+    effect, found = ours - without, theirs - without
+    size = float(effect.norm())
+    if size == 0.0:
+        return False
+    share = float(found @ effect) / size**2
+    rest = (found - share * effect).square().sum() / max(len(found) - 1, 1)
+    error = max(float(rest.sqrt()), LEAST_NOISE) / size
+    return share + CERTAIN * error < 0.5
+
+
+def kinds(adapters: Adapters | None) -> Mapping[str, None]:
+    """Those with factors that are not zero, like "attn.q" and "experts.down", in order."""
+    pairs = adapters.tensors.items() if adapters is not None else ()
+    return dict.fromkeys(name.split(".", 2)[2] for name, (_, b) in pairs if bool(b.any()))
+
+
+def _without(adapters: Adapters | None, kind: str) -> Adapters:
+    assert adapters is not None
+    rest = {name: pair for name, pair in adapters.tensors.items() if name.split(".", 2)[2] != kind}
+    return Adapters(adapters.spec, rest, adapters.config)
+
+
+def _scores(
+    decoder: Decoder, adapters: Adapters | None, request: Request, tokens: np.ndarray
 ) -> torch.Tensor:
-    """[T - 1] log-probabilities of ``tokens`` [T], from the second one on, at a temperature above 0."""
-    rows = torch.from_numpy(tokens.astype(np.int64)).to(decoder.device)
+    """[T] log-probabilities of ``tokens`` [T] after the prompt, float64."""
+    whole = np.concatenate([request.tokens, tokens]).astype(np.int64)
+    rows = torch.from_numpy(whole).to(decoder.device)
     with torch.inference_mode():
         places = torch.arange(len(rows), device=decoder.device)
         hidden, _ = decoder(rows, places, CausalAttention(), adapters=adapters)
-        logits = decoder.logits(hidden[:-1]).float() / sampling.temperature
-        return logits.log_softmax(-1).gather(1, rows[1:, None])[:, 0].cpu()
+        logits = decoder.logits(hidden[len(request.tokens) - 1 : -1]).float() / request.sampling.temperature
+        scores = logits.log_softmax(-1).gather(1, rows[len(request.tokens) :, None])[:, 0]
+    return scores.cpu().double()

@@ -1,30 +1,26 @@
-"""What a vLLM server serves: how a policy is installed, the labels that prove it, and its restarts.
+"""What a vLLM server serves: how a policy is installed, and the labels that prove it.
 
 install: pause (KV kept) -> the adapter replaced, its digest compared -> labelled -> resume -> its label read
-lost -> started anew, at most so many times in a row -> the policy installed -> a new epoch
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ostinato.engine.vllm_server import Reply, Server, Unreachable, call, vllm_lost, vllm_wrong
+from ostinato.engine.vllm_server import Reply, Server, Unreachable, call, vllm_lost
 from ostinato.model.lora import Adapters
-from ostinato.workers.lost import Restarts, WorkerLost
+from ostinato.model.peft_io import PEFT_CONFIG, PEFT_TENSORS, write_peft
+from ostinato.model.wire import check_finite, fingerprint
 
-logger = logging.getLogger(__name__)
 LORA = "ostinato"  # the name of the adapter there
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What was published."""
 
@@ -32,7 +28,6 @@ class Policy:
     fingerprint: str = ""  # "": the base
     folder: Path | None = None  # of its adapter
     digest: str = ""  # of the files in it
-    adapters: Adapters | None = None  # a copy
 
     @property
     def label(self) -> str:
@@ -41,6 +36,26 @@ class Policy:
     def name(self, base: str) -> str:
         """Name of the model; ``base`` is that without an adapter."""
         return base if self.folder is None else LORA
+
+
+def write_policy(adapters: Adapters | None, version: int, parent: Path) -> Policy:
+    """The policy of ``adapters``, checked and written to a folder of its own. Raises NotFinite."""
+    if adapters is None:
+        return Policy(version=version)
+    check_finite(adapters)
+    mark = fingerprint(adapters)
+    folder = parent / f"policy-{version}-{mark}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_peft(adapters, folder)
+    return Policy(version=version, fingerprint=mark, folder=folder, digest=_digest(folder))
+
+
+def _digest(folder: Path) -> str:
+    """As the worker computes it (``interop.vllm_worker.digest``)."""
+    hashed = blake2b(digest_size=8)
+    for name in (PEFT_CONFIG, PEFT_TENSORS):
+        hashed.update((folder / name).read_bytes())
+    return hashed.hexdigest()
 
 
 class Served:
@@ -65,7 +80,7 @@ class Served:
         self.must("POST", "/resume")
         self.beat()
         if self.label != policy.label:
-            raise vllm_wrong(f"vLLM serves policy {self.label!r} after {policy.label!r} was published")
+            raise vllm_lost(f"vLLM serves policy {self.label!r} after {policy.label!r} was published")
 
     def _load(self, policy: Policy, folder: Path) -> None:
         """Load the adapter into its slot, which the first one creates."""
@@ -73,13 +88,12 @@ class Served:
         if LORA not in {card["id"] for card in self.must("GET", "/v1/models")["data"]}:
             reply = self.ask("POST", "/v1/load_lora_adapter", {"lora_name": LORA, "lora_path": place})
             if reply.status != 200:
-                self.must("POST", "/resume")  # nothing was replaced
-                raise vllm_wrong(f"{refused}: {reply.error}")
+                raise vllm_lost(f"{refused}: {reply.error}")
         reply = self.ask("POST", "/collective_rpc", {"method": "ostinato_publish", "args": [place]})
         if reply.status != 200:
-            raise vllm_wrong(f"{refused}: {reply.error}")
+            raise vllm_lost(f"{refused}: {reply.error}")
         if read := {*reply.body["results"]} - {policy.digest}:
-            raise vllm_wrong(f"vLLM read {sorted(read)} in {folder}, where {policy.digest} was written")
+            raise vllm_lost(f"vLLM read {sorted(read)} in {folder}, where {policy.digest} was written")
 
     def versions(self, policy: Policy, choice: dict[str, Any]) -> np.ndarray:
         """[T] int32, by the labels of the tokens. Raises Unreachable where a label was not published, or is
@@ -126,62 +140,3 @@ class Served:
     def _call(self, method: str, path: str, body: Any = None) -> Reply:
         server = self._server
         return call(server.address, method, path, body, key=server.key, timeout_s=self._silence_s)
-
-
-@dataclass(kw_only=True, eq=False)
-class Lives:
-    """The lives of ``server``, one after the other: ``start`` begins one, ``install`` gives it the policy.
-    ``counters`` are updated."""
-
-    server: Server
-    start: Callable[[], None]
-    install: Callable[[Policy], None]
-    restarts: Restarts
-    counters: Counter[str]
-    epoch: int = 0  # the number of earlier lives
-
-    def __post_init__(self) -> None:
-        self._lock = threading.RLock()  # of the server's life and of what it serves
-        self._policy, self._closed = Policy(version=0), False
-
-    def publish(self, policy: Policy) -> None:
-        """Install ``policy`` on the server, restarted where it is lost. Raises WorkerLost."""
-        with self._lock:
-            try:
-                self.install(policy)
-            except Unreachable as lost:
-                self._begin(str(lost), policy)
-            self._policy = policy
-
-    def recover(self, epoch: int, why: str) -> None:
-        """Restart the server that was lost in ``epoch``. Of the callers that find it lost, one does so.
-        Raises WorkerLost."""
-        with self._lock:
-            if epoch == self.epoch:
-                self._begin(why, self._policy)
-
-    def _begin(self, why: str, policy: Policy) -> None:
-        while True:
-            self.restarts.in_a_row += 1
-            lost, most = self.restarts.in_a_row, self.restarts.most
-            if self.restarts.spent or self._closed:
-                raise vllm_lost(f"vLLM was lost {lost} times in a row: {why}; {self.server.why()}")
-            logger.warning(f"vLLM was lost and is started anew ({lost} of {most}): {why}")
-            try:
-                self.start()
-                self.install(policy)
-            except (Unreachable, WorkerLost) as error:
-                if isinstance(error, WorkerLost) and error.final:
-                    raise
-                why = str(error)
-                continue
-            self.epoch += 1
-            self.counters["workers/restarts"] += 1
-            return
-
-    def close(self) -> None:
-        """End the server, if it is ours."""
-        self._closed = True
-        self.server.close()
-        with self._lock:  # a restart that was under way has ended, and what it had started ends too
-            self.server.close()

@@ -3,8 +3,8 @@
     VllmChild  -> guard -> python -m vllm... -> engine core, workers       a session of its own
     VllmAt                                                                 an address
 
-Both can be made ready (``revive``) and report why they are not (``why``). What a server has to be able to do
-is checked once (``check``), so that what is missing is reported in words before any work.
+What a server has to be able to do is checked once (``check``), so that what is missing is reported in words
+before any work. A server that is lost is not replaced: the run ends by name, and is resumed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,12 +104,7 @@ TAIL_LINES = 6  # of its log, in an error
 
 
 def vllm_lost(sentence: str) -> WorkerLost:
-    """The server does not start, has ended or is silent; with the end of its log."""
-    return WorkerLost(WorkerKind.VLLM, sentence)
-
-
-def vllm_wrong(sentence: str) -> WorkerLost:
-    """The server serves something else than what was published: a new one would too."""
+    """The server does not start, has ended, is silent, or serves something else than what was published."""
     return WorkerLost(WorkerKind.VLLM, sentence, final=True)
 
 
@@ -125,8 +119,8 @@ class Server(Protocol):
         """The API key sent with every request; empty where it needs none."""
         ...
 
-    def revive(self) -> None:
-        """Make it ready, whatever happened before. Raises WorkerLost."""
+    def start(self) -> None:
+        """Make it ready. Raises WorkerLost."""
         ...
 
     def why(self) -> str:
@@ -148,6 +142,8 @@ class Serve:
     kv_memory_mb: int
     rank: int  # of the adapters
     memory_share: float = 0.0  # of a GPU that is free for it, else it asks for 0.92; 0: not on one
+    lends: bool = False  # the memory of its keys and values, to a trainer on the same GPU
+    shared_outer: bool = False  # adapters of experts share the factor at the hidden dimension
     args: Sequence[str] = ()
 
     def command(self, port: int) -> list[str]:
@@ -162,7 +158,7 @@ class Serve:
             "port": port,
             "dtype": self.dtype,
             "max-model-len": self.context,
-            "max-num-seqs": self.max_batch,
+            "max-num-seqs": self.max_batch + 1,  # a proof beside all of them
             "kv-cache-memory-bytes": self.kv_memory_mb << 20,
             "max-lora-rank": room,
             "max-loras": 1,
@@ -175,7 +171,8 @@ class Serve:
         pairs = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         if self.memory_share:
             pairs += ["--gpu-memory-utilization", f"{self.memory_share:.2f}"]
-        flags = ("--enable-lora", "--enable-scale-out", "--enable-prompt-tokens-details")
+        flags = ["--enable-lora", "--enable-scale-out", "--enable-prompt-tokens-details"]
+        flags += ["--enable-sleep-mode"] * self.lends + ["--enable-moe-shared-loras"] * self.shared_outer
         return [self.python, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *self.args]
 
 
@@ -190,8 +187,8 @@ def environment(environ: Mapping[str, str], key: str) -> dict[str, str]:
 
 
 class VllmChild:
-    """A server that is started here; ``log`` has what it prints, of all its lives. ``revive`` starts it.
-    ``key``: required on every path; empty: a random one."""
+    """A server that is started here; ``log`` has what it prints. ``key``: required on every path; empty: a
+    random one."""
 
     def __init__(self, serve: Serve, log: Path, *, start_s: float = 300.0, key: str = "") -> None:
         serve.command(0)
@@ -200,9 +197,8 @@ class VllmChild:
         self._guard: Child | None = None
         self.address = ""
 
-    def revive(self) -> None:
-        """End what is left of it, and start it anew. Raises WorkerLost after ``start_s`` or when it ends."""
-        self.close()
+    def start(self) -> None:
+        """Raises WorkerLost after ``start_s``, or when it ends."""
         port = _free_port()
         self.address = f"http://127.0.0.1:{port}"
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -240,23 +236,20 @@ class VllmAt:
         host_and_port(address)
         self.key = key
         self.address, self._start_s = address.rstrip("/"), start_s
-        self._left = threading.Event()
 
-    def revive(self) -> None:
-        """Wait until it answers. Raises WorkerLost after ``start_s``, and once it is left (``close``)."""
+    def start(self) -> None:
+        """Wait until it answers. Raises WorkerLost after ``start_s``."""
         deadline = time.monotonic() + self._start_s
         while not is_healthy(self.address, self.key):
             if time.monotonic() > deadline:
                 raise vllm_lost(f"vLLM at {self.address} was not ready in {self._start_s:g} s")
-            if self._left.wait(POLL_S):
-                raise vllm_lost(f"vLLM at {self.address} did not answer, and is waited for no longer")
+            time.sleep(POLL_S)
 
     def why(self) -> str:
         return "its log is where it was started"
 
     def close(self) -> None:
-        """Stop waiting for it; the server itself keeps running."""
-        self._left.set()
+        """The server itself keeps running."""
 
 
 # ---- what it can do

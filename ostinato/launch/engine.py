@@ -16,12 +16,13 @@ import numpy as np
 
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
-from ostinato.engine.vllm import VllmEngine
+from ostinato.engine.vllm import SLOTS, VllmEngine
 from ostinato.engine.vllm_server import KEY, Serve, Server, VllmAt, VllmChild
 from ostinato.launch import RunFailed
 from ostinato.launch.checks import check_exact, check_model
 from ostinato.launch.device_memory import Need, free_share, kv_memory_mb, vllm_kv_memory_mb
 from ostinato.launch.drafts import Memory
+from ostinato.launch.models import adapter_spec
 from ostinato.model.decoder import Decoder
 from ostinato.model.native import Kernels
 from ostinato.model.native import load as load_kernels
@@ -71,9 +72,9 @@ def vllm_engine(
             folder=folder,
             decode=renderer.decode,
             probe=prompt[:PROBE_TOKENS],
+            spec=adapter_spec(recipe.adapter),
             silence_s=cluster.silence_s,
-            max_restarts=cluster.max_restarts,
-            max_quarantined=cluster.max_quarantined,
+            slots=min(SLOTS, recipe.engine.max_batch),
         )
     except WorkerLost as error:
         raise RunFailed(f"{error}; no run was begun") from error

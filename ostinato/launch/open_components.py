@@ -68,19 +68,12 @@ def _sampling_by_vllm(
         folder=folder / "vllm",
         need=rollout_need(prepared),
     ) as engine:
-
-        async def end() -> None:
-            """A thread that waits for a server to come back would keep the event loop from ending."""
-            await asyncio.to_thread(engine.close)
-
         yield RunComponents(
             trainer=trainer,
             engine=engine,
-            counters=(engine.counters,),
             extra_metrics=lambda: proof_row(engine.take_verdict()) | gpu_figures(prepared.decoder),
             tokens_sampled=lambda: engine.signs,
             span_sources=(engine,),
-            end=end,
         )
 
 

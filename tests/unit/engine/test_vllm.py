@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import itertools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +20,17 @@ from reference.fake_engine import FakeEngine
 from worlds import VOCAB, adapters_of, tiny_dense
 
 from ostinato.engine import vllm as vllm_engine
+from ostinato.engine import vllm_served
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_answers import answer, question
-from ostinato.engine.vllm_proof import verdict
-from ostinato.engine.vllm_server import Reply, check
+from ostinato.engine.vllm_proof import is_above, is_ignored
+from ostinato.engine.vllm_server import check
 from ostinato.launch.open_components import proof_row
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
+from ostinato.model.shapes import AdapterSpec
 from ostinato.model.wire import fingerprint
 from ostinato.observe.timeline import Kind
 from ostinato.protocols import Engine
@@ -89,7 +89,7 @@ def engine(server: FakeVllm, tmp_path: Path) -> VllmEngine:
 
 
 def new_engine(server: Any, folder: Path, **options: Any) -> VllmEngine:
-    settings = {"decode": decode, "probe": PROBE, "silence_s": 5.0, "max_restarts": 2} | options
+    settings = {"decode": decode, "probe": PROBE, "silence_s": 5.0, "spec": AdapterSpec(**SPEC)} | options
     return VllmEngine(server, DECODER, folder=folder, **settings)
 
 
@@ -104,8 +104,6 @@ def ask(*tokens: int, **sampling: Any) -> Request:
 
 async def some_tokens(server: FakeVllm) -> None:
     """Wait until it is under way."""
-    while not server.sampled:
-        await asyncio.sleep(0.001)
     seen = server.sampled
     while server.sampled < seen + 3:
         await asyncio.sleep(0.001)
@@ -187,7 +185,7 @@ def test_policies_share_no_prefix(engine: VllmEngine, server: FakeVllm) -> None:
     run(engine, ask())
     engine.publish(POLICIES[1], 2)
     run(engine, ask())
-    first, second = (body["cache_salt"] for body in server.seen if len(body["token_ids"]) == 3)
+    first, second = (body["cache_salt"] for body in server.seen if body["token_ids"] == ask().tokens.tolist())
     assert first != second
 
 
@@ -196,55 +194,76 @@ def test_a_server_that_ignores_an_adapter_is_found_by_its_log_probabilities(
 ) -> None:
     engine.publish(POLICIES[0], 1)
     server.broken = "deaf"
-    engine.publish(POLICIES[1], 2)
-    with pytest.raises(WorkerLost, match=r"k3 is [\d.]+ for policy 2:"):
-        run(engine, ask(max_tokens=20), ask(max_tokens=20))
-    server.broken = ""
-    engine.publish(POLICIES[1], 3)
-    assert run(engine, ask(temperature=0.5, max_tokens=40))[0].versions[0] == 3
-    judged = engine.take_verdict()
-    assert judged is not None and judged.version == 3 and judged.k3 < 1e-6
+    with pytest.raises(WorkerLost, match=r"k3 is [\d.]+ for policy 2 on 32 tokens|does not apply"):
+        engine.publish(POLICIES[1], 2)
 
 
-def test_a_policy_is_told_of_once_and_only_when_it_was_judged(engine: VllmEngine) -> None:
-    """The row of a step whose policy had not been judged yet had ``publish/k3`` of an older one, or of a few
-    tokens."""
+@pytest.mark.parametrize("kind", ["attn.q", "attn.v", "mlp.up", "mlp.down"])
+def test_a_kind_of_adapter_that_is_ignored_is_named_before_any_work(
+    server: FakeVllm, tmp_path: Path, kind: str
+) -> None:
+    """A server that leaves out what it has no module for gives the tokens of another policy, and early in a
+    run, when factors are small, k3 is far below its bound."""
+    server.ignored = kind
+    with pytest.raises(WorkerLost, match=f"does not apply the adapters of {kind}: policy 0 is refused"):
+        new_engine(server, tmp_path)
+
+
+def test_a_kind_of_adapter_that_is_ignored_later_is_named_at_its_publish(
+    engine: VllmEngine, server: FakeVllm
+) -> None:
+    server.ignored = "attn.o"
+    small = adapters_of(DECODER, 1, 0.003, **SPEC)
+    with pytest.raises(WorkerLost, match=r"does not apply the adapters of attn\.o: policy 1 is refused"):
+        engine.publish(small, 1)
+
+
+def test_only_a_certain_absence_of_a_kind_counts() -> None:
+    """In bfloat16 log-probabilities are off by 0.02, and an effect as small as that is not judged."""
+    generator = torch.Generator().manual_seed(0)
+    noise, ours, effect = (torch.randn(32, generator=generator).double() for _ in range(3))
+    without, theirs = ours - 0.2 * effect, ours + 0.02 * noise
+    assert not is_ignored(theirs, ours, without) and is_ignored(without + 0.02 * noise, ours, without)
+    barely = ours - 0.004 * effect
+    assert not is_ignored(barely + 0.02 * noise, ours, barely)
+    assert not is_ignored(theirs, ours, ours)
+
+
+def test_each_publish_has_one_verdict(engine: VllmEngine) -> None:
     base = engine.take_verdict()
-    assert base is not None and base.version == 0 and base.tokens == 39
+    assert base is not None and base.version == 0 and base.tokens == 32 and base.k3 < 1e-6
     assert engine.take_verdict() is None and proof_row(None) == {}
     engine.publish(POLICIES[0], 1)
-    run(engine, ask(max_tokens=6))
-    assert engine.take_verdict() is None
-    run(engine, ask(max_tokens=40))
     first = engine.take_verdict()
     assert first is not None and first.version == 1 and first.k3 < 1e-6
-    assert proof_row(first) == {"publish/k3": first.k3, "publish/k3_version": 1.0, "publish/k3_tokens": 46.0}
-    run(engine, ask(max_tokens=40))
-    assert engine.take_verdict() is None
+    assert proof_row(first) == {"publish/k3": first.k3, "publish/k3_version": 1.0, "publish/k3_tokens": 32.0}
+
+
+def test_memory_is_lent_to_a_training_step(engine: VllmEngine, server: FakeVllm) -> None:
+    with pytest.raises(ZeroDivisionError), engine.lent():
+        assert server.lent == ["/release_kv_cache_memory"] and not server.running.is_set()
+        _ = 1 / 0
+    assert server.lent == ["/release_kv_cache_memory", "/wake_up"]
+    engine.publish(POLICIES[0], 1)
+    assert (run(engine, ask())[0].versions == 1).all()
 
 
 def test_files_that_the_server_did_not_read_are_found_by_their_digest(
     engine: VllmEngine, server: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.publish(POLICIES[0], 1)
-    monkeypatch.setattr(vllm_engine, "_digest", lambda folder: "0123456789abcdef")
+    monkeypatch.setattr(vllm_served, "_digest", lambda folder: "0123456789abcdef")
     with pytest.raises(WorkerLost, match="where 0123456789abcdef was written"):
         engine.publish(POLICIES[1], 2)
 
 
 class Elsewhere:
-    """The same server as one that somebody else runs: whatever happens, it goes on. ``halfway``: it does not
-    take the next label."""
+    """The same server as somebody else's, who has let it go on for long."""
 
     def __init__(self, fake: FakeVllm) -> None:
-        self._fake, self.address, self.key = fake, fake.address, fake.key
-        self.sampled_meanwhile = 0
+        self.address, self.key = fake.address, fake.key
 
-    def revive(self) -> None:
-        before = self._fake.sampled
-        time.sleep(0.05)
-        self.sampled_meanwhile = self._fake.sampled - before
-        self._fake.missing = set()
+    def start(self) -> None: ...
 
     def why(self) -> str:
         return ""
@@ -256,172 +275,109 @@ def test_nothing_is_sampled_between_a_new_adapter_and_its_label(server: FakeVllm
     """A publish was cut off when the adapter was in its place and its label was not. The server was let go on
     all the same, and tokens of the new policy had the version of the old one, in answers that were used."""
 
-    async def cut_off() -> Completion:
+    async def cut_off() -> int:
         engine.publish(POLICIES[0], 1)
         running = asyncio.create_task(collected(engine.generate([ask(max_tokens=40)]), 1))
         await some_tokens(server)
         server.missing = {"/update_weight_version"}
-        engine.publish(POLICIES[1], 2)
-        return (await running)[0]
+        with pytest.raises(WorkerLost, match=r"lost when policy 2:.* was published: POST /update_weight"):
+            engine.publish(POLICIES[1], 2)
+        before = server.sampled
+        await asyncio.sleep(0.05)
+        running.cancel()
+        return server.sampled - before
 
-    server.revive()
-    elsewhere = Elsewhere(server)
-    engine = new_engine(elsewhere, tmp_path)
+    server.start()
+    engine = new_engine(Elsewhere(server), tmp_path)
     server.token_s = 0.005
-    completion = asyncio.run(cut_off())
-    assert elsewhere.sampled_meanwhile == 0
-    assert (completion.versions == 2).all()  # what had begun before was sent again
-    is_of(completion, POLICIES[1])
+    assert asyncio.run(cut_off()) == 0
 
 
 def test_a_server_that_was_left_paused_is_woken(server: FakeVllm, tmp_path: Path) -> None:
-    server.revive()
+    server.start()
     server.running.clear()
     assert run(new_engine(Elsewhere(server), tmp_path), ask())[0].stop is Stop.LENGTH
 
 
-def test_a_refused_adapter_leaves_the_server_as_it_was(engine: VllmEngine, server: FakeVllm) -> None:
+def test_a_refused_adapter_is_named(server: FakeVllm, tmp_path: Path) -> None:
+    engine = new_engine(server, tmp_path, spec=None)
     server.missing = {"/v1/load_lora_adapter"}
     with pytest.raises(WorkerLost, match="does not take the adapter of policy 1:"):
         engine.publish(POLICIES[0], 1)
-    assert run(engine, ask())[0].versions[0] == 0
 
 
-def test_a_policy_is_judged_by_enough_tokens() -> None:
+def test_a_policy_is_judged_with_its_error() -> None:
     """In bfloat16 single tokens are far apart now and then: 2 tokens of a healthy run had a k3 of 0.036."""
     rng = np.random.default_rng(0)
     healthy = np.where(rng.random(2000) < 0.02, 0.15, 0.0005).astype(np.float32)
-    assert verdict(healthy[:31] + 1, 0.015) is None
-    assert all(verdict(healthy[n : n + 64], 0.015) is not False for n in range(0, 1900, 64))
-    assert verdict(healthy, 0.015) is True
-    assert verdict(healthy[:40] + 0.3, 0.015) is False
-    doubtful = rng.exponential(0.016, 2000).astype(np.float32)
-    assert verdict(doubtful[:64] + 0.001, 0.015) is None and verdict(doubtful + 0.001, 0.015) is False
+    assert not any(is_above(healthy[n : n + 32], 0.015) for n in range(0, 1960, 32))
+    assert is_above(healthy[:32] + 0.3, 0.015) and not is_above(healthy[:1] + 1, 0.015)
 
 
 # ---- a server that is lost
 
 
-def test_a_server_that_dies_is_started_anew_and_asked_again(
-    server: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def killed_under_way() -> list[Completion]:
-        engine.publish(POLICIES[0], 1)
-        answers = engine.generate([ask(max_tokens=20) for _ in range(4)])
-        running = asyncio.create_task(collected(answers, 4))
+def lost_while_it_samples(engine: VllmEngine, server: FakeVllm, how: str) -> None:
+    async def struck() -> list[list[Completion]]:
+        requests = [ask(max_tokens=20) for _ in range(4)]
+        running = asyncio.create_task(collected(engine.generate(requests), 4))
         await some_tokens(server)
-        server.broken = "dead"
-        return await running
+        server.broken = how
+        if how == "silent":
+            server.running.clear()
+        return await asyncio.gather(running)
 
-    engine = new_engine(server, tmp_path)
-    server.token_s, lives = 0.01, server.lives
-    answers = asyncio.run(killed_under_way())
-    assert server.lives == lives + 1 and len(caplog.messages) == 1 and "started anew (1 of 2)" in caplog.text
-    assert all(completion.stop is Stop.LENGTH and (completion.versions == 1).all() for completion in answers)
-    assert engine.served == (1, fingerprint(POLICIES[0]))
-    spans = engine.take_spans()
-    assert [span.kind for span in spans].count(Kind.START) == 2
-    assert all(one.stop <= other.start for one, other in itertools.pairwise(spans))
+    server.token_s = 0.01
+    asyncio.run(struck())
 
 
-def test_a_server_that_dies_in_a_publish_gets_it_in_its_next_life(
-    engine: VllmEngine, server: FakeVllm
+@pytest.mark.parametrize("how", ["dead", "silent"])
+def test_a_server_that_is_lost_ends_the_run_by_name(
+    server: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    engine.publish(POLICIES[0], 1)
-    server.broken = "dead"
-    engine.publish(POLICIES[1], 2)
-    assert engine.served == (2, fingerprint(POLICIES[1])) and run(engine, ask())[0].versions[0] == 2
-
-
-def test_restarts_are_counted_in_a_row_and_end(engine: VllmEngine, server: FakeVllm) -> None:
-    for _ in range(3):  # an answer in between: they are not in a row
-        server.broken = "dead"
-        assert run(engine, ask())[0].stop is Stop.LENGTH
-    server.broken, server.refuse_to_live = "dead", True
-    with pytest.raises(WorkerLost, match="lost 3 times in a row: vLLM did not start"):
-        run(engine, ask())
-
-
-def test_a_server_that_is_silent_is_lost(
-    server: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``silence_s`` was 0.1, and beside other load the new life was silent for longer than that, too."""
+    """Found by its connections, or where it says nothing, by the signs of life that it does not give."""
     monkeypatch.setattr(vllm_engine, "BEAT_S", 0.02)
-    engine = new_engine(server, tmp_path)
-    lives, server.broken = server.lives, "silent"
-    assert run(engine, ask())[0].stop is Stop.LENGTH and server.lives == lives + 1
+    engine = new_engine(server, tmp_path, silence_s=0.5 if how == "silent" else 5.0)
+    with pytest.raises(
+        WorkerLost, match=r"vLLM was lost while it had requests: .*; it was ordered to"
+    ) as lost:
+        lost_while_it_samples(engine, server, how)
+    assert lost.value.final
+
+
+def test_a_server_that_dies_in_a_publish_ends_the_run_by_name(engine: VllmEngine, server: FakeVllm) -> None:
+    server.broken = "dead"
+    with pytest.raises(WorkerLost, match=r"vLLM was lost when policy 2:.* was published"):
+        engine.publish(POLICIES[1], 2)
+
+
+def test_the_time_with_requests_is_drawn(engine: VllmEngine, server: FakeVllm) -> None:
+    server.token_s = 0.01
+    run(engine, ask())
+    first, second = engine.take_spans()
+    assert first.kind == Kind.START and second.kind == Kind.DECODE and second.length >= 0.05
+    assert first.stop <= second.start and engine.take_spans() == []
 
 
 @pytest.mark.parametrize("fault", ["restarted", "relabelled", "forgetful"])
 def test_an_answer_of_another_policy_is_never_used(engine: VllmEngine, server: FakeVllm, fault: str) -> None:
     engine.publish(POLICIES[0], 1)
-    lives = server.lives
     if fault == "restarted":  # by somebody else, on the same address: it does not know our adapter
         server.adapter, server.label = None, "default"
     elif fault == "relabelled":
         server.adapter, server.label = POLICIES[1], "7:somebody"
     else:
         server.broken = "forgetful"
-    completion = run(engine, ask())[0]
-    assert server.lives == lives + 1 and (completion.versions == 1).all()
-    is_of(completion, POLICIES[0])
+    with pytest.raises(WorkerLost, match=r"does not exist|was not published|as policy -1 where 1"):
+        run(engine, ask())
 
 
 def test_a_request_that_breaks_on_a_sound_server_fails_alone(engine: VllmEngine, server: FakeVllm) -> None:
     engine.publish(POLICIES[0], 1)
-    lives, server.broken = server.lives, "poisoned"
+    server.broken = "poisoned"
     poisoned, sound = run(engine, ask(13, 14), ask())
     assert poisoned.stop is Stop.ERROR and "a kernel failed" in poisoned.error
-    assert sound.stop is Stop.LENGTH and server.lives == lives
-
-
-def crowd(*firsts: int) -> list[Request]:
-    """A prompt each, beginning with these tokens."""
-    seeds = [(1, 2, place, 0) for place in range(len(firsts))]
-    return [
-        replace(ask(first, 6), uid=f"p{place}", seed=seed)
-        for place, (first, seed) in enumerate(zip(firsts, seeds, strict=True))
-    ]
-
-
-def test_a_prompt_that_kills_servers_is_found_and_ends_alone(engine: VllmEngine, server: FakeVllm) -> None:
-    """It was sent again in every new life of the server, until the run ended with "lost in a row", or for
-    ever where others were answered in between; without a word on which prompt it was."""
-    server.deadly, server.token_s = 13, 0.005
-    answers = run(engine, *crowd(5, 13, 7, 8))
-    assert [completion.stop for completion in answers] == [Stop.LENGTH, Stop.ERROR, Stop.LENGTH, Stop.LENGTH]
-    assert "prompt p1 is quarantined" in answers[1].error and engine.counters["workers/quarantined"] == 1
-    assert run(engine, *crowd(5))[0].stop is Stop.LENGTH
-
-
-def test_prompts_that_kill_servers_are_named_when_a_run_ends(server: FakeVllm, tmp_path: Path) -> None:
-    """The other prompt was expected to be under way for 20 ms; beside other load it was not, or was done."""
-    server.deadly = 13
-    with pytest.raises(WorkerLost, match=r"1 prompts broke vLLM .*max_quarantined is 0.*prompt p0"):
-        run(new_engine(server, tmp_path, max_quarantined=0), *crowd(13))
-    engine = new_engine(server, tmp_path, max_restarts=1)
-    server.victims = 1
-    with pytest.raises(WorkerLost, match=r"lost 2 times in a row: .* while these were in flight: .*p1"):
-        run(engine, *crowd(5, 13))
-
-
-@pytest.mark.parametrize("later", range(6))
-def test_a_request_that_comes_when_the_last_one_goes_is_watched_anew(engine: VllmEngine, later: int) -> None:
-    """The last request cancels the watch over the server, which ends in the next iteration of the event loop;
-    one that came just then took it up, and ended as cancelled though no caller had cancelled anything."""
-
-    async def completion(seconds: float) -> Reply:
-        await asyncio.sleep(seconds)
-        return Reply(status=200, body=None)
-
-    async def one_after_another() -> Reply:
-        desk = engine._desk_here()
-        await engine._watched(desk, completion(0.001))
-        for _ in range(later):
-            await asyncio.sleep(0)
-        return await engine._watched(desk, completion(0.01))
-
-    assert asyncio.run(one_after_another()).status == 200
+    assert sound.stop is Stop.LENGTH
 
 
 def test_a_call_that_is_given_up_closes_its_connections(engine: VllmEngine, server: FakeVllm) -> None:
@@ -430,9 +386,9 @@ def test_a_call_that_is_given_up_closes_its_connections(engine: VllmEngine, serv
         await anext(answers)
         await answers.aclose()  # type: ignore[attr-defined]
 
-    server.token_s = 0.2
+    server.token_s, before = 0.2, server.sampled
     asyncio.run(give_up())
-    assert server.sampled < 50, "it waited for the answer"
+    assert server.sampled < before + 50, "it waited for the answer"
 
 
 # ---- what is refused
@@ -458,8 +414,8 @@ def test_a_server_that_cannot_do_it_is_refused_in_words(
 
 def test_a_server_with_other_weights_is_found_before_any_work(tmp_path: Path) -> None:
     server = FakeVllm(tiny(seed=1), decode)
-    with pytest.raises(WorkerLost, match=r"k3 is .* for policy 0:base on 39 tokens"):
-        new_engine(server, tmp_path)
+    with pytest.raises(WorkerLost, match=r"k3 is .* for policy 0 on 32 tokens"):
+        new_engine(server, tmp_path, spec=None)
     with pytest.raises(AssertionError):
         _ = server.address  # it was closed
 
@@ -525,6 +481,6 @@ def test_an_answer_without_log_probabilities_is_an_error() -> None:
 
 
 def test_a_server_that_asks_for_another_key_is_named(server: FakeVllm) -> None:
-    server.revive()
+    server.start()
     with pytest.raises(ValueError, match="requires another key; start it with the VLLM_API_KEY of this"):
         check(server.address, [0], "another")
