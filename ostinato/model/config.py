@@ -148,6 +148,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "mlp_bias": False,
     },
+    "mistral": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
     "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "max_window_layers": 28},
     "qwen3": {
         "rms_norm_eps": 1e-6,
@@ -200,6 +206,7 @@ _UNDERSTOOD = (
 )
 _UNDERSTOOD_BY = {
     "llama": "attention_bias mlp_bias",
+    "mistral": "sliding_window layer_types",
     "qwen2": "use_sliding_window sliding_window max_window_layers layer_types",
     "qwen3": "attention_bias use_sliding_window sliding_window max_window_layers layer_types",
     "qwen3_moe": "attention_bias use_sliding_window sliding_window max_window_layers decoder_sparse_step"
@@ -260,6 +267,12 @@ def read_config(folder: str | Path) -> ModelConfig:
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a {type(raw).__name__}; it must hold a JSON object")
     config = parse_config(raw)
+    if config.max_positions < (longest := raw.get("max_position_embeddings", 0)):
+        warnings.warn(
+            f"{folder}: sliding_window is {config.max_positions}; contexts up to it are computed as the "
+            f"model has them, longer ones (it allows {longest}) are refused",
+            stacklevel=1,
+        )
     if not config.tie_embeddings or not has_own_head(path.parent):
         return config
     warnings.warn(
@@ -300,7 +313,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=_positive(c, "max_position_embeddings"),
+        max_positions=_max_positions(c, family),
         rms_norm_eps=_number(c, "rms_norm_eps", most=1.0, above=0.0),
         tie_embeddings=_flag(c, "tie_word_embeddings"),
         rope=_rope(c),
@@ -346,11 +359,6 @@ def _refuse_unsupported(c: Mapping[str, Any], family: str) -> None:
         raise ValueError(f"hidden_act is {c['hidden_act']!r}; only 'silu' is supported")
     if c.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor is {c['partial_rotary_factor']}; only 1.0 is supported")
-    window = _sliding_window(c, family)
-    if window is not None and window < _positive(c, "max_position_embeddings"):
-        raise ValueError(
-            f"sliding_window is {window}; only full attention is supported, use a model without it"
-        )
     if family != "deepseek_v3":
         return
     for key, only in {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
@@ -358,15 +366,23 @@ def _refuse_unsupported(c: Mapping[str, Any], family: str) -> None:
             raise ValueError(f"{key} is {c[key]!r}; only {only!r} is supported for {family}")
 
 
+def _max_positions(c: Mapping[str, Any], family: str) -> int:
+    """The longest context: within a sliding window attention is full attention, which is what we have."""
+    longest = _positive(c, "max_position_embeddings")
+    return min(longest, _sliding_window(c, family) or longest)
+
+
 def _sliding_window(c: Mapping[str, Any], family: str) -> int | None:
     """The window that some layer really uses, or None."""
     if family in ("llama", "olmoe", "deepseek_v3"):
         return None
     window = None if c.get("sliding_window") is None else _positive(c, "sliding_window")
-    if family == "mixtral" or window is None:
-        return window
+    if window is None:
+        return None
     if c.get("layer_types"):
         return window if "sliding_attention" in c["layer_types"] else None
+    if family in ("mistral", "mixtral"):
+        return window
     if not c.get("use_sliding_window"):
         return None
     first = 0 if family == "qwen3_moe" else _count(c, "max_window_layers")

@@ -78,6 +78,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama-llama3": ("Llama", {"head_dim": 24, "rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {"sliding_window": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": ("Qwen2", {"rope_parameters": {k: v for k, v in YARN.items() if "mscale" not in k}}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
@@ -97,7 +98,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3"])
+@pytest.mark.parametrize(
+    "kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3"]
+)
 def test_keys_of_bookkeeping_and_sampling_do_not_matter(kind: str) -> None:
     """config.json files with keys that transformers itself has written (``_commit_hash``, a temperature) were
     refused as unknown."""
@@ -194,7 +197,8 @@ def test_bfloat16_stays_close() -> None:
 
 # peft 0.21 looks for the keys of rank_pattern among modules only, though it applies them to parameters.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*_pattern keys did not match any targeted module:RuntimeWarning"
+    "ignore:.*_pattern keys did not match any targeted module:RuntimeWarning",
+    "ignore:.*sliding_window is 16:UserWarning",
 )
 MIXTURES = ("qwen3_moe-mixed", "mixtral", "olmoe", "deepseek_v3")
 ALL = ("attn", "mlp", "shared", "experts")

@@ -111,14 +111,6 @@ def test_two_forms_of_rope_agree_or_are_refused() -> None:
         ({"num_hidden_layers": 0}, ("num_hidden_layers", "0", "positive")),
         ({"vocab_size": None}, ("vocab_size", "None")),
         ({"num_key_value_heads": 3}, ("num_key_value_heads", "3", "4")),
-        (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2},
-            ("sliding_window", "32"),
-        ),
-        (
-            {"model_type": "qwen3", "sliding_window": 32, "layer_types": ["sliding_attention"] * 4},
-            ("sliding_window", "32"),
-        ),
         ({**QWEN3_MOE, "num_experts_per_tok": 9}, ("num_experts_per_tok", "9", "8")),
         ({**LATENT, "topk_method": "greedy"}, ("topk_method", "greedy", "noaux_tc")),
         ({**LATENT, "n_group": 3}, ("n_group", "3", "8")),
@@ -209,3 +201,35 @@ def test_a_config_that_is_no_config_is_refused(tmp_path: Path, text: str) -> Non
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config.json is not valid JSON .*; download the model again"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({"model_type": "mistral", "sliding_window": 32}, 32),
+        ({"model_type": "mistral", "sliding_window": None}, 128),
+        ({"model_type": "mistral"}, 128),  # transformers' own window, 4096, is longer
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, 4096),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
+            32,
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2},
+            32,
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32}, 128),
+        ({"model_type": "qwen3", "sliding_window": 32, "layer_types": ["sliding_attention"] * 4}, 32),
+        ({"model_type": "qwen3", "sliding_window": 32, "layer_types": ["full_attention"] * 4}, 128),
+    ],
+)
+def test_a_window_is_the_longest_context(changes: dict[str, Any], longest: int) -> None:
+    """Models with a sliding window were refused; within it they compute what full attention does."""
+    assert parse_config({**SMALL, "max_position_embeddings": 128, **changes}).max_positions == longest
+
+
+def test_a_window_shorter_than_the_context_is_said(tmp_path: Path) -> None:
+    window = {**SMALL, "model_type": "mistral", "max_position_embeddings": 128, "sliding_window": 32}
+    (tmp_path / "config.json").write_text(json.dumps(window))
+    with pytest.warns(UserWarning, match="sliding_window is 32"):
+        assert read_config(tmp_path).max_positions == 32
