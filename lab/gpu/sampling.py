@@ -17,7 +17,7 @@ from torch import Tensor
 from lab.gpu.world import DENSE, EXPERTS, TINY, Line, Lines, World
 from ostinato.algo.logprobs import linear_logprobs
 from ostinato.engine.local import LocalEngine
-from ostinato.engine.paged import BLOCK, KVStore, block_bytes
+from ostinato.engine.paged import BLOCK, KVStore, Places, block_bytes
 from ostinato.engine.runner import Runner
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -135,7 +135,7 @@ def _host_reads(world: World, runner: Runner, decoder: Decoder, rows: int, name:
         return Line(name=about, note="no card")
     owners = np.arange(rows, dtype=np.int32)
     tables, seen = owners[:, None].copy(), np.full(rows, 4, np.int32)
-    where = runner._rows(tables[:, 0].astype(np.int64) * BLOCK + 3, tables, owners, seen)
+    where = Places(tables[:, 0].astype(np.int64) * BLOCK + 3, tables, owners, seen).on(world.device)
     ids = torch.zeros(rows, dtype=torch.int64, device=world.device)
     attend, policy = runner._attend(where), runner._policies[0].prepared
     waits, note = 0.0, ""

@@ -31,6 +31,7 @@ from ostinato.engine.postprocess import StepOutput, postprocess, sampling_rows
 from ostinato.engine.requests import Limits, Results, new_completion, new_sequence
 from ostinato.engine.routes import RouteStore
 from ostinato.engine.runner import Policies, Runner
+from ostinato.engine.sampler import Drawn
 from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.sequences import Sequence, SequenceTable
 from ostinato.engine.speculation import Speculation, afford
@@ -214,14 +215,15 @@ class LocalEngine:
         drafts = self._draft(chosen, counts)
         plan = build_model_input(scheduler.table, chosen, counts, drafts)
         hidden, routing = self._runner.run(plan)
-        if self._routes is not None and routing is not None:
-            self._routes.write(plan.kv_slots, routing)
         ready = scheduler.computed(chosen, counts)
         prefilled = int(counts.sum()) - len(ready)
         self.counters.steps += 1
         self.counters.prefilled += prefilled
         self.counters.drafted += len(drafts.tokens)
-        output = self._sample(hidden, plan, drafts, ready) if len(ready) else None
+        drawn = self._sample(hidden, plan, drafts, ready) if len(ready) else None
+        if self._routes is not None and routing is not None:  # after the tokens: one wait for a GPU, not two
+            self._routes.write(plan.kv_slots, routing.cpu().numpy())
+        output = self._append(plan, drafts, ready, drawn) if drawn is not None else None
         seconds = time.perf_counter() - start
         self.counters.seconds += seconds
         if output is not None:
@@ -248,13 +250,10 @@ class LocalEngine:
         if self._routes is not None:
             self._routes.copy_blocks(sources, targets)
 
-    def _sample(
-        self, hidden: torch.Tensor, plan: ModelInput, drafts: Drafts, ready: np.ndarray
-    ) -> StepOutput:
-        """Draw a token for every row that may emit one, verify the drafts, and append what is accepted."""
-        table = self._scheduler.table
-        rows_to_sample = sampling_rows(table, plan, drafts, ready)
-        drawn = self._runner.draw(
+    def _sample(self, hidden: torch.Tensor, plan: ModelInput, drafts: Drafts, ready: np.ndarray) -> Drawn:
+        """Draw a token for every row that may emit one."""
+        rows_to_sample = sampling_rows(self._scheduler.table, plan, drafts, ready)
+        return self._runner.draw(
             hidden,
             rows_to_sample.settings,
             rows_to_sample.u,
@@ -263,6 +262,10 @@ class LocalEngine:
             want_support=self._record_support and rows_to_sample.filtered,
             top=rows_to_sample.top,
         )
+
+    def _append(self, plan: ModelInput, drafts: Drafts, ready: np.ndarray, drawn: Drawn) -> StepOutput:
+        """Verify the drafts, and append what is accepted."""
+        table = self._scheduler.table
         chosen = plan.slots[ready]
         versions = self.policies.versions_of(table.policy[chosen])
         output = postprocess(table, plan, drafts, ready, drawn, versions, self._decode)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ostinato.engine.cache import BLOCK
+from ostinato.model.attention import ProjectedAttend
 from ostinato.model.native import Kernels
 from ostinato.model.packed import kernel_for, merge
 
@@ -117,6 +118,25 @@ def block_bytes(layers: int, shape: tuple[int, int, int], dtype: torch.dtype) ->
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """``Rows`` on the host. Rows of a sequence are consecutive."""
+
+    slots: np.ndarray  # [T] int64
+    tables: np.ndarray  # [S, max_blocks] int32
+    owners: np.ndarray  # [T] int32
+    seen: np.ndarray  # [T] int32
+
+    def part(self, first: int, last: int) -> Places:
+        """Rows first to last - 1 as a pass of their own."""
+        some = slice(first, last)
+        return Places(self.slots[some], self.tables, self.owners[some], self.seen[some])
+
+    def on(self, device: torch.device) -> Rows:
+        arrays = (self.slots, np.ascontiguousarray(self.tables), self.owners, self.seen)
+        return Rows(*(on_device(a, device) for a in arrays), owners=self.owners, seen=self.seen)
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Where the rows of one forward stand. Rows of a sequence are consecutive."""
 
@@ -126,10 +146,6 @@ class Rows:
     lengths: Tensor  # [T] int32: positions that row t sees, itself included
     owners: np.ndarray | None = None  # ``sequence`` and ``lengths`` on the host, where they come from it:
     seen: np.ndarray | None = None  # reading them from a GPU waits for it
-
-    def part(self, first: int, last: int) -> Rows:
-        """Rows first to last - 1 as a pass of their own."""
-        return self.pick(slice(first, last), slice(first, last))
 
     def pick(self, rows: Tensor | slice, on_host: np.ndarray | slice) -> Rows:
         """Some rows, named on the device and on the host."""
@@ -191,27 +207,47 @@ class TorchPaged:
         return keys.masked_fill_(self.beyond, 0), values.masked_fill_(self.beyond, 0)
 
 
-class TritonPaged:
-    """By the kernels of ``model.cuda``: one launch to write and one or two to attend, for rows of any kind.
+class TritonPaged(ProjectedAttend):
+    """By the kernels of ``model.cuda``: one launch to norm, rotate and write, and one or two to attend, for
+    rows of any kind.
 
-    A row's result depends on no other row. Needs a store by position.
+    A row's result depends on no other row. Needs a store by position. ``tiles``: which rows share a tile, for
+    the query heads of a key head; from the owners of the rows where it is None.
     """
 
-    def __init__(self, store: KVStore, rows: Rows) -> None:
-        self.store, self.rows = store, rows
-        self._tiles: dict[int, Tiles] = {}  # by query heads of a key head, which the queries show
+    def __init__(self, store: KVStore, rows: Rows, tiles: Tiles | None = None) -> None:
+        self.store, self.rows, self._tiles = store, rows, tiles
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         from ostinato.model.cuda import paged
 
+        paged.write_cache(k, v, self.rows.slots, self.store.key_layers[layer], self.store.value_layers[layer])
+        return self._attention(layer, q, scale)
+
+    def project(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        turns: tuple[Tensor, Tensor],
+        scale: float,
+    ) -> Tensor:
+        from ostinato.model.cuda import paged
+
+        keys, values = self.store.key_layers[layer], self.store.value_layers[layer]
+        q = paged.project(qkv, norms, eps, *turns, self.rows.slots, keys, values)
+        return self._attention(layer, q, scale)
+
+    def _attention(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        from ostinato.model.cuda import paged
+
         keys, values, rows = self.store.key_layers[layer], self.store.value_layers[layer], self.rows
-        paged.write_cache(k, v, rows.slots, keys, values)
-        group = q.shape[1] // k.shape[1]
-        if (tiles := self._tiles.get(group)) is None:
-            tiles = self._tiles[group] = paged.Tiles.of(rows.on_host()[0], group, q.device)
-        few = len(tiles.first) * k.shape[1] < FEW_PROGRAMS
+        if self._tiles is None:
+            self._tiles = paged.Tiles.of(rows.on_host()[0], q.shape[1] // keys.shape[2], q.device)
+        few = len(self._tiles.first) * keys.shape[2] < FEW_PROGRAMS
         return paged.paged_attention(
-            q, keys, values, rows.tables, rows.sequence, rows.lengths, tiles, scale, parallel=few
+            q, keys, values, rows.tables, rows.sequence, rows.lengths, self._tiles, scale, parallel=few
         )
 
 

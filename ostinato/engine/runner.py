@@ -12,8 +12,18 @@ import numpy as np
 import torch
 
 from ostinato.engine.cache import BLOCK
+from ostinato.engine.captured import MOST_ROWS, Captured, overwrite
 from ostinato.engine.model_input import ModelInput
-from ostinato.engine.paged import GpuPaged, KVStore, NativePaged, Rows, TorchPaged, TritonPaged, on_device
+from ostinato.engine.paged import (
+    GpuPaged,
+    KVStore,
+    NativePaged,
+    Places,
+    Rows,
+    TorchPaged,
+    TritonPaged,
+    on_device,
+)
 from ostinato.engine.sampler import Drawn, likeliest, sample
 from ostinato.engine.sequences import Settings
 from ostinato.model.attention import Attend
@@ -51,6 +61,9 @@ class Runner:
         self._want_fused = fused and isinstance(kernels, Kernels)
         self._kernels = kernels
         self._ops = kernels.ops if kernels else TORCH_OPS
+        self._captured: Captured | None = None
+        if kernels is not None and not isinstance(kernels, Kernels) and kernels.graph is not None:
+            self._captured = Captured(decoder, store, kernels.ops, kernels.graph)
         self._has_loaded = False  # all weights, into the decoder
         self._policies: dict[int, Served] = {}
         self.serve(None)
@@ -62,6 +75,12 @@ class Runner:
         with torch.inference_mode():
             served = None if adapters is None else adapters.detach_copy()
             prepared = None if served is None else served.prepared(self.decoder.dtype)
+            if self._captured is not None and policy in self._policies:
+                old = self._policies[policy].prepared
+                if overwrite(old, prepared):
+                    prepared = old
+                else:
+                    self._captured.forget(policy)
         self._policies[policy] = Served(served, prepared)
         self._fuse()
 
@@ -71,6 +90,8 @@ class Runner:
     def retire(self, policy: int) -> None:
         """Forget a policy that nothing runs under any more."""
         del self._policies[policy]
+        if self._captured is not None:
+            self._captured.forget(policy)
         self._fuse()
 
     def _fuse(self) -> None:
@@ -109,13 +130,17 @@ class Runner:
         self,
         tokens: np.ndarray,
         positions: np.ndarray,
-        rows: Rows,
+        where: Places,
         policies: Sequence[tuple[int, int, int]] = (),
-    ) -> tuple[torch.Tensor, np.ndarray | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states [T, D] and routes [T, L_moe, K] int16 of a pass; ``policies``: (number, first row,
         last row + 1), empty for the policy without a name. Op by op there is one policy."""
-        served = self._policies[policies[0][0] if policies else 0]
+        policy = policies[0][0] if policies else 0
+        prepared = self._policies[policy].prepared
         with torch.inference_mode():
+            if self._captured is not None and len(tokens) <= MOST_ROWS:
+                return self._captured.forward(policy, prepared, tokens, positions, where)
+            rows = where.on(self.decoder.device)
             ids, places = self.on_device(tokens), self.on_device(positions)
             if self._fused is not None:
                 spans = [(last, self._places[number]) for number, _, last in policies]
@@ -123,10 +148,8 @@ class Runner:
                 hidden, routing = self._fused.forward(ids, places, rows, keys, values, spans)
             else:
                 attend = self._attend(rows)
-                hidden, routing = self.decoder.forward(
-                    ids, places, attend, adapters=served.prepared, ops=self._ops
-                )
-        return hidden, None if routing is None else routing.to(torch.int16).cpu().numpy()
+                hidden, routing = self.decoder.forward(ids, places, attend, adapters=prepared, ops=self._ops)
+        return hidden, None if routing is None else routing.to(torch.int16)
 
     def _attend(self, rows: Rows) -> Attend:
         if isinstance(self._kernels, Kernels):
@@ -137,21 +160,17 @@ class Runner:
             GpuPaged(self.store, rows) if self.decoder.device.type == "cuda" else TorchPaged(self.store, rows)
         )
 
-    def run(self, plan: ModelInput) -> tuple[torch.Tensor, np.ndarray | None]:
+    def run(self, plan: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``forward`` of the rows of a plan."""
-        rows = self._rows(plan.kv_slots, plan.tables, plan.owner, (plan.positions + 1).astype(np.int32))
+        where = Places(plan.kv_slots, plan.tables, plan.owner, (plan.positions + 1).astype(np.int32))
         if len(plan.policies) == 1 or self._fused is not None:
-            return self.forward(plan.tokens, plan.positions, rows, plan.policies)
+            return self.forward(plan.tokens, plan.positions, where, plan.policies)
         parts = [
-            self.forward(plan.tokens[a:b], plan.positions[a:b], rows.part(a, b), [(policy, 0, b - a)])
+            self.forward(plan.tokens[a:b], plan.positions[a:b], where.part(a, b), [(policy, 0, b - a)])
             for policy, a, b in plan.policies
         ]
         hidden, routing = zip(*parts, strict=True)
-        return torch.cat(hidden), None if routing[0] is None else np.concatenate(routing)
-
-    def _rows(self, slots: np.ndarray, tables: np.ndarray, owners: np.ndarray, seen: np.ndarray) -> Rows:
-        arrays = (slots, np.ascontiguousarray(tables), owners, seen)
-        return Rows(*map(self.on_device, arrays), owners=owners, seen=seen)
+        return torch.cat(hidden), None if routing[0] is None else torch.cat(routing)
 
     def draw(
         self,
@@ -214,7 +233,7 @@ class Runner:
         own = blocks if blocks * rows <= self.store.keys.shape[1] else 0  # blocks of its own for each row
         tables = np.arange(rows)[:, None] * own + np.arange(blocks)
         lengths = np.full(rows, blocks * BLOCK, np.int32)
-        where = self._rows(
+        where = Places(
             tables[:, -1].astype(np.int64) * BLOCK + BLOCK - 1,
             tables.astype(np.int32),
             np.arange(rows, dtype=np.int32),

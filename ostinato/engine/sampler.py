@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.engine.paged import on_device
 from ostinato.engine.sequences import Settings
 from ostinato.model.native import Kernels
 from ostinato.types import Support
@@ -146,13 +147,13 @@ def _sample_triton(logits: Tensor, settings: Settings, u: np.ndarray, *, want_su
 
     device = logits.device
     values = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
-    temperature, *filters = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in values)
+    temperature, *filters = (on_device(np.ascontiguousarray(a), device) for a in values)
     filtered = settings.filtered(logits.shape[1])
     cuts = torch.full((len(u),), -torch.inf, device=device)
     if filtered.any():
         cuts = sampling.cut_off(logits, temperature, *filters)
-    drawn = sampling.draw(logits, temperature, cuts, torch.from_numpy(u).to(device))
-    result = Drawn(*(x.cpu().numpy() for x in drawn))  # type: ignore[arg-type]
+    drawn = sampling.draw(logits, temperature, cuts, on_device(np.ascontiguousarray(u), device)).cpu().numpy()
+    result = Drawn(drawn[0].astype(np.int64), *drawn[1:].astype(np.float32))
     if not want_support:
         return result
     inverse = temperature.where(temperature > 0, torch.ones_like(temperature)).reciprocal().unsqueeze(1)

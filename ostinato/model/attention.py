@@ -21,6 +21,26 @@ from ostinato.model.config import RopeConfig, RopeType
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 
+class ProjectedAttend:
+    """An ``Attend`` that norms, rotates and stores a layer's projection itself, in one kernel. The decoder
+    calls ``project`` instead of it, but for latent attention."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        raise NotImplementedError
+
+    def project(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        turns: tuple[Tensor, Tensor],
+        scale: float,
+    ) -> Tensor:
+        """[T, H, D] of qkv [T, H + 2G, D]; ``norms``: weights [D] of q and k, ``turns``: cos and sin."""
+        raise NotImplementedError
+
+
 class CausalAttention:
     """All rows are one sequence, each row sees itself and the rows before it."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ostinato.model.attention import Attend, mla_scale, rope_frequencies
+from ostinato.model.attention import Attend, ProjectedAttend, mla_scale, rope_frequencies
 from ostinato.model.config import ModelConfig, QKNorm
 from ostinato.model.lora import NO_LORA, Adapters, LayerLora, Lora, Prepared, lora_linear, narrow_linear
 from ostinato.model.moe import check_routing
@@ -274,20 +274,19 @@ class Decoder(nn.Module):
         c = self.local
         heads, both = c.num_heads, c.num_heads + c.num_kv_heads
         qkv = _linear(x, w.qkv, w.qkv_bias, lora.qkv, ops)
-        if w.q_norm is not None and w.k_norm is not None and c.qk_norm == QKNorm.FULL:
+        norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+        if norms is not None and c.qk_norm == QKNorm.FULL:
             q, k, v = qkv.split([heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2], dim=-1)
-            q, k = ops.rms_norm(q, w.q_norm, c.rms_norm_eps), ops.rms_norm(k, w.k_norm, c.rms_norm_eps)
-            qkv = torch.cat((q, k, v), dim=-1)
+            q, k = ops.rms_norm(q, norms[0], c.rms_norm_eps), ops.rms_norm(k, norms[1], c.rms_norm_eps)
+            qkv, norms = torch.cat((q, k, v), dim=-1), None
         if c.clip_qkv is not None:
             qkv = qkv.clamp(-c.clip_qkv, c.clip_qkv)
         qkv = qkv.unflatten(-1, (-1, c.head_dim))
-        if w.q_norm is not None and w.k_norm is not None and c.qk_norm == QKNorm.HEAD:
-            q = ops.rope(ops.rms_norm(qkv[:, :heads], w.q_norm, c.rms_norm_eps), cos, sin)
-            k = ops.rope(ops.rms_norm(qkv[:, heads:both], w.k_norm, c.rms_norm_eps), cos, sin)
+        if isinstance(attend, ProjectedAttend):
+            out = attend.project(layer, qkv, norms, c.rms_norm_eps, (cos, sin), self._scale)
         else:
-            rotated = ops.rope(qkv[:, :both], cos, sin)
-            q, k = rotated[:, :heads], rotated[:, heads:]
-        out = attend(layer, q, k, qkv[:, both:], self._scale)
+            q, k = _rotated(qkv[:, :both], heads, norms, c.rms_norm_eps, cos, sin, ops)
+            out = attend(layer, q, k, qkv[:, both:], self._scale)
         return _linear(out.flatten(1), w.o, self._once(w.o_bias), lora.o, ops)
 
     def _latent_attention(
@@ -351,6 +350,23 @@ def _linear(x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | 
     if lora is None:
         return ops.linear(x, weight, bias)
     return ops.add_lora(ops.linear(x, weight, bias), x, lora.a, lora.b, lora.scale)
+
+
+def _rotated(
+    x: Tensor,
+    heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    ops: Ops,
+) -> tuple[Tensor, Tensor]:
+    """q [T, H, D] and k [T, G, D] of x [T, H + G, D], normed by weights [D] where there are some."""
+    if norms is None:
+        x = ops.rope(x, cos, sin)
+        return x[:, :heads], x[:, heads:]
+    q, k = ops.rms_norm(x[:, :heads], norms[0], eps), ops.rms_norm(x[:, heads:], norms[1], eps)
+    return ops.rope(q, cos, sin), ops.rope(k, cos, sin)
 
 
 def _split_pairs(x: Tensor) -> Tensor:

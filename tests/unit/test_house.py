@@ -66,7 +66,7 @@ BUDGETS = {
     "apps": 24_300,
     "observe": 5_330,
     "engine": 5_625,
-    "model": 7_310,
+    "model": 7_715,
     "cli": 1_335,
     "parallel": 3_385,
     "launch": 4_170,

@@ -6,6 +6,7 @@ in torch, and tests run both: in Triton's interpreter without a card (float32), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.model.cuda.elementwise import add_rms_norm, rms_norm, rope, silu_mul
+from ostinato.model.cuda.graphs import Graph
+from ostinato.model.cuda.mixture import experts, route
 from ostinato.model.ops import TORCH_OPS, Ops
 
 
@@ -36,12 +39,16 @@ CUDA_OPS = replace(
     rope=rope,
     silu_mul=silu_mul,
     add_lora=add_lora,
+    route=route,
+    experts=experts,
     gemm=replace(TORCH_OPS.gemm, add=add_product),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CudaKernels:
-    """What an engine is given to run on these kernels; as on a CPU on those of ``model.native.Kernels``."""
+    """What an engine is given to run on these kernels; as on a CPU on those of ``model.native.Kernels``.
+    ``graph`` makes what small passes are captured in; None: they are launched kernel by kernel."""
 
     ops: Ops = CUDA_OPS
+    graph: Callable[[], Graph] | None = None

@@ -30,6 +30,7 @@ from torch import Tensor
 PAGE = 16  # positions of a block
 SPLIT = 512  # positions of a partial result
 TILE_M = 16  # rows x heads of a tile: the smallest that the matrix units take
+HEADS = 8  # of a program that norms, rotates and stores
 TILE_N = 32  # positions that a program loads at once: with 64 the pointers spill
 
 
@@ -43,15 +44,20 @@ class Tiles:
     @classmethod
     def of(cls, sequence: np.ndarray, group: int, device: torch.device) -> Tiles:
         """Of rows [T] with their ``sequence``, rows of one beside each other; ``group``: H / Hkv."""
-        size = rows_of_tile(group)
-        starts = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
-        lengths = np.diff(np.r_[starts, len(sequence)])
-        tiles = -(-lengths // size)
-        within = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-        first = np.repeat(starts, tiles) + within * size
-        count = np.minimum(size, np.repeat(starts + lengths, tiles) - first)
-        both = torch.from_numpy(np.stack((first, count)).astype(np.int32)).to(device)
+        both = torch.from_numpy(cut_tiles(sequence, group)).to(device)
         return cls(both[0], both[1])
+
+
+def cut_tiles(sequence: np.ndarray, group: int) -> np.ndarray:
+    """[2, N] int32: ``Tiles.first`` and ``count``, on the host; N <= T."""
+    size = rows_of_tile(group)
+    starts = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
+    lengths = np.diff(np.r_[starts, len(sequence)])
+    tiles = -(-lengths // size)
+    within = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    first = np.repeat(starts, tiles) + within * size
+    count = np.minimum(size, np.repeat(starts + lengths, tiles) - first)
+    return np.stack((first, count)).astype(np.int32)
 
 
 def rows_of_tile(group: int) -> int:
@@ -60,7 +66,8 @@ def rows_of_tile(group: int) -> int:
 
 
 def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Put k [T, Hkv, Dk] and v [T, Hkv, Dv] (strided) into the slots [T] of one layer's pages."""
+    """Put k [T, Hkv, Dk] and v [T, Hkv, Dv] (strided) into the slots [T] of one layer's pages; those of rows
+    with a slot below 0 go nowhere."""
     assert k.stride(2) == 1 and v.stride(2) == 1, "keys and values with a contiguous last dimension"
     heads, width = k.shape[1], max(k.shape[2], v.shape[2])
     if len(k):
@@ -75,12 +82,81 @@ def _write_kernel(
     k, v, slots, keys, values, k_row, k_head, v_row, v_head, heads, key_dim, value_dim, BLOCK: tl.constexpr
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
     column = tl.arange(0, BLOCK)
+    slot = tl.load(slots + row).to(tl.int64) + tl.zeros([BLOCK], tl.int64)
+    here = slot >= 0
     key = tl.load(k + row * k_row + head * k_head + column, mask=column < key_dim)
-    tl.store(keys + (slot * heads + head) * key_dim + column, key, mask=column < key_dim)
+    tl.store(keys + (slot * heads + head) * key_dim + column, key, mask=here & (column < key_dim))
     value = tl.load(v + row * v_row + head * v_head + column, mask=column < value_dim)
-    tl.store(values + (slot * heads + head) * value_dim + column, value, mask=column < value_dim)
+    tl.store(values + (slot * heads + head) * value_dim + column, value, mask=here & (column < value_dim))
+
+
+def project(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Queries [T, H, D] of a projection qkv [T, H + 2 Hkv, D]: heads of q and k normed by the weights [D] of
+    ``norms`` and rotated by cos, sin [T, D]; k and v are put into the slots [T], as by ``write_cache``."""
+    kv_heads, size = keys.shape[2:]
+    heads = qkv.shape[1] - 2 * kv_heads
+    assert qkv.stride(2) == 1 and qkv.stride(1) == size == values.shape[3], "heads lie beside each other"
+    out = qkv.new_empty(len(qkv), heads, size)
+    if len(qkv):
+        _project_kernel[(len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS))](
+            qkv, *(norms or (qkv, qkv)), cos, sin, slots, out, keys, values, qkv.stride(0), cos.stride(0),
+            heads, kv_heads, size // 2, eps,
+            NORM=norms is not None, HEADS=HEADS, HALF=triton.next_power_of_2(size // 2),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _project_kernel(
+    qkv, q_norm, k_norm, cos, sin, slots, queries, keys, values, row_stride, turn_stride,
+    heads, kv_heads, half, eps, NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)[None, :]
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    within = column < half
+    of_query = within & (head < heads)
+    of_key = within & (head >= heads) & (head < heads + kv_heads)
+    of_value = within & (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
+    source = qkv + row * row_stride + head * 2 * half + column
+    first = tl.load(source, mask=of_query | of_key | of_value, other=0.0)
+    second = tl.load(source + half, mask=of_query | of_key | of_value, other=0.0)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * half) + eps)[:, None]
+        # rounded before and after the scaling, as rms_norm does
+        a = (a * inverse).to(first.dtype).to(tl.float32)
+        b = (b * inverse).to(first.dtype).to(tl.float32)
+        q_scale = tl.load(q_norm + column, mask=within, other=0.0).to(tl.float32)
+        k_scale = tl.load(k_norm + column, mask=within, other=0.0).to(tl.float32)
+        a = (a * tl.where(head < heads, q_scale, k_scale)).to(first.dtype).to(tl.float32)
+        q_scale = tl.load(q_norm + half + column, mask=within, other=0.0).to(tl.float32)
+        k_scale = tl.load(k_norm + half + column, mask=within, other=0.0).to(tl.float32)
+        b = (b * tl.where(head < heads, q_scale, k_scale)).to(first.dtype).to(tl.float32)
+    turn = row * turn_stride + column
+    c = tl.load(cos + turn, mask=within, other=0.0).to(tl.float32)
+    s = tl.load(sin + turn, mask=within, other=0.0).to(tl.float32)
+    turned, turned_second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(first.dtype)
+    query = queries + (row * heads + head) * 2 * half + column
+    tl.store(query, turned, mask=of_query)
+    tl.store(query + half, turned_second, mask=of_query)
+    slot = tl.load(slots + row).to(tl.int64) + tl.zeros([HEADS, 1], tl.int64)
+    of_key, of_value = of_key & (slot >= 0), of_value & (slot >= 0)
+    key = keys + (slot * kv_heads + head - heads) * 2 * half + column
+    tl.store(key, turned, mask=of_key)
+    tl.store(key + half, turned_second, mask=of_key)
+    value = values + (slot * kv_heads + head - heads - kv_heads) * 2 * half + column
+    tl.store(value, first, mask=of_value)
+    tl.store(value + half, second, mask=of_value)
 
 
 def paged_attention(

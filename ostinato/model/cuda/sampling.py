@@ -35,22 +35,20 @@ def cut_off(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, m
     return cuts
 
 
-def draw(logits: Tensor, temperature: Tensor, cuts: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens [B] int64, log-probabilities [B] float32, edges [B] float32) as ``engine.sampler.Drawn`` has
-    them, of logits [B, V] float32 or bfloat16 at ``u`` [B] float64 in (0, 1), over scaled logits of at least
-    ``cuts`` [B]. Nothing is read back: all stay on the device."""
+def draw(logits: Tensor, temperature: Tensor, cuts: Tensor, u: Tensor) -> Tensor:
+    """[3, B] float64, to be read at once: tokens, and log-probabilities and edges of float32, as
+    ``engine.sampler.Drawn`` has them, of logits [B, V] float32 or bfloat16 at ``u`` [B] float64 in (0, 1),
+    over scaled logits of at least ``cuts`` [B]. Nothing is read back here."""
     count, size = logits.shape
     device = logits.device
-    tokens = torch.empty(count, dtype=torch.int64, device=device)
-    logprobs = torch.empty(count, dtype=torch.float32, device=device)
-    edges = torch.empty_like(logprobs)
+    out = torch.empty(3, count, dtype=torch.float64, device=device)
     masses = torch.empty(count, triton.cdiv(size, CHUNK), dtype=torch.float64, device=device)
     if count:
         _draw_kernel[(count,)](
-            logits, temperature, cuts, u, tokens, logprobs, edges, masses,
-            logits.stride(0), masses.stride(0), size, CHUNK=CHUNK,
+            logits, temperature, cuts, u, out, masses,
+            logits.stride(0), masses.stride(0), count, size, CHUNK=CHUNK,
         )  # fmt: skip
-    return tokens, logprobs, edges
+    return out
 
 
 @triton.jit
@@ -137,7 +135,7 @@ def _cut_kernel(logits, temperature, top_k, top_p, min_p, cuts, stride, size, CH
 
 @triton.jit
 def _draw_kernel(
-    logits, temperature, cuts, u, tokens, logprobs, edges, masses, stride, mass_stride, size,
+    logits, temperature, cuts, u, out, masses, stride, mass_stride, count, size,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
@@ -179,6 +177,7 @@ def _draw_kernel(
     logprob = logit.to(tl.float64) - tl.log(total)
     nan = float("nan")
     token = tl.where(broken, -1, tl.where(greedy, best, token))
-    tl.store(tokens + index, token.to(tl.int64))
-    tl.store(logprobs + index, tl.where(broken, nan, tl.where(greedy, 0.0, logprob)).to(tl.float32))
-    tl.store(edges + index, tl.where(broken, nan, tl.where(greedy, 0.0, edge)).to(tl.float32))
+    logprob, edge = tl.where(greedy, 0.0, logprob).to(tl.float32), tl.where(greedy, 0.0, edge).to(tl.float32)
+    tl.store(out + index, token.to(tl.float64))
+    tl.store(out + count + index, tl.where(broken, nan, logprob).to(tl.float64))
+    tl.store(out + 2 * count + index, tl.where(broken, nan, edge).to(tl.float64))

@@ -19,15 +19,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ostinato.model.cuda import elementwise, paged, sampling, scoring
+from ostinato.model.cuda import elementwise, mixture, paged, sampling, scoring
 
 POINTERS = {
-    "*bf16": "x residual weight out total grad direct cos sin gate_up queries keys values k v",
-    "*fp32": "parts lses logprobs edges cuts temperature top_p min_p scores",
+    "*bf16": "x residual out total grad direct cos sin gate_up queries keys values k v"
+    " qkv q_norm k_norm low b rows weight",
+    "*fp32": "parts lses logprobs edges cuts temperature top_p min_p scores weights bias",
     "*fp64": "u masses",
-    "*i32": "tables sequence lengths tile_first tile_count top_k",
-    "*i64": "slots tokens targets",
-    "fp32": "eps scale sign",
+    "*i32": "tables sequence lengths tile_first tile_count order places spans",
+    "*i64": "slots tokens targets ids",
+    "fp32": "eps scale sign scaling",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
 # The shapes of Qwen3-8B: hidden 4096, heads of 128, 4 query heads a key head.
@@ -43,6 +44,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, str]]] = [
     ("rope", elementwise._rotate_kernel, {"ROWS": 32, "HALF": 64}, {}),
     ("silu_mul", elementwise._silu_mul_kernel, {"BLOCK": elementwise.BLOCK_F}, {}),
     ("silu_mul backward", elementwise._silu_mul_backward_kernel, {"BLOCK": elementwise.BLOCK_F}, {}),
+    ("project", paged._project_kernel, {"NORM": True, "HEADS": paged.HEADS, "HALF": 64}, {}),
     ("write_cache", paged._write_kernel, {"BLOCK": 128}, {}),
     *(
         (
@@ -63,8 +65,35 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, str]]] = [
         for parallel in (True, False)
     ),
     ("merge", paged._merge_kernel, {"SPLIT": paged.SPLIT, "VALUE": 128}, {}),
-    ("cut_off", sampling._cut_kernel, {"CHUNK": sampling.CHUNK}, {"logits": "*fp32"}),
-    ("draw", sampling._draw_kernel, {"CHUNK": sampling.CHUNK}, {"logits": "*bf16"}),
+    ("cut_off", sampling._cut_kernel, {"CHUNK": sampling.CHUNK}, {"logits": "*fp32", "top_k": "*i32"}),
+    ("draw", sampling._draw_kernel, {"CHUNK": sampling.CHUNK}, {"logits": "*bf16", "out": "*fp64"}),
+    # Qwen3-30B-A3B: 128 experts of 768, 8 of them for a row; adapters of rank 16
+    (
+        "route",
+        mixture._route_kernel,
+        {"SIGMOID": False, "BIAS": True, "RENORMALISE": True, "E": 128, "K": 8},
+        {"logits": "*fp32"},
+    ),
+    ("sort", mixture._sort_kernel, {"CHUNK": mixture.CHUNK}, {}),
+    *(
+        (
+            f"grouped product, {'gated' if gated else 'plain'}, {rows} rows",
+            mixture._grouped_kernel,
+            {
+                "K": 8 if gated else 0,
+                "LOW_K": 8 if gated else 0,
+                "GATED": gated,
+                "RANK": 32 if gated else 16,
+                "M": rows,
+                "N": mixture.BLOCK_N,
+                "D": mixture.BLOCK_K if rows == 16 else mixture.BLOCK_K // 2,
+            },
+            {},
+        )
+        for gated in (True, False)
+        for rows in (16, 64)
+    ),
+    ("combine", mixture._combine_kernel, {"BLOCK": mixture.COLUMNS}, {}),
     ("score", scoring._score_kernel, {"CHUNK": scoring.CHUNK}, {"logits": "*fp32"}),
 ]
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ostinato.model import elementwise as twin
 from ostinato.model.cuda import paged
 from ostinato.model.cuda.paged import PAGE, Tiles, paged_attention, rows_of_tile, write_cache
 
@@ -67,6 +68,35 @@ def run(w: World, q: Tensor, sequence: list[int], lengths: list[int], *, paralle
         0.3,
         parallel=parallel,
     )
+
+
+@settings(max_examples=10)
+@given(
+    st.integers(1, 5), st.sampled_from([(4, 2, 8), (3, 1, 10), (2, 2, 64)]), st.booleans(), st.integers(0, 99)
+)
+def test_a_projection_is_normed_rotated_and_stored_in_one_launch(
+    rows: int, shape: tuple[int, int, int], normed: bool, seed: int
+) -> None:
+    """A row with no slot, which fills up a captured pass, is computed and stored nowhere."""
+    heads, kv_heads, size = shape
+    random = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(rows, heads + 2 * kv_heads, size, generator=random).to(DEVICE)
+    angles = torch.randn(rows, size // 2, generator=random).repeat(1, 2).to(DEVICE)
+    first, second = torch.randn(2, size, generator=random).to(DEVICE)
+    norms = (first, second) if normed else None
+    slots = torch.randperm(3 * PAGE, generator=random)[:rows].to(DEVICE)
+    slots[0] = -1
+    pages = torch.full((2, 3, PAGE, kv_heads, size), torch.nan, device=DEVICE)
+    out = paged.project(qkv, norms, 1e-6, angles.cos(), angles.sin(), slots, *pages)
+    q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+    if norms is not None:
+        q, k = twin.rms_norm(q, norms[0], 1e-6), twin.rms_norm(k, norms[1], 1e-6)
+    q, k = (twin.rope(x, angles.cos(), angles.sin()) for x in (q, k))
+    torch.testing.assert_close(out, q, rtol=1e-5, atol=1e-5)
+    stored = pages.flatten(1, 2)
+    torch.testing.assert_close(stored[0, slots[1:]], k[1:], rtol=1e-5, atol=1e-5)
+    assert torch.equal(stored[1, slots[1:]], qkv[1:, heads + kv_heads :])
+    assert int(stored.isnan().all(-1).all(-1).sum()) == 2 * (3 * PAGE - rows + 1)
 
 
 SHAPES = [(4, 2, 8, 8), (6, 2, 16, 16), (2, 2, 24, 8), (8, 1, 8, 8)]  # H, Hkv, Dk, Dv

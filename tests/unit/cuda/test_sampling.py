@@ -29,9 +29,8 @@ def drawn(logits: torch.Tensor, wanted: list[Sampling], u: np.ndarray) -> Drawn:
     )
     logits = logits.to(DEVICE)
     cuts = sampling.cut_off(logits, temperature, top_k, top_p, min_p)
-    out = sampling.draw(logits, temperature, cuts, torch.from_numpy(u).to(DEVICE))
-    tokens, logprobs, edges = (x.cpu().numpy() for x in out)
-    return Drawn(tokens, logprobs, edges)
+    out = sampling.draw(logits, temperature, cuts, torch.from_numpy(u).to(DEVICE)).cpu().numpy()
+    return Drawn(out[0].astype(np.int64), *out[1:].astype(np.float32))
 
 
 def check(logits: torch.Tensor, wanted: list[Sampling], u: np.ndarray) -> None:

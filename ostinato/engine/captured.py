@@ -1,0 +1,150 @@
+"""Small passes as graphs: the layers captured once, then replayed on static buffers.
+
+A pass of up to MOST_ROWS rows is filled up to a power of two. A row that fills up has the first row's token,
+sees one position of the first sequence, and stores nothing; its result is dropped. There is a graph for each
+(policy, rows, blocks of a table), captured when it is first needed. What differs between two passes, and the
+factors of adapters, is written into memory that stays: ``fill`` and ``overwrite``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.engine.paged import KVStore, Places, Rows, TritonPaged
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Prepared
+from ostinato.model.ops import Ops
+
+if TYPE_CHECKING:
+    from ostinato.model.cuda.graphs import Graph
+
+MOST_ROWS = 256  # of a graph; with more, the card takes longer than the host needs to launch
+TABLE = 32  # blocks of the smallest table: 512 positions, a split of attention
+
+
+class Buffers:
+    """The inputs of passes whose tables have ``blocks`` blocks, in memory that stays."""
+
+    def __init__(self, blocks: int, device: torch.device) -> None:
+        self.wide = torch.zeros(3, MOST_ROWS, dtype=torch.int64, device=device)
+        self.narrow = torch.zeros(4, MOST_ROWS, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(MOST_ROWS, blocks, dtype=torch.int32, device=device)
+
+    def fill(self, rows: int, group: int, tokens: np.ndarray, positions: np.ndarray, where: Places) -> None:
+        """Tokens, positions and places of T rows, filled up to ``rows``; ``group``: query heads of a key
+        head."""
+        from ostinato.model.cuda.paged import cut_tiles
+
+        count = len(tokens)
+        wide, narrow = np.zeros((3, rows), np.int64), np.zeros((4, rows), np.int32)
+        wide[0], wide[2], narrow[1] = tokens[0], -1, 1
+        wide[:, :count] = tokens, positions, where.slots
+        starts = np.diff(where.owners, prepend=-1) != 0
+        narrow[0, :count], narrow[1, :count] = np.cumsum(starts) - 1, where.seen
+        tiles = cut_tiles(narrow[0], group)
+        narrow[2:, : tiles.shape[1]] = tiles  # those behind have no rows
+        tables = where.tables[where.owners[starts]]
+        padded = np.zeros((len(tables), self.tables.shape[1]), np.int32)
+        padded[:, : tables.shape[1]] = tables[:, : padded.shape[1]]
+        _write(self.wide[:, :rows], wide)
+        _write(self.narrow[:, :rows], narrow)
+        _write(self.tables[: len(padded)], padded)
+
+
+def _write(target: Tensor, values: np.ndarray) -> None:
+    """Without waiting for what a GPU has to do before."""
+    source = torch.from_numpy(values)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+
+@dataclass(slots=True)
+class Pass:
+    """A graph, and where it leaves the hidden states [rows, D] and routes [rows, L_moe, K] of its layers."""
+
+    graph: Graph
+    hidden: Tensor | None = None
+    routing: Tensor | None = None
+
+
+class Captured:
+    """The layers of ``decoder`` on ``store`` in graphs that ``graph`` makes."""
+
+    def __init__(self, decoder: Decoder, store: KVStore, ops: Ops, graph: Callable[[], Graph]) -> None:
+        self._decoder, self._store, self._ops, self._graph = decoder, store, ops, graph
+        self._group = decoder.local.num_heads // decoder.kv_shape[0]
+        self._buffers: dict[int, Buffers] = {}
+        self._passes: dict[tuple[int, int, int], Pass] = {}
+        self._keys = 0  # where the store's memory was
+
+    def forget(self, policy: int) -> None:
+        """Drop the graphs of a policy: its tensors are others from now on."""
+        self._passes = {key: one for key, one in self._passes.items() if key[0] != policy}
+
+    def forward(
+        self, policy: int, prepared: Prepared | None, tokens: np.ndarray, positions: np.ndarray, where: Places
+    ) -> tuple[Tensor, Tensor | None]:
+        """``Decoder.forward`` of a pass of at most MOST_ROWS rows, the caller's to keep."""
+        if self._keys != self._store.keys.data_ptr():
+            self._passes, self._keys = {}, self._store.keys.data_ptr()
+        rows = 1 << (len(tokens) - 1).bit_length()
+        blocks = max(TABLE, 1 << (int(where.seen.max()) - 1).bit_length() >> 4)
+        if (buffers := self._buffers.get(blocks)) is None:
+            buffers = self._buffers[blocks] = Buffers(blocks, self._decoder.device)
+        buffers.fill(rows, self._group, tokens, positions, where)
+        key = (policy, rows, blocks)
+        if (one := self._passes.get(key)) is None:
+            one = self._passes[key] = self._capture(prepared, buffers, rows)
+        one.graph.replay()
+        assert one.hidden is not None
+        routing = None if one.routing is None else one.routing[: len(tokens)].clone()
+        return one.hidden[: len(tokens)].clone(), routing
+
+    def _capture(self, prepared: Prepared | None, buffers: Buffers, rows: int) -> Pass:
+        from ostinato.model.cuda.paged import Tiles
+
+        tokens, positions, slots = buffers.wide[:, :rows]
+        sequence, lengths, first, count = buffers.narrow[:, :rows]
+        attend = TritonPaged(self._store, Rows(slots, buffers.tables, sequence, lengths), Tiles(first, count))
+        captured = Pass(self._graph())
+
+        def work() -> None:
+            captured.hidden, captured.routing = self._decoder.forward(
+                tokens, positions, attend, adapters=prepared, ops=self._ops
+            )
+
+        captured.graph.capture(work)
+        return captured
+
+
+def overwrite(old: Prepared | None, new: Prepared | None) -> bool:
+    """Put the factors of ``new`` into the memory of ``old``, which graphs read; False, changing nothing,
+    where they differ in more than values."""
+    ours, theirs = list(_parts(old)), list(_parts(new))
+    if [_kind(part) for part in ours] != [_kind(part) for part in theirs]:
+        return False
+    for one, other in zip(ours, theirs, strict=True):
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            one.copy_(other)
+    return True
+
+
+def _parts(value: object) -> Iterator[object]:
+    """Tensors and numbers of what adapters were prepared to, in their order."""
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from _parts(getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
+
+
+def _kind(part: object) -> object:
+    return (part.shape, part.dtype) if isinstance(part, Tensor) else part

@@ -1,0 +1,239 @@
+"""Mixture of experts of a sampler's pass in Triton: the choice, the sort, grouped products, the weighted sum.
+
+Nothing is read from the card. Rows are sorted by expert in one launch; a program of a grouped product has an
+expert and some of its columns, and walks the rows of the expert, of which only the card knows the number.
+The twins are ``model.moe.route`` and ``experts``, which prefill, replay and training take.
+
+T rows, D hidden size, F width of an expert, E experts, K experts per row, S = T * K pairs, R rank.
+"""
+
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# A kernel is no function of Python: its types are Triton's.
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.model import moe as twin
+from ostinato.model.config import MoEConfig, Scoring
+from ostinato.model.moe import ExpertLora
+from ostinato.model.weights import Weight
+
+MOST_ROWS = 256  # of a pass; more are a product's work, and torch's grouped one is faster
+CHUNK = 1024
+BLOCK_N = 32  # columns of a program
+BLOCK_K = 64  # inputs that it loads at once, of 16 rows; of 64 rows half as many, or they spill
+COLUMNS = 1024  # of the weighted sum
+
+
+def route(
+    logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``moe.route`` in one launch; equal scores go to the expert with the smaller number."""
+    if given is not None or moe.num_groups > 1 or torch.is_grad_enabled() or logits.dtype != torch.float32:
+        return twin.route(logits, moe, bias, given)
+    ids = torch.empty(len(logits), moe.top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(len(logits), moe.top_k, dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _route_kernel[(len(logits),)](
+            logits, logits if bias is None else bias, ids, weights, logits.stride(0), moe.num_experts,
+            moe.top_k, moe.scaling, SIGMOID=moe.scoring == Scoring.SIGMOID, BIAS=bias is not None,
+            RENORMALISE=moe.norm_topk, E=triton.next_power_of_2(moe.num_experts),
+            K=triton.next_power_of_2(moe.top_k), num_warps=1,
+        )  # fmt: skip
+    return ids, weights, ids
+
+
+@triton.jit
+def _route_kernel(
+    logits, bias, ids, weights, stride, num_experts, top_k, scaling,
+    SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALISE: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    expert, rank = tl.arange(0, E), tl.arange(0, K)
+    here = expert < num_experts
+    z = tl.load(logits + row * stride + expert, mask=here, other=float("-inf"))
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-tl.maximum(z, -80.0)))
+    else:
+        mass = tl.exp(z - tl.max(z))
+        scores = mass / tl.sum(mass)
+    ranking = scores
+    if BIAS:
+        ranking += tl.load(bias + expert, mask=here, other=0.0)
+    ranking = tl.where(ranking == ranking, ranking, float("inf"))  # ids are in range whatever the logits are
+    ranking = tl.where(here, ranking, float("-inf"))
+    chosen = tl.zeros([K], tl.float32)
+    for k in range(top_k):
+        best = tl.min(tl.where(ranking == tl.max(ranking), expert, E))
+        tl.store(ids + row * top_k + k, best.to(tl.int64))
+        chosen = tl.where(rank == k, tl.sum(tl.where(expert == best, scores, 0.0)), chosen)
+        ranking = tl.where(expert == best, float("-inf"), ranking)
+    if RENORMALISE:
+        chosen = chosen / (tl.sum(chosen) + 1e-20)
+    tl.store(weights + row * top_k + rank, chosen * scaling, mask=rank < top_k)
+
+
+class Sorted(NamedTuple):
+    """Pairs (row, expert) by expert, those of an expert in the order of rows; pair p is of row p // K."""
+
+    order: Tensor  # [S] int32: the pair at each place
+    places: Tensor  # [S] int32: the place of each pair
+    spans: Tensor  # [2, E] int32: the first place of each expert, and the one behind its last
+
+
+def sort(ids: Tensor, num_experts: int) -> Sorted:
+    """Pairs of ids [T, K] by expert, stable, in one launch: every expert counts those before it."""
+    assert ids.is_contiguous()
+    both = torch.empty(2, ids.numel(), dtype=torch.int32, device=ids.device)
+    spans = torch.empty(2, num_experts, dtype=torch.int32, device=ids.device)
+    _sort_kernel[(num_experts,)](ids, both[0], both[1], spans, ids.numel(), num_experts, CHUNK=CHUNK)
+    return Sorted(both[0], both[1], spans)
+
+
+@triton.jit
+def _sort_kernel(ids, order, places, spans, pairs, num_experts, CHUNK: tl.constexpr):
+    expert = tl.program_id(0)
+    first = tl.full([], 0, tl.int32)
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        first += tl.sum((tl.load(ids + pair, mask=pair < pairs, other=num_experts) < expert).to(tl.int32))
+    place = first
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        own = (tl.load(ids + pair, mask=pair < pairs, other=num_experts) == expert).to(tl.int32)
+        at = place + tl.cumsum(own, axis=0) - own
+        tl.store(order + at, pair, mask=own > 0)
+        tl.store(places + pair, at, mask=own > 0)
+        place += tl.sum(own)
+    tl.store(spans + expert, first)
+    tl.store(spans + num_experts + expert, place)
+
+
+class Update(NamedTuple):
+    """A low-rank addition to a grouped product: scale * low b^T."""
+
+    low: Tensor  # [T, R] by row, or [S, R] by place
+    by_row: bool
+    b: Tensor  # [E, N, R], or [N, R] for all experts
+    scale: float
+
+
+def grouped(
+    x: Tensor, weight: Tensor, pairs: Sorted, rows: int, update: Update | None = None, *, gated: bool = False
+) -> Tensor:
+    """[S, N] by place: x times weight[e]^T of [E, N, D], plus ``update``. x is [T, D] by row, with K as
+    ``rows``, or [S, D] by place, with 0. ``gated``: silu of the first half of the columns times the second,
+    [S, N / 2].
+    """
+    assert x.stride(1) == 1 and weight.is_contiguous()
+    num_experts, size, inputs = weight.shape
+    count, columns = len(pairs.order), size // 2 if gated else size
+    out = x.new_empty(count, columns)
+    low, low_by_row, b, scale = update or Update(x, False, x, 0.0)
+    rank = b.shape[-1] if update else 0
+    assert not update or (low.stride(1) == 1 and b.stride(-1) == 1 and b.stride(-2) == rank)
+    few = count <= 16 * num_experts
+    _grouped_kernel[(num_experts, triton.cdiv(columns, BLOCK_N))](
+        x, weight, low, b, out, pairs.order, pairs.spans, x.stride(0), low.stride(0),
+        b.stride(0) if b.dim() == 3 else 0, num_experts, inputs, columns, rank, scale,
+        K=rows, LOW_K=rows if low_by_row else 0, GATED=gated,
+        RANK=max(16, triton.next_power_of_2(rank)) if rank else 0, M=16 if few else 64, N=BLOCK_N,
+        D=BLOCK_K if few else BLOCK_K // 2,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _grouped_kernel(
+    x, weight, low, b, out, order, spans, x_row, low_row, b_expert, num_experts, inputs, columns, rank, scale,
+    K: tl.constexpr, LOW_K: tl.constexpr, GATED: tl.constexpr, RANK: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    column = tl.program_id(1) * N + tl.arange(0, N)
+    here = column < columns
+    first, last = tl.load(spans + expert), tl.load(spans + num_experts + expert)
+    height = columns * 2 if GATED else columns
+    own = weight + expert.to(tl.int64) * height * inputs + column[None, :] * inputs
+    second = own + columns * inputs  # of the gate and its factor
+    for start in range(first, last, M):
+        place = start + tl.arange(0, M)
+        filled = place < last
+        pair = tl.load(order + place, mask=filled, other=0)
+        source = x + (pair // K if K > 0 else place).to(tl.int64)[:, None] * x_row
+        result = tl.zeros([M, N], tl.float32)
+        factor = tl.zeros([M, N], tl.float32)
+        for at in range(0, inputs, D):
+            depth = at + tl.arange(0, D)
+            left = tl.load(
+                source + depth[None, :], mask=filled[:, None] & (depth[None, :] < inputs), other=0.0
+            )
+            mask = here[None, :] & (depth[:, None] < inputs)
+            right = tl.load(own + depth[:, None], mask=mask, other=0.0)
+            result = tl.dot(left, right, result, input_precision="ieee")
+            if GATED:
+                right = tl.load(second + depth[:, None], mask=mask, other=0.0)
+                factor = tl.dot(left, right, factor, input_precision="ieee")
+        if RANK > 0:
+            depth = tl.arange(0, RANK)
+            source = low + (pair // LOW_K if LOW_K > 0 else place).to(tl.int64)[:, None] * low_row
+            left = tl.load(source + depth[None, :], mask=filled[:, None] & (depth[None, :] < rank), other=0.0)
+            mask = here[None, :] & (depth[:, None] < rank)
+            up = b + expert.to(tl.int64) * b_expert + column[None, :] * rank + depth[:, None]
+            result += scale * tl.dot(left, tl.load(up, mask=mask, other=0.0), input_precision="ieee")
+            if GATED:
+                right = tl.load(up + columns * rank, mask=mask, other=0.0)
+                factor += scale * tl.dot(left, right, input_precision="ieee")
+        if GATED:
+            result = result * (1.0 / (1.0 + tl.exp(-result))) * factor
+        target = out + place.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=filled[:, None] & here[None, :])
+
+
+def combine(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """[T, N]: for every row the sum of its pairs, rows [S, N] by place, with weights [T, K] fp32."""
+    count, top_k = weights.shape
+    out = rows.new_empty(count, rows.shape[1])
+    _combine_kernel[(count, triton.cdiv(rows.shape[1], COLUMNS))](
+        rows, places, weights, out, top_k, rows.shape[1], BLOCK=COLUMNS
+    )
+    return out
+
+
+@triton.jit
+def _combine_kernel(rows, places, weights, out, top_k, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in range(top_k):
+        place = tl.load(places + row * top_k + k).to(tl.int64)
+        value = tl.load(rows + place * columns + column, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(weights + row * top_k + k) * value
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, lora: ExpertLora | None = None
+) -> Tensor:
+    """``moe.experts`` of a sampler's pass, in 4 launches, or 6 with adapters."""
+    plain = isinstance(gate_up, Tensor) and isinstance(down, Tensor) and gate_up.dtype == x.dtype
+    if not plain or torch.is_grad_enabled() or not 0 < len(x) <= MOST_ROWS or x.dtype == torch.float64:
+        return twin.experts(x, ids, weights, gate_up, down, lora)
+    top_k, pairs = ids.shape[1], sort(ids, len(gate_up))
+    if lora is None:
+        act = grouped(x, gate_up, pairs, top_k, gated=True)
+        return combine(grouped(act, down, pairs, 0), pairs.places, weights)
+    a = lora.gate_up_a
+    shared = a.dim() == 2
+    low = F.linear(x, a) if shared else grouped(x, a, pairs, top_k)
+    act = grouped(x, gate_up, pairs, top_k, Update(low, shared, lora.gate_up_b, lora.scale), gated=True)
+    low = grouped(act, lora.down_a, pairs, 0)
+    rows = grouped(act, down, pairs, 0, Update(low, False, lora.down_b, lora.scale))
+    return combine(rows, pairs.places, weights)
