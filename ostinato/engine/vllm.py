@@ -54,8 +54,9 @@ class VllmEngine:
 
     ``folder`` is written to, and must be readable for the server under the same path. ``decode`` turns token
     ids into text. ``probe`` ([T] token ids) is answered at each publish; no policy's k3 may reach ``bound``.
-    ``spec``: what is adapted; a canary of all of it is published before any work. ``slots``: requests that
-    the server gets at once, one less than it takes. ``name`` is the worker's in the timeline.
+    ``spec``: what is adapted; a canary of all of it is published before any work. ``routes``, ``supports``:
+    the server has to return the experts of tokens, and what filters leave. ``slots``: requests that the
+    server gets at once, one less than it takes. ``name`` is the worker's in the timeline.
 
     Raises ValueError for a server that lacks a needed feature, WorkerLost where it cannot be reached or does
     not apply a kind of adapter.
@@ -69,6 +70,8 @@ class VllmEngine:
         folder: Path,
         probe: np.ndarray,
         spec: AdapterSpec | None = None,
+        routes: bool = False,
+        supports: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
         bound: float = 0.015,
         silence_s: float = 60.0,
@@ -85,7 +88,7 @@ class VllmEngine:
             with self._named("before any work"):
                 server.start()
                 self._served.ask("POST", "/resume")  # an earlier client may have left it paused
-                self._facts = check(server.address, [0], server.key)
+                self._facts = check(server.address, [0], server.key, routes=routes, supports=supports)
                 self._limits = Limits(
                     context=min(self._facts.context, decoder.config.max_positions),
                     vocab_size=decoder.config.vocab_size,
@@ -132,7 +135,7 @@ class VllmEngine:
         A request that began on the base ends on it, and its tokens say so. Raises NotFinite, and the old
         policy goes on; WorkerLost where the server does not take them, serves something else, or is lost.
         """
-        before, policy = self._policy, write_policy(adapters, version, self._folder)
+        before, policy = self._policy, write_policy(adapters, version, self._folder, self._decoder.dtype)
         with self._named(f"when policy {policy.label} was published"):
             self._served.install(policy)
             self._policy = policy
@@ -173,14 +176,15 @@ class VllmEngine:
                     ended, _ = await asyncio.wait({*waiting, watch}, return_when=asyncio.FIRST_COMPLETED)
                     if watch in ended:
                         watch.result()  # raises
-                    for task in ended:
+                    for task in waiting & ended:
                         waiting.discard(task)
                         yield task.result()
         finally:
             self._time.run(-1)
-            for task in (*waiting, watch):
+            rest: list[asyncio.Task[Any]] = [*waiting, watch]
+            for task in rest:
                 task.cancel()
-            await asyncio.gather(*waiting, watch, return_exceptions=True)
+            await asyncio.gather(*rest, return_exceptions=True)
 
     def take_spans(self) -> list[Span]:
         """See ``protocols.Timed``. Of what the server does between, it is known that it has requests."""

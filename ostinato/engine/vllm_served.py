@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from ostinato.engine.vllm_adapters import write_adapters
 from ostinato.engine.vllm_server import Reply, Server, Unreachable, call, vllm_lost
 from ostinato.model.lora import Adapters
-from ostinato.model.peft_io import PEFT_CONFIG, PEFT_TENSORS, write_peft
+from ostinato.model.peft_foreign import CONFIG, TENSORS
 from ostinato.model.wire import check_finite, fingerprint
 
 LORA = "ostinato"  # the name of the adapter there
@@ -38,22 +40,23 @@ class Policy:
         return base if self.folder is None else LORA
 
 
-def write_policy(adapters: Adapters | None, version: int, parent: Path) -> Policy:
-    """The policy of ``adapters``, checked and written to a folder of its own. Raises NotFinite."""
+def write_policy(adapters: Adapters | None, version: int, parent: Path, dtype: torch.dtype) -> Policy:
+    """The policy of ``adapters``, checked and written to a folder of its own, in the ``dtype`` of the server.
+    Raises NotFinite."""
     if adapters is None:
         return Policy(version=version)
     check_finite(adapters)
     mark = fingerprint(adapters)
     folder = parent / f"policy-{version}-{mark}"
     folder.mkdir(parents=True, exist_ok=True)
-    write_peft(adapters, folder)
+    write_adapters(adapters, folder, dtype)
     return Policy(version=version, fingerprint=mark, folder=folder, digest=_digest(folder))
 
 
 def _digest(folder: Path) -> str:
     """As the worker computes it (``interop.vllm_worker.digest``)."""
     hashed = blake2b(digest_size=8)
-    for name in (PEFT_CONFIG, PEFT_TENSORS):
+    for name in (CONFIG, TENSORS):
         hashed.update((folder / name).read_bytes())
     return hashed.hexdigest()
 

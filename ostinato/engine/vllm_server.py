@@ -97,6 +97,7 @@ def _reply(response: httpx2.Response) -> Reply:
 EXTENSION = "ostinato.apps.interop.vllm_worker.Worker"
 GUARD = "ostinato.apps.interop.vllm_key.Guard"
 KEY = "VLLM_API_KEY"
+ROUTES, SUPPORTS = "--enable-return-routed-experts", "--return-sampling-mask"  # of GPU builds
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 POLL_S = 0.25
 CALL_S = 60.0  # for what takes milliseconds
@@ -140,10 +141,12 @@ class Serve:
     context: int  # tokens of a sequence
     max_batch: int
     kv_memory_mb: int
-    rank: int  # of the adapters
+    rank: int  # of the adapters, the largest
     memory_share: float = 0.0  # of a GPU that is free for it, else it asks for 0.92; 0: not on one
     lends: bool = False  # the memory of its keys and values, to a trainer on the same GPU
-    shared_outer: bool = False  # adapters of experts share the factor at the hidden dimension
+    shared_experts: bool = False  # adapters of experts share the factor at the hidden dimension
+    routes: bool = False  # of experts, to be replayed
+    supports: bool = False  # of top-k, top-p and min-p
     args: Sequence[str] = ()
 
     def command(self, port: int) -> list[str]:
@@ -172,7 +175,8 @@ class Serve:
         if self.memory_share:
             pairs += ["--gpu-memory-utilization", f"{self.memory_share:.2f}"]
         flags = ["--enable-lora", "--enable-scale-out", "--enable-prompt-tokens-details"]
-        flags += ["--enable-sleep-mode"] * self.lends + ["--enable-moe-shared-loras"] * self.shared_outer
+        flags += ["--enable-sleep-mode"] * self.lends + ["--enable-moe-shared-loras"] * self.shared_experts
+        flags += [ROUTES] * self.routes + [SUPPORTS] * self.supports
         return [self.python, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *self.args]
 
 
@@ -264,9 +268,12 @@ class Facts:
     seeds: bool  # requests can be seeded: on a CPU, vLLM 0.32 dies of a seeded prompt that takes two passes
 
 
-def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
+def check(
+    address: str, prompt: Sequence[int], key: str = "", *, routes: bool = False, supports: bool = False
+) -> Facts:
     """Raises ValueError naming what this server cannot do, and how it would have to be started; ``prompt`` is
-    any, of a token or more, ``key`` the server's. Raises Unreachable."""
+    any, of a token or more, ``key`` the server's; ``routes`` and ``supports`` have to be returned. Raises
+    Unreachable."""
 
     def must(right: bool, what: str, fix: str) -> None:
         if not right:
@@ -301,6 +308,9 @@ def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
     must(status == 200, f"answers /inference/v1/generate with {status}", "vLLM 0.32 or newer")
     choice = answer["choices"][0]
     must(bool(choice.get("weight_versions")), "does not label who sampled a token", "vLLM 0.32 or newer")
+    has_routes, has_supports = (choice.get(name) is not None for name in ("routed_experts", "sampling_mask"))
+    must(has_routes or not routes, "returns no routed experts", f"{ROUTES}, on a GPU")
+    must(has_supports or not supports, "does not return what filters leave", f"{SUPPORTS}, on a GPU")
     sure = choice["logprobs"]["content"][0]["logprob"]  # of the one token that top_k = 1 has kept
     must(abs(sure) < 1e-6, "returns log-probabilities before filters", "--logprobs-mode processed_logprobs")
     return Facts(base=model["id"], context=int(model["max_model_len"]), seeds="cpu" not in device["results"])

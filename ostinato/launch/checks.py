@@ -13,8 +13,9 @@ from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.algo.pack import Aggregation
 from ostinato.config import Recipe
 from ostinato.config.sections import RewardSection
+from ostinato.engine.vllm_adapters import experts_of
 from ostinato.engine.vllm_answers import COLDEST
-from ostinato.launch.models import device_of
+from ostinato.launch.models import adapter_spec, device_of
 from ostinato.model.decoder import Decoder
 from ostinato.parallel.launch import Place
 from ostinato.parallel.layout import Layout
@@ -24,7 +25,6 @@ from ostinato.reward.workers import JUDGE
 from ostinato.types import Prompt
 
 log = logging.getLogger(__name__)
-MASKS, ROUTES = "--return-sampling-mask", "--enable-return-routed-experts"
 
 
 def check(recipe: Recipe) -> Algorithm:
@@ -137,7 +137,7 @@ def check_ranks(recipe: Recipe) -> None:
 
 def check_vllm(recipe: Recipe) -> None:
     """Raises ValueError for what cannot be had with vLLM, with one sentence."""
-    engine, rollout = recipe.engine, recipe.rollout
+    engine = recipe.engine
     if find_spec("httpx2") is None:
         raise ValueError('engine.backend is "vllm", which needs a package: pip install "ostinato[vllm]"')
     if recipe.adapter.kind == "full":
@@ -149,13 +149,7 @@ def check_vllm(recipe: Recipe) -> None:
             f'engine.weights is "{engine.weights}" with engine.backend "vllm", which has weights of its own; '
             "leave it at model, and say what vLLM is to quantise in engine.server_args"
         )
-    filters = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
-    if (used := [name for name, on in filters.items() if on]) and MASKS not in engine.server_args:
-        raise ValueError(
-            f"rollout.{used[0]} cuts what is sampled from, and training has to know what was kept; add "
-            f'"{MASKS}" to engine.server_args (a GPU build of vLLM), or switch it off'
-        )
-    for name, temperature in (("rollout", rollout.temperature), ("eval", recipe.eval.temperature)):
+    for name, temperature in (("rollout", recipe.rollout.temperature), ("eval", recipe.eval.temperature)):
         if 0 < temperature < COLDEST:
             raise ValueError(
                 f"{name}.temperature is {temperature}; vLLM takes 0 (greedy) or {COLDEST} and more"
@@ -169,19 +163,7 @@ def check_model(recipe: Recipe, decoder: Decoder) -> None:
             "tie_word_embeddings is true in the model's config.json, and vLLM leaves out the lm_head.weight "
             "that is there beside it; set the key to false"
         )
-    if decoder.num_moe_layers == 0:
-        return
-    if recipe.trainer.replay is not False and ROUTES not in recipe.engine.server_args:
-        raise ValueError(
-            f"trainer.replay is {recipe.trainer.replay!r}, but vLLM returns no experts by default; "
-            f'add "{ROUTES}" to engine.server_args (a GPU build of vLLM), or set it to false'
-        )
-    others = [target for target in recipe.adapter.targets if not target.startswith("attn")]
-    if others:
-        raise ValueError(
-            f'adapter.targets has "{others[0]}", and vLLM reads adapters of a mixture of experts in a format '
-            'that is not written; use adapter.targets=["attn"]'
-        )
+    experts_of(decoder.config, adapter_spec(recipe.adapter))
 
 
 ROUNDING = 1e-6  # of sums of weighted rewards

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,7 @@ KEPT = 1.5e9  # bytes of a GPU that are left: context, workspaces, the sampler's
 PART = 0.5  # of a host's free memory that keys and values may take
 SERVED = 4096  # tokens of a sequence that a GPU serves, as far as it is not known
 PROMPT = 1024  # tokens of a prompt that is not known
+TRAINED = ("adapters", "gradients", "optimizer", "adapter copies")  # terms that stay between steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +112,21 @@ def vllm_kv_memory_mb(recipe: Recipe, decoder: Decoder, need: Need | None) -> in
     if recipe.engine.kv_memory_mb != "auto" or decoder.device.type != "cuda":
         return kv_memory_mb(recipe, decoder, need)
     weights = sum(weight.numel() * weight.element_size() for weight in decoder.parameters()) >> 20
-    return max(
-        LEAST_MB,
-        min(kv_memory_mb(recipe, decoder, need), (_room_mb(recipe, decoder, trains=True) or 0) - weights),
-    )
+    if lends_memory(recipe, decoder):  # activations of a step come where keys and values were
+        trained = sum(size for name, size in terms(recipe, decoder.config).items() if name in TRAINED)
+        room = (_room_mb(recipe, decoder, trains=False) or 0) - (int(trained) >> 20)
+        wanted = kv_memory_mb(recipe, decoder, need and replace(need, trains=False))
+    else:
+        room = _room_mb(recipe, decoder, trains=True) or 0
+        wanted = kv_memory_mb(recipe, decoder, need)
+    return max(LEAST_MB, min(wanted, room - weights))
+
+
+def lends_memory(recipe: Recipe, decoder: Decoder) -> bool:
+    """Does a vLLM server that the run starts give the memory of its keys and values to each training step?
+    Not on a CPU, nor while answers go on (``pipeline.staleness``)."""
+    there = decoder.device.type == "cuda" and not recipe.engine.address
+    return there and recipe.pipeline.staleness == 0 and not recipe.pipeline.overlap
 
 
 def free_share(decoder: Decoder) -> float:
@@ -202,7 +214,7 @@ def out_of_memory(recipe: Recipe) -> str:
     """One sentence."""
     found = terms(recipe, read_config(model_folder(recipe.model.path)))
     weights = found.pop("base weights", 0.0)
-    trained = sum(found.pop(name, 0.0) for name in ("adapters", "gradients", "optimizer", "adapter copies"))
+    trained = sum(found.pop(name, 0.0) for name in TRAINED)
     given, rows = recipe.engine.kv_memory_mb, recipe.trainer.tokens_per_microbatch
     cache = 0.0 if given == "auto" else float(given << 20)
     shares = {"weights": weights, "adapters and optimizer": trained, "activations": sum(found.values())}
@@ -219,6 +231,13 @@ def out_of_memory(recipe: Recipe) -> str:
     listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in shares.items())
     where = device_of(recipe.model)
     return f"the memory of {where} is full; a step takes, in GB by estimate: {listed}; {fixes[largest]}"
+
+
+def free_cached_memory() -> None:
+    """What torch keeps of this process's GPU for later, another process can have."""
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 def gpu_figures(decoder: Decoder) -> dict[str, float]:

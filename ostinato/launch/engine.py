@@ -17,10 +17,11 @@ import numpy as np
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm import SLOTS, VllmEngine
+from ostinato.engine.vllm_adapters import experts_of
 from ostinato.engine.vllm_server import KEY, Serve, Server, VllmAt, VllmChild
 from ostinato.launch import RunFailed
 from ostinato.launch.checks import check_exact, check_model
-from ostinato.launch.device_memory import Need, free_share, kv_memory_mb, vllm_kv_memory_mb
+from ostinato.launch.device_memory import Need, free_share, kv_memory_mb, lends_memory, vllm_kv_memory_mb
 from ostinato.launch.drafts import Memory
 from ostinato.launch.models import adapter_spec
 from ostinato.model.decoder import Decoder
@@ -29,6 +30,7 @@ from ostinato.model.native import load as load_kernels
 from ostinato.model.native.build import BuildError
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.quantise import Weights, own_bytes, quantise
+from ostinato.model.shapes import ExpertScheme
 from ostinato.render import Renderer
 from ostinato.workers.lost import WorkerLost
 
@@ -62,7 +64,8 @@ def vllm_engine(
     Raises ValueError for a server that cannot do it, and RunFailed for one that is not there.
     """
     check_model(recipe, decoder)
-    cluster, server = recipe.cluster, _server(recipe, decoder, model, folder, need)
+    cluster, returned = recipe.cluster, _returned(recipe, decoder)
+    server = _server(recipe, decoder, model, folder, need)
     where = recipe.engine.address or f"started here, its log {folder / 'server.log'}"
     logger.info(f"vLLM         {where}; waited for {cluster.start_s:g} s at most")
     try:
@@ -73,6 +76,8 @@ def vllm_engine(
             decode=renderer.decode,
             probe=prompt[:PROBE_TOKENS],
             spec=adapter_spec(recipe.adapter),
+            routes=returned["routes"],
+            supports=returned["supports"],
             silence_s=cluster.silence_s,
             slots=min(SLOTS, recipe.engine.max_batch),
         )
@@ -88,6 +93,11 @@ def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path, need: N
     settings, start_s, key = recipe.engine, recipe.cluster.start_s, os.environ.get(KEY, "")
     if settings.address:
         return VllmAt(settings.address, start_s=start_s, key=key)
+    spec, config = adapter_spec(recipe.adapter), decoder.config
+    experts, returned = experts_of(config, spec), _returned(recipe, decoder)
+    if decoder.device.type == "cpu" and any(returned.values()):
+        key = "trainer.replay" if returned["routes"] else "rollout.top_k, top_p or min_p"
+        raise ValueError(f"{key} needs what vLLM returns on a GPU alone; switch it off")
     serve = Serve(
         python=_python(settings.python),
         model=model,
@@ -96,10 +106,22 @@ def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path, need: N
         max_batch=settings.max_batch,
         kv_memory_mb=vllm_kv_memory_mb(recipe, decoder, need),
         memory_share=free_share(decoder),
-        rank=recipe.adapter.rank,
+        lends=lends_memory(recipe, decoder),
+        rank=max(spec.rank, spec.expert_rank or 0) if experts else spec.rank,
+        shared_experts=bool(experts) and spec.expert_scheme == ExpertScheme.SHARED_OUTER,
+        **returned,
         args=settings.server_args,
     )
     return VllmChild(serve, folder / "server.log", start_s=start_s, key=key)
+
+
+def _returned(recipe: Recipe, decoder: Decoder) -> dict[str, bool]:
+    """What the server returns beside tokens: experts, to be replayed, and what filters leave."""
+    rollout = recipe.rollout
+    return {
+        "routes": decoder.num_moe_layers > 0 and recipe.trainer.replay is not False,
+        "supports": rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0,
+    }
 
 
 def _python(given: str) -> str:

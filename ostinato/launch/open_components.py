@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ostinato.engine.vllm_proof import Verdict
 from ostinato.launch.components import RunComponents
-from ostinato.launch.device_memory import gpu_figures
+from ostinato.launch.device_memory import free_cached_memory, gpu_figures, lends_memory
 from ostinato.launch.drafts import Memory
 from ostinato.launch.engine import new_engine, vllm_engine
 from ostinato.launch.inputs import RunInputs, environment, rollout_need
@@ -17,6 +17,7 @@ from ostinato.launch.loop import new_drafting
 from ostinato.launch.ranks import open_trainer
 from ostinato.protocols import RestorableTrainer
 from ostinato.rollout.rollout import first_context
+from ostinato.types import Batch, StepReport
 
 
 @contextlib.contextmanager
@@ -69,12 +70,34 @@ def _sampling_by_vllm(
         need=rollout_need(prepared),
     ) as engine:
         yield RunComponents(
-            trainer=trainer,
+            trainer=LentTrainer(trainer, engine.lent) if lends_memory(recipe, prepared.decoder) else trainer,
             engine=engine,
             extra_metrics=lambda: proof_row(engine.take_verdict()) | gpu_figures(prepared.decoder),
             tokens_sampled=lambda: engine.signs,
             span_sources=(engine,),
         )
+
+
+class LentTrainer:
+    """``trainer`` with the memory of the sampler on its GPU in each step: ``lent`` is the time of that."""
+
+    def __init__(
+        self, trainer: RestorableTrainer, lent: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self._trainer, self._lent = trainer, lent
+        self.adapters, self.score, self.identity = trainer.adapters, trainer.score, trainer.identity
+        self.tensors, self.counters, self.restore = trainer.tensors, trainer.counters, trainer.restore
+
+    @property
+    def progress(self) -> float:
+        return self._trainer.progress
+
+    def step(self, batch: Batch) -> StepReport:
+        with self._lent():
+            try:
+                return self._trainer.step(batch)
+            finally:
+                free_cached_memory()
 
 
 def proof_row(verdict: Verdict | None) -> dict[str, float]:

@@ -17,7 +17,6 @@ from ostinato.apps.plan.problem import Arrangement, Base, DType, Placement, Prob
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 
-ROUTES = "--enable-return-routed-experts"  # without it vLLM returns no experts to replay
 COPIES = {DType.BF16: "bf16", DType.INT8: "int8", DType.FP8: "fp8"}  # engine.weights of the local engine
 
 
@@ -76,7 +75,6 @@ def _engine(problem: Problem, arrangement: Arrangement) -> dict[str, object]:
         copy = _copy(problem)
         return found | ({"weights": copy} if copy and problem.adapter else {})
     flags = vllm_flags(engine_layout(problem.config, rollout.layout)[0])
-    flags += [ROUTES] if problem.config.moe is not None else []
     flags += ["--quantization", "fp8"] if problem.precision.sampler == DType.FP8 else []
     return found | ({"server_args": flags} if flags else {})
 
@@ -128,11 +126,6 @@ def _engine_lacks(problem: Problem, arrangement: Arrangement) -> list[str]:
         found.append(f"a vLLM server over hosts: start its {one.world} ranks by hand, name engine.address")
     if spec is None:
         found.append('all weights for vLLM (adapter.kind "full"): it is sent adapters, the run is refused')
-    elif problem.config.moe is not None and any(not one.startswith("attn") for one in spec.targets):
-        found.append(
-            "vLLM's format of adapters beside those of attention in a mixture of experts: the run is refused "
-            'unless adapter.targets is ["attn"]'
-        )
     if sampler in (DType.INT8, DType.INT4):
         found.append(f"words for vLLM's weights in {sampler}: its flags belong into engine.server_args")
     return found

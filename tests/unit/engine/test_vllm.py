@@ -318,14 +318,14 @@ def test_a_policy_is_judged_with_its_error() -> None:
 
 
 def lost_while_it_samples(engine: VllmEngine, server: FakeVllm, how: str) -> None:
-    async def struck() -> list[list[Completion]]:
+    async def struck() -> list[Completion]:
         requests = [ask(max_tokens=20) for _ in range(4)]
         running = asyncio.create_task(collected(engine.generate(requests), 4))
         await some_tokens(server)
         server.broken = how
         if how == "silent":
             server.running.clear()
-        return await asyncio.gather(running)
+        return (await asyncio.gather(running))[0]
 
     server.token_s = 0.01
     asyncio.run(struck())

@@ -59,6 +59,18 @@ def test_a_server_beside_a_trainer_asks_for_what_is_free() -> None:
     assert [command[at + 1] for at, word in enumerate(command) if word == share] == ["0.55", "0.3"]
 
 
+def test_what_a_run_needs_of_its_server_is_in_its_command() -> None:
+    flags = {
+        "lends": "--enable-sleep-mode",
+        "shared_experts": "--enable-moe-shared-loras",
+        "routes": "--enable-return-routed-experts",
+        "supports": "--return-sampling-mask",
+    }
+    for name, flag in flags.items():
+        assert flag not in served_by("python").command(81)
+        assert flag in served_by("python", **{name: True}).command(81)
+
+
 def test_the_servers_environment_keeps_the_users_and_has_what_it_needs() -> None:
     users = {"PYTHONPATH": "/mine", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_SERVER_DEV_MODE": "0"}
     found = environment(users, "a key")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from ostinato.launch.device_memory import (
     Need,
     host_memory,
     kv_memory_mb,
+    lends_memory,
     named_out_of_memory,
     sheet_flops,
     step_need,
@@ -62,6 +65,17 @@ def test_a_written_pool_stays_and_is_said_to_be_too_small(caplog: pytest.LogCapt
 def test_what_is_played_ahead_is_needed_too() -> None:
     one, three = (step_need(Recipe.load("quickstart", f"pipeline.staleness={k}"), 48) for k in (0, 2))
     assert three.prompts == 3 * one.prompts
+
+
+def test_a_server_lends_its_memory_only_where_no_answer_goes_on() -> None:
+    recipe = Recipe.load("quickstart", "engine.backend=vllm")
+    decoder: Any = SimpleNamespace(device=torch.device("cuda"), config=tiny_decoder().config)
+    assert lends_memory(recipe, decoder)
+    ahead = ("pipeline.staleness=1", "pipeline.overlap=true")
+    assert not lends_memory(Recipe.load("quickstart", "engine.backend=vllm", *ahead), decoder)
+    assert not lends_memory(recipe, tiny_decoder())
+    at = ("engine.backend=vllm", "engine.address=http://host:1")
+    assert not lends_memory(Recipe.load("quickstart", *at), decoder)
 
 
 def test_the_memory_of_a_host_is_what_it_can_give(tmp_path: Path) -> None:

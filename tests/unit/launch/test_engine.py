@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from ostinato.config import DraftSection, Recipe
 from ostinato.engine import threads
 from ostinato.engine.threads import Threads
 from ostinato.history.store import History
+from ostinato.launch import open_components
 from ostinato.launch import trainer as parts
-from ostinato.launch.checks import MASKS, ROUTES, check, check_exact, check_model
+from ostinato.launch.checks import check, check_exact, check_model
 from ostinato.launch.drafts import load_history, new_memory, save_history
 from ostinato.launch.engine import vllm_engine
 from ostinato.launch.introduction import caveats
@@ -39,7 +42,6 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     [
         ({"adapter": {"kind": "full"}}, 'adapter.kind "full"'),
         ({"engine": {"weights": "int8"}}, 'engine.weights is "int8"'),
-        ({"rollout": {"top_p": 0.9}}, "rollout.top_p cuts what is sampled from"),
         ({"rollout": {"temperature": 0.001}}, "rollout.temperature is 0.001"),
         ({"eval": {"temperature": 0.001}}, "eval.temperature is 0.001"),
     ],
@@ -64,10 +66,6 @@ def test_an_exact_trainer_needs_the_samplers_own_numbers(
 ) -> None:
     with pytest.raises(ValueError, match=f"model.exact is true, but {sentence}"):
         check_exact(Recipe.parse({"model": {"path": "smollm2-135m", "exact": True}, **sections}))
-
-
-def test_filters_are_allowed_where_the_server_tells_what_they_kept() -> None:
-    assert check(recipe(rollout={"top_k": 5}, engine={"server_args": [MASKS]})) == check(recipe())
 
 
 @pytest.mark.parametrize(
@@ -104,13 +102,50 @@ def moe(layers: tuple[int, ...] = (0,)) -> Decoder:
     return tiny_decoder(num_hidden_layers=1, mlp_only_layers=[] if layers else [0])
 
 
-def test_experts_need_routes_and_an_adapter_that_vllm_can_read() -> None:
-    check_model(recipe(), moe(layers=()))
-    with pytest.raises(ValueError, match=r"trainer\.replay is True"):
-        check_model(recipe(), moe())
-    with pytest.raises(ValueError, match=r'adapter\.targets has "mlp"'):
-        check_model(recipe(trainer={"replay": False}), moe())
-    check_model(recipe(adapter={"targets": ["attn"]}, engine={"server_args": [ROUTES]}), moe())
+def test_experts_are_adapted_together() -> None:
+    check_model(recipe(adapter={"targets": ["attn", "experts", "router"]}), moe())
+    with pytest.raises(ValueError, match="gate, up and down of experts together"):
+        check_model(recipe(adapter={"targets": ["attn", "experts.down"]}), moe())
+
+
+@pytest.mark.parametrize(
+    ("sections", "layers", "key"),
+    [({}, (0,), r"trainer\.replay"), ({"rollout": {"top_p": 0.9}}, (), r"rollout\.top_k, top_p or min_p")],
+)
+def test_what_vllm_returns_on_a_gpu_alone_is_refused_on_a_cpu(
+    sections: dict[str, Any], layers: tuple[int, ...], key: str, tmp_path: Path
+) -> None:
+    places: dict[str, Any] = {"model": tmp_path, "folder": tmp_path, "prompt": None, "renderer": None}
+    with pytest.raises(ValueError, match=key), vllm_engine(recipe(**sections), moe(layers), **places):
+        pass
+
+
+def test_a_trainer_beside_a_server_has_its_memory_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives back what it keeps before the server takes its memory again, after an error too."""
+    seen = list[str]()
+
+    @contextlib.contextmanager
+    def lent() -> Iterator[None]:
+        seen.append("lent")
+        try:
+            yield
+        finally:
+            seen.append("taken back")
+
+    class Raises:
+        adapters = score = identity = tensors = counters = restore = None
+        progress = 3.0
+
+        def step(self, batch: Any) -> Any:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(open_components, "free_cached_memory", lambda: seen.append("freed"))
+    trainer: Any = Raises()
+    beside: Any = open_components.LentTrainer(trainer, lent)
+    assert beside.progress == 3.0
+    with pytest.raises(ZeroDivisionError):
+        beside.step(None)
+    assert seen == ["lent", "freed", "taken back"]
 
 
 def test_a_head_that_vllm_would_leave_out_is_refused() -> None:

@@ -68,7 +68,7 @@ def test_ours_starts_the_engine_that_was_planned() -> None:
     engine = recipe_of(text).engine
     assert (engine.backend, engine.max_batch) == ("vllm", 32)
     sizes = "--tensor-parallel-size 8 --data-parallel-size 8 --enable-expert-parallel"
-    assert engine.server_args == (*sizes.split(), launch.ROUTES)
+    assert engine.server_args == (*sizes.split(),)
     assert engine.kv_memory_mb != "auto"
     assert 0 <= (engine.kv_memory_mb << 20) - cache_bytes(KIMI, PLAN.rollout) < 1 << 20
     one = replace(problem(gpus="1xcpu"), sampler=Sampler(name="local", latent_kv=False))
@@ -81,7 +81,6 @@ def test_ours_says_what_ostinato_has_not() -> None:
     stated = lacking(launch.ostinato(KIMI, PLAN))
     assert "not in Ostinato yet: a base that waits in host memory" in stated
     assert "not in Ostinato yet: a vLLM server over hosts: start its 64 ranks by hand" in stated
-    assert 'unless adapter.targets is ["attn"]' in stated
     narrow = Precision(base=DType.FP8, sampler=DType.FP8)
     host = replace(PLAN, base=Base.SHARED)
     text = launch.ostinato(replace(KIMI, precision=narrow), host)
