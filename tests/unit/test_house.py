@@ -65,7 +65,7 @@ def test_classes_can_be_read() -> None:
 BUDGETS = {
     "apps": 24_300,
     "observe": 5_330,
-    "engine": 5_595,
+    "engine": 5_705,
     "model": 7_715,
     "cli": 1_335,
     "parallel": 3_385,
@@ -81,7 +81,7 @@ BUDGETS = {
     "env": 1_890,
     "config": 1_605,
 }
-LAB, TESTS = 15_640, 57_900  # with 1,430 of lab/gpu
+LAB, TESTS = 15_640, 57_970  # with 1,430 of lab/gpu
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:
