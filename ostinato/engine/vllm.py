@@ -43,7 +43,8 @@ from ostinato.observe.timeline import Kind, Span
 from ostinato.types import Completion, Request, Sampling
 
 BEAT_S = 5.0  # between two signs of life of a server with requests
-SLOTS = 255  # requests at once: a server takes 256 by default, and a proof needs a place
+MOST_OPEN = 512  # connections at once
+SLOTS = 255  # requests at once to a server of others: it takes 256 by default, and a proof needs a place
 PROOF_TOKENS = 32
 QUESTIONS = "/inference/v1/generate"
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
-from ostinato.engine.vllm import SLOTS, VllmEngine
+from ostinato.engine.vllm import MOST_OPEN, SLOTS, VllmEngine
 from ostinato.engine.vllm_adapters import experts_of
 from ostinato.engine.vllm_server import KEY, Serve, Server, VllmAt, VllmChild
 from ostinato.launch import RunFailed
@@ -79,7 +79,7 @@ def vllm_engine(
             routes=returned["routes"],
             supports=returned["supports"],
             silence_s=cluster.silence_s,
-            slots=min(SLOTS, recipe.engine.max_batch),
+            slots=min(SLOTS if recipe.engine.address else MOST_OPEN, recipe.engine.max_batch),
         )
     except WorkerLost as error:
         raise RunFailed(f"{error}; no run was begun") from error

@@ -9,6 +9,7 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,11 @@ import pytest
 import torch
 from engine_contract import CONTRACT, Subject, collected
 from reference.naive_cache import NaiveCache
+from safetensors.torch import load_file
+from worlds import adapters_of, tiny_decoder
 
 from ostinato.engine.vllm import VllmEngine
+from ostinato.engine.vllm_adapters import write_adapters
 from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild
 from ostinato.model.attention import CausalAttention
 from ostinato.model.hf import load_model
@@ -185,6 +189,41 @@ def test_a_server_given_by_address_serves_the_next_engine(world: Subject, tmp_pa
     second.close()
     first.publish(world.policies[0], 12)
     assert all((completion.versions == 12).all() for completion in world.run(world.many(4)))
+
+
+LOADER = """
+import sys; from pathlib import Path; from safetensors.torch import load_file, save_file
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import PackedLoRALayerWeights as Packed
+from vllm.lora.peft_helper import PEFTHelper
+folder, experts = sys.argv[1], int(sys.argv[2])
+each = [f"experts.{e}.{p}_proj" for e in range(experts) for p in ("gate", "down", "up")]
+names = each or ["experts.w1", "experts.w2", "experts.w3"]
+helper = PEFTHelper.from_local_dir(folder, 512)
+whole = LoRAModel.from_local_checkpoint(folder, {*names, "experts"}, helper, lora_model_id=1, device="cpu")
+factors = [whole.get_lora("model.layers.0.mlp." + name) for name in names]
+packed = (Packed.pack_moe if each else Packed.pack_moe_stacked)(factors, "experts").optimize()
+found = dict(zip(("gate", "down", "up"), (b @ a for a, b in zip(packed.lora_a, packed.lora_b))))
+save_file(found, Path(folder) / "updates")
+"""
+
+
+@pytest.mark.parametrize(("scheme", "expert_rank"), [("shared_outer", 3), ("per_expert", None)])
+def test_vllms_own_loader_makes_our_updates_of_our_files(
+    scheme: str, expert_rank: int | None, tmp_path: Path
+) -> None:
+    """Without a GPU vLLM serves no mixture of experts with adapters; its loader needs none."""
+    decoder, spec = tiny_decoder(num_hidden_layers=1), {"expert_scheme": scheme, "expert_rank": expert_rank}
+    assert decoder.config.moe is not None
+    adapters = adapters_of(decoder, 1, 0.3, rank=8, alpha=16.0, targets=("experts",), **spec)
+    write_adapters(adapters, tmp_path, torch.float32)
+    experts = decoder.config.moe.num_experts if scheme == "per_expert" else 0
+    subprocess.run([PYTHON, "-c", LOADER, str(tmp_path), str(experts)], check=True, capture_output=True)
+    for role, read in load_file(tmp_path / "updates").items():
+        a, b = adapters.tensors[f"layers.0.experts.{role}"]
+        torch.testing.assert_close(
+            read, adapters.spec.scale_of(f"layers.0.experts.{role}") * (b @ a).detach()
+        )
 
 
 def test_a_server_killed_under_way_ends_the_run_by_name(world: Subject) -> None:
