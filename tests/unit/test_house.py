@@ -81,7 +81,7 @@ BUDGETS = {
     "env": 1_890,
     "config": 1_605,
 }
-LAB, TESTS = 15_640, 57_970  # with 1,430 of lab/gpu
+LAB, TESTS = 15_640, 58_005  # with 1,430 of lab/gpu
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:
