@@ -146,7 +146,8 @@ def parts() -> tuple[Part, ...]:
     return (
         Part(name="ceilings", limit_s=25, run=twins.ceilings),
         *(Part(name=one.__name__, limit_s=40, run=one) for one in twins.PARTS),
-        Part(name="contract", limit_s=40, run=sampling.contract),
+        Part(name="proof", limit_s=30, run=sampling.kernels_proven),
+        Part(name="contract", limit_s=50, run=sampling.contract),
         Part(name="transformers", limit_s=30, run=sampling.same_logprobs),
         Part(name="agreement", limit_s=40, run=training.agreement),
         Part(name="sampling", limit_s=150, run=sampling.dense),

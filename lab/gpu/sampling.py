@@ -52,7 +52,7 @@ def contract(world: World) -> Lines:
     def decode(tokens: Sequence[int]) -> str:
         return "".join(chr(0x4E00 + token) for token in tokens)
 
-    for (label, kernels), promise in product(world.sets.items(), CONTRACT):
+    for (label, kernels), promise in product(world.engines.items(), CONTRACT):
         engine = LocalEngine(decoder, kernels=kernels, decode=decode, kv_memory_mb=8, context_limit=64)
         subject = Subject(
             engine=engine,
@@ -68,6 +68,19 @@ def contract(world: World) -> Lines:
         except AssertionError as error:
             why = str(error).partition("\n")[0][:100] or "an assertion failed"
         yield Line(name=name, value=float(not why), bar=1, note=why)
+
+
+def kernels_proven(world: World) -> Lines:
+    """What the start of a run finds of the kernels at the widths of Qwen3-8B and of an expert layer."""
+    for name, raw in (("dense", DENSE), ("experts", EXPERTS)):
+        line = f"kernels in Triton that are proven, {name}"
+        if world.captured is None:
+            yield Line(name=line, note="no card, or no Triton")
+            continue
+        from ostinato.engine.proof import proven
+
+        found, why = proven(world.decoder(world.raw(raw, layers=1)), world.captured)
+        yield Line(name=line, value=float(found is not None and found.graph is not None), bar=1, note=why)
 
 
 def _adapters(decoder: Decoder, seed: int, size: float = 0.0, rank: int = 8) -> Adapters:
@@ -87,7 +100,7 @@ def decoding(world: World, decoder: Decoder, cases: Sequence[tuple[int, int]], n
     """Passes in which every sequence has one row, beside what has to be read from memory for them."""
     layers, adapters = decoder.config.num_layers, _adapters(decoder, 0, rank=world.sizes.rank)
     most = max(rows * (context // BLOCK + 1) for rows, context in cases)
-    for label, kernels in world.sets.items():
+    for label, kernels in world.engines.items():
         by_position = kernels is not None
         store = KVStore.allocate(
             layers, most, decoder.kv_shape, decoder.dtype, world.device, by_position=by_position
@@ -152,10 +165,12 @@ def _host_reads(world: World, runner: Runner, decoder: Decoder, rows: int, name:
 
 
 def engine_of(world: World, decoder: Decoder, tokens: int, context: int) -> LocalEngine:
-    """An engine with room for ``tokens``."""
+    """An engine with room for ``tokens``, on what a recipe chooses."""
     blocks = tokens // BLOCK + 64
     size = blocks * block_bytes(decoder.config.num_layers, decoder.kv_shape, decoder.dtype)
-    engine = LocalEngine(decoder, kv_memory_mb=(size >> 20) + 1, context_limit=context)
+    engine = LocalEngine(
+        decoder, kernels=world.captured, kv_memory_mb=(size >> 20) + 1, context_limit=context
+    )
     engine.publish(_adapters(decoder, 0, rank=world.sizes.rank), 0)
     return engine
 

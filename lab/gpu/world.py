@@ -7,7 +7,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,8 +158,8 @@ class World:
 
     @property
     def kernels(self) -> CudaKernels | None:
-        """Those in Triton, which no recipe chooses yet; None without a card: tests/unit/cuda runs them in
-        Triton's interpreter."""
+        """Those in Triton, launched one by one; None without a card: tests/unit/cuda runs them in Triton's
+        interpreter."""
         if not self.on_card or importlib.util.find_spec("triton") is None:
             return None
         from ostinato.model.cuda import CudaKernels
@@ -167,9 +167,23 @@ class World:
         return CudaKernels()
 
     @property
+    def captured(self) -> CudaKernels | None:
+        """The same in graphs: what a recipe chooses."""
+        if self.kernels is None:
+            return None
+        from ostinato.model.cuda.graphs import cuda_graphs
+
+        return replace(self.kernels, graph=cuda_graphs())
+
+    @property
     def sets(self) -> dict[str, CudaKernels | None]:
-        """What the engine can run on, by what a line's name begins with."""
+        """What the sampler can run on, by what a line's name begins with."""
         return {"": None} | ({"triton: ": self.kernels} if self.kernels is not None else {})
+
+    @property
+    def engines(self) -> dict[str, CudaKernels | None]:
+        """``sets``, and with graphs."""
+        return self.sets | ({"graphs: ": self.captured} if self.kernels is not None else {})
 
     @property
     def peak(self) -> float:

@@ -465,7 +465,7 @@ class EngineSection(Section):
     weights: Literal["model", "bf16", "int8", "fp8"] = "model"
     kv_memory_mb: Positive | Literal["auto"] = "auto"  # auto: what the batch needs, as far as there is memory
     max_batch: Positive = 256  # sequences decoded together
-    native: bool = True  # C++ kernels where a compiler is found
+    native: bool = True  # kernels in C++ where a compiler is found, in Triton on a GPU
     threads: Positive | Literal["auto"] = "auto"
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,6 +35,9 @@ from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.model.shapes import ExpertScheme
 from ostinato.render import Renderer
 from ostinato.workers.lost import WorkerLost
+
+if TYPE_CHECKING:
+    from ostinato.model.cuda import CudaKernels
 
 logger = logging.getLogger(__name__)
 PROBE_TOKENS = 48  # of the prompt that policies are proven on
@@ -150,8 +155,8 @@ def new_engine(
     """The in-process engine, serving the base, on the decoder's own tensors or a copy (``engine.weights``);
     with drafts from ``memory``. ``need``: what is sampled at once, None where that is not known. ``name`` is
     the worker's in the timeline."""
-    found = kernels(recipe, decoder)
-    sampler = sampler_decoder(recipe, decoder, found)
+    found = sampler_kernels(recipe, decoder)
+    sampler = sampler_decoder(recipe, decoder, found if isinstance(found, Kernels) else None)
     return LocalEngine(
         sampler,
         kernels=found,
@@ -185,6 +190,22 @@ def kernels(recipe: Recipe, decoder: Decoder) -> Kernels | None:
     except BuildError as error:
         _warn_once(f"native kernels are not used: {error}")
         return None
+
+
+def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels | None:
+    """What the engine runs on: on a GPU the kernels in Triton, where there is Triton and they are proven."""
+    if decoder.device.type != "cuda":
+        return kernels(recipe, decoder)
+    if not recipe.engine.native or importlib.util.find_spec("triton") is None:
+        return None
+    from ostinato.engine.proof import proven
+    from ostinato.model.cuda import CudaKernels
+    from ostinato.model.cuda.graphs import cuda_graphs
+
+    found, why = proven(decoder, CudaKernels(graph=cuda_graphs()))
+    if why:
+        _warn_once(why)
+    return found
 
 
 def training_ops(recipe: Recipe, decoder: Decoder) -> Ops:

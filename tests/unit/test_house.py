@@ -65,11 +65,11 @@ def test_classes_can_be_read() -> None:
 BUDGETS = {
     "apps": 24_300,
     "observe": 5_330,
-    "engine": 5_705,
+    "engine": 5_888,
     "model": 7_715,
     "cli": 1_335,
     "parallel": 3_385,
-    "launch": 4_200,
+    "launch": 4_220,
     "pipeline": 3_580,
     "train": 3_195,
     "(files of their own)": 3_440,
@@ -81,7 +81,7 @@ BUDGETS = {
     "env": 1_890,
     "config": 1_605,
 }
-LAB, TESTS = 15_640, 58_005  # with 1,430 of lab/gpu
+LAB, TESTS = 15_642, 58_170  # with 1,430 of lab/gpu
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:

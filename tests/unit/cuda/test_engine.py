@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from worlds import adapters_of, answers, same, tiny
+from engine_contract import CONTRACT, Subject
+from launches import Recorded
+from torch import Tensor
+from worlds import adapters_of, answers, decode, same, tiny, tiny_dense
 
 from ostinato.engine.cache import KVCache
 from ostinato.engine.local import LocalEngine
-from ostinato.model.cuda import CudaKernels
+from ostinato.model.attention import CausalAttention
+from ostinato.model.config import MoEConfig, parse_config
+from ostinato.model.cuda import CUDA_OPS, CudaKernels
+from ostinato.model.cuda.graphs import cuda_graphs
 from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
+from ostinato.model.ops import TORCH_OPS
 from ostinato.types import Completion, Request, Sampling
 
 pytestmark = pytest.mark.slow
@@ -62,3 +72,59 @@ def test_a_preempted_answer_is_the_one_that_was_not() -> None:
     ours = answers(small, asked)
     assert small.counters.preempted > 0
     check(ours, answers(engine(decoder, cuda=False), asked))
+
+
+def elsewhere(logits: Tensor, moe: MoEConfig, bias: Tensor | None, given: None) -> tuple[Tensor, ...]:
+    """A router whose choice is another's: that of its own logits, each taken for its neighbour's."""
+    ids, _, _ = CUDA_OPS.route(logits.roll(1, -1), moe, bias, None)
+    return *TORCH_OPS.route(logits, moe, bias, ids)[:2], ids
+
+
+def test_routes_that_were_recorded_are_replayed_by_torch() -> None:
+    """The engine is made to choose other experts than its router would: only a replay can agree."""
+    decoder = tiny("softmax-renormalised").to(DEVICE)
+    made = LocalEngine(decoder, kernels=CudaKernels(ops=replace(CUDA_OPS, route=elsewhere)))
+    asked = requests(2, 4)
+    for request, done in zip(asked, answers(made, asked), strict=True):
+        whole = torch.from_numpy(np.concatenate([request.tokens, done.tokens])).long().to(DEVICE)
+        assert done.experts is not None and done.prompt_experts is not None
+        routes = torch.from_numpy(np.concatenate([done.prompt_experts, done.experts]).astype(np.int64))
+        places = torch.arange(len(whole), device=DEVICE)
+        with torch.no_grad():
+            for routing, agrees in ((routes.to(DEVICE), True), (None, False)):
+                hidden, _ = decoder(whole, places, CausalAttention(), routing=routing)
+                logits = decoder.logits(hidden[len(request.tokens) - 1 : -1]).log_softmax(-1)
+                found = logits.gather(1, whole[len(request.tokens) :, None])[:, 0].cpu().numpy()
+                assert (np.abs(found - done.logprobs).max() < 1e-4) == agrees
+
+
+SMALL = {"head_dim": 8, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 13, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3}
+DENSE = Decoder(parse_config(tiny_dense(model_type="qwen3", **SMALL, **HEADS))).init_weights(0).to(DEVICE)
+
+
+def score(adapters: Adapters, tokens: np.ndarray) -> np.ndarray:
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(DEVICE)
+    with torch.no_grad():
+        hidden, _ = DENSE(ids, torch.arange(len(ids), device=DEVICE), CausalAttention(), adapters=adapters)
+        logprobs = DENSE.logits(hidden[:-1]).log_softmax(-1).gather(1, ids[1:, None])
+    return logprobs[:, 0].cpu().numpy()
+
+
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+def test_it_keeps_the_promises_of_every_engine(promise: Callable[[Subject], None]) -> None:
+    """With graphs, which a stand-in replays where there is no card."""
+    graph = cuda_graphs() if DEVICE == "cuda" else Recorded
+    kernels = CudaKernels(graph=graph)
+    made = LocalEngine(DENSE, kernels=kernels, decode=decode, kv_memory_mb=1, context_limit=64)
+    promise(
+        Subject(
+            engine=made,
+            vocab=DENSE.config.vocab_size,
+            policies=(adapters_of(DENSE, 1), adapters_of(DENSE, 2)),
+            prompt_tokens=5,
+            answer_tokens=6,
+            decode=decode,
+            score=score,
+        )
+    )

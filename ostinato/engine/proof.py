@@ -1,0 +1,188 @@
+"""A proof, at the start of a run on a card, that the kernels in Triton are their twins in torch there.
+
+Few rows at the widths of the model, so what is compiled is what the run launches: a compiler or a card that
+nobody has tried shows here, by the name of the kernel, and torch's operators serve instead. A kernel that
+writes where it may not ends the process all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.engine.cache import BLOCK
+from ostinato.engine.paged import KVStore, Places
+from ostinato.engine.runner import Runner
+from ostinato.engine.sampler import sample, sample_torch
+from ostinato.engine.sequences import Settings
+from ostinato.model.attention import sdpa
+from ostinato.model.cuda import CudaKernels, paged
+from ostinato.model.decoder import Decoder
+from ostinato.model.ops import TORCH_OPS
+from ostinato.model.weights import Attention, Moe
+from ostinato.types import Sampling
+
+Case = tuple[str, Callable[[], Tensor], Callable[[], Tensor]]  # (kernel, ours, torch's)
+ROWS = 5
+LENGTHS = (600, 17, 40)  # positions of three sequences: more than a split of attention, and than a block
+
+
+def proven(decoder: Decoder, kernels: CudaKernels) -> tuple[CudaKernels | None, str]:
+    """What of ``kernels`` gives the numbers of torch on the decoder's device, and in one sentence what does
+    not; "" where all does."""
+    with torch.inference_mode():
+        for name, ours, twin in _cases(decoder, kernels):
+            if why := _fault(ours, twin, decoder.dtype):
+                return None, f"{name} in Triton {why}; torch's operators are used instead"
+        if kernels.graph is None:
+            return kernels, ""
+        plain = replace(kernels, graph=None)
+        if why := _fault(lambda: _passes(decoder, kernels), lambda: _passes(decoder, plain), decoder.dtype):
+            return plain, f"CUDA graphs are not used: a captured pass {why}"
+    return kernels, ""
+
+
+def _fault(ours: Callable[[], Tensor], twin: Callable[[], Tensor], dtype: torch.dtype) -> str:
+    """Why the one is not the other; "" where it is, up to a few roundings."""
+    expected = twin().float()
+    try:
+        found = ours().float()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a compiler, a driver or a launch: whatever it is, torch can do without
+        return f"fails ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
+    apart = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    bound = 1e-4 if dtype == torch.float32 else 3e-2
+    return "" if apart <= bound else f"differs from torch by {apart:.1e} of the largest value"
+
+
+def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
+    c, ops, eps = decoder.local, kernels.ops, decoder.config.rms_norm_eps
+    x, y = _drawn(decoder, ROWS, c.hidden_size), _drawn(decoder, ROWS, c.hidden_size, seed=1)
+    weight = decoder.blocks[0].attn_norm
+    yield "rms_norm", lambda: ops.rms_norm(x, weight, eps), lambda: TORCH_OPS.rms_norm(x, weight, eps)
+    yield (
+        "add_rms_norm",
+        lambda: torch.cat(ops.add_rms_norm(x, y, weight, eps)),
+        lambda: torch.cat(TORCH_OPS.add_rms_norm(x, y, weight, eps)),
+    )
+    wide = _drawn(decoder, ROWS, 2 * c.intermediate_size)
+    yield "silu_mul", lambda: ops.silu_mul(wide), lambda: TORCH_OPS.silu_mul(wide)
+    a, b = _drawn(decoder, 16, c.hidden_size) / c.hidden_size**0.5, _drawn(decoder, c.hidden_size, 16)
+    yield (
+        "add_lora",
+        lambda: ops.add_lora(y.clone(), x, a, b, 0.5),
+        lambda: TORCH_OPS.add_lora(y.clone(), x, a, b, 0.5),
+    )
+    yield from _attention_cases(decoder)
+    yield "draw", lambda: _drawn_apart(decoder, kernels), lambda: torch.ones(1, device=decoder.device)
+    moe, block = decoder.config.moe, next((b.mlp for b in decoder.blocks if isinstance(b.mlp, Moe)), None)
+    if moe is None or block is None:
+        return
+    logits, bias = _drawn(decoder, ROWS, moe.num_experts).float(), block.correction_bias
+    yield (
+        "route",
+        lambda: torch.cat(ops.route(logits, moe, bias)[:2], dim=1),
+        lambda: torch.cat(TORCH_OPS.route(logits, moe, bias)[:2], dim=1),
+    )
+    ids, weights, _ = TORCH_OPS.route(logits, moe, bias)
+    ids, gate_up, down = ids % moe.here, block.gate_up, block.down
+    yield (
+        "experts",
+        lambda: ops.experts(x, ids, weights, gate_up, down, None),
+        lambda: TORCH_OPS.experts(x, ids, weights, gate_up, down, None),
+    )
+
+
+def _attention_cases(decoder: Decoder) -> Iterator[Case]:
+    c, device, scale = decoder.local, decoder.device, decoder.config.head_dim**-0.5
+    kv_heads, key_dim, _ = decoder.kv_shape
+    where = _places(LENGTHS, (1, 3, 1))
+    rows, count = where.on(device), sum(-(-length // BLOCK) for length in LENGTHS)
+    store = KVStore.allocate(1, count, decoder.kv_shape, decoder.dtype, device, by_position=True)
+    keys, values = store.key_layers[0], store.value_layers[0]
+    keys.copy_(_drawn(decoder, *keys.shape))
+    values.copy_(_drawn(decoder, *values.shape, seed=1))
+    q = _drawn(decoder, len(where.seen), c.num_heads, key_dim)
+
+    def ours(parallel: bool) -> Tensor:
+        tiles = paged.Tiles.of(where.owners, c.num_heads // kv_heads, device)
+        return paged.paged_attention(
+            q, keys, values, rows.tables, rows.sequence, rows.lengths, tiles, scale, parallel=parallel
+        )
+
+    def twin() -> Tensor:
+        out = []
+        for row, (owner, seen) in enumerate(zip(where.owners.tolist(), where.seen.tolist(), strict=True)):
+            k, v = (x[rows.tables[owner].long()].flatten(0, 1)[:seen] for x in (keys, values))
+            out.append(sdpa(q[row : row + 1], k, v, scale))
+        return torch.cat(out)
+
+    yield "paged_attention", lambda: ours(False), twin
+    yield "paged_attention and merge", lambda: ours(True), twin
+    attn, eps = decoder.blocks[0].attn, decoder.config.rms_norm_eps
+    if not isinstance(attn, Attention):
+        return
+    qkv = _drawn(decoder, len(where.seen), c.num_heads + 2 * kv_heads, key_dim)
+    cos, sin = decoder.rotations(rows.lengths)
+    weights = (_drawn(decoder, key_dim), _drawn(decoder, key_dim, seed=1))
+
+    def stored() -> Tensor:
+        queries = paged.project(qkv, weights, eps, cos, sin, rows.slots, keys, values)
+        return torch.cat((queries, *(x.flatten(0, 1)[rows.slots] for x in (keys, values))), dim=1)
+
+    def normed() -> Tensor:
+        parts = qkv.split([c.num_heads, kv_heads, kv_heads], dim=1)
+        turned = (
+            TORCH_OPS.rope(TORCH_OPS.rms_norm(x, w, eps), cos, sin)
+            for x, w in zip(parts, weights, strict=False)
+        )
+        return torch.cat((*turned, parts[2]), dim=1)
+
+    yield "project", stored, normed
+
+
+def _drawn(decoder: Decoder, *shape: int, seed: int = 0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(decoder.device, decoder.dtype)
+
+
+def _places(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Places:
+    """The last rows of sequences of these lengths, whose blocks lie behind each other."""
+    blocks = [-(-length // BLOCK) for length in lengths]
+    tables = np.zeros((len(lengths), max(blocks)), np.int32)
+    for sequence, (first, count) in enumerate(zip(np.cumsum([0, *blocks]), blocks, strict=False)):
+        tables[sequence, :count] = np.arange(first, first + count)
+    owners = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
+    seen = np.concatenate([np.arange(n - k, n) + 1 for n, k in zip(lengths, counts, strict=True)])
+    slots = tables[owners, (seen - 1) // BLOCK].astype(np.int64) * BLOCK + (seen - 1) % BLOCK
+    return Places(slots, tables, owners, seen.astype(np.int32))
+
+
+def _drawn_apart(decoder: Decoder, kernels: CudaKernels) -> Tensor:
+    """1 where tokens and log-probabilities agree, with each filter, else 2. Another token agrees where the
+    uniform lies on an edge, which rounding moves."""
+    wanted = [Sampling(), Sampling(temperature=0.7, top_k=50), Sampling(top_p=0.9), Sampling(min_p=0.02)]
+    settings, u = Settings.of(wanted), np.array([0.1, 0.4, 0.6, 0.9])
+    logits = 3 * _drawn(decoder, len(wanted), decoder.config.vocab_size).float()
+    ours, twin = sample(logits, settings, u, kernels), sample_torch(logits, settings, u)
+    edges = np.minimum(np.abs(u - twin.edges), np.abs(u - twin.edges - np.exp(twin.logprobs)))
+    same = ours.tokens == twin.tokens
+    apart = np.where(same, np.abs(ours.logprobs - twin.logprobs), edges).max()
+    return torch.tensor([1.0 if apart <= 1e-4 else 2.0], device=decoder.device)
+
+
+def _passes(decoder: Decoder, kernels: CudaKernels) -> Tensor:
+    """Hidden states of two passes of the same shape over other sequences: a capture and its replay."""
+    layers, shape = decoder.config.num_layers, decoder.kv_shape
+    store = KVStore.allocate(layers, 4, shape, decoder.dtype, decoder.device, by_position=True)
+    runner, hidden = Runner(decoder, kernels, store), []
+    for lengths in ((3, 1), (2, 2)):
+        where = _places(lengths, lengths)
+        tokens = np.arange(4) + lengths[0]
+        hidden.append(runner.forward(tokens, where.seen.astype(np.int64) - 1, where)[0])
+    return torch.cat(hidden)
