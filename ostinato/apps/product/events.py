@@ -84,7 +84,7 @@ class Event(BaseModel):
     replaces: Name = ""  # of what is shown: the answer before it
     exposure: Exposure = Exposure()
     consent: bool = True  # False: kept out of training
-    personal: bool = False  # holds personal data: kept out of exports
+    personal: bool = False  # holds personal data: counted apart
 
     @field_validator("value")
     @classmethod

@@ -238,10 +238,6 @@ class Store:
             "personal": self._count("events", "held >= 2"),
         }
 
-    def held(self) -> set[str]:
-        """Answers on which an event is personal or without consent: no export has them."""
-        return {id_ for (id_,) in self._run("SELECT DISTINCT response_id FROM events WHERE held > 0")}
-
     def close(self) -> None:
         with suppress(*self._dialect.down):  # a connection that is gone
             self._db.close()

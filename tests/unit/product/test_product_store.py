@@ -18,7 +18,6 @@ from postgres import Cluster, cluster, found
 from product_rows import event, exchange
 
 from ostinato.apps.product.events import Event, Exchange, Kind
-from ostinato.apps.product.export import export
 from ostinato.apps.product.store import Joined, Outcome, Patient, Store, Unavailable, open_store
 
 ACCEPTED, REPEATED, CONFLICT, EXPIRED = Outcome
@@ -177,7 +176,7 @@ def test_several_writers_number_their_rows_in_the_order_of_commits(place: Place)
         assert reader.counts()["events"] == 3 * 15 * 3 + 15
 
 
-# ---- consent, deletion, retention, export
+# ---- consent, deletion, retention
 
 
 def test_an_answer_without_consent_is_kept_out_of_training(store: Store) -> None:
@@ -224,20 +223,6 @@ def test_what_is_older_than_is_kept_goes_and_stays_away(store: Store) -> None:
     assert plain(store.joined()) == [("s", ["b"])]
     assert store.append([rated("a", "r", 101.0)]) == [EXPIRED]
     assert store.record([exchange("r", 100.0)]) == 0
-
-
-def test_an_export_has_nothing_personal_and_nothing_without_consent(store: Store, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    tokens = np.arange(3, dtype=np.int32)
-    answers = [exchange(id_, tokens=tokens, prompt_tokens=tokens) for id_ in ("r", "s", "t")]
-    store.write([rated("a"), rated("b", "s", personal=True), rated("c", "t", consent=False)], answers)
-    store.append([rated("d", "s"), rated("e", "unknown")])
-    assert export(store, tmp_path / "out") == (2, 1)
-    events = parquet.read_table(tmp_path / "out" / "events.parquet").to_pylist()
-    assert [row["event_id"] for row in events] == ["a", "e"]
-    assert events[0]["kind"] == "rating" and events[0]["value"] == 1.0 and events[0]["propensity"] == 1.0
-    (row,) = parquet.read_table(tmp_path / "out" / "exchanges.parquet").to_pylist()
-    assert row["response_id"] == "r" and row["tokens"] == [0, 1, 2] and "hi" in row["messages"]
 
 
 # ---- what cannot be opened, and what goes away
