@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from ostinato.apps.product.actions import action_of
@@ -37,8 +36,6 @@ T = TypeVar("T")
 
 class Feedback:
     """The routes of one server, and what it records."""
-
-    event: type[BaseModel] = Event
 
     def __init__(self, intake: Intake, metrics: Metrics, renderer: Renderer) -> None:
         self._intake, self._renderer = intake, renderer

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from ostinato.apps.serve.asker import Asker
@@ -20,9 +19,7 @@ Judged = Callable[[list[dict[str, Any]], list[str]], Coroutine[Any, Any, dict[st
 
 
 class Feedback(Protocol):
-    """POST /feedback, GET /feedback.js, and the record of answers; ``event``: the body of the first."""
-
-    event: type[BaseModel]
+    """POST /feedback, GET /feedback.js, and the record of answers."""
 
     async def post(self, body: bytes) -> Any: ...
 

@@ -2,7 +2,7 @@
 
 POST /v1/chat/completions  /v1/completions  /v1/responses  /v1/messages  /v1/messages/count_tokens
 POST /inference/v1/generate  /tokenize  /detokenize  /feedback  /v1/memory/{session}
-GET  /v1/models  /v1/models/{name}  /v1/memory/{session}  /health  /metrics  /openapi.json  /feedback.js  /
+GET  /v1/models  /v1/models/{name}  /v1/memory/{session}  /health  /metrics  /feedback.js  /
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -45,7 +44,6 @@ from ostinato.apps.serve.bodies import (
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.apps.serve.generate import GenerateBody, generated
 from ostinato.apps.serve.openai_chat import Shape, sse
-from ostinato.apps.serve.openapi import description
 from ostinato.apps.serve.server import Handler, guarded, read_body, unless_gone
 from ostinato.apps.serve.service import Model, Service
 
@@ -221,10 +219,6 @@ class Door:
         assert self._feedback is not None
         return self._feedback.script()
 
-    async def openapi(self, request: Request) -> Response:
-        more = {} if self._feedback is None else {"/feedback": self._feedback.event}
-        return JSONResponse(description(BODIES | more, version("ostinato")))
-
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "under_way": self._service.under_way})
 
@@ -280,18 +274,6 @@ class _Judge(Lenient):
 
 class _Detokenize(Lenient):
     tokens: list[Id]
-
-
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-    "/v1/responses": openai_responses.ResponsesBody,
-    "/v1/messages": anthropic_messages.MessagesBody,
-    "/v1/messages/count_tokens": anthropic_messages.MessagesBody,
-    "/inference/v1/generate": GenerateBody,
-    "/tokenize": _Tokenize,
-    "/detokenize": _Detokenize,
-}
 
 
 def _id(kind: str) -> str:
@@ -428,7 +410,6 @@ def new_app(
             route("/detokenize", door.detokenize),
             *([route("/v1/judge", door.judge)] if added.judge is not None else []),
             *([route("/v1/memory/{name:path}", door.memory, m) for m in ("GET", "POST")] if memory else []),
-            Route("/openapi.json", door.openapi),
             Route("/metrics", door.metrics),
             Route("/health", door.health),
             Route("/", door.page),
