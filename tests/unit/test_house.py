@@ -63,7 +63,7 @@ def test_classes_can_be_read() -> None:
 # first kernels for CUDA in it. The aims are 40,000 for the wheel, 8,000 for the lab and 32,000 for the tests
 # (with those of the lab), so these come down.
 BUDGETS = {
-    "apps": 23_889,
+    "apps": 23_580,
     "observe": 5_330,
     "engine": 5_888,
     "model": 7_715,
@@ -81,7 +81,7 @@ BUDGETS = {
     "env": 1_890,
     "config": 1_605,
 }
-LAB, TESTS = 15_642, 58_170  # with 1,430 of lab/gpu
+LAB, TESTS = 15_648, 57_840  # with 1,430 of lab/gpu
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:
