@@ -22,6 +22,7 @@ from ostinato.engine.sequences import Settings
 from ostinato.model.attention import sdpa
 from ostinato.model.cuda import CudaKernels, paged
 from ostinato.model.decoder import Decoder
+from ostinato.model.moe import ExpertLora
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.weights import Attention, Moe
 from ostinato.types import Sampling
@@ -91,11 +92,15 @@ def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
     )
     ids, weights, _ = TORCH_OPS.route(logits, moe, bias)
     ids, gate_up, down = ids % moe.here, block.gate_up, block.down
-    yield (
-        "experts",
-        lambda: ops.experts(x, ids, weights, gate_up, down, None),
-        lambda: TORCH_OPS.experts(x, ids, weights, gate_up, down, None),
-    )
+    width, size, rank = gate_up.shape[1], c.hidden_size, 8
+    shapes = (2 * rank, size), (moe.here, width, 2 * rank), (moe.here, rank, width // 2), (size, rank)
+    factors = ExpertLora(*(_drawn(decoder, *shape) / shape[-1] ** 0.5 for shape in shapes), scale=0.5)
+    for name, lora in (("experts", None), ("experts with adapters", factors)):
+        yield (
+            name,
+            lambda lora=lora: ops.experts(x, ids, weights, gate_up, down, lora),
+            lambda lora=lora: TORCH_OPS.experts(x, ids, weights, gate_up, down, lora),
+        )
 
 
 def _attention_cases(decoder: Decoder) -> Iterator[Case]:

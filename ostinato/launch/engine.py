@@ -155,11 +155,10 @@ def new_engine(
     """The in-process engine, serving the base, on the decoder's own tensors or a copy (``engine.weights``);
     with drafts from ``memory``. ``need``: what is sampled at once, None where that is not known. ``name`` is
     the worker's in the timeline."""
-    found = sampler_kernels(recipe, decoder)
-    sampler = sampler_decoder(recipe, decoder, found if isinstance(found, Kernels) else None)
+    sampler = sampler_decoder(recipe, decoder, kernels(recipe, decoder))
     return LocalEngine(
         sampler,
-        kernels=found,
+        kernels=sampler_kernels(recipe, sampler),
         decode=renderer.decode,
         kv_memory_mb=kv_memory_mb(recipe, sampler, need),
         max_batch=recipe.engine.max_batch,
