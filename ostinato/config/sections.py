@@ -166,19 +166,12 @@ class RolloutSection(Section):
     )
     think_end: str = "</think>"  # "": an answer that has not ended is still thinking
     solved_for_good: Share = 0.0  # a prompt that this share of its group solves never comes again; 0: off
-    pilot: Count = 0  # answers of a group that are sampled and graded first; 0: off (docs/switches.md)
-    pilot_share: Annotated[float, Field(ge=0.01, le=1)] = 0.5  # of groups whose pilot has one reward go on
 
     @model_validator(mode="after")
     def _check(self) -> RolloutSection:
         if "" in self.stop:
             raise ValueError("rollout.stop has an empty string, which ends every answer; remove it")
         self._check_interruption()
-        if self.pilot and not 2 <= self.pilot < self.group_size:
-            raise ValueError(
-                f"rollout.pilot is {self.pilot} with rollout.group_size {self.group_size}; use 2 or more "
-                "and fewer than the group has, or 0 for none"
-            )
         if self.solved_for_good and self.group_size < 2:
             raise ValueError(
                 f"rollout.solved_for_good is {self.solved_for_good} with rollout.group_size 1, and one "

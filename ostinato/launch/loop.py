@@ -35,7 +35,6 @@ from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.observer import Observer
 from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.protocols import MetricWriter, RestorableTrainer
-from ostinato.rollout.pilot import Pilot
 from ostinato.run import RunFolder, atomic_folder, to_json
 from ostinato.train.checkpoint import Checkpoint, oldest_step, repair, save_checkpoint
 from ostinato.types import Prompt
@@ -79,7 +78,6 @@ async def score_exported(
 
 def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int, peak_flops: float = 0.0) -> Plan:
     """``answer_tokens``: of the longest answer of a turn."""
-    pilot = recipe.rollout.pilot
     return Plan(
         steps=recipe.trainer.steps,
         prompts_per_step=recipe.rollout.prompts_per_step,
@@ -96,7 +94,6 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int, peak_flops: f
         solved_at=mark(recipe),
         solved_for_good=recipe.rollout.solved_for_good,
         curriculum=new_curriculum(recipe),
-        pilot=Pilot(answers=pilot, share=recipe.rollout.pilot_share) if pilot else None,
         eval_at_start=recipe.eval.at_start,
         checkpoint_every=recipe.trainer.checkpoint_every,
         trajectories_every=recipe.log.trajectories_every,

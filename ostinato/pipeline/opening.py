@@ -38,7 +38,6 @@ def new_buffer(
         seed=plan.seed,
         staleness=plan.staleness,
         curriculum=plan.curriculum,
-        pilot=plan.pilot,
     )
     return RolloutBuffer(
         rule=AdmissionRule(

@@ -38,7 +38,7 @@ from ostinato.pipeline.step_metrics import (
 )
 from ostinato.pipeline.work import batch_work
 from ostinato.protocols import MetricWriter, Timed
-from ostinato.rollout.rollout import RolloutResult, verdicts
+from ostinato.rollout.rollout import RolloutResult
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Batch, Group, StepReport
 
@@ -65,7 +65,6 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
         min_verdicts=min(2, plan.group_size),
         answer_tokens=plan.answer_tokens,
         solved_at=plan.solved_at,
-        pilot=plan.pilot,
     )
     if not credit.samples:
         return Learned(credit=credit)
@@ -153,8 +152,6 @@ class StepRecorder:
         self.ledger.step(clock.step, row["step_time"], clock.busy(), work, by_pool)
         self.draw(clock.step, spans)
         row |= curriculum_figures(train_batch.choices, len(feed.rates)) if self.plan.curriculum else {}
-        if self.plan.pilot is not None:
-            row |= self.plan.pilot.figures([verdicts(one) for one in groups], self.plan.group_size)
         row |= {"rollout/from_spool": float(sum(item.spooled for item in train_batch.batch)), **counts}
         row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
         if batch is not None and (self.plan.staleness or self.plan.overlap):

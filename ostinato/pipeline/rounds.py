@@ -25,7 +25,6 @@ from ostinato.pipeline.curriculum import PASSED_OVER, Curriculum, Rates
 from ostinato.pipeline.spool import Spool, address
 from ostinato.pipeline.stream import places
 from ostinato.protocols import Tasks
-from ostinato.rollout.pilot import Pilot
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResult, rollout_group
 from ostinato.types import Prompt
 
@@ -52,7 +51,6 @@ class Rounds:
     seed: int
     staleness: int = 0
     curriculum: Curriculum | None = None
-    pilot: Pilot | None = None
 
     def places(
         self, cursor: int, retired: Iterable[str], count: int = 0, rates: Rates | None = None
@@ -107,5 +105,4 @@ class Rounds:
             seed=(self.seed, one.round, one.place),
             group_size=self.group_size,
             step=one.round,
-            pilot=self.pilot,
         )

@@ -16,7 +16,6 @@ from ostinato.pipeline.curriculum import Curriculum, Rates
 from ostinato.pipeline.drift import Drift, Measured, ages
 from ostinato.pipeline.rounds import Admission
 from ostinato.pipeline.signals import ENDERS
-from ostinato.rollout.pilot import Pilot
 from ostinato.types import Batch
 
 
@@ -66,7 +65,6 @@ class Plan:
     solved_at: float = 1.0  # a reward from here on is a solution
     solved_for_good: float = 0.0  # share of a group's solutions at which its prompt leaves; 0: none ever does
     curriculum: Curriculum | None = None  # prompts by their pass rate; None: all of them
-    pilot: Pilot | None = None  # answers of a group that come first; None: all at once
     eval_at_start: bool = True
     checkpoint_every: int = 0
     trajectories_every: int = 0
