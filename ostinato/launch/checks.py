@@ -34,12 +34,6 @@ def check(recipe: Recipe) -> Algorithm:
     except ValueError as error:
         raise ValueError(f"rollout.group_size: {error}") from error
     check_ranks(recipe)
-    if recipe.trainer.drift and chosen.decoupled:
-        raise ValueError(
-            f"trainer.drift is {recipe.trainer.drift:g} with a ratio to the trainer's own policy, where no "
-            'drift within a step is seen; set algo.anchor to "auto" and algo.correction to "none", or drift '
-            "to 0"
-        )
     if recipe.model.exact:
         check_exact(recipe)
     if recipe.cluster.samplers:

@@ -252,7 +252,7 @@ class Loop:
             return self._learn(groups, clock)
 
     def _learn(self, groups: Sequence[Group], clock: Clock) -> Learned:
-        prepared = prepare(groups, self.plan.at(self.state), self.algorithm, clock, self.state.version)
+        prepared = prepare(groups, self.plan, self.algorithm, clock, self.state.version)
         if prepared.batch is None:
             return prepared
         check_ages(prepared.batch, self.state.step + 1, self.plan.staleness)
@@ -277,16 +277,12 @@ class Loop:
         self._feed.trained()
         before, gone = self.state, learned.credit.dropped_groups
         dropped = Counter(before.dropped) + gone
-        drifted, limits = self.plan.drifted(before, learned.batch if learned.report else None, row)
-        row |= limits
         self.state = replace(
             before,
             step=step,
             version=version,
             cursor=self._feed.cursor,
             retired=self._feed.retired,
-            rates=self._feed.rates,
-            **drifted,
             empty_in_a_row=0 if learned.credit.samples else before.empty_in_a_row + 1,
             ahead=self._feed.ahead,
             admitted=before.admitted + due.num_admitted,
@@ -296,7 +292,6 @@ class Loop:
         )
         self._between_steps = False
         row |= self.state.left(before, len(self.tasks)) if self.plan.solved_for_good else {}
-        self._feed.staleness = self.plan.at(self.state).staleness
         row |= self.state.accounted()
         if due.num_anew:
             row["groups/played_anew"] = float(due.num_anew)

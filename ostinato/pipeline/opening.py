@@ -37,7 +37,6 @@ def new_buffer(
         group_size=plan.group_size,
         seed=plan.seed,
         staleness=plan.staleness,
-        curriculum=plan.curriculum,
     )
     return RolloutBuffer(
         rule=AdmissionRule(
@@ -49,8 +48,6 @@ def new_buffer(
         rounds=rounds,
         cursor=state.cursor,
         retired=state.retired,
-        rates=state.rates,
-        staleness=plan.at(state).staleness,
         leaving=leaving if plan.solved_for_good else None,
         on_progress=on_progress,
     )

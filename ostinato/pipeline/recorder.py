@@ -19,7 +19,6 @@ from ostinato.observe.stability import watch_after
 from ostinato.observe.timeline import Kind, Span, kept, pool_of
 from ostinato.pipeline.buffer import RolloutBuffer, TrainBatch
 from ostinato.pipeline.credit import Credit, assign
-from ostinato.pipeline.curriculum import curriculum_figures
 from ostinato.pipeline.forgetting import Look
 from ostinato.pipeline.observer import Observer, Workers
 from ostinato.pipeline.state import Finish, Plan
@@ -151,7 +150,6 @@ class StepRecorder:
             work["forgetting"] = dict(learned.look.cost)
         self.ledger.step(clock.step, row["step_time"], clock.busy(), work, by_pool)
         self.draw(clock.step, spans)
-        row |= curriculum_figures(train_batch.choices, len(feed.rates)) if self.plan.curriculum else {}
         row |= {"rollout/from_spool": float(sum(item.spooled for item in train_batch.batch)), **counts}
         row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
         if batch is not None and (self.plan.staleness or self.plan.overlap):
