@@ -26,7 +26,7 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters
-from ostinato.observe.ledger import Ledger, Life, SteadyClock, Terms
+from ostinato.observe.ledger import Ledger, SteadyClock, Terms
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups
 from ostinato.pipeline.loop import Loop, LoopState, Plan
@@ -243,11 +243,10 @@ def new_ledger(
     run: RunFolder,
     decoder: Decoder,
     clock: SteadyClock,
-    life: Life,
     pools: Mapping[str, int] | None = None,
 ) -> Ledger:
-    """The ledger of one process, which began when ``clock`` did and writes the signs of ``life``. ``pools``:
-    devices by pool where workers have them; otherwise the recipe's."""
+    """The ledger of one process, which began when ``clock`` did. ``pools``: devices by pool where workers
+    have them; otherwise the recipe's."""
     section = recipe.ledger
     terms = Terms(
         devices=sum(pools.values()) if pools else section.devices,
@@ -257,4 +256,4 @@ def new_ledger(
         currency=section.currency,
         recipe=hashlib.sha256(dump_toml(recipe).encode()).hexdigest()[:12],
     )
-    return Ledger(folder=run, terms=terms, clock=clock, life=life)
+    return Ledger(folder=run, terms=terms, clock=clock)

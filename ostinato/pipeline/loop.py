@@ -154,7 +154,7 @@ class Loop:
             except Abandoned:
                 logger.warning(
                     f"what followed step {self.state.step} was abandoned: "
-                    f"it was not done {self.plan.grace_s:g} s after {self._signals.name}"
+                    f"it was not done {self.plan.grace_s:g} s after SIGTERM"
                 )
             except Misaligned as refused:
                 self._spool.reject(self._feed.addresses)

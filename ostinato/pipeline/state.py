@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from signal import Signals
+from signal import SIGTERM, Signals
 from typing import Any
 
 from ostinato.every import NEVER, Every
 from ostinato.failure import NamedFailure
 from ostinato.model.flops import FlopModel
 from ostinato.pipeline.rounds import Admission
-from ostinato.pipeline.signals import ENDERS
 
 
 class NoTrainableSamples(NamedFailure):
@@ -30,7 +29,6 @@ class Finish(StrEnum):
     DONE = "done"
     INTERRUPTED = "interrupted"  # Ctrl-C: the step was finished
     TERMINATED = "terminated"  # SIGTERM: the step was finished or abandoned
-    HUNG_UP = "hung_up"  # SIGHUP, or the reader of the output is gone: the same
     COLLAPSED = "collapsed"  # by the stability watch, where the plan was to stop then
     FORGOT = "forgot"  # by the forgetting watch, where the plan was to stop then
     SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
@@ -40,7 +38,7 @@ class Finish(StrEnum):
     @classmethod
     def of(cls, received: Signals | None) -> Finish:
         """The ending for a received signal."""
-        return cls.INTERRUPTED if received is None else cls(ENDERS.get(received, cls.INTERRUPTED))
+        return cls.TERMINATED if received is SIGTERM else cls.INTERRUPTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

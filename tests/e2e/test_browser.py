@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -314,8 +316,8 @@ def a_run(path: Path, steps: int) -> RunFolder:
 
 
 def beat(run: RunFolder) -> None:
-    alive = {"session": 1, "at": time.time(), "part": "train"}
-    (run.path / "alive.json").write_text(json.dumps(alive))
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": "noon"}
+    (run.path / ".lock").write_text(json.dumps(holder))
 
 
 @contextmanager

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ostinato.axis import Axis
-from ostinato.observe.ledger.rows import Event, Row, Spell, devices_of, spells
+from ostinato.observe.ledger.rows import Event, Row, Spell, devices_of, end_of, spells
 
 NO_MONEY = "give it one with --price-per-device-hour, or count in device-hours"
 
@@ -132,7 +133,7 @@ class Pool:
 
     busy: Mapping[str, float]  # by part
     idle: float
-    lost: float  # work of killed processes that no row has
+    lost: float  # work that an exception ended
 
     @property
     def total(self) -> float:
@@ -342,6 +343,13 @@ def _notes(passed: Sequence[Spell]) -> Iterator[str]:
             yield (
                 f"The clock of session {row['session']} was {row['clock_back']:.0f} s behind the last row "
                 "before it; no time is counted across sessions, so no sum depends on it."
+            )
+    for before, spell in pairwise(passed):
+        if spell.event is Event.START and before.event not in (Event.END, Event.LOST):
+            most = max(0.0, spell.row["process_started"] - end_of(before.row))
+            yield (
+                f"Session {before.row['session']} was killed: what it did after its last row is in no sum; "
+                f"the next one started {most:.0f} s later."
             )
     if starts and (why := _no_bill(passed)):
         yield f"There is no bill: {why}."

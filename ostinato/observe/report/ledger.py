@@ -20,7 +20,7 @@ MEANING = {  # of parts of device time, wall clock and FLOPs
     "measure": "sampler against trainer",
     "eval": "held-out sets; in no compute",
     "idle": "held and not busy: loading, saving, between steps",
-    "lost": "given up, or until the last sign of life of a process that was killed",
+    "lost": "given up: an exception or a signal ended it",
     "saving": "checkpoints",
     "loading": "until a process is ready, each time",
     "between": "what has no row",

@@ -235,7 +235,6 @@ def test_a_failure_inside_a_training_step_is_never_checkpointed(tmp_path: Path) 
     [
         (signal.SIGINT, Finish.INTERRUPTED),
         (signal.SIGTERM, Finish.TERMINATED),
-        (signal.SIGHUP, Finish.HUNG_UP),  # it had killed the run at once
     ],
 )
 def test_one_signal_ends_after_the_step_saved(tmp_path: Path, number: signal.Signals, why: Finish) -> None:
@@ -246,16 +245,6 @@ def test_one_signal_ends_after_the_step_saved(tmp_path: Path, number: signal.Sig
     assert (finished.why, finished.state.step) == (why, 2)
     assert bench.saved[-1][0]["step"] == 2
     assert signal.getsignal(number) is before
-
-
-def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        bench = Bench(tmp_path)
-        send(bench, signal.SIGHUP, 2)
-        assert bench.run().why is Finish.DONE
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_sigterm_abandons_a_step_that_is_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
