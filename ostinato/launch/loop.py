@@ -27,11 +27,11 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters
 from ostinato.observe.ledger import Ledger, SteadyClock, Terms
+from ostinato.pipeline.account import evaluation_work
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.observer import Observer
-from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.protocols import MetricWriter, RestorableTrainer
 from ostinato.run import RunFolder, atomic_folder, to_json
 from ostinato.train.checkpoint import Checkpoint, oldest_step, repair, save_checkpoint

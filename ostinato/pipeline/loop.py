@@ -30,6 +30,7 @@ from ostinato.algo.routing import Misaligned
 from ostinato.every import spent_in_steps
 from ostinato.observe.ledger import Ledger
 from ostinato.observe.timeline import Kind
+from ostinato.pipeline.account import Clock, add_totals
 from ostinato.pipeline.buffer import TrainBatch
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation
@@ -37,12 +38,11 @@ from ostinato.pipeline.failed import Failures, RewardFails
 from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.observer import InProcess, Observer, Silent, Workers
 from ostinato.pipeline.opening import new_buffer, recall
-from ostinato.pipeline.recorder import Learned, StepRecorder, prepare
+from ostinato.pipeline.recorder import Learned, StepRecorder, check_ages, prepare
 from ostinato.pipeline.scores import Scores
 from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog
 from ostinato.pipeline.spool import Spool
 from ostinato.pipeline.state import Finish, Finished, LoopState, Plan, nothing_to_learn
-from ostinato.pipeline.step_metrics import Clock, add_totals, check_ages
 from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
 from ostinato.rollout.rollout import RolloutContext, RolloutResult
 from ostinato.run import RunFolder
@@ -236,7 +236,7 @@ class Loop:
         if self.drafting is None:
             return {}
         # where rollouts go on all the time a drafter has the whole step to work in
-        seconds = clock.read()[0] if self.plan.overlap else clock.rollout_s
+        seconds = clock.read()[0] if self.plan.overlap else clock.seconds["rollout"]
         drafted = self.drafting.end([item.group for item in ended], self.state.step + 1, seconds)
         if self.plan.overlap:
             self.drafting.begin()
@@ -267,7 +267,7 @@ class Loop:
             clock.measured(report.mismatch["seconds"])
         watch, step = self.forgetting, self.state.step + 1
         if (look := watch and watch.look(step, self.state.totals, prepared.batch)) is not None:
-            clock.add("measure", look.cost["seconds"])
+            clock.seconds["measure"] += look.cost["seconds"]
         return replace(prepared, report=report, look=look)
 
     def _end_step(

@@ -70,7 +70,7 @@ WAVES = (
     *("sampling/sampling_logp_difference/max", "sampling/kl_k3", "draft/acceptance"),
     *("sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/max"),
     *("draft/share_history", "draft/share_sibling", "draft/seconds_saved", "draft/tokens_per_pass"),
-    *("time/rollout_s", "time/train_s", "step_time", "flops/useful", "flops/wasted", "tokens_per_s"),
+    *("time/rollout_s", "time/train_s", "step_time", "flops/rollout", "flops/train", "tokens_per_s"),
 )
 
 

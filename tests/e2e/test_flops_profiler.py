@@ -28,7 +28,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
-from ostinato.pipeline.work import batch_work, rollout_work, step_flops
+from ostinato.pipeline.account import batch_work, rollout_work, training_flops
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Completion, Group, Request, Sampling, Trajectory, Turn
@@ -137,9 +137,9 @@ def step_ratio(
     batch = batch_of(decoder.config.vocab_size, minibatches=minibatches)
     counted, report = profiled(decoder.config, lambda: trainer.step(batch))
     flops = FlopModel.of(decoder.config, spec, recompute=recompute, entropy_gradient=chosen.needs_entropy)
-    ours = step_flops(flops, batch_work(batch), report.metrics)
-    assert (ours.measure > 0) == measure and len(batch.microbatches) >= 3
-    return counted / (ours.train + ours.measure)
+    ours = training_flops(flops, batch_work(batch), report.metrics)
+    assert (ours["measure"] > 0) == measure and len(batch.microbatches) >= 3
+    return counted / (ours["train"] + ours["measure"])
 
 
 SPECS: dict[str, AdapterSpec | None] = {
@@ -245,8 +245,7 @@ def test_a_rollout_of_every_family(family: str, spec: AdapterSpec | None) -> Non
     work = rollout_work(groups)
     answer = [turn.completion for g in groups for t in g.trajectories for turn in t.turns]
     assert sum(c.cached_tokens for c in answer) > 100 and len({len(c.tokens) for c in answer}) > 3
-    assert counted == FlopModel.of(decoder.config, spec).forward(work.total)
-    assert not work.refused.tokens
+    assert counted == FlopModel.of(decoder.config, spec).forward(work)
 
 
 def test_drafts_that_fail_are_work_too() -> None:
@@ -274,5 +273,5 @@ def test_drafts_that_fail_are_work_too() -> None:
         [group_of(*(episode([(r.tokens, c)]) for r, c in zip(requests, answer, strict=True)))]
     )
     assert [c.tokens.tolist() for c in answer] == [c.tokens.tolist() for c in plain]
-    assert work.refused.tokens >= sum(c.drafted - c.accepted for c in answer) > 20
-    assert counted == pytest.approx(FlopModel.of(decoder.config, None).forward(work.total), rel=0.01)
+    assert sum(c.drafted - c.accepted for c in answer) > 20
+    assert counted == pytest.approx(FlopModel.of(decoder.config, None).forward(work), rel=0.01)

@@ -1,7 +1,7 @@
 """What a run costs: ledger.jsonl, which is append-only, and the sums over it (docs/ledger.md).
 
     start   a process starts or resumes the run: pools of devices, price, the step it continues from
-    step    a training step: seconds, busy and idle by pool; tokens; FLOPs, useful or wasted and why
+    step    a training step: seconds, busy and idle by pool; tokens, and why they were not trained on; FLOPs
     eval    a held-out evaluation: the same, kept apart from training
     save    a checkpoint
     lost    work that an exception ended
@@ -12,8 +12,7 @@ in no row (loading, between rows), is idle. What a killed process did after its 
 until the next start, and in no sum. A step that is repeated has several rows: the last one counts, the others
 are waste ("repeated"), except for the sampling that the last one reuses ("reused"). A step pays for the
 sampling that it does for later steps, as "pending"; the row of the step that trains on it says what became of
-it and subtracts it from pending. FLOPs are whole numbers, so that useful, wasted and pending add up to all of
-them exactly. Every row has its own devices and price.
+it and subtracts it from pending. Every row has its own devices and price.
 """
 
 from ostinato.observe.ledger.rows import Event, Spell, checked, read, spells

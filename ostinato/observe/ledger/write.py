@@ -105,7 +105,7 @@ class Ledger:
         by_pool: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         """Record a step of ``seconds``, ``busy`` of them by part, or ``by_pool`` and part if there are
-        several pools. ``work``: its tokens, FLOPs, useful, wasted."""
+        several pools. ``work``: its tokens and FLOPs."""
         self._step = step
         row = {"step": step, "seconds": seconds, "ended_at": self.clock()}
         parts = {POOL: busy} if by_pool is None else by_pool

@@ -92,8 +92,6 @@ def _entries(one: Summary) -> Iterator[Entry]:
     flops = sum(one.flops.values()) if one.flops else None
     for part, count in one.flops.items():
         yield "FLOPs of training", _part(part), count, flops, si
-    yield "FLOPs of training", "useful\nled to an update", one.useful, flops, si
-    yield from _reasons("FLOPs of training", "wasted", one.wasted, flops)
     yield "FLOPs of training", "all\nFLOP", flops, flops, si
     for name, form in (("rows", si), ("flops", si), ("seconds", seconds_text)):
         of = {"flops": flops, "seconds": wall}.get(name)

@@ -62,8 +62,6 @@ def test_a_killed_and_resumed_run_by_hand() -> None:
     assert found.tokens["sampled"] == 400 and found.tokens["trained"] == 210
     assert found.dropped == {"zero_variance": 90, "repeated": 100}
     assert found.flops == {"sample": 4000, "train": 10_000, "measure": 2500}
-    assert found.useful == 3 * 2700
-    assert found.wasted == {"zero_variance": 900, "measurement": 1500, "repeated": 2 * 3500 - 1000}
     assert (found.evaluation.times, found.evaluation.flops, found.evaluation.tokens) == (1, 400, 40)
     assert found.money is not None and 3600 * found.money == 2 * (first + 4) + 3 * 4 * 28
 
@@ -91,12 +89,8 @@ def histories(draw: st.DrawFn) -> list[Row]:
                 old = [row["flops"]["sample"] for row in earlier if row["step"] == step]
                 reused = draw(st.integers(0, old[-1])) if old else 0
                 sampled += reused
-                total = sampled + train + measure
-                useful = draw(st.integers(0, total))
                 more = {"reused": {"flops": reused, "sampled": draw(st.integers(0, 100))}} if old else {}
-                row = a_step(
-                    session, step, now, devices, useful=useful, wasted={"why": total - useful}, **more
-                )
+                row = a_step(session, step, now, devices, **more)
                 rows.append(row | {"flops": {"sample": sampled, "train": train, "measure": measure}})
             elif kind == "eval":
                 now += gap + 4
@@ -125,11 +119,8 @@ def device_seconds(rows: list[Row]) -> float:
 
 
 @given(histories())
-def test_what_is_useful_and_what_is_wasted_is_all_to_the_last_flop(rows: list[Row]) -> None:
+def test_every_row_is_in_the_sums_and_every_sampled_token_was_trained_or_dropped(rows: list[Row]) -> None:
     found = summary(rows)
-    assert found.useful is not None
-    assert found.useful + sum(found.wasted.values()) == sum(found.flops.values())
-    assert min([0, found.useful, *found.wasted.values(), *found.flops.values()]) == 0
     all_rows = sum(sum(row["flops"].values()) for row in rows if row["event"] == "step")
     all_rows -= sum(row.get("reused", {}).get("flops", 0) for row in rows)
     assert sum(found.flops.values()) == all_rows
@@ -224,7 +215,7 @@ def ledger(run: RunFolder, at: float | Clock = 0.0, **terms: Any) -> Ledger:
 
 def work(**changes: Any) -> Row:
     row = a_step(1, 1, 0.0)
-    return {key: row[key] for key in ("tokens", "flops", "useful", "wasted")} | changes
+    return {key: row[key] for key in ("tokens", "flops")} | changes
 
 
 def test_the_rows_of_a_session(tmp_path: Path) -> None:
@@ -367,13 +358,13 @@ def test_a_ledger_that_was_begun_anew_does_not_look_whole() -> None:
 
 def test_a_ledger_without_flops_says_so() -> None:
     row = a_step(1, 1, 20.0)
-    rows = [start(1, 0.0), {key: row[key] for key in row if key not in ("flops", "useful", "wasted")}]
+    rows = [start(1, 0.0), {key: row[key] for key in row if key != "flops"}]
     with pytest.raises(
         ValueError, match="step 1 of the run has no flops; use device-hours, hours, tokens or steps"
     ):
         spent(rows, "flops")
     found = summary(rows)
-    assert (found.useful, found.flops, found.wasted) == (None, {}, {}) and found.compute["tokens"] == 100
+    assert not found.flops and found.compute["tokens"] == 100
 
 
 @pytest.mark.parametrize(

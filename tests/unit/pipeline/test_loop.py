@@ -30,9 +30,9 @@ from small_loop import (
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.every import Every
+from ostinato.pipeline.account import tool_rates
 from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.pipeline.state import NoTrainableSamples, nothing_to_learn
-from ostinato.pipeline.step_metrics import tool_rates
 from ostinato.types import Batch, Group, Request, Reward, StepReport
 
 SHIFTED = Diagnosis(cause=Cause.SHIFTED, best=1.0)
@@ -64,9 +64,6 @@ def test_every_sampled_token_is_trained_or_wasted_by_name(tmp_path: Path) -> Non
     for row in bench.rows:
         assert row["tokens/sampled"] == 4 * 8 * 2 == row["tokens/trained"] + row["tokens/wasted"]
         assert row["tokens/wasted"] == sum(v for name, v in row.items() if name.startswith("tokens/wasted/"))
-        assert row["flops/useful"] + row["flops/wasted"] == pytest.approx(
-            row["flops/rollout"] + row["flops/train"] + row["flops/measure"]
-        )
         shares = [row[f"time/{part}_share"] for part in ("rollout", "reward", "train", "measure", "other")]
         assert sum(shares) == pytest.approx(1.0) and min(shares) >= 0
     assert bench.rows[-1]["total/sampled_tokens"] == 3 * 64
