@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
@@ -196,6 +197,10 @@ def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels |
     if decoder.device.type != "cuda":
         return kernels(recipe, decoder)
     if not recipe.engine.native or importlib.util.find_spec("triton") is None:
+        return None
+    if decoder.device.index not in (None, torch.cuda.current_device()):  # where Triton launches
+        advice = 'name the card in CUDA_VISIBLE_DEVICES and set model.device to "cuda"'
+        _warn_once(f"kernels in Triton are not used on {decoder.device}: {advice}")
         return None
     from ostinato.engine.proof import proven
     from ostinato.model.cuda import CudaKernels

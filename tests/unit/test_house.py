@@ -69,7 +69,7 @@ BUDGETS = {
     "model": 7_620,
     "cli": 1_330,
     "parallel": 3_385,
-    "launch": 4_165,
+    "launch": 4_168,
     "pipeline": 3_130,
     "train": 3_195,
     "(files of their own)": 3_420,
@@ -81,7 +81,7 @@ BUDGETS = {
     "env": 1_890,
     "config": 1_485,
 }
-LAB, TESTS = 15_645, 56_990  # with 1,430 of lab/gpu
+LAB, TESTS = 15_645, 57_000  # with 1,430 of lab/gpu
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:
