@@ -31,7 +31,7 @@ from lab.simulator.policies import Policy
 from lab.simulator.recorded import answers, batched, calibrated, longer, pass_cost
 from lab.simulator.sampler import Cost
 from lab.whole_runs import allowed_cores, trained
-from ostinato.apps.scaling.normal import student_90
+from ostinato.apps.scaling.noise import student_90
 from ostinato.config import Recipe
 from ostinato.launch.cluster import AHEAD
 from ostinato.launch.dtype import resolved

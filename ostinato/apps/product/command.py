@@ -35,8 +35,8 @@ def run(
 ) -> None:
     """Work the loop, stage by stage, from where its journal ends."""
     from ostinato.apps.product.runs.loop import Polled, ProductLoop
+    from ostinato.apps.product.runs.policy import STAGES
     from ostinato.apps.product.runs.settings import read_settings
-    from ostinato.apps.product.runs.stages import STAGES
     from ostinato.apps.product.store import Patient, open_store
     from ostinato.lock import locked
 

@@ -5,8 +5,7 @@
     fit       least squares: variable projection
     posterior what is known of A, B, C_mid
     gates     whether it is identified            decide     go on, stop, undecided
-    ablation  several recipes, by seeds of each   seeds      how far runs differ by their seed alone
-    plan      curves not measured yet             contrast   tables of an ablation
+    ablation  several recipes, by seeds of each   contrast   its tables
     reading, views, answers, commands             ``ostinato scale``
 
 Plain arrays in, dataclasses out; the library needs numpy and scipy alone.

@@ -6,7 +6,10 @@ An arm is the recipe with one choice changed, run with one or more seeds. For ea
     what is known of x of seed s: the posterior of its run
 
 tau, how far runs differ by their seed alone, is shared by all ranked arms, because two seeds say
-next to nothing about it and two seeds of nine arms do (``seeds``). Draws of m are the mean of one draw of
+next to nothing about it and two seeds of nine arms do. Its posterior is a grid (restricted likelihood, as in
+random-effects meta-analysis), flat in tau (Gelman 2006); where one's own seeds have fewer than 3 degrees of
+freedom, three runs of the paper stand in, whose ceilings lay within 0.015 of each other and of which it takes
+0.02 as the margin (section 2.2). Draws of m are the mean of one draw of
 each seed plus tau z / sqrt(seeds): within and between are both in every interval.
 
 Arms of a seed share prompts and noise. What that cancels in a difference is not used: intervals of
@@ -19,15 +22,19 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from statistics import NormalDist
 
 import numpy as np
 
 from ostinato.apps.scaling.gates import REPORTED, Assessment, Standing, assess
 from ostinato.apps.scaling.noise import CONSERVATIVE, Noise, sd_of_mean
 from ostinato.apps.scaling.posterior import Interval, Posterior, interval, posterior
-from ostinato.apps.scaling.seeds import FLOOR, Z90, spread
 from ostinato.apps.scaling.series import Series, require_comparable
 
+FLOOR = 0.02  # the paper's margin: half of a 90 % interval of a run's A
+Z90 = NormalDist().inv_cdf(0.95)
+ENOUGH = 3  # degrees of freedom of one's own seeds that need no others
+PAPER = 2  # degrees of freedom of the paper's three runs
 REFERENCE = "the recipe"
 FAMILY = 0.10  # chance that any verdict says that A moves where it does not; as much again for B or C_mid
 LAST = 0.8  # the score reached at C is the mean of the evaluations beyond this share of C
@@ -319,3 +326,24 @@ def judge(lower: Mapping[str, float], apart: float, tail: float) -> tuple[Verdic
         return Verdict.HALF_NONE, ()
     moved = tuple(name for name in ("B", "C_mid") if beyond(name, tail / 2))
     return (Verdict.MOVES_EFFICIENCY, moved) if moved else (Verdict.NONE, ())
+
+
+def spread(
+    groups: Sequence[tuple[np.ndarray, np.ndarray]], scale: float, rng: np.random.Generator, n: int
+) -> np.ndarray:
+    """[n] draws of tau, the standard deviation between runs of a group.
+
+    ``groups`` are ([s] means, [s] standard errors) of the runs of each group, whose own mean is free (flat).
+    Where they have fewer than ``ENOUGH`` degrees of freedom, as if two more had been seen around ``scale``.
+    """
+    tau = np.geomspace(scale / 30, scale * 30, 400)
+    log_p = np.log(tau)  # flat in tau, on a grid of ln tau
+    if sum(len(means) - 1 for means, _ in groups) < ENOUGH:
+        log_p = -PAPER * (np.log(tau) + scale**2 / (2 * tau**2))  # a scaled inverse chi-squared of tau^2
+    for means, errors in groups:
+        weight = 1 / (tau[:, None] ** 2 + errors**2)
+        centre = (weight @ means) / weight.sum(1)
+        off = means - centre[:, None]
+        log_p += 0.5 * (np.log(weight).sum(1) - np.log(weight.sum(1)) - (weight * off**2).sum(1))
+    mass = np.cumsum(np.exp(log_p - log_p.max()))
+    return np.interp(rng.random(n) * mass[-1], mass, tau)

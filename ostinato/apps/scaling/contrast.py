@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ostinato.apps.scaling.ablation import FAMILY, Ablation, Arm, Verdict
+from ostinato.apps.scaling.ablation import ENOUGH, FAMILY, FLOOR, Ablation, Arm, Verdict
 from ostinato.apps.scaling.gates import REPORTED, Assessment
-from ostinato.apps.scaling.seeds import ENOUGH, FLOOR
 from ostinato.apps.scaling.views import both, span
 from ostinato.observe.report.facts import NONE, Table, compute_text
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from ostinato.apps.scaling import curve
 from ostinato.apps.scaling.fit import B_RANGE, PARAMETERS, Fit, fit
-from ostinato.apps.scaling.noise import CONSERVATIVE, Noise, simulate, whiten
-from ostinato.apps.scaling.normal import log_between, truncated
+from ostinato.apps.scaling.noise import CONSERVATIVE, Noise, log_between, simulate, truncated, whiten
 from ostinato.apps.scaling.series import Series
 
 LEVEL = 0.9  # of all intervals by default

@@ -21,7 +21,7 @@ from ostinato.apps.product.runs.judge import freeze_window, labels
 from ostinato.apps.product.runs.loop import Exhausted, ProductLoop, digest
 from ostinato.apps.product.runs.settings import CollectSettings, ProductSettings, read_settings
 from ostinato.apps.product.runs.watch import MARKED, Probe, Watch
-from ostinato.apps.product.runs.window import add_exemplars, decided, freeze, read_bank
+from ostinato.apps.product.runs.window import add_exemplars, decided, freeze, read_bank, read_part
 from ostinato.apps.product.store import Store, open_store
 from ostinato.launch import NothingToLearn, RunFailed
 from ostinato.run import to_json
@@ -115,14 +115,14 @@ def test_a_window_is_written_once_and_has_what_came_before_its_end(tmp_path: Pat
     table = read_table(TABLE)
     fill(store, range(40))
     folder, until = tmp_path / "window", 1e9 + 39
-    window = freeze(folder, store, table, CollectSettings(), 0.0, until)
-    rows = [one for part in ("train", "validation", "test") for one in window.rows(part)]
+    freeze(folder, store, table, CollectSettings(), 0.0, until)
+    rows = [one for part in ("train", "validation", "test") for one in read_part(folder, part)]
     assert len(rows) == 38  # the accepts up to the end
     assert {one["chosen"] for one in rows} == {f"answer {n}a" for n in range(38)}
     assert all(one["ts"] < until for one in rows)
     before = digest(folder)
     fill(store, range(40, 60))
-    assert freeze(folder, store, table, CollectSettings(), 0.0, 2e9).until == until
+    assert freeze(folder, store, table, CollectSettings(), 0.0, 2e9)["until"] == until
     assert digest(folder) == before
     later, _ = decided(store, table, until, 2e9, store.watermark())
     assert {one.chosen for one in later} == {f"answer {n}a" for n in range(38, 60)}

@@ -19,12 +19,13 @@ from ostinato.apps.scaling.noise import (
     CONSERVATIVE,
     Noise,
     covariance,
+    log_between,
     sd_from_steps,
     sd_of_mean,
     simulate,
+    truncated,
     whiten,
 )
-from ostinato.apps.scaling.normal import log_between, truncated
 from ostinato.apps.scaling.posterior import PRIOR, Interval, _Grid, interval, posterior
 from ostinato.apps.scaling.series import Series, read_csv, series, simulated
 

@@ -17,7 +17,7 @@ from ostinato.apps.product.judging import Choice, probability
 from ostinato.apps.product.loop import Finding, Position, Verdict
 from ostinato.apps.product.panel import Bench
 from ostinato.apps.product.runs.loop import ProductLoop, again, unless_stopped, wait_for
-from ostinato.apps.product.runs.window import Window, decided, freeze, read_bank, row
+from ostinato.apps.product.runs.window import decided, freeze, read_bank, read_part, row
 from ostinato.config import Recipe
 from ostinato.files import atomic_write
 from ostinato.launch import NothingToLearn, RunFailed
@@ -29,13 +29,9 @@ from ostinato.run import RunFolder, atomic_folder, to_json
 
 
 def freeze_window(loop: ProductLoop, at: Position) -> Finding:
-    window = _window(loop, at)
-    return Finding(frozen=window.until, figures={**window.counts})
-
-
-def _window(loop: ProductLoop, at: Position) -> Window:
-    folder = loop.round_folder(at) / "window"
-    return freeze(folder, loop.store, loop.table, loop.settings.collect, at.frozen, loop.until())
+    folder, settings = loop.round_folder(at) / "window", loop.settings.collect
+    facts = freeze(folder, loop.store, loop.table, settings, at.frozen, loop.until())
+    return Finding(frozen=facts["until"], figures=facts["counts"])
 
 
 # ---- a candidate
@@ -73,13 +69,9 @@ def _rows(loop: ProductLoop, at: Position) -> list[dict[str, Any]]:
     settings = loop.settings.judge
     rounds = range(max(1, at.round - settings.earlier_rounds), at.round + 1)
     windows = [loop.folder / f"round-{n:03d}" / "window" for n in rounds]
-    rows = [one | {"split": "train"} for folder in windows for one in _part(folder, "train")]
-    rows += [one | {"split": "eval"} for one in _part(windows[-1], "validation")]
+    rows = [one | {"split": "train"} for folder in windows for one in read_part(folder, "train")]
+    rows += [one | {"split": "eval"} for one in read_part(windows[-1], "validation")]
     return rows + [one | {"split": "train"} for one in read_bank(loop.bank)] * settings.bank_copies
-
-
-def _part(folder: Path, part: str) -> list[dict[str, Any]]:
-    return Window(folder=folder, since=0.0, until=0.0, counts={}).rows(part)
 
 
 def _plan(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
@@ -97,7 +89,7 @@ def _plan(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
 
 def gates(loop: ProductLoop, at: Position) -> Finding:
     """The candidate beside the judge in office, on the window's test part and on the hack bank."""
-    return _assessed(loop, at, _part(loop.round_folder(at) / "window", "test"))
+    return _assessed(loop, at, read_part(loop.round_folder(at) / "window", "test"))
 
 
 def shadow(loop: ProductLoop, at: Position) -> Finding:
@@ -111,9 +103,7 @@ def _assessed(loop: ProductLoop, at: Position, rows: Sequence[Mapping[str, Any]]
     settings = loop.settings.judge
     candidate = _verdicts(loop, at.candidate, rows)
     bank = read_bank(loop.bank)
-    probes = {
-        name: [{**one, "rejected": dressed(one["chosen"])} for one in rows] for name, dressed in DRESSED
-    }
+    probes = {name: [{**one, "rejected": dress(one["chosen"])} for one in rows] for name, dress in DRESSED}
     found = judge_gates(
         candidate,
         _verdicts(loop, at.judge, rows) if at.judge else None,
@@ -157,17 +147,14 @@ def labels(rows: Sequence[Mapping[str, Any]], gold: str) -> list[Choice]:
 
 def _verdicts(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, Any]]) -> Judged:
     """Of the judge of a revision in both orders, A the chosen answer."""
-    recipe = resolved(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *_engine(loop)))
-    (source,) = sources(loop.judge_of(revision))
+    own = [one for one in loop.settings.judge.overrides if one.startswith("engine.")]
+    recipe = resolved(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *own))
+    (source,) = sources(str(loop.adapter_of(revision)))
     chats = ((one["messages"], one["chosen"], one["rejected"]) for one in rows)
     found = Bench(recipe=recipe, counters=Counter()).compared(source, chats)
     odds = [one.log_odds for one in found]
     known = None if None in odds else probability(np.array(odds, float))
     return Judged(choices=[one.choice for one in found], probabilities=known)
-
-
-def _engine(loop: ProductLoop) -> list[str]:
-    return [one for one in loop.settings.judge.overrides if one.startswith("engine.")]
 
 
 # what adds nothing to an answer

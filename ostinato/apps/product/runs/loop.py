@@ -15,6 +15,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -90,14 +91,7 @@ class ProductLoop:
         before, start = self.at, time.monotonic()
         found = self._work[before.stage](self, before)
         after, what = advance(before, found)
-        figures = {**found.figures, "seconds": time.monotonic() - start}
-        found = Finding(
-            verdict=found.verdict,
-            revision=found.revision,
-            reasons=found.reasons,
-            figures=figures,
-            frozen=found.frozen,
-        )
+        found = replace(found, figures={**found.figures, "seconds": time.monotonic() - start})
         decision = Decision(ts=self.live.now(), before=before, finding=found, after=after, what=what)
         self._journal.append(decision.row())
         self.at = after
@@ -136,10 +130,6 @@ class ProductLoop:
         if not folder.is_dir() or digest(folder) != revision:
             raise RunFailed(f"the adapter in {folder} is not what it was; put the kept bytes back")
         return folder
-
-    def judge_of(self, revision: str) -> str:
-        """What a judge's revision is named behind ``judge:``."""
-        return str(self.adapter_of(revision))
 
     def _publish(self) -> None:
         """serving.json: the policy in office, and the canary where there is one."""

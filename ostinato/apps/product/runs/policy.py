@@ -7,15 +7,17 @@ are kept in the run's folder, so what the detectors find does not depend on when
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from ostinato.apps.product.gates import paired, policy_gates
 from ostinato.apps.product.judging import Choice
-from ostinato.apps.product.loop import Finding, Position, Verdict
+from ostinato.apps.product.loop import Finding, Position, Stage, Verdict
 from ostinato.apps.product.rewards import rewards
-from ostinato.apps.product.runs.loop import Exhausted, ProductLoop, again, unless_stopped
+from ostinato.apps.product.runs import judge
+from ostinato.apps.product.runs.loop import Exhausted, ProductLoop, Work, again, unless_stopped
 from ostinato.apps.product.runs.watch import MARKED, Probe, Watch, answers, preferred, probe
 from ostinato.apps.product.runs.window import add_exemplars
 from ostinato.config import Recipe
@@ -44,7 +46,8 @@ def train(loop: ProductLoop, at: Position) -> Finding:
         step = min(settings.steps, step + settings.look_every)
         try:
             if path is None:
-                outcome = learn(_until(recipe, step), quiet=True)
+                trainer = recipe.trainer.model_copy(update={"steps": step})
+                outcome = learn(recipe.model_copy(update={"trainer": trainer}), quiet=True)
             else:
                 outcome = resume(path, f"trainer.steps={step}", quiet=True)
         except NothingToLearn as error:
@@ -63,18 +66,14 @@ def policy_recipe(loop: ProductLoop, at: Position, folder: Path) -> Recipe:
     """Of the round: the judge as its reward; it begins with the policy in office, and stays near it by
     algo.teacher_coef, where the recipe has one."""
     settings = loop.settings
-    office, judge = office_of(loop, at.policy), loop.judge_of(at.judge)
+    office = office_of(loop, at.policy)
     given = [f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}"]
-    given += [f'reward.functions=["judge:{judge}"]']
+    given += [f'reward.functions=["judge:{loop.adapter_of(at.judge)}"]']
     if office:
         given += [f"adapter.path={office}", f"teacher.adapter={office}"]
     else:
         given.append(f"teacher.model={settings.model}")
     return Recipe.load(settings.policy.recipe, *given, *settings.policy.overrides)
-
-
-def _until(recipe: Recipe, step: int) -> Recipe:
-    return recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": step})})
 
 
 def office_of(loop: ProductLoop, revision: str) -> str:
@@ -89,12 +88,12 @@ def office_of(loop: ProductLoop, revision: str) -> str:
 def look(loop: ProductLoop, at: Position, recipe: Recipe, run: RunFolder, step: int) -> None:
     """Measure at ``step`` beside the policy of some looks before; the first look is of the policy in office
     beside itself."""
-    log, kept = Jsonl(run.path / PROBES), _kept(run, step)
+    log, kept, office = Jsonl(run.path / PROBES), _kept(run, step), office_of(loop, at.policy)
     if not any(log.rows()):
-        log.append(_quiet(loop, at, recipe).row())
+        log.append(_probe(loop, at, recipe, office, office, 0, None).row())
     steps = [row["step"] for row in log.rows()]
     before = steps[max(0, len(steps) - loop.settings.policy.behind)]
-    beside = str(_kept(run, before)) if before else office_of(loop, at.policy)
+    beside = str(_kept(run, before)) if before else office
     log.append(_probe(loop, at, recipe, str(kept), beside, step, _kl(run, step)).row())
 
 
@@ -125,12 +124,6 @@ def _kept(run: RunFolder, step: int) -> Path:
     return folder
 
 
-def _quiet(loop: ProductLoop, at: Position, recipe: Recipe) -> Probe:
-    """The policy in office beside itself."""
-    office = office_of(loop, at.policy)
-    return _probe(loop, at, recipe, office, office, 0, None)
-
-
 def _probe(
     loop: ProductLoop, at: Position, recipe: Recipe, adapter: str, beside: str, step: int, kl: float | None
 ) -> Probe:
@@ -138,7 +131,7 @@ def _probe(
     n = settings.policy.probe * (4 if step == 0 else 1)
     both = (adapter, 2 * step + 1), (beside, 2 * step + 2)
     ours, theirs = answers(recipe, both, settings.gold, n, prompts=step + 1)
-    proxy = preferred(recipe, loop.judge_of(at.judge), ours, theirs)
+    proxy = preferred(recipe, str(loop.adapter_of(at.judge)), ours, theirs)
     return probe(step, kl, ours, theirs, proxy)
 
 
@@ -164,12 +157,8 @@ def gates(loop: ProductLoop, at: Position) -> Finding:
         known = ~(np.isnan(ours) | np.isnan(theirs))
         return ours[known], theirs[known]
 
-    panel = [
-        *(
-            Choice.A if a > b else Choice.B if a < b else Choice.TIE
-            for a, b in zip(*scored(settings.gold), strict=True)
-        )
-    ]
+    golds = zip(*scored(settings.gold), strict=True)
+    panel = [Choice.A if a > b else Choice.B if a < b else Choice.TIE for a, b in golds]
     found = policy_gates(
         {name: paired(*scored(name)) for name in settings.policy.ability},
         panel,
@@ -219,3 +208,14 @@ def _arms(loop: ProductLoop, at: Position) -> dict[str, list[float]]:
         if value is not None and arm is not None:
             found[arm].append(value)
     return found
+
+
+STAGES: Mapping[Stage, Work] = {  # what each does; ``collect`` is the loop's own
+    Stage.FREEZE: judge.freeze_window,
+    Stage.JUDGE: judge.train,
+    Stage.JUDGE_GATES: judge.gates,
+    Stage.SHADOW: judge.shadow,
+    Stage.POLICY: train,
+    Stage.POLICY_GATES: gates,
+    Stage.CANARY: canary,
+}

@@ -26,12 +26,14 @@ from ostinato.apps.product.detectors import (
     Knee,
     divergence,
     exchange_rate,
+    of_mark,
+    side,
     standardised,
+    usual_marks,
     watch_rate,
 )
 from ostinato.apps.product.judges import sources
 from ostinato.apps.product.judging import Choice
-from ostinato.apps.product.marks import of_mark, side, usual_marks
 from ostinato.apps.product.panel import Bench
 from ostinato.config import Recipe, override
 from ostinato.launch.dtype import resolved

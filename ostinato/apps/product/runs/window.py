@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,30 +36,21 @@ def decided(
     return pairs, {**found.counts, **dropped}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """A frozen window in ``folder``."""
-
-    folder: Path
-    since: float
-    until: float
-    counts: Mapping[str, int]
-
-    def rows(self, part: str) -> list[dict[str, Any]]:
-        """Of "train", "validation" or "test": messages, chosen, rejected, importance, source, user, ts."""
-        return list(Jsonl(self.folder / f"{part}.jsonl").rows())
+def read_part(window: Path, part: str) -> list[dict[str, Any]]:
+    """Rows of "train", "validation" or "test": messages, chosen, rejected, importance, source, user, ts."""
+    return list(Jsonl(window / f"{part}.jsonl").rows())
 
 
 def freeze(
     folder: Path, store: Store | Patient, table: Table, settings: CollectSettings, since: float, now: float
-) -> Window:
-    """The window [since, now), written as a whole; one that stands in ``folder`` is read, not made again.
+) -> dict[str, Any]:
+    """Write the window [since, now) as a whole; one that stands in ``folder`` is read, not made again. Its
+    facts: since, until, upto (the watermark), counts, table (its revision).
 
     Raises ValueError where a user or a prompt of the test part is in another one.
     """
     if (folder / "window.json").is_file():
-        facts = parse_json((folder / "window.json").read_bytes())
-        return Window(folder=folder, since=facts["since"], until=facts["until"], counts=facts["counts"])
+        return parse_json((folder / "window.json").read_bytes())
     upto = store.watermark()
     pairs, counts = decided(store, table, since, now, upto)
     times = [pair.ts for pair in pairs]
@@ -70,12 +60,12 @@ def freeze(
     parts = (parted.train, parted.validation, parted.test)
     counts |= {f"dropped_{name}": many for name, many in parted.dropped.items()}
     counts |= {name: len(part) for name, part in zip(PARTS, parts, strict=True)}
+    facts = {"since": since, "until": now, "upto": upto, "counts": counts, "table": table.revision}
     with atomic_folder(folder) as temporary:
         for name, part in zip(PARTS, parts, strict=True):
             atomic_write(temporary / f"{name}.jsonl", "".join(f"{to_json(row(pair))}\n" for pair in part))
-        facts = {"since": since, "until": now, "upto": upto, "counts": counts, "table": table.revision}
         atomic_write(temporary / "window.json", json.dumps(facts, indent=1))
-    return Window(folder=folder, since=since, until=now, counts=counts)
+    return facts
 
 
 def row(pair: Pair) -> dict[str, Any]:
@@ -115,4 +105,4 @@ def add_exemplars(file: Path, exemplars: Iterable[Mapping[str, Any]]) -> int:
     return len(new)
 
 
-__all__ = ["PARTS", "Window", "add_exemplars", "decided", "freeze", "read_bank", "row"]
+__all__ = ["PARTS", "add_exemplars", "decided", "freeze", "read_bank", "read_part", "row"]
