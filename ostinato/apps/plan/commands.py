@@ -6,7 +6,7 @@ options -> Problem, Allowed (request) -> plan.search -> tables here, or one JSON
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from ostinato.apps.plan.counts import adapter_counts, counts, kv_values
 from ostinato.apps.plan.fit import app as fit_app
 from ostinato.apps.plan.imbalance import SIGMA
 from ostinato.apps.plan.memory import limit, margin
-from ostinato.apps.plan.problem import GB, Arrangement, Memory, Placement, Problem, Recompute, known_models
+from ostinato.apps.plan.problem import GB, Placement, Problem, Recompute, known_models
 from ostinato.apps.plan.record import FILE, record, write
 from ostinato.apps.plan.request import Options, PlanRequest, ask, plan_options
 from ostinato.apps.plan.search import Found, Plan, binding, distinct, resized, search, smallest, why_lost
@@ -68,7 +68,8 @@ def plan(
     found, request = _answer(ask(model, gpus, options), least=least)
     problem, best = request.problem, found.plans[0]
     if run is not None:
-        write(_file_of(run), record(problem, best, factors=request.clock.factors))
+        file = run if run.suffix == ".json" else RunFolder.open(run).path / FILE
+        write(file, record(problem, best, factors=request.clock.factors))
     seconds = time.perf_counter() - started
     if json_file is not None:
         text = to_json(as_json(request, found, top) | {"plan_seconds": round(seconds, 3)})
@@ -80,11 +81,6 @@ def plan(
         typer.echo(launch.ostinato(problem, best.arrangement), nl=False)
         return
     print_tables(Screen(), request, found, top, seconds)
-
-
-def _file_of(run: Path) -> Path:
-    """plan.json of a run folder, or the file itself."""
-    return run if run.suffix == ".json" else RunFolder.open(run).path / FILE
 
 
 def _answer(request: PlanRequest, *, least: bool) -> tuple[Found, PlanRequest]:
@@ -179,18 +175,20 @@ def print_tables(console: Console, request: PlanRequest, found: Found, top: int,
     have a heading of their own, with what it lacks."""
     problem, plans = request.problem, shown(request.problem, found, top)
     ready = sum(startable(problem, plan) for plan in plans)
-    console.print(_question(request))
+    reasons = [f"{number} is {why_lost(plans[0], plan)}" for number, plan in enumerate(plans[1:], start=2)]
+    asked = Table("", "", show_header=False, box=None)
+    for name, value in [*question(problem).items(), ("efficiency", request.measured)]:
+        asked.add_row(name, value)
+    console.print(asked)
     if ready:
         console.print(_plans(problem, "plans", plans[:ready]))
     else:
         console.print("Ostinato can start none of these plans.")
-    for number, plan in enumerate(plans[1:ready], start=2):
-        console.print(f"{number} is {why_lost(plans[0], plan)}")
+    for line in reasons[: max(0, ready - 1)]:
+        console.print(line)
     if plans[ready:]:
         console.print(_plans(problem, "what Ostinato cannot start yet", plans[ready:], first=ready + 1))
-    for number, plan in enumerate(plans[1:], start=2) if not ready else ():
-        console.print(f"{number} is {why_lost(plans[0], plan)}")
-    for line in _lacking(problem, plans, ready):
+    for line in [*([] if ready else reasons), *_lacking(problem, plans, ready)]:
         console.print(line)
     console.print(f"[bold]binding[/bold] {binding(problem, plans[0])}")
     for base, why in found.reasons.items():
@@ -225,15 +223,6 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _question(request: PlanRequest) -> Table:
-    problem = request.problem
-    table = Table("", "", show_header=False, box=None)
-    for name, value in question(problem).items():
-        table.add_row(name, value)
-    table.add_row("efficiency", request.measured)
-    return table
-
-
 def _plans(problem: Problem, title: str, plans: Sequence[Plan], first: int = 1) -> Table:
     table = _table(title, "", "train", "rollout", "base", "rows", "seq", "GB", "left", "s/step", "$/step")
     for number, plan in enumerate(plans, start=first):
@@ -243,7 +232,7 @@ def _plans(problem: Problem, title: str, plans: Sequence[Plan], first: int = 1) 
             str(number),
             str(a.train.layout),
             str(a.rollout.layout),
-            _held(a),
+            "apart" if a.placement == Placement.APART else str(a.base),
             f"{a.train.microbatch}{again}",
             str(a.rollout.sequences),
             f"{worst.total / GB:.1f}",
@@ -252,13 +241,6 @@ def _plans(problem: Problem, title: str, plans: Sequence[Plan], first: int = 1) 
             f"{cost(problem, plan):.2f}",
         )
     return table
-
-
-def _held(a: Arrangement) -> str:
-    """How the base is."""
-    if a.placement == Placement.APART:
-        return "apart"
-    return str(a.base)
 
 
 def _memory(problem: Problem, plan: Plan) -> Table:
@@ -317,7 +299,10 @@ def _plan_json(problem: Problem, plan: Plan) -> dict[str, Any]:
         "microbatch": a.train.microbatch,
         "recompute": a.train.recompute == Recompute.FULL,
         "sequences": a.rollout.sequences,
-        "memory": {str(phase): _memory_json(one) for phase, one in plan.memory.items()},
+        "memory": {
+            str(phase): {"terms": dict(one.terms), "total": one.total, "stage": one.stage, "host": one.host}
+            for phase, one in plan.memory.items()
+        },
         "seconds": {part: dict(terms) for part, terms in plan.times.terms.items()},
         "seconds_total": plan.times.total,
         "seconds_band": [plan.times.total * plan.times.low, plan.times.total * plan.times.high],
@@ -327,7 +312,3 @@ def _plan_json(problem: Problem, plan: Plan) -> dict[str, Any]:
         "sent_by_a_rank": {"/".join(key): sent.bytes for key, sent in step_traffic(problem, a).items()},
         "refit_bytes": refit_bytes(problem, a),
     }
-
-
-def _memory_json(memory: Memory) -> Mapping[str, Any]:
-    return {"terms": dict(memory.terms), "total": memory.total, "stage": memory.stage, "host": memory.host}

@@ -8,15 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.apps.product.detectors import (
-    LONGER,
-    Bets,
-    marks_of,
-    of_mark,
-    side,
-    standardised,
-    usual_marks,
-)
+from ostinato.apps.product.detectors import LONGER, Bets, marks_of, of_mark, side, standardised, usual_marks
 
 texts = st.text(alphabet="ab1 #", max_size=12)
 verdicts = st.sampled_from([1.0, 0.0, -1.0, math.nan])
