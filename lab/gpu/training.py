@@ -20,9 +20,10 @@ from ostinato.apps.plan.problem import Work as Planned
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters, init_adapters
+from ostinato.model.ops import TORCH_OPS
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
-from ostinato.pipeline.account import batch_work
+from ostinato.pipeline.work import batch_work
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Completion, Request, Sample
@@ -32,7 +33,7 @@ def agreement(world: World) -> Lines:
     """KL of sampler and trainer on what the sampler drew, at the shape of 8B with few layers."""
     for name, raw in (("dense", DENSE), ("experts", EXPERTS)):
         decoder = world.decoder(world.raw(raw, layers=2 if world.dry else 8))
-        trainer = _trainer(decoder, _adapters(decoder, world))
+        trainer = _trainer(world, decoder, _adapters(decoder, world))
         lengths = [8 if world.dry else 64] * 16
         asked = requests(decoder.config.vocab_size, 4, 24, lengths)
         done = answers(engine_of(world, decoder, 16 * 128, 256), asked)
@@ -57,10 +58,13 @@ def _adapters(decoder: Decoder, world: World) -> Adapters:
     return init_adapters(decoder.config, spec, 0, decoder.device)
 
 
-def _trainer(decoder: Decoder, adapters: Adapters, *, recompute: bool = False) -> PolicyTrainer:
+def _trainer(world: World, decoder: Decoder, adapters: Adapters, *, recompute: bool = False) -> PolicyTrainer:
     grpo = algorithm("grpo", drop_zero_variance=False)
     settings = OptimizerSettings(lr=1e-5)
-    return PolicyTrainer(decoder, adapters, grpo, optimizer=settings, recompute=recompute, replay=False)
+    ops = TORCH_OPS if world.kernels is None else world.kernels.ops
+    return PolicyTrainer(
+        decoder, adapters, grpo, optimizer=settings, recompute=recompute, replay=False, ops=ops
+    )
 
 
 def _samples(asked: Sequence[Request], done: Sequence[Completion]) -> list[Sample]:
@@ -126,7 +130,7 @@ def _measured(
     """Utilisation and memory of one step."""
     world.free()
     batch, adapters = _batch(samples, rows), _adapters(decoder, world)
-    trainer, seconds = _trainer(decoder, adapters, recompute=recompute), [0.0]
+    trainer, seconds = _trainer(world, decoder, adapters, recompute=recompute), [0.0]
 
     def work() -> None:
         seconds[0] = _step_s(world, trainer, batch)
@@ -178,7 +182,7 @@ def dense(world: World) -> Lines:
     short = _random(vocab, sizes.answers // 8, 8, 2 * sizes.short, sizes.short)
     yield from _measured(world, decoder, "short answers", short, rows, 0.30, recompute=False)
     shared = _random(vocab, 2, 16, 4 * part // 8, part // 8)
-    trainer = _trainer(decoder, _adapters(decoder, world))
+    trainer = _trainer(world, decoder, _adapters(decoder, world))
     apart, together = (_step_s(world, trainer, _batch(shared, rows, share=share)) for share in (False, True))
     yield Line(name="sharing of prompts", value=apart / together, unit="x", bar=2.5, speed=True)
     ours = _step_s(world, trainer, _batch(whole, rows))

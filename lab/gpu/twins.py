@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORWARD, BACKWARD = 8e-3, 2e-2  # of bf16, as shares of the largest value: a few roundings of 2e-3
 SEVERAL = ("add_lora", "experts", "experts with adapters")  # products of rounded products: twice that
 
-TRITON = ("rms_norm", "add_rms_norm", "rope", "silu_mul", "add_lora")
+TRITON = ("rms_norm", "add_rms_norm", "rope", "silu_mul", "add_lora", "packed attention")
 
 Function = Callable[..., Tensor]
 
@@ -82,6 +82,34 @@ def operations(world: World) -> Lines:
         pairs = [(one.grad, other.grad) for one, other in zip(ours, twins, strict=True)]
         worst = max(off(one, other) for one, other in pairs if one is not None and other is not None)
         yield Line(name=f"{name}, gradients", value=worst, bar=BACKWARD, most=True)
+    yield from _attention_speed(world)
+
+
+def _attention_speed(world: World) -> Lines:
+    """Of packed attention forward and backward: prompts with eight answers each, short and long."""
+    heads, groups, dim = world.sizes.heads
+    sets = {"": TORCH_OPS} | ({} if world.kernels is None else {"triton: ": world.kernels.ops})
+    for name, families, before, behind in (("short", 16, 128, 48), ("long", 1, 1024, 896)):
+        if world.dry:
+            families, before, behind = 1, 8, 3
+        segments: list[Segment] = []
+        for family in range(families):
+            first = family * (before + 8 * behind)
+            segments.append(Segment(start=first, stop=first + before))
+            for start in range(first + before, first + before + 8 * behind, behind):
+                prefix = {"prefix_start": first, "prefix_stop": first + before}
+                segments.append(Segment(start=start, stop=start + behind, **prefix))
+        rows = segments[-1].stop
+        q, k, v = (
+            _drawn((rows, n, dim), 1).to(world.device).requires_grad_() for n in (heads, groups, groups)
+        )
+        for label, ops in sets.items():
+
+            def work(ops: Ops = ops, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
+                ops.attention(tuple(segments))(0, q, k, v, dim**-0.5).sum().backward()  # noqa: B023
+
+            millis = 1e3 * world.seconds(work, 3)
+            yield Line(name=f"{label}packed attention, {name} answers, {rows} rows", value=millis, unit="ms")
 
 
 def _drawn(shape: Sequence[int], seed: int) -> Tensor:
@@ -126,11 +154,11 @@ def _cases(world: World, ops: Ops) -> list[tuple[str, Function, list[tuple[int, 
         ("add_lora", lora, [(rows, width), (rows, hidden), (rank, hidden), (width, rank)]),
         ("experts", experts, shapes),
         ("experts with adapters", experts, [*shapes, *shared]),
-        ("packed attention", partial(_packed, rows), attend),
+        ("packed attention", partial(_packed, ops, rows), attend),
     ]
 
 
-def _packed(rows: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _packed(ops: Ops, rows: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A prompt with three answers of two lengths, and a sequence by itself."""
     third, fifth = rows // 3, rows // 5
     cuts = [(0, third, 0, 0)]
@@ -138,7 +166,7 @@ def _packed(rows: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cuts.append((cuts[-1][1], cuts[-1][1] + length, 0, third))
     cuts.append((cuts[-1][1], rows, 0, 0))
     segments = tuple(Segment(start=a, stop=b, prefix_start=c, prefix_stop=d) for a, b, c, d in cuts)
-    return PackedAttention(segments)(0, q, k, v, q.shape[2] ** -0.5)
+    return ops.attention(segments)(0, q, k, v, q.shape[2] ** -0.5)
 
 
 def paged(world: World) -> Lines:
@@ -222,18 +250,26 @@ def head(world: World) -> Lines:
     count, size = (64, decoder.config.hidden_size)
     hidden = _drawn((count, size), 11)
     targets = torch.randint(decoder.config.vocab_size, (count,), generator=torch.Generator().manual_seed(4))
-    nt, nn = head_products(decoder, TORCH_OPS)
-    ours = hidden.to(world.device, copy=True).requires_grad_()
-    weight = decoder.head_weight
-    found, _ = linear_logprobs(ours, weight, targets.to(world.device), matmul_nt=nt, matmul_nn=nn)
-    twin = hidden.double().requires_grad_()
+    weight, twin = decoder.head_weight, hidden.double().requires_grad_()
     wanted, _ = linear_logprobs(twin, weight.double().cpu(), targets)
-    found.sum().backward()
     wanted.sum().backward()
-    assert ours.grad is not None and twin.grad is not None
-    yield Line(name="log-probabilities of the head", value=off(found, wanted), bar=1e-4, most=True)
-    yield Line(name="gradients of the head", value=off(ours.grad, twin.grad), bar=BACKWARD, most=True)
-    logits, there = decoder.logits(ours.detach()), weight.double().cpu()
+    assert twin.grad is not None
+    sets = {"": TORCH_OPS} | ({} if world.kernels is None else {"triton: ": world.kernels.ops})
+    for label, ops in sets.items():
+        nt, nn = head_products(decoder, ops)
+        ours = hidden.to(world.device, copy=True).requires_grad_()
+        found, _ = linear_logprobs(
+            ours, weight, targets.to(world.device), matmul_nt=nt, matmul_nn=nn, head=ops.head
+        )
+        found.sum().backward()
+        assert ours.grad is not None
+        yield Line(
+            name=f"{label}log-probabilities of the head", value=off(found, wanted), bar=1e-4, most=True
+        )
+        yield Line(
+            name=f"{label}gradients of the head", value=off(ours.grad, twin.grad), bar=BACKWARD, most=True
+        )
+    logits, there = decoder.logits(hidden.to(world.device)), weight.double().cpu()
     yield Line(
         name="logits of the sampler", value=off(logits, hidden.double() @ there.T), bar=1e-4, most=True
     )

@@ -140,6 +140,7 @@ def linear_logprobs(
     matmul_nn: Matmul | None = None,
     vocabulary: Vocabulary | None = None,
     score: Callable[[Tensor, float, Tensor], Tensor] | None = None,
+    head: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``chunked_logprobs`` for a frozen linear head, logits = hidden @ weight.T, one pass over the logits.
 
@@ -153,7 +154,8 @@ def linear_logprobs(
     ``matmul_nt(x [n, D], w [V, D]) -> [n, V]`` (overwritten here) and ``matmul_nn(dy [n, V], w [V, D]) ->
     [n, D]``, both fp32 out, replace the default together: the FP32 head, both operands cast to fp32.
     ``score(logits [n, V], temperature, targets [n]) -> [n]`` computes the log-probabilities instead, from
-    logits that are -inf outside of a support; the gradients stay the same.
+    logits that are -inf outside of a support; the gradients stay the same. ``head(logits [n, V], targets [n])
+    -> [n, 2]`` does what ``_score`` does, where the entropy needs no gradient.
     Raises ValueError for a weight that requires a gradient and for a target outside of its support.
     """
     _check(targets, hidden, support, temperature, chunk)
@@ -177,6 +179,7 @@ def linear_logprobs(
         entropy_grad,
         vocabulary,
         score,
+        head,
         matmul_nt,
         matmul_nn,
     )
@@ -207,6 +210,7 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy_grad,
         vocabulary,
         score_of,
+        head_of,
         *matmuls,
     ):
         matmul_nt, matmul_nn = matmuls
@@ -221,10 +225,16 @@ class _LinearLogprobs(torch.autograd.Function):
             if temperature != 1:
                 logits_nV.div_(temperature)
             entropy_slope_nV = torch.empty_like(logits_nV) if want_slope and entropy_grad else None
-            if vocabulary is None:
+            if vocabulary is not None:
+                score = _score_part(logits_nV, targets_n, kept, entropy_slope_nV, vocabulary, want_entropy)
+            elif head_of is None or entropy_slope_nV is not None or logits_nV.dtype != torch.float32:
                 score = _score(logits_nV, targets_n, kept, entropy_slope_nV, want_entropy)
             else:
-                score = _score_part(logits_nV, targets_n, kept, entropy_slope_nV, vocabulary, want_entropy)
+                if kept is not None:
+                    _set_outside(logits_nV, kept, logits_nV.new_full((), -torch.inf))
+                score = head_of(logits_nV, targets_n)
+                if not want_entropy:
+                    score[:, 1] = torch.nan
             if score_of is not None:
                 score[:, 0] = own_n
             scores.append(score)
@@ -247,7 +257,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_RD = grad_logprobs[:, None] * slope_RD
         if entropy_slope_RD:
             grad_RD.addcmul_(grad_entropy[:, None], entropy_slope_RD[0])
-        return grad_RD.to(ctx.dtype), *(None,) * 11
+        return grad_RD.to(ctx.dtype), *(None,) * 12
 
 
 def _chunks(

@@ -21,6 +21,7 @@ from ostinato.engine.sampler import sample, sample_torch
 from ostinato.engine.sequences import Settings
 from ostinato.model.attention import sdpa
 from ostinato.model.cuda import CudaKernels, paged
+from ostinato.model.cuda.proof import fault
 from ostinato.model.decoder import Decoder
 from ostinato.model.moe import ExpertLora
 from ostinato.model.ops import TORCH_OPS
@@ -37,28 +38,14 @@ def proven(decoder: Decoder, kernels: CudaKernels) -> tuple[CudaKernels | None, 
     not; "" where all does."""
     with torch.inference_mode():
         for name, ours, twin in _cases(decoder, kernels):
-            if why := _fault(ours, twin, decoder.dtype):
+            if why := fault(ours, twin, decoder.dtype):
                 return None, f"{name} in Triton {why}; torch's operators are used instead"
         if kernels.graph is None:
             return kernels, ""
         plain = replace(kernels, graph=None)
-        if why := _fault(lambda: _passes(decoder, kernels), lambda: _passes(decoder, plain), decoder.dtype):
+        if why := fault(lambda: _passes(decoder, kernels), lambda: _passes(decoder, plain), decoder.dtype):
             return plain, f"CUDA graphs are not used: a captured pass {why}"
     return kernels, ""
-
-
-def _fault(ours: Callable[[], Tensor], twin: Callable[[], Tensor], dtype: torch.dtype) -> str:
-    """Why the one is not the other; "" where it is, up to a few roundings."""
-    expected = twin().float()
-    try:
-        found = ours().float()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a compiler, a driver or a launch: whatever it is, torch can do without
-        return f"fails ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
-    apart = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-    bound = 1e-4 if dtype == torch.float32 else 3e-2
-    return "" if apart <= bound else f"differs from torch by {apart:.1e} of the largest value"
 
 
 def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:

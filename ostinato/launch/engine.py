@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
@@ -198,10 +197,6 @@ def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels |
         return kernels(recipe, decoder)
     if not recipe.engine.native or importlib.util.find_spec("triton") is None:
         return None
-    if decoder.device.index not in (None, torch.cuda.current_device()):  # where Triton launches
-        advice = 'name the card in CUDA_VISIBLE_DEVICES and set model.device to "cuda"'
-        _warn_once(f"kernels in Triton are not used on {decoder.device}: {advice}")
-        return None
     from ostinato.engine.proof import proven
     from ostinato.model.cuda import CudaKernels
     from ostinato.model.cuda.graphs import cuda_graphs
@@ -216,12 +211,27 @@ def training_ops(recipe: Recipe, decoder: Decoder) -> Ops:
     """The arithmetic of the trainer. Raises ValueError for a ``model.exact`` that cannot be had here."""
     found = kernels(recipe, decoder)
     if not recipe.model.exact:
-        return found.training if found else TORCH_OPS
+        return found.training if found else card_ops(recipe, decoder) or TORCH_OPS
     check_exact(recipe)
     if found is None:
         why = f"are of the CPU, not {decoder.device}" if decoder.device.type != "cpu" else "cannot be built"
         raise ValueError(f"model.exact is true, but the kernels that it needs {why}; set it to false")
     return found.exact
+
+
+def card_ops(recipe: Recipe, decoder: Decoder) -> Ops | None:
+    """The kernels of a card, as far as they are proven, where the decoder is on one and there is Triton."""
+    if not recipe.engine.native or decoder.device.type != "cuda":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from ostinato.model.cuda import CUDA_OPS
+    from ostinato.model.cuda.proof import proven
+
+    ops, faults = proven(decoder, CUDA_OPS)
+    for why in faults:
+        _warn_once(why)
+    return ops
 
 
 @cache

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -162,8 +163,65 @@ class Prepared:
         """Itself, so that a forward takes either form."""
         return self
 
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Prepared:
+        """With ``change`` of every factor in its place."""
+
+        def of(lora: Lora | ExpertLora | None) -> Any:
+            if isinstance(lora, ExpertLora):
+                a, b, down_a, down_b = (change(factor) for factor in lora[:4])
+                return ExpertLora(a, b, down_a, down_b, lora.scale)
+            return None if lora is None else Lora(change(lora.a), change(lora.b), lora.scale)
+
+        names = [one.name for one in fields(LayerLora)]
+        return Prepared(
+            tuple(LayerLora(**{n: of(getattr(layer, n)) for n in names}) for layer in self.layers)
+        )
+
 
 NO_LORA = LayerLora()
+RANKS = 8  # a multiple that a card's grouped products need: rows of 16 bytes
+
+
+class Factors:
+    """The factors of one optimizer step, prepared once for all of its microbatches.
+
+    ``prepared`` are leaves. After the backward of a microbatch ``add`` sums their gradients in fp32, or
+    ``drop`` forgets them; ``backward`` gives the sums to the adapters' own leaves. The same bits as when
+    every microbatch prepares its own: slices and casts of single terms commute with their sum.
+    """
+
+    def __init__(self, adapters: Adapters, dtype: torch.dtype) -> None:
+        with torch.enable_grad():
+            wide = adapters.prepared(torch.promote_types(dtype, torch.float32))
+        self._wide: list[Tensor] = []
+        self._leaves: list[Tensor] = []
+        self._sums: list[Tensor | None] = []
+
+        def leaf(tensor: Tensor) -> Tensor:
+            own = tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+            self._wide.append(tensor)
+            self._leaves.append(own)
+            self._sums.append(None)
+            return own
+
+        self.prepared = wide.changed(leaf)
+
+    def add(self) -> None:
+        for index, leaf in enumerate(self._leaves):
+            total = self._sums[index]
+            if leaf.grad is not None:
+                wide = self._wide[index].dtype
+                self._sums[index] = leaf.grad.to(wide) if total is None else total.add_(leaf.grad)
+        self.drop()
+
+    def drop(self) -> None:
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def backward(self) -> None:
+        pairs = [(wide, own) for wide, own in zip(self._wide, self._sums, strict=True) if own is not None]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))  # type: ignore[arg-type]
 
 
 def _prepare_layer(adapters: Adapters, layer: int, dtype: torch.dtype) -> LayerLora:
@@ -222,7 +280,15 @@ def _prepare_experts(
     a, b = _stack(gate_up)
     down_a, down_b = found["experts.down"]
     scale = adapters.spec.scale_of(prefix + "experts.gate")
+    if device.type == "cuda":
+        (a, b), (down_a, down_b) = padded(a, b), padded(down_a, down_b)
     return ExpertLora(a.to(dtype), b.to(dtype), down_a.to(dtype), down_b.to(dtype), scale)
+
+
+def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """A [..., r, in] and B [..., out, r] with zeros up to a multiple of RANKS: the same update."""
+    missing = -a.shape[-2] % RANKS
+    return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)
 
 
 def lora_linear(

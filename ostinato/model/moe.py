@@ -141,12 +141,13 @@ def experts(
     lora: ExpertLora | None = None,
     *,
     gemm: Gemm | None = None,
+    gate: Callable[[Tensor], Tensor] = silu_mul,
 ) -> Tensor:
     """The mixture sum_k weights[t, k] * expert_{ids[t, k]}(x_t): x [T, D] -> [T, D].
 
     ``gate_up`` [E, 2F, D], ``down`` [E, D, F]. Tokens are sorted by expert, so each expert is one matrix
-    product over its own rows. ``gemm``: products of frozen bf16 experts; None: torch's. The slow twin is
-    ``experts_loop``.
+    product over its own rows. ``gemm``: products of frozen bf16 experts; None: torch's.
+    ``gate``: silu(gate) * up. The slow twin is ``experts_loop``.
     """
     K = ids.shape[1]
     chosen, order = ids.flatten().sort(stable=True)  # [S], rows grouped by expert
@@ -162,6 +163,7 @@ def experts(
         down,
         lora,
         gemm=gemm,
+        gate=gate,
     )
 
 
@@ -175,6 +177,7 @@ def mixture(
     lora: ExpertLora | None,
     *,
     gemm: Gemm | None = None,
+    gate: Callable[[Tensor], Tensor] = silu_mul,
 ) -> Tensor:
     """The arithmetic of ``experts``, however the rows are sorted: x [T, D] -> [T, D].
 
@@ -189,7 +192,7 @@ def mixture(
         # a shared A sees every token once, however many experts it goes to
         low = spread(F.linear(x, lora.gate_up_a)) if shared else _grouped_factor(rows, lora.gate_up_a, ends)
         hidden = hidden + _grouped_factor(low * lora.scale, lora.gate_up_b, ends)
-    act = silu_mul(hidden)
+    act = gate(hidden)
     out = combine(grouped_linear(act, down, ends, gemm))
     if lora is None:
         return out

@@ -57,6 +57,9 @@ class Ops:
     attention: Callable[[tuple[Segment, ...]], Attend] = PackedAttention  # of the rows of a microbatch
     # (logits [n, V] fp32, temperature, targets [n]) -> [n] log-probabilities; None: those of torch's softmax
     score: Callable[[Tensor, float, Tensor], Tensor] | None = None
+    # (logits [n, V] fp32, targets [n]) -> [n, 2] log-probability and entropy, with slopes left in the logits;
+    # None: by torch (``algo.logprobs``)
+    head: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 def linear(

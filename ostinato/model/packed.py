@@ -68,7 +68,7 @@ class PackedAttention:
     """
 
     def __init__(self, segments: tuple[Segment, ...], forward: Forward | None = None) -> None:
-        _check(segments)
+        check_segments(segments)
         self._forward = forward
         self.num_rows = segments[-1].stop
         self.parts = _own_parts(segments) + _prefix_parts(segments)
@@ -80,7 +80,8 @@ class PackedAttention:
         return _Attention.apply(q, k, v, self.parts, scale, self._forward)  # type: ignore[return-value]
 
 
-def _check(segments: tuple[Segment, ...]) -> None:
+def check_segments(segments: tuple[Segment, ...]) -> None:
+    """Raises ValueError naming the segment that is not in its place."""
     if not segments or segments[0].start != 0:
         raise ValueError("segments do not start at row 0; list all rows of the microbatch in order")
     for before, after in pairwise(segments):

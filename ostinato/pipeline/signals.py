@@ -1,12 +1,10 @@
-"""How a run is stopped: Ctrl-C once, Ctrl-C twice, SIGTERM.
+"""How a run is stopped: Ctrl-C once, Ctrl-C twice, SIGTERM, SIGHUP.
 
 Ctrl-C        the running step is finished, then the run saves and ends
 Ctrl-C again  what runs is cancelled and KeyboardInterrupt raised; all that was reported is on the disk
 SIGTERM       as the first Ctrl-C, and what is on its way may end too; what is not done within ``grace_s``
               seconds is abandoned, but for an optimizer step
-
-A terminal that is closed ends a run as it ends any program (SIGHUP), unless ``nohup`` started it: it is
-resumed from its last checkpoint.
+SIGHUP        as SIGTERM: the terminal is gone, or the reader of the output; nothing where it is ignored
 
 A wait without progress is ended by a ``Watchdog``, which says what is waiting for what.
 """
@@ -24,34 +22,49 @@ from typing import Any
 from ostinato.failure import NamedFailure
 from ostinato.threads import T
 
+# the signals that end a run, and what its ending is called in the ledger (``pipeline.state.Finish``)
+ENDERS = {signal.SIGTERM: "terminated", signal.SIGHUP: "hung_up"}
+
+
+def enders() -> list[signal.Signals]:
+    """The signals to handle: not SIGHUP where it is ignored, since ``nohup`` lets a run outlive its
+    terminal."""
+    return [one for one in ENDERS if one is signal.SIGTERM or signal.getsignal(one) is not signal.SIG_IGN]
+
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM where no step is to be finished: before the loop of a run, or after it."""
+    """SIGTERM or SIGHUP where no step is to be finished: before the loop of a run, or after it. ``why`` is
+    what the ledger calls it."""
 
-    why = "terminated"  # in the ledger
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.why = number, ENDERS[signal.Signals(number)]
 
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Inside, the first SIGTERM raises Ended, so that everything open is closed in order. ``StopSignals``
-    takes precedence over it. Outside the main thread nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Inside, the first SIGTERM or SIGHUP raises Ended, so that everything open is closed in order; a shell
+    that is closed sends SIGHUP twice. ``StopSignals`` takes precedence over it. Outside the main thread
+    nothing changes."""
+    raised = False
 
     def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, lambda *again: None)
-        raise Ended
+        nonlocal raised
+        if not raised:
+            raised = True
+            raise Ended(number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    mine = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, end) for number in enders()} if mine else {}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Abandoned(Exception):
-    """The step was given up because the grace period of a SIGTERM was over."""
+    """The step was given up because the grace period of a SIGTERM or SIGHUP was over."""
 
 
 class Stalled(NamedFailure):
@@ -74,7 +87,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         self._loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, *enders()):
                 self._previous[number] = signal.signal(number, self._hear)
         return self
 
@@ -84,8 +97,13 @@ class StopSignals:
 
     @property
     def limited(self) -> bool:
-        """Whether only the grace period is left."""
-        return self.received is signal.SIGTERM
+        """Whether a signal was received that leaves only the grace period."""
+        return self.received in ENDERS
+
+    @property
+    def name(self) -> str:
+        """That of the signal: "SIGTERM"; empty without one."""
+        return self.received.name if self.received is not None else ""
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``. It is cancelled when the grace period ends, a second Ctrl-C comes or
@@ -139,7 +157,7 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._killed = True
             self._loop.call_soon_threadsafe(self._task.cancel)
-        elif number == signal.SIGTERM and not self.limited:
+        elif number in ENDERS and not self.limited:
             self._loop.call_soon_threadsafe(self._loop.call_later, self._grace_s, self._expire)
         self.received = self.received if self.limited else signal.Signals(number)
 

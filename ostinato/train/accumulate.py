@@ -126,7 +126,7 @@ class Accumulator:
     ) -> None:
         self.decoder, self._adapters, self._budget = decoder, adapters, tokens_per_microbatch
         self._passes = LocalPasses(
-            decoder, adapters, ops=ops, temperature=1.0, recompute=recompute, entropy_grad=False
+            decoder, adapters, ops=ops, temperature=1.0, recompute=recompute, entropy_grad=False, splits=False
         )
         self._leaves = WholeLeaves(trained_parameters(decoder, adapters))
         for leaf in self._leaves.named.values():

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import gc
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ostinato.algo.logprobs import chunked_logprobs, linear_logprobs
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters
+from ostinato.model.lora import Adapters, Factors, Prepared
 from ostinato.model.ops import Ops
+from ostinato.train.halve import halves, whole_outcome, whole_scores
 from ostinato.train.inputs import Inputs
 from ostinato.train.passes import Objective, Outcome, ScoreOptions, Scores, counted, head_products, watching
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T", Outcome, Scores)
+
 
 class LocalPasses:
-    """``train.passes.Passes`` of one process. ``entropy_grad``: the loss needs the entropy's gradient."""
+    """``train.passes.Passes`` of one process. ``entropy_grad``: the loss needs the entropy's gradient.
+    ``splits``: a microbatch that does not fit the device is computed by halves, as its objective allows."""
 
     def __init__(
         self,
@@ -28,36 +37,96 @@ class LocalPasses:
         temperature: float,
         recompute: bool,
         entropy_grad: bool,
+        splits: bool = True,
     ) -> None:
         self._decoder, self._adapters, self._ops = decoder, adapters, ops
         self._temperature, self._recompute, self._entropy_grad = temperature, recompute, entropy_grad
+        self._splits, self._is_adding = splits, False
+        self._too_large, self._halved = sys.maxsize, 0
         self.progress = 0.0
 
     def train(self, parts: Sequence[Inputs], objective: Objective, scale: float) -> list[Outcome]:
-        return [self._trained(part, objective, scale) for part in parts]
+        factors = Factors(self._adapters, self._decoder.dtype) if self._adapters else None
+
+        def work(part: Inputs) -> Outcome:
+            return self._trained(part, objective, scale, factors)
+
+        outcomes = [self._fitting(part, work, whole_outcome, factors) for part in parts]
+        if factors:
+            factors.backward()
+        return outcomes
 
     def score(self, parts: Sequence[Inputs], options: ScoreOptions) -> list[Scores]:
-        return [self._scored(part, options) for part in parts]
+        adapters = self._adapters if options.adapted else None
+        with torch.set_grad_enabled(options.as_trained):
+            prepared = adapters.prepared(self._decoder.dtype) if adapters else None
+
+        def work(part: Inputs) -> Scores:
+            return self._scored(part, options, prepared)
+
+        return [self._fitting(part, work, whole_scores) for part in parts]
 
     def metrics(self) -> dict[str, float]:
-        return {}
+        """``halved_microbatches``: those that the device was too small for, if there were any."""
+        halved, self._halved = self._halved, 0
+        return {"halved_microbatches": float(halved)} if halved else {}
 
-    def _trained(self, part: Inputs, objective: Objective, scale: float) -> Outcome:
+    def _fitting(
+        self,
+        part: Inputs,
+        work: Callable[[Inputs], T],
+        whole: Callable[[Sequence[tuple[Tensor, T]]], T],
+        factors: Factors | None = None,
+    ) -> T:
+        """``work`` of the part; by halves where the device is too small for it, or was for a smaller one.
+
+        Raises torch's error for a sequence alone, for an objective of the whole, and in a backward that adds
+        to the gradients of a model's own parameters.
+        """
+        pair = halves(part) if len(part.tokens) >= self._too_large else None
+        if pair is None:
+            try:
+                return work(part)
+            except torch.OutOfMemoryError:
+                single = len(np.unique(part.source.sample_idx)) < 2
+                if not self._splits or single or self._is_adding:
+                    raise
+                if factors:
+                    factors.drop()
+            # here the error is gone, whose frames had the activations
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._too_large = len(part.tokens)
+            pair = halves(part)
+            assert pair is not None
+            logger.warning(
+                f"the device is full: a microbatch of {len(part.tokens)} rows is computed by halves; lower "
+                "trainer.tokens_per_microbatch, or set trainer.recompute=true"
+            )
+        self._halved += 1
+        return whole([(half.rows, self._fitting(half.inputs, work, whole, factors)) for half in pair])
+
+    def _trained(self, part: Inputs, objective: Objective, scale: float, factors: Factors | None) -> Outcome:
         """Forward and backward of a microbatch; its graph is freed on return."""
         self.progress += 1
-        hidden, native = self.forward(part, self._adapters)
+        self._is_adding = False
+        hidden, native = self.forward(part, factors and factors.prepared)
         logprobs, entropy = self.logprobs(hidden, part, want_entropy=True)
         scores = Scores(logprobs=logprobs, entropy=entropy, counts=counted(part, native))
         outcome = objective(part, scores)
+        self._is_adding = factors is None  # to gradients that are there, which cannot be undone
         (outcome.loss * scale).backward()
+        self._is_adding = False
+        if factors:
+            factors.add()
         return outcome.detached()
 
-    def _scored(self, part: Inputs, options: ScoreOptions) -> Scores:
+    def _scored(self, part: Inputs, options: ScoreOptions, prepared: Prepared | None) -> Scores:
         self.progress += 1
         gaps: list[Tensor] = []
         ops = watching(self._ops, gaps) if options.margins else self._ops
         with torch.set_grad_enabled(options.as_trained):
-            hidden, native = self.forward(part, self._adapters if options.adapted else None, ops)
+            hidden, native = self.forward(part, prepared, ops)
         logprobs = None
         if options.logprobs:
             with torch.no_grad():  # detached, else the head would compute the gradients of the states
@@ -70,7 +139,7 @@ class LocalPasses:
         )
 
     def forward(
-        self, part: Inputs, adapters: Adapters | None, ops: Ops | None = None
+        self, part: Inputs, adapters: Adapters | Prepared | None, ops: Ops | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [R, D] of the rows that predict a target, and the experts that the model would choose
         for all rows, [T, moe_layers, top_k]."""
@@ -100,5 +169,5 @@ class LocalPasses:
             return chunked_logprobs(hidden, part.targets, self._decoder.logits, **options)
         options["entropy_grad"] = want_entropy and self._entropy_grad
         options["matmul_nt"], options["matmul_nn"] = head_products(self._decoder, self._ops)
-        options["score"] = self._ops.score
+        options["score"], options["head"] = self._ops.score, self._ops.head
         return linear_logprobs(hidden, head, part.targets, **options)

@@ -16,6 +16,8 @@ from torch import Tensor
 from ostinato.model.cuda.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ostinato.model.cuda.graphs import Graph
 from ostinato.model.cuda.mixture import experts, route
+from ostinato.model.cuda.scoring import score_
+from ostinato.model.cuda.varlen import VarlenAttention
 from ostinato.model.ops import TORCH_OPS, Ops
 
 
@@ -42,6 +44,8 @@ CUDA_OPS = replace(
     route=route,
     experts=experts,
     gemm=replace(TORCH_OPS.gemm, add=add_product),
+    attention=VarlenAttention,
+    head=score_,
 )
 
 

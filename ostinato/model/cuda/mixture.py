@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ostinato.model import moe as twin
 from ostinato.model.config import MoEConfig, Scoring
+from ostinato.model.cuda.elementwise import silu_mul
 from ostinato.model.moe import ExpertLora
 from ostinato.model.weights import Weight
 
@@ -225,7 +226,7 @@ def experts(
     """``moe.experts`` of a sampler's pass, in 4 launches, or 6 with adapters."""
     plain = isinstance(gate_up, Tensor) and isinstance(down, Tensor) and gate_up.dtype == x.dtype
     if not plain or torch.is_grad_enabled() or not 0 < len(x) <= MOST_ROWS or x.dtype == torch.float64:
-        return twin.experts(x, ids, weights, gate_up, down, lora)
+        return twin.experts(x, ids, weights, gate_up, down, lora, gate=silu_mul)
     top_k, pairs = ids.shape[1], sort(ids, len(gate_up))
     if lora is None:
         act = grouped(x, gate_up, pairs, top_k, gated=True)

@@ -19,14 +19,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ostinato.model.cuda import elementwise, mixture, paged, sampling, scoring
+from ostinato.model.cuda import elementwise, mixture, paged, sampling, scoring, varlen
 
 POINTERS = {
     "*bf16": "x residual out total grad direct cos sin gate_up queries keys values k v"
-    " qkv q_norm k_norm low b rows weight",
-    "*fp32": "parts lses logprobs edges cuts temperature top_p min_p scores weights bias",
+    " qkv q_norm k_norm low b rows weight grads slopes key_slopes value_slopes",
+    "*fp32": "parts lses logprobs edges cuts temperature top_p min_p scores weights bias lse deltas",
     "*fp64": "u masses",
-    "*i32": "tables sequence lengths tile_first tile_count order places spans",
+    "*i32": "tables sequence lengths tile_first tile_count order places spans tiles readers starts",
     "*i64": "slots tokens targets ids",
     "fp32": "eps scale sign scaling",
 }
@@ -96,16 +96,31 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, str]]] = [
     ("combine", mixture._combine_kernel, {"BLOCK": mixture.COLUMNS}, {}),
     ("score", scoring._score_kernel, {"CHUNK": scoring.CHUNK}, {"logits": "*fp32"}),
 ]
+# Of the trainer's attention: products on the tensor cores, with the blocks that a card runs.
+BLOCKS = varlen.Shape.of(128, 2)
+VARLEN = (
+    ("packed attention", varlen._forward_kernel, BLOCKS.forward),
+    ("packed attention backward, queries", varlen._queries_kernel, BLOCKS.of_queries),
+    ("packed attention backward, keys", varlen._keys_kernel, BLOCKS.of_keys),
+)
+HEADS_OF_128 = {"KEY_DIM": 128, "VALUE_DIM": 128, "KEY": 128, "VALUE": 128}
 
 
-def needs(kernel: Any, constants: dict[str, Any], types: dict[str, str], capability: int) -> dict[str, int]:
+def needs(
+    kernel: Any, constants: dict[str, Any], types: dict[str, str], capability: int, warps: int = 4
+) -> dict[str, int]:
     """Registers of a thread, bytes of a thread that spill, bytes of shared memory of a program."""
-    known = TYPES | types
+    known, launch = TYPES | types, {"num_warps": warps, "num_stages": constants.pop("num_stages", 3)}
     signature = {
         name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    aligned = {  # as a launch finds them: addresses and the strides of rows and heads
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if warps != 4 and (signature[name].startswith("*") or name.endswith(("_row", "_head")))
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -118,4 +133,9 @@ def needs(kernel: Any, constants: dict[str, Any], types: dict[str, str], capabil
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    print(json.dumps({case[0]: needs(*case[1:], capability) for case in CASES}))
+    found = {case[0]: needs(*case[1:], capability) for case in CASES}
+    for name, kernel, blocks in VARLEN:
+        constants = HEADS_OF_128 | blocks.launch
+        warps = constants.pop("num_warps")
+        found[name] = needs(kernel, constants, {"out": "*bf16"}, capability, warps)
+    print(json.dumps(found))
