@@ -37,12 +37,7 @@ OF_A_KILL = (  # a resumed run reads groups back, and its prefix tree is cold, w
 )
 OF_BOTH = (  # what was computed, refused drafts too: the accounts of the ledger, not the compute of a curve
     "flops/rollout",
-    "flops/useful",
-    "flops/wasted",
-    "flops/pending",
-    "total/useful_flops",
-    "total/wasted_flops",
-    "total/pending_flops",
+    "total/flops",
 )
 LOOSE = OF_THE_CLOCK + OF_DRAFTS + OF_A_KILL + OF_BOTH
 

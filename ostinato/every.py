@@ -64,7 +64,7 @@ NEVER = Every()
 
 
 def spent_in_steps(step: int, totals: Mapping[str, float]) -> dict[str, float]:
-    """Training compute up to the end of ``step``, from the sums of ``pipeline.step_metrics.add_totals``.
+    """Training compute up to the end of ``step``, from the sums of ``pipeline.account.add_totals``.
 
     It is that of the steps which made the policy, and of nothing else: loading, what lies between steps, lost
     and repeated work are in the ledger alone (``observe.ledger.spent``), and so are FLOPs that the recipe

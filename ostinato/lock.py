@@ -54,6 +54,22 @@ def locked(folder: Path) -> Iterator[None]:
             file.truncate(0)
 
 
+def is_held(folder: Path) -> bool | None:
+    """Whether a process of this machine writes ``folder``; None where the lock names none of this machine."""
+    try:
+        holder = json.loads((folder / LOCK).read_bytes())
+        if holder["host"] != socket.gethostname():
+            return None
+        os.kill(int(holder["pid"]), 0)
+    except PermissionError:
+        return True  # of another user
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return None
+    return True
+
+
 def _now() -> str:
     return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
 

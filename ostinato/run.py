@@ -3,7 +3,7 @@
     runs/<recipe>-<yyyymmdd-hhmmss>/
         recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl
         mismatch.jsonl  watch.jsonl  forecast.jsonl  timeline.jsonl  failed_rewards.jsonl
-        checkpoints/  adapter/  scored/  pictures/  history.bin  report.html  .lock  alive.json
+        checkpoints/  adapter/  scored/  pictures/  history.bin  report.html  .lock
 
 Whole files are replaced (``atomic_write``, ``atomic_folder``): a reader sees the old one or the new one.
 Logs are appended to, one JSON object per line, and forgive a torn end: what a kill, a full disk or a power
@@ -40,10 +40,8 @@ Row = Mapping[str, Any]
 STEP_FIRST = b'{"step":'  # what a row of a log begins with
 MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
 GREEDY_SET = "greedy"  # the same prompts at temperature 0, before and after training
-BEAT = "alive.json"  # while a process works there: its last sign of life (``ledger.Life``)
-BEAT_PART = "alive.part"
 # what may be there before the run: its lock, and logs of what is started before any work
-EARLY = ("vllm", "ranks", LOCK, BEAT, BEAT_PART)
+EARLY = ("vllm", "ranks", LOCK)
 
 
 @contextmanager

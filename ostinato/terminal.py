@@ -1,17 +1,14 @@
-"""Standard output and error of a command, for a person: the reader may go, and the run does not break for it;
-what models, rows and user code write cannot control the terminal.
-"""
+"""Standard output and error of a command, for a person: what models, rows and user code write cannot control
+the terminal. A reader that goes ends the command (BrokenPipeError)."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -20,27 +17,24 @@ from rich.text import Text
 from ostinato.inputs import printable
 
 WIDE = 140
-GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 
 
-def lasting(stream: TextIO) -> TextIO:
-    """``stream`` for text, in a process that outlives the reader: control characters are escaped; what cannot
-    be read any more is dropped, and the process gets the SIGHUP that a closed terminal sends, where it
-    handles that. Other errors (a full disk) are raised."""
+def escaping(stream: TextIO) -> TextIO:
+    """``stream`` for text, with control characters escaped."""
     return cast(TextIO, _Text(stream))
 
 
 def say(*lines: str, error: bool = False) -> None:
     """Lines on standard output, or on standard error."""
-    print(*lines, sep="\n", file=lasting(sys.stderr if error else sys.stdout), flush=True)
+    print(*lines, sep="\n", file=escaping(sys.stderr if error else sys.stdout), flush=True)
 
 
 class Screen(Console):
-    """A rich console on ``stream``, by default standard output, that lasts, and escapes the strings that it
-    is given. Where there is no terminal and COLUMNS is not set, it is WIDE."""
+    """A rich console on ``stream``, by default standard output, that escapes the strings that it is given.
+    Where there is no terminal and COLUMNS is not set, it is WIDE."""
 
     def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
-        super().__init__(file=cast(TextIO, _Lasting(stream or sys.stdout)), quiet=quiet)
+        super().__init__(file=stream or sys.stdout, quiet=quiet)
         if not self.is_terminal and not os.environ.get("COLUMNS"):
             self.width = WIDE
 
@@ -48,44 +42,16 @@ class Screen(Console):
         return super().render_str(printable(text), **options)
 
 
-class _Lasting:
+class _Text:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._lost(error)
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._lost(error)
+        self._stream.write(printable(text))
+        return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-    def _lost(self, error: OSError) -> None:
-        if error.errno not in GONE:
-            raise error
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        try:  # or what the stream still holds would fail again, at the latest when the process exits
-            os.dup2(nowhere, self._stream.fileno())
-        finally:
-            os.close(nowhere)
-        with suppress(OSError):
-            self._stream.flush()
-        if callable(signal.getsignal(signal.SIGHUP)):
-            os.kill(os.getpid(), signal.SIGHUP)  # to the process: it wakes the main thread
-
-
-class _Text(_Lasting):
-    def write(self, text: str) -> int:
-        super().write(printable(text))
-        return len(text)
 
 
 class _Lines(logging.Handler):

@@ -35,8 +35,6 @@ def a_step(session: int, step: int, ended_at: float, devices: int = 1, **more: A
         "pools": {"local": {"devices": devices, "busy": busy, "idle": 1.0}},
         "tokens": {"prefilled": 20, "sampled": 100, "trained": 70, "dropped": {"zero_variance": 30}},
         "flops": {"sample": 1000, "train": 2000, "measure": 500},
-        "useful": 2700,
-        "wasted": {"zero_variance": 300, "measurement": 500},
         **more,
     }
 

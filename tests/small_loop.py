@@ -31,7 +31,6 @@ from ostinato.pipeline.loop import Finished, Loop, LoopState, Plan
 from ostinato.pipeline.spool import Spool
 from ostinato.rollout.rollout import RolloutContext
 from ostinato.run import RunFolder
-from ostinato.train.totals import staleness
 from ostinato.types import (
     Batch,
     Completion,
@@ -121,7 +120,6 @@ class BanditTrainer:
         self.ages: list[set[int]] = []  # of the tokens of each batch
         self.refuse = False
         self.seconds = 0.0  # that a step takes at least
-        self.slope = 0.0  # nats of KL for each optimizer step that a token is old
 
     def adapters(self) -> np.ndarray:
         return self.logits.copy()
@@ -144,10 +142,7 @@ class BanditTrainer:
             np.add.at(slope, microbatch.targets, push)
             slope -= push.sum() * probs
         self.logits = self.logits + self.lr * slope
-        old = staleness(batch) if self.slope else {}
-        if old:
-            old["sampling/kl_k3"] = self.slope * old["staleness/mean"]
-        return StepReport(metrics={"loss": float(-slope.sum()), **old})
+        return StepReport(metrics={"loss": float(-slope.sum())})
 
 
 def bandit(adapters: Any, request: Request, sampled: Sequence[int]) -> np.ndarray:

@@ -23,7 +23,7 @@ from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
-from ostinato.pipeline.work import batch_work
+from ostinato.pipeline.account import batch_work
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Completion, Request, Sample

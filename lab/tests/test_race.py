@@ -30,7 +30,7 @@ from ostinato.model.config import read_config
 from ostinato.model.flops import FlopModel, Part, Rates, Work
 from ostinato.model.named import model_folder
 from ostinato.model.shapes import linear_shapes
-from ostinato.pipeline.work import batch_work, needed_work
+from ostinato.pipeline.account import batch_work, needed_work
 
 scores = st.lists(st.floats(0, 1), min_size=1, max_size=12)
 

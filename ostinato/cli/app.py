@@ -2,13 +2,13 @@
 
 0 done; 1 a failure while running; 2 something the user wrote, reported in one sentence before work starts, or
 at the first evaluation or step where a reward function has never worked;
-130, 143 and 129 a run that was saved and stopped by Ctrl-C, SIGTERM or SIGHUP (a closed terminal, a pipe
-whose reader is gone).
+130 and 143 a run that was saved and stopped by Ctrl-C or SIGTERM; 141 the reader of the output was gone.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -473,6 +473,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         isa.apply()  # before anything imports torch
         app(kept, prog_name="ostinato")
+    except BrokenPipeError:  # the reader of the output is gone, and there is nobody to say it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)
     except (ValueError, RunFailed, OSError) as error:
         if len(kept) < len(given):
             raise

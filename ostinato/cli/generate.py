@@ -15,7 +15,7 @@ from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import check_adapter, load_policy, serve
 from ostinato.model.generation import sampling_defaults
 from ostinato.render import IncrementalDecoder, Renderer
-from ostinato.terminal import lasting, logged, waiting
+from ostinato.terminal import escaping, logged, waiting
 from ostinato.types import Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def generate(target: str, *, prompt: str, system: str, options: SamplingOptions,
 
 def answer_stream(out: TextIO) -> TextIO:
     """Answers in a pipe or a file are data, and stay as they are; on a terminal no control character does."""
-    return lasting(out) if out.isatty() else out
+    return escaping(out) if out.isatty() else out
 
 
 def _lines(source: TextIO) -> Iterator[str]:

@@ -16,8 +16,7 @@ from ostinato.run import MAIN_SET, RunFolder
 from ostinato.terminal import Screen, logged, say
 
 # signals: 128 + number, as in shells
-EXIT = {"interrupted": 130, "terminated": 143, "hung_up": 129, "collapsed": 1, "forgot": 1}
-HUNG_UP = "hung up (the terminal, or the reader of the output, is gone)"
+EXIT = {"interrupted": 130, "terminated": 143, "collapsed": 1, "forgot": 1}
 
 
 def train(recipe: str, overrides: Sequence[str]) -> int:
@@ -39,15 +38,12 @@ def finish(work: Callable[[], Outcome]) -> int:
         outcome = work()
     except KeyboardInterrupt as stop:
         why = stop.why if isinstance(stop, Ended) else "interrupted"
-        how = {"hung_up": HUNG_UP, "interrupted": "stopped at once"}.get(why, why)
+        how = "stopped at once" if why == "interrupted" else why
         say(f"ostinato: {how}; {str(stop) or 'nothing had begun'}", error=True)
         return EXIT[why]
     if outcome.after is not None:
         Screen().print(before_after(outcome.before, outcome.after, outcome.greedy, outcome.step))
     say(*_last_lines(outcome))
-    if outcome.why == "hung_up":
-        line = f"ostinato: {HUNG_UP} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
-        say(line, error=True)
     return EXIT.get(outcome.why, 0)
 
 
@@ -57,7 +53,7 @@ def _last_lines(outcome: Outcome) -> Iterator[str]:
     yield f"adapter      {RunFolder(outcome.folder).adapter}"
     yield f"report       {write_report(RunFolder.open(outcome.folder))}"
     yield f"talk to it   ostinato serve {outcome.folder}"
-    if outcome.why in EXIT and outcome.why != "hung_up":
+    if outcome.why in EXIT:
         yield f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
     if outcome.why == "enough":
         why = "by its own forecast the rest is not worth its compute"

@@ -15,14 +15,12 @@ from tomli_w import dumps
 
 from ostinato.config.explain import explain
 from ostinato.config.fields import Seed
-from ostinato.config.gone import without_gone
 from ostinato.config.paths import PathKind, absolute, mapped
 from ostinato.config.sections import (
     AblateSection,
     AdapterSection,
     AlgoSection,
     ClusterSection,
-    CurriculumSection,
     DraftSection,
     EngineSection,
     EvalSection,
@@ -57,7 +55,6 @@ class Recipe(Section):
     memory: MemorySection = MemorySection()
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
-    curriculum: CurriculumSection = CurriculumSection()
     pipeline: PipelineSection = PipelineSection()
     algo: AlgoSection = AlgoSection()
     trainer: TrainerSection = TrainerSection()
@@ -77,13 +74,6 @@ class Recipe(Section):
     def _check(self) -> Recipe:
         if not self.name.isprintable() or Path(self.name).name != self.name or self.name == "..":
             raise ValueError(f"name is {self.name!r}, which is no name for the folder of a run; use a word")
-        least = int(self.pipeline.overlap)
-        if self.trainer.drift and self.trainer.minibatches == 1 and self.pipeline.staleness <= least:
-            raise ValueError(
-                f"trainer.drift is {self.trainer.drift:g} with trainer.minibatches 1 and pipeline.staleness "
-                f"{self.pipeline.staleness}, so there is nothing to limit{' (overlap needs a step)' * least}"
-                "; raise one of them, or set drift to 0"
-            )
         if self.trainer.minibatches > (prompts := self.rollout.prompts_per_step):
             raise ValueError(
                 f"trainer.minibatches is {self.trainer.minibatches} with rollout.prompts_per_step {prompts}, "
@@ -102,11 +92,6 @@ class Recipe(Section):
             raise ValueError(
                 f"parallel.layout is {self.parallel.layout!r} with cluster.remote_trainer true, but the "
                 "ranks of a sharded trainer are started beside the loop; set cluster.remote_trainer to false"
-            )
-        if self.parallel.sharded and self.adapter.tied:
-            raise ValueError(
-                f"parallel.layout is {self.parallel.layout!r} with adapter.tied {self.adapter.tied}, and one "
-                "number moves the parts of all ranks; leave the layout empty"
             )
         self._check_storage()
         if self.engine.weights != "model" and self.adapter.kind == "full":
@@ -228,15 +213,6 @@ class Recipe(Section):
                     f"eval.downstream.{name}.task is {each.task!r}; use one of the tasks of task.mix: "
                     f"{[*filter(None, marks)]}"
                 )
-        if (by := self.curriculum.by) == "task" and len(marks) < 2:
-            raise ValueError(
-                'curriculum.by is "task" with one task; name several in [[task.mix]], or use "prompt"'
-            )
-        if by != "off" and self.rollout.group_size < 2:
-            raise ValueError(
-                f'curriculum.by is "{by}" with rollout.group_size 1, and one answer is no pass rate; use a '
-                "group_size of at least 2"
-            )
 
     def _check_bounds(self) -> None:
         """Nothing that has a bound of its own may take longer than what ends the whole run."""
@@ -291,7 +267,7 @@ class Recipe(Section):
                     name = f"{section}.{key}".rstrip(".")
                     raise ValueError(f"{name!r} is {value!r}, which is not UTF-8; give it another name")
         try:
-            return cls.model_validate(without_gone(tree))
+            return cls.model_validate(tree)
         except ValidationError as error:
             raise ValueError(explain(error, cls)) from None
 

@@ -52,17 +52,10 @@ class AdapterSection(Section):
     targets: Names = ("attn", "mlp", "shared", "experts")  # roles; "router" only when it is named
     expert_scheme: Literal["shared_outer", "per_expert"] = "shared_outer"
     expert_rank: Count = 0  # 0: the same as rank
-    tied: Count = 0  # TinyLoRA: numbers that are trained in place of A and B, for all maps together; 0: none
     path: File = ""  # an adapter to begin with, as a run or export leaves it; its shape is then its own
 
     @model_validator(mode="after")
     def _check(self) -> AdapterSection:
-        beside = {"kind": self.kind == "full", "expert_rank": self.expert_rank, "path": self.path}
-        if self.tied and (given := [key for key, value in beside.items() if value]):
-            raise ValueError(
-                f"adapter.tied is {self.tied} with adapter.{given[0]} {getattr(self, given[0])!r}, and tied "
-                "numbers begin from the base, with one rank for all maps; drop one of them"
-            )
         if self.path and self.kind == "full":
             raise ValueError(
                 f'adapter.path is {self.path!r} with adapter.kind "full", which trains no adapter; '
@@ -166,19 +159,12 @@ class RolloutSection(Section):
     )
     think_end: str = "</think>"  # "": an answer that has not ended is still thinking
     solved_for_good: Share = 0.0  # a prompt that this share of its group solves never comes again; 0: off
-    pilot: Count = 0  # answers of a group that are sampled and graded first; 0: off (docs/switches.md)
-    pilot_share: Annotated[float, Field(ge=0.01, le=1)] = 0.5  # of groups whose pilot has one reward go on
 
     @model_validator(mode="after")
     def _check(self) -> RolloutSection:
         if "" in self.stop:
             raise ValueError("rollout.stop has an empty string, which ends every answer; remove it")
         self._check_interruption()
-        if self.pilot and not 2 <= self.pilot < self.group_size:
-            raise ValueError(
-                f"rollout.pilot is {self.pilot} with rollout.group_size {self.group_size}; use 2 or more "
-                "and fewer than the group has, or 0 for none"
-            )
         if self.solved_for_good and self.group_size < 2:
             raise ValueError(
                 f"rollout.solved_for_good is {self.solved_for_good} with rollout.group_size 1, and one "
@@ -214,30 +200,6 @@ class RolloutSection(Section):
                 f"rollout.interrupt_phrase holds {clash[0]!r}, one of rollout.stop, which ends an answer; "
                 "change one of them"
             )
-
-
-class CurriculumSection(Section):
-    """Prompts by their pass rate: places of the stream whose prompt (or task) was solved less often than
-    ``low`` or more often than ``high`` are passed over, but for ``revisit`` of them, so that nothing is lost
-    for ever. What was never sampled has no rate, and is taken.
-
-    The rate is a mean over the answers of one prompt, each group counting half as much as the next one of it;
-    or, by task, over those of all its prompts (a factor of 0.95 for each group).
-    """
-
-    by: Literal["off", "prompt", "task"] = "off"
-    low: Share = 0.2
-    high: Share = 0.8
-    revisit: Annotated[float, Field(ge=0.001, le=1)] = 0.1  # of the places of what is passed over
-
-    @model_validator(mode="after")
-    def _check(self) -> CurriculumSection:
-        if self.low > self.high:
-            raise ValueError(
-                f"curriculum.low is {self.low:g} and curriculum.high {self.high:g}, so no rate lies between "
-                "them; use low <= high"
-            )
-        return self
 
 
 class PipelineSection(Section):
@@ -320,12 +282,7 @@ class AlgoSection(Section):
 
 
 class TrainerSection(Section):
-    """AdamW and its schedule; ``steps`` are rollout batches, each of ``minibatches`` optimizer steps.
-
-    With ``drift`` set, ``minibatches`` and ``pipeline.staleness`` are upper bounds: steps have as many as
-    keep their oldest tokens, by forecast, under ``drift`` nats of KL from the policy that sampled them
-    (docs/switches.md).
-    """
+    """AdamW and its schedule; ``steps`` are rollout batches, each of ``minibatches`` optimizer steps."""
 
     steps: Positive = 100
     budget: Count | str = 0  # of training compute, as eval.every; the step that spends it is the last
@@ -338,7 +295,6 @@ class TrainerSection(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0  # inf: off
     minibatches: Positive = 1
-    drift: Annotated[float, Field(ge=0)] = 0.0  # nats a token; 0: off
     tokens_per_microbatch: Positive = 4096
     replay: bool | Literal["shuffled"] = True  # the sampler's experts; "shuffled": a control
     replay_threshold: Share = 0.9  # ids that a sequence's routes must share with the trainer's; 0: no gate

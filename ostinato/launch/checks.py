@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from ostinato.algo.advantages import Baseline, Scale, check_group_size
+from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm, algorithm
-from ostinato.algo.pack import Aggregation
 from ostinato.config import Recipe
 from ostinato.config.sections import RewardSection
 from ostinato.engine.vllm_adapters import experts_of
@@ -35,13 +34,6 @@ def check(recipe: Recipe) -> Algorithm:
     except ValueError as error:
         raise ValueError(f"rollout.group_size: {error}") from error
     check_ranks(recipe)
-    check_pilot(recipe, chosen)
-    if recipe.trainer.drift and chosen.decoupled:
-        raise ValueError(
-            f"trainer.drift is {recipe.trainer.drift:g} with a ratio to the trainer's own policy, where no "
-            'drift within a step is seen; set algo.anchor to "auto" and algo.correction to "none", or drift '
-            "to 0"
-        )
     if recipe.model.exact:
         check_exact(recipe)
     if recipe.cluster.samplers:
@@ -54,24 +46,6 @@ def check(recipe: Recipe) -> Algorithm:
             "weights that the trainer is changing; set cluster.samplers to 1 or more, or train an adapter"
         )
     return chosen
-
-
-def check_pilot(recipe: Recipe, chosen: Algorithm) -> None:
-    """Raises ValueError where groups that are cut short would change what is learned (``rollout.pilot``)."""
-    apart = {
-        f"algo.baseline {str(chosen.baseline)!r}": chosen.baseline is Baseline.BATCH_MEAN,
-        f"algo.scale {str(chosen.scale)!r}": chosen.scale is Scale.BATCH,
-        f"algo.aggregation {str(chosen.aggregation)!r}": chosen.aggregation is Aggregation.TOKEN,
-        "algo.drop_zero_variance": chosen.drop_zero_variance,
-        "algo.mask_truncated": chosen.mask_truncated,
-        "rollout.solved_for_good": bool(recipe.rollout.solved_for_good),
-        "a judge, which compares all siblings": any(one.startswith(JUDGE) for one in recipe.reward.functions),
-    }
-    if recipe.rollout.pilot and (found := [what for what, is_so in apart.items() if is_so]):
-        raise ValueError(
-            f"rollout.pilot is {recipe.rollout.pilot} with {found[0]}, where groups that are cut short would "
-            "change what is learned from the others; set rollout.pilot to 0, or change that"
-        )
 
 
 def check_exact(recipe: Recipe) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
@@ -195,7 +196,7 @@ def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels |
     """What the engine runs on: on a GPU the kernels in Triton, where there is Triton and they are proven."""
     if decoder.device.type != "cuda":
         return kernels(recipe, decoder)
-    if not recipe.engine.native or importlib.util.find_spec("triton") is None:
+    if not _runs_triton(recipe, decoder):
         return None
     from ostinato.engine.proof import proven
     from ostinato.model.cuda import CudaKernels
@@ -221,9 +222,7 @@ def training_ops(recipe: Recipe, decoder: Decoder) -> Ops:
 
 def card_ops(recipe: Recipe, decoder: Decoder) -> Ops | None:
     """The kernels of a card, as far as they are proven, where the decoder is on one and there is Triton."""
-    if not recipe.engine.native or decoder.device.type != "cuda":
-        return None
-    if importlib.util.find_spec("triton") is None:
+    if decoder.device.type != "cuda" or not _runs_triton(recipe, decoder):
         return None
     from ostinato.model.cuda import CUDA_OPS
     from ostinato.model.cuda.proof import proven
@@ -232,6 +231,17 @@ def card_ops(recipe: Recipe, decoder: Decoder) -> Ops | None:
     for why in faults:
         _warn_once(why)
     return ops
+
+
+def _runs_triton(recipe: Recipe, decoder: Decoder) -> bool:
+    """On the card of the decoder."""
+    if not recipe.engine.native or importlib.util.find_spec("triton") is None:
+        return False
+    if decoder.device.index in (None, torch.cuda.current_device()):  # where Triton launches
+        return True
+    advice = 'name the card in CUDA_VISIBLE_DEVICES and set model.device to "cuda"'
+    _warn_once(f"kernels in Triton are not used on {decoder.device}: {advice}")
+    return False
 
 
 @cache

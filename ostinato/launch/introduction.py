@@ -32,7 +32,7 @@ def introduction(prepared: RunInputs, adapters: Adapters | None) -> Iterator[str
         f"model        {recipe.model.path}: {decoder.config.model_type}, {size / 1e6:.1f} M parameters, "
         f"{active / 1e6:.1f} M active, {recipe.model.dtype} on {decoder.device.type}"
     )
-    trained = recipe.adapter.tied or (adapters.num_parameters if adapters else size)
+    trained = adapters.num_parameters if adapters else size
     size_text = f"{trained / 1e6:.2f} M" if trained > 1e4 else str(trained)
     yield f"training     {recipe.adapter.kind}, {size_text} parameters"
     chosen = check(recipe)
@@ -87,7 +87,7 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
             "all but the first learn off-policy without a correction"
         )
     yield from _of_workers(recipe)
-    first = 1 if settings.drift else recipe.pipeline.staleness + 1
+    first = recipe.pipeline.staleness + 1
     if 5 * first > settings.steps and first > 1:
         yield (
             f"pipeline.staleness is {first - 1}: the first {first} of {settings.steps} batches are all "

@@ -26,16 +26,13 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters
-from ostinato.observe.ledger import Ledger, Life, SteadyClock, Terms
-from ostinato.pipeline.curriculum import Curriculum
+from ostinato.observe.ledger import Ledger, SteadyClock, Terms
+from ostinato.pipeline.account import evaluation_work
 from ostinato.pipeline.draft_metrics import Drafting
-from ostinato.pipeline.drift import Drift
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.observer import Observer
-from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.protocols import MetricWriter, RestorableTrainer
-from ostinato.rollout.pilot import Pilot
 from ostinato.run import RunFolder, atomic_folder, to_json
 from ostinato.train.checkpoint import Checkpoint, oldest_step, repair, save_checkpoint
 from ostinato.types import Prompt
@@ -79,7 +76,6 @@ async def score_exported(
 
 def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int, peak_flops: float = 0.0) -> Plan:
     """``answer_tokens``: of the longest answer of a turn."""
-    pilot = recipe.rollout.pilot
     return Plan(
         steps=recipe.trainer.steps,
         prompts_per_step=recipe.rollout.prompts_per_step,
@@ -88,15 +84,12 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int, peak_flops: f
         tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
         peak_flops=peak_flops,
         minibatches=recipe.trainer.minibatches,
-        drift=new_drift(recipe),
         staleness=recipe.pipeline.staleness,
         overlap=recipe.pipeline.overlap,
         watch_s=recipe.pipeline.watch_s,
         seed=recipe.seed,
         solved_at=mark(recipe),
         solved_for_good=recipe.rollout.solved_for_good,
-        curriculum=new_curriculum(recipe),
-        pilot=Pilot(answers=pilot, share=recipe.rollout.pilot_share) if pilot else None,
         eval_at_start=recipe.eval.at_start,
         checkpoint_every=recipe.trainer.checkpoint_every,
         trajectories_every=recipe.log.trajectories_every,
@@ -112,21 +105,6 @@ def new_budget(recipe: Recipe) -> Every:
     return Every.parse(recipe.trainer.budget, "trainer.budget").part(recipe.trainer.until)
 
 
-def new_drift(recipe: Recipe) -> Drift | None:
-    """Overlap keeps a step of staleness, without which nothing overlaps."""
-    staleness, trainer = recipe.pipeline.staleness, recipe.trainer
-    least = min(staleness, int(recipe.pipeline.overlap))
-    most = {"staleness": staleness, "minibatches": trainer.minibatches, "least": least}
-    return Drift(limit=trainer.drift, **most) if trainer.drift else None
-
-
-def new_curriculum(recipe: Recipe) -> Curriculum | None:
-    section = recipe.curriculum
-    if section.by == "off":
-        return None
-    return Curriculum(**section.model_dump(), seed=recipe.seed, solved_at=mark(recipe))
-
-
 def mark(recipe: Recipe) -> float:
     """The reward from which an answer is solved: the same for all tasks of a mixture."""
     return solved_at(recipe.judges(next(iter(recipe.task.by_name))))
@@ -139,7 +117,6 @@ def new_flops(recipe: Recipe, config: ModelConfig, adapters: Adapters | None) ->
         adapters.spec if adapters else None,
         recompute=recipe.trainer.recompute,
         entropy_gradient=check(recipe).needs_entropy,
-        frozen_a=bool(recipe.adapter.tied),
     )
 
 
@@ -266,11 +243,10 @@ def new_ledger(
     run: RunFolder,
     decoder: Decoder,
     clock: SteadyClock,
-    life: Life,
     pools: Mapping[str, int] | None = None,
 ) -> Ledger:
-    """The ledger of one process, which began when ``clock`` did and writes the signs of ``life``. ``pools``:
-    devices by pool where workers have them; otherwise the recipe's."""
+    """The ledger of one process, which began when ``clock`` did. ``pools``: devices by pool where workers
+    have them; otherwise the recipe's."""
     section = recipe.ledger
     terms = Terms(
         devices=sum(pools.values()) if pools else section.devices,
@@ -280,4 +256,4 @@ def new_ledger(
         currency=section.currency,
         recipe=hashlib.sha256(dump_toml(recipe).encode()).hexdigest()[:12],
     )
-    return Ledger(folder=run, terms=terms, clock=clock, life=life)
+    return Ledger(folder=run, terms=terms, clock=clock)

@@ -43,11 +43,7 @@ def followed() -> Place | None:
 
 def follow(place: Place, *, child: bool = False) -> int:
     """Serve rank 0 until it needs no more; the exit code. ``child``: of the run itself, whose end is ours."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # rank 0 decides, and its last step takes all ranks
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides, and its last step takes all ranks
         signal.signal(number, signal.SIG_IGN)
     if child:
         end_with_parent(_leave)

@@ -25,7 +25,7 @@ from ostinato.launch.machine import record_start
 from ostinato.launch.progress import Monitor
 from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import LOCK, locked
-from ostinato.observe.ledger import Ledger, SteadyClock, new_life
+from ostinato.observe.ledger import Ledger, SteadyClock
 from ostinato.observe.report.facts import ends
 from ostinato.observe.report.reading import main_scores
 from ostinato.pipeline.signals import ending
@@ -149,7 +149,7 @@ def _session(
 ) -> Outcome:
     """From the start or the newest checkpoint to the end."""
     clock, resume = SteadyClock(), changed is not None
-    with new_life(RunFolder(path), clock) as life, contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held:
         chosen = threads.configure(recipe)
         recipe = resolved(recipe, run=path if resume else None, warn=True)
         from ostinato.launch.apps import load
@@ -175,7 +175,7 @@ def _session(
             memory.history.forget_after(state.step)  # an older checkpoint than the history is of
         check_writers(recipe.log.writers)
         run = open_folder(path, dump_toml(recipe), resume)
-        ledger = new_ledger(recipe, run, prepared.decoder, clock, life, components.pools)
+        ledger = new_ledger(recipe, run, prepared.decoder, clock, components.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         done, budget = {"step": state.step, **state.totals}, new_budget(recipe)
         first = scored_first(recipe, len(prepared.eval_prompts)) if state.step == 0 else ""

@@ -38,7 +38,8 @@ from ostinato.lock import locked
 from ostinato.model.config import read_config
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import base_fingerprint
-from ostinato.pipeline.signals import ENDERS, StopSignals, ending
+from ostinato.pipeline.signals import StopSignals, ending
+from ostinato.pipeline.state import Finish
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
 from ostinato.train.accumulate import Accumulator, Adam, NotFinite, Row
@@ -200,7 +201,7 @@ class _Course:
                 saved = recipe.trainer.checkpoint_every
                 if done or signals.received or (saved and self.step % saved == 0):
                     self._save(run)
-        return "done" if signals.received is None else ENDERS.get(signals.received, "interrupted")
+        return "done" if signals.received is None else str(Finish.of(signals.received))
 
     def _learn(self) -> dict[str, float]:
         settings, section = self._settings, self._recipe.sft

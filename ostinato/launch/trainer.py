@@ -19,7 +19,6 @@ from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import Saved, load_peft, read_peft
 from ostinato.model.share import Share
-from ostinato.model.tied import tied_adapters
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.pieces import fresh_adapters, own_adapters, own_decoders
@@ -36,8 +35,6 @@ def new_adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
     """Those at adapter.path, or fresh ones; for adapter.kind = "full" None, and the decoder is trainable."""
     if recipe.adapter.path:
         return load_peft(Path(recipe.adapter.path).expanduser(), decoder)
-    if recipe.adapter.tied:
-        return tied_adapters(decoder, adapter_spec(recipe.adapter), recipe.adapter.tied, recipe.seed)
     if recipe.adapter.kind == "lora":
         return init_adapters(decoder.config, adapter_spec(recipe.adapter), recipe.seed, decoder.device)
     _check_full(recipe)

@@ -92,16 +92,14 @@ class FlopModel:
         *,
         recompute: bool = False,
         entropy_gradient: bool = False,
-        frozen_a: bool = False,
     ) -> FlopModel:
         """Of ``adapter`` on a frozen base, or with None of all parameters.
 
         ``recompute``: backward runs every layer that has a gradient forward once more. ``entropy_gradient``:
-        the loss has an entropy term (one product more at a frozen head). ``frozen_a``: of the factors only B
-        has a gradient (``model.tied``).
+        the loss has an entropy term (one product more at a frozen head).
         Raises ValueError for an adapter that does not fit the model.
         """
-        layers = layer_rates(config, adapter, frozen_a)
+        layers = layer_rates(config, adapter)
         parts = {part: _sum(one.forward.get(part, Rates()) for one in layers) for part in Part}
         backward = _sum(rates for one in layers for rates in one.backward.values())
         if recompute:
@@ -133,16 +131,14 @@ class LayerRates:
     needed: bool  # whether something in or below it is trained: only then does recomputing run it again
 
 
-def layer_rates(
-    config: ModelConfig, adapter: AdapterSpec | None, frozen_a: bool = False
-) -> tuple[LayerRates, ...]:
+def layer_rates(config: ModelConfig, adapter: AdapterSpec | None) -> tuple[LayerRates, ...]:
     """Of every layer; ``adapter`` None trains all parameters. Raises ValueError for one that does not fit."""
     ranks = {name: a[-2] for name, (a, _) in adapter_shapes(config, adapter).items()} if adapter else {}
     shapes = linear_shapes(config)
     needed, found = adapter is None, []  # the embedding is trained too
     for index in range(config.num_layers):
         prefix = f"layers.{index}."
-        layer = _Layer(config, _below(prefix, shapes), _below(prefix, ranks), adapter, not frozen_a)
+        layer = _Layer(config, _below(prefix, shapes), _below(prefix, ranks), adapter)
         needed = layer.run(needed)
         found.append(LayerRates(forward=layer.parts, backward=layer.backward, needed=needed))
     return tuple(found)
@@ -157,7 +153,6 @@ class _Layer:
     shapes: Mapping[str, tuple[int, ...]]
     ranks: Mapping[str, int]
     adapter: AdapterSpec | None
-    trains_a: bool
     parts: dict[Part, Rates] = field(default_factory=dict)
     backward: dict[Part, Rates] = field(default_factory=dict)
 
@@ -214,9 +209,7 @@ class _Layer:
         rank = rank or adapter.rank_of(".experts.")
         low = 2.0 * self.config.hidden_size * rank * (1 if shared else moe.top_k)
         out = 2.0 * rank * 2 * moe.intermediate_size * moe.top_k
-        return self.product(
-            Part.LORA, out, self.product(Part.LORA, low, x, trained and self.trains_a), trained
-        )
+        return self.product(Part.LORA, out, self.product(Part.LORA, low, x, trained), trained)
 
     def expert_down(self, act: bool, weights: bool) -> bool:
         moe, adapter, hidden = self.config.moe, self.adapter, self.config.hidden_size
@@ -226,7 +219,7 @@ class _Layer:
         )  # a zero update stands in otherwise, with one B for all experts
         rank = adapter.rank_of(".experts.")
         low = 2.0 * moe.intermediate_size * rank * moe.top_k
-        low = self.product(Part.LORA, low, act, trained and self.trains_a)
+        low = self.product(Part.LORA, low, act, trained)
         if not trained or adapter.expert_scheme == ExpertScheme.SHARED_OUTER:
             return self.product(
                 Part.LORA, 2.0 * rank * hidden, self.mixed(Part.LORA, rank, low, weights), trained
@@ -247,7 +240,7 @@ class _Layer:
         out = self.product(part, 2.0 * inputs * outputs, x, self.adapter is None)
         if not rank:
             return out
-        low = self.product(Part.LORA, 2.0 * inputs * rank, x, self.trains_a)
+        low = self.product(Part.LORA, 2.0 * inputs * rank, x, True)
         return self.product(Part.LORA, 2.0 * rank * outputs, low, True) or out
 
     def product(self, part: Part, flops: float, x: bool, w: bool) -> bool:

@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ostinato.pipeline.curriculum import Rates
 from ostinato.pipeline.rounds import Admission, Rounds
 from ostinato.rollout.rollout import RolloutResult, end_tasks
 from ostinato.types import Group
@@ -52,13 +50,11 @@ class AdmissionRule:
     steps: int
     overlap: bool = False
 
-    def room(self, held: Sequence[Admission], finished: int, staleness: int | None = None) -> int:
-        """How many groups may be admitted after ``finished`` steps, while ``held`` are in flight;
-        ``staleness`` replaces that of the rule unless it is None."""
-        ahead = self.staleness if staleness is None else staleness
+    def room(self, held: Sequence[Admission], finished: int) -> int:
+        """How many groups may be admitted after ``finished`` steps, while ``held`` are in flight."""
         if not self.overlap and not all(one.ended for one in held):
             return 0  # a round is played when the one before it has ended
-        room = min(ahead + 1, self.steps - finished) * self.prompts - len(held)
+        room = min(self.staleness + 1, self.steps - finished) * self.prompts - len(held)
         return max(0, room if self.overlap else min(room, self.prompts))
 
     def round(self, outstanding: int, finished: int) -> int:
@@ -129,7 +125,6 @@ class TrainBatch:
     batch: Sequence[RolloutResult]
     num_admitted: int  # from the stream, since the step before
     num_anew: int  # since then: groups of an earlier process that another policy plays again
-    choices: Mapping[str, int] = field(default_factory=dict)  # of the curriculum, since then
 
 
 @dataclass(kw_only=True)
@@ -142,9 +137,7 @@ class RolloutBuffer:
     rounds: Rounds
     cursor: int
     retired: Sequence[str]
-    rates: Rates  # pass rates for the curriculum of ``rounds``
     leaving: Callable[[Sequence[Group], Sequence[str]], Sequence[str]] | None = None
-    staleness: int | None = None  # for groups admitted now; None: that of ``rule``
     on_progress: Callable[[], None] = lambda: None
     _held: dict[int, _Held] = field(default_factory=dict)  # by place; without those that are trained on
     _training: Sequence[Admission] = ()
@@ -154,7 +147,6 @@ class RolloutBuffer:
     _news: asyncio.Event = field(default_factory=asyncio.Event)  # a group has ended
     _num_admitted: int = 0
     _num_anew: int = 0
-    _choices: Counter[str] = field(default_factory=Counter)
 
     def recall(self, ahead: Sequence[Admission], finished: int, version: int) -> list[Admission]:
         """Restore from the spool the groups that an earlier process had in flight. Those that it does not
@@ -210,7 +202,7 @@ class RolloutBuffer:
 
     def admit(self, finished: int, version: int) -> None:
         """Admit as many groups as there is room for."""
-        while room := self.rule.room([*self._training, *self._admissions()], finished, self.staleness):
+        while room := self.rule.room([*self._training, *self._admissions()], finished):
             self._judge()
             new = self._again(room, finished, version) or self._next(room, finished, version)
             if not new:
@@ -277,12 +269,10 @@ class RolloutBuffer:
                 task.result()
 
     def _judge(self) -> None:
-        """Retire prompts that the ended groups solve for good, and update the pass rates."""
+        """Retire prompts that the ended groups solve for good."""
         groups = [self._unjudged.pop(place).group for place in sorted(self._unjudged)]
         if self.leaving is not None and groups:
             self.retired = (*self.retired, *self.leaving(groups, self.retired))
-        if self.rounds.curriculum is not None and groups:
-            self.rates = self.rounds.curriculum.measured(self.rates, groups)
 
     def _again(self, room: int, finished: int, version: int) -> list[Admission]:
         """Admit lost groups again: they keep their noise and their place, and their age counts from the new
@@ -293,10 +283,9 @@ class RolloutBuffer:
 
     def _next(self, room: int, finished: int, version: int) -> list[Admission]:
         """New admissions from the stream; empty when every prompt has left it."""
-        places = self.rounds.places(self.cursor, self._left, room, self.rates)
+        places = self.rounds.places(self.cursor, self._left, room)
         new = self._following(places, finished, version)
         if new:
-            self._choices += self.rounds.choices(self.cursor, places[-1] + 1, self._left, self.rates)
             self.cursor = places[-1] + 1
             self._num_admitted += len(new)
         return new
@@ -331,7 +320,6 @@ class RolloutBuffer:
             batch=[one.played for one in batch if one.played is not None],
             num_admitted=self._num_admitted,
             num_anew=self._num_anew,
-            choices=self._choices,
         )
-        self._num_admitted, self._num_anew, self._choices = 0, 0, Counter()
+        self._num_admitted, self._num_anew = 0, 0
         return train_batch

@@ -17,7 +17,6 @@ from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import aggregation_weights
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import sampled_tokens
-from ostinato.rollout.pilot import Pilot
 from ostinato.rollout.rollout import FAILED, Drop, drop_reason, verdicts
 from ostinato.types import Group, Reward, Sample, Stop, Trajectory
 
@@ -41,7 +40,6 @@ def assign(
     min_verdicts: int,
     answer_tokens: int,
     solved_at: float = 1.0,
-    pilot: Pilot | None = None,
 ) -> Credit:
     """Shape rewards, drop what cannot be learned from, compute advantages and aggregation weights.
 
@@ -49,16 +47,11 @@ def assign(
     constant aggregation. ``solved_at`` is the least reward of a solved answer. A sample whose advantage is 0
     contributes nothing to the gradient unless a KL or entropy term is on; it then still counts in the
     weights' denominators, but is not computed. Where ``algorithm.reward_coef`` is 0 every episode that was
-    played counts, whatever its verdict. With ``pilot`` each group is weighted so that sums over groups have
-    the same expectation as without pilots, where all answers have verdicts.
+    played counts, whatever its verdict.
     """
-    times = [pilot.weight(verdicts(group)) if pilot else 1.0 for group in groups]
     if not algorithm.reward_coef:
         groups, min_verdicts = [_without_verdicts(group) for group in groups], 1
-    drops = [
-        drop_reason(group, min_verdicts) if weight else Drop.CUT_SHORT
-        for group, weight in zip(groups, times, strict=True)
-    ]
+    drops = [drop_reason(group, min_verdicts) for group in groups]
     rewards = [
         _shaped(group, drop, algorithm, answer_tokens, solved_at)
         for group, drop in zip(groups, drops, strict=True)
@@ -83,9 +76,6 @@ def assign(
         made += samples(group, index, np.where(kept, value, np.nan))
     made = _with_routes(made, wasted)
     weights = aggregation_weights(made, algorithm.aggregation, max_tokens=answer_tokens)
-    if pilot is not None:  # the denominators are those of all groups
-        whole = drops.count(None) / max(1, drops.count(None) + drops.count(Drop.CUT_SHORT))
-        weights = [times[one.group] * whole * each for one, each in zip(made, weights, strict=True)]
     pairs = _with_gradient(list(zip(made, weights, strict=True)), algorithm, wasted)
     return Credit(
         samples=[sample for sample, _ in pairs],

@@ -9,7 +9,8 @@ prompt and completion for which it failed. ``stopped``: the run ended because of
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ostinato.rollout.health import failure
@@ -35,28 +36,22 @@ class RewardFails(ValueError):
 
 def failures(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """A row for each reward function that failed for an answer of these groups, sorted by its name."""
-    judged = [(group, one) for group in groups for one in group.trajectories if one.reward is not None]
-    return sorted(_rows(judged), key=lambda row: row["function"])
-
-
-def _rows(judged: Sequence[tuple[Group, Trajectory]]) -> Iterator[dict[str, Any]]:
     by_function: dict[str, list[tuple[Group, Trajectory, str]]] = {}
-    for group, one in judged:
-        for name, report in one.reward.failed.items() if one.reward else ():
-            by_function.setdefault(name, []).append((group, one, report))
-    for name, failed in by_function.items():
+    tasks = Counter(group.prompt.task for group in groups for one in group.trajectories if one.reward)
+    for group in groups:
+        for one in group.trajectories:
+            for name, report in one.reward.failed.items() if one.reward else ():
+                by_function.setdefault(name, []).append((group, one, report))
+    rows = []
+    for name, failed in sorted(by_function.items()):
         group, one, report = failed[-1]
-        tasks = {group.prompt.task for group, *_ in failed}  # those of the other tasks may have other judges
         detail, _, trace = report.partition("\n")
-        yield {
-            "function": name,
-            "count": len(failed),
-            "of": sum(group.prompt.task in tasks for group, _ in judged),
-            "detail": detail,
-            "trace": trace,
-            "uid": group.prompt.uid,
-            "completion": "".join(turn.completion.text for turn in one.turns)[:MAX_SHOWN],
-        }
+        row = {"function": name, "count": len(failed), "detail": detail, "trace": trace}
+        # answers of the other tasks may have other judges
+        row["of"] = sum(tasks[task] for task in {group.prompt.task for group, *_ in failed})
+        text = "".join(turn.completion.text for turn in one.turns)
+        rows.append({**row, "uid": group.prompt.uid, "completion": text[:MAX_SHOWN]})
+    return rows
 
 
 def refuse(rows: Sequence[dict[str, Any]], where: str) -> None:
@@ -82,20 +77,14 @@ class Failures:
         """Record the failures in the answers of ``part`` at ``step``. Raises RewardFails where they are the
         ``first`` answers and a function failed for all of them, once that is recorded too."""
         rows = failures(groups)
-        try:
-            if first:
-                what = f"the evaluation of the set {part}" if part != TRAIN else "training"
-                refuse(rows, f"{what} at step {step}")
-        except RewardFails:
-            self._keep(step, part, rows, stopped=True)
-            raise
-        self._keep(step, part, rows, stopped=False)
-        self._log(step, groups)
-
-    def _keep(self, step: int, part: str, rows: Sequence[dict[str, Any]], *, stopped: bool) -> None:
+        stopped = first and any(row["count"] == row["of"] for row in rows)
         if rows:
             about = {"step": step, "part": part, "stopped": stopped}
             self._folder.failed.append(*({**about, **row} for row in rows))
+        if stopped:
+            what = f"the evaluation of the set {part}" if part != TRAIN else "training"
+            refuse(rows, f"{what} at step {step}")
+        self._log(step, groups)
 
     def _log(self, step: int, groups: Sequence[Group]) -> None:
         """Each kind of failure once, in its own words (a skip has none); the rows count them all."""

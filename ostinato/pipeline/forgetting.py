@@ -35,7 +35,7 @@ from ostinato.algo.pack import pack
 from ostinato.model.flops import FlopModel, Work
 from ostinato.observe.bets import Bets
 from ostinato.observe.stability import Alarm, Rule
-from ostinato.pipeline.work import batch_work, completion_work
+from ostinato.pipeline.account import batch_work, completion_work
 from ostinato.protocols import Engine
 from ostinato.run import Jsonl
 from ostinato.types import Batch, Completion, Request, Sample, Sampling
@@ -228,7 +228,7 @@ class Forgetting:
             for number, one in zip(numbers, some, strict=True)
         ]
         answers = {index: answer async for index, answer in engine.generate(requests)}
-        work = (completion_work(len(one.tokens), answers[index]).total for index, one in enumerate(some))
+        work = (completion_work(len(one.tokens), answers[index]) for index, one in enumerate(some))
         found = [_answered(one, answers[index]) for index, one in enumerate(some)]
         return [one if len(one.logprobs) else replace(one, right=False) for one in found], sum(work, Work())
 
@@ -237,7 +237,7 @@ class Forgetting:
         None where there are no rows, or no look can be afforded now."""
         if not self._rows:
             return None
-        spent = sum(totals.get(f"total/{name}_flops", 0.0) for name in ("useful", "wasted", "pending"))
+        spent = totals.get("total/flops", 0.0)
         own = 2 * self._price(batch) + self.flops.backward(batch_work(batch))  # sampled about as often
         most = self.share * min(self.budget, (spent + own) * (1 + 0.5 * (self.steps - step) / step))
         now = max(self.share * (spent + own), HEAD_START * most)

@@ -37,8 +37,6 @@ def new_buffer(
         group_size=plan.group_size,
         seed=plan.seed,
         staleness=plan.staleness,
-        curriculum=plan.curriculum,
-        pilot=plan.pilot,
     )
     return RolloutBuffer(
         rule=AdmissionRule(
@@ -50,8 +48,6 @@ def new_buffer(
         rounds=rounds,
         cursor=state.cursor,
         retired=state.retired,
-        rates=state.rates,
-        staleness=plan.at(state).staleness,
         leaving=leaving if plan.solved_for_good else None,
         on_progress=on_progress,
     )

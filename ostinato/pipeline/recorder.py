@@ -10,35 +10,37 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import pack
 from ostinato.observe.ledger import POOL, Ledger
 from ostinato.observe.stability import watch_after
 from ostinato.observe.timeline import Kind, Span, kept, pool_of
-from ostinato.pipeline.buffer import RolloutBuffer, TrainBatch
-from ostinato.pipeline.credit import Credit, assign
-from ostinato.pipeline.curriculum import curriculum_figures
-from ostinato.pipeline.forgetting import Look
-from ostinato.pipeline.observer import Observer, Workers
-from ostinato.pipeline.state import Finish, Plan
-from ostinato.pipeline.step_metrics import (
+from ostinato.pipeline.account import (
     Clock,
     ages,
     busy_by_pool,
+    flop_figures,
     in_turn,
+    pending_tokens,
     pipeline_row,
-    step_costs,
-    step_row,
+    recomputed,
+    step_flops,
     step_work,
     token_counts,
+    token_figures,
     tool_rates,
     utilisation,
 )
-from ostinato.pipeline.work import batch_work
+from ostinato.pipeline.buffer import RolloutBuffer, TrainBatch
+from ostinato.pipeline.credit import Credit, assign
+from ostinato.pipeline.forgetting import Look
+from ostinato.pipeline.observer import Observer, Workers
+from ostinato.pipeline.state import Finish, Plan, StalenessViolation
 from ostinato.protocols import MetricWriter, Timed
-from ostinato.rollout.rollout import RolloutResult, verdicts
+from ostinato.rollout.health import health, task_figures
+from ostinato.rollout.rollout import RolloutResult
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Batch, Group, StepReport
 
@@ -65,7 +67,6 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
         min_verdicts=min(2, plan.group_size),
         answer_tokens=plan.answer_tokens,
         solved_at=plan.solved_at,
-        pilot=plan.pilot,
     )
     if not credit.samples:
         return Learned(credit=credit)
@@ -78,6 +79,16 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
             version=version,
         )
     return Learned(credit=credit, batch=batch)
+
+
+def check_ages(batch: Batch, step: int, staleness: int) -> None:
+    """The bound of the buffer once more, on the tokens themselves. Raises StalenessViolation."""
+    wrong = {age: n for age, n in ages(batch).items() if not 0 <= age <= staleness}
+    if wrong:
+        raise StalenessViolation(
+            f"step {step} has {sum(wrong.values())} tokens that are {sorted(wrong)} versions old where "
+            f"pipeline.staleness is {staleness}; nothing was trained on them"
+        )
 
 
 @dataclass(kw_only=True)
@@ -112,30 +123,18 @@ class StepRecorder:
     ) -> dict[str, float]:
         """The row of the step, without sums over the run; also writes the ledger and the timeline.
         ``groups`` were trained on or dropped in the step; the cost of ``ended`` is charged to the row."""
-        fresh = [item.group for item in ended]
-        credit, batch, report = learned.credit, learned.batch, learned.report
-        if (
-            batch is not None
-            and report is not None
-            and (look := learned.look) is not None
-            and self.plan.flops
-        ):
-            passes = look.cost["flops"] / self.plan.flops.forward(batch_work(batch))
-            measured = report.metrics.get("passes/measure", 0.0) + passes
-            report = replace(report, metrics={**report.metrics, **look.metrics, "passes/measure": measured})
-        model, counted = self.plan.flops, groups if self.plan.overlap else None
-        costs = model and step_costs(model, groups, credit, batch, report, fresh, counted)
-        row = step_row(
-            groups,
-            credit,
-            batch,
-            report,
-            clock,
-            fresh=fresh,
-            solved_at=self.plan.solved_at,
-            costs=costs,
-            drafts=drafted,
-        )
+        fresh, model = [item.group for item in ended], self.plan.flops
+        credit, batch, report, look = learned.credit, learned.batch, learned.report, learned.look
+        flops = {} if model is None else step_flops(model, fresh, batch, report)
+        if flops and look is not None:
+            flops["measure"] += round(look.cost["flops"])
+        row = health(groups, solved_at=self.plan.solved_at) | task_figures(groups, self.plan.solved_at)
+        row |= {**drafted, **token_figures(credit, batch, report)}
+        row |= {"empty_step": float(batch is None)}
+        row |= {"refused_step": float(report is not None and bool(report.skipped))}
+        row |= {**(report.metrics if report else {}), **(look.metrics if look else {})}
+        row |= flop_figures(model, flops, groups if self.plan.overlap else fresh)
+        row |= self._seconds(clock, row["tokens/sampled"], groups, fresh)
         row |= utilisation(row, self.plan.peak_flops)
         if self.plan.overlap:  # what has ended since the last row was played since then too
             now, before = time.perf_counter(), self._row_at
@@ -144,22 +143,32 @@ class StepRecorder:
         spans = [*clock.spans, *self.new_spans()]
         by_pool = self._by_pool(feed, spans, row, clock.waited_s)
         reused = [item.group for item in ended if item.paid]
-        work = step_work(groups, credit, batch, report, costs, fresh, reused, model)
+        work = step_work(groups, credit, batch, report, flops, fresh, reused, model)
         counts = self.new_counts()
         if judged := {key.removeprefix(JUDGE): n for key, n in counts.items() if key.startswith(JUDGE)}:
             work["judge"] = judged
-        if learned.look is not None:
-            work["forgetting"] = dict(learned.look.cost)
+        if look is not None:
+            work["forgetting"] = dict(look.cost)
         self.ledger.step(clock.step, row["step_time"], clock.busy(), work, by_pool)
         self.draw(clock.step, spans)
-        row |= curriculum_figures(train_batch.choices, len(feed.rates)) if self.plan.curriculum else {}
-        if self.plan.pilot is not None:
-            row |= self.plan.pilot.figures([verdicts(one) for one in groups], self.plan.group_size)
         row |= {"rollout/from_spool": float(sum(item.spooled for item in train_batch.batch)), **counts}
         row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
         if batch is not None and (self.plan.staleness or self.plan.overlap):
             row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(ages(batch).items())}
         return row | {**self.workers.extra_metrics(), **counts}  # these have a 0 for what may be counted
+
+    def _seconds(
+        self, clock: Clock, sampled: float, groups: Sequence[Group], fresh: Sequence[Group]
+    ) -> dict[str, float]:
+        """Metrics of the time of a step, and of what was played for later ones."""
+        total, parts = clock.read()
+        ahead = pending_tokens(groups, fresh)
+        row = {"rollout/preempted": float(sum(map(len, recomputed(fresh)))), "step_time": total}
+        row |= {"tokens/pending": float(ahead)} if ahead else {}
+        row["tokens_per_s"] = (sampled + ahead) / total
+        for name, seconds in parts.items():
+            row |= {f"time/{name}_s": seconds, f"time/{name}_share": seconds / total}
+        return row
 
     def _by_pool(
         self, feed: RolloutBuffer, spans: Sequence[Span], row: dict[str, float], waited_s: float

@@ -16,18 +16,14 @@ noise is addressed by its admission.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ostinato.pipeline.curriculum import PASSED_OVER, Curriculum, Rates
 from ostinato.pipeline.spool import Spool, address
 from ostinato.pipeline.stream import places
 from ostinato.protocols import Tasks
-from ostinato.rollout.pilot import Pilot
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResult, rollout_group
-from ostinato.types import Prompt
 
 
 class Admission(NamedTuple):
@@ -51,30 +47,11 @@ class Rounds:
     group_size: int
     seed: int
     staleness: int = 0
-    curriculum: Curriculum | None = None
-    pilot: Pilot | None = None
 
-    def places(
-        self, cursor: int, retired: Iterable[str], count: int = 0, rates: Rates | None = None
-    ) -> list[int]:
-        """Stream indices of the next ``count`` prompts (0: a round of them), without ``retired`` ones and
-        those that a curriculum passes over by their ``rates``; empty when all have left."""
-        gone, rule = frozenset(retired), self.curriculum
-
-        def wanted(prompt: Prompt, place: int) -> bool:
-            return rule is None or rule.choice(rates or {}, prompt, place) not in PASSED_OVER
-
-        return places(
-            self.tasks, cursor, count or self.prompts, gone, wanted if rule and rates is not None else None
-        )
-
-    def choices(self, cursor: int, end: int, retired: Iterable[str], rates: Rates) -> Counter[str]:
-        """How many places from ``cursor`` to ``end`` got each ``Choice`` of the curriculum."""
-        gone, rule = frozenset(retired), self.curriculum
-        if rule is None:
-            return Counter()
-        prompts = ((place, self.tasks.prompt(place)) for place in range(cursor, end))
-        return Counter(str(rule.choice(rates, one, place)) for place, one in prompts if one.uid not in gone)
+    def places(self, cursor: int, retired: Iterable[str], count: int = 0) -> list[int]:
+        """Stream indices of the next ``count`` prompts (0: a round of them), without ``retired`` ones; empty
+        when all have left."""
+        return places(self.tasks, cursor, count or self.prompts, frozenset(retired))
 
     async def play(
         self, one: Admission, *, since: float, generated: Callable[[], None] = lambda: None
@@ -107,5 +84,4 @@ class Rounds:
             seed=(self.seed, one.round, one.place),
             group_size=self.group_size,
             step=one.round,
-            pilot=self.pilot,
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ostinato.every import spent_in_steps
 from ostinato.observe.ledger import Ledger
+from ostinato.pipeline.account import evaluation_work
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups
 from ostinato.pipeline.failed import Failures
@@ -15,7 +16,6 @@ from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.observer import Observer
 from ostinato.pipeline.recorder import StepRecorder
 from ostinato.pipeline.state import LoopState, Plan
-from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.rollout.rollout import RolloutContext
 from ostinato.run import MAIN_SET, RunFolder
 

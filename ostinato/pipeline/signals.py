@@ -1,10 +1,12 @@
-"""How a run is stopped: Ctrl-C once, Ctrl-C twice, SIGTERM, SIGHUP.
+"""How a run is stopped: Ctrl-C once, Ctrl-C twice, SIGTERM.
 
 Ctrl-C        the running step is finished, then the run saves and ends
 Ctrl-C again  what runs is cancelled and KeyboardInterrupt raised; all that was reported is on the disk
 SIGTERM       as the first Ctrl-C, and what is on its way may end too; what is not done within ``grace_s``
               seconds is abandoned, but for an optimizer step
-SIGHUP        as SIGTERM: the terminal is gone, or the reader of the output; nothing where it is ignored
+
+A terminal that is closed ends a run as it ends any program (SIGHUP), unless ``nohup`` started it: it is
+resumed from its last checkpoint.
 
 A wait without progress is ended by a ``Watchdog``, which says what is waiting for what.
 """
@@ -22,49 +24,34 @@ from typing import Any
 from ostinato.failure import NamedFailure
 from ostinato.threads import T
 
-# the signals that end a run, and what its ending is called in the ledger (``pipeline.state.Finish``)
-ENDERS = {signal.SIGTERM: "terminated", signal.SIGHUP: "hung_up"}
-
-
-def enders() -> list[signal.Signals]:
-    """The signals to handle: not SIGHUP where it is ignored, since ``nohup`` lets a run outlive its
-    terminal."""
-    return [one for one in ENDERS if one is signal.SIGTERM or signal.getsignal(one) is not signal.SIG_IGN]
-
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP where no step is to be finished: before the loop of a run, or after it. ``why`` is
-    what the ledger calls it."""
+    """SIGTERM where no step is to be finished: before the loop of a run, or after it."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number, self.why = number, ENDERS[signal.Signals(number)]
+    why = "terminated"  # in the ledger
 
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Inside, the first SIGTERM or SIGHUP raises Ended, so that everything open is closed in order; a shell
-    that is closed sends SIGHUP twice. ``StopSignals`` takes precedence over it. Outside the main thread
-    nothing changes."""
-    raised = False
+    """Inside, the first SIGTERM raises Ended, so that everything open is closed in order. ``StopSignals``
+    takes precedence over it. Outside the main thread nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def end(number: int, frame: FrameType | None) -> None:
-        nonlocal raised
-        if not raised:
-            raised = True
-            raise Ended(number)
+        signal.signal(number, lambda *again: None)
+        raise Ended
 
-    mine = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, end) for number in enders()} if mine else {}
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)
 
 
 class Abandoned(Exception):
-    """The step was given up because the grace period of a SIGTERM or SIGHUP was over."""
+    """The step was given up because the grace period of a SIGTERM was over."""
 
 
 class Stalled(NamedFailure):
@@ -87,7 +74,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         self._loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, *enders()):
+            for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._hear)
         return self
 
@@ -97,13 +84,8 @@ class StopSignals:
 
     @property
     def limited(self) -> bool:
-        """Whether a signal was received that leaves only the grace period."""
-        return self.received in ENDERS
-
-    @property
-    def name(self) -> str:
-        """That of the signal: "SIGTERM"; empty without one."""
-        return self.received.name if self.received is not None else ""
+        """Whether only the grace period is left."""
+        return self.received is signal.SIGTERM
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``. It is cancelled when the grace period ends, a second Ctrl-C comes or
@@ -157,7 +139,7 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._killed = True
             self._loop.call_soon_threadsafe(self._task.cancel)
-        elif number in ENDERS and not self.limited:
+        elif number == signal.SIGTERM and not self.limited:
             self._loop.call_soon_threadsafe(self._loop.call_later, self._grace_s, self._expire)
         self.received = self.received if self.limited else signal.Signals(number)
 

@@ -86,7 +86,7 @@ class Spool:
 
 def address(ask: RolloutRequest, stage: RolloutContext, version: int) -> str:
     """A key of everything that determines a played group: the request, the policy version and the stage."""
-    request = f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version}" + f" {ask.pilot}" * bool(ask.pilot)
+    request = f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version}"
     return f"{request} context={stage.context_limit} stage={stage.identity} {stage.sampling}"
 
 

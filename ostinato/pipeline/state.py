@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from signal import Signals
+from signal import SIGTERM, Signals
 from typing import Any
 
 from ostinato.every import NEVER, Every
 from ostinato.failure import NamedFailure
 from ostinato.model.flops import FlopModel
-from ostinato.pipeline.curriculum import Curriculum, Rates
-from ostinato.pipeline.drift import Drift, Measured, ages
 from ostinato.pipeline.rounds import Admission
-from ostinato.pipeline.signals import ENDERS
-from ostinato.rollout.pilot import Pilot
-from ostinato.types import Batch
 
 
 class NoTrainableSamples(NamedFailure):
@@ -34,7 +29,6 @@ class Finish(StrEnum):
     DONE = "done"
     INTERRUPTED = "interrupted"  # Ctrl-C: the step was finished
     TERMINATED = "terminated"  # SIGTERM: the step was finished or abandoned
-    HUNG_UP = "hung_up"  # SIGHUP, or the reader of the output is gone: the same
     COLLAPSED = "collapsed"  # by the stability watch, where the plan was to stop then
     FORGOT = "forgot"  # by the forgetting watch, where the plan was to stop then
     SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
@@ -44,7 +38,7 @@ class Finish(StrEnum):
     @classmethod
     def of(cls, received: Signals | None) -> Finish:
         """The ending for a received signal."""
-        return cls.INTERRUPTED if received is None else cls(ENDERS.get(received, cls.INTERRUPTED))
+        return cls.TERMINATED if received is SIGTERM else cls.INTERRUPTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +53,11 @@ class Plan:
     peak_flops: float = 0.0  # FLOP/s of the trainer's device by its data sheet; 0: not known, as of a CPU
     budget: Every = NEVER  # of training compute: the step that spends it is the last
     minibatches: int = 1  # optimizer steps per batch, as long as there are as many groups
-    drift: Drift | None = None  # fewer of them, and less staleness, by forecast; None: always as many
     staleness: int = 0  # most steps between the policy that samples a token and the one that trains on it
     overlap: bool = False  # rollouts go on while the trainer learns, and take up its weights in flight
     seed: int = 0
     solved_at: float = 1.0  # a reward from here on is a solution
     solved_for_good: float = 0.0  # share of a group's solutions at which its prompt leaves; 0: none ever does
-    curriculum: Curriculum | None = None  # prompts by their pass rate; None: all of them
-    pilot: Pilot | None = None  # answers of a group that come first; None: all at once
     eval_at_start: bool = True
     checkpoint_every: int = 0
     trajectories_every: int = 0
@@ -76,25 +67,6 @@ class Plan:
     grace_s: float = 20.0  # for a step, and what is on its way, to end after SIGTERM
     watch_s: float = 600.0  # without any progress, before the run ends and says what waits for what
     flops: FlopModel | None = None  # None: unknown, no FLOPs are reported
-
-    def at(self, state: LoopState) -> Plan:
-        """This plan with the staleness and minibatches of the next step, where a forecast limits them."""
-        if self.drift is None:
-            return self
-        staleness, minibatches = self.drift.chosen(state.drift, state.updates)
-        return replace(self, staleness=staleness, minibatches=minibatches)
-
-    def drifted(
-        self, state: LoopState, batch: Batch | None, row: Mapping[str, float]
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        """(changes to ``state``, metrics) after a step that trained on ``batch`` and has this ``row``; both
-        empty unless a forecast limits the next step."""
-        if self.drift is None or batch is None:
-            return {}, {}
-        updates = [*state.updates, len(batch.minibatches)][max(0, len(state.updates) + 1 - self.staleness) :]
-        aged = ages(batch, state.updates)
-        measured = self.drift.after(state.drift, {**row, **aged})
-        return {"drift": measured, "updates": updates}, aged | self.drift.figures(measured, updates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +81,6 @@ class LoopState:
     version: int = 0  # of the policy that the engine serves
     empty_in_a_row: int = 0
     retired: Sequence[str] = ()  # uids of prompts that have left the stream for good, as they left
-    rates: Rates = field(default_factory=dict)  # measured ones, of prompts or tasks, for a curriculum
-    drift: Measured = ()  # what the forecast has measured so far
-    updates: Sequence[int] = ()  # optimizer steps of the last steps, as many as tokens may be stale
     ahead: Sequence[Admission] = ()  # on their way; those that had ended are in the spool
     admitted: int = 0
     trained: int = 0  # part of a batch, and not dropped there by a rule
@@ -126,9 +95,6 @@ class LoopState:
             )
         object.__setattr__(self, "ahead", tuple(Admission(*one) for one in self.ahead))  # lists in JSON
         object.__setattr__(self, "retired", tuple(self.retired))
-        object.__setattr__(self, "drift", tuple(self.drift))
-        object.__setattr__(self, "updates", tuple(self.updates))
-        object.__setattr__(self, "rates", {name: tuple(pair) for name, pair in self.rates.items()})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -13,38 +13,29 @@ The order of the others never changes, nor does the noise of a place, which is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from ostinato.protocols import Tasks
 from ostinato.rollout.rollout import verdicts
-from ostinato.types import Group, Prompt
+from ostinato.types import Group
 
 
-def places(
-    tasks: Tasks,
-    cursor: int,
-    count: int,
-    retired: Collection[str],
-    wanted: Callable[[Prompt, int], bool] | None = None,
-) -> list[int]:
-    """The next ``count`` indices of the stream from ``cursor`` on whose prompts (by uid) are not ``retired``
-    and, with a curriculum, ``wanted`` at that index (which must hold for each prompt at some index).
+def places(tasks: Tasks, cursor: int, count: int, retired: Collection[str]) -> list[int]:
+    """The next ``count`` indices of the stream from ``cursor`` on whose prompts (by uid) are not ``retired``.
 
     The next cursor is the last of them plus 1. Empty when no prompt is left: 2 ``tasks.epoch`` places in a
     row contain every prompt. While fewer are left than are requested, a prompt comes once in each epoch, so
     more than once in a step.
     """
-    if not retired and wanted is None:
+    if not retired:
         return list(range(cursor, cursor + count))
     found, index, last_there = list[int](), cursor, cursor
     while len(found) < count:
-        prompt = tasks.prompt(index)
-        if prompt.uid not in retired:
+        if tasks.prompt(index).uid not in retired:
             last_there = index
-            if wanted is None or wanted(prompt, index):
-                found.append(index)
+            found.append(index)
         elif index - last_there >= 2 * tasks.epoch:
             return []
         index += 1

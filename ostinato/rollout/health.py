@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from ostinato.rollout.rollout import FAILED, fault_name, verdicts
-from ostinato.types import Completion, Group, Stop, Trajectory
+from ostinato.types import Group, Reward, Stop, Trajectory
 
 
 def health(groups: Sequence[Group], *, solved_at: float = 1.0) -> dict[str, float]:
@@ -36,29 +36,33 @@ def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
     rewards = [values[np.isfinite(values)] for values in map(verdicts, groups)]
     judged = np.concatenate(rewards) if rewards else np.empty(0)
     pairs = [values for values in rewards if len(values) > 1]
-    parts: dict[str, list[float]] = {}
-    for reward in (t.reward for group in groups for t in group.trajectories):
-        for name, value in {} if reward is None else reward.parts.items():
-            parts.setdefault(name, []).extend([] if value is None else [value])
     figures = {
         "reward": _mean(judged),
         "reward_std": _std(judged),
         "reward_group_std": _mean([_std(values) for values in pairs]),
         "frac_reward_zero_std": _mean([zero_variance(values) for values in pairs]),
     }
-    for name, values in sorted(parts.items()):
-        figures[f"rewards/{name}/mean"] = _mean(values)
-        figures[f"rewards/{name}/std"] = _std(values)
+    for name, values in _by_name(reward.parts for reward in _rewards(groups)).items():
+        figures |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _std(values)}
     return figures
 
 
 def logged_figures(groups: Sequence[Group]) -> dict[str, float]:
     """``logged/{name}``: the mean over trajectories of what reward functions gave to ``log_metric``."""
-    logged: dict[str, list[float]] = {}
-    for reward in (t.reward for group in groups for t in group.trajectories):
-        for name, value in {} if reward is None else reward.metrics.items():
-            logged.setdefault(name, []).append(value)
-    return {f"logged/{name}": _mean(values) for name, values in sorted(logged.items())}
+    logged = _by_name(reward.metrics for reward in _rewards(groups))
+    return {f"logged/{name}": _mean(values) for name, values in logged.items()}
+
+
+def _rewards(groups: Sequence[Group]) -> list[Reward]:
+    return [t.reward for group in groups for t in group.trajectories if t.reward is not None]
+
+
+def _by_name(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float]]:
+    """The values of each name, in its order; None is no value."""
+    found: dict[str, list[float]] = {}
+    for name, value in (item for row in rows for item in row.items()):
+        found.setdefault(name, []).extend([] if value is None else [value])
+    return dict(sorted(found.items()))
 
 
 def solved_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
@@ -95,8 +99,9 @@ def task_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, own in of_tasks(groups).items():
         known = reward_figures(own) | solved_figures(own, solved_at)
-        kept = {key: known[key] for key in ("reward", "pass@1", "frac_reward_zero_std")}
-        figures |= {f"tasks/{name}/{key}": n for key, n in {"share": len(own) / len(groups), **kept}.items()}
+        figures[f"tasks/{name}/share"] = len(own) / len(groups)
+        for key in ("reward", "pass@1", "frac_reward_zero_std"):
+            figures[f"tasks/{name}/{key}"] = known[key]
     return figures
 
 
@@ -121,38 +126,29 @@ def interruption_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]
     tokens sampled after the phrase."""
     answers = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
     interrupted = [answer for answer in answers if answer.injected is not None]
-    rate = {"interrupt/rate": _mean([answer.injected is not None for answer in answers])}
-    if not interrupted:
-        return rate
-    return {
-        **rate,
-        "interrupt/answered": _mean([answer.stop is not Stop.LENGTH for answer in interrupted]),
-        "interrupt/answer_length": _mean([_behind_phrase(answer) for answer in interrupted]),
-    }
-
-
-def _behind_phrase(answer: Completion) -> int:
-    assert answer.injected is not None
-    return int(np.argmax(answer.injected[::-1]))
+    figures = {"interrupt/rate": _mean([answer.injected is not None for answer in answers])}
+    if interrupted:
+        behind = [int(np.argmax(answer.injected[::-1])) for answer in interrupted]
+        figures["interrupt/answered"] = _mean([answer.stop is not Stop.LENGTH for answer in interrupted])
+        figures["interrupt/answer_length"] = _mean(behind)
+    return figures
 
 
 def counters(groups: Sequence[Group]) -> dict[str, float]:
     """What was played, what it cost and what went wrong; ``faults/{kind}`` appears when it happened."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    context = sum(len(turn.context) for turn in turns)
-    prefilled = sum(map(prefilled_tokens, trajectories))
-    return {
-        "rollout/groups": float(len(groups)),
-        "rollout/trajectories": float(len(trajectories)),
-        "rollout/failed": float(sum(trajectory.stop in FAILED for trajectory in trajectories)),
-        "rollout/no_verdict": float(sum(_unjudged(trajectory) for trajectory in trajectories)),
-        "tokens/context": float(context),
-        "tokens/prefilled": float(prefilled),
-        "tokens/sampled": float(sum(map(sampled_tokens, trajectories))),
-        "tokens/injected": float(sum(map(injected_tokens, trajectories))),
-        **{f"faults/{name}": float(count) for name, count in sorted(faults(trajectories).items())},
+    counted = {
+        "rollout/groups": len(groups),
+        "rollout/trajectories": len(trajectories),
+        "rollout/failed": sum(trajectory.stop in FAILED for trajectory in trajectories),
+        "rollout/no_verdict": sum(map(_unjudged, trajectories)),
+        "tokens/context": sum(len(turn.context) for one in trajectories for turn in one.turns),
+        "tokens/prefilled": sum(map(prefilled_tokens, trajectories)),
+        "tokens/sampled": sum(map(sampled_tokens, trajectories)),
+        "tokens/injected": sum(map(injected_tokens, trajectories)),
+        **{f"faults/{name}": count for name, count in sorted(faults(trajectories).items())},
     }
+    return {name: float(count) for name, count in counted.items()}
 
 
 def faults(trajectories: Iterable[Trajectory]) -> Counter[str]:
@@ -218,9 +214,5 @@ def _std(values: Sequence[float] | np.ndarray) -> float:
 
 
 def _spread(values: Sequence[int]) -> dict[str, float]:
-    ends = (
-        {"min": float(min(values)), "max": float(max(values))}
-        if values
-        else {"min": math.nan, "max": math.nan}
-    )
-    return {"mean": _mean(values), **ends}
+    least, most = (float(min(values)), float(max(values))) if values else (math.nan, math.nan)
+    return {"mean": _mean(values), "min": least, "max": most}

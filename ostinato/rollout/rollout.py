@@ -28,7 +28,6 @@ import numpy as np
 
 from ostinato.protocols import Engine, Env, Grader
 from ostinato.rollout.interrupt import Interruption
-from ostinato.rollout.pilot import Pilot
 from ostinato.types import (
     Completion,
     Group,
@@ -63,7 +62,6 @@ class Drop(StrEnum):
     TOO_FEW_EPISODES = "too_few_episodes"  # the others ended in an error
     TOO_FEW_VERDICTS = "too_few_verdicts"
     ZERO_VARIANCE = "zero_variance"  # judged by the loop, where the algorithm drops them
-    CUT_SHORT = "cut_short"  # after its pilot, whose rewards are all the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +86,6 @@ class RolloutRequest:
     seed: tuple[int, ...]  # (run seed, step, index of the prompt in the stream)
     group_size: int
     step: int
-    pilot: Pilot | None = None  # None: all members at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,24 +125,8 @@ async def play(
 async def rollout_group(
     stage: RolloutContext, ask: RolloutRequest, generated: Callable[[], None] = lambda: None
 ) -> RolloutResult:
-    """The siblings of one prompt, played and graded together; ``generated`` is called in between. A pilot is
-    played and graded before the others, which may then be left out."""
-    pilot = ask.pilot
-    if pilot is None:
-        return await _members(stage, ask, range(ask.group_size), generated)
-    first = await _members(stage, ask, range(pilot.answers))
-    if not pilot.goes_on(verdicts(first.group), ask.seed):
-        generated()
-        return first
-    rest = await _members(stage, ask, range(pilot.answers, ask.group_size), generated)
-    together = (*first.group.trajectories, *rest.group.trajectories)
-    return replace(rest, group=replace(rest.group, trajectories=together))
-
-
-async def _members(
-    stage: RolloutContext, ask: RolloutRequest, members: range, generated: Callable[[], None] = lambda: None
-) -> RolloutResult:
-    episodes = [_Episode(stage, ask.prompt, (*ask.seed, k)) for k in members]
+    """The siblings of one prompt, played and graded together; ``generated`` is called in between."""
+    episodes = [_Episode(stage, ask.prompt, (*ask.seed, k)) for k in range(ask.group_size)]
     try:
         await asyncio.gather(*(episode.open() for episode in episodes))
         await _play_together(stage.engine, episodes)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -68,7 +70,7 @@ WAVES = (
     *("sampling/sampling_logp_difference/max", "sampling/kl_k3", "draft/acceptance"),
     *("sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/max"),
     *("draft/share_history", "draft/share_sibling", "draft/seconds_saved", "draft/tokens_per_pass"),
-    *("time/rollout_s", "time/train_s", "step_time", "flops/useful", "flops/wasted", "tokens_per_s"),
+    *("time/rollout_s", "time/train_s", "step_time", "flops/rollout", "flops/train", "tokens_per_s"),
 )
 
 
@@ -314,8 +316,8 @@ def a_run(path: Path, steps: int) -> RunFolder:
 
 
 def beat(run: RunFolder) -> None:
-    alive = {"session": 1, "at": time.time(), "part": "train"}
-    (run.path / "alive.json").write_text(json.dumps(alive))
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": "noon"}
+    (run.path / ".lock").write_text(json.dumps(holder))
 
 
 @contextmanager

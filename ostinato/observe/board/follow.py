@@ -14,6 +14,7 @@ from typing import Any
 
 from ostinato.every import Every, spent_in_steps
 from ostinato.inputs import parse_json, parse_toml
+from ostinato.lock import is_held
 from ostinato.observe.board.curves import Curves, charts
 from ostinato.observe.board.tail import Tail
 from ostinato.observe.ledger import Event
@@ -25,7 +26,6 @@ from ostinato.observe.timeline import Span
 from ostinato.run import RunFolder
 
 AGAIN_S = 0.5  # between two reads of the folder, for all pages together
-SILENT_S = 20.0  # without a heartbeat (``ledger.BEAT_EVERY_S`` is 1), until a run counts as dead
 HORIZON_S = 900.0  # seconds of the timeline that are kept
 SPANS = 60_000  # kept of it, at most
 LAST = 4 << 20  # bytes of the timeline and the ledger that are read when the board opens
@@ -65,9 +65,6 @@ class Follower:
         }
         self._rows |= {"watch": deque(maxlen=ALARMS), "ledger": deque(maxlen=STEPS)}
         self._spans: deque[Span] = deque(maxlen=SPANS)
-        self._beat: Row | None = None  # the last heartbeat of the run's process
-        self._beat_at = 0.0  # its time, by our monotonic clock
-        self._began = False
         self.revisions: dict[str, int] = {"charts": 0, "timeline": 0}
         self.data = RunData(name=run.path.resolve().name, recipe_text="", recipe={}, **EMPTY)
 
@@ -83,13 +80,6 @@ class Follower:
             if anew or rows:
                 self._take(name, rows, anew=anew)
                 self.revisions["timeline" if name in ("timeline", "ledger") else "charts"] += 1
-        beat = _json(self._run.path / "alive.json")
-        if not isinstance(beat, dict):
-            self._beat = None
-        elif beat != self._beat:  # one from before our first look may be old
-            at = None if self._began else number(beat, "at")
-            self._beat, self._beat_at = beat, now - (max(0.0, time.time() - at) if at is not None else 0.0)
-        self._began = True
 
     def _read_recipe(self) -> None:
         """Read at every look, as the recipe may change when a run is resumed."""
@@ -143,23 +133,18 @@ class Follower:
             why = str(last.get("why", ""))
             tone = Tone.BAD if why.startswith("failed") or why in ("collapsed", "forgot") else Tone.GOOD
             return {"tone": tone, "text": f"{ENDS.get(why, why)}, after step {step}"}
-        silent = self._silent()
-        if silent is None and not last:
+        held = is_held(self._run.path)
+        if held:
+            return {"tone": Tone.LIVE, "text": "running" if step else "running, the first step"}
+        if not last:
             return {"tone": Tone.OPEN, "text": "has not begun yet"}
-        if silent is None or silent < SILENT_S:
-            part = "evaluating" if self._beat and self._beat.get("part") == "eval" else "running"
-            return {"tone": Tone.LIVE, "text": part if step else f"{part}, the first step"}
-        text = f"no sign of life for {seconds_text(silent)}: it was killed, or its machine is gone"
+        ends = [end for name in ("at", "ended_at") if (end := number(last, name)) is not None]
+        ago = seconds_text(max(0.0, time.time() - max(ends, default=time.time())))
+        if held is None:
+            return {"tone": Tone.OPEN, "text": f"no process of this machine; its last row came {ago} ago"}
+        text = f"it was killed; its last row came {ago} ago"
         again = f"ostinato resume {self._run.path}" if "tinker" not in self.data.recipe else "ostinato tinker"
         return {"tone": Tone.BAD, "text": f"{text}. {again} goes on with it"}
-
-    def _silent(self) -> float | None:
-        """Seconds since the last heartbeat, or else the last ledger row; None if there is neither."""
-        if self._beat is None:
-            ends = (number(row, name) for row in self._rows["ledger"] for name in ("at", "ended_at"))
-            newest = max((end for end in ends if end is not None), default=None)
-            return None if newest is None else max(0.0, time.time() - newest)
-        return self._clock() - self._beat_at
 
     def progress(self) -> dict[str, Any]:
         """Finished steps, planned steps (None if a budget will end the run before them), the share of the
@@ -233,7 +218,6 @@ ENDS = {
     "done": "finished",
     "interrupted": "interrupted by Ctrl-C",
     "terminated": "stopped by SIGTERM",
-    "hung_up": "stopped as its terminal, or the reader of its output, had gone",
     "collapsed": "stopped: the policy collapsed",
     "forgot": "stopped: the policy was losing what it could do before",
     "solved": "ended: every prompt is solved for good",

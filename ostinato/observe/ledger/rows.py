@@ -54,8 +54,8 @@ def _text(value: Any) -> bool:
 
 FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("session", "step", "at", "process_started", "seconds", "ended_at"), is_number),
-    **dict.fromkeys(("price_per_device_hour", "useful", "clock_back"), is_number),
-    **dict.fromkeys(("flops", "wasted", "reused", "pending", "routing", "judge", "forgetting"), _counts),
+    **dict.fromkeys(("price_per_device_hour", "clock_back"), is_number),
+    **dict.fromkeys(("flops", "reused", "pending", "routing", "judge", "forgetting"), _counts),
     **{"tokens": _tokens, "pools": _pools, "currency": _text, "why": _text},
 }
 NEEDS: Mapping[Event, tuple[str, ...]] = {  # the fields that every reader needs
@@ -93,8 +93,7 @@ def _fault(row: dict[str, Any], *, first: bool) -> str:
         return "has no 'event'"
     if first and event != Event.START:
         return "is not the start of a session"
-    needed = [*NEEDS[Event(event)], *(("useful", "wasted") if event == Event.STEP and "flops" in row else ())]
-    for key in [*needed, *row]:
+    for key in [*NEEDS[Event(event)], *row]:
         if key not in row:
             return f"has no {key!r}"
         if key in FORMS and not FORMS[key](row[key]):

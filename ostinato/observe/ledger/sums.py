@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ostinato.axis import Axis
-from ostinato.observe.ledger.rows import Event, Row, Spell, devices_of, spells
+from ostinato.observe.ledger.rows import Event, Row, Spell, devices_of, end_of, spells
 
 NO_MONEY = "give it one with --price-per-device-hour, or count in device-hours"
 
@@ -115,10 +116,6 @@ def _sampled(row: Row) -> int:
     return row["tokens"]["sampled"]
 
 
-def _dropped(row: Row) -> Mapping[str, int]:
-    return row["tokens"].get("dropped", {})
-
-
 def _reused(row: Row, what: str) -> int:
     return row.get("reused", {}).get(what, 0)
 
@@ -132,7 +129,7 @@ class Pool:
 
     busy: Mapping[str, float]  # by part
     idle: float
-    lost: float  # work of killed processes that no row has
+    lost: float  # work that an exception ended
 
     @property
     def total(self) -> float:
@@ -161,10 +158,8 @@ class Summary:
     pools: Mapping[str, Pool]
     tokens: Mapping[str, int]  # prefilled, sampled, drafted, accepted, injected, trained, trained_context
     dropped: Mapping[str, int]  # by reason: sampled tokens that no step that counts trained on. Those that
-    # may still be trained on are "pending" here and in ``wasted``, and "unused" once the run has ended
+    # may still be trained on are "pending", and "unused" once the run has ended
     flops: Mapping[str, int]  # by part
-    useful: int | None
-    wasted: Mapping[str, int]  # by reason
     evaluation: Evaluated
     forgetting: Mapping[
         str, float
@@ -180,13 +175,12 @@ class Summary:
 
 
 def summary(rows: Iterable[Row]) -> Summary:
-    """The sums of a ledger. Pools add up to all device seconds, useful and wasted to all FLOPs of training,
-    trained and dropped tokens to all sampled ones."""
+    """The sums of a ledger. Pools add up to all device seconds, trained and dropped tokens to all sampled
+    ones."""
     passed = list(spells(rows))
     kept, again = _kept_and_repeated(passed)
     every = [*kept, *again]
     left = "unused" if passed and passed[-1].event is Event.END else "pending"
-    counted = all("flops" in row for row in every)
     tokens, trained = _net(every, "tokens", {name: name for name in SAMPLED}), _net(kept, "tokens", {})
     return Summary(
         sessions=sum(spell.event is Event.START for spell in passed),
@@ -195,10 +189,8 @@ def summary(rows: Iterable[Row]) -> Summary:
         wall=_wall(passed),
         pools={name: _pool(passed, name) for name in _pool_names(passed)},
         tokens={name: n if name in SAMPLED else trained.get(name, 0) for name, n in tokens.items()},
-        dropped=_in_vain(kept, again, left, "sampled", _sampled, _dropped),
+        dropped=_dropped(kept, again, left),
         flops=_net(every, "flops", {"sample": "flops"}),
-        useful=sum(row["useful"] for row in kept) if counted else None,
-        wasted=_in_vain(kept, again, left, "flops", _all_flops, lambda row: row["wasted"]) if counted else {},
         evaluation=_evaluated(passed),
         forgetting=_forgetting(passed),
         compute=_compute(rows=[spell.row for spell in passed]),
@@ -231,23 +223,18 @@ def _net(rows: Sequence[Row], key: str, reused: Mapping[str, str]) -> dict[str, 
     return dict(sums)
 
 
-def _in_vain(
-    kept: Sequence[Row],
-    again: Sequence[Row],
-    left: str,
-    what: str,
-    of: Callable[[Row], int],
-    reasons: Callable[[Row], Mapping[str, int]],
-) -> dict[str, int]:
-    """Waste by reason; what was sampled ahead and not trained on has the reason ``left``, what repeated steps
-    spent twice the reason "repeated"."""
+def _dropped(kept: Sequence[Row], again: Sequence[Row], left: str) -> dict[str, int]:
+    """Sampled tokens in vain by reason; those sampled ahead and not trained on have the reason ``left``, what
+    repeated steps sampled twice the reason "repeated"."""
     found = Counter[str]()
-    if pending := sum(row.get("pending", {}).get(what, 0) for row in kept):
+    if pending := sum(row.get("pending", {}).get("sampled", 0) for row in kept):
         found[left] = pending
     for row in kept:
-        found.update(reasons(row))
+        found.update(row["tokens"].get("dropped", {}))
     if again:
-        found["repeated"] = sum(map(of, again)) - sum(_reused(row, what) for row in (*kept, *again))
+        found["repeated"] = sum(map(_sampled, again)) - sum(
+            _reused(row, "sampled") for row in (*kept, *again)
+        )
     return dict(found)
 
 
@@ -342,6 +329,13 @@ def _notes(passed: Sequence[Spell]) -> Iterator[str]:
             yield (
                 f"The clock of session {row['session']} was {row['clock_back']:.0f} s behind the last row "
                 "before it; no time is counted across sessions, so no sum depends on it."
+            )
+    for before, spell in pairwise(passed):
+        if spell.event is Event.START and before.event not in (Event.END, Event.LOST):
+            most = max(0.0, spell.row["process_started"] - end_of(before.row))
+            yield (
+                f"Session {before.row['session']} was killed: what it did after its last row is in no sum; "
+                f"the next one started {most:.0f} s later."
             )
     if starts and (why := _no_bill(passed)):
         yield f"There is no bill: {why}."

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ostinato.observe.ledger.life import Life, rows_of_the_killed
 from ostinato.observe.ledger.rows import Event, Row, end_of, read
-from ostinato.run import BEAT, RunFolder
+from ostinato.run import RunFolder
 
 POOL = "local"  # of a run in one process: one pool that samples, grades and trains in turn
 SAMPLERS = "samplers"  # the pool that evaluates, if there are several
@@ -24,11 +23,6 @@ class SteadyClock:
 
     def __call__(self) -> float:
         return self.started + time.perf_counter() - self._zero
-
-
-def new_life(folder: RunFolder, clock: SteadyClock) -> Life:
-    """The heartbeat of this process, which began when ``clock`` did."""
-    return Life(folder.path / BEAT, clock, clock.started)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +45,12 @@ class Terms:
 class Ledger:
     """Writes the rows of one process. ``with ledger.session(step):`` around all of its work.
 
-    ``clock`` was started when the process began; ``life`` is its heartbeat, by default a new one.
+    ``clock`` was started when the process began.
     """
 
     folder: RunFolder
     terms: Terms = Terms()
     clock: SteadyClock = field(default_factory=SteadyClock)
-    life: Life | None = None
     why: str = "done"  # what the end row will say, unless an exception ends the session
 
     def __post_init__(self) -> None:
@@ -74,17 +67,15 @@ class Ledger:
         if self._session:
             yield
             return
-        own = nullcontext(self.life) if self.life else new_life(self.folder, self.clock)
-        with own as life:
-            self._start(step, life)
-            try:
-                yield
-            except BaseException as error:
-                failed = f"failed: {type(error.__cause__ or error).__name__}"
-                with suppress(OSError):  # a full disk is the error itself
-                    self._end(getattr(error, "why", failed))
-                raise
-            self._end(self.why)
+        self._start(step)
+        try:
+            yield
+        except BaseException as error:
+            failed = f"failed: {type(error.__cause__ or error).__name__}"
+            with suppress(OSError):  # a full disk is the error itself
+                self._end(getattr(error, "why", failed))
+            raise
+        self._end(self.why)
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -99,8 +90,8 @@ class Ledger:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Work lost in this block counts as evaluation. After an exception that stays so, until ``work`` or
-        the process that resumes records it."""
+        """Work lost in this block counts as evaluation. After an exception that stays so, until ``work``
+        records it."""
         self._part = "eval"
         yield
         self._part = "train"
@@ -114,7 +105,7 @@ class Ledger:
         by_pool: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         """Record a step of ``seconds``, ``busy`` of them by part, or ``by_pool`` and part if there are
-        several pools. ``work``: its tokens, FLOPs, useful, wasted."""
+        several pools. ``work``: its tokens and FLOPs."""
         self._step = step
         row = {"step": step, "seconds": seconds, "ended_at": self.clock()}
         parts = {POOL: busy} if by_pool is None else by_pool
@@ -138,11 +129,10 @@ class Ledger:
         """Has an earlier process written this step row (``coming``, of that process)?"""
         return row in self._before
 
-    def _start(self, step: int, life: Life) -> None:
+    def _start(self, step: int) -> None:
         rows, terms = read(self.folder), self.terms
         self._before = frozenset((row["session"], row["step"]) for row in rows if row["event"] == Event.STEP)
         start = {
-            "event": Event.START,
             "at": self.clock(),
             "process_started": self.clock.started,
             "step": step,
@@ -153,14 +143,10 @@ class Ledger:
             "price_per_device_hour": terms.price_per_device_hour,
             "currency": terms.currency,
         }
-        if more := list(rows_of_the_killed(rows, life.killed, start, self.clock())):
-            self.folder.ledger.append(*more)
         back = max(map(end_of, rows), default=0.0) - self.clock.started
-        self._session = max((row["session"] for row in (*rows, *more)), default=0) + 1
-        self._step, life.killed = step, ()
+        self._session = max((row["session"] for row in rows), default=0) + 1
+        self._step = step
         self._append(Event.START, start | ({"clock_back": back} if back > 0 else {}))
-        life.part = lambda: self._part
-        life.beat()
 
     def _end(self, why: str) -> None:
         self._append(Event.END, {"at": self.clock(), "step": self._step, "why": why})

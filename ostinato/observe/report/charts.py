@@ -248,10 +248,14 @@ def _cost(rows: Sequence[Row]) -> list[Chart]:
     reasons = zip(names_under(rows, "tokens/wasted/"), palette, strict=False)
     wasted = {f"tokens/wasted/{name}": (name.replace("_", " "), color) for name, color in reasons}
     tokens = [*lines(rows, {"tokens/trained": "trained on"}), *lines(rows, wasted, missing=0.0)]
-    flops = {"flops/useful": ("useful", "--blue"), "flops/wasted": ("wasted", "--red")}
+    flops = {
+        "flops/rollout": ("rollout", "--blue"),
+        "flops/train": ("train", "--teal"),
+        "flops/measure": ("measure", "--purple"),
+    }
     seconds = "Where they went; rewards only where training waited; measure: sampler against trainer."
     speed = "Sampled tokens per second of the whole step."
-    work = "By the model's shapes; wasted: not trained on, failed drafts, measuring, refused steps."
+    work = "By the model's shapes and the rows that ran."
     return [
         figure(rows, "Time per step", seconds, "s", TIMES, stacked=True),
         figure(rows, "Throughput", speed, "tokens/s", {"tokens_per_s": "speed"}, low=0.0),

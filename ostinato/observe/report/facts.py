@@ -344,8 +344,8 @@ def totals(data: RunData) -> list[Fact]:
     """What the run cost, from the totals in the last row (which continue across a resume)."""
     if not data.metrics:
         return []
-    names = ("sampled_tokens", "trained_tokens", "seconds", "useful_flops", "wasted_flops")
-    sampled, trained, seconds, useful, wasted = (number(data.metrics[-1], f"total/{name}") for name in names)
+    names = ("sampled_tokens", "trained_tokens", "seconds", "flops")
+    sampled, trained, seconds, flops = (number(data.metrics[-1], f"total/{name}") for name in names)
     facts = [Fact("steps", f"{last_step(data.metrics)}")]
     if seconds is not None:
         facts.append(Fact("in steps", seconds_text(seconds), "wall time, evaluations not counted"))
@@ -353,9 +353,8 @@ def totals(data: RunData) -> list[Fact]:
         facts.append(Fact("tokens sampled", si(sampled)))
     if sampled and trained is not None:
         facts.append(Fact("of them trained on", f"{trained / sampled:.0%}"))
-    if useful is not None and wasted is not None and useful + wasted > 0:
-        note = f"{si(useful)}FLOP of {si(useful + wasted)}FLOP, by the model's shapes"
-        facts.append(Fact("of FLOPs useful", f"{useful / (useful + wasted):.0%}", note))
+    if flops:
+        facts.append(Fact("FLOPs", si(flops), "by the model's shapes"))
     if seconds and sampled is not None:
         facts.append(Fact("tokens/s", si(sampled / seconds), "sampled, over whole steps"))
     return facts

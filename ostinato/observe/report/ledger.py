@@ -20,7 +20,7 @@ MEANING = {  # of parts of device time, wall clock and FLOPs
     "measure": "sampler against trainer",
     "eval": "held-out sets; in no compute",
     "idle": "held and not busy: loading, saving, between steps",
-    "lost": "given up, or until the last sign of life of a process that was killed",
+    "lost": "given up: an exception or a signal ended it",
     "saving": "checkpoints",
     "loading": "until a process is ready, each time",
     "between": "what has no row",
@@ -92,8 +92,6 @@ def _entries(one: Summary) -> Iterator[Entry]:
     flops = sum(one.flops.values()) if one.flops else None
     for part, count in one.flops.items():
         yield "FLOPs of training", _part(part), count, flops, si
-    yield "FLOPs of training", "useful\nled to an update", one.useful, flops, si
-    yield from _reasons("FLOPs of training", "wasted", one.wasted, flops)
     yield "FLOPs of training", "all\nFLOP", flops, flops, si
     for name, form in (("rows", si), ("flops", si), ("seconds", seconds_text)):
         of = {"flops": flops, "seconds": wall}.get(name)

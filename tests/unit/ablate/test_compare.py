@@ -189,15 +189,16 @@ def test_an_arm_whose_runs_all_fail_leaves_the_others_their_answer(tmp_path: Pat
 
 
 def test_a_sweep_is_the_beginning_of_a_race(tmp_path: Path) -> None:
-    file = arms(tmp_path, f"overrides = ['{OTHERS}']\nlrs = [1e-4]\n[arms.a]\ntied = 13\nrank = 2\n")
+    file = arms(tmp_path, f"overrides = ['{OTHERS}']\nlrs = [1e-4]\n[arms.a]\nrank = 2\n")
     swept, raced = (job(file, "a", 1e-3, 0, BUDGET, tmp_path, until) for until in (1 / 8, 1.0))
     trainer = raced.recipe.trainer.model_copy(update={"until": 1 / 8})
     assert swept.recipe == raced.recipe.model_copy(update={"trainer": trainer})
     assert swept.folder == raced.folder
     assert raced.recipe.eval.shares and list(raced.recipe.eval.downstream) == ["others"]
-    assert (raced.recipe.adapter.tied, raced.recipe.adapter.rank) == (13, 2)
-    with pytest.raises(ValueError, match=r"arm 'a'.*adapter\.tied is 13 with adapter\.kind 'full'"):
-        job(arms(tmp_path, "[arms.a]\ntied = 13\nmethod = 'full'\n"), "a", 1e-3, 0, BUDGET, tmp_path)
+    assert raced.recipe.adapter.rank == 2
+    with pytest.raises(ValueError, match=r"arm 'a'.*adapter\.path.*adapter\.kind \"full\""):
+        bad = arms(tmp_path, "[arms.a]\nmethod = 'full'\noverrides = ['adapter.path=\"x\"']\n")
+        job(bad, "a", 1e-3, 0, BUDGET, tmp_path)
 
 
 def test_before_is_the_mean_over_seeds() -> None:

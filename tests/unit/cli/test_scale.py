@@ -51,12 +51,11 @@ def write_csv(path: Path, compute: Sequence[float], score: Sequence[float], R0: 
 WORK = {
     "tokens": {"prefilled": 10, "sampled": 100, "trained": 50, "dropped": {"truncated": 50}},
     "flops": {"sample": 4 * 10**11, "train": 6 * 10**11, "measure": 0},
-    **{"useful": 5 * 10**11, "wasted": {"truncated": 5 * 10**11}},
 }
 
 
 def new_run(path: Path, last: float = 20.0, truncated: float = 0.0, task: str = "") -> RunFolder:
-    """20 steps of 1e12 FLOPs each, evaluated before and after every one; half of the compute is wasted."""
+    """20 steps of 1e12 FLOPs each, evaluated before and after every one."""
     run = RunFolder.create(path, f"[trainer]\nsteps = 20\n{task}")
     truth = Sigmoid(R0=0.4, A=0.61, B=1.9, C_mid=4.0)
     row = {"split": "eval", "n": 1000, "samples": 16}
@@ -271,11 +270,18 @@ def test_one_run_in_words_and_in_json(tmp_path: Path, capsys: pytest.CaptureFixt
     run = run_of(tmp_path / "run", *killed_and_resumed())
     assert scale("ledger", run.path) == 0
     text = capsys.readouterr().out
-    for words in ("run: 3 steps, started twice", "wasted: repeated", "6.0 s", "27.5%", "16.5 k", "restarts"):
+    for words in (
+        "run: 3 steps, started twice",
+        "not trained: repeated",
+        "6.0 s",
+        "27.5%",
+        "16.5 k",
+        "restarts",
+    ):
         assert words in text
     assert scale("ledger", run.path, "--json", "-") == 0
     (found,) = json.loads(capsys.readouterr().out)["runs"]
-    assert found["useful"] + sum(found["wasted"].values()) == sum(found["flops"].values()) == 16_500
+    assert sum(found["flops"].values()) == 16_500
     assert found["compute"]["flops"] == 16_500
     assert found["pools"]["local"]["lost"] == 6.0 and found["evaluation"]["flops"] == 400
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.apps.scaling.arms.jobs import plan
 from ostinato.config import Recipe, dump_toml, find_recipe, override
-from ostinato.config.gone import GONE
 from ostinato.config.reference import algorithm_keys, comments_of, reference
 from ostinato.other_names import OTHER_NAMES
 
@@ -124,7 +123,6 @@ TWO_MARKS = "reward.functions=['exact', 'numeric']; task.mix=[{name='a', rewards
         ("engine.threads=0", "engine.threads is 0; use \"auto\" or a whole number of 1 or more"),
         ("reward.solved_at=all", "reward.solved_at is 'all'; use \"full\" or a number"),
         ("task.params=3", "task.params is 3; use a table"),
-        ("engine.layout=t2", "engine.layout is 't2', but this key is gone: the local engine samples in one"),
         ("rollout.temperature=0.0", "rollout.temperature is 0.0; use a number above 0.0"),
         # one field against another
         ("rollout.interrupt_after=[48, 32]; rollout.answer_tokens=8", "rollout.interrupt_after is [48, 32]"),
@@ -148,10 +146,6 @@ TWO_MARKS = "reward.functions=['exact', 'numeric']; task.mix=[{name='a', rewards
         ("task.mix=[{name='a', max_turns=2}]", "task.mix.a.max_turns is 2 but task.mix.a.tools is empty"),
         (TWO_MARKS, "reward.solved_at is \"full\", which is a reward of 2 for the task 'b' and of 1 for 'a'"),
         (f"{HARD}; eval.downstream.hard.task=a", "eval.downstream.hard.task is 'a'; use one of the tasks"),
-        ("curriculum.low=0.9", "curriculum.low is 0.9 and curriculum.high 0.8, so no rate lies between them"),
-        ("curriculum.revisit=0", "curriculum.revisit is 0; use 0.001 or more"),
-        ("curriculum.by=task", 'curriculum.by is "task" with one task; name several in [[task.mix]]'),
-        ("curriculum.by=prompt; rollout.group_size=1", 'curriculum.by is "prompt" with rollout.group_size 1'),
         # what is evaluated, and what is foretold
         ("eval.every=2 parsecs", "eval.every is '2 parsecs'; use a number of steps, or"),
         ("eval.every=-1", "eval.every is -1; use a number of steps, or"),
@@ -184,13 +178,6 @@ def test_keys_of_other_trainers_lead_to_keys_that_there_are() -> None:
         for key in getattr(field.annotation, "model_fields", ())
     }
     assert {key for ours in OTHER_NAMES.values() for key in re.findall(r"[a-z]+\.[a-z_]+", ours)} <= known
-
-
-def test_a_recipe_of_an_older_run_folder_may_name_a_key_that_is_gone_and_was_off() -> None:
-    for name, (off, _) in GONE.items():
-        section, key = name.split(".")
-        for value in off:
-            assert Recipe.parse({section: {key: value}}) == Recipe()
 
 
 @pytest.mark.parametrize(
@@ -235,8 +222,6 @@ def test_a_mixture_is_read_and_written_back() -> None:
     [reward]
     functions = ["exact", "env"]
     weights = [0.5, 0.5]
-    [curriculum]
-    by = "task"
     """
     recipe = Recipe.parse(tomllib.loads(text))
     assert list(recipe.task.by_name) == ["sums", "guess"] and list(Recipe().task.by_name) == [""]

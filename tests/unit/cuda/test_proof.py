@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 from launches import Recorded
 from worlds import tiny, tiny_dense
 
+from ostinato.config import Recipe
 from ostinato.engine import proof
 from ostinato.engine.proof import proven
+from ostinato.launch.engine import sampler_kernels
 from ostinato.model.config import parse_config
 from ostinato.model.cuda import CUDA_OPS, CudaKernels
 from ostinato.model.cuda.graphs import cuda_graphs
@@ -74,6 +77,17 @@ class Idle:
 def test_without_graphs_that_replay_the_kernels_stay() -> None:
     found, why = proven(DENSE.to(DEVICE), CudaKernels(graph=Idle))
     assert found == CudaKernels() and why.startswith("CUDA graphs are not used: a captured pass differs")
+
+
+def test_kernels_are_not_launched_on_another_card(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton launches on the thread's own device, whatever device its arguments are on: with model.device
+    "cuda:1" the first card would have been given addresses of the second."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    decoder: Any = SimpleNamespace(device=torch.device("cuda:1"))
+    assert sampler_kernels(Recipe(), decoder) is None
+    assert "CUDA_VISIBLE_DEVICES" in caplog.text
 
 
 @pytest.mark.slow

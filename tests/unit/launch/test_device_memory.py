@@ -28,7 +28,7 @@ from ostinato.launch.device_memory import (
 )
 from ostinato.launch.models import recipe_of
 from ostinato.launch.threads import expects_gpu
-from ostinato.pipeline.step_metrics import utilisation
+from ostinato.pipeline.account import utilisation
 
 FEW = Need(prompts=2, group=4, prompt_tokens=20, answer_tokens=12)
 

@@ -22,7 +22,7 @@ from ostinato.every import spent_in_steps
 from ostinato.observe.ledger import Terms
 from ostinato.observe.report.forecast import forecast_sections
 from ostinato.observe.report.reading import read_run as read_folder
-from ostinato.pipeline.step_metrics import add_totals
+from ostinato.pipeline.account import add_totals
 from ostinato.run import RunFolder, to_json
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)

@@ -21,7 +21,7 @@ from ostinato.apps.plan.problem import find_model
 from ostinato.model.config import parse_config
 from ostinato.model.flops import FlopModel, Part, Work
 from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme
-from ostinato.pipeline.work import RolloutWork, batch_work, completion_work, rollout_work, trajectory_work
+from ostinato.pipeline.account import batch_work, completion_work, rollout_work, trajectory_work
 from ostinato.rollout.health import prefilled_tokens, sampled_tokens
 from ostinato.types import Completion, Group, Prompt, Sample, Stop, Trajectory, Turn
 
@@ -119,18 +119,17 @@ def test_a_batch_counts_the_pairs_of_its_mask(found: list[Sample], budget: int) 
 # ---- rollouts
 
 
-def row_by_row(prompt: int, completion: Completion) -> RolloutWork:
+def row_by_row(prompt: int, completion: Completion) -> Work:
     """The twin: every row that an engine has to run, one after the other."""
     injected = [False] * len(completion.tokens)
     if completion.injected is not None:
         injected = completion.injected.tolist()
     known = [True] * prompt + injected
-    read, decode = Work(), Work()
+    ran = Work()
     for place in range(completion.cached_tokens, prompt + max(0, len(injected) - 1)):
         gives_a_token = prompt <= place + 1 < len(known) and not known[place + 1]
-        row = Work(1, place + 1, int(gives_a_token))
-        read, decode = (read + row, decode) if known[place] else (read, decode + row)
-    return RolloutWork(prefill=read, decode=decode)
+        ran += Work(1, place + 1, int(gives_a_token))
+    return ran
 
 
 @given(st.data())
@@ -143,7 +142,7 @@ def test_an_answer_is_as_many_rows_as_an_engine_runs(data: st.DataObject) -> Non
     completion = done_(length, cached_tokens=cached, injected=marks)
     work = completion_work(prompt, completion)
     assert work == row_by_row(prompt, completion)
-    assert work.total.logits == length - sum(injected or [])
+    assert work.logits == length - sum(injected or [])
 
 
 def test_drafts_in_vain_are_counted_from_the_passes() -> None:
@@ -151,18 +150,17 @@ def test_drafts_in_vain_are_counted_from_the_passes() -> None:
     counts no passes, what was not accepted is known."""
     plain = completion_work(6, done_(10, passes=10))
     drafts = completion_work(6, done_(10, passes=3, drafted=12, accepted=7))
-    assert plain.refused == Work() and drafts.refused == Work(5, 5 * 11, 5)
-    assert (drafts.prefill, drafts.decode) == (plain.prefill, plain.decode)
-    assert completion_work(6, done_(10, drafted=12, accepted=7)).refused.tokens == 5
+    assert drafts == plain + Work(5, 5 * 11, 5)
+    assert completion_work(6, done_(10, drafted=12, accepted=7)) == drafts
     # the last token was a draft itself: accepted, but no row follows from it
-    assert completion_work(6, done_(10, passes=2, drafted=9, accepted=9)).refused.tokens == 1
+    assert completion_work(6, done_(10, passes=2, drafted=9, accepted=9)).tokens == plain.tokens + 1
 
 
 def test_a_prefix_that_was_lost_in_the_middle_of_an_answer_is_work() -> None:
     """An interrupted answer takes what its second request had to run again from ``cached_tokens``, which may
     fall below 0."""
-    lost = completion_work(8, done_(10, cached_tokens=-5)).prefill
-    assert lost.tokens == 8 + 5 and lost.pairs == 36 + 15
+    lost, whole = completion_work(8, done_(10, cached_tokens=-5)), completion_work(8, done_(10))
+    assert lost.tokens == whole.tokens + 5 and lost.pairs == whole.pairs + 15
 
 
 def test_turns_and_siblings_add_up() -> None:
@@ -178,9 +176,10 @@ def test_turns_and_siblings_add_up() -> None:
     failed = Trajectory(turns=(), stop=Stop.ERROR, seed=(), error="env: broken")
     work = trajectory_work(episode)
     assert work == completion_work(10, first) + completion_work(19, second)
-    assert work.total.tokens == 10 + 4 + (19 - 14) + 2
-    assert trajectory_work(sibling).prefill.tokens == 1 and trajectory_work(failed) == RolloutWork()
+    assert work.tokens == 10 + 4 + (19 - 14) + 2
+    assert trajectory_work(sibling).tokens == 2 and trajectory_work(failed) == Work()
     group = Group(prompt=Prompt(uid="p", text=""), trajectories=(episode, sibling, failed), step=1)
     assert rollout_work([group, group]) == rollout_work([group]) + work + trajectory_work(sibling)
-    assert rollout_work([group]).prefill.tokens == prefilled_tokens(episode) + prefilled_tokens(sibling)
-    assert rollout_work([group]).total.logits == sampled_tokens(episode) + sampled_tokens(sibling)
+    computed = prefilled_tokens(episode) + prefilled_tokens(sibling)
+    assert rollout_work([group]).tokens == computed + (5 - 1) + (3 - 1) + (2 - 1)
+    assert rollout_work([group]).logits == sampled_tokens(episode) + sampled_tokens(sibling)

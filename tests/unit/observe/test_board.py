@@ -5,6 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,9 +23,10 @@ from nouns import completion, episode, run_data
 from pipeline_rows import pipeline_metrics, step_row, step_spans, worker_rows
 
 from ostinato.config import Recipe, dump_toml
+from ostinato.lock import LOCK
 from ostinato.observe.board import open_server
 from ostinato.observe.board.curves import Curves, charts
-from ostinato.observe.board.follow import AGAIN_S, SILENT_S, Follower, workers
+from ostinato.observe.board.follow import AGAIN_S, Follower, workers
 from ostinato.observe.board.samples import Samples
 from ostinato.observe.board.server import Board
 from ostinato.observe.board.tail import Frames, Tail
@@ -282,8 +286,11 @@ def a_step(run: RunFolder, step: int) -> None:
     run.timeline.append(*(span.to_json() for span in step_spans(step)))
 
 
-def beat(run: RunFolder, at: float) -> None:
-    (run.path / "alive.json").write_text(json.dumps({"session": 1, "at": at, "part": "train"}))
+def hold(run: RunFolder, *, alive: bool = True) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    holder = {"pid": os.getpid() if alive else ended.pid, "host": socket.gethostname(), "since": "noon"}
+    (run.path / LOCK).write_text(json.dumps(holder))
 
 
 def later(follower: Follower, hands: Hands, seconds: float = 1.0) -> dict[str, str]:
@@ -299,26 +306,25 @@ def test_a_run_before_its_first_step(run: RunFolder) -> None:
     assert follower.charts([]) == [] and follower.timeline(60) is None
     assert follower.state()["progress"] == {"step": 0, "of": 40, "share": 0.0, "left": None}
     began(run)
-    beat(run, time.time())
+    hold(run)
     assert later(follower, hands) == {"tone": "live", "text": "running, the first step"}
 
 
 def test_a_run_goes_on_dies_and_is_taken_up_again(run: RunFolder) -> None:
-    """Death is silence by our own clock: the run's may be of another machine."""
     hands = Hands()
     began(run)
     a_step(run, 1)
-    beat(run, 5000.0)
+    hold(run)
     follower = Follower(run, hands)
-    later(follower, hands)
-    beat(run, 5005.0)
     assert later(follower, hands)["tone"] == "live"
-    assert later(follower, hands, SILENT_S - 1)["tone"] == "live"
-    dead = later(follower, hands, 2)
-    assert dead["tone"] == "bad" and "no sign of life for 21.0 s" in dead["text"]
+    hold(run, alive=False)
+    dead = later(follower, hands)
+    assert dead["tone"] == "bad" and "it was killed" in dead["text"]
     assert f"ostinato resume {run.path}" in dead["text"]
+    (run.path / LOCK).write_text(json.dumps({"pid": 1, "host": "another", "since": "noon"}))
+    assert later(follower, hands)["tone"] == "open"
     began(run, session=2)
-    beat(run, 9000.0)
+    hold(run)
     assert later(follower, hands)["tone"] == "live"
     run.ledger.append({"event": "end", "session": 2, "at": 9000.0, "step": 1, "why": "done"})
     assert later(follower, hands) == {"tone": "good", "text": "finished, after step 1"}
@@ -329,7 +335,6 @@ def test_a_run_goes_on_dies_and_is_taken_up_again(run: RunFolder) -> None:
     [
         ("failed: NoTrainableSamples", "bad", "failed: NoTrainableSamples"),
         ("terminated", "good", "stopped by SIGTERM"),
-        ("hung_up", "good", "the reader of its output, had gone"),
         ("collapsed", "bad", "the policy collapsed"),
         ("solved", "good", "every prompt is solved"),
     ],
@@ -361,6 +366,7 @@ def test_a_resumed_run_loses_the_rows_that_it_does_again(run: RunFolder) -> None
 def test_only_the_last_minutes_of_the_timeline_are_drawn(run: RunFolder) -> None:
     hands = Hands()
     began(run)
+    hold(run)
     for step in range(1, 41):
         a_step(run, step)
     follower = Follower(run, hands)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -19,9 +16,7 @@ from small_ledger import a_step, an_eval, killed_and_resumed, start
 
 from ostinato.observe.ledger import (
     AXES,
-    Event,
     Ledger,
-    Life,
     SteadyClock,
     Summary,
     Terms,
@@ -31,7 +26,7 @@ from ostinato.observe.ledger import (
     spent,
     summary,
 )
-from ostinato.run import BEAT, RunFolder
+from ostinato.run import RunFolder
 
 Row = dict[str, Any]
 
@@ -67,8 +62,6 @@ def test_a_killed_and_resumed_run_by_hand() -> None:
     assert found.tokens["sampled"] == 400 and found.tokens["trained"] == 210
     assert found.dropped == {"zero_variance": 90, "repeated": 100}
     assert found.flops == {"sample": 4000, "train": 10_000, "measure": 2500}
-    assert found.useful == 3 * 2700
-    assert found.wasted == {"zero_variance": 900, "measurement": 1500, "repeated": 2 * 3500 - 1000}
     assert (found.evaluation.times, found.evaluation.flops, found.evaluation.tokens) == (1, 400, 40)
     assert found.money is not None and 3600 * found.money == 2 * (first + 4) + 3 * 4 * 28
 
@@ -96,12 +89,8 @@ def histories(draw: st.DrawFn) -> list[Row]:
                 old = [row["flops"]["sample"] for row in earlier if row["step"] == step]
                 reused = draw(st.integers(0, old[-1])) if old else 0
                 sampled += reused
-                total = sampled + train + measure
-                useful = draw(st.integers(0, total))
                 more = {"reused": {"flops": reused, "sampled": draw(st.integers(0, 100))}} if old else {}
-                row = a_step(
-                    session, step, now, devices, useful=useful, wasted={"why": total - useful}, **more
-                )
+                row = a_step(session, step, now, devices, **more)
                 rows.append(row | {"flops": {"sample": sampled, "train": train, "measure": measure}})
             elif kind == "eval":
                 now += gap + 4
@@ -130,11 +119,8 @@ def device_seconds(rows: list[Row]) -> float:
 
 
 @given(histories())
-def test_what_is_useful_and_what_is_wasted_is_all_to_the_last_flop(rows: list[Row]) -> None:
+def test_every_row_is_in_the_sums_and_every_sampled_token_was_trained_or_dropped(rows: list[Row]) -> None:
     found = summary(rows)
-    assert found.useful is not None
-    assert found.useful + sum(found.wasted.values()) == sum(found.flops.values())
-    assert min([0, found.useful, *found.wasted.values(), *found.flops.values()]) == 0
     all_rows = sum(sum(row["flops"].values()) for row in rows if row["event"] == "step")
     all_rows -= sum(row.get("reused", {}).get("flops", 0) for row in rows)
     assert sum(found.flops.values()) == all_rows
@@ -191,7 +177,7 @@ def test_cut_at_every_byte_nothing_but_the_torn_row_is_lost(tmp_path: Path) -> N
             with ledger(RunFolder(run.path)).session(0):
                 pass
             assert read(run)[:whole] == rows[:whole]
-            assert [row["event"] for row in read(run)[whole:]] == ["lost", "start", "end"]
+            assert [row["event"] for row in read(run)[whole:]] == ["start", "end"]
 
 
 @settings(max_examples=20, deadline=None)
@@ -229,7 +215,7 @@ def ledger(run: RunFolder, at: float | Clock = 0.0, **terms: Any) -> Ledger:
 
 def work(**changes: Any) -> Row:
     row = a_step(1, 1, 0.0)
-    return {key: row[key] for key in ("tokens", "flops", "useful", "wasted")} | changes
+    return {key: row[key] for key in ("tokens", "flops")} | changes
 
 
 def test_the_rows_of_a_session(tmp_path: Path) -> None:
@@ -265,130 +251,28 @@ def test_work_that_an_exception_ends_is_lost_and_the_session_says_why(tmp_path: 
     assert summary(rows).wall["lost"] == 7.0 and summary(rows).wall["between"] == 0.0
 
 
-def sign(began: float, at: Any, part: str = "train") -> Row:
-    return {"process_started": began, "at": at, "part": part}
-
-
-def killed(run: RunFolder, at: float, alive: Mapping[str, Any] | None = None) -> None:
-    """A process that began at ``at``, finished one step in the same second, and left this sign of life."""
+def killed(run: RunFolder, at: float) -> None:
+    """A process that began at ``at``, finished one step in the same second, and was killed later."""
     one = ledger(run, at)
-    with Life(run.path / BEAT, one.clock, at, every_s=600.0) as life:
-        one._start(0, life)
+    one._start(0)
     one.step(1, 0.0, {}, work())
-    if alive is not None:
-        (run.path / BEAT).write_text(json.dumps(alive))
 
 
-def test_who_resumes_tells_what_the_killed_one_still_did(tmp_path: Path) -> None:
-    """From its last row to its last sign of life, by its own clock; that of the one who resumes is behind."""
+def test_what_a_killed_process_did_after_its_last_row_is_unknown(tmp_path: Path) -> None:
+    """It is in no sum, and the notes name its bound; the clock of the next one may be behind."""
     run = folder(tmp_path)
-    killed(run, 1000.0, sign(1000.0, 1020.0))
-    with ledger(run, 900.0, devices=2).session(1):
-        pass
-    lost, second = read(run)[2:4]
-    assert (lost["event"], lost["session"], lost["seconds"], lost["part"]) == ("lost", 1, 20.0, "train")
-    assert (second["session"], second["clock_back"]) == (2, 100.0)
-    assert any("100 s behind" in note for note in summary(read(run)).notes)
-    with ledger(run).session(1):  # the one before has ended: nothing is lost
-        pass
-    assert sum(row["event"] == Event.LOST for row in read(run)) == 1
-
-
-def test_a_folder_that_was_copied_has_lost_what_it_had_lost(tmp_path: Path) -> None:
-    """`cp -r` gives every file the time of copying, logs first and checkpoints after: the seconds between the
-    ledger and the last file of its folder were reported as lost work, hours of them for a large one."""
-    run, there = folder(tmp_path / "here"), tmp_path / "there"
-    killed(run, 1000.0, sign(1000.0, 1007.5))
-    (run.path / "checkpoints").mkdir()
-    (run.path / "checkpoints" / "x.bin").write_bytes(b"weights")
-    shutil.copytree(run.path, there, copy_function=shutil.copyfile)
-    for age, path in enumerate(there.rglob("*")):
-        os.utime(path, (5000 + 3600 * age, 5000 + 3600 * age))
-    with ledger(RunFolder(there), 9000.0).session(1):
-        pass
-    assert read(RunFolder(there))[2]["seconds"] == 7.5
-
-
-@pytest.mark.parametrize(
-    "alive",
-    [
-        None,
-        sign(1000.0, 999.0),
-        sign(1000.0, "noon"),
-        {"killed": 7},
-        *({"process_started": 1000.0}, [], "torn"),
-    ],
-)
-def test_who_left_no_sign_of_life_after_its_last_row_has_lost_nothing_known(
-    tmp_path: Path, alive: Any
-) -> None:
-    run = folder(tmp_path)
-    killed(run, 1000.0, alive)
-    with ledger(run, 2000.0).session(1):
-        pass
-    assert read(run)[2]["seconds"] == 0.0
-
-
-def dies_loading(run: RunFolder, began: float, at: float) -> None:
-    """A process that is killed before its ledger begins: it leaves its sign, and those it has found."""
-    clock = Clock(began)
-    life = Life(run.path / BEAT, clock, began, every_s=600.0).__enter__()
-    clock.now = at
-    life.beat()
-
-
-def test_processes_that_were_killed_before_their_first_row_are_counted(tmp_path: Path) -> None:
-    """Five kills while the model was loaded left "0.0 s lost". The clock goes back meanwhile."""
-    run = folder(tmp_path)
-    dies_loading(run, 5000.0, 5008.0)
-    dies_loading(run, 4000.0, 4003.5)
-    killed(run, 1000.0)  # a step, and no sign of its own
-    dies_loading(run, 900.0, 907.0)
-    with ledger(run, 100.0, devices=4).session(1):
-        pass
-    rows = read(run)
-    found = [(row["event"], row["session"], row.get("seconds")) for row in rows]
-    assert found == [
-        *(("start", 1, None), ("lost", 1, 8.0), ("start", 2, None), ("lost", 2, 3.5)),
-        *(("start", 3, None), ("step", 3, 0.0), ("lost", 3, 0.0)),
-        *(("start", 4, None), ("lost", 4, 7.0), ("start", 5, None), ("end", 5, None)),
-    ]
-    sums = summary(rows)
-    assert (sums.sessions, sums.restarts, sums.wall["lost"]) == (5, 4, 18.5)
-    assert sums.pools["local"].lost == 8.0 + 3.5 + 4 * 7.0
-    assert [path.name for path in run.path.iterdir()] == ["ledger.jsonl"]
-
-
-def test_who_leaves_in_order_before_its_ledger_keeps_the_signs_of_others(tmp_path: Path) -> None:
-    """A resume with a bad override, between the kill and the resume that works; and a kill right after the
-    rows of the killed were written, which are not written again."""
-    run = folder(tmp_path)
-    dies_loading(run, 50.0, 60.0)
-    for began in (100.0, 200.0):
-        with Life(run.path / BEAT, Clock(began), began):
+    killed(run, 1000.0)
+    for began in (1020.0, 900.0):
+        with ledger(run, began).session(1):
             pass
-    left = (run.path / BEAT).read_text()
-    killed(run, 300.0)
-    (run.path / BEAT).write_text(left)
-    with ledger(run, 400.0).session(1):
-        pass
-    lost = [(row["session"], row["seconds"]) for row in read(run) if row["event"] == Event.LOST]
-    assert lost == [(1, 10.0), (2, 0.0)]
-
-
-def test_a_process_tells_that_it_lives_and_leaves_no_trace_of_it(tmp_path: Path) -> None:
-    clock, run = Clock(5.0), folder(tmp_path)
-    with Life(run.path / BEAT, clock, clock.started, every_s=0.001) as life:
-        assert json.loads((run.path / BEAT).read_text()) == sign(5.0, 5.0, "load"), "at once"
-        accounts = replace(ledger(run, clock), life=life)
-        with accounts.session(0):
-            assert json.loads((run.path / BEAT).read_text())["part"] == "train"
-            clock.now = 7.0
-            with accounts.evaluating():
-                while (beat := json.loads((run.path / BEAT).read_text()))["part"] != "eval":
-                    pass
-            assert beat == sign(5.0, 7.0, "eval")
-    assert [path.name for path in run.path.iterdir()] == ["ledger.jsonl"]
+    rows = read(run)
+    assert [row["event"] for row in rows] == ["start", "step", "start", "end", "start", "end"]
+    assert rows[4]["clock_back"] == 120.0
+    notes = summary(rows).notes
+    assert any("Session 1 was killed" in note and "20 s later" in note for note in notes)
+    assert any("120 s behind" in note for note in notes)
+    assert not any("Session 2 was" in note for note in notes)
+    assert summary(rows).wall["lost"] == 0.0
 
 
 def test_an_evaluation_that_is_given_up_is_no_compute(tmp_path: Path) -> None:
@@ -406,14 +290,6 @@ def test_an_evaluation_that_is_given_up_is_no_compute(tmp_path: Path) -> None:
     assert found.compute["hours"] == found.compute["device-hours"] == 0.0
     assert (found.evaluation.times, found.evaluation.device_seconds) == (0, 144.0)
     assert found.pools["local"].lost == found.pools["local"].total == 144.0
-
-
-def test_an_evaluation_that_a_kill_ended_is_no_compute_either(tmp_path: Path) -> None:
-    run = folder(tmp_path)
-    killed(run, 1000.0, sign(1000.0, 1036.0, "eval"))
-    with ledger(run, 2000.0).session(1):
-        pass
-    assert summary(read(run)).wall["lost"] == 36.0 and summary(read(run)).compute["hours"] == 0.0
 
 
 def test_step_rows_that_an_earlier_process_has_written(tmp_path: Path) -> None:
@@ -482,13 +358,13 @@ def test_a_ledger_that_was_begun_anew_does_not_look_whole() -> None:
 
 def test_a_ledger_without_flops_says_so() -> None:
     row = a_step(1, 1, 20.0)
-    rows = [start(1, 0.0), {key: row[key] for key in row if key not in ("flops", "useful", "wasted")}]
+    rows = [start(1, 0.0), {key: row[key] for key in row if key != "flops"}]
     with pytest.raises(
         ValueError, match="step 1 of the run has no flops; use device-hours, hours, tokens or steps"
     ):
         spent(rows, "flops")
     found = summary(rows)
-    assert (found.useful, found.flops, found.wasted) == (None, {}, {}) and found.compute["tokens"] == 100
+    assert not found.flops and found.compute["tokens"] == 100
 
 
 @pytest.mark.parametrize(

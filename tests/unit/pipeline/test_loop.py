@@ -30,9 +30,9 @@ from small_loop import (
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.every import Every
+from ostinato.pipeline.account import tool_rates
 from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.pipeline.state import NoTrainableSamples, nothing_to_learn
-from ostinato.pipeline.step_metrics import tool_rates
 from ostinato.types import Batch, Group, Request, Reward, StepReport
 
 SHIFTED = Diagnosis(cause=Cause.SHIFTED, best=1.0)
@@ -64,9 +64,6 @@ def test_every_sampled_token_is_trained_or_wasted_by_name(tmp_path: Path) -> Non
     for row in bench.rows:
         assert row["tokens/sampled"] == 4 * 8 * 2 == row["tokens/trained"] + row["tokens/wasted"]
         assert row["tokens/wasted"] == sum(v for name, v in row.items() if name.startswith("tokens/wasted/"))
-        assert row["flops/useful"] + row["flops/wasted"] == pytest.approx(
-            row["flops/rollout"] + row["flops/train"] + row["flops/measure"]
-        )
         shares = [row[f"time/{part}_share"] for part in ("rollout", "reward", "train", "measure", "other")]
         assert sum(shares) == pytest.approx(1.0) and min(shares) >= 0
     assert bench.rows[-1]["total/sampled_tokens"] == 3 * 64
@@ -235,7 +232,6 @@ def test_a_failure_inside_a_training_step_is_never_checkpointed(tmp_path: Path) 
     [
         (signal.SIGINT, Finish.INTERRUPTED),
         (signal.SIGTERM, Finish.TERMINATED),
-        (signal.SIGHUP, Finish.HUNG_UP),  # it had killed the run at once
     ],
 )
 def test_one_signal_ends_after_the_step_saved(tmp_path: Path, number: signal.Signals, why: Finish) -> None:
@@ -246,16 +242,6 @@ def test_one_signal_ends_after_the_step_saved(tmp_path: Path, number: signal.Sig
     assert (finished.why, finished.state.step) == (why, 2)
     assert bench.saved[-1][0]["step"] == 2
     assert signal.getsignal(number) is before
-
-
-def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        bench = Bench(tmp_path)
-        send(bench, signal.SIGHUP, 2)
-        assert bench.run().why is Finish.DONE
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_sigterm_abandons_a_step_that_is_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

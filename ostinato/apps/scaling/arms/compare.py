@@ -25,7 +25,7 @@ from ostinato.apps.scaling.arms.kept import prompts, slug
 from ostinato.apps.scaling.gain import Outcomes
 from ostinato.config import Recipe, based
 from ostinato.config.explain import explain
-from ostinato.config.fields import Count, Floats, ModelName, Overrides, Positive
+from ostinato.config.fields import Floats, ModelName, Overrides, Positive
 from ostinato.config.paths import PathKind
 from ostinato.config.sections import Section
 from ostinato.every import Every
@@ -51,7 +51,6 @@ class ArmSpec(Section):
     model: ModelName = ""  # as model.path; empty: the recipe's
     method: str = "lora"  # or full
     rank: Positive = 16
-    tied: Count = 0  # as adapter.tied
     lrs: Floats = ()  # to choose from; empty: those of the file
     control: str = ""  # "random reward" or "own correct"
     overrides: Overrides = ()
@@ -110,7 +109,6 @@ def job(file: ArmsFile, name: str, lr: float, seed: int, budget: Budget, out: Pa
     keys = [*file.overrides, *CONTROLS[arm.control], *arm.overrides, f'adapter.kind="{arm.method}"']
     keys += [f'model.path="{arm.model}"'] if arm.model else []
     keys += [f"adapter.rank={arm.rank}"] if arm.method == "lora" else ['model.dtype="float32"']
-    keys += [f"adapter.tied={arm.tied}"] if arm.tied else []
     recipe = arm_recipe(file.recipe, keys, name, [f"trainer.lr={lr!r}"])
     trainer = {"budget": amount(recipe, *budget), "steps": LONG, "until": until}
     recipe = recipe.model_copy(

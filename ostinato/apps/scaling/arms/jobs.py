@@ -181,7 +181,7 @@ def run(
     """Let all jobs run that have not ended, ``workers`` at once; their last states.
 
     A run that fails is named and does not keep the others from running. KeyboardInterrupt (Ctrl-C; SIGTERM
-    and SIGHUP raise one) stops the children, waits until they have saved, and is raised again.
+    raises one) stops the children, waits until they have saved, and is raised again.
     """
     states = {job.folder: _state(job) for job in jobs}
     waiting = [job for job in jobs if states[job.folder].what != "done"]

@@ -1,4 +1,4 @@
-"""The accounts of a step: what it computed, what of it was in vain and why; who pays for what, and once."""
+"""The account of a step: what it computed, which tokens were in vain and why; who pays for what, and once."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from ostinato.every import MONEY
 from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.observe.ledger import Ledger, SteadyClock, Summary, Terms, read, spent, summary
 from ostinato.observe.timeline import Kind, Span, pool_of
-from ostinato.pipeline.credit import Credit
-from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.pipeline.step_metrics import (
-    Costs,
+from ostinato.pipeline.account import (
     add_totals,
     busy_by_pool,
+    flop_figures,
     pipeline_row,
-    sampling_flops,
-    step_costs,
+    step_flops,
     token_counts,
     trained_tokens,
 )
+from ostinato.pipeline.credit import Credit
+from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.rollout.health import sampled_tokens
 from ostinato.run import RunFolder
 from ostinato.types import Batch, Group, Microbatch, Reward, Segment, StepReport, Trajectory
@@ -80,88 +79,32 @@ def report(**metrics: float) -> StepReport:
     return StepReport(metrics={**usual, **{name.replace("__", "/"): n for name, n in metrics.items()}})
 
 
-def everything(costs: Costs) -> int:
-    assert costs.useful + sum(costs.wasted.values()) == sum(costs.flops.values())
-    assert all(isinstance(n, int) and n >= 0 for n in (costs.useful, *costs.wasted.values()))
-    return sum(costs.flops.values())
-
-
 def test_a_step_by_hand() -> None:
-    """Two answers of 8: 13 rows less the last token each, so 24; one is dropped. Two drafts failed."""
+    """Two answers of 8: 13 rows less the last token each, so 24. Two drafts failed."""
     groups = [group(answer(8, drafted=3, accepted=1), answer(8))]
-    costs = step_costs(TEN, groups, credit(zero_variance=8), batch(12, 8), report(passes__measure=2.0))
-    assert costs.flops == {"sample": 240 + 20, "train": 360, "measure": 240}
-    assert costs.wasted == {"zero_variance": 120, "refused_drafts": 20, "measurement": 240}
-    assert costs.useful == 120 + 360 and everything(costs) == 860
-    figures = costs.figures()
-    assert figures["flops/rollout"] == 260 and figures["flops/wasted"] == 380
+    flops = step_flops(TEN, groups, batch(12, 8), report(passes__measure=2.0))
+    assert flops == {"sample": 240 + 20, "train": 360, "measure": 240}
+    figures = flop_figures(TEN, flops, groups)
+    assert figures["flops/rollout"] == 260
+    assert figures["flops/compute"] == (12 + 1 + 7) * 10 + 360, "the prompt is read once, no draft counts"
+    assert flop_figures(None, {}, groups) == {}
 
 
-def test_what_the_engine_ran_again_is_wasted() -> None:
+def test_what_the_engine_ran_again_is_paid_and_counted() -> None:
     """Preempted after 9 of its rows, of which 5 were still cached."""
     one = answer(8)
     done_ = replace(one.turns[0].completion, recomputed=np.array([[5, 9]], np.int32))
     groups = [group(replace(one, turns=(replace(one.turns[0], completion=done_),)))]
-    costs = step_costs(TEN, groups, credit(), batch(12, 8), report())
-    assert costs.flops["sample"] == 120 + 40 and everything(costs) == 520
-    assert costs.wasted == {"recomputed": 40} and costs.useful == 120 + 360
+    assert step_flops(TEN, groups, batch(12, 8), report())["sample"] == 120 + 40
     assert token_counts(groups)["recomputed"] == 4
 
 
-def test_further_passes_are_training_and_what_a_refused_step_cost_is_wasted() -> None:
-    """Two optimizer steps, one of them refused: half of what was sampled and trained, and all of looking for
-    the samples at fault, which ran half of the batch once more."""
+def test_further_passes_are_training() -> None:
+    """Looking for the samples at fault of a refused step ran half of the batch once more."""
     groups, made = [group(answer(8))], batch(12, 8)
-    assert step_costs(TEN, groups, credit(), made, report(passes__extra=1.0)).flops["train"] == 360 + 120
+    assert step_flops(TEN, groups, made, report(passes__extra=1.0))["train"] == 360 + 120
     refused = report(refused_steps=1.0, optimizer_steps=1.0, passes__repeated=0.5)
-    costs = step_costs(TEN, groups, credit(), made, refused)
-    assert costs.flops == {"sample": 120, "train": 360 + 180, "measure": 0}
-    assert costs.wasted == {"refused_step": (120 + 360) // 2 + 180}
-    all_of_it = step_costs(TEN, groups, credit(), made, StepReport(metrics={}, skipped="the loss is nan"))
-    assert all_of_it.useful == 0 and everything(all_of_it) == 480
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> tuple[Sequence[Group], Credit, Batch | None, StepReport | None]:
-    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-    answers = []
-    for length in lengths:
-        accepted = draw(st.integers(0, length - 1))
-        answers.append(answer(length, drafted=accepted + draw(st.integers(0, 9)), accepted=accepted))
-    names = ("zero_variance", "zero_advantage", "truncated", "no_verdict", "failed")
-    wasted, left = Counter[str](), sum(lengths)
-    for name in names:
-        wasted[name] = draw(st.integers(0, left))
-        left -= wasted[name]
-    if not left:
-        return [group(*answers)], credit(**wasted), None, None
-    refused, done = draw(st.integers(0, 4)), draw(st.integers(0, 4))
-    passes = {f"passes__{name}": draw(st.floats(0, 3)) for name in ("extra", "measure", "repeated")}
-    reported = report(refused_steps=float(refused), optimizer_steps=float(done), **passes)
-    return [group(*answers)], credit(**wasted), batch(left + draw(st.integers(0, 30)), left), reported
-
-
-@given(steps(), st.floats(1e-3, 1e15), st.floats(0, 1e15), st.floats(0, 1e15))
-def test_useful_and_wasted_are_all(
-    step: tuple[Sequence[Group], Credit, Batch | None, StepReport | None],
-    row: float,
-    pair: float,
-    logit: float,
-) -> None:
-    """To the last FLOP, whatever the shapes: they are whole numbers."""
-    rates = Rates(row, pair, logit)
-    model = FlopModel(parts={Part.MLP: rates}, backward_rates=rates + rates)
-    costs = step_costs(model, *step)
-    everything(costs)
-    groups, reported, made, _ = step
-    shares = sum(n for name, n in costs.wasted.items() if name in reported.wasted_tokens)
-    sampling, vain = sampling_flops(model, groups)
-    assert costs.wasted.get("refused_drafts", 0) == vain.total()
-    if made is None:
-        assert costs.useful == 0
-    else:  # in proportion to tokens, but for rounding
-        part = reported.wasted_tokens.total() / token_counts(groups)["sampled"]
-        assert abs(shares - part * sampling) <= len(reported.wasted_tokens) + 1e-9 * sampling
+    assert step_flops(TEN, groups, made, refused) == {"sample": 120, "train": 360 + 180, "measure": 0}
 
 
 def test_tokens_of_a_refused_step_have_trained_nothing(tmp_path: Path) -> None:
@@ -170,7 +113,7 @@ def test_tokens_of_a_refused_step_have_trained_nothing(tmp_path: Path) -> None:
     bench.trainer.refuse = True
     bench.run()
     found = summary(read(bench.folder))
-    assert found.tokens["trained"] == found.useful == 0
+    assert found.tokens["trained"] == 0
     assert found.tokens["sampled"] == sum(found.dropped.values()) and found.dropped["refused_step"] > 0
     assert [row["tokens/trained"] for row in bench.rows] == [0, 0, 0]
     assert bench.rows[-1]["total/trained_tokens"] == 0
@@ -295,9 +238,8 @@ def adds_up(bench: Bench, graders: Sequence[Dies], ahead: int = 0) -> None:
     found = summary(read(bench.folder))
     really = sum(grader.graded for grader in graders) * TOKENS
     assert found.tokens["sampled"] == found.tokens["trained"] + sum(found.dropped.values())
-    assert found.useful is not None and found.useful + sum(found.wasted.values()) == sum(found.flops.values())
     assert really - 2 * (1 + ahead) * (len(graders) - 1) * TOKENS <= found.tokens["sampled"] <= really
-    assert min(found.wasted.values()) >= 0 and min(found.dropped.values()) >= 0
+    assert min(found.dropped.values()) >= 0
 
 
 def test_a_row_of_the_same_step_may_be_one_of_other_groups(tmp_path: Path) -> None:
@@ -394,13 +336,11 @@ def counted(path: Path, dies: int = 0, **changes: Any) -> tuple[Bench, Counts]:
 def each_row_adds_up(rows: list[dict[str, Any]]) -> Summary:
     """Row by row and in sum."""
     for row in (row for row in rows if row["event"] == "step"):
-        tokens, pending = row["tokens"], row.get("pending", {"sampled": 0, "flops": 0})
-        assert row["useful"] + sum(row["wasted"].values()) + pending["flops"] == sum(row["flops"].values())
+        tokens, pending = row["tokens"], row.get("pending", {"sampled": 0})
         assert tokens["trained"] + sum(tokens["dropped"].values()) + pending["sampled"] == tokens["sampled"]
     found = summary(rows)
-    assert found.useful is not None and found.useful + sum(found.wasted.values()) == sum(found.flops.values())
     assert found.tokens["sampled"] == found.tokens["trained"] + sum(found.dropped.values())
-    assert min(0, *found.wasted.values(), *found.dropped.values()) == 0
+    assert min(0, *found.dropped.values()) == 0
     return found
 
 
@@ -427,7 +367,7 @@ def test_compute_is_counted_when_the_device_computes_it(staleness: int, steps: i
             assert row["spent"]["flops"] == flops[row["step"]] - cached * by_step
         ahead = min(staleness, steps - bench.loop.state.step) * (why is Finish.ENOUGH)
         assert found.dropped.get("unused", 0) == ahead * 4 * 8 * 2  # prompts x answers x tokens
-        assert ("unused" in found.wasted) == bool(ahead) and "pending" not in found.wasted
+        assert "pending" not in found.dropped
 
 
 @pytest.mark.parametrize("lose_spool", [False, True])
@@ -450,6 +390,8 @@ def test_killed_with_rounds_ahead(tmp_path: Path, lose_spool: bool) -> None:
     in_vain = before.sampled[7] * lose_spool  # of the step that was killed: finished groups that no row has
     assert found.tokens["sampled"] == (before.sampled + after.sampled).total() - in_vain
     if not lose_spool:
-        assert found.tokens == straight.tokens and found.useful == straight.useful
-        assert sum(found.flops.values()) == sum(straight.flops.values()) + found.wasted["repeated"]
+        assert found.tokens == straight.tokens
+        twice = next(row for row in read(killed.folder) if row.get("step") == 6 and row["event"] == "step")
+        repeated = sum(twice["flops"].values()) - twice["flops"]["sample"]
+        assert sum(found.flops.values()) == sum(straight.flops.values()) + repeated
         assert again.rows[-1]["total/sampled_tokens"] == whole.rows[-1]["total/sampled_tokens"]
