@@ -189,13 +189,13 @@ class Decoder(nn.Module):
         for layer, block in zip(self.share.layers, self.blocks, strict=True):
             lora = NO_LORA if loras is None else loras[layer]
             given = routing[:, len(chosen)] if routing is not None and isinstance(block.mlp, Moe) else None
-            args = (layer, block, x, residual, cos, sin, attend, lora, given, ops)
+            args = (residual, cos, sin, attend, lora, given, ops)
             if recompute:
                 x, residual, native = checkpoint(  # type: ignore[misc]
-                    self._block, *args, use_reentrant=False, preserve_rng_state=False
+                    self._block_again, layer, block, *args, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x, residual, native = self._block(*args)
+                x, residual, native = self._block(layer, block, x, *args)
             if native is not None:
                 chosen.append(native)
         return x, torch.stack(chosen, dim=1).to(torch.int16) if chosen else None
@@ -251,6 +251,13 @@ class Decoder(nn.Module):
             return residual, residual, native
         x, residual = ops.add_rms_norm(x, residual, block.next_norm, eps)
         return x, residual, native
+
+    def _block_again(
+        self, layer: int, block: Block, residual: Tensor, *args: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``_block`` of the residual alone, whose norm is computed once more: half of what a layer keeps."""
+        x = args[-1].rms_norm(residual, block.attn_norm, self.config.rms_norm_eps)
+        return self._block(layer, block, x, residual, *args)
 
     def _mlp(self, w: Mlp, x: Tensor, gate_up: Lora | None, down: Lora | None, ops: Ops) -> Tensor:
         hidden = ops.silu_mul(_linear(ops.enter(x), w.gate_up, w.gate_up_bias, gate_up, ops))

@@ -84,8 +84,8 @@ def saved(config: ModelConfig, slots: Slots, rows: Rows, compute: DType, *, moe:
 
 
 def boundary(config: ModelConfig, rows: Rows, compute: DType) -> float:
-    """Bytes that one layer keeps of one microbatch where it is recomputed: its inputs, residual and norm."""
-    return 2 * rows.own * config.hidden_size * compute.num_bytes
+    """Bytes that one layer keeps of one microbatch where it is recomputed: the residual before it."""
+    return rows.own * config.hidden_size * compute.num_bytes
 
 
 def once(config: ModelConfig, rows: Rows, compute: DType) -> float:

@@ -95,7 +95,9 @@ class Options:
     ] = None
     updates: Annotated[int, typer.Option(min=1, help="Optimizer steps of one RL step.")] = 1
     steps: Annotated[int, typer.Option(min=1, help="RL steps of the run, for its price.")] = 1000
-    engine: Annotated[str, typer.Option(help="vllm, or local: ours, which caches MLA expanded.")] = "vllm"
+    engine: Annotated[
+        str, typer.Option(help="vllm, or local: ours, with one base in a process; auto: local on one GPU.")
+    ] = "auto"
     placement: Annotated[str, typer.Option(help="Of the phases: colocated, apart or both.")] = "colocated"
     lag: Annotated[int, typer.Option(min=0, help="Steps that a sampler apart may be behind.")] = 0
     share: Annotated[str, typer.Option(help="The base, any of shared, two, swapped.")] = ",".join(BASES)
@@ -120,13 +122,14 @@ class PlanRequest:
 
 def ask(model: str, gpus: str, options: Options) -> PlanRequest:
     """Raises ValueError naming an option that cannot be."""
+    cluster = _cluster(gpus, options)
     problem = Problem(
         model=find_model(model),
         adapter=None if options.full else _adapter(options),
         precision=Precision(base=options.base, sampler=options.sampler or options.base),
         work=_work(options),
-        cluster=_cluster(gpus, options),
-        sampler=_engine(options.engine),
+        cluster=cluster,
+        sampler=_engine(options.engine, cluster),
     )
     allowed = Allowed(
         placements=_placements(options.placement),
@@ -174,9 +177,11 @@ def _cluster(gpus: str, options: Options) -> Cluster:
     return replace(cluster, host_memory=options.host_memory * GB) if options.host_memory else cluster
 
 
-def _engine(name: str) -> Sampler:
-    if name not in ("vllm", "local"):
-        raise ValueError(f"--engine is {name!r}; use vllm or local")
+def _engine(name: str, cluster: Cluster) -> Sampler:
+    if name not in ("auto", "vllm", "local"):
+        raise ValueError(f"--engine is {name!r}; use vllm, local or auto")
+    if name == "auto":
+        name = "local" if cluster.num_gpus == 1 else "vllm"
     return Sampler(name=name, latent_kv=name == "vllm")
 
 

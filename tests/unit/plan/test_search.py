@@ -251,7 +251,11 @@ def test_tables_say_what_was_asked_what_won_and_why() -> None:
     [
         (["qwen3-8b", "--gpus", "1xH100-80"], True),
         (["qwen3-8b", "--gpus", "8x4090"], True),
-        (["qwen3-30b-a3b", "--gpus", "2xH100-80"], False),  # vLLM takes no adapters on experts
+        (
+            ["qwen3-30b-a3b", "--gpus", "2xH100-80"],
+            True,
+        ),  # vLLM takes adapters on experts in a form of its own
+        (["smollm2-135m", "--gpus", "1xH100-80", "--full", "--engine", "vllm"], False),
     ],
 )
 def test_plans_that_can_be_started_come_first(arguments: list[str], ready: bool) -> None:
