@@ -39,6 +39,14 @@ from ostinato.model.weights import (
 _LATENT_EPS = 1e-6  # DeepSeek-V3 norms its latents with this, whatever rms_norm_eps says
 
 
+def _block_again(
+    decoder: Decoder, layer: int, block: Block, residual: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``Decoder._block`` of the residual alone, whose norm is computed once more: half of what it keeps."""
+    x = args[-1].rms_norm(residual, block.attn_norm, decoder.config.rms_norm_eps)
+    return decoder._block(layer, block, x, residual, *args)
+
+
 class Decoder(nn.Module):
     """Base weights and the forward pass. Parameters are frozen until ``trainable(True)``.
 
@@ -192,7 +200,7 @@ class Decoder(nn.Module):
             args = (residual, cos, sin, attend, lora, given, ops)
             if recompute:
                 x, residual, native = checkpoint(  # type: ignore[misc]
-                    self._block_again, layer, block, *args, use_reentrant=False, preserve_rng_state=False
+                    _block_again, self, layer, block, *args, use_reentrant=False, preserve_rng_state=False
                 )
             else:
                 x, residual, native = self._block(layer, block, x, *args)
@@ -251,13 +259,6 @@ class Decoder(nn.Module):
             return residual, residual, native
         x, residual = ops.add_rms_norm(x, residual, block.next_norm, eps)
         return x, residual, native
-
-    def _block_again(
-        self, layer: int, block: Block, residual: Tensor, *args: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``_block`` of the residual alone, whose norm is computed once more: half of what a layer keeps."""
-        x = args[-1].rms_norm(residual, block.attn_norm, self.config.rms_norm_eps)
-        return self._block(layer, block, x, residual, *args)
 
     def _mlp(self, w: Mlp, x: Tensor, gate_up: Lora | None, down: Lora | None, ops: Ops) -> Tensor:
         hidden = ops.silu_mul(_linear(ops.enter(x), w.gate_up, w.gate_up_bias, gate_up, ops))
