@@ -64,24 +64,24 @@ def test_classes_can_be_read() -> None:
 # (with those of the lab), so these come down.
 BUDGETS = {
     "apps": 23_580,
-    "observe": 5_180,
+    "observe": 5_330,
     "engine": 5_893,
-    "model": 8_199,
-    "cli": 1_330,
+    "model": 7_660,
+    "cli": 1_335,
     "parallel": 3_385,
-    "launch": 4_188,
-    "pipeline": 3_130,
-    "train": 3_413,
-    "(files of their own)": 3_420,
-    "algo": 2_092,
+    "launch": 4_236,
+    "pipeline": 3_580,
+    "train": 3_415,
+    "(files of their own)": 3_440,
+    "algo": 2_095,
     "reward": 2_960,
     "workers": 1_190,
-    "rollout": 1_200,
+    "rollout": 1_290,
     "history": 900,
     "env": 1_890,
-    "config": 1_485,
+    "config": 1_605,
 }
-LAB, TESTS = 15_683, 57_496  # with 1,470 of lab/gpu
+LAB, TESTS = 15_640, 57_600  # with 1,430 of lab/gpu
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:
