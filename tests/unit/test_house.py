@@ -66,7 +66,7 @@ BUDGETS = {
     "apps": 23_580,
     "observe": 5_330,
     "engine": 5_893,
-    "model": 7_660,
+    "model": 8_320,
     "cli": 1_335,
     "parallel": 3_385,
     "launch": 4_236,
