@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ostinato.apps.scaling import contrast
 from ostinato.apps.scaling.ablation import Run, ablate
 from ostinato.apps.scaling.decide import Terms, decide, forecast, reach
+from ostinato.apps.scaling.forms import ORIGINS, Choice, choose, rival_sentence
 from ostinato.apps.scaling.posterior import Interval
 from ostinato.apps.scaling.reading import Window
 from ostinato.apps.scaling.views import TORN, Answer, Known, middle, span, standing_sentences
@@ -45,17 +46,39 @@ def _json(found: Interval | None) -> dict[str, float] | None:
 
 
 def fit(window: Window) -> Answer:
-    """The curve and the interval of its ceiling, beside least squares: without B and C_mid where they are not
-    known."""
+    """The curve, the interval of its ceiling, and other laws."""
     known = Known.of(window)
-    found, curve = known.posterior.fit, known.posterior.fit.curve
-    B, C_mid = (curve.B, curve.C_mid) if known.assessment.steep else (None, None)
-    least = {"A": curve.A, "B": B, "C_mid": C_mid, "sse": found.sse, "sd": found.residual_sd}
+    forms = choose(window.fitted) if known.ranked else []
     return Answer(
-        result=about(known) | {"least_squares": least if known.ranked else None},
-        lead=standing_sentences(known),
+        result=about(known) | _fitted(known, forms),
+        lead=[*standing_sentences(known), *filter(None, [rival_sentence(forms)])],
         tables=[_parameters(known)],
     )
+
+
+def _fitted(known: Known, forms: Sequence[Choice]) -> dict[str, Any]:
+    found = known.posterior.fit
+    curve = found.curve
+    least = _steep(known, {"A": curve.A, "B": curve.B, "C_mid": curve.C_mid})
+    least |= {"sse": found.sse, "sd": found.residual_sd}
+    return {
+        "least_squares": least if known.ranked else None,
+        "laws": [
+            {
+                "form": one.form,
+                "error": one.error,
+                "by_origin": dict(zip(map(str, ORIGINS), one.by_origin, strict=False)),
+                "parameters": one.law and _steep(known, one.law.parameters),
+            }
+            for one in forms
+        ],
+    }
+
+
+def _steep(known: Known, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Without B and C_mid, where they are not known."""
+    unknown = () if known.assessment.steep else ("B", "C_mid")
+    return {name: None if name in unknown else value for name, value in parameters.items()}
 
 
 def _parameters(known: Known) -> Table:
@@ -89,6 +112,7 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
     scores = [forecast(known.posterior, C) for C in at]
     reached = [reach(known.posterior, T) for T in targets]
     now, unit = float(window.fitted.compute[-1]), window.unit
+    rival_law = rival_sentence(choose(window.fitted)) if known.ranked else ""
     lines = []
     for one in scores:
         gain = known.assessment.shown(known.posterior.gain(now, one.compute))
@@ -113,8 +137,9 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
                 {"target": one.target, "probability": one.probability, "compute": _json(one.compute)}
                 for one in reached
             ],
+            "rival": rival_law or None,
         },
-        lead=standing_sentences(known),
+        lead=[*standing_sentences(known), *([rival_law] if rival_law else [])],
         tables=[*([of_score] if scores else []), *([of_compute] if reached else [])],
     )
 
@@ -135,9 +160,14 @@ def judge(window: Window, terms: Terms) -> Answer:
             "exit_code": found.action.exit_code,
             "why": found.reason,
             "gain": _json(found.gain),
+            "rival": found.rival or None,
             **asdict(terms),
         },
-        lead=[f"{found.action.capitalize()}: {found.reason}.", *standing_sentences(known)],
+        lead=[
+            f"{found.action.capitalize()}: {found.reason}.",
+            *standing_sentences(known),
+            *([found.rival] if found.rival else []),
+        ],
         tables=[Table(title=known.name, head=columns, rows=rows, note=note)],
         exit_code=found.action.exit_code,
     )

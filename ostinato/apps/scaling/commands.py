@@ -95,7 +95,8 @@ def decide(
 
     Stop: the whole rest of the budget brings less than --min-gain, or than --price for each unit, with 90 %;
     a smaller --budget may yet pay. Go on: it brings more than both, with 90 %. All else is undecided, and so
-    is a curve that is not identified. Exit codes 1 and 2 are errors, as of every command.
+    is a curve that is not identified, and one to which a law that predicted it better promises the gain.
+    Exit codes 1 and 2 are errors, as of every command.
     """
     terms = Terms(budget=amount(budget, "--budget"), min_gain=min_gain, price=price)
     finish(answers.judge(read_one(source, reading), terms), json_file)

@@ -7,7 +7,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from ostinato.apps.scaling.gates import Standing, assess
+from ostinato.apps.scaling.forms import Choice, choose, rival, rival_sentence
+from ostinato.apps.scaling.gates import Assessment, Standing, assess
 from ostinato.apps.scaling.posterior import Interval, Posterior, interval
 
 
@@ -60,6 +61,7 @@ class Decision:
     action: Action
     reason: str
     gain: Interval | None  # 80 %: of R(budget) - R(now); None where there is no curve
+    rival: str = ""  # a sentence where another law has predicted this run better
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,8 @@ class Terms:
 def decide(known: Posterior, terms: Terms) -> Decision:
     """Is the rest of the budget worth it?
 
-    A curve that is not identified is never decided upon. Raises ValueError for a budget that is spent.
+    A curve that is not identified is never decided upon, and a run is not stopped where a law that predicted
+    it better predicts the gain. Raises ValueError for a budget that is spent.
     """
     now = float(known.series.compute[-1])
     if not terms.budget > now:
@@ -87,12 +90,45 @@ def decide(known: Posterior, terms: Terms) -> Decision:
             f"budget is {terms.budget:g} and {now:g} of it are spent; use the compute of the whole run"
         )
     assessment = assess(known)
-    # 80 %, so that it is above the lower end with 90 %
-    gain = None if assessment.silent else interval(known.gain(now, terms.budget), level=0.8)
+    identified = assessment.standing is not Standing.NOT_IDENTIFIED
+    gain = None if assessment.silent else _gain(known, terms)
+    action, laws = verdict(known, terms), choose(known.series) if identified else []
+    other = _gain_of(rival(laws), now, terms.budget)
+    disputed = action is Action.STOP and other >= terms.least(now)
+    reason = _reason(assessment, gain, terms.least(now)) + f"; another law predicts {other:.3f}" * disputed
+    return Decision(
+        action=Action.UNDECIDED if disputed else action,
+        reason=reason,
+        gain=gain if identified or gain is None else gain.ends(),
+        rival=rival_sentence(laws),
+    )
+
+
+def verdict(known: Posterior, terms: Terms) -> Action:
+    """What the posterior alone says of the rest of the budget."""
+    if assess(known).standing is Standing.NOT_IDENTIFIED:
+        return Action.UNDECIDED
+    gain, least = _gain(known, terms), terms.least(float(known.series.compute[-1]))
+    if gain.high < least:
+        return Action.STOP
+    return Action.CONTINUE if gain.low > least else Action.UNDECIDED
+
+
+def _gain(known: Posterior, terms: Terms) -> Interval:
+    """Of the rest of the budget; 80 %, so that it is above the lower end with 90 %."""
+    return interval(known.gain(float(known.series.compute[-1]), terms.budget), level=0.8)
+
+
+def _gain_of(best: Choice | None, now: float, budget: float) -> float:
+    """The gain of the rest by another law; 0 without one."""
+    if best is None or best.law is None:
+        return 0.0
+    before, after = best.law.score(np.array([now, budget]))
+    return float(after - before)
+
+
+def _reason(assessment: Assessment, gain: Interval | None, least: float) -> str:
     if gain is None or assessment.standing is Standing.NOT_IDENTIFIED:
-        ends = None if gain is None else gain.ends()
-        return Decision(action=Action.UNDECIDED, reason=assessment.reason, gain=ends)
-    least = terms.least(now)
+        return assessment.reason
     brings = f"the rest of the budget brings {gain.low:.3f} to {gain.high:.3f} (80 %)"
-    action = Action.STOP if gain.high < least else Action.CONTINUE if gain.low > least else Action.UNDECIDED
-    return Decision(action=action, reason=f"{brings} and has to bring {least:.3g}", gain=gain)
+    return f"{brings} and has to bring {least:.3g}"

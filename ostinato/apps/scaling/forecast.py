@@ -153,10 +153,10 @@ def outlook(series: Series, budget: float, terms: ForecastSection) -> dict[str, 
     ahead = known.score(budget) if left else None
     worth = Terms(budget=budget, min_gain=terms.min_gain)
     decision = decide(known, worth) if left and assessment.standing in REPORTED else None
-    verdict = decision.action if decision else NO_FORECAST
+    verdict, rival = (decision.action, decision.rival) if decision else (NO_FORECAST, "")
     row = {
         "gate": assessment.standing,
-        "reasons": [assessment.reason, *assessment.flags],
+        "reasons": [assessment.reason, *assessment.flags, *([rival] if rival else [])],
         "A": _shown(known.A, assessment),
         "B": _shown(known.B, assessment) if assessment.steep else None,
         "C_mid": _shown(known.C_mid, assessment) if assessment.steep else None,
@@ -164,7 +164,7 @@ def outlook(series: Series, budget: float, terms: ForecastSection) -> dict[str, 
         "gain": _shown(known.gain(now, budget), assessment) if left else None,
         "curve": _curve(known, assessment, max(now, budget)),
     }
-    sentence = _sentence({**head, **row}, verdict, terms)
+    sentence = "; ".join([_sentence({**head, **row}, verdict, terms), *([rival] if rival else [])])
     return head | row | {"verdict": verdict, "sentence": sentence.removesuffix(".")}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lab.scaling import published
 from ostinato.apps.scaling.curve import Sigmoid
-from ostinato.apps.scaling.decide import Action, Terms, decide, forecast, reach
+from ostinato.apps.scaling.decide import Action, Terms, decide, forecast, reach, verdict
 from ostinato.apps.scaling.gates import Assessment, Flag, Standing, assess
 from ostinato.apps.scaling.noise import simulate
 from ostinato.apps.scaling.posterior import Posterior, posterior
@@ -150,6 +150,20 @@ def test_a_price_that_the_gain_does_not_pay() -> None:
     found = decide(known(8_000, n=40), terms)
     assert found.action is Action.STOP and "has to bring 0.72" in found.reason
     assert found.gain is not None and terms.min_gain < found.gain.low < found.gain.high < 0.72
+
+
+def test_a_law_that_foretold_better_and_promises_the_gain_is_no_reason_to_stop() -> None:
+    """A score that rises with ln C for good was predicted at 4 times the compute as 0.633 [0.608, 0.665], and
+    was 0.708: a sigmoid, refitted, always ends soon."""
+    C = np.linspace(1000, 20_000, 20)
+    noise = 0.004 * np.random.default_rng(1).standard_normal(20)
+    run = posterior(series("log", C, 0.2 + 0.1 * np.log(C / 500) + noise, R0=0.2))
+    terms = Terms(budget=40_000, min_gain=0.05)  # and 0.1 ln 2 = 0.069 is to come
+    found = decide(run, terms)
+    assert verdict(run, terms) is Action.STOP and found.action is Action.UNDECIDED
+    assert "another law predicts 0.05" in found.reason
+    assert found.rival.startswith("Another law, sigmoid-free-R0, has predicted this run better")
+    assert decide(known(20_000), Terms(budget=40_000, min_gain=0.02)).rival == ""
 
 
 def test_a_curve_that_refutes_the_model_gives_no_number() -> None:
