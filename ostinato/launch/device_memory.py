@@ -190,6 +190,31 @@ def terms(recipe: Recipe, config: ModelConfig) -> dict[str, float]:
     return {name: size for name, size in found.items() if name != "context"}
 
 
+def check_room(recipe: Recipe, config: ModelConfig, free: float) -> None:
+    """Raises RunFailed where what no key of the trainer makes smaller, with the fewest keys and values, takes
+    more than the ``free`` bytes of a GPU without weights yet. Warns where only activations do: a microbatch
+    that does not fit is halved. By estimate; one trainer that has all of the model."""
+    given = 0 if recipe.cluster.samplers or recipe.engine.backend == "vllm" else recipe.engine.kv_memory_mb
+    cache = float((LEAST_MB if given == "auto" else given) << 20)
+    sizes = terms(recipe, config)
+    fixed = sum(size for name, size in sizes.items() if name == "base weights" or name in TRAINED)
+    needed, least = sum(sizes.values()) + cache + KEPT, fixed + cache + KEPT
+    if needed > free:
+        said = f"{out_of_memory(recipe, config)}; {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} free"
+        if least > free:
+            raise RunFailed(said)
+        logger.warning(f"{said}; microbatches that do not fit are halved")
+
+
+def free_memory(device: str) -> float | None:
+    """Bytes of a GPU that no process has; None of a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return float(torch.cuda.mem_get_info(torch.device(device))[0])
+
+
 @contextlib.contextmanager
 def named_out_of_memory(recipe: Recipe, hint: str) -> Iterator[None]:
     """Raises RunFailed in place of torch's error when the device is full: what fills it, the key that helps
@@ -210,9 +235,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(one in str(error) for one in said)
 
 
-def out_of_memory(recipe: Recipe) -> str:
-    """One sentence."""
-    found = terms(recipe, read_config(model_folder(recipe.model.path)))
+def out_of_memory(recipe: Recipe, config: ModelConfig | None = None) -> str:
+    """One sentence. ``config``: of the recipe's model, read where it is not given."""
+    found = terms(recipe, config or read_config(model_folder(recipe.model.path)))
     weights = found.pop("base weights", 0.0)
     trained = sum(found.pop(name, 0.0) for name in TRAINED)
     given, rows = recipe.engine.kv_memory_mb, recipe.trainer.tokens_per_microbatch
@@ -221,7 +246,7 @@ def out_of_memory(recipe: Recipe) -> str:
     shares |= {"keys and values": cache} if cache else {}
     largest = max(shares, key=shares.__getitem__)
     fixes = {
-        "weights": "use a smaller model, or model.dtype=bfloat16",
+        "weights": f"lower trainer.tokens_per_microbatch ({rows}), model.dtype=bfloat16, or a smaller model",
         "adapters and optimizer": "lower adapter.rank, or adapter.kind=lora",
         "activations": f"lower trainer.tokens_per_microbatch ({rows})",
         "keys and values": f"lower engine.kv_memory_mb ({given})",
@@ -230,7 +255,7 @@ def out_of_memory(recipe: Recipe) -> str:
         fixes[largest] = f"set trainer.recompute=true, or lower trainer.tokens_per_microbatch ({rows})"
     listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in shares.items())
     where = device_of(recipe.model)
-    return f"the memory of {where} is full; a step takes, in GB by estimate: {listed}; {fixes[largest]}"
+    return f"the memory of {where} is too small; a step takes, in GB by estimate: {listed}; {fixes[largest]}"
 
 
 def free_cached_memory() -> None:

@@ -28,12 +28,13 @@ from ostinato.env.tasks import Rows, check_disjoint, load_tasks, with_system
 from ostinato.env.tools import resolve_tools
 from ostinato.launch.apps import AgentTasks, load
 from ostinato.launch.checks import check, check_answers, check_solvable, warn_of_control_tokens
-from ostinato.launch.device_memory import Need, step_need
+from ostinato.launch.device_memory import Need, check_room, free_memory, step_need
 from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
 from ostinato.launch.graders import new_grader
-from ostinato.launch.models import load_decoder
+from ostinato.launch.models import device_of, load_decoder
 from ostinato.launch.teacher import check_teacher
+from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.protocols import Engine, Env, Grader, Tasks
@@ -98,6 +99,9 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     downstream = downstream_prompts(recipe, train_prompts)
     scored = [*eval_prompts, *(prompt for each in downstream.values() for prompt in each)]
     warn_of_control_tokens(renderer, [(row.where, row.messages) for row in (*train_prompts, *eval_prompts)])
+    free = free_memory(device_of(recipe.model)) if training and not recipe.parallel.sharded else None
+    if free is not None:
+        check_room(recipe, read_config(folder), free)
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
     for name, rows in of_tasks([*train_prompts, *scored]).items():
         check_answers(recipe.judges(name), rows)

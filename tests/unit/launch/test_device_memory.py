@@ -18,6 +18,7 @@ from ostinato.launch import RunFailed
 from ostinato.launch.device_memory import (
     LEAST_MB,
     Need,
+    check_room,
     host_memory,
     kv_memory_mb,
     lends_memory,
@@ -112,6 +113,26 @@ def test_terms_are_the_planners() -> None:
     )
     assert kept["base weights"] == again["base weights"] == pytest.approx(16.38e9, rel=0.01)
     assert kept["activations"] > 5 * again["activations"] and "context" not in kept
+
+
+CARD = 85.5e9  # bytes, as an H100 of 80 GB says
+
+
+def test_what_cannot_fit_is_refused_before_weights_are_read(caplog: pytest.LogCaptureFixture) -> None:
+    """Where activations alone are too much a microbatch is halved at run time, so that is only said."""
+    config = find_model("qwen3-32b").config
+
+    def check(rows: int, free: float, *keys: str) -> str:
+        sizes = (f"trainer.tokens_per_microbatch={rows}", "rollout.max_tokens=4096", "trainer.recompute=true")
+        recipe = Recipe.load("quickstart", "model.dtype=bfloat16", "adapter.rank=32", *sizes, *keys)
+        caplog.clear()
+        check_room(recipe, config, free)
+        return caplog.text
+
+    assert check(4096, CARD, "engine.kv_memory_mb=auto") == ""
+    assert "trainer.tokens_per_microbatch" in check(32_768, CARD, "engine.kv_memory_mb=auto")
+    with pytest.raises(RunFailed, match=r"weights 65\.5.*free"):
+        check(4096, 60e9)
 
 
 @pytest.mark.parametrize(
