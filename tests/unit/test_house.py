@@ -1,4 +1,4 @@
-"""The shape of the house: no circle of files, classes that can be read, rooms that hold no more ideas than before.
+"""The shape of the house: no circle of files, readable classes, rooms that hold no more ideas than before.
 
     python tests/unit/test_house.py      write tests/rooms.toml: what is counted now
 
