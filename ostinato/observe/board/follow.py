@@ -134,6 +134,8 @@ class Follower:
             tone = Tone.BAD if why.startswith("failed") or why in ("collapsed", "forgot") else Tone.GOOD
             return {"tone": tone, "text": f"{ENDS.get(why, why)}, after step {step}"}
         held = is_held(self._run.path)
+        if held is None and "tinker" in self.data.recipe:  # a server's, which holds the folder of its state
+            held = is_held(self._run.path.resolve().parents[1])
         if held:
             return {"tone": Tone.LIVE, "text": "running" if step else "running, the first step"}
         if not last:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ostinato.model import moe as twin
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.cuda import mixture as cuda
+from ostinato.model.cuda.elementwise import silu_mul
 from ostinato.model.moe import ExpertLora
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,7 +113,8 @@ def test_training_and_large_passes_take_the_twin(grad: bool) -> None:
     ids, weights = torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE), torch.ones(rows, 1, device=DEVICE)
     with torch.set_grad_enabled(grad):
         found = cuda.experts(x, ids, weights, gate_up, down)
-        assert torch.equal(found, twin.experts(x, ids, weights, gate_up, down))
+        assert torch.equal(found, twin.experts(x, ids, weights, gate_up, down, gate=silu_mul))
+        torch.testing.assert_close(found, twin.experts(x, ids, weights, gate_up, down), rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
