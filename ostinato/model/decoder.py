@@ -193,17 +193,19 @@ class Decoder(nn.Module):
         if residual is None:
             residual = ops.embed(tokens, self.embed).to(self.dtype)
         x = ops.rms_norm(residual, self.blocks[0].attn_norm, self.config.rms_norm_eps)
+        stream: Tensor = residual
         chosen: list[Tensor] = []
         for layer, block in zip(self.share.layers, self.blocks, strict=True):
             lora = NO_LORA if loras is None else loras[layer]
             given = routing[:, len(chosen)] if routing is not None and isinstance(block.mlp, Moe) else None
-            args = (residual, cos, sin, attend, lora, given, ops)
+            rest = (cos, sin, attend, lora, given, ops)
             if recompute:
-                x, residual, native = checkpoint(  # type: ignore[misc]
-                    _block_again, self, layer, block, *args, use_reentrant=False, preserve_rng_state=False
-                )
+                x, stream, native = checkpoint(  # type: ignore[misc]
+                    _block_again, self, layer, block, stream, *rest,
+                    use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
             else:
-                x, residual, native = self._block(layer, block, x, *args)
+                x, stream, native = self._block(layer, block, x, stream, *rest)
             if native is not None:
                 chosen.append(native)
         return x, torch.stack(chosen, dim=1).to(torch.int16) if chosen else None

@@ -128,7 +128,8 @@ def interruption_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]
     interrupted = [answer for answer in answers if answer.injected is not None]
     figures = {"interrupt/rate": _mean([answer.injected is not None for answer in answers])}
     if interrupted:
-        behind = [int(np.argmax(answer.injected[::-1])) for answer in interrupted]
+        phrases = [answer.injected for answer in answers if answer.injected is not None]
+        behind = [int(np.argmax(injected[::-1])) for injected in phrases]
         figures["interrupt/answered"] = _mean([answer.stop is not Stop.LENGTH for answer in interrupted])
         figures["interrupt/answer_length"] = _mean(behind)
     return figures

@@ -52,7 +52,7 @@ def imports(tree: ast.AST, modules: dict[str, Path]) -> Iterator[str]:
 
 def room_of(file: Path) -> str:
     """ "algo", "apps.serve", "(files of their own)"."""
-    parts = file.relative_to(PACKAGE).parts
+    parts = list(file.relative_to(PACKAGE).parts)
     if len(parts) == 1:
         return "(files of their own)"
     return ".".join(parts[:2]) if parts[0] == "apps" and len(parts) > 2 else parts[0]

@@ -79,7 +79,7 @@ def _cases(decoder: Decoder) -> Iterator[tuple[str, Call]]:
     yield "silu_mul", lambda ops: _slopes(ops.silu_mul, wide)
     yield (
         "attention",
-        lambda ops: _slopes(lambda *qkv: ops.attention(SEGMENTS)(0, *qkv, key_dim**-0.5), q, k, v),
+        lambda ops: _slopes(lambda q, k, v: ops.attention(SEGMENTS)(0, q, k, v, key_dim**-0.5), q, k, v),
     )
     targets = torch.arange(ROWS, device=decoder.device) % decoder.config.vocab_size
     logits = 3 * _drawn(decoder, 6, ROWS, decoder.config.vocab_size).float()

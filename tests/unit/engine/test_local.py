@@ -125,7 +125,7 @@ def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens
     ours._scheduler.cache = KVCache(blocks)
     forward, ran = ours._runner.run, Counter[str]()
 
-    def counted(plan: ModelInput) -> tuple[torch.Tensor, np.ndarray | None]:
+    def counted(plan: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         ran.update(tokens=len(plan.tokens), pairs=plan.attended)
         return forward(plan)
 
