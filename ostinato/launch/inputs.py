@@ -145,9 +145,10 @@ def _agents(recipe: Recipe, renderer: Renderer) -> AgentTasks | None:
     if not any(task.has_agent for task in recipe.task.by_name.values()):
         return None
     try:
-        return load("task.agent")(recipe, renderer)
+        open_agents = load("task.agent")
     except ModuleNotFoundError as error:
         raise ValueError(f'agents need {error.name}; install it: pip install "ostinato[serve]"') from None
+    return open_agents(recipe, renderer)
 
 
 def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:

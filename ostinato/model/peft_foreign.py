@@ -159,6 +159,7 @@ class _Scale:
 
     alpha: float
     patterns: Mapping[str, float]
+    parameters: tuple[str, ...]  # adapted as parameters ("mlp.gate.weight"), as patterns name them
     root: bool
 
     @classmethod
@@ -166,11 +167,14 @@ class _Scale:
         return cls(
             alpha=float(settings.get("lora_alpha") or 8),  # PEFT's default
             patterns=settings.get("alpha_pattern") or {},
+            parameters=tuple(settings.get("target_parameters") or ()),
             root=bool(settings.get("use_rslora")),
         )
 
     def of_map(self, name: str, rank: int) -> float:
         """As peft looks patterns up: the first whose expression matches the end of the name."""
+        if f"{name}.weight".endswith(self.parameters):
+            name = f"{name}.weight"
         alpha = next(
             (alpha for key, alpha in self.patterns.items() if re.match(rf"(.*\.)?({key})$", name)), self.alpha
         )

@@ -80,6 +80,14 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS}),
+    "router-pattern": (
+        "Qwen3Moe",
+        {
+            "target_modules": ATTENTION,
+            "target_parameters": ["mlp.gate.weight"],
+            "alpha_pattern": {"mlp.gate.weight": 24},
+        },
+    ),
     "router": ("Qwen3Moe", {"target_modules": ATTENTION, "target_parameters": ["mlp.gate.weight"]}),
 }
 
