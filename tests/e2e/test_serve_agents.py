@@ -66,7 +66,7 @@ def test_smolagents_calls_its_tools(url: str) -> None:
         called.append(place)
         return "nothing"
 
-    model = smolagents.OpenAIServerModel(MODEL, api_base=url, api_key="none", max_tokens=1500)
+    model = smolagents.OpenAIServerModel(MODEL, api_base=url, api_key="none", max_tokens=1500, seed=5)
     agent = smolagents.ToolCallingAgent([look], model, max_steps=4, verbosity_level=0)
     agent.run("Where is it?")
     steps = [step for step in agent.memory.steps if isinstance(step, smolagents.ActionStep)]

@@ -15,7 +15,7 @@ from qwen_like import save_qwen_like
 from serving import At, server
 
 from ostinato.apps.serve.calls import ApiError
-from ostinato.apps.serve.grammar import Guides, call_grammar, json_grammar
+from ostinato.apps.serve.grammar import Guides, call_grammar, close_objects, json_grammar
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
@@ -29,8 +29,11 @@ POINT = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}
+ARGUMENTS = {
+    key: value for key, value in POINT.items() if key != "additionalProperties"
+}  # as frameworks write
 TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": POINT}}
+    {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": ARGUMENTS}}
     for name in ("add", "move")
 ]
 
@@ -222,3 +225,27 @@ def test_a_guide_leaves_what_its_grammar_may_go_on_with_and_an_end_only_where_it
             else:
                 call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
                 assert call["name"] in ("add", "move") and is_point(json.dumps(call["arguments"]))
+
+
+def test_a_tool_takes_the_arguments_that_it_names_and_no_others() -> None:
+    """An untrained policy wrote an argument of its own into the open object that smolagents describes, which
+    refused the call."""
+    inner = {"type": "object", "properties": {"allOf": {"type": "string"}}}
+    closed = close_objects({"type": "object", "properties": {"a": {"type": "array", "items": inner}}})
+    assert closed["additionalProperties"] is False
+    items = closed["properties"]["a"]["items"]
+    assert items == {**inner, "additionalProperties": False}  # a property's name is no word of the schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},  # any arguments
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": True},
+        {"type": "object", "properties": {"a": {}}, "patternProperties": {"^x": {}}},
+        {"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]},  # each would forbid the other's
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+    ],
+)
+def test_an_object_that_says_what_else_it_takes_stays_as_it_is(schema: dict[str, Any]) -> None:
+    assert close_objects(schema) == schema

@@ -27,6 +27,8 @@ MAX_BYTES = 64 << 10  # of a grammar
 KEPT = 64  # built grammars in the cache
 _TAGS = {"open": OPEN, "close": CLOSE}  # of a call, by their rules
 BLANKS = r"[ \t\n\r]{1,16}"  # between two tokens of JSON: bounded, as weak policies else write only blanks
+_COMBINED = {"allOf", "anyOf", "oneOf", "if", "not", "$ref"}  # with what stands beside them
+_LITERAL = {"allOf", "not", "if", "then", "else", "const", "enum", "default", "examples"}
 # Of the parser: about 20 ms and 40 MB at the start, and 15 ms per token. A grammar beyond them is refused.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -85,7 +87,26 @@ def call_grammar(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
 
 def _call(function: Mapping[str, Any]) -> str:
     head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
-    return f'{json.dumps(head)} {_block({"type": "object", **(function.get("parameters") or {})})} "}}"'
+    parameters = close_objects({"type": "object", **(function.get("parameters") or {})})
+    return f'{json.dumps(head)} {_block(parameters)} "}}"'
+
+
+def close_objects(schema: Any) -> Any:
+    """A JSON schema whose objects take the properties that they name and no others, unless the schema says
+    otherwise: as vLLM reads the parameters of tools, since clients refuse other arguments.
+    Where several schemas describe the same object (``_COMBINED``), they stay as they are, since each would
+    forbid what the others name."""
+    if isinstance(schema, list):
+        return [close_objects(member) for member in schema]
+    if not isinstance(schema, dict) or (set(schema) & _COMBINED and "properties" in schema):
+        return schema
+    closed = {key: value if key in _LITERAL else close_objects(value) for key, value in schema.items()}
+    properties = schema.get("properties")
+    if isinstance(properties, dict):  # its keys are names of the user's, not words of JSON schema
+        closed["properties"] = {name: close_objects(value) for name, value in properties.items()}
+        if not {"patternProperties", "unevaluatedProperties"} & set(schema):
+            closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _block(schema: Mapping[str, Any]) -> str:
