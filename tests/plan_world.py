@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ostinato.apps.plan.cluster import parse_cluster
-from ostinato.apps.plan.problem import Arrangement, DType, Precision, Problem, Setup, Work, find_model
+from ostinato.apps.plan.problem import Arrangement, Problem, Setup, Work, find_model
 from ostinato.apps.plan.request import lognormal_lengths
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
+from ostinato.parallel.memory import DType, Precision
 
 LORA = AdapterSpec(rank=16)
 KIMI_LORA = AdapterSpec(rank=32, alpha=64.0)

@@ -13,16 +13,12 @@ from lab.gpu.sampling import answers, engine_of, requests, transformers_model
 from lab.gpu.world import DENSE, EXPERTS, Line, Lines, World
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import pack
-from ostinato.apps.plan.cluster import parse_cluster
-from ostinato.apps.plan.memory import trainer_memory
-from ostinato.apps.plan.problem import Model, Phase, Precision, Problem, Recompute, Sampler, Setup
-from ostinato.apps.plan.problem import Work as Planned
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.shapes import AdapterSpec
-from ostinato.parallel.layout import Layout
+from ostinato.parallel.memory import Training
 from ostinato.pipeline.account import batch_work
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
@@ -154,20 +150,15 @@ def _planned(
     decoder: Decoder, adapters: Adapters, rows: int, samples: Sequence[Sample], *, recompute: bool
 ) -> dict[str, float]:
     """Bytes by term, without what is taken beside tensors."""
-    trained = sum(int(one.loss_mask.sum()) for one in samples) // len(samples)
-    problem = Problem(
-        model=Model(name="random", config=decoder.config),
+    trained, prompt = sum(int(one.loss_mask.sum()) for one in samples), samples[0].prompt_len
+    training = Training(
+        config=decoder.config,
         adapter=adapters.spec,
-        precision=Precision(),
-        work=Planned(prompts=1, group=len(samples), prompt_tokens=samples[0].prompt_len, answers=(trained,)),
-        cluster=parse_cluster("1xH100-80"),
-        sampler=Sampler(name="local", latent_kv=False),
+        microbatch=rows,
+        recompute=recompute,
+        trained=trained / (trained + prompt),
     )
-    again = Recompute.FULL if recompute else Recompute.NONE
-    setup = Setup(layout=Layout(), microbatch=rows, recompute=again)
-    terms = dict(trainer_memory(problem, Phase.TRAIN, setup).terms)
-    terms.pop("context", None)
-    return terms
+    return training.fullest()[1]
 
 
 def dense(world: World) -> Lines:

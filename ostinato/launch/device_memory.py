@@ -1,6 +1,6 @@
 """The device that a run is on: what keys and values get of its memory, what filled it, and how fast it is.
 
-The trainer's share is the planner's (``plan.memory``): activations, gradients, optimizer, working set.
+The trainer's share is that of ``parallel.memory``: activations, gradients, optimizer, working set.
 """
 
 from __future__ import annotations
@@ -13,25 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.apps.plan.cluster import SHEETS, gpu_named, parse_cluster, peak
-from ostinato.apps.plan.memory import trainer_memory
-from ostinato.apps.plan.problem import (
-    DType,
-    Model,
-    Phase,
-    Precision,
-    Problem,
-    Recompute,
-    Sampler,
-    Setup,
-    Work,
-)
 from ostinato.config import Recipe
 from ostinato.launch import RunFailed
 from ostinato.launch.models import adapter_spec, device_of
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.named import model_folder
-from ostinato.parallel.layout import Layout
+from ostinato.parallel.gpus import SHEETS, gpu_named, peak
+from ostinato.parallel.memory import DType, Precision, Training
 
 if TYPE_CHECKING:
     from ostinato.model.decoder import Decoder
@@ -166,28 +154,19 @@ def host_memory(meminfo: Path = Path("/proc/meminfo")) -> float | None:
 
 def terms(recipe: Recipe, config: ModelConfig) -> dict[str, float]:
     """Bytes by term of a trainer that has all of the model, while it trains."""
-    settings, full = recipe.trainer, recipe.adapter.kind == "full"
-    wide = recipe.model.dtype == "float32" or full
-    dtype = DType.FP32 if wide else DType.BF16
+    settings, rollout, full = recipe.trainer, recipe.rollout, recipe.adapter.kind == "full"
+    dtype = DType.FP32 if recipe.model.dtype == "float32" or full else DType.BF16
     stored = DType.BF16 if recipe.model.storage == "bfloat16" else dtype
-    problem = Problem(
-        model=Model(name=recipe.model.path, config=config),
+    answers = rollout.group_size * rollout.max_tokens  # of a prompt that goes through the layers once
+    training = Training(
+        config=config,
         adapter=None if full else adapter_spec(recipe.adapter),
         precision=Precision(base=stored, sampler=stored, compute=dtype, kv=dtype),
-        work=Work(
-            prompts=recipe.rollout.prompts_per_step,
-            group=recipe.rollout.group_size,
-            prompt_tokens=PROMPT,
-            answers=(recipe.rollout.max_tokens,),
-            max_answer=recipe.rollout.max_tokens,
-        ),
-        cluster=parse_cluster("1xH100-80"),  # memory is the same on all
-        sampler=Sampler(name="local", latent_kv=False),
+        microbatch=settings.tokens_per_microbatch,
+        recompute=settings.recompute,
+        trained=answers / (answers + PROMPT),
     )
-    again = Recompute.FULL if settings.recompute else Recompute.NONE
-    setup = Setup(layout=Layout(), microbatch=settings.tokens_per_microbatch, recompute=again)
-    found = dict(trainer_memory(problem, Phase.TRAIN, setup).terms)
-    return {name: size for name, size in found.items() if name != "context"}
+    return training.fullest()[1]
 
 
 def check_room(recipe: Recipe, config: ModelConfig, free: float) -> None:

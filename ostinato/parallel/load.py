@@ -12,12 +12,15 @@ expert (``parallel.placement``). A load is a number of (token, expert) pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from ostinato.types import NO_EXPERT
 
 NOMINAL_RANKS = 8  # the nominal share of one rank: the experts of a node of eight
+SIGMA = 0.7  # of ln popularity, where no load is known: assumed
+DRAWS = 1000  # of such popularity: the mean straggler is then known to about 1 %
 
 
 def expert_loads(routes: np.ndarray, num_experts: int) -> np.ndarray:
@@ -85,3 +88,33 @@ def imbalance(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Imbalance:
         worst_straggler=float(factors.max()),
         capacity=float(stragglers(loads).max()),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """Max over mean load of expert ranks. ``mean`` prices time, ``high`` (95 %) sizes buffers."""
+
+    mean: float
+    high: float
+
+
+@lru_cache(maxsize=256)
+def expected_straggler(num_experts: int, ranks: int) -> Straggler:
+    """Of ``ranks`` that keep equally many of ``num_experts`` each, in their order, for lognormal popularity
+    of experts; a placement by load (``parallel.placement``) does better."""
+    if ranks == 1:
+        return Straggler(mean=1.0, high=1.0)
+    rng = np.random.default_rng(0)
+    drawn = np.exp(SIGMA * rng.standard_normal((DRAWS, num_experts)))
+    factors = stragglers(drawn.reshape(DRAWS, ranks, -1).sum(axis=-1))
+    return Straggler(mean=float(factors.mean()), high=float(np.quantile(factors, 0.95)))
+
+
+@lru_cache(maxsize=256)
+def distinct_ranks(num_experts: int, top_k: int, ranks: int) -> float:
+    """Over how many of ``ranks`` the ``top_k`` experts of a token are spread on average, if all sets of
+    experts are equally likely: a row travels once to each of them."""
+    each, missed = num_experts // ranks, 1.0
+    for drawn in range(top_k):  # the chance that a given rank has none of them
+        missed *= max(0.0, num_experts - each - drawn) / (num_experts - drawn)
+    return ranks * (1.0 - missed)

@@ -1,96 +1,32 @@
-"""Machines by name, with the figures of their data sheets, and how fast groups of their devices talk.
-
-GB is 10^9 bytes, links are counted in one direction, and FLOP/s are those of dense products, without
-sparsity. A device's memory is what its driver shows, up to 7 % more than the number in its name. Money,
-network and host memory are on no data sheet: they are assumptions, printed with every plan, and all of them
-can be given (``replace``).
-"""
+"""Clusters by name, how fast groups of their devices talk, and which share of a peak programs reach."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import NamedTuple
 
-from ostinato.apps.plan.problem import GB, Cluster, DType, Gpu
+from ostinato.apps.plan.traffic import Traffic
+from ostinato.parallel.gpus import Gpu, gpu_named
+from ostinato.parallel.layout import Layout
 
 # also in README.md and docs/index.md
 ON_GPUS = "Nothing of Ostinato has run on a GPU yet: it is tested on CPUs, and plans go by data sheets"
-TFLOPS = 1e12
 PER_NODE = 8
-# Operands that a device has no products for are widened: to what comes next here.
-WIDER = {DType.INT4: DType.INT8, DType.INT8: DType.BF16, DType.FP8: DType.BF16, DType.BF16: DType.FP32}
 
 
-class Sheet(NamedTuple):
-    """A row of a data sheet, in GB, TFLOP/s and GB/s, and beside it what is assumed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """``nodes`` x ``per_node`` GPUs of one kind."""
 
-    memory: float
-    tf32: float
-    bf16: float
-    fp8: float  # 0: it has none
-    hbm: float
-    link: float  # NVLink, half of the figure that counts both directions; PCIe where there is none
-    pcie: float
-    nic: float  # assumed, per device
-    host: float  # assumed, of the host's memory per device
-    price: float  # assumed, money per device and hour: commonly let for in 2025, on demand
+    gpu: Gpu
+    nodes: int
+    per_node: int
+    host_memory: float  # bytes of one node
+    usable_host: float = 0.85  # of it: the rest is the system's, page cache, data loaders
 
-
-# H800 is an H100 with less NVLink; "cpu" is a core of a server, its "host" the memory that it has already.
-SHEETS: Mapping[str, Sheet] = MappingProxyType(
-    {
-        "H800-80": Sheet(85.5, 494, 989, 1979, 3350, 200, 64, 50, 250, 2.5),
-        "H100-80": Sheet(85.5, 494, 989, 1979, 3350, 450, 64, 50, 250, 2.5),
-        "H200-141": Sheet(150, 494, 989, 1979, 4800, 450, 64, 50, 250, 3.2),
-        "A100-80": Sheet(85, 156, 312, 0, 2039, 300, 32, 25, 125, 1.5),
-        "H20-96": Sheet(102, 74, 148, 296, 4000, 450, 64, 50, 250, 1.4),
-        "L40S-48": Sheet(48, 183, 362, 733, 864, 32, 32, 12.5, 64, 0.9),
-        "RTX4090-24": Sheet(25.3, 82.6, 165, 330, 1008, 32, 32, 3.1, 32, 0.4),
-        "B200-192": Sheet(192, 1125, 2250, 4500, 8000, 900, 64, 50, 250, 5.0),
-        "cpu": Sheet(8, 0.05, 0.05, 0, 8, 1.5, 8, 1, 8, 0.05),
-    }
-)
-
-
-NEAREST = {  # of those above, to devices that have no row
-    "a100-40": "A100-80",
-    "v100": "A100-80",
-    "gh200": "H200-141",
-    "mi300": "H200-141",
-    "mi325": "B200-192",
-    "a6000": "L40S-48",
-    "5090": "RTX4090-24",
-    "3090": "RTX4090-24",
-}
-
-
-def gpu_named(name: str) -> Gpu:
-    """The device called ``name``, or that only one device has in its name: "4090". Raises ValueError."""
-    lowered = name.lower()
-    found = [key for key in SHEETS if lowered in (key.lower(), key.lower().rpartition("-")[0])]
-    found = found or [key for key in SHEETS if lowered in key.lower()]
-    if len(found) != 1:
-        near = next((known for part, known in NEAREST.items() if part in lowered), "")
-        fix = f"the nearest that is known is {near}, beside" if near else "known are"
-        others = (key for key in SHEETS if key != near)
-        raise ValueError(
-            f"gpus names {name!r}, of which there is no data sheet here; {fix} {', '.join(others)}"
-        )
-    sheet = SHEETS[found[0]]
-    flops = {DType.FP32: sheet.tf32, DType.BF16: sheet.bf16} | ({DType.FP8: sheet.fp8} if sheet.fp8 else {})
-    return Gpu(
-        name=found[0],
-        memory=sheet.memory * GB,
-        flops=MappingProxyType({dtype: value * TFLOPS for dtype, value in flops.items()}),
-        hbm=sheet.hbm * GB,
-        link=sheet.link * GB,
-        nic=sheet.nic * GB,
-        pcie=sheet.pcie * GB,
-        price=sheet.price,
-    )
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.per_node
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -98,33 +34,24 @@ def parse_cluster(text: str) -> Cluster:
 
     Raises ValueError for a device that is not known and for numbers that make no whole nodes.
     """
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z0-9][\w-]*)", text.strip())
-    if found is None:
+    parts = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z0-9][\w-]*)", text.strip())
+    if parts is None:
         raise ValueError(f"gpus is {text!r}; write a number and a device, like 64xH800-80 or 8x8xH100-80")
-    count, gpu = int(found[2]), gpu_named(found[3])
-    nodes, per_node = (int(found[1]), count) if found[1] else _nodes(text, count, gpu)
-    if nodes < 1 or per_node < 1:
-        raise ValueError(f"gpus is {text!r}; use at least 1 device")
-    return Cluster(gpu=gpu, nodes=nodes, per_node=per_node, host_memory=SHEETS[gpu.name].host * GB * per_node)
-
-
-def _nodes(text: str, count: int, gpu: Gpu) -> tuple[int, int]:
-    """(nodes, devices in each) of ``count`` devices."""
-    if count <= PER_NODE or gpu.name == "cpu":
-        return 1, count
-    if count % PER_NODE:
+    count, gpu = int(parts[2]), gpu_named(parts[3])
+    if parts[1]:
+        nodes, per_node = int(parts[1]), count
+    elif count <= PER_NODE or gpu.name == "cpu":
+        nodes, per_node = 1, count
+    elif count % PER_NODE == 0:
+        nodes, per_node = count // PER_NODE, PER_NODE
+    else:
         raise ValueError(
             f"gpus is {text!r}, which is no whole number of nodes of {PER_NODE}; write nodes x devices, "
             f"like 2x{(count + 1) // 2}x{gpu.name}"
         )
-    return count // PER_NODE, PER_NODE
-
-
-def peak(gpu: Gpu, dtype: DType) -> float:
-    """FLOP/s of products of ``dtype``, or of the next wider type that the device multiplies."""
-    while dtype not in gpu.flops:
-        dtype = WIDER[dtype]
-    return gpu.flops[dtype]
+    if nodes < 1 or per_node < 1:
+        raise ValueError(f"gpus is {text!r}; use at least 1 device")
+    return Cluster(gpu=gpu, nodes=nodes, per_node=per_node, host_memory=gpu.host * per_node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +79,66 @@ class Ring:
             return 0.0
         away = sent * (self.ranks - self.per_node(cluster)) / (self.ranks - 1)
         return max(away / cluster.gpu.nic, (sent - away) / cluster.gpu.link)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Shares of peaks that real programs reach, and seconds that pass whatever the size. Assumptions, until a
+    run has been measured (``plan.fit``); of H100-class devices, large products in bf16."""
+
+    products: float = 0.55  # of peak FLOP/s: dense products of thousands of rows
+    grouped: float = 0.40  # the same of grouped products, one group per expert
+    attention: float = 0.40
+    memory: float = 0.75  # of memory bandwidth
+    links: float = 0.75  # of NVLink or PCIe between devices
+    network: float = 0.75  # of a network port
+    exchange: float = 0.55  # of either, in an all-to-all of uneven parts
+    pcie: float = 0.75
+    latency: float = 12e-6  # of a collective within a node
+    far_latency: float = 30e-6  # of one that leaves it
+    layer: float = 250e-6  # least seconds of a layer's forward: its kernels have to be launched
+    captured: float = 30e-6  # the same in a captured graph, as samplers decode
+    ahead: bool = True  # kernels are launched while others run: only what is shorter than its launch waits
+    sweeps: float = 14.0  # times that a layer's elementwise work reads or writes its rows, forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """The groups of a layout on a cluster."""
+
+    layout: Layout
+    cluster: Cluster
+    efficiency: Efficiency
+
+    def ring(self, axis: str) -> Ring:
+        """The devices of an axis; ranks fill nodes in the order of ``Layout``: t fastest, p slowest."""
+        one = self.layout
+        ranks, stride = {
+            "t": (one.tensor, 1),
+            "c": (one.context, one.tensor),
+            "dc": (one.data * one.context, one.tensor),
+            "dcf": (one.data // one.shard * one.context, one.tensor),
+            "f": (one.shard, one.row_shards),
+            "s": (one.stage_ranks, 1),
+            "e": (one.expert, one.tensor if one.expert_tensor > 1 else 1),
+            "r": (one.expert_replicas, one.expert * one.expert_tensor),
+            "p": (one.pipeline, one.stage_ranks),
+            "all": (one.world, 1),
+        }[axis]
+        return Ring(ranks=ranks, stride=stride)
+
+    def seconds(self, traffic: Traffic, axes: str = "") -> float:
+        """Of collectives one after the other; ``axes``: of these alone."""
+        chosen = (key for key in traffic if not axes or key[1] in axes.split())
+        return sum(self._seconds(*key, *traffic[key]) for key in chosen)
+
+    def _seconds(self, operation: str, axis: str, calls: float, sent: float) -> float:
+        """Seconds are linear in bytes, so those of calls of many sizes follow from their sums."""
+        ring, cluster, e = self.ring(axis), self.cluster, self.efficiency
+        near = ring.per_node(cluster) == ring.ranks
+        latency = calls * (e.latency if near else e.far_latency)
+        if operation == "all_to_all":
+            return latency + ring.exchange_seconds(cluster, sent) / e.exchange
+        if operation == "send_recv":  # to the neighbour, in the same node or not
+            return latency + sent / ((cluster.gpu.link if near else cluster.gpu.nic) * e.network)
+        return latency + sent / (ring.bandwidth(cluster) * (e.links if near else e.network))

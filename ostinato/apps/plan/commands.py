@@ -1,10 +1,11 @@
 """``ostinato plan``: what fits, what is fastest, what it costs; from a config.json alone, without torch.
 
-options -> Problem, Allowed (request) -> plan.search -> tables here, or one JSON object
+options -> PlanRequest (request) -> plan.search -> the answer and tables here, or one JSON object
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,16 +19,18 @@ from rich.table import Table
 
 from ostinato.apps.plan import launch
 from ostinato.apps.plan.cluster import ON_GPUS
-from ostinato.apps.plan.counts import adapter_counts, counts, kv_values
+from ostinato.apps.plan.fit import FILE
 from ostinato.apps.plan.fit import app as fit_app
-from ostinato.apps.plan.imbalance import SIGMA
-from ostinato.apps.plan.memory import limit, margin
-from ostinato.apps.plan.problem import GB, Placement, Problem, Recompute, known_models
-from ostinato.apps.plan.record import FILE, record, write
+from ostinato.apps.plan.memory import kv_values, limit, margin
+from ostinato.apps.plan.problem import Phase, Placement, Problem, known_models
 from ostinato.apps.plan.request import Options, PlanRequest, ask, plan_options
-from ostinato.apps.plan.search import Found, Plan, binding, distinct, resized, search, smallest, why_lost
-from ostinato.apps.plan.time import refit_bytes
-from ostinato.apps.plan.traffic import step_traffic
+from ostinato.apps.plan.search import Plan, Ranking, binding, distinct, resized, search, smallest, why_lost
+from ostinato.apps.plan.time import refit_bytes, step_traffic
+from ostinato.parallel.elements import stage_elements
+from ostinato.parallel.gpus import GB
+from ostinato.parallel.layout import Layout
+from ostinato.parallel.load import SIGMA
+from ostinato.parallel.memory import FRAGMENTATION
 from ostinato.run import RunFolder, atomic_write, to_json
 from ostinato.terminal import Screen
 
@@ -61,82 +64,79 @@ def plan(
         Path | None, typer.Option("--json", help="One JSON object into this file, - for standard output.")
     ] = None,
 ) -> None:
-    """Rank parallel layouts of trainer and sampler by memory and time. Figures are for one RL step."""
+    """Rank parallel layouts of trainer and sampler by memory and time."""
     started = time.perf_counter()
     if start and str(json_file) == "-":
         raise ValueError("--launch and --json - both write to standard output; give --json a file")
-    found, request = _answer(ask(model, gpus, options), least=least)
-    problem, best = request.problem, found.plans[0]
+    ranking, request = _answer(ask(model, gpus, options), least=least)
+    best = ranking.plans[0]
     if run is not None:
         file = run if run.suffix == ".json" else RunFolder.open(run).path / FILE
-        write(file, record(problem, best, factors=request.clock.factors))
+        atomic_write(file, json.dumps(plan_json(request, best), indent=1).encode())
     seconds = time.perf_counter() - started
     if json_file is not None:
-        text = to_json(as_json(request, found, top) | {"plan_seconds": round(seconds, 3)})
+        text = to_json(as_json(request, ranking, top) | {"plan_seconds": round(seconds, 3)})
         if str(json_file) == "-":
             typer.echo(text)
             return
         atomic_write(json_file, text.encode())
     if start:
-        typer.echo(launch.ostinato(problem, best.arrangement), nl=False)
+        typer.echo(launch.ostinato(request.problem, best.arrangement), nl=False)
         return
-    print_tables(Screen(), request, found, top, seconds)
+    print_answer(Screen(), request, ranking, top)
+    typer.echo(f"Searched {ranking.tried} setups in {seconds:.1f} s on one CPU core. {ON_GPUS}.")
 
 
-def _answer(request: PlanRequest, *, least: bool) -> tuple[Found, PlanRequest]:
-    """What was found, and the question with the cluster that it was found on. Raises ValueError where nothing
-    fits."""
+def _answer(request: PlanRequest, *, least: bool) -> tuple[Ranking, PlanRequest]:
+    """The ranking, and the question with the cluster that it is of; plans that Ostinato can start come first,
+    fastest first, then the others alike. Raises ValueError where nothing fits."""
     problem = request.problem
-    if not least:
-        found = search(problem, request.clock, request.allowed)
-        if not found.plans:
-            raise ValueError(nothing_fits(problem, found))
-        return _startable_first(problem, found), request
-    fewest = smallest(problem, request.clock, request.allowed)
-    if fewest is None:
-        raise ValueError(f"{problem.model.name} fits on no cluster of up to 1024 {problem.cluster.gpu.name}")
-    cluster = resized(problem.cluster, fewest.plans[0].arrangement.num_gpus)
-    problem = replace(problem, cluster=cluster)
-    return _startable_first(problem, fewest), replace(request, problem=problem)
+    if least:
+        fewest = smallest(problem, request.clock, request.allowed)
+        if fewest is None:
+            gpu = problem.cluster.gpu.name
+            raise ValueError(f"{problem.model.name} fits on no cluster of up to 1024 {gpu}")
+        problem = replace(problem, cluster=resized(problem.cluster, fewest.plans[0].arrangement.num_gpus))
+        ranking = fewest
+    else:
+        ranking = search(problem, request.clock, request.allowed)
+        if not ranking.plans:
+            raise ValueError(nothing_fits(problem, ranking))
+    plans = tuple(sorted(ranking.plans, key=lambda one: bool(launch.lacking(problem, one.arrangement))))
+    return replace(ranking, plans=plans), replace(request, problem=problem)
 
 
-def _startable_first(problem: Problem, found: Found) -> Found:
-    """Plans that Ostinato can start, fastest first, then the others alike."""
-    return replace(found, plans=tuple(sorted(found.plans, key=lambda one: not startable(problem, one))))
-
-
-def startable(problem: Problem, plan: Plan) -> bool:
-    """Does Ostinato have all that the plan has?"""
-    return not launch.lacking(problem, plan.arrangement)
-
-
-def nothing_fits(problem: Problem, found: Found) -> str:
+def nothing_fits(problem: Problem, ranking: Ranking) -> str:
     """One sentence: which phase misses by how much, and what would help."""
     reasons = []
-    for phase, near in found.near.items():
+    for phase, near in ranking.near.items():
         over = near.memory.total - limit(problem)
         term = max(near.memory.terms, key=lambda name: near.memory.terms[name])
         reasons.append(
             f"{phase} misses by {over / GB:.1f} GB at best ({near.setup.layout}, mostly {term} "
             f"{near.memory.terms[term] / GB:.1f})"
         )
-    reasons += [f"{base}: {why}" for base, why in found.reasons.items()] if not reasons else []
+    reasons = reasons or [f"{base}: {why}" for base, why in ranking.reasons.items()]
     what = f"{problem.model.name} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}"
     fix = "use more GPUs (--smallest finds how many), a smaller --max-answer or --lora-rank"
     return f"{what} does not fit: {'; '.join(reasons) or 'no layout divides the model'}; {fix}"
 
 
-def question(problem: Problem) -> dict[str, str]:
+def question(request: PlanRequest) -> dict[str, str]:
     """Everything that a plan depends on, defaults as well, in words."""
-    work, precision, cluster, found = problem.work, problem.precision, problem.cluster, counts(problem.config)
-    gpu, kv = (
-        cluster.gpu,
-        kv_values(problem.config, latent=problem.sampler.latent_kv) * precision.kv.num_bytes,
-    )
+    problem = request.problem
+    config, work, precision, cluster = problem.config, problem.work, problem.precision, problem.cluster
+    gpu, spec, whole = cluster.gpu, problem.adapter, stage_elements(config, problem.adapter, Layout(), 0)
+    total, moe = whole.trainable + whole.untrained, config.moe
+    idle = whole.experts * (1 - moe.top_k / moe.num_experts) if moe else 0.0
+    cache = kv_values(config, latent=problem.sampler.latent_kv) * precision.kv.num_bytes
+    trained = "all parameters"
+    if spec is not None:
+        scheme = f", experts {spec.expert_scheme}" if moe else ""
+        trained = f"LoRA r={spec.rank} on {', '.join(spec.targets)}{scheme}: {whole.adapters / 1e6:,.1f}M"
     return {
-        "model": f"{problem.model.name}: {found.total / 1e9:,.2f}B parameters, "
-        f"{found.active / 1e9:,.2f}B active",
-        "trained": _trained(problem),
+        "model": f"{problem.model.name}: {total / 1e9:,.2f}B parameters, {(total - idle) / 1e9:,.2f}B active",
+        "trained": trained,
         "precision": f"base {precision.base}, sampler {precision.sampler}, compute {precision.compute}, "
         f"gradients {precision.gradient}, master {precision.master}, moments {precision.moments}",
         "work": f"{work.prompts} prompts x {work.group} answers, prompt {work.prompt_tokens}, answers mean "
@@ -144,22 +144,14 @@ def question(problem: Problem) -> dict[str, str]:
         "cluster": f"{cluster.nodes} x {cluster.per_node} {gpu.name}, host "
         f"{cluster.host_memory / GB:,.0f} GB a node; per GPU and direction "
         f"{gpu.link / GB:g} GB/s in the node, {gpu.nic / GB:g} between nodes",
-        "sampler": f"{problem.sampler.name}, cache {kv / 1e3:,.1f} kB a token, "
+        "sampler": f"{problem.sampler.name}, cache {cache / 1e3:,.1f} kB a token, "
         f"up to {problem.sampler.sequences} sequences a replica",
         "reserve": f"context and NCCL {problem.context / GB:g} GB, "
-        f"fragmentation {problem.reserve.fragmentation:.0%} of activations",
+        f"fragmentation {FRAGMENTATION:.0%} of activations",
         "imbalance": f"lognormal popularity, sigma {SIGMA}",
         "price": f"{gpu.price:g} per GPU and hour, assumed; {work.steps:,} steps",
+        "efficiency": request.measured,
     }
-
-
-def _trained(problem: Problem) -> str:
-    spec = problem.adapter
-    if spec is None:
-        return "all parameters"
-    number = sum(adapter_counts(problem.config, spec).values())
-    scheme = f", experts {spec.expert_scheme}" if problem.config.moe else ""
-    return f"LoRA r={spec.rank} on {', '.join(spec.targets)}{scheme}: {number / 1e6:,.1f}M parameters"
 
 
 def cost(problem: Problem, plan: Plan) -> float:
@@ -167,51 +159,76 @@ def cost(problem: Problem, plan: Plan) -> float:
     return plan.arrangement.num_gpus * problem.cluster.gpu.price * plan.times.total / HOUR
 
 
+def shown(problem: Problem, ranking: Ranking, top: int) -> tuple[list[Plan], int]:
+    """``top`` plans that Ostinato can start, and as many of the others; how many can be started."""
+    ready = [plan for plan in ranking.plans if not launch.lacking(problem, plan.arrangement)]
+    first = distinct(ready, top)
+    return first + distinct(ranking.plans[len(ready) :], top), len(first)
+
+
 # ---- what is printed
 
 
-def print_tables(console: Console, request: PlanRequest, found: Found, top: int, seconds: float) -> None:
-    """Tables: what was requested, the plans, memory and time of the first. Plans that Ostinato cannot start
-    have a heading of their own, with what it lacks."""
-    problem, plans = request.problem, shown(request.problem, found, top)
-    ready = sum(startable(problem, plan) for plan in plans)
-    reasons = [f"{number} is {why_lost(plans[0], plan)}" for number, plan in enumerate(plans[1:], start=2)]
-    asked = Table("", "", show_header=False, box=None)
-    for name, value in [*question(problem).items(), ("efficiency", request.measured)]:
-        asked.add_row(name, value)
-    console.print(asked)
-    if ready:
-        console.print(_plans(problem, "plans", plans[:ready]))
-    else:
-        console.print("Ostinato can start none of these plans.")
-    for line in reasons[: max(0, ready - 1)]:
-        console.print(line)
-    if plans[ready:]:
-        console.print(_plans(problem, "what Ostinato cannot start yet", plans[ready:], first=ready + 1))
-    for line in [*([] if ready else reasons), *_lacking(problem, plans, ready)]:
+def answer(problem: Problem, plan: Plan) -> Iterator[str]:
+    """The plan in sentences: who trains and samples where, hours and money of the run, memory."""
+    a, times, work = plan.arrangement, plan.times, problem.work
+    base = "on GPUs of their own" if a.placement == Placement.APART else f"colocated, base {a.base}"
+    again = ", recomputed" if a.train.recompute else ""
+    yield (
+        f"[bold]{a.num_gpus} x {problem.cluster.gpu.name}[/bold], {base}: train {a.train.layout} "
+        f"({in_words(a.train.layout)}; microbatches of {a.train.microbatch:,} rows{again}), sample "
+        f"{a.rollout.layout} ({in_words(a.rollout.layout)}; {a.rollout.sequences} sequences at once each)"
+    )
+    hours, dollars = times.total * work.steps / HOUR, cost(problem, plan) * work.steps
+    low, high = times.low * hours, times.high * hours
+    yield (
+        f"[bold]{hours:,.1f} hours[/bold] ({low:,.1f} to {high:,.1f}) and [bold]${dollars:,.0f}[/bold] for "
+        f"{work.steps:,} steps of {times.total:.1f} s, at ${problem.cluster.gpu.price:g} per GPU and hour"
+    )
+    memory = plan.memory[plan.fullest()]
+    yield (
+        f"[bold]{memory.total / GB:.1f} of {limit(problem) / GB:.1f} GB[/bold] of the fullest GPU, "
+        f"{margin(problem, memory) / GB:.1f} left"
+    )
+    if lacks := launch.lacking(problem, a):
+        yield f"Ostinato can start none of these plans: it lacks {'; '.join(lacks)}"
+
+
+def in_words(layout: Layout) -> str:
+    """ "8 data x 2 tensor, experts over 16"."""
+    sizes = {"data": layout.data, "tensor": layout.tensor, "context": layout.context}
+    sizes |= {"pipeline": layout.pipeline}
+    words = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1) or "one rank"
+    words += f", experts over {layout.expert}" if layout.expert > 1 else ""
+    words += f", weights in {layout.shard} pieces" if layout.shard > 1 else ""
+    return words + (f", {layout.virtual} virtual stages each" if layout.virtual > 1 else "")
+
+
+def print_answer(console: Console, request: PlanRequest, ranking: Ranking, top: int) -> None:
+    """The first plan in sentences, then the table of plans (those that Ostinato cannot start under a heading
+    of their own, with what it lacks), memory and time of the first, and what was requested."""
+    problem, (plans, ready) = request.problem, shown(request.problem, ranking, top)
+    for line in answer(problem, plans[0]):
         console.print(line)
     console.print(f"[bold]binding[/bold] {binding(problem, plans[0])}")
-    for base, why in found.reasons.items():
-        console.print(f"[bold]{base}[/bold] is not possible: {why}")
-    console.print(_memory(problem, plans[0]))
-    console.print(_time(plans[0]))
-    console.print(f"searched {found.tried} setups in {seconds:.1f} s on one CPU core")
-    console.print(f"{ON_GPUS}.")
-
-
-def _lacking(problem: Problem, plans: Sequence[Plan], ready: int) -> Iterator[str]:
-    """What keeps Ostinato from the plans behind the first ``ready``, a line for each reason."""
+    if ready:
+        console.print(_plans(problem, "plans", plans[:ready]))
+    if plans[ready:]:
+        console.print(_plans(problem, "what Ostinato cannot start yet", plans[ready:], first=ready + 1))
     numbers: dict[str, list[str]] = {}
-    for number, plan in enumerate(plans[ready:], start=ready + 1):
+    for number, plan in enumerate(plans[1:], start=2):
+        console.print(f"{number} is {why_lost(plans[0], plan)}")
         for reason in launch.lacking(problem, plan.arrangement):
             numbers.setdefault(reason, []).append(str(number))
-    yield from (f"{', '.join(of)}: Ostinato lacks {reason}" for reason, of in numbers.items())
-
-
-def shown(problem: Problem, found: Found, top: int) -> list[Plan]:
-    """``top`` plans that Ostinato can start, and as many of the others."""
-    ready = [plan for plan in found.plans if startable(problem, plan)]
-    return distinct(ready, top) + distinct(found.plans[len(ready) :], top)
+    for reason, of in numbers.items():
+        console.print(f"{', '.join(of)}: Ostinato lacks {reason}")
+    for base, why in ranking.reasons.items():
+        console.print(f"[bold]{base}[/bold] is not possible: {why}")
+    console.print(_memory(problem, plans[0]), _time(plans[0]))
+    asked = Table("", "", title="for", show_header=False, box=None, title_justify="left")
+    for name, value in question(request).items():
+        asked.add_row(name, value)
+    console.print(asked)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -226,14 +243,13 @@ def _table(title: str, *columns: str) -> Table:
 def _plans(problem: Problem, title: str, plans: Sequence[Plan], first: int = 1) -> Table:
     table = _table(title, "", "train", "rollout", "base", "rows", "seq", "GB", "left", "s/step", "$/step")
     for number, plan in enumerate(plans, start=first):
-        a, worst = plan.arrangement, max(plan.memory.values(), key=lambda one: one.total)
-        again = ", recompute" if a.train.recompute == Recompute.FULL else ""
+        a, worst = plan.arrangement, plan.memory[plan.fullest()]
         table.add_row(
             str(number),
             str(a.train.layout),
             str(a.rollout.layout),
             "apart" if a.placement == Placement.APART else str(a.base),
-            f"{a.train.microbatch}{again}",
+            f"{a.train.microbatch}{', recompute' if a.train.recompute else ''}",
             str(a.rollout.sequences),
             f"{worst.total / GB:.1f}",
             f"{margin(problem, worst) / GB:.1f}",
@@ -245,14 +261,14 @@ def _plans(problem: Problem, title: str, plans: Sequence[Plan], first: int = 1) 
 
 def _memory(problem: Problem, plan: Plan) -> Table:
     table = _table("GB on the fullest GPU", "term", *(str(phase) for phase in plan.memory))
-    names = dict.fromkeys(name for one in plan.memory.values() for name in one.terms)
-    for name in names:
-        sizes = [one.terms.get(name, 0.0) for one in plan.memory.values()]
+    phases = plan.memory.values()
+    for name in dict.fromkeys(name for one in phases for name in one.terms):
+        sizes = [one.terms.get(name, 0.0) for one in phases]
         if any(sizes):
             table.add_row(name, *(f"{size / GB:.2f}" if size else "" for size in sizes))
-    table.add_row("total", *(f"{one.total / GB:.2f}" for one in plan.memory.values()))
-    table.add_row("left", *(f"{margin(problem, one) / GB:.2f}" for one in plan.memory.values()))
-    table.add_row("host, a node", *(f"{one.host / GB:.1f}" for one in plan.memory.values()))
+    table.add_row("total", *(f"{one.total / GB:.2f}" for one in phases))
+    table.add_row("left", *(f"{margin(problem, one) / GB:.2f}" for one in phases))
+    table.add_row("host, a node", *(f"{one.host / GB:.1f}" for one in phases))
     return table
 
 
@@ -270,45 +286,52 @@ def _time(plan: Plan) -> Table:
     return table
 
 
-def as_json(request: PlanRequest, found: Found, top: int) -> dict[str, Any]:
-    """Everything that the tables say, in bytes and seconds."""
-    problem, plans = request.problem, shown(request.problem, found, top)
+def as_json(request: PlanRequest, ranking: Ranking, top: int) -> dict[str, Any]:
+    """Everything that is printed, in bytes and seconds."""
+    problem, (plans, _) = request.problem, shown(request.problem, ranking, top)
     return {
-        "question": question(problem),
-        "efficiency": request.measured,
+        "question": question(request),
         "gpu_bytes": limit(problem),
         "plans": [
-            _plan_json(problem, plan) | {"why_not": "" if plan is plans[0] else why_lost(plans[0], plan)}
+            plan_json(request, plan) | {"why_not": "" if plan is plans[0] else why_lost(plans[0], plan)}
             for plan in plans
         ],
         "binding": binding(problem, plans[0]),
-        "not_possible": {str(base): why for base, why in found.reasons.items()},
-        "tried": found.tried,
+        "not_possible": {str(base): why for base, why in ranking.reasons.items()},
+        "tried": ranking.tried,
     }
 
 
-def _plan_json(problem: Problem, plan: Plan) -> dict[str, Any]:
-    a = plan.arrangement
+def plan_json(request: PlanRequest, plan: Plan) -> dict[str, Any]:
+    """A plan as ``--json`` prints it and a run folder keeps it (``fit.FILE``), where a report puts it beside
+    what was measured."""
+    problem, a, times = request.problem, plan.arrangement, plan.times
+    cluster = problem.cluster
     return {
-        "train": str(a.train.layout),
-        "logprobs": str(a.logprobs.layout),
-        "rollout": str(a.rollout.layout),
+        "model": problem.model.name,
+        "cluster": f"{cluster.nodes}x{cluster.per_node}x{cluster.gpu.name}",
+        "device": cluster.gpu.name,
+        "sampler": problem.sampler.name,
+        "layouts": {phase.value: str(a.setup(phase).layout) for phase in Phase},
         "placement": str(a.placement),
         "base": str(a.base),
         "lacks": launch.lacking(problem, a),
         "microbatch": a.train.microbatch,
-        "recompute": a.train.recompute == Recompute.FULL,
+        "recompute": a.train.recompute,
         "sequences": a.rollout.sequences,
+        "tokens": problem.work.trained_tokens,  # sampled in a step
         "memory": {
             str(phase): {"terms": dict(one.terms), "total": one.total, "stage": one.stage, "host": one.host}
             for phase, one in plan.memory.items()
         },
-        "seconds": {part: dict(terms) for part, terms in plan.times.terms.items()},
-        "seconds_total": plan.times.total,
-        "seconds_band": [plan.times.total * plan.times.low, plan.times.total * plan.times.high],
-        "price_per_gpu_hour": problem.cluster.gpu.price,
+        "seconds": {part: dict(terms) for part, terms in times.terms.items()},
+        "factors": dict(request.clock.factors),  # of phases, with which the seconds were made
+        "total": times.total,
+        "low": times.low,
+        "high": times.high,
+        "price_per_gpu_hour": cluster.gpu.price,
         "cost_per_step": cost(problem, plan),
         "cost_of_run": cost(problem, plan) * problem.work.steps,
-        "sent_by_a_rank": {"/".join(key): sent.bytes for key, sent in step_traffic(problem, a).items()},
+        "traffic": {"/".join(key): sent.bytes for key, sent in step_traffic(problem, a).items()},
         "refit_bytes": refit_bytes(problem, a),
     }

@@ -22,12 +22,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ostinato.apps.plan.record import FILE, plan_of
 from ostinato.files import cache_folder, read_cached
-from ostinato.inputs import parse_toml
+from ostinato.inputs import parse_json, parse_toml
 from ostinato.parallel.layout import Layout
 from ostinato.run import RunFolder, atomic_write
 
+FILE = "plan.json"  # of a run folder: what was predicted (``commands.plan_json``)
 TOKENS = 0.15  # a step may sample so much more or less than planned
 PUBLISH = "time/publish_s"  # in metrics.jsonl where rollouts go on while the trainer learns, and only there
 # Part -> what metrics.jsonl measures, phases of the plan in it. The trainer scores old log-probabilities
@@ -110,6 +110,17 @@ def _parts(name: str, plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
             )
 
 
+def plan_of(run: RunFolder) -> Mapping[str, Any]:
+    """plan.json of the run. Raises ValueError where it has none that can be read."""
+    path = run.path / FILE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; plan the run first, with --record {run.path}")
+    try:
+        return parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); {_anew(str(run.path))}") from error
+
+
 def _overlaps(rows: Iterable[Mapping[str, Any]]) -> bool:
     """Did the run sample while it trained (``pipeline.overlap``)?"""
     return any(PUBLISH in row for row in rows)
@@ -144,7 +155,7 @@ def _refuse_other_runs(
 
 
 def _anew(name: str) -> str:
-    return f"plan it anew with --record {name}"
+    return f"plan the run anew, with --record {name}"
 
 
 def fit(parts: Sequence[Part]) -> Factors:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 from tomli_w import dumps
 
-from ostinato.apps.plan.engines import LOCAL, engine_layout, vllm_flags
+from ostinato.apps.plan.layouts import LOCAL, engine_layout, vllm_flags
 from ostinato.apps.plan.memory import cache_bytes, mapped
-from ostinato.apps.plan.problem import Arrangement, Base, DType, Placement, Problem, Recompute
+from ostinato.apps.plan.problem import Arrangement, Base, Placement, Problem
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
+from ostinato.parallel.memory import DType
 
 COPIES = {DType.BF16: "bf16", DType.INT8: "int8", DType.FP8: "fp8"}  # engine.weights of the local engine
 
@@ -48,7 +49,7 @@ def sections(problem: Problem, arrangement: Arrangement) -> dict[str, dict[str, 
             "steps": work.steps,
             "minibatches": work.updates,
             "tokens_per_microbatch": max(1, train.microbatch),
-            "recompute": train.recompute == Recompute.FULL,
+            "recompute": train.recompute,
         },
         "engine": _engine(problem, arrangement),
         "parallel": {"layout": str(train.layout)},

@@ -5,8 +5,9 @@
     Arrangement one Setup per phase, on the same GPUs or apart, with one copy of the base or two
     Memory      bytes of the fullest GPU by term            Times   seconds by phase and term
 
-GB is 10^9 bytes. Rows are tokens that go through the layers. Nothing here computes: ``plan.counts`` counts
-parameters, ``plan.memory`` bytes, ``plan.comm`` traffic, ``plan.time`` seconds, ``plan.search`` chooses.
+GB is 10^9 bytes. Rows are tokens that go through the layers. Nothing here computes: ``parallel.memory`` and
+``plan.memory`` count bytes that are kept, ``plan.traffic`` those that are sent, ``plan.time`` and
+``plan.sampling`` seconds; ``plan.search`` chooses.
 """
 
 from __future__ import annotations
@@ -18,36 +19,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from ostinato.apps.plan.cluster import Cluster
 from ostinato.inputs import parse_json
 from ostinato.model.config import ModelConfig, parse_config, read_config
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
+from ostinato.parallel.memory import Precision
 
-GB = 1e9
-
-
-class DType(StrEnum):
-    """How numbers are stored."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP8 = "fp8"  # blocks of 128 x 128 with one fp32 scale, as DeepSeek-V3's and Kimi K2's checkpoints
-    INT8 = "int8"  # one fp32 scale per row, as model/quantise.py; the scale is neglected here
-    INT4 = "int4"  # groups of 32 with one bf16 scale
-
-    @property
-    def num_bytes(self) -> float:
-        """Of one value, its share of the scales included."""
-        return _BYTES[self]
-
-
-_BYTES = {
-    DType.FP32: 4.0,
-    DType.BF16: 2.0,
-    DType.FP8: 1.0 + 4.0 / 128**2,
-    DType.INT8: 1.0,
-    DType.INT4: 0.5 + 2.0 / 32,
-}
+CONTEXT = 3.0e9  # bytes of a GPU among others: 2 to 4 GB
+ALONE = 1.0e9  # of a GPU by itself, without NCCL
 
 
 class Phase(StrEnum):
@@ -56,11 +36,6 @@ class Phase(StrEnum):
     TRAIN = "train"  # forward and backward of every microbatch, optimizer
     LOGPROBS = "logprobs"  # old log-probabilities: the trainer's forward alone
     ROLLOUT = "rollout"  # prefill and decode
-
-
-class Recompute(StrEnum):
-    NONE = "none"
-    FULL = "full"  # every layer is run forward once more in backward; its two inputs are kept
 
 
 class Placement(StrEnum):
@@ -84,19 +59,6 @@ class Model:
 
     name: str
     config: ModelConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """How everything is stored. The defaults are those of our trainer over a BF16 base."""
-
-    base: DType = DType.BF16  # weights that are not trained; of full-parameter training those that compute
-    sampler: DType = DType.BF16  # the sampler's weights
-    compute: DType = DType.BF16  # activations, and the copy of adapters that a forward uses
-    gradient: DType = DType.FP32
-    master: DType = DType.FP32  # of what is trained; no second copy where the weights are fp32 themselves
-    moments: DType = DType.FP32  # each of Adam's two
-    kv: DType = DType.BF16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,44 +104,6 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One kind of GPU. Rates are peaks of the data sheet, dense, per direction; bytes are bytes."""
-
-    name: str
-    memory: float  # bytes
-    flops: Mapping[DType, float]  # FLOP/s by dtype of the operands
-    hbm: float  # bytes/s
-    link: float  # bytes/s from one GPU to its neighbours in the node (NVLink, else PCIe)
-    nic: float  # bytes/s from one GPU to other nodes
-    pcie: float  # bytes/s to host memory
-    price: float  # money per GPU and hour: an assumption, printed wherever it is used
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """``nodes`` x ``per_node`` GPUs of one kind."""
-
-    gpu: Gpu
-    nodes: int
-    per_node: int
-    host_memory: float  # bytes of one node
-    usable_host: float = 0.85  # of it: the rest is the system's, page cache, data loaders
-
-    @property
-    def num_gpus(self) -> int:
-        return self.nodes * self.per_node
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserve:
-    """What no formula of the model gives: bytes that are taken besides."""
-
-    context: float = 3.0e9  # CUDA context, NCCL buffers, cuBLAS workspaces: 2 to 4 GB
-    alone: float = 1.0e9  # the same of a GPU by itself, without NCCL
-    fragmentation: float = 0.06  # of what is allocated and freed every step (activations): 5 to 8 %
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
     """What the engine can do."""
 
@@ -199,12 +123,11 @@ class Problem:
     work: Work
     cluster: Cluster
     sampler: Sampler = field(default_factory=Sampler)
-    reserve: Reserve = field(default_factory=Reserve)
 
     @property
     def context(self) -> float:
-        """Bytes of a GPU that are taken beside tensors."""
-        return self.reserve.context if self.cluster.num_gpus > 1 else self.reserve.alone
+        """Bytes of a GPU that are taken beside tensors: CUDA context, cuBLAS workspaces, NCCL's buffers."""
+        return CONTEXT if self.cluster.num_gpus > 1 else ALONE
 
     @property
     def config(self) -> ModelConfig:
@@ -221,7 +144,7 @@ class Setup:
 
     layout: Layout
     microbatch: int = 0
-    recompute: Recompute = Recompute.NONE
+    recompute: bool = False  # every layer is run forward once more in backward; its input is kept
     sequences: int = 0
 
 

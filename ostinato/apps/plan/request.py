@@ -12,24 +12,15 @@ import typer
 
 from ostinato.apps.plan.cluster import parse_cluster
 from ostinato.apps.plan.fit import kept, kept_file
-from ostinato.apps.plan.problem import (
-    GB,
-    Base,
-    Cluster,
-    DType,
-    Placement,
-    Precision,
-    Problem,
-    Sampler,
-    Work,
-    find_model,
-)
+from ostinato.apps.plan.problem import Base, Placement, Problem, Sampler, Work, find_model
 from ostinato.apps.plan.search import Allowed
 from ostinato.apps.plan.time import Roofline
 from ostinato.inputs import parse_json
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.options import options_of
+from ostinato.parallel.gpus import GB
 from ostinato.parallel.layout import Layout
+from ostinato.parallel.memory import DType, Precision
 
 SPREAD = 0.8  # of ln length: reasoning answers before they are cut off; measured lengths are better
 NUMBER = 256
@@ -122,35 +113,49 @@ class PlanRequest:
 
 def ask(model: str, gpus: str, options: Options) -> PlanRequest:
     """Raises ValueError naming an option that cannot be."""
-    cluster = _cluster(gpus, options)
-    problem = Problem(
-        model=find_model(model),
-        adapter=None if options.full else _adapter(options),
-        precision=Precision(base=options.base, sampler=options.sampler or options.base),
-        work=_work(options),
-        cluster=cluster,
-        sampler=_engine(options.engine, cluster),
-    )
-    allowed = Allowed(
-        placements=_placements(options.placement),
-        bases=_bases(options.share),
-        lag=options.lag,
-        train_layout=Layout.parse(options.train_layout) if options.train_layout else None,
-        rollout_layout=Layout.parse(options.rollout_layout) if options.rollout_layout else None,
-    )
-    found = kept(kept_file(problem.cluster.gpu.name))
-    source = UNMEASURED if found is None else f"data sheets, phases by factors of {found.runs} runs"
-    clock = Roofline() if found is None else Roofline(factors=found.phases)
-    return PlanRequest(problem=problem, allowed=allowed, clock=clock, measured=source)
-
-
-def _adapter(options: Options) -> AdapterSpec:
-    return AdapterSpec(
+    cluster, engine = parse_cluster(gpus), options.engine
+    if options.price:
+        cluster = replace(cluster, gpu=replace(cluster.gpu, price=options.price))
+    if options.host_memory:
+        cluster = replace(cluster, host_memory=options.host_memory * GB)
+    if engine not in ("auto", "vllm", "local"):
+        raise ValueError(f"--engine is {engine!r}; use vllm, local or auto")
+    if engine == "auto":
+        engine = "local" if cluster.num_gpus == 1 else "vllm"
+    if options.placement not in (*Placement, "both"):
+        raise ValueError(f"--placement is {options.placement!r}; use {', '.join(Placement)} or both")
+    bases = options.share.split(",")
+    for base in bases:
+        if base not in BASES:
+            raise ValueError(f"--share has {base!r}; use some of {', '.join(BASES)}")
+    adapter = AdapterSpec(
         rank=options.lora_rank,
         alpha=2.0 * options.lora_rank,
         targets=tuple(options.lora_targets.split(",")),
         expert_scheme=options.expert_scheme,
         expert_rank=options.expert_rank or None,
+    )
+    problem = Problem(
+        model=find_model(model),
+        adapter=None if options.full else adapter,
+        precision=Precision(base=options.base, sampler=options.sampler or options.base),
+        work=_work(options),
+        cluster=cluster,
+        sampler=Sampler(name=engine, latent_kv=engine == "vllm"),
+    )
+    allowed = Allowed(
+        placements=tuple(Placement) if options.placement == "both" else (Placement(options.placement),),
+        bases=tuple(BASES[base] for base in bases),
+        lag=options.lag,
+        train_layout=Layout.parse(options.train_layout) if options.train_layout else None,
+        rollout_layout=Layout.parse(options.rollout_layout) if options.rollout_layout else None,
+    )
+    factors = kept(kept_file(cluster.gpu.name))
+    if factors is None:
+        return PlanRequest(problem=problem, allowed=allowed, clock=Roofline(), measured=UNMEASURED)
+    measured = f"data sheets, phases by factors of {factors.runs} runs"
+    return PlanRequest(
+        problem=problem, allowed=allowed, clock=Roofline(factors=factors.phases), measured=measured
     )
 
 
@@ -168,34 +173,3 @@ def _work(options: Options) -> Work:
         updates=options.updates,
         steps=options.steps,
     )
-
-
-def _cluster(gpus: str, options: Options) -> Cluster:
-    cluster = parse_cluster(gpus)
-    if options.price:
-        cluster = replace(cluster, gpu=replace(cluster.gpu, price=options.price))
-    return replace(cluster, host_memory=options.host_memory * GB) if options.host_memory else cluster
-
-
-def _engine(name: str, cluster: Cluster) -> Sampler:
-    if name not in ("auto", "vllm", "local"):
-        raise ValueError(f"--engine is {name!r}; use vllm, local or auto")
-    if name == "auto":
-        name = "local" if cluster.num_gpus == 1 else "vllm"
-    return Sampler(name=name, latent_kv=name == "vllm")
-
-
-def _placements(text: str) -> tuple[Placement, ...]:
-    if text == "both":
-        return tuple(Placement)
-    if text not in tuple(Placement):
-        raise ValueError(f"--placement is {text!r}; use {', '.join(Placement)} or both")
-    return (Placement(text),)
-
-
-def _bases(text: str) -> tuple[Base, ...]:
-    chosen = text.split(",")
-    for one in chosen:
-        if one not in BASES:
-            raise ValueError(f"--share has {one!r}; use some of {', '.join(BASES)}")
-    return tuple(BASES[one] for one in chosen)

@@ -15,20 +15,19 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.apps.plan.cluster import peak
-from ostinato.apps.plan.comm import Message, remote_copies, ring
-from ostinato.apps.plan.counts import kv_values
-from ostinato.apps.plan.engines import as_kept
-from ostinato.apps.plan.imbalance import straggler
-from ostinato.apps.plan.leaves import end_sizes
-from ostinato.apps.plan.memory import weight_bytes
-from ostinato.apps.plan.parts import stage_elements
-from ostinato.apps.plan.problem import DType, Problem, Setup
-from ostinato.apps.plan.roofline import Efficiency, Wires
+from ostinato.apps.plan.cluster import Efficiency, Wires
+from ostinato.apps.plan.layouts import as_kept
+from ostinato.apps.plan.memory import kv_values
+from ostinato.apps.plan.problem import Problem, Setup
+from ostinato.apps.plan.traffic import Sent, Traffic, ring
 from ostinato.model.config import ModelConfig
 from ostinato.model.flops import Part, layer_rates
 from ostinato.model.shapes import AdapterSpec
+from ostinato.parallel.elements import stage_elements, table_size
+from ostinato.parallel.gpus import peak
 from ostinato.parallel.layout import Layout
+from ostinato.parallel.load import distinct_ranks, expected_straggler
+from ostinato.parallel.memory import DType, weight_bytes
 
 Floats = NDArray[np.float64]
 
@@ -167,8 +166,8 @@ class _Pass:
 
     @property
     def straggler(self) -> float:
-        moe, ranks = self.problem.config.moe, self.layout.expert
-        return 1.0 if moe is None or ranks == 1 else straggler(moe.num_experts, ranks).mean
+        moe = self.problem.config.moe
+        return 1.0 if moe is None else expected_straggler(moe.num_experts, self.layout.expert).mean
 
     @property
     def crowd(self) -> float:
@@ -179,9 +178,8 @@ class _Pass:
         """Bytes on a rank: (of everything but routed experts, of these)."""
         config, dtype = self.problem.config, self.problem.precision.sampler
         elements = stage_elements(config, None, self.layout, 0)
-        sizes = end_sizes(config, self.layout)
-        head = sizes["head"] if "head" in sizes else sizes["embed"]  # tied: the embedding is read as the head
-        rest = replace(elements, experts=0, ends=head)  # of the embedding itself a few rows are looked up
+        # the head, or the tied embedding, is read; of the embedding itself a few rows are looked up
+        rest = replace(elements, experts=0, ends=table_size(config, self.layout))
         return weight_bytes(rest, dtype), elements.experts * dtype.num_bytes
 
     def products(self, sequences: Floats, generated: Floats) -> Floats:
@@ -216,13 +214,11 @@ class _Pass:
             return np.maximum(kept * width / self.hbm, flops)
         return kept * width / min(t, config.num_kv_heads) / self.hbm
 
-    def talk(self, sequences: Floats, axes: str) -> Floats:
-        """Seconds of the messages of one decode step over some axes, [n]."""
-        one, per = self._messages(1.0), self._messages(2.0)
+    def talk(self, sequences: Floats, axis: str) -> Floats:
+        """Seconds of the messages of one decode step over an axis, [n]: linear in their rows."""
         wires = Wires(layout=self.layout, cluster=self.problem.cluster, efficiency=self.efficiency)
-        first = wires.seconds(part for part in one if part.axis in axes)
-        slope = wires.seconds(part for part in per if part.axis in axes) - first
-        return first + (sequences - 1) * slope  # a message's seconds are linear in its bytes
+        one, two = (wires.seconds(self._messages(rows), axis) for rows in (1.0, 2.0))
+        return one + (sequences - 1) * (two - one)
 
     def prefill(self) -> float:
         """Seconds to read all prompts of a replica."""
@@ -242,20 +238,19 @@ class _Pass:
         wires = Wires(layout=self.layout, cluster=self.problem.cluster, efficiency=e)
         return max(flops, read) + passes * wires.seconds(self._messages(size))
 
-    def _messages(self, rows: float) -> list[Message]:
+    def _messages(self, rows: float) -> Traffic:
         """Of a pass of ``rows`` rows: partial sums of attention and MLP are added up over t; experts that lie
         on the ranks of several replicas get their rows in an exchange, the others' shares are in the sum."""
         config, layout = self.problem.config, self.layout
-        row = config.hidden_size * self.problem.precision.compute.num_bytes
-        found = [
-            one._replace(calls=2.0 * config.num_layers)
-            for one in ring("all_reduce", "t", layout.tensor, rows * row)
-        ]
+        row, sums = config.hidden_size * self.problem.precision.compute.num_bytes, 2.0 * config.num_layers
+        found = dict(ring("all_reduce", "t", layout.tensor, rows * row * sums, sums))
         moe = config.moe
         if moe is not None and self.crowd > 1:
             own = rows / (1 if layout.expert_tensor > 1 else layout.tensor)
-            copies = own * remote_copies(moe.num_experts, moe.top_k, layout.expert)
-            found.append(Message("all_to_all", "e", copies * row * self.straggler, 2.0 * len(moe.layers)))
+            spread = distinct_ranks(moe.num_experts, moe.top_k, layout.expert)
+            copies = own * spread * (layout.expert - 1) / layout.expert * self.straggler
+            calls = 2.0 * len(moe.layers)
+            found["all_to_all", "e"] = Sent(calls, calls * copies * row)
         return found
 
     def _adapter_bytes(self) -> float:

@@ -1,164 +1,204 @@
-"""What one rank sends in a training step, message by message: the plan's ``collectives.Traffic``.
+"""Bytes that one rank sends in a step, by collective and axis, in closed form.
 
-``Steps`` follows the trainer's rules (``train.sharded``): microbatch n is data rank n mod d's; rows are
-padded to a multiple of c t; where microbatches of several data ranks meet, the others pass padding when they
-do not come out even; every rank sends all the results of its microbatches; gradients are summed once.
+By the convention of ``parallel.collectives``: a ring's gather or reduction of B bytes over n ranks sends
+B (n - 1) / n, an all-reduce twice that; of all-to-all and point to point counts what goes to others.
+
+    t    rows of a context slice are gathered before what has cut outputs, partial sums are scattered after
+         what has cut inputs: twice per layer, each the other's backward
+    e    a row goes once to every rank that keeps an expert of its, with its ids and weights, and a partial
+         sum comes back; expected for even routing without replacement
+    c    queries, keys and values in one exchange before attention, its output in another
+    p    the residual stream of own rows, and its gradient
+    f    the matrices of a layer are gathered while it runs, and gradients of all parameters are scattered
+    ...  gradients of what several ranks keep alike are summed once per optimizer step
+
+Backward sends what forward sends, the other way. What is left out is small: counts of rows, norms of
+gradients, padding. A test (tests/e2e/test_comm_bytes.py) counts real steps and compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ostinato.apps.plan.comm import Message, Sent, Talk, Traffic, layers_of, ring, times, total
-from ostinato.apps.plan.leaves import gathered_values, gradient_messages
-from ostinato.apps.plan.parts import is_moe
-from ostinato.apps.plan.problem import Arrangement, Phase, Problem, Recompute, Setup
-from ostinato.apps.plan.training import load_of
 from ostinato.model.config import ModelConfig
 from ostinato.model.shapes import AdapterSpec
+from ostinato.parallel.activations import CHUNK
+from ostinato.parallel.elements import (
+    chunk_layers,
+    gradient_sums,
+    is_moe,
+    layer_elements,
+    layers_by_kind,
+    table_size,
+)
 from ostinato.parallel.layout import Layout
+from ostinato.parallel.load import distinct_ranks
+
+ID, WEIGHT = 4.0, 4.0  # bytes of a chosen expert and of its weight on their way, and of a log-probability
+
+
+class Sent(NamedTuple):
+    """What one rank sends."""
+
+    calls: float
+    bytes: float
+
+
+Traffic = Mapping[tuple[str, str], Sent]  # by (operation, axis)
+
+
+def added(parts: Iterable[Traffic], times: float = 1.0) -> Traffic:
+    """The sum, so many times."""
+    found: dict[tuple[str, str], Sent] = {}
+    for part in parts:
+        for key, (calls, size) in part.items():
+            before = found.get(key, Sent(0.0, 0.0))
+            found[key] = Sent(before.calls + calls * times, before.bytes + size * times)
+    return found
+
+
+def ring(operation: str, axis: str, ranks: int, size: float, calls: float = 1.0) -> Traffic:
+    """Gathers or reductions of ``size`` bytes in all; an all-reduce is one of each."""
+    passes = 2.0 if operation == "all_reduce" else 1.0
+    return {(operation, axis): Sent(calls, passes * size * (ranks - 1) / ranks)} if ranks > 1 else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch:
-    """``rows`` through the layers, ``targets`` of the loss, ``here`` of them predicted by rows of this rank's
-    context slice (None: an even part); ``carried``: with the sampler's experts, which are compared with the
-    trainer's. ``remote``: by place of an MoE layer, how many copies of rows a rank sent to
-    other expert ranks and got from them; None: what even routing would."""
+class Talk:
+    """A model under a layout. Widths are bytes of one number.
 
-    rows: float
-    targets: float
-    here: float | None = None
-    carried: bool = False
-    remote: Mapping[int, tuple[float, float]] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """Optimizer steps of one rank of a layout. Widths are bytes of one number."""
+    Rows are those of a microbatch of one data rank, over all its context and tensor ranks.
+    """
 
     config: ModelConfig
     adapter: AdapterSpec | None
     layout: Layout
-    rank: int = 0
-    compute: float = 4.0
-    weight: float = 4.0  # of base weights that are gathered over f
+    width: float  # of an activation
+    weight: float = 2.0  # of base weights that are gathered over f
     gradient: float = 4.0
-    score: float = 4.0  # of log-probabilities
-    recompute: bool = False
+
+    def layer(self, rows: float, *, moe: bool, backward: bool = False) -> Traffic:
+        """Of one layer's forward, or of its backward."""
+        c, t, config = self.layout.context, self.layout.tensor, self.config
+        row = config.hidden_size * self.width
+        mixture = config.moe if moe else None
+        entries = 1 + (mixture is None or self._shared)
+        parts = [
+            ring(one, "t", t, entries * rows / c * row, entries) for one in ("all_gather", "reduce_scatter")
+        ]
+        if c > 1:
+            values = config.num_heads + config.num_kv_heads
+            values = values * (config.head_dim + config.v_head_dim)  # q and out, k and v
+            parts.append({("all_to_all", "c"): Sent(2, rows / c * values * self.width * (c - 1) / c / t)})
+        if mixture is not None:
+            parts += self._experts(rows, mixture.num_experts, mixture.top_k, backward)
+        gathered = self._gathered(moe)
+        parts.append(ring("all_gather", "f", self.layout.shard, 0 if backward else gathered, not backward))
+        if backward and self.adapter is None:
+            parts.append(ring("reduce_scatter", "f", self.layout.shard, gathered))
+        return added(parts)
 
     @property
-    def talk(self) -> Talk:
-        return Talk(config=self.config, layout=self.layout, width=self.compute)
+    def _shared(self) -> bool:
+        """Has every layer an MLP that is cut over t?"""
+        return self.config.moe is None or self.config.moe.shared_intermediate_size > 0
 
-    def step(self, parts: Sequence[Microbatch]) -> list[Message]:
-        """One optimizer step on ``parts``, the microbatches of all data ranks in order."""
-        found = [message for part in self._mine(parts) for message in self.microbatch(part)]
-        return found + self.shared(parts) + self.update()
+    def _experts(self, rows: float, experts: int, top_k: int, backward: bool) -> list[Traffic]:
+        layout, row = self.layout, self.config.hidden_size * self.width
+        parts = list[Traffic]()
+        if layout.expert_tensor > 1:  # ids are 8 bytes here; only weights have a gradient
+            beside = top_k * (WEIGHT if backward else 2 * ID + WEIGHT)
+            there, back = (row, row + beside) if backward else (row + beside, row)
+            slice_ = rows / layout.context
+            parts.append(ring("all_gather", "t", layout.tensor, slice_ * there, 1 if backward else 3))
+            parts.append(ring("reduce_scatter", "t", layout.tensor, slice_ * back, 2 if backward else 1))
+        if layout.expert > 1:
+            own = rows / (layout.context if layout.expert_tensor > 1 else layout.row_shards)
+            spread = distinct_ranks(experts, top_k, layout.expert)
+            copies = own * spread * (layout.expert - 1) / layout.expert
+            size = copies * (2 * row + top_k * (WEIGHT if backward else ID + WEIGHT))
+            parts.append({("all_to_all", "e"): Sent(3 if backward else 5, size)})
+        return parts
 
-    def scored(self, parts: Sequence[Microbatch]) -> list[Message]:
-        """Old log-probabilities of ``parts``."""
-        found = [message for part in self._mine(parts) for message in self.microbatch(part, backward=False)]
-        return found + self.shared(parts, columns=1)
+    def _gathered(self, moe: bool) -> float:
+        """Bytes of one layer's matrices but the routed experts', which lie in pieces over f."""
+        found = layer_elements(self.config, self.adapter, self.layout, moe=moe)
+        return (found.matrices + found.routers) * self.weight
 
-    def _mine(self, parts: Sequence[Microbatch]) -> list[Microbatch]:
-        mine = [part for n, part in enumerate(parts) if n % self.layout.data == self._data]
-        missing = -(-len(parts) // self.layout.data) - len(mine) if self.layout.couples_microbatches else 0
-        return mine + [Microbatch(rows=0, targets=0)] * missing
+    def embed(self, rows: float, *, backward: bool = False) -> Traffic:
+        """Looking tokens up; the backward where the embedding is trained."""
+        size = rows / self.layout.context * self.config.hidden_size * self.width
+        return ring("all_gather" if backward else "reduce_scatter", "t", self.layout.tensor, size)
 
-    def microbatch(self, part: Microbatch, backward: bool = True) -> list[Message]:
-        """Forward and backward of one microbatch of this rank; one of no rows is padding alone."""
-        layout, talk = self.layout, self.talk
-        rows = max(1, -(-part.rows // layout.row_shards)) * layout.row_shards
-        stage, found = layout.coords(self.rank).pipeline, list[Message]()
-        spans = layout.chunk_layers(self.config.num_layers)
-        for chunk in layout.chunks_of(stage):
-            first, last = chunk == 0, chunk == layout.chunks - 1
-            found += talk.embed(rows) if first else []
-            if self.adapter is None and backward and first:
-                found += talk.embed_back(rows)
-            passed = talk.pass_on(rows)
-            found += passed * ((not last) + (backward and not first))
-            for layer in spans[chunk]:
-                ends = not last and layer == spans[chunk][-1]
-                found += self._layer(layer, rows, part, backward, ends)
-            if last and part.rows:
-                passes = 2 if backward and self.adapter is None else 1
-                found += talk.head(part.targets, rows, part.here, passes)
-            elif last and backward:
-                found += talk.idle_head(rows)
-            if last and backward:
-                found += talk.head_back(rows)
-        return found
+    def head(self, rows: float, targets: float, *, backward: bool) -> Traffic:
+        """Log-probabilities of ``targets`` over a vocabulary that is cut: hidden states of the slice are
+        gathered, maxima and three sums of its targets go around, and what slices found is put together. A
+        trained head runs its logits once more in backward."""
+        c, t = self.layout.context, self.layout.tensor
+        size, passes = rows / c * self.config.hidden_size * self.width, 1 + (backward and not self.adapter)
+        calls = 2 * -(-targets // (c * CHUNK)) * passes
+        parts = [
+            ring("all_gather", "t", t, size),
+            ring("all_reduce", "t", t, targets / c * 4 * WEIGHT * passes, calls),
+            ring("all_reduce", "c", c, targets * 2 * WEIGHT),
+        ]
+        return added([*parts, *([ring("reduce_scatter", "t", t, size)] if backward else [])])
 
-    def _layer(self, layer: int, rows: float, part: Microbatch, backward: bool, ends: bool) -> list[Message]:
-        kind, talk = layers_of(self.config, self.adapter)[layer], self.talk
-        remote = None if part.remote is None else part.remote.get(layer)
-        gathered = self._gathered(layer)
-        found = talk.forward(kind, rows, remote) + gathered
-        if backward and kind.after:
-            found += talk.again(kind, rows, remote, ends=ends) + gathered if self.recompute else []
-            found += talk.backward(kind, rows, remote)
-            if self.adapter is None:
-                found += [one._replace(operation="reduce_scatter") for one in gathered]
-        return found
+    def pass_on(self, rows: float) -> Traffic:
+        """A residual stream, or its gradient, to the next stage."""
+        if self.layout.pipeline == 1:
+            return {}
+        own = rows / self.layout.row_shards
+        return {("send_recv", "p"): Sent(1, own * self.config.hidden_size * self.width)}
 
-    def _gathered(self, layer: int) -> list[Message]:
-        values = gathered_values(self.config, self.layout, moe=is_moe(self.config, layer))
-        return ring("all_gather", "f", self.layout.shard, values * self.weight)
+    def microbatch(
+        self, rows: float, targets: float, *, stage: int, backward: bool, recompute: bool = False
+    ) -> Traffic:
+        """Forward and, in training, backward of one microbatch of one rank of a stage."""
+        layout, parts = self.layout, list[Traffic]()
+        for moe, number in layers_by_kind(self.config, layout, stage).items():
+            parts.append(added([self.layer(rows, moe=moe)], number * (1 + (backward and recompute))))
+            if backward:
+                parts.append(added([self.layer(rows, moe=moe, backward=True)], number))
+        first, last = stage == 0, stage == layout.pipeline - 1
+        passed = layout.virtual * (1 + backward) - last - (backward and first)
+        parts.append(added([self.pass_on(rows)], passed))
+        if backward and recompute:  # a chunk's last sum is not made again where no norm of it reads it
+            ends = [chunk[-1] for chunk in chunk_layers(self.config, layout, stage)][: layout.virtual - last]
+            sums = sum(self._shared or not is_moe(self.config, layer) for layer in ends)
+            parts.append(added([self.embed(rows)], -sums))
+        parts += [self.embed(rows)] if first else []
+        if first and backward and self.adapter:  # nothing below the first layer is trained
+            parts.append(added([self.embed(rows)], -1))
+        elif first and backward:
+            parts.append(self.embed(rows, backward=True))
+        parts += [self.head(rows, targets, backward=backward)] if last else []
+        return added(parts)
 
-    def shared(self, parts: Sequence[Microbatch], columns: int = 2) -> list[Message]:
-        """Log-probabilities of all targets to all ranks, in training entropies too, and how experts
-        compare."""
-        scores = columns * sum(part.targets for part in parts) * self.score
-        counts = 3 * 8.0 * sum(part.rows for part in parts if part.carried)
-        ranks = self.layout.world
-        return ring("all_reduce", "all", ranks, scores) + (
-            ring("all_reduce", "all", ranks, counts) if counts else []
-        )
+    def scores(self, rows: float, targets: float, *, backward: bool) -> Traffic:
+        """Log-probabilities of all targets, and in training entropies, to all ranks; of a mixture also three
+        counts a row of how the sampler's experts compare."""
+        size = targets * WEIGHT * (1 + backward) + rows * 24.0 * (self.config.moe is not None)
+        return ring("all_reduce", "all", self.layout.world, size)
 
-    def update(self) -> list[Message]:
-        """Sums of gradients, and their norm."""
-        stage = self.layout.coords(self.rank).pipeline
-        return gradient_messages(self.config, self.adapter, self.layout, stage, self.gradient)
-
-    @property
-    def _data(self) -> int:
-        return self.layout.coords(self.rank).data
-
-
-def traffic(problem: Problem, phase: Phase, setup: Setup, rank: int = 0) -> dict[tuple[str, str], Sent]:
-    """What a rank sends in one RL step by (operation, axis): of training, or of old log-probabilities."""
-    precision, updates = problem.precision, problem.work.updates
-    steps = Steps(
-        config=problem.config,
-        adapter=problem.adapter,
-        layout=setup.layout,
-        rank=rank,
-        compute=precision.compute.num_bytes,
-        weight=precision.base.num_bytes,
-        gradient=precision.gradient.num_bytes,
-        recompute=setup.recompute == Recompute.FULL,
-    )
-    load = load_of(problem, setup)
-    part = Microbatch(rows=load.rows, targets=load.logits, carried=problem.config.moe is not None)
-    train = phase == Phase.TRAIN
-    number = updates if train else updates - 1
-    if not number:
-        return {}
-    everyone = steps.shared([part], columns=2 if train else 1)
-    found = times(steps.microbatch(part, backward=train), number * load.number)
-    found += times(everyone, number * load.number * setup.layout.data)
-    return total(found + (times(steps.update(), number) if train else []))
-
-
-def step_traffic(problem: Problem, arrangement: Arrangement, rank: int = 0) -> Traffic:
-    """What a rank of the trainer sends in one RL step: training, and old log-probabilities. Publishes,
-    checkpoints and measurements send besides."""
-    phases = (Phase.TRAIN, Phase.LOGPROBS)
-    found = [traffic(problem, phase, arrangement.setup(phase), rank) for phase in phases]
-    return {
-        key: Sent(*(sum(values) for values in zip(*(one[key] for one in found if key in one), strict=True)))
-        for key in dict.fromkeys(key for one in found for key in one)
-    }
+    def update(self, stage: int) -> Traffic:
+        """Sums of gradients once per optimizer step; of tied tables the first and the last stage's."""
+        layout, tied = self.layout, self.config.tie_embeddings and not self.adapter
+        ranks = {
+            "s": layout.stage_ranks,
+            "dc": layout.data * layout.context,
+            "dcf": layout.data // layout.shard * layout.context,
+            "r": layout.expert_replicas,
+            "t": layout.tensor,
+        }
+        sums = gradient_sums(self.config, self.adapter, layout, stage)
+        parts = [
+            ring("all_reduce", axis, ranks[axis], values * self.gradient)
+            for axes, values in sums.items()
+            for axis in axes
+        ]
+        if tied and layout.pipeline > 1 and stage in (0, layout.pipeline - 1):
+            parts.append({("send_recv", "p"): Sent(1, table_size(self.config, layout) * self.gradient)})
+        return added(parts)

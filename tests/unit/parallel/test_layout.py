@@ -19,13 +19,13 @@ from nouns import scattered
 from plan_world import KIMI_LAYOUTS
 from worlds import tiny_dense
 
-from ostinato.apps.plan.parts import stage_elements
 from ostinato.apps.plan.problem import find_model
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.shapes import AdapterSpec, ExpertScheme, adapter_shapes
 from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
 from ostinato.parallel import load, placement
+from ostinato.parallel.elements import stage_elements
 from ostinato.parallel.fingerprint import parameter_shapes
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import AXES, Mesh

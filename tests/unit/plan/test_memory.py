@@ -14,32 +14,18 @@ from plan_world import KIMI_LAYOUTS, kimi
 from worlds import KINDS, SIZES
 
 from ostinato.apps.plan import memory
-from ostinato.apps.plan.activations import Rows, ends, once, saved, slots_of
-from ostinato.apps.plan.cluster import parse_cluster
-from ostinato.apps.plan.counts import layer_tensors
-from ostinato.apps.plan.memory import weight_bytes
-from ostinato.apps.plan.parts import is_moe, stage_elements
-from ostinato.apps.plan.problem import (
-    GB,
-    Arrangement,
-    Base,
-    DType,
-    Model,
-    Phase,
-    Precision,
-    Problem,
-    Recompute,
-    Setup,
-    Work,
-    find_model,
-)
+from ostinato.apps.plan.problem import Arrangement, Base, Phase, Problem, Setup, find_model
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
 from ostinato.model.packed import PackedAttention
 from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme
 from ostinato.model.share import placed
+from ostinato.parallel.activations import Rows, ends, once, saved, slots_of
+from ostinato.parallel.elements import is_moe, layer_tensors, stage_elements
+from ostinato.parallel.gpus import GB
 from ostinato.parallel.layout import Coords, Layout
+from ostinato.parallel.memory import DType, Precision, Training, weight_bytes
 from ostinato.parallel.pieces import fresh_adapters
 from ostinato.parallel.shares import shares_of
 from ostinato.types import Segment
@@ -148,27 +134,20 @@ def test_states_of_adapters_and_of_all_parameters() -> None:
     case = kimi()
     setup = Setup(layout=Layout.parse("d64e64"))
     elements = stage_elements(case.config, case.adapter, setup.layout, 0)
-    terms = memory.state_terms(case, elements, setup)
+    terms = memory.training(case, setup).state()
     assert sum(terms.values()) - terms["base weights"] == 16 * elements.adapters
     for base, each in ((DType.BF16, 18), (DType.FP32, 16)):
         full = kimi(None, base=base)
-        terms = memory.state_terms(full, elements, setup)
+        terms = memory.training(full, setup).state()
         assert sum(terms.values()) == each * elements.trainable + 4 * elements.untrained
 
 
 @pytest.mark.parametrize("shard", [1, 2, 4])
 def test_pieces_cut_matrices_of_layers_only(shard: int) -> None:
     config = config_of("qwen")
-    case = Problem(
-        model=Model(name="tiny", config=config),
-        adapter=None,
-        precision=Precision(base=DType.FP32),
-        work=Work(),
-        cluster=parse_cluster("4xH100-80"),
-    )
-    layout = Layout(data=4, shard=shard)
+    layout, fp32 = Layout(data=4, shard=shard), Precision(base=DType.FP32)
     elements = stage_elements(config, None, layout, 0)
-    terms = memory.state_terms(case, elements, Setup(layout=layout))
+    terms = Training(config=config, adapter=None, precision=fp32, layout=layout).state()
     cut = elements.matrices + elements.routers
     assert sum(terms.values()) == 16 * (elements.trainable - cut + cut / shard) + 4 * elements.untrained
 
@@ -220,11 +199,11 @@ def planned_saved(config: ModelConfig, spec: AdapterSpec | None, rows: int, dtyp
     copies = rows * config.moe.top_k if config.moe else 0
     here = Rows(slice=rows, own=rows, received=rows, copies=copies, loss=rows)
     layers = [
-        saved(config, slots_of(config, spec, layer), here, dtype, moe=is_moe(config, layer))
+        saved(config, slots_of(config, spec, layer), here, dtype.num_bytes, moe=is_moe(config, layer))
         for layer in range(config.num_layers)
     ]
-    beside = ends(config, here, dtype, first=True, last=True, full=spec is None)
-    return sum(layers) + once(config, here, dtype) + beside
+    beside = ends(config, here, dtype.num_bytes, first=True, last=True, full=spec is None)
+    return sum(layers) + once(config, here, dtype.num_bytes) + beside
 
 
 TARGETS = {
@@ -262,7 +241,7 @@ def test_activations_of_full_training_are_what_autograd_saves(family: str, dtype
 
 
 def arrangement(train: str, rollout: str, base: Base, **more: Any) -> Arrangement:
-    setup = Setup(layout=Layout.parse(train), microbatch=17408, recompute=Recompute.FULL)
+    setup = Setup(layout=Layout.parse(train), microbatch=17408, recompute=True)
     return Arrangement(
         train=setup,
         logprobs=setup,

@@ -23,9 +23,7 @@ from ostinato.apps.plan.problem import (
     Base,
     Phase,
     Placement,
-    Precision,
     Problem,
-    Recompute,
     Setup,
     Times,
     Work,
@@ -37,6 +35,7 @@ from ostinato.apps.plan.time import Roofline
 from ostinato.cli.app import app
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
+from ostinato.parallel.memory import Precision
 
 
 class Toy:
@@ -46,7 +45,7 @@ class Toy:
         layout = setup.layout
         if phase == Phase.ROLLOUT:
             return {"decode": 100 / (setup.sequences * layout.data) + 0.1 * layout.tensor}
-        again = setup.recompute == Recompute.FULL
+        again = setup.recompute
         return {
             "products": 10.0 * (1 + again / 3),
             "tensor": float(layout.tensor - 1),
@@ -82,8 +81,8 @@ def test_the_first_plan_is_the_best_of_all_pairs() -> None:
 def every(case: Problem, clock: Toy) -> list[Plan]:
     plans = []
     for train in layouts(case, case.cluster.num_gpus, Phase.TRAIN):
-        for recompute in Recompute:
-            if train.shard > 1 and recompute == Recompute.NONE:
+        for recompute in (False, True):
+            if train.shard > 1 and not recompute:
                 continue
             setup = Setup(layout=train, microbatch=5120, recompute=recompute)
             for rollout in layouts(case, case.cluster.num_gpus, Phase.ROLLOUT):
@@ -178,13 +177,13 @@ def test_a_layout_that_cannot_be_is_refused(requested: dict[str, str], words: st
 @pytest.mark.slow
 def test_pairs_that_cannot_win_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first that fit say when to stop, and all pairs together find nothing better."""
-    seen, together = [0], planning._together
+    seen, seated = [0], planning._seated
 
     def counted(*given: Any) -> Any:
         seen[0] += 1
-        return together(*given)
+        return seated(*given)
 
-    monkeypatch.setattr(planning, "_together", counted)
+    monkeypatch.setattr(planning, "_seated", counted)
     case, allowed = question("qwen3-30b-a3b", "16xH100-80"), Allowed(bases=(Base.SHARED,))
     found, few = search(case, Roofline(), allowed), seen[0]
     monkeypatch.setattr(planning, "FINAL", 10**9)
@@ -264,7 +263,7 @@ def test_plans_that_can_be_started_come_first(arguments: list[str], ready: bool)
     tree = json.loads(run("plan", *arguments, *SHORT, "--json", "-"))
     lacks = [bool(one["lacks"]) for one in tree["plans"]]
     assert lacks == sorted(lacks) and lacks[0] is not ready and lacks[-1]
-    seconds = [one["seconds_total"] for one in tree["plans"] if one["lacks"]]
+    seconds = [one["total"] for one in tree["plans"] if one["lacks"]]
     assert seconds == sorted(seconds)
     assert ("not in Ostinato yet" in run("plan", *arguments, *SHORT, "--launch")) is not ready
     printed = run("plan", *arguments, *SHORT)
@@ -355,5 +354,5 @@ def test_planning_loads_no_torch() -> None:
 
 def test_money_is_devices_times_hours() -> None:
     first = json.loads(run(*ARGUMENTS, *SHORT, "--json", "-", "--price", "3"))["plans"][0]
-    assert first["cost_per_step"] == pytest.approx(2 * 3 * first["seconds_total"] / 3600)
+    assert first["cost_per_step"] == pytest.approx(2 * 3 * first["total"] / 3600)
     assert first["cost_of_run"] == pytest.approx(1000 * first["cost_per_step"])

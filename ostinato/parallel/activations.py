@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ostinato.apps.plan.problem import DType
 from ostinato.model.config import ModelConfig, QKNorm, Scoring
 from ostinato.model.shapes import STACKED, AdapterSpec, ExpertScheme, adapter_shapes
 
@@ -72,10 +71,10 @@ def slots_of(config: ModelConfig, adapter: AdapterSpec | None, layer: int) -> Sl
     return Slots(ranks, False, adapter.expert_scheme == ExpertScheme.SHARED_OUTER)
 
 
-def saved(config: ModelConfig, slots: Slots, rows: Rows, compute: DType, *, moe: bool) -> float:
+def saved(config: ModelConfig, slots: Slots, rows: Rows, width: float, *, moe: bool) -> float:
     """Bytes that one layer keeps of one microbatch until its backward. ``config``: of the rank's own part
-    (``share.local_config``)."""
-    b, hidden = compute.num_bytes, config.hidden_size
+    (``share.local_config``); ``width``: bytes of an activation."""
+    b, hidden = width, config.hidden_size
     residual = 2 * rows.own * (hidden * b + FP32)  # what the two norms read, and their inverse roots
     attention = _latent(config, slots, rows, b) if config.mla else _grouped(config, slots, rows, b)
     if moe:
@@ -83,22 +82,22 @@ def saved(config: ModelConfig, slots: Slots, rows: Rows, compute: DType, *, moe:
     return residual + attention + _mlp(config, slots, rows, b, config.intermediate_size, "")
 
 
-def boundary(config: ModelConfig, rows: Rows, compute: DType) -> float:
+def boundary(config: ModelConfig, rows: Rows, width: float) -> float:
     """Bytes that one layer keeps of one microbatch where it is recomputed: the residual before it."""
-    return rows.own * config.hidden_size * compute.num_bytes
+    return rows.own * config.hidden_size * width
 
 
-def once(config: ModelConfig, rows: Rows, compute: DType) -> float:
+def once(config: ModelConfig, rows: Rows, width: float) -> float:
     """Bytes that a microbatch keeps for all its layers together: cosines and sines."""
     rotary = config.mla.rope_head_dim if config.mla else config.head_dim
-    return 2 * rows.slice * rotary * compute.num_bytes
+    return 2 * rows.slice * rotary * width
 
 
-def ends(config: ModelConfig, rows: Rows, compute: DType, *, first: bool, last: bool, full: bool) -> float:
+def ends(config: ModelConfig, rows: Rows, width: float, *, first: bool, last: bool, full: bool) -> float:
     """Bytes that a microbatch keeps beside its layers: what the norm before the head reads, and the tokens
     where the embedding is trained. Where it is not, nothing is kept of the first norm, since nothing below
     it waits for a gradient."""
-    norm = rows.own * (config.hidden_size * compute.num_bytes + FP32)
+    norm = rows.own * (config.hidden_size * width + FP32)
     kept = norm * last
     if first:
         kept += rows.slice * INT64 if full else -norm

@@ -1,0 +1,245 @@
+"""How much of a model one rank keeps: values of weights, adapters and their prepared copies, by stage, and
+over whom the gradients of what is trained are summed.
+
+All of it comes from ``model.share.placed``, the function by which shards are loaded, trained and saved; a
+layer is counted once for all layers of its kind, since every one of them is cut alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from ostinato.model.config import ModelConfig, QKNorm
+from ostinato.model.shapes import STACKED, AdapterSpec, adapter_shapes, layer_shapes
+from ostinato.model.share import Share, local_config, placed, size_of
+from ostinato.parallel.layout import Layout
+from ostinato.parallel.shares import summed_over
+
+Shape = tuple[int, ...]
+Axes = tuple[str, ...]  # over which a gradient is summed, one after the other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Numbers of values that a rank keeps."""
+
+    matrices: int = 0  # linear maps outside of routed experts: what FSDP cuts, and what may be quantised
+    routers: int = 0  # FSDP cuts them too; never quantised
+    experts: int = 0  # cut by e and x; may be quantised
+    ends: int = 0  # embedding and head
+    vectors: int = 0  # norms and biases
+    untrained: int = 0  # fp32: the router's correction bias, which no gradient moves
+    adapters: int = 0  # factors
+    copies: int = 0  # of factors as a forward uses them: stacked, the B of one matrix block-diagonal
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(
+            **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+        )
+
+    def __mul__(self, times: int) -> Elements:
+        return Elements(**{one.name: getattr(self, one.name) * times for one in fields(self)})
+
+    @property
+    def trainable(self) -> int:
+        """In full-parameter training."""
+        return self.matrices + self.routers + self.experts + self.ends + self.vectors
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    """Shapes of all tensors of one layer by name within it: linear maps, biases, norms, the router's bias."""
+    linears = layer_shapes(config, layer)
+    biased = [f"attn.{name}" for name in "qkv" if config.qkv_bias] + ["attn.o"] * config.o_bias
+    biased += [f"mlp.{name}" for name in ("gate", "up", "down") if config.mlp_bias]
+    shapes = dict(linears)
+    shapes |= {f"{name}.bias": linears[name][-2:-1] for name in biased if name in linears}
+    shapes |= {"attn_norm": (config.hidden_size,), "mlp_norm": (config.hidden_size,)}
+    if config.qk_norm != QKNorm.NONE:
+        per_head = config.qk_norm == QKNorm.HEAD
+        shapes["attn.q_norm"] = (config.head_dim if per_head else linears["attn.q"][0],)
+        shapes["attn.k_norm"] = (config.head_dim if per_head else linears["attn.k"][0],)
+    if config.mla is not None:
+        shapes["attn.kv_a_norm"] = (config.mla.kv_lora_rank,)
+        if config.mla.q_lora_rank is not None:
+            shapes["attn.q_a_norm"] = (config.mla.q_lora_rank,)
+    if is_moe(config, layer) and config.moe is not None and config.moe.correction_bias:
+        shapes["moe.correction_bias"] = (config.moe.num_experts,)
+    return shapes
+
+
+def is_moe(config: ModelConfig, layer: int) -> bool:
+    return config.moe is not None and layer in config.moe.layers
+
+
+@lru_cache(maxsize=64)
+def layer_of(config: ModelConfig, *, moe: bool) -> int | None:
+    """A layer of this kind, to stand for all of them; None where there is none."""
+    return next((layer for layer in range(config.num_layers) if is_moe(config, layer) == moe), None)
+
+
+def local(config: ModelConfig, layout: Layout) -> ModelConfig:
+    """The model as if one rank's part were all of it."""
+    return _local(config, layout.tensor, layout.expert, layout.expert_tensor)
+
+
+@lru_cache(maxsize=1024)
+def _local(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> ModelConfig:
+    return local_config(config, _share(config, tensor, expert, expert_tensor))
+
+
+def _share(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> Share:
+    """Of the first rank: all others keep as much."""
+    kept = None
+    if config.moe is not None and expert > 1:
+        kept = (tuple(range(config.moe.num_experts // expert)),) * len(config.moe.layers)
+    return Share(
+        layers=tuple(range(config.num_layers)), tensor=tensor, experts=kept, expert_tensor=expert_tensor
+    )
+
+
+@lru_cache(maxsize=8192)
+def chunk_layers(config: ModelConfig, layout: Layout, stage: int) -> tuple[tuple[int, ...], ...]:
+    """The layers of every chunk of a stage."""
+    spans = layout.chunk_layers(config.num_layers)
+    return tuple(tuple(spans[chunk]) for chunk in layout.chunks_of(stage))
+
+
+def layers_by_kind(config: ModelConfig, layout: Layout, stage: int) -> dict[bool, int]:
+    """How many dense layers (False) and how many of experts (True) a stage has."""
+    layers = [layer for chunk in chunk_layers(config, layout, stage) for layer in chunk]
+    mixtures = sum(is_moe(config, layer) for layer in layers)
+    return {False: len(layers) - mixtures, True: mixtures}
+
+
+@lru_cache(maxsize=65536)
+def stage_elements(config: ModelConfig, adapter: AdapterSpec | None, layout: Layout, stage: int) -> Elements:
+    """What a rank of ``stage`` keeps, before FSDP cuts it."""
+    first, last = stage == 0, stage == layout.pipeline - 1
+    tables = first + (last and not (config.tie_embeddings and first))
+    found = Elements(ends=tables * table_size(config, layout), vectors=config.hidden_size * last)
+    for moe, number in layers_by_kind(config, layout, stage).items():
+        found = found + layer_elements(config, adapter, layout, moe=moe) * number
+    return found
+
+
+def table_size(config: ModelConfig, layout: Layout) -> int:
+    """Values of the embedding, or of the head, on a rank."""
+    return config.vocab_size // layout.tensor * config.hidden_size
+
+
+def layer_elements(
+    config: ModelConfig, adapter: AdapterSpec | None, layout: Layout, *, moe: bool
+) -> Elements:
+    """Of one layer of a kind."""
+    expert, expert_tensor = (layout.expert, layout.expert_tensor) if moe else (1, 1)
+    return _layer(config, adapter, layout.tensor, expert, expert_tensor, moe)
+
+
+@lru_cache(maxsize=4096)
+def _layer(
+    config: ModelConfig, adapter: AdapterSpec | None, tensor: int, expert: int, expert_tensor: int, moe: bool
+) -> Elements:
+    layer = layer_of(config, moe=moe)
+    if layer is None:
+        return Elements()
+    share, prefix = _share(config, tensor, expert, expert_tensor), f"layers.{layer}."
+    found, linears = Counter[str](), layer_shapes(config, layer)
+    for name, shape in layer_tensors(config, layer).items():
+        kind = "vectors"
+        if name in linears:
+            kind = "experts" if len(shape) == 3 else "routers" if name == "router" else "matrices"
+        kind = "untrained" if name == "moe.correction_bias" else kind
+        found[kind] += size_of(placed(config, share, prefix + name, shape))
+    if adapter is not None:
+        sizes = {
+            name.removeprefix(prefix): size_of(placed(config, share, name, shape))
+            for name, shape in _trained(config, adapter, layer)
+        }
+        found["adapters"] = sum(sizes.values())
+        found["copies"] = _copies(config, adapter, share, layer, sizes)
+    return Elements(**found)
+
+
+def _trained(config: ModelConfig, adapter: AdapterSpec | None, layer: int) -> Iterator[tuple[str, Shape]]:
+    """What has a gradient in a layer, by the name in the model: "layers.3.attn.q.A"."""
+    prefix = f"layers.{layer}."
+    if adapter is None:
+        for name, shape in layer_tensors(config, layer).items():
+            if not name.endswith("correction_bias"):
+                yield prefix + name, shape
+        return
+    for name, (a, b) in _factors(config, adapter).items():
+        if name.startswith(prefix):
+            yield f"{name}.A", a
+            yield f"{name}.B", b
+
+
+@lru_cache(maxsize=32)
+def _factors(config: ModelConfig, adapter: AdapterSpec) -> dict[str, tuple[Shape, Shape]]:
+    return adapter_shapes(config, adapter)
+
+
+def _copies(
+    config: ModelConfig, adapter: AdapterSpec, share: Share, layer: int, sizes: dict[str, int]
+) -> int:
+    """Values of ``Adapters.prepared`` for one layer, as ``lora._stack`` makes them: the A of a stored matrix
+    above each other, its B block-diagonal over all outputs, adapted or not."""
+    shapes = layer_shapes(local_config(config, share), layer)
+    slots = [members for members in STACKED.values() if members[0] in shapes or members[-1] in shapes]
+    slots = [names for names in slots if (len(names) == 3) == (config.mla is None) or names[0] != "attn.q"]
+    total = 0
+    for members in slots:
+        adapted = [name for name in members if f"{name}.A" in sizes]
+        outputs = sum(shapes[name][-2] for name in members if name in shapes)
+        total += sum(sizes[f"{name}.A"] for name in adapted) + adapter.rank * len(adapted) * outputs
+    if not any(name.startswith("experts.") for name in sizes):
+        return total
+    rank, (here, width, hidden) = adapter.rank_of(".experts."), shapes["experts.gate"]
+    adapted = [name for name in ("experts.gate", "experts.up") if f"{name}.A" in sizes]
+    low = sum(sizes[f"{name}.A"] for name in adapted) if adapted else rank * hidden
+    total += low + rank * max(1, len(adapted)) * 2 * width * here
+    down = [sizes[f"experts.down.{side}"] for side in "AB" if f"experts.down.{side}" in sizes]
+    return total + (sum(down) if down else rank * (here * width + hidden))
+
+
+def gradient_sums(
+    config: ModelConfig, adapter: AdapterSpec | None, layout: Layout, stage: int
+) -> Counter[Axes]:
+    """Trained values of a stage on one rank by the axes of their sums (``shares.summed_over``); what pieces
+    (f) are padded with is not counted."""
+    found = Counter[Axes]()
+    for moe, number in layers_by_kind(config, layout, stage).items():
+        cuts = (layout.tensor, layout.expert, layout.expert_tensor)
+        shard = layout.shard if adapter is None else 1
+        for axes, values in _layer_sums(config, adapter, *cuts, shard, moe).items() if number else ():
+            found[axes] += number * values
+    if adapter is None:
+        last = stage == layout.pipeline - 1
+        tables = (stage == 0) + (last and not (config.tie_embeddings and stage == 0))
+        found["s" if layout.tensor == 1 else "dc",] += tables * table_size(config, layout)
+        found["s",] += config.hidden_size * last
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _layer_sums(
+    config: ModelConfig,
+    adapter: AdapterSpec | None,
+    tensor: int,
+    expert: int,
+    expert_tensor: int,
+    shard: int,
+    moe: bool,
+) -> Counter[Axes]:
+    layer, found = layer_of(config, moe=moe), Counter[Axes]()
+    if layer is None:
+        return found
+    share = _share(config, tensor, expert, expert_tensor)
+    for name, shape in _trained(config, adapter, layer):
+        pieces = shard if len(shape) == 2 else 1
+        axes = summed_over(name, shape, share, in_pieces=pieces > 1)
+        found[axes] += -(-size_of(placed(config, share, name, shape)) // pieces)
+    return found

@@ -1,0 +1,110 @@
+"""GPUs by name, with the figures of their data sheets.
+
+GB is 10^9 bytes, links are counted in one direction, and FLOP/s are those of dense products, without
+sparsity. A device's memory is what its driver shows, up to 7 % more than the number in its name. Money,
+network and host memory are on no data sheet: they are assumptions, printed with every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ostinato.parallel.memory import DType
+
+GB = 1e9
+TFLOPS = 1e12
+# Operands that a device has no products for are widened: to what comes next here.
+WIDER = {DType.INT4: DType.INT8, DType.INT8: DType.BF16, DType.FP8: DType.BF16, DType.BF16: DType.FP32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One kind of GPU. Rates are peaks of the data sheet, dense, per direction; bytes are bytes."""
+
+    name: str
+    memory: float  # bytes
+    flops: Mapping[DType, float]  # FLOP/s by dtype of the operands
+    hbm: float  # bytes/s
+    link: float  # bytes/s from one GPU to its neighbours in the node (NVLink, else PCIe)
+    nic: float  # bytes/s from one GPU to other nodes
+    pcie: float  # bytes/s to host memory
+    host: float  # bytes of the host's memory per GPU
+    price: float  # money per GPU and hour: an assumption, printed wherever it is used
+
+
+class Sheet(NamedTuple):
+    """A row of a data sheet, in GB, TFLOP/s and GB/s, and beside it what is assumed."""
+
+    memory: float
+    tf32: float
+    bf16: float
+    fp8: float  # 0: it has none
+    hbm: float
+    link: float  # NVLink, half of the figure that counts both directions; PCIe where there is none
+    pcie: float
+    nic: float  # assumed, per device
+    host: float  # assumed, of the host's memory per device
+    price: float  # assumed, money per device and hour: commonly let for in 2025, on demand
+
+
+# H800 is an H100 with less NVLink; "cpu" is a core of a server, its "host" the memory that it has already.
+SHEETS: Mapping[str, Sheet] = MappingProxyType(
+    {
+        "H800-80": Sheet(85.5, 494, 989, 1979, 3350, 200, 64, 50, 250, 2.5),
+        "H100-80": Sheet(85.5, 494, 989, 1979, 3350, 450, 64, 50, 250, 2.5),
+        "H200-141": Sheet(150, 494, 989, 1979, 4800, 450, 64, 50, 250, 3.2),
+        "A100-80": Sheet(85, 156, 312, 0, 2039, 300, 32, 25, 125, 1.5),
+        "H20-96": Sheet(102, 74, 148, 296, 4000, 450, 64, 50, 250, 1.4),
+        "L40S-48": Sheet(48, 183, 362, 733, 864, 32, 32, 12.5, 64, 0.9),
+        "RTX4090-24": Sheet(25.3, 82.6, 165, 330, 1008, 32, 32, 3.1, 32, 0.4),
+        "B200-192": Sheet(192, 1125, 2250, 4500, 8000, 900, 64, 50, 250, 5.0),
+        "cpu": Sheet(8, 0.05, 0.05, 0, 8, 1.5, 8, 1, 8, 0.05),
+    }
+)
+NEAREST = {  # of those above, to devices that have no row
+    "a100-40": "A100-80",
+    "v100": "A100-80",
+    "gh200": "H200-141",
+    "mi300": "H200-141",
+    "mi325": "B200-192",
+    "a6000": "L40S-48",
+    "5090": "RTX4090-24",
+    "3090": "RTX4090-24",
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    """The device called ``name``, or that only one device has in its name: "4090". Raises ValueError."""
+    lowered = name.lower()
+    keys = [key for key in SHEETS if lowered in (key.lower(), key.lower().rpartition("-")[0])]
+    keys = keys or [key for key in SHEETS if lowered in key.lower()]
+    if len(keys) != 1:
+        near = next((known for part, known in NEAREST.items() if part in lowered), "")
+        fix = f"the nearest that is known is {near}, beside" if near else "known are"
+        others = (key for key in SHEETS if key != near)
+        raise ValueError(
+            f"gpus names {name!r}, of which there is no data sheet here; {fix} {', '.join(others)}"
+        )
+    sheet = SHEETS[keys[0]]
+    flops = {DType.FP32: sheet.tf32, DType.BF16: sheet.bf16} | ({DType.FP8: sheet.fp8} if sheet.fp8 else {})
+    return Gpu(
+        name=keys[0],
+        memory=sheet.memory * GB,
+        flops=MappingProxyType({dtype: value * TFLOPS for dtype, value in flops.items()}),
+        hbm=sheet.hbm * GB,
+        link=sheet.link * GB,
+        nic=sheet.nic * GB,
+        pcie=sheet.pcie * GB,
+        host=sheet.host * GB,
+        price=sheet.price,
+    )
+
+
+def peak(gpu: Gpu, dtype: DType) -> float:
+    """FLOP/s of products of ``dtype``, or of the next wider type that the device multiplies."""
+    while dtype not in gpu.flops:
+        dtype = WIDER[dtype]
+    return gpu.flops[dtype]

@@ -1,0 +1,221 @@
+"""Bytes that one rank of a trainer keeps by term, from shapes alone; no torch.
+
+Weights, adapters, gradients and optimizer are exact (``parallel.elements``). Activations follow what our
+trainer keeps (``parallel.activations``) and how many microbatches of a stage are in flight
+(``parallel.schedule``). The old log-probabilities run the training forward with gradients on
+(``train/trainer.py``), so they keep as much for one microbatch.
+
+A term that an estimate makes says so: "working set" (what lives only while one layer or the head runs),
+"dispatch", "pipeline buffers", "gathered weights", "fragmentation".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ostinato.model.config import ModelConfig
+from ostinato.model.shapes import AdapterSpec
+from ostinato.parallel.activations import CHUNK, FP32, Rows, boundary, ends, once, saved, slots_of
+from ostinato.parallel.elements import (
+    Elements,
+    chunk_layers,
+    is_moe,
+    layer_elements,
+    layer_of,
+    layers_by_kind,
+    local,
+    stage_elements,
+)
+from ostinato.parallel.layout import Layout
+from ostinato.parallel.load import distinct_ranks, expected_straggler
+from ostinato.parallel.schedule import Schedule, in_flight
+
+FRAGMENTATION = 0.06  # of what is allocated and freed every step: 5 to 8 %
+DYNAMIC = ("activations", "working set", "dispatch", "pipeline buffers", "prefill", "adapter copies")
+DYNAMIC += ("gathered weights",)
+
+
+class DType(StrEnum):
+    """How numbers are stored."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP8 = "fp8"  # blocks of 128 x 128 with one fp32 scale, as DeepSeek-V3's and Kimi K2's checkpoints
+    INT8 = "int8"  # one fp32 scale per row, as model/quantise.py; the scale is neglected here
+    INT4 = "int4"  # groups of 32 with one bf16 scale
+
+    @property
+    def num_bytes(self) -> float:
+        """Of one value, its share of the scales included."""
+        return _BYTES[self]
+
+
+_BYTES = {
+    DType.FP32: 4.0,
+    DType.BF16: 2.0,
+    DType.FP8: 1.0 + 4.0 / 128**2,
+    DType.INT8: 1.0,
+    DType.INT4: 0.5 + 2.0 / 32,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """How everything is stored. The defaults are those of our trainer over a BF16 base."""
+
+    base: DType = DType.BF16  # weights that are not trained; of full-parameter training those that compute
+    sampler: DType = DType.BF16  # the sampler's weights
+    compute: DType = DType.BF16  # activations, and the copy of adapters that a forward uses
+    gradient: DType = DType.FP32
+    master: DType = DType.FP32  # of what is trained; no second copy where the weights are fp32 themselves
+    moments: DType = DType.FP32  # each of Adam's two
+    kv: DType = DType.BF16
+
+
+def weight_bytes(elements: Elements, dtype: DType, shard: int = 1) -> float:
+    """Of base weights in ``dtype``; routers, norms, embedding and head are never quantised."""
+    plain = (dtype if dtype in (DType.FP32, DType.BF16) else DType.BF16).num_bytes
+    cut = (elements.matrices * dtype.num_bytes + elements.routers * plain) / shard
+    rest = (elements.ends + elements.vectors) * plain + elements.untrained * FP32
+    return cut + elements.experts * dtype.num_bytes + rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A trainer; ``adapter`` None trains all parameters."""
+
+    config: ModelConfig
+    adapter: AdapterSpec | None
+    precision: Precision = field(default_factory=Precision)
+    layout: Layout = field(default_factory=Layout)
+    microbatch: int = 0  # rows of one microbatch of one data rank, over its context and tensor ranks
+    recompute: bool = False
+    trained: float = 1.0  # of the rows: those that go through the head
+    microbatches: int = 1  # of one data rank in one optimizer step
+
+    def state(self, stage: int = 0) -> dict[str, float]:
+        """Weights, gradients and optimizer of a rank of ``stage``."""
+        precision, shard = self.precision, self.layout.shard
+        elements = stage_elements(self.config, self.adapter, self.layout, stage)
+        trained: float = elements.adapters
+        if self.adapter is None:
+            trained = elements.trainable - (elements.matrices + elements.routers) * (1 - 1 / shard)
+        master = trained * precision.master.num_bytes
+        if self.adapter is None and precision.base == precision.master:
+            master = 0.0  # the weights themselves
+        terms = {
+            "base weights": weight_bytes(elements, precision.base, shard),
+            "adapters" if self.adapter else "master": master,
+            "gradients": trained * precision.gradient.num_bytes,
+            "optimizer": 2 * trained * precision.moments.num_bytes,
+        }
+        return {name: size for name, size in terms.items() if size}
+
+    def rows(self) -> Rows:
+        """Of one microbatch on one rank, that of the fullest experts (95 % of steps)."""
+        layout, moe, total = self.layout, self.config.moe, float(self.microbatch)
+        own = total / layout.row_shards
+        received = own if layout.expert_tensor == 1 else total / layout.context
+        copies = 0.0
+        if moe is not None:
+            uneven = expected_straggler(moe.num_experts, layout.expert).high
+            copies = received * moe.top_k * uneven
+            if layout.expert > 1:
+                received *= distinct_ranks(moe.num_experts, moe.top_k, layout.expert) * uneven
+        return Rows(
+            slice=total / layout.context,
+            own=own,
+            received=received,
+            copies=copies,
+            loss=total / layout.context * self.trained,
+            tensor=layout.tensor,
+            context=layout.context,
+            expert=layout.expert,
+        )
+
+    def fullest(self, *, backward: bool = True) -> tuple[int, dict[str, float]]:
+        """(stage, terms) of the rank that keeps most while it trains, or scores old log-probabilities. Of
+        many stages the first ones (embedding, dense layers, most in flight) and the last one (head)."""
+        kept = {moe: self._kept(moe) for moe in (False, True)}
+        terms = {stage: self._terms(stage, kept, backward) for stage in self.stages()}
+        stage = max(terms, key=lambda one: sum(terms[one].values()))
+        return stage, terms[stage] | {"fragmentation": fragmentation(terms[stage])}
+
+    def stages(self) -> tuple[int, ...]:
+        """Those that may be fullest."""
+        pipeline = self.layout.pipeline
+        return tuple(range(pipeline)) if pipeline <= 8 else (*range(5), pipeline - 1)
+
+    def _kept(self, moe: bool) -> float:
+        """Bytes that one layer of a kind keeps of one microbatch, not recomputed."""
+        layer = layer_of(self.config, moe=moe)
+        if layer is None:
+            return 0.0
+        slots, here = slots_of(self.config, self.adapter, layer), local(self.config, self.layout)
+        return saved(here, slots, self.rows(), self.precision.compute.num_bytes, moe=moe)
+
+    def _terms(self, stage: int, kept: dict[bool, float], backward: bool) -> dict[str, float]:
+        config, layout, rows = self.config, self.layout, self.rows()
+        width, hidden = self.precision.compute.num_bytes, config.hidden_size
+        chunks = chunk_layers(config, layout, stage)
+        kind = Schedule.training(layout.virtual) if backward else Schedule.FORWARD
+        flying = in_flight(
+            kind, rank=stage, ranks=layout.pipeline, virtual=layout.virtual, parts=self.microbatches
+        )
+        edge, first, last = boundary(config, rows, width), stage == 0, stage == layout.pipeline - 1
+        layers = max(
+            sum(edge if self.recompute else kept[is_moe(config, layer)] for layer in chunk)
+            for chunk in chunks
+        )
+        beside = ends(config, rows, width, first=first, last=last, full=self.adapter is None)
+        terms = self.state(stage)
+        terms["activations"] = flying * (layers + once(config, rows, width) + max(beside, 0.0))
+        if self.adapter is not None:
+            copies = stage_elements(config, self.adapter, layout, stage).copies
+            terms["adapter copies"] = flying * copies / len(chunks) * width
+        terms["working set"] = self._working_set(stage, kept, backward)
+        if layout.shard > 1:  # one layer at a time, and once more while it is put together
+            each = (layer_elements(config, self.adapter, layout, moe=moe) for moe in self._kinds(stage))
+            terms["gathered weights"] = 2 * max(one.matrices + one.routers for one in each) * width
+        if layout.expert > 1 and config.moe is not None:
+            sent = rows.received / expected_straggler(config.moe.num_experts, layout.expert).high
+            terms["dispatch"] = 2 * (sent + rows.received) * hidden * width
+        if layout.pipeline > 1:
+            tensors = 5 if layout.virtual == 1 else 8  # received and not used yet, sent and not confirmed
+            terms["pipeline buffers"] = tensors * rows.own * hidden * width
+        return terms
+
+    def _kinds(self, stage: int) -> list[bool]:
+        return [moe for moe, number in layers_by_kind(self.config, self.layout, stage).items() if number]
+
+    def _working_set(self, stage: int, kept: dict[bool, float], backward: bool) -> float:
+        """The larger of the head's logits with slopes, and of a layer's backward beside slopes."""
+        rows, width = self.rows(), self.precision.compute.num_bytes
+        last = stage == self.layout.pipeline - 1
+        hidden = rows.loss * self.config.hidden_size * last
+        vocabulary = self.config.vocab_size / self.layout.tensor
+        logits = (2 if self.adapter is not None else 5) * CHUNK * vocabulary * FP32 * last
+        if not backward:
+            return logits
+        layer = max(
+            self._backward(rows, moe) + (kept[moe] if self.recompute else 0.0) for moe in self._kinds(stage)
+        )
+        return max(logits + 2 * hidden * FP32, hidden * FP32 + layer) + hidden * width
+
+    def _backward(self, rows: Rows, moe: bool) -> float:
+        """What the backward of one layer makes and frees: gradients of the largest tensors at a time."""
+        c, b = local(self.config, self.layout), self.precision.compute.num_bytes
+        values = c.num_heads * (c.head_dim + c.v_head_dim) + c.num_kv_heads * (c.head_dim + c.v_head_dim)
+        attention = rows.slice * (values * (FP32 + b) + c.hidden_size * b)
+        wide, width = 0.0, c.intermediate_size
+        if moe and c.moe is not None:
+            wide = rows.copies * (2 * c.hidden_size + 3 * c.moe.intermediate_size)
+            wide, width = wide + rows.received * c.hidden_size, c.moe.shared_intermediate_size
+        mlp = wide + rows.slice * (3 * width + c.hidden_size)
+        return max(attention, mlp * b) + 2 * rows.own * c.hidden_size * b
+
+
+def fragmentation(terms: dict[str, float]) -> float:
+    """Bytes lost between blocks, by estimate."""
+    return FRAGMENTATION * sum(size for name, size in terms.items() if name in DYNAMIC)
