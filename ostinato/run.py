@@ -40,8 +40,8 @@ Row = Mapping[str, Any]
 STEP_FIRST = b'{"step":'  # what a row of a log begins with
 MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
 GREEDY_SET = "greedy"  # the same prompts at temperature 0, before and after training
-# what may be there before the run: its lock, and logs of what is started before any work
-EARLY = ("vllm", "ranks", LOCK)
+# what may be there before the run: its lock, logs of what is started before any work, sessions that were lost
+EARLY = ("vllm", "ranks", "restarts.jsonl", LOCK)
 
 
 @contextmanager
@@ -358,6 +358,7 @@ class RunFolder:
         self.forecast = Jsonl(path / "forecast.jsonl")
         self.forgetting = Jsonl(path / "forgetting.jsonl")
         self.timeline = Jsonl(path / "timeline.jsonl")
+        self.restarts = Jsonl(path / "restarts.jsonl")
         self.trajectories = JsonlZst(path / "trajectories.jsonl.zst")
 
     @classmethod

@@ -1,7 +1,8 @@
 """The ``ostinato`` command: arguments in, exit codes out.
 
 0 done; 1 a failure while running; 2 something the user wrote, reported in one sentence before work starts, or
-at the first evaluation or step where a reward function has never worked;
+at the first evaluation or step where a reward function has never worked; 75 a process or a machine was lost,
+and the run may be resumed as it is;
 130 and 143 a run that was saved and stopped by Ctrl-C or SIGTERM; 141 the reader of the output was gone.
 """
 
@@ -18,6 +19,8 @@ import typer
 
 from ostinato import isa
 from ostinato.cli.access import Hosts, Origins, access
+from ostinato.cli.restarts import LOST
+from ostinato.failure import Lost
 from ostinato.launch import RunFailed
 
 app = typer.Typer(
@@ -38,6 +41,9 @@ RecipePath = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="e.g. trainer.steps=10 algo.name=dapo", show_default=False),
+]
+Restarts = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Resume it by itself after a loss, at most N times.")
 ]
 RunPath = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 ModelOrRun = Annotated[
@@ -65,11 +71,11 @@ def root(
 
 
 @app.command()
-def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+def train(recipe: RecipePath, overrides: Overrides = None, restarts: Restarts = 0) -> None:
     """Train a policy: sample, grade, learn; evaluate before and after; write a run folder."""
     from ostinato.cli.train import train as command
 
-    raise typer.Exit(command(recipe, overrides or []))
+    raise typer.Exit(command(recipe, overrides or [], restarts))
 
 
 @app.command()
@@ -89,11 +95,25 @@ def sft(
 
 
 @app.command()
-def resume(run: RunPath, overrides: Overrides = None) -> None:
+def resume(run: RunPath, overrides: Overrides = None, restarts: Restarts = 0) -> None:
     """Go on with a run from its last good checkpoint."""
     from ostinato.cli.sft import resume as command
 
-    raise typer.Exit(command(run, overrides or []))
+    raise typer.Exit(command(run, overrides or [], restarts))
+
+
+@app.command(hidden=True)
+def session(run: RunPath, overrides: Overrides = None, recipe: Annotated[str, typer.Option()] = "") -> None:
+    """A session of ``--restarts``: resume the run, or begin it with the recipe."""
+    from ostinato.cli.restarts import end_with_supervisor
+    from ostinato.cli.sft import resume as go_on
+    from ostinato.cli.train import train as begin
+    from ostinato.run import RunFolder
+
+    end_with_supervisor()
+    begun = not recipe or RunFolder(run).recipe.exists()
+    code = go_on(run, overrides or []) if begun else begin(recipe, overrides or [], folder=run)
+    raise typer.Exit(code)
 
 
 @app.command("eval")
@@ -482,4 +502,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from ostinato.terminal import say
 
         say(*getattr(error, "__notes__", ()), f"ostinato: {' '.join(str(error).splitlines())}", error=True)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        lost = isinstance(error.__cause__, Lost)
+        sys.exit(2 if isinstance(error, ValueError) else LOST if lost else 1)

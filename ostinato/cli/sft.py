@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ostinato.cli.report import write_report
+from ostinato.cli.restarts import session_of, supervise
 from ostinato.cli.train import EXIT
 from ostinato.cli.train import resume as train_resume
 from ostinato.config import Recipe, find_recipe
@@ -27,9 +28,11 @@ def sft(target: str, overrides: Sequence[str], *, preference: bool) -> int:
     return run(recipe.model_copy(update={"sft": recipe.sft.model_copy(update={"loss": loss})}), None)
 
 
-def resume(path: Path, overrides: Sequence[str]) -> int:
+def resume(path: Path, overrides: Sequence[str], restarts: int = 0) -> int:
     """Of any run, supervised or not."""
     recipe = Recipe.load(RunFolder.open(path).recipe, *overrides)
+    if restarts:
+        return supervise(path, restarts, session_of(path, *overrides))
     return train_resume(path, overrides) if recipe.sft.loss == "off" else run(recipe, path)
 
 

@@ -6,24 +6,31 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ostinato.cli.report import write_report
+from ostinato.cli.restarts import session_of, supervise
+from ostinato.config import Recipe
 from ostinato.launch.progress import before_after
 from ostinato.launch.ranks import follow, followed
 from ostinato.launch.session import Outcome, learn
 from ostinato.launch.session import resume as resume_run
 from ostinato.observe.report.verdicts import failed_rewards, unsolved
 from ostinato.pipeline.signals import Ended
-from ostinato.run import MAIN_SET, RunFolder
+from ostinato.run import MAIN_SET, RunFolder, new_run_path
 from ostinato.terminal import Screen, logged, say
 
 # signals: 128 + number, as in shells
 EXIT = {"interrupted": 130, "terminated": 143, "collapsed": 1, "forgot": 1}
 
 
-def train(recipe: str, overrides: Sequence[str]) -> int:
-    """Returns the exit code. Of several ranks that torchrun has started, all but the first follow."""
+def train(recipe: str, overrides: Sequence[str], restarts: int = 0, folder: Path | None = None) -> int:
+    """Returns the exit code. Of several ranks that torchrun has started, all but the first follow.
+    ``folder``: as in ``learn``."""
     if (place := followed()) is not None:
         return follow(place)
-    return finish(lambda: learn(recipe, *overrides))
+    if restarts:
+        loaded = Recipe.load(recipe, *overrides)
+        path = new_run_path(Path(loaded.log.dir).absolute(), loaded.name)
+        return supervise(path, restarts, session_of(path, "--recipe", recipe, *overrides))
+    return finish(lambda: learn(recipe, *overrides, folder=folder))
 
 
 def resume(run: Path, overrides: Sequence[str]) -> int:

@@ -58,9 +58,14 @@ WORKERS = "ostinato.launch.workers"  # makes the samplers and trainers of a clus
 
 
 def learn(
-    recipe: Recipe | str | Path, *overrides: str, quiet: bool = False, workers: str = WORKERS
+    recipe: Recipe | str | Path,
+    *overrides: str,
+    quiet: bool = False,
+    workers: str = WORKERS,
+    folder: Path | None = None,
 ) -> Outcome:
-    """Train what ``recipe`` says, from the start, in a new run folder. The command ``train`` is this.
+    """Train what ``recipe`` says, from the start, in a new run folder (``folder``, empty; None: one under
+    ``log.dir``). The command ``train`` is this.
     ``workers`` names the module that makes samplers and trainers of a cluster, as ``launch.workers`` does.
 
     Raises ValueError for what is wrong with the recipe, before any work; RunFailed when the run cannot go on.
@@ -71,7 +76,7 @@ def learn(
         raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
     check_files(recipe)
     console = Screen(quiet=quiet)
-    with new_folder(recipe) as path:
+    with new_folder(recipe, folder) as path:
         return _train(recipe, path, console, workers=workers)
 
 
@@ -106,10 +111,11 @@ def check_steps(run: RunFolder, steps: int) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(recipe: Recipe) -> Iterator[Path]:
-    """The folder of a new run, locked; it is gone where the run did not begin. Absolute: a tool or an
+def new_folder(recipe: Recipe, path: Path | None = None) -> Iterator[Path]:
+    """The folder of a new run, locked; ``path``, or one with a new name; it is gone where the run
+    did not begin. Absolute: a tool or an
     environment may change the working directory."""
-    path = new_run_path(Path(recipe.log.dir).absolute(), recipe.name)
+    path = path or new_run_path(Path(recipe.log.dir).absolute(), recipe.name)
     try:
         with locked(path):
             try:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from ostinato.failure import NamedFailure
+from ostinato.failure import Lost
 from ostinato.threads import T
 
 
@@ -54,7 +54,7 @@ class Abandoned(Exception):
     """The step was given up because the grace period of a SIGTERM was over."""
 
 
-class Stalled(NamedFailure):
+class Stalled(Lost):
     """There was no progress for as long as the plan allows."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ostinato.failure import NamedFailure
+from ostinato.failure import Lost
 
 
 class WorkerKind(StrEnum):
@@ -24,7 +24,7 @@ class WorkerKind(StrEnum):
         return cls(name.partition("-")[0])
 
 
-class WorkerLost(NamedFailure):
+class WorkerLost(Lost):
     """A worker died, stopped answering, made no progress, could not be reached, or serves what was not
     published. The message is ``name`` and ``cause``.
 

@@ -9,13 +9,14 @@ process or fills its disk, so every fault strikes at the same place every time. 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import pytest
 from commands import LAUNCHER, LIMIT_S, ended, environment, gone, only_run, rows, tiny_recipe, wait_until
 
 from lab.same_run import same
+from ostinato.lock import LOCK
 from ostinato.model.native import BuildError
 from ostinato.model.native import load as load_kernels
 from ostinato.run import JsonlZst
@@ -152,6 +154,35 @@ def skip_without_native_kernels() -> None:
         load_kernels()
     except BuildError as error:
         pytest.skip(f"bitwise only with the native kernels: {error}")
+
+
+# --- restarts ---------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_is_killed_twice_ends_with_the_same_bits_by_itself(
+    place: Place, undisturbed: Place
+) -> None:
+    skip_without_native_kernels()
+
+    def session(step: int) -> int | None:
+        """The process of the session, once ``step`` has its row and the run its lock."""
+        with suppress(ValueError, OSError, KeyError):
+            holder = int(json.loads((place.run / LOCK).read_bytes())["pid"])
+            done = [row["step"] for row in rows(place.run / "metrics.jsonl")]
+            return holder if step in done and not gone(holder) else None
+        return None
+
+    with place.training("--restarts", "2") as process:
+        for step in (1, 3):
+            os.kill(wait_until(lambda step=step: session(step), LIMIT_S), signal.SIGKILL)
+            assert wait_until(lambda step=step: session(step) is None, 5)
+        _, error = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, error
+    assert [(row["restart"], row["cause"]) for row in rows(place.run / "restarts.jsonl")] == [
+        (1, "killed by signal 9"),
+        (2, "killed by signal 9"),
+    ]
+    assert_as_if_nothing_had_happened(place, undisturbed)
 
 
 # --- rewards ----------------------------------------------------------------------------------------------
