@@ -2,10 +2,9 @@
 
 The file and the API say the same thing::
 
-    from ostinato import Recipe, learn
+    from ostinato import learn
 
-    recipe = Recipe.load("recipes/quickstart.toml", "trainer.steps=10")
-    outcome = learn(recipe)
+    outcome = learn("recipes/quickstart.toml", "trainer.steps=10")  # or with objects: data=rows, reward=score
     print(outcome.before["pass@1"], outcome.after["pass@1"], outcome.folder)
 
 Importing the package loads nothing heavy; each name is imported when it is first requested.
@@ -18,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ostinato.config import Recipe
-    from ostinato.launch.session import Outcome, learn
+    from ostinato.launch.session import Outcome, learn, resume
 
 __version__ = "0.1.0"
-__all__ = ["Outcome", "Recipe", "__version__", "learn"]
+__all__ = ["Outcome", "Recipe", "__version__", "learn", "resume"]
 
 _HOMES = {
     "Recipe": "ostinato.config",
     "learn": "ostinato.launch.session",
+    "resume": "ostinato.launch.session",
     "Outcome": "ostinato.launch.session",
 }
 

@@ -16,7 +16,11 @@ T = TypeVar("T")
 def end_python(thread: int) -> None:
     """Raise SystemExit in the thread with this id at its next step of Python: a loop that was given up would
     go on taking the interpreter from all others. Threads end with it without a word."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+    _raise_in(thread, SystemExit)
+
+
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 def within(work: Callable[[], T], timeout_s: float) -> T:
@@ -36,6 +40,31 @@ def within(work: Callable[[], T], timeout_s: float) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     return done.result(timeout_s)
+
+
+def outside_loop(work: Callable[[], T]) -> T:
+    """The result of ``work()``, which starts an event loop: done here, or in a thread of its own where this
+    thread already runs a loop (a notebook). Ctrl-C then ends the work, and is raised when it has ended."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as raised:
+            done.set_exception(raised)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        return done.result()
+    except KeyboardInterrupt:
+        if thread.is_alive() and thread.ident is not None:
+            _raise_in(thread.ident, KeyboardInterrupt)
+        return done.result()
 
 
 async def in_thread(work: Callable[[], T]) -> T:

@@ -5,43 +5,20 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
 from ostinato.launch import threads
+from ostinato.launch.answers import SamplingOptions
 from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import check_adapter, load_policy, serve
-from ostinato.model.generation import sampling_defaults
 from ostinato.render import IncrementalDecoder, Renderer
 from ostinato.terminal import escaping, logged, waiting
 from ostinato.types import Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
     from ostinato.engine.local import LocalEngine
-    from ostinato.launch.policy import Policy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
-    """How a user wants to sample; None: as the model's generation_config.json says."""
-
-    max_tokens: int
-    temperature: float | None
-    top_p: float | None
-    seed: int
-
-    def sampling(self, policy: Policy) -> Sampling:
-        own = sampling_defaults(policy.folder)
-        return Sampling(
-            temperature=own.temperature if self.temperature is None else self.temperature,
-            top_p=own.top_p if self.top_p is None else self.top_p,
-            top_k=own.top_k,
-            min_p=own.min_p,
-            max_tokens=self.max_tokens,
-            stop_tokens=policy.renderer.stop_tokens,
-        )
 
 
 def generate(target: str, *, prompt: str, system: str, options: SamplingOptions, adapter: str = "") -> None:

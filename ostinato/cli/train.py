@@ -8,14 +8,13 @@ from pathlib import Path
 from ostinato.cli.report import write_report
 from ostinato.cli.restarts import session_of, supervise
 from ostinato.config import Recipe
-from ostinato.launch.progress import before_after
 from ostinato.launch.ranks import follow, followed
 from ostinato.launch.session import Outcome, learn
 from ostinato.launch.session import resume as resume_run
 from ostinato.observe.report.verdicts import failed_rewards, unsolved
 from ostinato.pipeline.signals import Ended
 from ostinato.run import MAIN_SET, RunFolder, new_run_path
-from ostinato.terminal import Screen, logged, say
+from ostinato.terminal import logged, say
 
 # signals: 128 + number, as in shells
 EXIT = {"interrupted": 130, "terminated": 143, "collapsed": 1, "forgot": 1}
@@ -48,8 +47,7 @@ def finish(work: Callable[[], Outcome]) -> int:
         how = "stopped at once" if why == "interrupted" else why
         say(f"ostinato: {how}; {str(stop) or 'nothing had begun'}", error=True)
         return EXIT[why]
-    if outcome.after is not None:
-        Screen().print(before_after(outcome.before, outcome.after, outcome.greedy, outcome.step))
+    outcome.show()
     say(*_last_lines(outcome))
     return EXIT.get(outcome.why, 0)
 

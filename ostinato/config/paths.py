@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.inputs import has_surrogate
+from ostinato.objects import PICKLE
 
 
 class PathKind(StrEnum):
@@ -21,8 +22,8 @@ class PathKind(StrEnum):
     FILE = "file"  # always
     ROWS = "rows"  # unless a source by name: arithmetic, seeds, gym:NAME, hf:NAME
     MODEL = "model"  # unless asset:NAME, smollm2-135m or owner/name of the hub
-    CODE = "code"  # file.py:name
-    REWARD = "reward"  # file.py:name, or judge:MODEL,MODEL@REVISION
+    CODE = "code"  # file.py:name, or file.pkl:name
+    REWARD = "reward"  # as code, or judge:MODEL,MODEL@REVISION
     PROGRAM = "program"  # with a slash; else a command of the PATH
     WORD = "word"  # of a command line, where there is such a file
     RECIPE = "recipe"  # unless a packaged one by name
@@ -104,7 +105,7 @@ def absolute(kind: PathKind, text: str, base: Path) -> str:
             return "judge:" + ",".join(_judge(one.strip(), base) for one in judges)
         case PathKind.CODE | PathKind.REWARD:
             where, colon, name = text.rpartition(":")
-            return _joined(where, base) + colon + name if where.endswith(".py") else text
+            return _joined(where, base) + colon + name if where.endswith((".py", PICKLE)) else text
         case PathKind.OVERRIDE:
             raise AssertionError("a value has a kind of its own")
     return _joined(text, base) if is_path else text

@@ -244,13 +244,16 @@ class Recipe(Section):
             )
 
     @classmethod
-    def load(cls, path: str | Path, *overrides: str) -> Recipe:
-        """Read a recipe file, or a packaged recipe by name, and apply ``section.key=value`` overrides.
-        Relative paths begin at the folder of the file, in overrides at the current one (``config.paths``).
+    def load(cls, source: str | Path | Mapping[str, Any], *overrides: str) -> Recipe:
+        """Read a recipe file, a packaged recipe by name, or its tree as a mapping, and apply
+        ``section.key=value`` overrides. Relative paths begin at the folder of the file, in overrides and
+        mappings at the current one (``config.paths``).
 
         Raises ValueError, with one sentence, for whatever is missing, misspelt or of the wrong type.
         """
-        file = find_recipe(path)
+        if isinstance(source, Mapping):
+            return cls.parse(based(override(source, overrides), Path()))
+        file = find_recipe(source)
         try:
             tree = parse_toml(file.read_text(encoding="utf-8"))
         except ValueError as error:  # no TOML, or no UTF-8
@@ -360,6 +363,16 @@ def _toml_value(text: str) -> Any:
     value = parsed["v"]
     plain = isinstance(value, bool | int | float | str | list | dict)  # a date is a bare string to us
     return value if plain and len(parsed) == 1 else text
+
+
+def merge(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """``recipe`` with ``changes`` on top: sections as mappings of keys, and keys outside of sections.
+    Relative paths begin at the current folder. Raises ValueError as ``Recipe.load``."""
+    tree = recipe.model_dump(mode="json")
+    for key, value in based(changes, Path()).items():
+        below = tree.get(key)
+        tree[key] = {**below, **value} if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return Recipe.parse(tree)
 
 
 def dump_toml(recipe: Recipe) -> str:

@@ -17,13 +17,15 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ostinato.inputs import has_surrogate, parse_json
 from ostinato.types import Prompt
 
-ANSWERS = ("answer", "solution", "ground_truth")
+PROMPTS = ("prompt", "question", "problem", "messages")
+ANSWERS = ("answer", "solution", "ground_truth", "label")
 NESTED_ANSWERS = ("reward_model", "reward_spec")  # verl, SkyRL
 IDS = ("uid", "id")
 RESERVED = frozenset(  # also passed to reward functions
@@ -38,7 +40,8 @@ def read(
     source: str,
     split: str,
     *,
-    prompt_column: str = "prompt",
+    prompt_column: str = "",
+    chat: bool = False,
     answer_column: str = "",
     holdout: float = 0.0,
     config: str = "",
@@ -48,9 +51,9 @@ def read(
 
     A dataset with named splits gives its own train or evaluation split. A single file has none: it gives all
     its rows, or with ``holdout`` that share of them (see ``held_out``) to "eval" and the rest to "train".
-    ``config`` is the configuration of a hub dataset. uids are the rows' ``uid`` or ``id``, else a hash of the
-    content. Rows without answers are read, unless others have one. Raises ValueError naming file, row and
-    column.
+    ``chat``: a text is what the user says in a chat. ``config`` is the configuration of a hub dataset. uids
+    are the rows' ``uid`` or ``id``, else a hash of the content. Rows without answers are read, unless others
+    have one. Raises ValueError naming file, row and column.
     """
     if not 0 <= holdout < 1:
         raise ValueError(f"task.params.holdout is {holdout}; use a share of the rows in [0, 1)")
@@ -60,6 +63,7 @@ def read(
     for number, row in rows:
         where = f"row {number} of {source}"
         prompt = prompt_from_row(row, where, prompt_column, answer_column)
+        prompt = as_chat(prompt) if chat else prompt
         if any(row.get(name) is not None for name in IDS) and prompt.uid in first_row:
             earlier = first_row[prompt.uid]
             raise ValueError(f"{where} has the id {prompt.uid!r} of row {earlier}; make ids unique")
@@ -76,32 +80,45 @@ def read(
     return prompts
 
 
-def prompt_from_row(row: Row, where: str, prompt_column: str = "prompt", answer_column: str = "") -> Prompt:
+def as_chat(prompt: Prompt) -> Prompt:
+    """A text as the user's message of a chat; a chat as it is."""
+    if prompt.text is None:
+        return prompt
+    return replace(prompt, text=None, messages=({"role": "user", "content": prompt.text},))
+
+
+def prompt_from_row(row: Row, where: str, prompt_column: str = "", answer_column: str = "") -> Prompt:
     """One row -> one Prompt; ``where`` names it in the ValueError that a bad row raises."""
     if chosen := RESERVED & row.keys():
         raise ValueError(
             f"{where} has a column {min(chosen)!r}, which the rollout gives to rewards; rename it"
         )
-    for name, value in row.items():
-        if has_surrogate([name, value]):
+    for key, value in row.items():
+        if has_surrogate([key, value]):
             raise ValueError(
-                f"{where} has half of a surrogate pair in column {name!r}, which is no character and no file "
+                f"{where} has half of a surrogate pair in column {key!r}, which is no character and no file "
                 "can hold; write the whole character or U+FFFD"
             )
-    content = row.get(prompt_column)
+    name = prompt_column or next((name for name in PROMPTS if row.get(name) is not None), PROMPTS[0])
+    content = row.get(name)
     if not content:
-        raise ValueError(f"{where} has no {prompt_column!r}; give it one, or set task.params.prompt_column")
+        raise ValueError(f"{where} has no {name!r}; give it one, or set task.params.prompt_column")
+    if name == "messages" and not prompt_column and _ends_with_answer(content):
+        raise ValueError(
+            f"{where} has no 'prompt', and its 'messages' end with the assistant's words; put what the "
+            "policy reads into 'prompt', or set task.params.prompt_column if it is to go on with them"
+        )
     answer = _answer(row, where, answer_column)
-    columns = {name: value for name, value in row.items() if name not in (prompt_column, "answer")}
+    columns = {key: value for key, value in row.items() if key not in (name, "answer")}
     columns |= {} if answer is None else {"answer": answer}
     uid = _uid(row, content, answer)
     tools = value_of(row, "tools", list, where) or []
     template_kwargs = value_of(row, "chat_template_kwargs", dict, where) or {}
     if isinstance(content, str):
         given = {"tools": tools, "chat_template_kwargs": template_kwargs}
-        if unused := [name for name, value in given.items() if value]:
+        if unused := [key for key, value in given.items() if value]:
             raise ValueError(
-                f"{where} has {unused[0]!r}, which needs a chat prompt, and its {prompt_column!r} is a text; "
+                f"{where} has {unused[0]!r}, which needs a chat prompt, and its {name!r} is a text; "
                 'write [{"role": "user", "content": ..}], or rename the column'
             )
         return Prompt(uid=uid, text=content, columns=columns, row=where)
@@ -165,12 +182,17 @@ def _is_call(call: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
+def _ends_with_answer(content: Any) -> bool:
+    last = content[-1] if isinstance(content, list | tuple) and content else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant"
+
+
 def _check_answers(prompts: Sequence[Prompt]) -> None:
     """Rewards that need no answer may do without, but then no row has one."""
     without = [prompt.where for prompt in prompts if "answer" not in prompt.columns]
     if without and len(without) < len(prompts):
         raise ValueError(
-            f"{without[0]} has no 'answer', 'solution' or 'ground_truth', and other rows have; give it one, "
+            f"{without[0]} has no answer ({', '.join(ANSWERS)}), and other rows have; give it one, "
             "or name the column in task.params.answer_column"
         )
 

@@ -150,8 +150,9 @@ def subset(rows: list[T], seed: int, n: int | None) -> list[T]:
 
 
 def with_system(prompt: Prompt, system_prompt: str) -> Prompt:
-    if prompt.messages is None:
-        raise ValueError(f"task.system_prompt is set but {prompt.where} is plain text; use chat rows")
+    """A chat that begins with ``system_prompt``; a text is what the user says in it."""
+    prompt = rows.as_chat(prompt)
+    assert prompt.messages is not None
     if prompt.messages[0]["role"] == "system":
         raise ValueError(f"task.system_prompt is set but {prompt.where} has its own; drop one")
     return replace(prompt, messages=({"role": "system", "content": system_prompt}, *prompt.messages))

@@ -24,6 +24,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ostinato.inputs import replaced
+from ostinato.objects import PICKLE, load_object
 from ostinato.threads import end_python, in_thread
 from ostinato.tool_calls import Call, parse_calls
 
@@ -247,6 +248,8 @@ def imported(spec: str, what: str, nearest: str) -> Callable[..., Any]:
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise ValueError(f"{what} {spec!r} is unknown; use {nearest!r}, module:name or path.py:name")
+    if where.endswith(PICKLE):
+        return load_object(Path(where), f"{what} {spec!r}")
     if where.endswith(".py") and not Path(where).is_file():
         raise ValueError(f"{what} {spec!r}: there is no file {where} in {Path.cwd()}; give its path")
     if where.endswith(".py"):

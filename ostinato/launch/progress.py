@@ -25,6 +25,7 @@ from ostinato.run import GREEDY_SET, MAIN_SET
 from ostinato.terminal import Screen
 
 Row = Mapping[str, Any]
+StepCallback = Callable[[Row], bool | None]  # gets every row of metrics; True ends the run
 LABELS = {MAIN_SET: "held-out", GREEDY_SET: "held-out greedy"}
 _ODD_STEPS = {"refused_step": "step refused", "empty_step": "nothing to learn from"}
 
@@ -33,10 +34,12 @@ class Monitor:
     """An ``Observer`` that shows the rows of a run as they come. A context: the live line ends with it.
 
     A run of ``total`` steps ends earlier where ``budget`` is spent. ``row``: the last before this start.
-    ``forecaster``: is the rest of the run not worth its compute? ``first``: what is done before a step.
+    ``forecaster``: is the rest of the run not worth its compute? ``callback``: what a user does with the row
+    of a step. ``first``: what is done before a step.
     """
 
     forecaster: Callable[[int], bool] | None = None
+    callback: StepCallback | None = None
 
     def __init__(
         self,
@@ -71,8 +74,8 @@ class Monitor:
         if self._live is not None:
             self._live.stop()
 
-    def on_step(self, row: Row) -> None:
-        """A row of metrics.jsonl."""
+    def on_step(self, row: Row) -> bool | None:
+        """A row of metrics.jsonl. True: the callback ends the run."""
         share = self._share(row)
         eta = remaining(time.perf_counter() - self._start, share - self._first_share, 1 - share)
         by_steps = share == int(row["step"]) / self._total
@@ -80,6 +83,7 @@ class Monitor:
         parts = step_parts(row, of, "  ".join(self._scores.values()), eta)
         if not self._describe("\n".join(parts), completed=share):
             self.say("  ".join(parts))
+        return self.callback(row) if self.callback is not None else None
 
     def _describe(self, text: str, completed: float | None = None) -> bool:
         """On the live line; False where there is none."""

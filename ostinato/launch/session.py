@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,8 @@ from ostinato.failure import NamedFailure
 from ostinato.launch import NothingToLearn, RunFailed, threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.machine import record_start
-from ostinato.launch.progress import Monitor
+from ostinato.launch.progress import Monitor, StepCallback, before_after
+from ostinato.launch.python import recipe_with
 from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import LOCK, locked
 from ostinato.observe.ledger import Ledger, SteadyClock
@@ -31,6 +32,7 @@ from ostinato.observe.report.reading import main_scores
 from ostinato.pipeline.signals import ending
 from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
 from ostinato.terminal import Screen, waiting
+from ostinato.threads import outside_loop
 
 if TYPE_CHECKING:
     from ostinato.launch.components import RunComponents
@@ -53,34 +55,97 @@ class Outcome:
     exported: Mapping[str, Any] | None = None
     greedy: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)  # before and after
 
+    @property
+    def adapter(self) -> Path:
+        """What was trained, in PEFT's format; the whole model with ``adapter.kind = "full"``."""
+        return RunFolder(self.folder).adapter
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of metrics.jsonl: one for each step, with the step and its metrics by TRL's names."""
+        return list(RunFolder.open(self.folder).metrics.rows())
+
+    def evals(self) -> list[dict[str, Any]]:
+        """Of eval.jsonl: one for each score of a set."""
+        return list(RunFolder.open(self.folder).eval.rows())
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+        *,
+        max_tokens: int = 256,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> list[str]:
+        """The trained policy's answer to each prompt: a text, which it reads as it is, or the messages of a
+        chat. None: as the model's generation_config.json says."""
+        from ostinato.launch.answers import SamplingOptions, answer
+
+        options = SamplingOptions(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        return outside_loop(lambda: answer(str(self.folder), prompts, options))
+
+    def show(self) -> None:
+        """Print the held-out scores before and after."""
+        if self.after is not None:
+            Screen().print(before_after(self.before, self.after, self.greedy, self.step))
+
 
 WORKERS = "ostinato.launch.workers"  # makes the samplers and trainers of a cluster
 
 
 def learn(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     *overrides: str,
+    model: str | Path | None = None,
+    data: Any = None,
+    eval_data: Any = None,
+    reward: Any = None,
+    env: Any = None,
+    tools: Sequence[Any] = (),
+    on_step: StepCallback | None = None,
     quiet: bool = False,
     workers: str = WORKERS,
     folder: Path | None = None,
+    **sections: Any,
 ) -> Outcome:
-    """Train what ``recipe`` says, from the start, in a new run folder (``folder``, empty; None: one under
-    ``log.dir``). The command ``train`` is this.
-    ``workers`` names the module that makes samplers and trainers of a cluster, as ``launch.workers`` does.
+    """Train what ``recipe`` says (None: the defaults of all keys), from the start, in a new run folder
+    (``folder``, empty; None: one under ``log.dir``). The command ``train`` is this.
+
+    Objects take the place of names in the recipe, and further keywords are its sections and keys, as in
+    ``learn(model="Qwen/Qwen3-0.6B", data=rows, reward=score, trainer={"steps": 50}, seed=1)``:
+
+    ``data``, ``eval_data``: rows, as a list of dicts or a ``datasets.Dataset``, a dict of both by split, or a
+    source by its name; without rows to evaluate on a tenth is held out. ``reward``: one function or several,
+    with TRL's arguments. ``env``: a class. ``tools``: functions. ``on_step`` is called with every row of
+    metrics; True ends the run after that step. ``workers`` names the module that makes samplers and trainers
+    of a cluster, as ``launch.workers`` does.
 
     Raises ValueError for what is wrong with the recipe, before any work; RunFailed when the run cannot go on.
     """
-    if not isinstance(recipe, Recipe):
-        recipe = Recipe.load(recipe, *overrides)
-    elif overrides:
-        raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
+    recipe = recipe_with(
+        recipe,
+        overrides,
+        model=model,
+        data=data,
+        eval_data=eval_data,
+        reward=reward,
+        env=env,
+        tools=tools,
+        sections=sections,
+    )
     check_files(recipe)
     console = Screen(quiet=quiet)
     with new_folder(recipe, folder) as path:
-        return _train(recipe, path, console, workers=workers)
+        return outside_loop(lambda: _train(recipe, path, console, workers=workers, on_step=on_step))
 
 
-def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORKERS) -> Outcome:
+def resume(
+    path: Path | str,
+    *overrides: str,
+    on_step: StepCallback | None = None,
+    quiet: bool = False,
+    workers: str = WORKERS,
+) -> Outcome:
     """Go on with the run in ``path`` from its newest whole checkpoint; without one, from the start.
 
     ``overrides`` change its recipe from here on, e.g. ``trainer.steps=200`` to train for longer. ``workers``
@@ -89,15 +154,17 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
     Raises ValueError where another process is at work on the run, and where its rows are not those that it
     began with, unless ``overrides`` name them.
     """
-    run = RunFolder.open(path)
-    console, path = Screen(quiet=quiet), path.absolute()
+    path = Path(path).absolute()
+    run, console = RunFolder.open(path), Screen(quiet=quiet)
     with locked(path):
         run.sweep()
         recipe = Recipe.load(run.recipe, *overrides)
         check_steps(run, recipe.trainer.steps)
         check_files(recipe)
         sections = {override.partition(".")[0] for override in overrides}
-        return _train(recipe, path, console, changed=sections, workers=workers)
+        return outside_loop(
+            lambda: _train(recipe, path, console, changed=sections, workers=workers, on_step=on_step)
+        )
 
 
 def check_steps(run: RunFolder, steps: int) -> None:
@@ -130,13 +197,19 @@ def new_folder(recipe: Recipe, path: Path | None = None) -> Iterator[Path]:
 
 @ending()
 def _train(
-    recipe: Recipe, path: Path, console: Console, *, changed: Set[str] | None = None, workers: str
+    recipe: Recipe,
+    path: Path,
+    console: Console,
+    *,
+    changed: Set[str] | None = None,
+    workers: str,
+    on_step: StepCallback | None,
 ) -> Outcome:
     """``changed``: sections of the recipe that overrides of a resumed run name; None: a new run."""
     if recipe.sft.loss != "off":
         raise ValueError(f'sft.loss is "{recipe.sft.loss}"; run ostinato sft, or set sft.loss="off" for RL')
     with _interrupted_before(path):
-        return _session(recipe, path=path, console=console, changed=changed, workers=workers)
+        return _session(recipe, path=path, console=console, changed=changed, workers=workers, on_step=on_step)
 
 
 @contextlib.contextmanager
@@ -151,7 +224,13 @@ def _interrupted_before(path: Path) -> Iterator[None]:
 
 
 def _session(
-    recipe: Recipe, *, path: Path, console: Console, changed: Set[str] | None, workers: str
+    recipe: Recipe,
+    *,
+    path: Path,
+    console: Console,
+    changed: Set[str] | None,
+    workers: str,
+    on_step: StepCallback | None,
 ) -> Outcome:
     """From the start or the newest checkpoint to the end."""
     clock, resume = SteadyClock(), changed is not None
@@ -193,7 +272,7 @@ def _session(
                 monitor.say(line)
             if first and not console.is_terminal:  # there it is the live line
                 monitor.say(first)
-            monitor.forecaster = load("forecast")(recipe, run, writers)
+            monitor.forecaster, monitor.callback = load("forecast")(recipe, run, writers), on_step
             with _named_failures(path):
                 loop = new_loop(
                     prepared, components, run, state, ledger=ledger, observer=monitor, writers=writers
@@ -235,7 +314,7 @@ def _export(
 
     recipe, state = prepared.recipe, finished.state
     write_policy(prepared.decoder, adapters, prepared.folder, run.adapter, recipe.model.path)
-    ended = ("done", "collapsed", "forgot", "solved", "spent", "enough")
+    ended = ("done", "collapsed", "forgot", "solved", "spent", "enough", "stopped")
     if not own_weights(recipe) or finished.why not in ended:
         return
     known = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 class Observer(Protocol):
     """Receives what a run reports, and may end it early."""
 
-    def on_step(self, row: Mapping[str, float], /) -> None:
-        """A row of metrics.jsonl."""
+    def on_step(self, row: Mapping[str, float], /) -> bool | None:
+        """A row of metrics.jsonl. True ends the run after this step."""
 
     def on_eval(self, row: Mapping[str, Any], /) -> None:
         """A row of eval.jsonl."""

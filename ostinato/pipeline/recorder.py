@@ -204,7 +204,7 @@ class StepRecorder:
     def report(
         self, step: int, row: dict[str, float], groups: Sequence[Group], learned: Learned, ended: bool
     ) -> Finish | None:
-        """Write the row. Returns COLLAPSED or FORGOT to end the run; ``ended``: it is the last step."""
+        """Write the row. Returns why the run is to end now; ``ended``: it is the last step."""
         report, (row, why) = learned.report, self._watched(step, row, learned.look)
         for writer in (self.folder, *self.writers):
             writer.write(step, row)
@@ -218,8 +218,8 @@ class StepRecorder:
             logger.info(f"step {step}: {report.note}")
         if report is not None and report.skipped:
             logger.warning(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
-        self.observer.on_step({"step": step, **row})
-        return why
+        stopped = self.observer.on_step({"step": step, **row})
+        return why or (Finish.STOPPED if stopped else None)
 
     def _watched(
         self, step: int, row: dict[str, float], look: Look | None

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ostinato.objects import PICKLE, load_object
 from ostinato.reward.answers import (
     answer_texts,
     answered_number,
@@ -311,11 +312,13 @@ def resolve(spec: str) -> RewardFunction:
             f"reward {spec!r} is unknown; the nearest built-in is {nearest!r}, "
             "your own is written module:function or path.py:function"
         )
-    if where.endswith(".py"):
-        module = _import_file(Path(where), spec)
+    if where.endswith(PICKLE):
+        function = load_object(Path(where), f"reward {spec!r}")
+    elif where.endswith(".py"):
+        function = getattr(_import_file(Path(where), spec), name, None)
     else:
         module = _import(where, f"reward {spec!r}: there is no module {where!r}; check the name")
-    function = getattr(module, name, None)
+        function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"reward {spec!r}: {where} has no function {name!r}; define it there")
     return _from_verl(function) if _is_verl(function) else function

@@ -204,8 +204,39 @@ def assert_same(folder: Path, reference: Path) -> None:
         assert same(rows(folder / name)) == same(rows(reference / name)), name
 
 
+OBJECTS = """
+import asyncio
+from ostinato import learn, resume
+
+rows = [{"question": f"What is {a} + {b}?", "label": str(a + b)} for a in range(9) for b in range(5)]
+
+async def close(completions, answer, **columns):
+    return [float(gold in text) for text, gold in zip(completions, answer)]
+
+def end(row):
+    return row["step"] == 2
+
+async def cell():  # of a notebook, whose thread has a loop that runs
+    return learn(
+        data=rows, reward=[close, lambda completions, **columns: [0.1 for _ in completions]], on_step=end,
+        name="objects", trainer={"steps": 4, "checkpoint_every": 1}, eval={"n": 4}, quiet=True,
+        rollout={"prompts_per_step": 2, "group_size": 2, "max_tokens": 4},
+    )
+
+outcome = asyncio.run(cell())
+print(outcome.why, [row["step"] for row in outcome.rows()], len(outcome.generate(["1 + 1"], max_tokens=3)))
+print(resume(outcome.folder, "trainer.steps=3", quiet=True).step)
+"""
+
+
+def test_learning_from_python_objects(place: Path) -> None:
+    """Rows, an asynchronous function and a lambda of a script; ended by a callback, resumed by the run folder
+    alone."""
+    assert run(place, "-c", OBJECTS) == "stopped [1, 2] 1\n3\n"
+
+
 def test_learning_from_python(place: Path) -> None:
-    """The five lines of the README, as a script; full-parameter training on the way."""
+    """A recipe in five lines, as a script; full-parameter training on the way."""
     script = (
         "from ostinato import Recipe, learn\n"
         "recipe = Recipe.load('tiny.toml', 'trainer.steps=1', 'adapter.kind=full', 'name=script')\n"

@@ -15,7 +15,16 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"types", "protocols", "axis", "config", "every", "run", "render", "routes", "jobs", "lock"}
 LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability", "observe.bets"}
-BASE = {"access", "failure", "files", "inputs", "options", "other_names", "threads"}  # all may import
+BASE = {
+    "access",
+    "failure",
+    "files",
+    "inputs",
+    "objects",
+    "options",
+    "other_names",
+    "threads",
+}  # all may import
 
 CORE = LEAVES | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "parallel"}
 CORE |= {"pipeline", "workers", "launch", "compiler", "isa", "terminal", "tool_calls", "control_tokens", ""}
@@ -39,6 +48,7 @@ ARROWS: dict[str, set[str]] = {
     "axis": set(),
     "access": set(),
     "inputs": set(),
+    "objects": {"inputs"},
     "options": set(),
     "other_names": set(),
     "failure": set(),

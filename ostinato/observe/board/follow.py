@@ -225,6 +225,7 @@ ENDS = {
     "solved": "ended: every prompt is solved for good",
     "spent": "ended: the budget is spent",
     "enough": "ended: the rest was not worth its compute",
+    "stopped": "ended by on_step",
 }
 
 

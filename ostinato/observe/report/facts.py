@@ -248,6 +248,7 @@ FINISHES = {
     "spent": "its budget is spent",
     "enough": "the rest was not worth its compute",
     "solved": "every prompt is solved",
+    "stopped": "on_step ended it",
 }
 
 

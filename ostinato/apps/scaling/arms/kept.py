@@ -32,7 +32,15 @@ from ostinato.run import Jsonl, RunFolder, atomic_write, to_json
 Row = Mapping[str, Any]
 FOLDER = re.compile(r"(?P<slug>.+?)(-s(?P<seed>\d+))?(-\d{8}-\d{6}(-\d+)?)?")
 OF_RECIPE = "recipe"  # the slug of the recipe itself
-ENDED = ("done", "collapsed", "forgot", "solved", "spent", "enough")  # endings that no resuming would change
+ENDED = (
+    "done",
+    "collapsed",
+    "forgot",
+    "solved",
+    "spent",
+    "enough",
+    "stopped",
+)  # endings that no resuming would change
 ACTED = {  # of metrics.jsonl: how often the parts of a recipe did something; a run has some of them
     "cispo_clip_ratio": "capped",
     "clip_ratio/region_mean": "clipped",

@@ -1,0 +1,88 @@
+"""``learn`` with Python objects: rewards, rows, an environment and tools become names in a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ostinato.config import Recipe
+from ostinato.config.recipe import merge
+from ostinato.objects import name_object, write_rows
+
+OBJECTS = "objects"  # folder beside the runs: what has no name of its own, named by its content
+HOLDOUT = 0.1  # of rows that come without others to evaluate on
+
+
+def recipe_with(
+    recipe: Recipe | Mapping[str, Any] | str | Path | None,
+    overrides: Sequence[str],
+    *,
+    model: str | Path | None,
+    data: Any,
+    eval_data: Any,
+    reward: Any,
+    env: Any,
+    tools: Sequence[Any],
+    sections: Mapping[str, Any],
+) -> Recipe:
+    """``recipe`` (None: all defaults) with ``sections`` (``trainer={"steps": 20}``, ``seed=1``) and objects.
+
+    Raises ValueError, naming the argument, for what a recipe cannot name.
+    """
+    if isinstance(recipe, Recipe) and overrides:
+        raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
+    base = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe or {"name": "learn"}, *overrides)
+    below = {key: dict(value) for key, value in sections.items() if isinstance(value, Mapping)}
+    folder = Path(below.get("log", {}).get("dir", base.log.dir)).absolute() / OBJECTS
+    changes: dict[str, dict[str, Any]] = {"task": {}}
+    if model is not None:
+        changes["model"] = {"path": str(model)}
+    if data is None and eval_data is not None:
+        raise ValueError("eval_data needs data beside it, the rows to train on")
+    if data is not None:
+        task = below.setdefault("task", {})
+        changes["task"] = _task(data, eval_data, folder, {**base.task.params, **task.get("params", {})})
+        if not isinstance(data, str | Path):
+            task.setdefault("n_train", 0)  # all rows
+    if reward is not None:
+        rewards = reward if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
+        changes["reward"] = {"functions": [name_object(value, folder, "reward") for value in rewards]}
+    if env is not None:
+        changes["task"]["env"] = name_object(env, folder, "env")
+    if tools:
+        changes["task"]["tools"] = [name_object(value, folder, "tools") for value in tools]
+    return merge(base, {**sections, **{key: below.get(key, {}) | keys for key, keys in changes.items()}})
+
+
+def _task(data: Any, eval_data: Any, folder: Path, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of [task] for ``data``: a source by its name, one table of rows, or tables by split."""
+    if isinstance(data, str | Path):
+        if eval_data is not None:
+            raise ValueError(
+                f"eval_data beside data={str(data)!r}, a file or a name; give the rows of both as lists, or "
+                "a folder with train.jsonl and eval.jsonl as data"
+            )
+        return {"source": str(data)}
+    if isinstance(data, Mapping):  # of datasets.DatasetDict, or {"train": rows, "eval": rows}
+        names = [name for name in ("eval", "validation", "test") if name in data]
+        if "train" not in data or eval_data is not None:
+            raise ValueError(f"data has the splits {list(data)}; give 'train', and 'eval' or eval_data=rows")
+        data, eval_data = data["train"], data[names[0]] if names else None
+    source = write_rows(data, folder, "data" if eval_data is None else "train")
+    changes: dict[str, Any] = {"source": str(source)}
+    if eval_data is not None:
+        changes["source"] = str(_split_folder(source, write_rows(eval_data, folder, "eval"), folder))
+    elif "holdout" not in params:
+        changes["params"] = {**params, "holdout": HOLDOUT}
+    return changes
+
+
+def _split_folder(train: Path, evaluation: Path, folder: Path) -> Path:
+    """A folder of both files, as ``task.source`` reads splits."""
+    both = folder / f"{train.stem}-{evaluation.stem}"
+    both.mkdir(exist_ok=True)
+    for name, path in (("train", train), ("eval", evaluation)):
+        (both / f"{name}.jsonl").write_bytes(path.read_bytes())
+        path.unlink()
+    return both

@@ -1,0 +1,113 @@
+"""Python objects as a recipe names them, so that workers, ranks and a resumed run can load them.
+
+A function or class of an importable module is ``module:name``. One of a script, of a notebook or of another
+function has no such name: it is written by value (cloudpickle) to ``FOLDER/NAME-DIGEST.pkl`` and is
+``FOLDER/NAME-DIGEST.pkl:NAME``. Loading such a file runs code, as importing a .py file does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ostinato.inputs import has_surrogate
+
+PICKLE = ".pkl"
+
+
+def name_object(value: Any, folder: Path, key: str) -> str:
+    """How a recipe names ``value``, a callable, for ``key``; written to ``folder`` where it has no name.
+
+    Raises ValueError for what is not callable, and for what no file can hold (an open file, a lock).
+    """
+    if isinstance(value, str):
+        return value
+    if not callable(value):
+        raise ValueError(
+            f"{key} is {value!r:.80}, which is not callable; give a function, a class or its name"
+        )
+    name = getattr(value, "__name__", type(value).__name__)
+    name = name if name.isidentifier() else key.rpartition(".")[2].strip("s")  # a lambda
+    module = getattr(value, "__module__", None)
+    if module not in (None, "__main__") and _is_importable(value, module, name):
+        return f"{module}:{name}"
+    import cloudpickle
+
+    try:
+        data = cloudpickle.dumps(value)
+    except Exception as error:  # whatever an object that it refers to raises
+        raise ValueError(
+            f"{key}: {name} cannot be handed to another process ({type(error).__name__}: {error}); make what "
+            f"it needs inside it, or put it into a file and name it file.py:{name}"
+        ) from error
+    path = _write(data, folder, name, PICKLE)
+    return f"{path}:{name}"
+
+
+def _write(data: bytes, folder: Path, name: str, suffix: str) -> Path:
+    """A file named by its content, so that the same object has the same name in every run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder.resolve() / f"{name}-{hashlib.sha256(data).hexdigest()[:8]}{suffix}"
+    if not path.exists():
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_bytes(data)
+        part.replace(path)
+    return path
+
+
+def _is_importable(value: Any, module: str, name: str) -> bool:
+    """Whether another process that imports ``module`` gets the same object: not where the module was made by
+    hand (a notebook, ``exec``)."""
+    loaded = sys.modules.get(module)
+    return (
+        loaded is not None
+        and getattr(loaded, "__spec__", None) is not None
+        and getattr(loaded, name, None) is value
+        and importlib.util.find_spec(module) is not None
+    )
+
+
+def load_object(path: Path, what: str) -> Any:
+    """The object in a file that ``name_object`` wrote. Raises ValueError where there is none."""
+    if not path.is_file():
+        raise ValueError(f"{what}: there is no file {path}; give the object to learn again")
+    return pickle.loads(path.read_bytes())
+
+
+def write_rows(rows: Iterable[Any], folder: Path, key: str) -> Path:
+    """A new .jsonl file of ``rows``: mappings of a list, a ``datasets.Dataset`` or a generator.
+
+    Raises ValueError, with the row's number, for what is no mapping or has a value that JSON does not have.
+    """
+    lines = []
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"row {number} of {key} is a {type(row).__name__}; write {{'prompt': ..., 'answer': ...}}"
+            )
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=has_surrogate(dict(row)), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            column = next((name for name, value in row.items() if not _is_json(value)), "")
+            raise ValueError(
+                f"row {number} of {key} has in column {column!r} what JSON does not have ({error}); "
+                "drop the column, or write numbers, texts, lists and dicts"
+            ) from error
+    if not lines:
+        raise ValueError(f"{key} has no rows")
+    return _write("\n".join([*lines, ""]).encode(), folder, key, ".jsonl")
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
