@@ -27,8 +27,19 @@ BASE = {
 }  # all may import
 
 CORE = LEAVES | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "parallel"}
-CORE |= {"pipeline", "workers", "launch", "compiler", "isa", "terminal", "tool_calls", "control_tokens", ""}
-CORE |= {"observe.report", "observe.board", "observe.mismatch"}
+CORE |= {
+    "database",
+    "pipeline",
+    "workers",
+    "launch",
+    "compiler",
+    "isa",
+    "terminal",
+    "tool_calls",
+    "control_tokens",
+    "",
+}
+CORE |= {"database", "observe.report", "observe.board", "observe.mismatch"}
 
 # app -> apps that it may import, beside every room of the core.
 APPS: dict[str, set[str]] = {
@@ -63,6 +74,7 @@ ARROWS: dict[str, set[str]] = {
     "routes": {"types"},
     "run": {"types", "routes", "lock"},
     "lock": set(),
+    "database": set(),  # and SQLAlchemy, which applications write their statements in
     "render": {"types", "chat_template", "control_tokens", "tool_calls"},
     "tool_calls": set(),
     "control_tokens": set(),

@@ -20,7 +20,7 @@ EXAMPLE = """
 
 def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, name: str = "") -> None:
     """Serve until a signal. Raises ValueError for what cannot be served."""
-    for package in ("tinker", "uvicorn"):
+    for package in ("tinker", "uvicorn", "sqlalchemy"):
         if find_spec(package) is None:  # not imported yet: the SDK loads torch, and threads are chosen before
             raise ValueError(f'tinker needs {package}; install it: pip install "ostinato[tinker]"')
     from ostinato.apps.serve.server import HttpServer, address, bound, key_for

@@ -5,24 +5,38 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ostinato.database import open_database, sa
+
 JSON, PROTO = "application/json", "application/x-protobuf"
 PENDING, DONE, FAILED = "pending", "done", "failed"
-_SCHEMA = """
-create table if not exists things (
-    kind text, id text, owner text, created real, body text, primary key (kind, id));
-create table if not exists requests (
-    id text primary key, owner text, seq integer, kind text, digest text, body blob,
-    state text, result blob, media text, created real, fetched real, starts integer default 0);
-create index if not exists by_owner on requests (owner, seq);
-create index if not exists by_state on requests (state);
-"""
-_COLUMNS = "id, owner, seq, kind, body, state, result, media, starts"
+TABLES = sa.MetaData()
+THINGS = sa.Table(
+    "things",
+    TABLES,
+    sa.Column("kind", sa.Text, primary_key=True),
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("owner", sa.Text),
+    sa.Column("created", sa.Double),
+    sa.Column("body", sa.Text),
+)
+REQUESTS = sa.Table(
+    "requests",
+    TABLES,
+    sa.Column("id", sa.Text, primary_key=True),
+    *map(sa.Column, ("owner", "seq", "kind", "digest"), (sa.Text, sa.Integer, sa.Text, sa.Text)),
+    *map(sa.Column, ("body", "state", "result"), (sa.LargeBinary, sa.Text, sa.LargeBinary)),
+    *map(sa.Column, ("media", "created", "fetched"), (sa.Text, sa.Double, sa.Double)),
+    sa.Column("starts", sa.Integer, default=0),
+    sa.Index("by_owner", "owner", "seq"),
+    sa.Index("by_state", "state"),
+)
+R, T = REQUESTS.c, THINGS.c
+ENDED = R.state != PENDING
 
 
 class UserError(ValueError):
@@ -72,37 +86,15 @@ class Result:
         return cls(json.dumps(error).encode(), JSON, FAILED)
 
 
+STORED = sa.select(*(R[name] for name in Stored.__dataclass_fields__))
+
+
 class Registry:
-    """The tables in one file. SQLite serializes the calls of several threads. Raises ValueError for a file
-    that holds something else."""
+    """The tables in one file, for calls of several threads. Raises ValueError for a file that holds something
+    else."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.execute("pragma journal_mode=wal")
-            # survives a kill; a power cut may undo the last writes
-            self._db.execute("pragma synchronous=normal")
-            self._db.executescript(_SCHEMA)
-            self._update()
-        except sqlite3.Error as error:
-            raise ValueError(
-                f"{path} is no registry of a Tinker server ({error}); name another folder"
-            ) from error
-
-    def _update(self) -> None:
-        """Bring a file of an earlier version to this one: requests count their starts, and folders are
-        relative to the file's own."""
-        columns = {row[1] for row in self._db.execute("pragma table_info(requests)")}
-        if "starts" not in columns:
-            self._db.execute("alter table requests add column starts integer default 0")
-        old = self._db.execute(
-            """select kind, id, body from things where body like '%"folder": "/%'"""
-        ).fetchall()
-        for kind, id, text in old:
-            document = json.loads(text)
-            document["folder"] = _relative(document["folder"])
-            values = (json.dumps(document), kind, id)
-            self._db.execute("update things set body = ? where kind = ? and id = ?", values)
+        self._db = open_database(path, TABLES, "the registry of a Tinker server")
 
     def close(self) -> None:
         self._db.close()
@@ -112,83 +104,76 @@ class Registry:
     def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> bool:
         """Store a request; False if it is stored already. UserError if ``id`` has another request."""
         digest = hashlib.sha256(kind.encode() + body).hexdigest()
-        row = self._db.execute("select digest from requests where id = ?", (id,)).fetchone()
-        if row is None:
-            values = (id, owner, seq, kind, digest, body, PENDING, time.time())
-            self._db.execute(
-                "insert into requests (id, owner, seq, kind, digest, body, state, created) "
-                "values (?, ?, ?, ?, ?, ?, ?, ?)",
-                values,
-            )
-        elif row[0] != digest:
+        with self._db.transaction():
+            known = self._db.scalar(sa.select(R.digest).where(R.id == id))
+            if known is None:
+                row = {"id": id, "owner": owner, "seq": seq, "kind": kind, "digest": digest, "body": body}
+                self._db.insert(REQUESTS, [row | {"state": PENDING, "created": time.time()}])
+        if known not in (None, digest):
             raise UserError(f"seq_id {seq} of {owner} was used for another request; count on")
-        return row is None
+        return known is None
 
     def request(self, id: str) -> Stored | None:
-        row = self._db.execute(f"select {_COLUMNS} from requests where id = ?", (id,)).fetchone()
-        return None if row is None else Stored(*row)
+        return next(iter(self._stored(R.id == id)), None)
 
     def next_of(self, owner: str, seq: int) -> Stored | None:
         """The request with this number, if it has arrived."""
-        query = f"select {_COLUMNS} from requests where owner = ? and seq = ?"
-        row = self._db.execute(query, (owner, seq)).fetchone()
-        return None if row is None else Stored(*row)
-
-    def finish(self, id: str, result: Result) -> None:
-        values = (result.state, result.payload, result.media, id)
-        self._db.execute("update requests set state = ?, result = ?, media = ? where id = ?", values)
-
-    def started(self, id: str, count: int = 1) -> None:
-        """A process begins a request; -1: it has stopped in good order before the end."""
-        self._db.execute("update requests set starts = starts + ? where id = ?", (count, id))
+        return next(iter(self._stored(R.owner == owner, R.seq == seq)), None)
 
     def pending(self) -> list[Stored]:
         """Pending requests in order of arrival."""
-        query = f"select {_COLUMNS} from requests where state = ? order by created, seq"
-        return [Stored(*row) for row in self._db.execute(query, (PENDING,))]
+        return self._stored(R.state == PENDING)
 
     def since(self, owner: str, seq: int) -> list[Stored]:
         """The ended requests after ``seq``, in order: those that a snapshot at ``seq`` does not contain."""
-        query = f"select {_COLUMNS} from requests where owner = ? and seq > ? and state != ? order by seq"
-        return [Stored(*row) for row in self._db.execute(query, (owner, seq, PENDING))]
+        return sorted(self._stored(R.owner == owner, R.seq > seq, ENDED), key=lambda one: one.seq)
+
+    def _stored(self, *where: sa.ColumnElement[bool]) -> list[Stored]:
+        return [Stored(*row) for row in self._db.rows(STORED.where(*where).order_by(R.created, R.seq))]
+
+    def finish(self, id: str, result: Result) -> None:
+        values = {"state": result.state, "result": result.payload, "media": result.media}
+        self._db.change(REQUESTS.update().where(R.id == id).values(values))
+
+    def started(self, id: str, count: int = 1) -> None:
+        """A process begins a request; -1: it has stopped in good order before the end."""
+        self._db.change(REQUESTS.update().where(R.id == id).values(starts=R.starts + count))
 
     def last_seq(self, owner: str) -> int:
         """The highest ``seq`` of an ended request; -1 without any."""
-        query = "select max(seq) from requests where owner = ? and state != ?"
-        last = self._db.execute(query, (owner, PENDING)).fetchone()[0]
+        last = self._db.scalar(sa.select(sa.func.max(R.seq)).where(R.owner == owner, ENDED))
         return -1 if last is None else last
 
     def last_time(self, owner: str) -> float | None:
         """When its last request came, in seconds since 1970."""
-        return self._db.execute("select max(created) from requests where owner = ?", (owner,)).fetchone()[0]
+        return self._db.scalar(sa.select(sa.func.max(R.created)).where(R.owner == owner))
 
     def forget_bodies(self, owner: str, seq: int) -> None:
         """Drop the bodies of ended requests up to ``seq``, whose effect a snapshot contains."""
-        query = "update requests set body = null where owner = ? and seq <= ? and seq > 0 and state != ?"
-        self._db.execute(query, (owner, seq, PENDING))
+        ended = REQUESTS.update().where(R.owner == owner, R.seq <= seq, R.seq > 0, ENDED)
+        self._db.change(ended.values(body=None))
 
     def fetched(self, id: str) -> None:
-        self._db.execute("update requests set fetched = ? where id = ?", (time.time(), id))
+        self._db.change(REQUESTS.update().where(R.id == id).values(fetched=time.time()))
 
     def purge(self, fetched_s: float, created_s: float) -> int:
         """Drop samples fetched ``fetched_s`` ago, and results made ``created_s`` ago. Returns how many."""
         now = time.time()
-        sampled = "delete from requests where kind = 'sample' and state != ? and (fetched < ? or created < ?)"
-        gone = self._db.execute(sampled, (PENDING, now - fetched_s, now - created_s)).rowcount
-        old = "update requests set result = null where state != ? and body is null and created < ?"
-        return gone + self._db.execute(old, (PENDING, now - created_s)).rowcount
+        old = R.created < now - created_s
+        sampled = sa.and_(R.kind == "sample", ENDED, sa.or_(R.fetched < now - fetched_s, old))
+        gone = self._db.change(REQUESTS.delete().where(sampled))
+        results = REQUESTS.update().where(ENDED, R.body.is_(None), old)
+        return gone + self._db.change(results.values(result=None))
 
     # ---- sessions, models, samplers, checkpoints
 
     def put(self, kind: str, id: str, body: dict[str, Any], owner: str = "") -> None:
-        values = (kind, id, owner, time.time(), json.dumps(body), json.dumps(body))
-        self._db.execute(
-            "insert into things values (?, ?, ?, ?, ?) on conflict do update set body = ?", values
-        )
+        row = {"kind": kind, "id": id, "owner": owner, "created": time.time(), "body": json.dumps(body)}
+        self._db.put(THINGS, row, ["body"])
 
     def get(self, kind: str, id: str) -> dict[str, Any] | None:
-        row = self._db.execute("select body from things where kind = ? and id = ?", (kind, id)).fetchone()
-        return None if row is None else json.loads(row[0])
+        body = self._db.scalar(sa.select(T.body).where(T.kind == kind, T.id == id))
+        return None if body is None else json.loads(body)
 
     def found(self, kind: str, id: str) -> dict[str, Any]:
         """Like ``get``; raises NotFound if there is none."""
@@ -197,19 +182,11 @@ class Registry:
         return body
 
     def delete(self, kind: str, id: str) -> None:
-        self._db.execute("delete from things where kind = ? and id = ?", (kind, id))
+        self._db.change(THINGS.delete().where(T.kind == kind, T.id == id))
 
     def all(self, kind: str, owner: str | None = None) -> list[tuple[str, float, dict[str, Any]]]:
         """(id, seconds since 1970, body), newest first; of one owner or of all."""
-        query = "select id, created, body from things where kind = ? and (? is null or owner = ?)"
-        rows = self._db.execute(f"{query} order by created desc, id desc", (kind, owner, owner))
+        things = sa.select(T.id, T.created, T.body).where(T.kind == kind)
+        things = things if owner is None else things.where(T.owner == owner)
+        rows = self._db.rows(things.order_by(T.created.desc(), T.id.desc()))
         return [(id, created, json.loads(body)) for id, created, body in rows]
-
-
-def _relative(folder: str) -> str:
-    """A folder of a checkpoint (checkpoints/MODEL/KIND/NAME) or sampler (samplers/NAME) within the state."""
-    parts = Path(folder).parts
-    for length, room in ((4, "checkpoints"), (2, "samplers")):
-        if len(parts) > length and parts[-length] == room:
-            return str(Path(*parts[-length:]))
-    return folder

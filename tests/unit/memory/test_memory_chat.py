@@ -149,7 +149,7 @@ def test_a_session_outlives_its_store_and_originals_are_byte_for_byte(tmp_path: 
     with pytest.raises(KeyError):
         again.get("nothing")
     (tmp_path / "text").write_text("no database at all, " * 100)
-    with pytest.raises(ValueError, match="no store of memories"):
+    with pytest.raises(ValueError, match="as a store of memories"):
         Sessions(tmp_path / "text")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sqlite3
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -93,7 +92,9 @@ def test_a_restart_runs_what_was_pending_and_nothing_twice(tmp_path: Path) -> No
         futures.submit("s:0", "s", 0, SAMPLE, b"long")
         while len(ran) < 3:
             await asyncio.sleep(0.01)
-        registry._db.execute("update requests set body = ? where body = ?", (b"b", b"long"))
+        with closing(sqlite3.connect(tmp_path / "r")) as file:
+            file.execute("update requests set body = ? where body = ?", (b"b", b"long"))
+            file.commit()
 
     async def second(futures: Futures, registry: Registry, ran: list[str]) -> None:
         found = [await futures.result(id, 20) for id in ("m:0", "m:1", "s:0")]
@@ -114,8 +115,11 @@ def test_what_ends_the_server_twice_is_failed_and_the_others_go_on(tmp_path: Pat
         async def run(stored: Stored) -> Result:
             ran.append(stored.id)
             if stored.id == "m:1":
-                with closing(sqlite3.connect(tmp_path / str(number + 1))) as file:
-                    registry._db.backup(file)
+                with (
+                    closing(sqlite3.connect(tmp_path / str(number))) as here,
+                    closing(sqlite3.connect(tmp_path / str(number + 1))) as file,
+                ):
+                    here.backup(file)
                 died.set()
             if stored.id == "m:1" or (number == 0 and stored.owner != "m"):
                 await asyncio.Event().wait()
@@ -144,30 +148,13 @@ def test_what_ends_the_server_twice_is_failed_and_the_others_go_on(tmp_path: Pat
     assert "m:1" not in asyncio.run(live(2))
 
 
-def test_a_registry_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
-    """Folders were absolute, so a state that was moved had lost its checkpoints; starts were not counted."""
+def test_a_registry_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    """It did not count starts."""
     with closing(sqlite3.connect(tmp_path / "r")) as old:
-        old.executescript(
-            """create table things (kind text, id text, owner text, created real, body text,
-            primary key (kind, id));
-            create table requests (id text primary key, owner text, seq integer, kind text, digest text,
-            body blob, state text, result blob, media text, created real, fetched real);
-            insert into requests values ('m:1', 'm', 1, 'optim_step', '', 'a', 'pending', null, null, 0, 0);
-            """
-        )
-        for kind, id, folder in (
-            ("checkpoint", "c", "/old/place/checkpoints/m/weights/checkpoints"),
-            ("sampler", "s", "/old/place/samplers/s"),
-        ):
-            old.execute(
-                "insert into things values (?, ?, '', 0, ?)", (kind, id, json.dumps({"folder": folder}))
-            )
+        old.execute("create table requests (id text primary key, owner text, seq integer, kind text)")
         old.commit()
-    registry = Registry(tmp_path / "r")
-    assert registry.found("checkpoint", "c")["folder"] == "checkpoints/m/weights/checkpoints"
-    assert registry.found("sampler", "s")["folder"] == "samplers/s"
-    assert [stored.starts for stored in registry.pending()] == [0]
-    registry.close()
+    with pytest.raises(ValueError, match=r"cannot be opened as the registry.* no .*starts.* older version"):
+        Registry(tmp_path / "r")
 
 
 def test_a_sample_that_is_cancelled_has_failed(tmp_path: Path) -> None:
