@@ -79,6 +79,21 @@ def train(recipe: RecipePath, overrides: Overrides = None, restarts: Restarts = 
 
 
 @app.command()
+def data(
+    target: Annotated[
+        str, typer.Argument(help="A recipe, or a file of rows (.jsonl, .parquet).", show_default=False)
+    ],
+    overrides: Overrides = None,
+    model: Annotated[str, typer.Option(help="Whose template and tokens; the recipe's by default.")] = "",
+    row: Annotated[int, typer.Option(min=1, help="Which prompt is shown.")] = 1,
+) -> None:
+    """What will be trained on: rows, lengths, a prompt as the model reads it, rewards of the own answers."""
+    from ostinato.cli.data import data as command
+
+    command(target, overrides or [], model=model, row=row)
+
+
+@app.command()
 def sft(
     target: Annotated[
         str, typer.Argument(help="A recipe, or a model (then give task.source).", show_default=False)

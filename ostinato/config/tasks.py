@@ -20,6 +20,7 @@ class OneTask(Section):
     n_train: Count = 4096  # 0: every row of a file
     params: dict[str, Any] = Field(default_factory=dict)  # of the source
     system_prompt: str = ""
+    overlong: Literal["refuse", "filter"] = "refuse"  # rows whose prompt leaves no room for an answer
     max_turns: Positive = 1
     tools: Annotated[Names, PathKind.CODE] = ()  # built-in names, "module:function" or "file.py:function"
     env: Code = ""  # an environment of your own, "module:Class", "file.py:Class" (docs/guide/environment.md)

@@ -24,7 +24,7 @@ from typing import Any
 from ostinato.inputs import has_surrogate, parse_json
 from ostinato.types import Prompt
 
-PROMPTS = ("prompt", "question", "problem", "messages")
+PROMPTS = ("prompt", "question", "problem", "messages", "text")  # the last of MBPP
 ANSWERS = ("answer", "solution", "ground_truth", "label")
 NESTED_ANSWERS = ("reward_model", "reward_spec")  # verl, SkyRL
 IDS = ("uid", "id")

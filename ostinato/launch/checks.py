@@ -183,9 +183,10 @@ def several_full_marks(reward: RewardSection) -> Iterator[str]:
     """What "full" means where several functions count, one of them a user's own."""
     weights = reward.positive
     if reward.solved_at == "full" and len(weights) > 1 and not all(name in BUILT_IN for name in weights):
+        names = [name.rpartition(":")[2] for name in weights]
         yield (
             'reward.solved_at = "full" counts an answer as solved from a reward of '
-            f"{reward.full_marks:g} on, a 1 from each of {', '.join(weights)}; where one of them never "
+            f"{reward.full_marks:g} on, a 1 from each of {', '.join(names)}; where one of them never "
             "gives 1, pass@1 stays 0: set reward.solved_at to the reward that you call solved"
         )
 

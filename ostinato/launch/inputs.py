@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -71,6 +71,7 @@ class RunInputs:
     downstream: Mapping[str, Sequence[Prompt]]  # by name of the set
     agents: AgentTasks | None = None
     tool_counters: Counter[str] = dataclasses.field(default_factory=Counter)
+    num_overlong: int = 0  # rows that are left out (task.overlong)
     left_open: Sequence[str] = ()  # what reward.isolation cannot prevent on this machine, in words
     warnings: Sequence[str] = ()  # of the dry run of rewards; a sentence, and lines under it
 
@@ -103,12 +104,15 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     if free is not None:
         check_room(recipe, read_config(folder), free)
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
+    too_long = set[int]()
     for name, rows in of_tasks([*train_prompts, *scored]).items():
         check_answers(recipe.judges(name), rows)
-        check_lengths(recipe, rows, renderer, decoder.config.max_positions)
+        too_long |= set(map(id, overlong(recipe, rows, renderer, decoder.config.max_positions)))
         if renderer.vocab_size > decoder.config.vocab_size:  # in which few rows, if any, take part
             for row in rows:
                 check_tokens(renderer.prompt(row), row.where, renderer, decoder.config.vocab_size)
+    train_prompts, eval_prompts = (_without(too_long, rows) for rows in (train_prompts, eval_prompts))
+    downstream = {name: _without(too_long, rows) for name, rows in downstream.items()}
     counters = Counter[str]()
     judged = any(function.startswith(JUDGE) for function in recipe.reward.functions)
     judges = load("judge:")(recipe, decoder, folder, counters) if judged else {}
@@ -136,6 +140,7 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         downstream=downstream,
+        num_overlong=len(too_long),
         left_open=grader.left_open,
         warnings=list({warning.partition("\n")[0]: warning for warning in found}.values()),
     )
@@ -201,10 +206,22 @@ def of_tasks(rows: Sequence[Prompt]) -> dict[str, list[Prompt]]:
     return found
 
 
-def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context: int) -> None:
-    """Every prompt leaves room for an answer. A token is a byte or more, so only long prompts are rendered.
+def _without(too_long: Set[int], rows: Sequence[Prompt]) -> list[Prompt]:
+    """Raises ValueError where none is left."""
+    left = [row for row in rows if id(row) not in too_long]
+    if rows and not left:
+        raise ValueError(
+            f"task.overlong is 'filter', and all {len(rows)} rows from {rows[0].where} on are too long; "
+            "lower rollout.max_tokens, or take a model with a longer context"
+        )
+    return left
 
-    Raises ValueError naming the first that does not."""
+
+def overlong(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context: int) -> list[Prompt]:
+    """Rows of tasks with ``task.overlong = "filter"`` whose prompt leaves no room for an answer. A token is a
+    byte or more, so only long prompts are rendered.
+
+    Raises ValueError naming the first of another task."""
     longest, keys = longest_answer(recipe, renderer)
     room = context - longest
     if room < 1:
@@ -229,16 +246,20 @@ def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, co
             sentence = f"{type(error).__name__}: {error}"
             raise ValueError(f"task.env {task.env!r} on {row.where} raised {sentence}; fix it") from error
 
-    sizes = [_bytes(row) for row in rows]
+    sizes, too_long = [_bytes(row) for row in rows], list[Prompt]()
     # The longest prompt and the one of most messages bound what the template adds to any other.
     longest_of = (int(np.argmax(counts)) for counts in (sizes, [len(row.messages or ()) for row in rows]))
     added = max(length_of(rows[at]) for at in {*longest_of})
     for row, size in zip(rows, sizes, strict=True):
-        if size + added > room and (length := length_of(row)) > room:
+        if size + added <= room or (length := length_of(row)) <= room:
+            continue
+        if recipe.task.by_name[row.task].overlong == "refuse":
             raise ValueError(
                 f"{row.where} has {length} tokens; with an answer of {longest} ({keys}) it exceeds the "
-                f"context of {context}: shorten it, leave it out, or lower {keys}"
+                f'context of {context}: shorten it, lower {keys}, or set task.overlong = "filter"'
             )
+        too_long.append(row)
+    return too_long
 
 
 async def _tokens_of(env: Env) -> int:

@@ -32,7 +32,7 @@ from ostinato.launch.checks import (
 )
 from ostinato.launch.evaluations import downstream_prompts, evaluations, rules
 from ostinato.launch.forgetting import answers_of
-from ostinato.launch.inputs import check_lengths, longest_answer, new_interruption, stage_identity
+from ostinato.launch.inputs import longest_answer, new_interruption, overlong, stage_identity
 from ostinato.launch.introduction import caveats
 from ostinato.launch.loop import HELD_OUT, TRAINED, check_rows, new_plan
 from ostinato.launch.trainer import new_adapters
@@ -109,7 +109,7 @@ def test_a_row_whose_answer_is_no_number_is_refused_before_the_run() -> None:
         ({"reward": {"functions": ["exact", "own.py:brief"], "solved_at": 1.0}}, []),
         (
             {"reward": {"functions": ["exact", "own.py:brief"]}},
-            ["a reward of 2 on, a 1 from each of exact, own"],
+            ["a reward of 2 on, a 1 from each of exact, brief"],
         ),
         ({"rollout": {"top_p": 0.9}}, ["rollout.top_p cut"]),
         ({"rollout": {"top_k": 5, "min_p": 0.05}}, ["rollout.top_k and rollout.min_p cut"]),
@@ -183,11 +183,11 @@ def test_an_interrupted_answer_is_as_long_as_its_parts_whatever_max_tokens_says(
     assert longest_answer(Recipe(), renderer) == (64, "rollout.max_tokens")
     assert new_interruption(Recipe(), renderer) is None
     prompts = [Prompt(uid="p", text="1 + 1 = ?")]
-    check_lengths(interrupting(), prompts, renderer, 64)
+    overlong(interrupting(), prompts, renderer, 64)
     with pytest.raises(ValueError, match=r"prompt p has \d+ tokens; with an answer of 17 \(rollout.inter"):
-        check_lengths(interrupting(), prompts, renderer, 20)
+        overlong(interrupting(), prompts, renderer, 20)
     with pytest.raises(ValueError, match=r"an answer has up to 17 tokens .* lower rollout.interrupt"):
-        check_lengths(interrupting(), prompts, renderer, 17)
+        overlong(interrupting(), prompts, renderer, 17)
 
 
 def test_a_chat_of_many_short_turns_is_measured_with_what_the_template_adds(tmp_path: Path) -> None:
@@ -201,9 +201,9 @@ def test_a_chat_of_many_short_turns_is_measured_with_what_the_template_adds(tmp_
     prompts = read(str(file), "train")
     tokens = len(renderer.prompt(prompts[-1]))
     assert len(renderer.prompt(prompts[0])) < tokens
-    check_lengths(Recipe(), prompts, renderer, tokens + 64)
+    overlong(Recipe(), prompts, renderer, tokens + 64)
     with pytest.raises(ValueError, match=f"row 4 of .* has {tokens} tokens"):
-        check_lengths(Recipe(), prompts, renderer, tokens + 63)
+        overlong(Recipe(), prompts, renderer, tokens + 63)
 
 
 def test_a_phrase_that_ends_the_answer_is_refused() -> None:
