@@ -2,7 +2,7 @@
 
     a run      ``ostinato train`` on the packaged model, a child process, with workers over a Ray of its own
     a fault    a signal to one of its processes, a full disk, or a planted defect (``faults_planted``)
-    recovered  it reached its end by itself
+    recovered  it reached its end by itself: a sampler was replaced, or the run was lost and begun again
     stopped    it ended with a sentence that names the fault; ``ostinato resume`` then reached the end
     neither    anything else, or either of them later than the bound
 
@@ -88,6 +88,7 @@ class Fault:
     other: tuple[str, ...] = ()  # beside them, in every second run that overlaps or not
     named: str = ""
     plan: Callable[[Random], Mapping[str, Any]] = lambda random: {}
+    restarts: int = 0  # of ``ostinato train --restarts``: what is lost is begun again without a hand
     takes_groups: bool = False  # they are dropped by a rule that is counted
     disk: bool = False
     alone: threading.Lock | None = None  # held by each of its runs
@@ -107,6 +108,7 @@ FAULTS = (
         strike=kill("trainer", workers=2),
         bound_s=60.0,
         overrides=TRAINER,
+        restarts=2,
     ),
     Fault(
         name="grader",
@@ -127,6 +129,7 @@ FAULTS = (
         strike=kill_process("gcs_server", workers=2),
         bound_s=60.0,
         overrides=TRAINER,
+        restarts=2,
         named="the head of the Ray cluster|its daemon on this host was lost",
         plan=lambda random: {"verdict_s": 2.0},  # a short run would end before the next call of the head
     ),
@@ -146,15 +149,6 @@ FAULTS = (
         overrides=("cluster.samplers=1",),
         named="No space left on device|File too large",
         disk=True,
-    ),
-    Fault(
-        name="poison",
-        how="a prompt that ends each sampler that gets it",
-        strike=planted("workers/quarantined"),
-        bound_s=180.0,
-        overrides=TWO,
-        plan=lambda random: {"kind": "poison", "place": random.randrange(STEPS * PROMPTS), "within_s": 0.5},
-        takes_groups=True,
     ),
     Fault(
         name="nan",
@@ -287,8 +281,9 @@ def _hurt(
     if planned := fault.plan(random):
         (place / PLAN).write_text(json.dumps(planned))
     overrides = [*fault.overrides, *(fault.other if number % 4 < 2 else ()), *(OVERLAP if overlap else ())]
-    inside = planned.get("kind") in ("nan", "poison")  # in the workers
-    module, command = ("lab.planted_workers", []) if inside else ("ostinato", ["train"])
+    inside = planned.get("kind") == "nan"  # in the workers
+    command = ["train", *(["--restarts", str(fault.restarts)] if fault.restarts else [])]
+    module, command = ("lab.planted_workers", []) if inside else ("ostinato", command)
     with small_disk(logs, fault.disk):
         arguments = [*command, *RECIPE, *overrides, f"log.dir={logs}"]
         with child(arguments, place, logs, heartbeat, module) as hit:
@@ -314,6 +309,7 @@ def _hurt(
             "seconds": seconds,
             "bound_s": fault.bound_s,
             "left_behind": left,
+            "restarts": len([*RunFolder(hit.folder).restarts.rows()]) if hit.folder else 0,
             "resumed": resumed,
             "wall_s": time.monotonic() - begun,
         }

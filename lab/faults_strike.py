@@ -47,6 +47,11 @@ def counted(*names: str) -> Sign:
     return lambda row: any((row.get(name) or 0) > 0 for name in names)
 
 
+def later(done: int) -> Sign:
+    """Whether a row is of a step that had not begun when ``done`` were."""
+    return lambda row: row["step"] > done + 1
+
+
 def moment(child: Child, random: Random, steps: int, workers: int) -> str | None:
     """Wait for one, evenly spread over the steps; it in words. None: the run has ended."""
     step, fraction = random.randrange(steps), random.random()
@@ -70,7 +75,9 @@ def kill(*names: str, workers: int) -> Strike:
         if when is None or not pid or not alive(pid):
             return None
         os.kill(pid, signal.SIGKILL)
-        return Struck(at=time(), how=f"{name}, {when}", sign=counted("workers/restarts"))
+        if name.startswith("sampler"):
+            return Struck(at=time(), how=f"{name}, {when}", sign=counted("workers/restarts"))
+        return Struck(at=time(), how=f"{name}, {when}", sign=later(len(child.rows())))
 
     return strike
 
@@ -84,7 +91,7 @@ def kill_process(*names: str, workers: int) -> Strike:
         if not pids:
             return None
         os.kill(pids[-1], signal.SIGKILL)
-        return Struck(at=time(), how=f"{name}, {when}")
+        return Struck(at=time(), how=f"{name}, {when}", sign=later(len(child.rows())))
 
     return strike
 

@@ -148,7 +148,7 @@ def group(place: int, size: int = 4, *, longest: int = 30, step: int = 1) -> lis
 class Fault:
     """What a link does from ``at`` seconds of its life on."""
 
-    kind: str  # raise, hang, deaf, pause, freeze, old, other, stale, forget, twice, mute, stillborn
+    kind: str  # raise, hang, deaf, pause, freeze, old, stale, forget, twice, mute, stillborn
     at: float = 0.0
 
 
@@ -192,8 +192,6 @@ class Link:
         reported = await self.server.collect(wait_s)
         if self.is_now("old"):
             reported = replace(reported, version=reported.version - 1)
-        if self.is_now("other"):
-            reported = replace(reported, fingerprint="somebody else's")
         if self.is_now("twice"):
             reported = replace(reported, done=reported.done + reported.done)
         if self.is_now("stale"):

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -127,11 +126,7 @@ def test_a_wire_that_is_cut_carries_nothing_and_forgets_nothing() -> None:
         wire.close()
 
 
-def test_plans_strike_at_every_place_and_nothing_is_planted_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = {fault.plan(Random(n)).get("place", -1) for fault in bench.FAULTS for n in range(400)}
-    assert places == {-1, *range(bench.STEPS * bench.PROMPTS)}
+def test_nothing_is_planted_without_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert planned("hang") == {} and graded([[{"content": "11"}], [{"content": "0"}]]) == [2 / 3, 0.0]
 

@@ -231,8 +231,7 @@ class ClusterSection(Section):
     share_weights: bool = True  # workers of a host map one copy of the base
     start_s: Annotated[float, Field(gt=0)] = 300.0  # for a worker to be ready
     silence_s: Annotated[float, Field(gt=0)] = 60.0  # without a sign of life, before a worker is replaced
-    max_restarts: Count = 5  # of a worker in a row, without a result in between
-    max_quarantined: Count = 8  # prompts that break workers, before the run ends
+    max_restarts: Count = 5  # of a sampler in a row, without an answer in between
 
     @model_validator(mode="after")
     def _check(self) -> ClusterSection:

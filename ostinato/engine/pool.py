@@ -1,107 +1,293 @@
-"""Many samplers as one engine: placement, supervision, replacement, and proof of what they serve.
+"""Many samplers as one engine: calls are dealt; those of a lost sampler are sampled again by another one.
 
-    generate -> OpenCalls (which worker gets what) -> Worker (one life; Fleet: all) -> its sampler -> answers
-    publish  -> Publications (what is sent, and which workers have proved it) -> every Worker
+    generate -> waiting --placement--> dealt to a Worker -> its sampler -> answered
+                   ^                        |
+                   +------ it is lost ------+
+    publish  -> every Worker -> its sampler, which proves what it serves by a fingerprint
 
-A call is a request with its seed, so every worker gives the same tokens, apart from the policy in flight.
-Every worker has at most ``slots`` calls; the others wait here, where placement can still choose. A worker
-that raises, is silent, makes no progress, or serves what it was not sent is replaced, and its calls go to
-others with room. Failures of workers and of prompts are distinguished; each kind has a budget of its own.
+A call is a request with its seed, so every worker gives the same tokens, apart from the policy in flight. A
+sampler is lost when it raises, is silent, makes no progress, or serves what it was not sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, TypeVar
 
-from ostinato.engine.pool_dispatch import OpenCalls
-from ostinato.engine.pool_worker import Fleet, Place, Results, State, Worker, sampler_lost
-from ostinato.jobs import Placement
+from ostinato import jobs
+from ostinato.jobs import Job, Placement
 from ostinato.model.wire import fingerprint, pack
-from ostinato.observe.timeline import Span
+from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Sampler
-from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request
-from ostinato.workers.lost import Restarts, WorkerLost
+from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request, Stop
+from ostinato.workers.lost import WorkerKind, WorkerLost
 
+COLLECT_S = 2.0  # the longest that a collect waits where nothing happens: a sign of life
+HEAR_S = 0.02  # from one collect to the next: what ends meanwhile is reported together
+CLOSE_S = 10.0  # for a sampler that is given up to end
+SLICES = 8  # that a bounded wait is counted in
+LONGEST_PAUSE_S = 30.0  # before a sampler is begun again
+HOMES = 10_000  # conversations whose worker is remembered
+MOST_SPANS = 100_000  # kept where nothing takes them: the newest
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """A policy served by all workers that it was published to."""
-
-    version: int
-    bytes: int  # sent, to all workers together
-    seconds: float  # from ``publish`` until the last of those that were serving then had proved it
+T = TypeVar("T")
+Results = asyncio.Queue[tuple[int, Completion] | BaseException]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Unproved:
-    publication: Publication
+class Call:
+    """A request on its way; ids grow in the order of the requests."""
+
+    id: int
+    index: int  # of the request in its ``generate``
+    request: Request
+    results: Results
+    expected: float  # tokens; 0: unknown
+    home: int | None = None  # the worker that has it, or had what comes before it
+    oldest: int = 0  # version that its tokens may have
+    generated: int = 0  # tokens, as its sampler reported last
+    losses: int = 0  # samplers that were lost with it
+    awaited: bool = True  # its caller has not given it up
+
+    def job(self) -> Job:
+        """The call as placements see it. A seed path is (run, round, ..., place in the stream, sample); a
+        call with a shorter one has no siblings."""
+        seed = self.request.seed
+        step, place = (seed[1], seed[-2]) if len(seed) > 3 else (0, self.id)
+        return Job(
+            id=self.id,
+            step=step,
+            place=place,
+            predicted=self.expected or math.inf,
+            prompt=len(self.request.tokens),
+            generated=self.generated,
+            home=self.home,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Published:
+    """A policy that was sent to the workers which served at that time."""
+
+    version: int
     begun: float
-    missing: set[int]  # workers
-    proved: int = 0
+    missing: set[int]  # workers that have not proved it
+    bytes: int = 0  # sent, to all workers together
+    seconds: float = 0.0  # until the last one had proved it
+
+    def settle(self, worker: int, version: float, size: int = 0) -> None:
+        """The worker serves ``version`` (infinity: it is lost): nothing older is awaited from it any more."""
+        if self.version <= version and worker in self.missing:
+            self.missing.discard(worker)
+            self.bytes += size * (self.version == version)
+            self.seconds = time.time() - self.begun
 
 
-class Publications:
-    """``new`` builds the publication of a policy; ``current`` is the one every worker is to serve."""
-
-    def __init__(self, new: Callable[[Any, int], Publication]) -> None:
-        self.current = Publication(version=0, fingerprint="")
-        self._new = new
-        self._answers: tuple[tuple[str, int, tuple[HistoryEntry, ...]], ...] = ()
-        self._unproved: deque[_Unproved] = deque()  # the oldest first
-        self._proved: list[Published] = []
-
-    def remember(self, uid: str, step: int, answers: Sequence[HistoryEntry]) -> None:
-        """Answers that go with the next publication."""
-        self._answers += ((uid, step, tuple(answers)),)
-
-    def publish(self, adapters: Any, version: int, workers: Collection[int]) -> Publication:
-        """The publication to send to every worker; ``workers`` have to prove that they serve it, others when
-        they start. Raises what ``new`` raises, and then nothing has changed."""
-        begun = time.time()
-        self.current = self._new(adapters, version)
-        sent, self._answers = replace(self.current, answers=self._answers), ()
-        if workers:
-            self._unproved.append(_Unproved(publication=self.current, begun=begun, missing={*workers}))
-        return sent
-
-    def proved(self, worker: int, version: int) -> None:
-        """The worker serves ``version``; nothing older is awaited from it any more."""
-        for one in self._unproved:
-            if one.publication.version <= version and worker in one.missing:
-                one.missing.discard(worker)
-                one.proved += one.publication.version == version
-        self._settle()
-
-    def lost(self, worker: int) -> None:
-        """Nothing more is awaited from it."""
-        for one in self._unproved:
-            one.missing.discard(worker)
-        self._settle()
-
-    def _settle(self) -> None:
-        while self._unproved and not self._unproved[0].missing:
-            one = self._unproved.popleft()
-            version, size = one.publication.version, one.publication.size * one.proved
-            seconds = time.time() - one.begun
-            self._proved.append(Published(version=version, bytes=size, seconds=seconds))
-
-    def forget(self) -> None:
-        """All workers are gone."""
-        self._unproved.clear()
-
-    def take(self) -> list[Published]:
-        """Those that every worker has proved since the last call."""
-        proved, self._proved = self._proved, []
-        return proved
+class State(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    LOST = "lost"  # and not begun anew yet
 
 
-MOST_SPANS = 100_000  # kept where nothing takes them: the newest
+def sampler_lost(cause: str, final: bool = False) -> WorkerLost:
+    return WorkerLost(WorkerKind.SAMPLER, cause, final=final)
+
+
+async def bounded(awaited: Awaitable[T], seconds: float, what: str) -> T:
+    """The result of ``awaited``. Raises WorkerLost where it raises, or takes longer than ``seconds``: it is
+    then cancelled, but not waited for, since it may ignore that.
+
+    Time is counted in slices: where the event loop itself was blocked for long (by a training step), what has
+    arrived meanwhile is read before a worker is called silent.
+    """
+    task = asyncio.ensure_future(awaited)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged as not seen
+    try:
+        for _ in range(SLICES):
+            await asyncio.wait({task}, timeout=seconds / SLICES)
+            if task.done():
+                break
+    finally:
+        task.cancel()
+    if not task.done():
+        raise sampler_lost(f"silent for {seconds:g} s: {what}")
+    try:
+        return task.result()
+    except WorkerLost:
+        raise
+    except asyncio.CancelledError:
+        raise sampler_lost(f"gave up: {what}") from None
+    except Exception as error:  # not Ctrl-C, which is no failure of a worker
+        raise sampler_lost(f"{type(error).__name__}: {error}") from error
+
+
+@dataclass(kw_only=True, eq=False)
+class Worker:
+    """A place of the pool, over all lives of its sampler; ``serve`` is one life.
+
+    Two tasks talk to a sampler. One sends: the policy first, then calls and drops. The other collects.
+    ``on_reply`` gets every reply and the one before, ``on_proof`` the version of every policy that is served.
+    """
+
+    id: int
+    slots: int
+    silence_s: float
+    on_reply: Callable[[Worker, PollResult, PollResult | None], None]
+    on_proof: Callable[[Worker, Publication], None]
+    state: State = State.STARTING
+    since: float = field(default_factory=time.time)
+    heard: float = 0.0
+    cause: str = ""  # of the latest loss
+    losses: int = 0  # in a row, without an answer in between
+    calls: dict[int, Call] = field(default_factory=dict)  # handed over, and not ended
+    dealt: deque[Call] = field(default_factory=deque)  # to be handed over as there is room
+    reply: PollResult | None = None  # the latest
+    _drops: list[int] = field(default_factory=list)
+    _publication: Publication | None = None  # to be sent
+    _sent: int = 0  # version of the last publication that was sent, and ...
+    _proved: int = 0  # ... of the last that is served
+    _still_s: float = 0.0  # seconds without progress
+    _mail: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def enter(self, state: State) -> None:
+        self.state, self.since = state, time.time()
+
+    # ---- what is sent to it
+
+    def post(self, publication: Publication) -> None:
+        """Send it; it replaces one that has not been sent yet, which is no longer needed."""
+        if self._publication is not None:
+            publication = replace(publication, answers=self._publication.answers + publication.answers)
+        self._publication = publication
+        self._mail.set()
+
+    def deal(self, call: Call) -> None:
+        call.home, call.generated = self.id, 0
+        self.dealt.append(call)
+        self._mail.set()
+
+    def drop(self, call: Call) -> None:
+        """Cancel ``call``, if this worker has it."""
+        if call in self.dealt:
+            self.dealt.remove(call)
+        elif call.id in self.calls:
+            self._drops.append(call.id)
+            self._mail.set()
+
+    def take_back(self) -> tuple[list[Call], list[Call]]:
+        """(calls that were handed over, calls that were not) of a life that has ended."""
+        calls = [*self.calls.values()], [*self.dealt]
+        self.calls, self.dealt, self.reply, self._drops, self._still_s = {}, deque(), None, [], 0.0
+        return calls
+
+    # ---- a life
+
+    async def serve(self, sampler: Sampler, policy: Publication, start_s: float) -> None:
+        """Work until the sampler is lost; its first publication, ``policy``, may take ``start_s``. Raises
+        WorkerLost."""
+        self._publication, self._proved = policy, policy.version
+        await self._publish(sampler, start_s)
+        tasks = [asyncio.create_task(self._send(sampler)), asyncio.create_task(self._collect(sampler))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self, sampler: Sampler) -> None:
+        while True:
+            self._mail.clear()
+            await self._publish(sampler, self.silence_s)
+            drops, self._drops, calls = self._drops, [], list[Call]()
+            while self.dealt and len(self.calls) < self.slots:
+                call = self.dealt.popleft()
+                call.oldest = self._proved
+                self._still_s = self._still_s if self.calls else 0.0
+                self.calls[call.id] = call
+                calls.append(call)
+            if calls or drops:
+                started = sampler.start([(call.id, call.request) for call in calls], drops)
+                await bounded(started, self.silence_s, f"starting {len(calls)} calls")
+                self.heard = time.time()
+            await self._mail.wait()
+
+    async def _publish(self, sampler: Sampler, seconds: float) -> None:
+        publication, self._publication = self._publication, None
+        if publication is None:
+            return
+        version = self._sent = publication.version
+        proof = await bounded(sampler.publish(publication), seconds, f"publishing version {version}")
+        if proof != publication.fingerprint:
+            sent, served = publication.fingerprint or "the base", proof or "the base"
+            raise sampler_lost(f"was sent version {version} ({sent}) and serves version {version} ({served})")
+        self.heard, self._proved = time.time(), version
+        self.on_proof(self, publication)
+
+    async def _collect(self, sampler: Sampler) -> None:
+        wait_s, loop = min(COLLECT_S, self.silence_s / 3), asyncio.get_running_loop()
+        while True:
+            floor, awaited = self._proved, loop.time()
+            reply = await bounded(sampler.collect(wait_s), self.silence_s, self._occupation())
+            self._check(reply, floor, min(loop.time() - awaited, wait_s))
+            self.heard, self.reply, before = time.time(), reply, self.reply
+            self.on_reply(self, reply, before)
+            self._mail.set()  # there may be room
+            await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - awaited))
+
+    def _check(self, reply: PollResult, floor: int, waited_s: float) -> None:
+        """Raises WorkerLost unless it serves what it was sent, answers what it was asked, and gets on."""
+        if not floor <= reply.version <= self._sent:
+            raise sampler_lost(f"serves version {reply.version}; it was sent version {self._sent}")
+        for id, completion in reply.done:
+            if (call := self.calls.get(id)) is None:
+                raise sampler_lost(f"answered call {id}, which it does not have")
+            versions = completion.versions
+            if len(versions) and not call.oldest <= versions.min() <= versions.max() <= self._sent:
+                raise sampler_lost(
+                    f"answered prompt {call.request.uid} with tokens of version {versions.min()}, where "
+                    f"{call.oldest} to {self._sent} were served"
+                )
+            if completion.stop is Stop.ABORT and call.awaited:
+                raise sampler_lost(f"gave up prompt {call.request.uid}, which was not cancelled")
+        before, passes = self.reply, any(one.kind in (Kind.PREFILL, Kind.DECODE) for one in reply.spans)
+        stands = before is not None and 0 <= reply.sampled == before.sampled and not (reply.done or passes)
+        self._still_s = self._still_s + waited_s if stands and self.calls else 0.0
+        if self._still_s >= self.silence_s:
+            raise sampler_lost(f"no progress for {self.silence_s:g} s: {self._occupation()}")
+
+    def _occupation(self) -> str:
+        return f"sampling {len(self.calls)} calls" if self.calls else "waiting for calls"
+
+    # ---- what it looks like from outside
+
+    def as_job_worker(self) -> jobs.Worker:
+        """As placements see it."""
+        calls = (*self.calls.values(), *self.dealt)
+        return jobs.Worker(id=self.id, slots=self.slots, jobs=tuple(call.job() for call in calls))
+
+    def status(self) -> dict[str, Any]:
+        """Times are Unix seconds."""
+        return {
+            "worker": f"sampler-{self.id}",
+            "state": str(self.state),
+            "since": round(self.since, 3),
+            "version": self.reply.version if self.reply is not None else -1,
+            "running": len(self.calls),
+            "sampled": self.reply.sampled if self.reply is not None else 0,
+            "heard": round(self.heard or self.since, 3),
+            "cause": self.cause,
+        }
 
 
 def adapters_only(adapters: Any, version: int) -> Publication:
@@ -122,11 +308,11 @@ class EnginePool:
     place: which worker samples what (``rollout.schedule``); expect: predicted tokens of an answer, 0 if
     unknown; on_answer: called with each one that has ended; slots: calls that a worker has at once;
     publication: makes what is sent of a policy. silence_s: seconds without a reply or progress after which a
-    worker is lost; start_s: seconds for one to start (then ``spawn`` is cancelled; it must leave nothing
+    sampler is lost; start_s: seconds for one to start (then ``spawn`` is cancelled; it must leave nothing
     behind, also where it raises). Workers are named "sampler-0" and so on.
 
     ``generate`` raises WorkerLost when no worker serves and each was lost more than ``max_restarts`` times in
-    a row without an answer, after more than ``max_quarantined`` prompts, and at a final loss (cluster gone).
+    a row without an answer, when a call was on more lost samplers than that, and at a final loss.
     """
 
     def __init__(
@@ -141,63 +327,61 @@ class EnginePool:
         silence_s: float = 60.0,
         start_s: float = 300.0,
         max_restarts: int = 5,
-        max_quarantined: int = 8,
         pause_s: float = 0.5,
         publication: Callable[[Any, int], Publication] = adapters_only,
     ) -> None:
         if count < 1 or slots < 1:
             raise ValueError(f"a pool of {count} samplers with {slots} slots; both must be at least 1")
-        self._expect, self._on_answer, self._max_quarantined = expect, on_answer, max_quarantined
-        self._window_s = silence_s / 4 if count > 1 else 0.0  # in which a cause that workers share shows
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._planned, self._plan_again = False, 0.0
+        self._spawn, self._placement, self._expect, self._on_answer = spawn, place, expect, on_answer
+        self._count, self._slots, self._silence_s, self._start_s = count, slots, silence_s, start_s
+        self._max_restarts, self._pause_s, self._new_publication = max_restarts, pause_s, publication
+        self._current = Publication(version=0, fingerprint="")
+        self._answers: tuple[tuple[str, int, tuple[HistoryEntry, ...]], ...] = ()  # for the next publication
+        self._published: list[Published] = []
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
-        self._publications = Publications(publication)
-        names = ("restarts", "redispatched", "quarantined")
-        self.counters: Counter[str] = Counter({f"workers/{name}": 0 for name in names})
-        self.work: dict[str, float] = {}  # the workers' own counters, summed over all lives
-        self._new_open = partial(OpenCalls, place, lambda: self._fleet.serving, self._window_s, self.counters)
-        worker = partial(
-            Worker, slots=slots, silence_s=silence_s, on_reply=self._take_in, on_proof=self._proved
-        )
-        self._new_fleet = partial(
-            Fleet,
-            count=count,
-            spawn=spawn,
-            new_worker=worker,
-            policy=lambda: self._publications.current,
-            start_s=start_s,
-            restarts=Restarts(most=max_restarts, pause_s=pause_s),
-            on_loss=self._lose,
-            on_failure=lambda error: self._open.fail(error),
-        )
-        self._open, self._fleet = self._new_open(), self._new_fleet()
+        self.counters: Counter[str] = Counter({"workers/restarts": 0, "workers/redispatched": 0})
+        self.work: dict[str, float] = {}  # the samplers' own counters, summed over all lives
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._failure: Exception | None = None
+        self._calls: set[Call] = set()  # that have not ended
+        self._waiting: dict[int, Call] = {}  # those that no worker has
+        self._homes: dict[tuple[int, ...], int] = {}
+        self._ids, self._tasks, self._news = itertools.count(), list[asyncio.Task[None]](), asyncio.Event()
+        self._planned, self._plan_again = False, 0.0
+        take = {"on_reply": self._take_in, "on_proof": self._on_proof}
+        sizes = {"slots": self._slots, "silence_s": self._silence_s}
+        self._workers = [Worker(id=id, **sizes, **take) for id in range(self._count)]
 
     def _begin(self) -> None:
         """Begin with the workers in the event loop of the caller; refuse to be shared by two."""
-        if self._fleet.failure is not None:
-            raise self._fleet.failure
         loop = asyncio.get_running_loop()
         if self._loop is loop:
+            if self._failure is not None:
+                raise self._failure
             return
         if self._loop is not None and not self._loop.is_closed():
             raise RuntimeError("the pool is at work in another event loop; make one pool for each loop")
-        self._loop, self._planned, self._plan_again = loop, False, 0.0
-        self._publications.forget()
-        self._open, self._fleet = self._new_open(), self._new_fleet()
-        self._fleet.begin()
-
-    # ---- the protocol
+        self._loop, self._published = loop, []
+        self._reset()
+        self._tasks = [asyncio.create_task(self._supervise(worker)) for worker in self._workers]
+        for task in self._tasks:
+            task.add_done_callback(self._on_end)
 
     def publish(self, adapters: Any, version: int) -> None:
         """Send the policy to all workers, and return at once. New calls are sampled by it, running ones
         continue under it. Raises what packing raises (NotFinite), and then the old policy stays."""
-        places = self._fleet.places
-        serving = [place.id for place in places if place.state is State.SERVING]
-        publication = self._publications.publish(adapters, version, serving)
-        for place in places:
-            if place.worker is not None:
-                place.worker.post(publication)
+        begun = time.time()
+        self._current = self._new_publication(adapters, version)
+        sent, self._answers = replace(self._current, answers=self._answers), ()
+        serving = self._serving()
+        if serving:
+            self._published.append(Published(version=version, begun=begun, missing={*serving}))
+        for worker in self._workers:
+            if worker.state is not State.LOST:
+                worker.post(sent)
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
         """Yield (index, completion) as requests end, wherever; see ``protocols.Engine``."""
@@ -205,39 +389,47 @@ class EnginePool:
             raise ValueError("a request has a constraint, which only the engine in its own process can apply")
         self._begin()
         results: Results = asyncio.Queue()
-        calls = self._open
-        mine = [calls.add(index, one, self._expect(one), results) for index, one in enumerate(requests)]
+        calls = [self._add(index, request, results) for index, request in enumerate(requests)]
         self._plan_soon()
         try:
-            for _ in mine:
+            for _ in calls:
                 result = await results.get()
                 if isinstance(result, BaseException):
                     raise result.with_traceback(None)  # the same one is raised at every waiting caller
                 self._on_answer(requests[result[0]], result[1])
                 yield result
         finally:
-            calls.abandon(mine)
+            for call in [call for call in calls if call.awaited]:
+                self._leave(call)
+                if call.home is not None:
+                    self._workers[call.home].drop(call)
 
     @property
     def served(self) -> tuple[int, str]:
         """(version, fingerprint) of what was published last."""
-        current = self._publications.current
-        return current.version, current.fingerprint
-
-    # ---- beside the protocol
+        return self._current.version, self._current.fingerprint
 
     async def ready(self) -> None:
         """Wait until every worker serves. Raises WorkerLost where any one of them is lost too often."""
         self._begin()
-        await self._fleet.ready()
+        while starting := [worker for worker in self._workers if worker.state is not State.SERVING]:
+            if self._failure is not None:
+                raise self._failure
+            if spent := [worker for worker in starting if worker.losses > self._max_restarts]:
+                raise self._spent(spent)
+            self._news.clear()
+            await self._news.wait()  # every start is bounded, and so is their number
 
     async def close(self) -> None:
-        """End all workers. What still runs is given up."""
-        await self._fleet.close()
+        """End all samplers. What still runs is given up."""
+        self._fail(RuntimeError("the pool was closed"))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in self._workers:
+            worker.enter(State.LOST)
 
     def remember(self, uid: str, step: int, answers: Sequence[HistoryEntry]) -> None:
-        """Answers that workers may draft from; they go with the next publication."""
-        self._publications.remember(uid, step, answers)
+        """Answers that samplers may draft from; they go with the next publication."""
+        self._answers += ((uid, step, tuple(answers)),)
 
     def take_spans(self) -> list[Span]:
         spans = list(self._spans)
@@ -246,19 +438,34 @@ class EnginePool:
 
     def take_publications(self) -> list[Published]:
         """Those that have been proved by all since the last query."""
-        return self._publications.take()
+        proved = [one for one in self._published if not one.missing]
+        self._published = [one for one in self._published if one.missing]
+        return proved
 
     def gauges(self) -> dict[str, float]:
         """Current gauges by metric name, and 0 for every counter, so that each row of metrics has them."""
-        alive = sum(place.state is State.SERVING for place in self._fleet.places)
-        now = {"workers/alive": float(alive), "workers/calls_waiting": float(len(self._open.waiting))}
-        return now | dict.fromkeys(self.counters, 0.0)
+        now = {"workers/alive": len(self._serving()), "workers/calls_waiting": len(self._waiting)}
+        return {name: float(value) for name, value in ({**now, **dict.fromkeys(self.counters, 0)}).items()}
 
     def status(self) -> list[dict[str, Any]]:
         """A row for each worker. Times are Unix seconds."""
-        return [place.status() for place in self._fleet.places]
+        return [worker.status() for worker in self._workers]
 
-    # ---- placement, once for all that happens at a time
+    def _add(self, index: int, request: Request, results: Results) -> Call:
+        id, expected = next(self._ids), self._expect(request)
+        call = Call(id=id, index=index, request=request, results=results, expected=expected)
+        call.home = self._homes.pop(request.seed, None)
+        self._calls.add(call)
+        self._waiting[id] = call
+        return call
+
+    def _leave(self, call: Call) -> None:
+        call.awaited = False
+        self._waiting.pop(call.id, None)
+        self._calls.discard(call)
+
+    def _serving(self) -> dict[int, Worker]:
+        return {worker.id: worker for worker in self._workers if worker.state is State.SERVING}
 
     def _plan_soon(self) -> None:
         """Schedule one placement, after all ready callers have sent their requests, so that it sees groups
@@ -266,24 +473,32 @@ class EnginePool:
         if not self._planned:
             self._planned = True
             loop = asyncio.get_running_loop()
-            loop.call_later(max(0.0, self._plan_again - loop.time()), self.rebalance)
+            loop.call_later(max(0.0, self._plan_again - loop.time()), self._plan)
 
-    def rebalance(self) -> None:
-        """Place what waits. Happens by itself whenever a worker has nothing to do: as a callback of the event
-        loop, which would only log what is raised."""
+    def _plan(self) -> None:
+        """Place what waits: a callback of the event loop, which would only log what is raised."""
         self._planned = False
         begun = time.thread_time()  # what others take of the machine is not the plan's fault
         try:
-            if self._fleet.failure is None:
-                self._open.place()
+            if self._failure is None:
+                self._place()
         except Exception as error:  # of a placement
-            self._fleet.fail(error)
+            self._fail(error)
         self._plan_again = asyncio.get_running_loop().time() + 9 * (time.thread_time() - begun)
 
-    # ---- what workers do
+    def _place(self) -> None:
+        workers = self._serving()
+        if not workers or not self._waiting:
+            return
+        seen = [worker.as_job_worker() for worker in workers.values()]
+        waiting = [call.job() for _, call in sorted(self._waiting.items())]
+        starts = self._placement(waiting, seen)
+        if not starts and not any(worker.jobs for worker in seen):
+            starts = ((waiting[0].id, seen[0].id),)  # whatever it waits for, nothing will happen by itself
+        for id, worker in starts:
+            workers[worker].deal(self._waiting.pop(id))
 
     def _take_in(self, worker: Worker, reply: PollResult, before: PollResult | None) -> None:
-        """Raises WorkerLost where an answer cannot be right."""
         self._spans += reply.spans
         known = before.counters if before is not None else {}
         for name, value in reply.counters.items():
@@ -292,32 +507,89 @@ class EnginePool:
             if id in worker.calls:
                 worker.calls[id].generated = tokens
         for id, completion in reply.done:
-            if self._open.answered(worker, id, completion):
-                self._fleet.places[worker.id].restarts.worked()
-        worker.fill()
+            if (call := worker.calls.pop(id, None)) is None:
+                raise sampler_lost(f"answered call {id}, which it does not have")  # twice in one reply
+            if completion.stop is not Stop.ERROR:
+                worker.losses = 0
+            if len(self._homes) >= HOMES:
+                self._homes.pop(next(iter(self._homes)))
+            self._homes[call.request.seed] = worker.id
+            if call.awaited:
+                self._leave(call)
+                call.results.put_nowait((call.index, completion))
         self._plan_soon()
 
-    def _proved(self, worker: Worker, version: int) -> None:
-        self._spans += self._fleet.proved(worker.id)
-        self._publications.proved(worker.id, version)
+    def _on_proof(self, worker: Worker, publication: Publication) -> None:
+        if worker.state is not State.SERVING:
+            name, now = f"sampler-{worker.id}", time.time()
+            self._spans.append(Span(worker=name, kind=Kind.START, start=worker.since, stop=now))
+            worker.enter(State.SERVING)
+            self._news.set()
+        for one in self._published:
+            one.settle(worker.id, publication.version, publication.size)
         self._plan_soon()
 
-    def _lose(self, place: Place, worker: Worker | None, lost: WorkerLost) -> None:
-        """Take its calls back; a loss that is explained by a prompt is no failure of the worker."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+    async def _supervise(self, worker: Worker) -> None:
+        """One sampler after the other, for as long as the pool lives."""
+        while self._failure is None:
+            doublings = min(max(worker.losses - 1, 0), 10)
+            await asyncio.sleep(min(self._pause_s * (2**doublings - 1), LONGEST_PAUSE_S))
+            worker.enter(State.STARTING)
+            sampler = None
+            try:
+                sampler = await bounded(self._spawn(worker.id), self._start_s, "starting")
+                await worker.serve(sampler, self._current, self._start_s)
+            except WorkerLost as lost:
+                self._lose(worker, lost)
+            finally:
+                if sampler is not None:
+                    with suppress(WorkerLost):
+                        await bounded(sampler.close(), CLOSE_S, "closing")
+
+    def _lose(self, worker: Worker, lost: WorkerLost) -> None:
+        """Queue its calls again; fail if the loss is final, or nothing can go on."""
+        if lost.final:
+            return self._fail(lost)
+        worker.cause, worker.losses = str(lost), worker.losses + 1
+        worker.enter(State.LOST)
         self.counters["workers/restarts"] += 1
-        self._publications.lost(place.id)
-        place.restarts.in_a_row += worker is None or not self._open.take_back(worker, lost, now)
-        if self._open.suspects.accused:
-            loop.call_at(now + self._window_s, self._judge, now + self._window_s)
-        self._judge(now)
-
-    def _judge(self, now: float) -> None:
-        """Once a prompt is found to be at fault, the losses until then are attributed to it."""
-        if self._open.judge(now):
-            for place in self._fleet.places:
-                place.restarts.worked()
-        if excess := self._open.suspects.excess(self._max_quarantined, "samplers"):
-            self._fleet.fail(sampler_lost(excess, final=True))
+        for one in self._published:
+            one.settle(worker.id, math.inf)
+        handed, dealt = worker.take_back()
+        for call in handed:
+            call.losses += 1
+            self.counters["workers/redispatched"] += call.awaited
+        self._waiting |= {call.id: call for call in (*handed, *dealt) if call.awaited}
+        most = self._max_restarts
+        if often := [call for call in handed if call.awaited and call.losses > most]:
+            words = f"prompt {often[0].request.uid} was on {often[0].losses} samplers that were lost, at last"
+            self._fail(sampler_lost(f"{words}: {lost}", final=True))
+        elif all(one.losses > most and one.state is not State.SERVING for one in self._workers):
+            self._fail(self._spent(self._workers))
+        self._news.set()
         self._plan_soon()
+
+    def _spent(self, workers: Sequence[Worker]) -> WorkerLost:
+        causes = "; ".join(f"sampler-{worker.id}: {worker.cause}" for worker in workers)
+        return sampler_lost(
+            f"{len(workers)} of {self._count} samplers were lost more than {self._max_restarts} times "
+            f"in a row without an answer in between (cluster.max_restarts is {self._max_restarts}): {causes}",
+            final=True,
+        )
+
+    def _fail(self, error: Exception) -> None:
+        """End all samplers because of ``error``; does nothing after the first call."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._news.set()
+        for call in self._calls:
+            call.results.put_nowait(error)
+        for task in self._tasks:
+            if task is not asyncio.current_task():  # that one ends by itself, when it has closed its sampler
+                task.cancel()
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """Supervision itself has failed: that is a bug, and every caller is to see it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))

@@ -129,7 +129,7 @@ def _components(
         engine=pool,
         memory=memory,
         drafting=drafting(memory, pool) if memory else None,
-        counters=[pool.counters, *([link.losses] if link else [])],
+        counters=[pool.counters],
         extra_metrics=lambda: pool_metrics(pool),
         tokens_sampled=lambda: sum(pool.work.get(name, 0) for name in ("decoded", "prefilled")),
         span_sources=sources,
@@ -241,32 +241,22 @@ class WorkerFactory:
             silence_s=section.silence_s,
             start_s=section.start_s,
             max_restarts=section.max_restarts,
-            max_quarantined=section.max_quarantined,
             publication=publication,
         )
 
     def trainer(self) -> TrainerLink:
         refused = str((self.folder / "refused").absolute())
         return TrainerLink(
-            lambda: self._remote("trainer", f"{self.workers}:trainer", refused=refused),
+            self._remote("trainer", f"{self.workers}:trainer", refused=refused),
             within_s=self.recipe.pipeline.watch_s,
-            max_restarts=self.recipe.cluster.max_restarts,
         )
 
     def graders(self) -> GraderLink:
-        reward, section = self.recipe.reward, self.recipe.cluster
-
-        def spawn(index: int) -> RayRemote:
-            return self._remote(f"grader-{index}", "ostinato.launch.graders:grader", name=f"grader-{index}")
-
+        reward, factory = self.recipe.reward, "ostinato.launch.graders:grader"
+        names = [f"grader-{index}" for index in range(self.recipe.cluster.graders)]
         calls = 2 * len(reward.functions)  # each may hang once and die once
-        return GraderLink(
-            spawn,
-            section.graders,
-            within_s=IMPORT_S + calls * reward.timeout_s,
-            slots=reward.workers,
-            max_restarts=section.max_restarts,
-        )
+        workers = [self._remote(name, factory, name=name) for name in names]
+        return GraderLink(workers, within_s=IMPORT_S + calls * reward.timeout_s)
 
 
 # ---- drafts

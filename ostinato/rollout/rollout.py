@@ -8,8 +8,7 @@
 Failures are data. An episode that breaks ends with ``Stop.ERROR`` and one sentence, a grader that breaks
 gives verdicts of None with a reason, and the group carries both: ``health`` counts them and ``drop_reason``
 says whether enough is left to learn from. A sentence begins with its kind ("env: ...", "grader: ..."), the
-name under which it is counted. Only a failure of the engine itself, which no other episode would survive,
-is raised.
+name under which it is counted. Only the failure of the engine itself, or the loss of the grader, is raised.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.failure import Lost
 from ostinato.protocols import Engine, Env, Grader
 from ostinato.rollout.interrupt import Interruption
 from ostinato.types import (
@@ -162,6 +162,8 @@ async def grade(grader: Grader, group: Group) -> Group:
         rewards = await grader.grade(siblings)
         if len(rewards) != len(played):
             raise ValueError(f"{len(rewards)} verdicts for {len(played)} trajectories")
+    except Lost:  # the grader itself: the run ends
+        raise
     except Exception as error:  # a user's code: whatever it raises is counted, and never scored 0
         rewards = [Reward(value=None, reason=_sentence(Fault.GRADER, error))] * len(played)
     judged = list(group.trajectories)

@@ -1,28 +1,24 @@
-"""``protocols.Trainer`` over a worker that may die: it is replaced and restored, and its batch is repeated.
+"""``protocols.Trainer`` over a worker.
 
     link                                   worker
     step(batch) ------ batch ------------> PolicyTrainer.step
          report, adapters, snapshot <------
 
-The link keeps the newest snapshot (parameters, moments, counters). A step is a function of it and of the
-batch, so a new worker computes, bit for bit, what the lost one would have computed.
+The link keeps the newest snapshot (parameters, moments, counters): a run that loses its trainer saves the
+last step, and ends by WorkerLost. Resumed, it computes, bit for bit, what the lost one would have computed.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import RestorableTrainer
 from ostinato.types import Batch, StepReport
-from ostinato.workers.lost import Restarts, WorkerLost
 from ostinato.workers.remote import Remote
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,29 +75,22 @@ class TrainerServer:
 
 
 class TrainerLink:
-    """A ``train.PolicyTrainer`` in a worker made by ``spawn``.
+    """A ``train.PolicyTrainer`` in ``worker``; ``within_s`` limits one call, counted from its last progress.
 
-    ``within_s`` limits one call, counted from its last progress. After ``max_restarts`` losses with no step
-    in between it raises WorkerLost with the last cause. What the trainer itself raises (Misaligned,
-    TrainingStopped ...) is raised here unchanged, and does not count as a loss.
+    Raises WorkerLost once it is lost. What the trainer itself raises (Misaligned, TrainingStopped ...) is
+    raised here unchanged.
     """
 
-    def __init__(self, spawn: Callable[[], Remote], *, within_s: float, max_restarts: int = 5) -> None:
-        self.losses: Counter[str] = Counter()
-        self._spawn, self._within_s = spawn, within_s
-        self._restarts = Restarts(most=max_restarts)
+    def __init__(self, worker: Remote, *, within_s: float) -> None:
+        self._worker, self._within_s, self._waits = worker, within_s, False
         self._spans: list[Span] = []
-        self._since_when, self._cause = time.time(), ""
-        self._worker: Remote | None = None
-        self._waits = False
-        self._snapshot: Snapshot | None = None
+        self._since = time.time()
         self._identity: dict[str, str] = self._call("identity")
-        self._snapshot = self._call("snapshot")
+        self._snapshot: Snapshot = self._call("snapshot")
         self._adapters: Any = self._call("adapters")
 
     def step(self, batch: Batch) -> StepReport:
         stepped: Stepped = self._call("step", batch)
-        self._restarts.worked()
         self._adapters, self._snapshot = stepped.adapters, stepped.snapshot
         self._spans.append(stepped.span)
         return stepped.report
@@ -111,7 +100,7 @@ class TrainerLink:
 
     @property
     def progress(self) -> float:
-        """Grows while waiting for a worker: each such wait is bounded and ends with a named error."""
+        """Grows while waiting for the worker: each such wait is bounded and ends with a named error."""
         return time.monotonic() if self._waits else 0.0
 
     def adapters(self) -> Any:
@@ -119,11 +108,9 @@ class TrainerLink:
         return self._adapters
 
     def tensors(self) -> Mapping[str, Any]:
-        assert self._snapshot is not None
         return self._snapshot.tensors
 
     def counters(self) -> Mapping[str, int]:
-        assert self._snapshot is not None
         return self._snapshot.counters
 
     def identity(self) -> dict[str, str]:
@@ -132,42 +119,14 @@ class TrainerLink:
     def restore(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None:
         snapshot = Snapshot(tensors=dict(tensors), counters=dict(counters))
         self._call("restore", snapshot)
-        self._snapshot = snapshot
-        self._adapters = self._call("adapters")
+        self._snapshot, self._adapters = snapshot, self._call("adapters")
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """The worker's answer, or that of a new worker if this one is lost."""
         self._waits = True
         try:
-            while True:
-                try:
-                    return self._standing().wait(method, *arguments, within_s=self._within_s)
-                except WorkerLost as lost:
-                    self._lose(lost)
+            return self._worker.wait(method, *arguments, within_s=self._within_s)
         finally:
             self._waits = False
-
-    def _standing(self) -> Remote:
-        """The worker; a new one is first restored to the newest snapshot."""
-        if self._worker is not None:
-            return self._worker
-        worker = self._spawn()
-        try:
-            if self._snapshot is not None:
-                worker.wait("restore", self._snapshot, within_s=self._within_s)
-        except BaseException:
-            worker.kill()  # it may be only partly restored
-            raise
-        self._worker = worker
-        return worker
-
-    def _lose(self, cause: WorkerLost) -> None:
-        if self._worker is not None:
-            self._worker.kill()
-        self._worker = None
-        self._since_when, self._cause = time.time(), str(cause)
-        self.losses["workers/restarts"] += 1
-        self._restarts.lose(cause, "a step", "the memory of its host")
 
     def take_spans(self) -> Sequence[Span]:
         spans, self._spans = self._spans, []
@@ -175,10 +134,7 @@ class TrainerLink:
 
     def status(self) -> list[dict[str, Any]]:
         """One row in the format of ``EnginePool.status``."""
-        state = "starting" if self._worker is None else "serving"
-        row = {"worker": "trainer", "state": state, "since": self._since_when, "cause": self._cause}
-        return [row]
+        return [{"worker": "trainer", "state": "serving", "since": self._since, "cause": ""}]
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.kill()
+        self._worker.kill()

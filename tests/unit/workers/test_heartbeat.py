@@ -3,7 +3,6 @@ import threading
 import pytest
 
 from ostinato.workers.heartbeat import Heartbeat, Idle
-from ostinato.workers.lost import LONGEST_PAUSE_S, Restarts, WorkerKind, WorkerLost
 
 
 def test_idle_seconds_are_those_without_a_change() -> None:
@@ -40,27 +39,3 @@ def test_a_beat_that_says_that_it_is_over_ends_both_threads() -> None:
     heart.start()
     assert heart.stopped.wait(60)
     heart.stop(60)
-
-
-def test_a_budget_of_restarts_is_whole_again_after_work() -> None:
-    restarts = Restarts(most=2, pause_s=1.0)
-    lost = WorkerLost(WorkerKind.TRAINER, "died", "trainer")
-    pauses = []
-    for _ in range(2):
-        restarts.lose(lost, "a step", "its memory")
-        pauses.append(restarts.wait_s)
-    assert pauses == [0, 1]
-    restarts.worked()
-    assert restarts.wait_s == 0
-    for _ in range(2):
-        restarts.lose(lost, "a step", "its memory")
-    with pytest.raises(WorkerLost, match=r"3 trainers in a row .* a step .*: trainer died; look"):
-        restarts.lose(lost, "a step", "its memory")
-    assert Restarts(most=99, pause_s=1.0, in_a_row=5000).wait_s == LONGEST_PAUSE_S
-
-
-def test_a_loss_that_is_final_is_raised_as_itself() -> None:
-    lost = WorkerLost(WorkerKind.CLUSTER, "the head is gone", final=True)
-    with pytest.raises(WorkerLost) as error:
-        Restarts(most=9).lose(lost, "a step", "its memory")
-    assert error.value is lost
