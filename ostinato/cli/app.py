@@ -401,28 +401,38 @@ def plan(ctx: typer.Context) -> None:
     command(ctx.args)
 
 
+@app.command("ablate", hidden=True)
 @app.command()
-def ablate(
+def compare(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE|DIR|FILE",
-            help="A recipe with arms (ablate.arms); or its runs, to fit only: a folder, a --collect file.",
+            metavar="ARMS.toml|RECIPE|DIR|FILE",
+            help="Models and methods (with --budget); a recipe with arms (ablate.arms); or its runs, to fit "
+            "only: a folder, a --collect file.",
             show_default=False,
         ),
     ],
     overrides: Overrides = None,
+    budget: Annotated[
+        str, typer.Option(help='Of each run of ARMS.toml: "2e14 flops", interactions or seconds.')
+    ] = "",
+    against: Annotated[
+        str, typer.Option(metavar="ARM", help="Of ARMS.toml: others less it; by default the first.")
+    ] = "",
     leave_one_out: Annotated[
         bool,
         typer.Option("--leave-one-out", help="Run the recipe, and each arm with its one choice changed."),
     ] = False,
     arms: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this arm; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="Of a recipe: only this arm; may be repeated.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm.")] = 2,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each arm; by default 3, of a recipe 2.")
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Runs at once; they share the threads.")] = 1,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs; by default <log.dir>/<recipe>-ablate.")
+        Path | None, typer.Option(help="Folder of the runs; by default runs/<arms>-compare.")
     ] = None,
     axis: Annotated[str, typer.Option(help="What compute is counted in, e.g. tokens.")] = "flops",
     cut: Annotated[str, typer.Option(metavar="C", help="Leave out evaluations before this compute.")] = "",
@@ -431,46 +441,23 @@ def ablate(
     low: Annotated[float, typer.Option(help="The lowest score; -1 for rewards from -1 to 1.")] = 0.0,
     high: Annotated[float, typer.Option(help="The highest score.")] = 1.0,
     collect: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the runs, a line each.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Of ARMS.toml: by default compare.html in --out.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="One JSON object into this file, - for standard output.")
     ] = None,
 ) -> None:
-    """Which choice of a recipe moves the ceiling, which only the efficiency: runs, fits, one table."""
+    """Arms x seeds: models and methods under one budget, or which choice of a recipe moves its ceiling."""
     from ostinato.apps.scaling.arms.commands import Output, Study, command
     from ostinato.apps.scaling.arms.kept import Measure
 
-    study = Study(arms=arms or (), seeds=seeds, workers=workers, out=out)
-    output = Output(
-        axis=axis,
-        cut=cut,
-        measure=Measure(split=split, metric=metric, low=low, high=high),
-        kept=collect,
-        json_file=json_file,
+    study = Study(
+        arms=arms or (), seeds=seeds, workers=workers, out=out, leave_one_out=leave_one_out, budget=budget
     )
-    raise typer.Exit(command(source, overrides or [], study, output, leave_one_out=leave_one_out))
-
-
-@app.command()
-def compare(
-    arms: Annotated[
-        Path, typer.Argument(metavar="ARMS.toml", help="Models and methods.", show_default=False)
-    ],
-    budget: Annotated[str, typer.Option(help='Of each run: "2e14 flops", interactions or seconds.')],
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm.")] = 3,
-    against: Annotated[str, typer.Option(metavar="ARM", help="Others less it; by default the first.")] = "",
-    workers: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder of the runs.")] = None,
-    page: Annotated[Path | None, typer.Option(help="By default compare.html in that folder.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="One JSON object into this file, - for standard output.")
-    ] = None,
-) -> None:
-    """A large prior with a small adapter, or a small model in full? Arms under exactly one budget."""
-    from ostinato.apps.scaling.arms.commands import Study
-    from ostinato.apps.scaling.arms.commands import compare as command
-
-    study = Study(seeds=seeds, workers=workers, out=out)
-    raise typer.Exit(command(arms, budget, study, page, json_file, against))
+    measure = Measure(split=split, metric=metric, low=low, high=high)
+    output = Output(
+        axis=axis, cut=cut, measure=measure, kept=collect, json_file=json_file, against=against, page=page
+    )
+    raise typer.Exit(command(source, overrides or [], study, output))
 
 
 @app.command(hidden=True)

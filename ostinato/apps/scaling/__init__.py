@@ -5,8 +5,8 @@
     fit       least squares: variable projection  forms      other laws, chosen by rolling-origin error
     posterior what is known of A, B, C_mid
     gates     whether it is identified            decide     go on, stop, undecided
-    ablation  several recipes, by seeds of each   contrast   its tables
-    reading, views, answers, commands             ``ostinato scale``
+    ablation  several recipes, by seeds of each
+    reading, answers, commands                    ``ostinato scale``
 
 Plain arrays in, dataclasses out; the library needs numpy and scipy alone.
 """

@@ -1,106 +1,179 @@
-"""What the commands of ``ostinato scale`` answer: sentences, tables, one JSON object."""
+"""What the commands of ``ostinato scale`` answer: sentences, tables, one JSON object.
+
+Intervals of a curve that is not identified have no median, and of one that refutes the model there are none
+(``Assessment.shown``).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from ostinato.apps.scaling import contrast
-from ostinato.apps.scaling.ablation import Run, ablate
+from ostinato.apps.scaling.ablation import ENOUGH, FAMILY, FLOOR, Ablation, Arm, Run, Verdict, ablate
 from ostinato.apps.scaling.decide import Terms, decide, forecast, reach
 from ostinato.apps.scaling.forms import ORIGINS, Choice, choose, rival_sentence
-from ostinato.apps.scaling.posterior import Interval
+from ostinato.apps.scaling.gates import REPORTED, Assessment, assess
+from ostinato.apps.scaling.posterior import Interval, Posterior, posterior
 from ostinato.apps.scaling.reading import Window
-from ostinato.apps.scaling.views import TORN, Answer, Known, middle, span, standing_sentences
 from ostinato.observe.ledger import priced, read, summary
 from ostinato.observe.report import ledger as ledger_report
 from ostinato.observe.report.facts import NONE, Table, compute_text
 from ostinato.run import RunFolder
 
-
-def about(known: Known) -> dict[str, Any]:
-    """What every JSON object about one curve begins with."""
-    series, found = known.posterior.series, known.assessment
-    return {
-        "series": known.name,
-        "axis": series.axis,
-        "held_out": series.held_out,
-        "evaluations": len(series),
-        "window": [float(series.compute[0]), float(series.compute[-1])],
-        "R0": series.R0,
-        "R0_stderr": series.R0_stderr,
-        "standing": found.standing,
-        "reason": found.reason,
-        "flags": list(found.flags),
-        "C_max_over_C_mid": found.ratio if found.steep else None,
-        **{name: _json(one) for name, one in known.parameters().items()},
-    }
+TORN = "The last line of its ledger was torn by a kill and is not counted."
 
 
-def _json(found: Interval | None) -> dict[str, float] | None:
-    return None if found is None else asdict(found)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """For people (sentences, then tables) and for machines."""
+
+    result: Mapping[str, Any]  # the JSON object; NaN and infinity become null
+    lead: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    exit_code: int = 0
 
 
-# -- fit
+def span(interval: Interval | None, form: str = "{:.3f}") -> str:
+    """ "[0.597, 0.622]"; ``form`` of "" is for compute."""
+    return NONE if interval is None else f"[{_text(interval.low, form)}, {_text(interval.high, form)}]"
+
+
+def middle(interval: Interval | None, form: str = "{:.3f}") -> str:
+    """The median, or a dash without one."""
+    return NONE if interval is None or math.isnan(interval.median) else _text(interval.median, form)
+
+
+def both(interval: Interval | None, form: str = "{:.3f}") -> str:
+    """The median and its interval."""
+    return NONE if interval is None else f"{middle(interval, form)} {span(interval, form)}"
+
+
+def _text(value: float, form: str) -> str:
+    return form.format(value) if form and math.isfinite(value) else compute_text(value)
+
+
+def _json(interval: Interval | None) -> dict[str, float] | None:
+    return None if interval is None else asdict(interval)
+
+
+# ---- one curve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Known:
+    """A window, its posterior, and what may be reported of it."""
+
+    window: Window
+    posterior: Posterior
+    assessment: Assessment
+
+    @classmethod
+    def of(cls, window: Window) -> Known:
+        """Raises ValueError for fewer than 3 evaluations."""
+        known = posterior(window.fitted)
+        return cls(window=window, posterior=known, assessment=assess(known))
+
+    @property
+    def ranked(self) -> bool:
+        """Is there a point estimate?"""
+        return self.assessment.standing in REPORTED
+
+    @property
+    def name(self) -> str:
+        return self.window.whole.name
+
+    def laws(self) -> list[Choice]:
+        """Other laws beside the posterior, where there is a point estimate to compare them with."""
+        return choose(self.window.fitted) if self.ranked else []
+
+    def parameters(self) -> dict[str, Interval | None]:
+        """As far as they may be reported: no median of B and C_mid where they are the prior's."""
+        draws = {"A": self.posterior.A, "B": self.posterior.B, "C_mid": self.posterior.C_mid}
+        shown = {name: self.assessment.shown(each) for name, each in draws.items()}
+        if not self.assessment.steep:
+            shown |= {name: one and one.ends() for name, one in shown.items() if name != "A"}
+        return shown
+
+    def as_json(self) -> dict[str, Any]:
+        """What every JSON object about one curve begins with."""
+        series, assessment = self.posterior.series, self.assessment
+        return {
+            "series": self.name,
+            "axis": series.axis,
+            "held_out": series.held_out,
+            "evaluations": len(series),
+            "window": [float(series.compute[0]), float(series.compute[-1])],
+            "R0": series.R0,
+            "R0_stderr": series.R0_stderr,
+            "standing": assessment.standing,
+            "reason": assessment.reason,
+            "flags": list(assessment.flags),
+            "C_max_over_C_mid": assessment.ratio if assessment.steep else None,
+            **{name: _json(one) for name, one in self.parameters().items()},
+        }
+
+    def sentences(self) -> list[str]:
+        """Whether the curve is identified and why, what was fitted, and what else is odd about it."""
+        assessment, series, window = self.assessment, self.posterior.series, self.window
+        left_out = len(window.whole) - len(series)
+        ends = f"{compute_text(series.compute[0])} to {compute_text(series.compute[-1])} {window.unit}"
+        parts = [f"{len(series)} evaluations from {ends}"]
+        parts += [f"{left_out} outside of --cut and --until left out"] * bool(left_out)
+        parts += [f"{series.unmeasured} without a score left out"] * bool(series.unmeasured)
+        sentences = [f"{self.name} is {assessment.standing}: {assessment.reason}."]
+        sentences.append(f"Fitted: {', '.join(parts)}.")
+        sentences += [TORN] * bool(window.run and ledger_report.torn(RunFolder.open(window.run)))
+        return sentences + [f"Flags: {', '.join(assessment.flags)}."] * bool(assessment.flags)
 
 
 def fit(window: Window) -> Answer:
     """The curve, the interval of its ceiling, and other laws."""
     known = Known.of(window)
-    forms = choose(window.fitted) if known.ranked else []
-    return Answer(
-        result=about(known) | _fitted(known, forms),
-        lead=[*standing_sentences(known), *filter(None, [rival_sentence(forms)])],
-        tables=[_parameters(known)],
-    )
-
-
-def _fitted(known: Known, forms: Sequence[Choice]) -> dict[str, Any]:
-    found = known.posterior.fit
-    curve = found.curve
-    least = _steep(known, {"A": curve.A, "B": curve.B, "C_mid": curve.C_mid})
-    least |= {"sse": found.sse, "sd": found.residual_sd}
-    return {
-        "least_squares": least if known.ranked else None,
-        "laws": [
-            {
-                "form": one.form,
-                "error": one.error,
-                "by_origin": dict(zip(map(str, ORIGINS), one.by_origin, strict=False)),
-                "parameters": one.law and _steep(known, one.law.parameters),
-            }
-            for one in forms
-        ],
-    }
-
-
-def _steep(known: Known, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Without B and C_mid, where they are not known."""
+    forms, least = known.laws(), known.posterior.fit
     unknown = () if known.assessment.steep else ("B", "C_mid")
-    return {name: None if name in unknown else value for name, value in parameters.items()}
 
+    def reported(parameters: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: None if name in unknown else value for name, value in parameters.items()}
 
-def _parameters(known: Known) -> Table:
-    unit, curve = known.window.unit, known.posterior.fit.curve
-    A = f"{curve.A:.4f}" if known.ranked else NONE
-    B, C_mid = (f"{curve.B:.3f}", compute_text(curve.C_mid)) if known.assessment.steep else (NONE, NONE)
-    shown, series = known.parameters(), known.posterior.series
-    error = f" ± {series.R0_stderr:.3f}" if series.R0_stderr else ""
-    kinds = (
-        ("A", "score; the ceiling", "{:.3f}", A),
-        ("B", "no unit; steepness in ln C", "{:.2f}", B),
-        ("C_mid", f"{unit}; half of the gain", "", C_mid),
-    )
-    lines = [
-        (f"{name}\n{note}", middle(shown[name], form), span(shown[name], form), least)
-        for name, note, form, least in kinds
+    curve = reported({"A": least.curve.A, "B": least.curve.B, "C_mid": least.curve.C_mid})
+    laws = [
+        {
+            "form": one.form,
+            "error": one.error,
+            "by_origin": dict(zip(map(str, ORIGINS), one.by_origin, strict=False)),
+            "parameters": one.law and reported(one.law.parameters),
+        }
+        for one in forms
     ]
-    lines.append(("R0\nscore; before training", f"{series.R0:.3f}{error}", "measured", NONE))
-    return Table(title=known.name, head=("median", "90 % interval", "least squares"), rows=lines)
+    squares = curve | {"sse": least.sse, "sd": least.residual_sd} if known.ranked else None
+    return Answer(
+        result=known.as_json() | {"least_squares": squares, "laws": laws},
+        lead=[*known.sentences(), *filter(None, [rival_sentence(forms)])],
+        tables=[_parameters(known, curve if known.ranked else {})],
+    )
 
 
-# -- forecast and decide
+def _parameters(known: Known, least: Mapping[str, float | None]) -> Table:
+    series, shown = known.posterior.series, known.parameters()
+    kinds = {
+        "A": ("score; the ceiling", "{:.3f}", "{:.4f}"),
+        "B": ("no unit; steepness in ln C", "{:.2f}", "{:.3f}"),
+        "C_mid": (f"{known.window.unit}; half of the gain", "", ""),
+    }
+    rows = [
+        (
+            f"{name}\n{note}",
+            middle(shown[name], form),
+            span(shown[name], form),
+            NONE if (value := least.get(name)) is None else _text(value, fine),
+        )
+        for name, (note, form, fine) in kinds.items()
+    ]
+    error = f" ± {series.R0_stderr:.3f}" if series.R0_stderr else ""
+    rows.append(("R0\nscore; before training", f"{series.R0:.3f}{error}", "measured", NONE))
+    return Table(title=known.name, head=("median", "90 % interval", "least squares"), rows=rows)
 
 
 def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> Answer:
@@ -111,107 +184,204 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
     known = Known.of(window)
     scores = [forecast(known.posterior, C) for C in at]
     reached = [reach(known.posterior, T) for T in targets]
-    now, unit = float(window.fitted.compute[-1]), window.unit
-    rival_law = rival_sentence(choose(window.fitted)) if known.ranked else ""
-    lines = []
+    now, unit, rival = float(window.fitted.compute[-1]), window.unit, rival_sentence(known.laws())
+    rows = []
     for one in scores:
         gain = known.assessment.shown(known.posterior.gain(now, one.compute))
         cells = (middle(one.score), span(one.score), span(one.measured), span(gain, "{:+.3f}"))
-        lines.append((f"{compute_text(one.compute)} {unit}\nscore", *cells))
+        rows.append((f"{compute_text(one.compute)} {unit}\nscore", *cells))
     columns = ("median", "90 % interval", "of one evaluation", f"gain on {compute_text(now)}")
-    of_score = Table(title="Score at", head=columns, rows=lines)
-    lines = []
-    for one in reached:
-        chance = NONE if one.probability is None else f"{one.probability:.0%}"
-        lines.append((f"{one.target:.3f}\n{unit}", chance, middle(one.compute, ""), span(one.compute, "")))
+    tables = [Table(title="Score at", head=columns, rows=rows)] if scores else []
+    rows = [
+        (
+            f"{one.target:.3f}\n{unit}",
+            NONE if one.probability is None else f"{one.probability:.0%}",
+            middle(one.compute, ""),
+            span(one.compute, ""),
+        )
+        for one in reached
+    ]
     head = ("P(A above it)", "compute, median", "90 % interval")
-    of_compute = Table(title="Target", head=head, rows=lines)
+    tables += [Table(title="Target", head=head, rows=rows)] if reached else []
+    result = {
+        "at": [
+            {"compute": one.compute, "score": _json(one.score), "measured": _json(one.measured)}
+            for one in scores
+        ],
+        "targets": [
+            {"target": one.target, "probability": one.probability, "compute": _json(one.compute)}
+            for one in reached
+        ],
+        "rival": rival or None,
+    }
     return Answer(
-        result=about(known)
-        | {
-            "at": [
-                {"compute": one.compute, "score": _json(one.score), "measured": _json(one.measured)}
-                for one in scores
-            ],
-            "targets": [
-                {"target": one.target, "probability": one.probability, "compute": _json(one.compute)}
-                for one in reached
-            ],
-            "rival": rival_law or None,
-        },
-        lead=[*standing_sentences(known), *([rival_law] if rival_law else [])],
-        tables=[*([of_score] if scores else []), *([of_compute] if reached else [])],
+        result=known.as_json() | result, lead=[*known.sentences(), *filter(None, [rival])], tables=tables
     )
 
 
 def judge(window: Window, terms: Terms) -> Answer:
     """Go on, stop, or undecided; the exit code says which."""
     known = Known.of(window)
-    found = decide(known.posterior, terms)
+    decision = decide(known.posterior, terms)
     left = terms.budget - float(window.fitted.compute[-1])
     least, price = f"{terms.min_gain:.3f}", f"{terms.price * left:.3f}"
-    rows = [("gain of the rest\nscore", middle(found.gain), span(found.gain), least, price)]
+    rows = [("gain of the rest\nscore", middle(decision.gain), span(decision.gain), least, price)]
     columns = ("median", "80 % interval", "least gain", "price of the rest")
     note = f"From {compute_text(terms.budget - left)} to {compute_text(terms.budget)} {window.unit}."
+    result = {
+        "action": decision.action,
+        "exit_code": decision.action.exit_code,
+        "why": decision.reason,
+        "gain": _json(decision.gain),
+        "rival": decision.rival or None,
+        **asdict(terms),
+    }
+    lead = [f"{decision.action.capitalize()}: {decision.reason}.", *known.sentences()]
     return Answer(
-        result=about(known)
-        | {
-            "action": found.action,
-            "exit_code": found.action.exit_code,
-            "why": found.reason,
-            "gain": _json(found.gain),
-            "rival": found.rival or None,
-            **asdict(terms),
-        },
-        lead=[
-            f"{found.action.capitalize()}: {found.reason}.",
-            *standing_sentences(known),
-            *([found.rival] if found.rival else []),
-        ],
+        result=known.as_json() | result,
+        lead=[*lead, *filter(None, [decision.rival])],
         tables=[Table(title=known.name, head=columns, rows=rows, note=note)],
-        exit_code=found.action.exit_code,
+        exit_code=decision.action.exit_code,
     )
 
 
-# -- several runs
+# ---- several curves beside one reference
 
 
 def compare(windows: Sequence[Window]) -> Answer:
     """Each run against the first: an ablation of one seed an arm."""
-    found = ablate(
-        [Run(arm=one.whole.name, seed=0, series=one.fitted) for one in windows],
-        reference=windows[0].whole.name,
+    runs = [Run(arm=one.whole.name, seed=0, series=one.fitted) for one in windows]
+    study = ablate(runs, reference=windows[0].whole.name)
+    unit = windows[0].unit
+    return Answer(result=study_json(study), lead=study_sentences(study), tables=study_tables(study, unit))
+
+
+def verdict(arm: Arm) -> str:
+    """ "moves A (down)", "moves only B (up) and C_mid (down)", "no difference seen"."""
+    if not arm.moves:
+        return str(arm.verdict)
+    ways = [f"{name} ({'down' if arm.lower[name] > 0.5 else 'up'})" for name in arm.moves]
+    return f"moves {'only ' if arm.verdict is Verdict.MOVES_EFFICIENCY else ''}{' and '.join(ways)}"
+
+
+def study_sentences(study: Ablation) -> list[str]:
+    """Who is not ranked, and how far runs differ by their seed alone."""
+    tau, freedom = study.spread["A"], sum(len(arm.seeds) - 1 for arm in study.arms if arm.ranked)
+    others = ", so the three runs of the paper are counted too" if freedom < ENOUGH else ""
+    return [
+        *(f"{arm.name} is not ranked: {arm.reason}." for arm in study.arms if arm.reason),
+        f"From seed to seed A has a standard deviation of {tau.median:.3f} {span(tau)}, by {freedom} degrees"
+        f" of freedom of all arms together{others}.",
+    ]
+
+
+def study_tables(study: Ablation, unit: str) -> list[Table]:
+    """Ceilings and, where any arm knows its B, efficiency; the rule of verdicts is in ``ablation.judge``."""
+    first, common = study.arms[0].name, compute_text(study.common)
+
+    def chance(arm: Arm, name: str) -> str:  # draws are finite: they show no probability beyond 0.1 %
+        p = arm.lower.get(name)
+        return NONE if p is None else "<0.1%" if p < 0.001 else ">99.9%" if p > 0.999 else f"{p:.1%}"
+
+    ceilings = [
+        (
+            arm.name,
+            str(len(arm.seeds)),
+            both(arm.A),
+            both(arm.A_less, "{:+.3f}"),
+            chance(arm, "A"),
+            both(arm.reached)
+            + (f" at {compute_text(arm.reached_at)}" if arm.reached_at < study.common else ""),
+            verdict(arm),
+        )
+        for arm in study.arms
+    ]
+    head = ("runs", "A", f"less that of {first}", "P(A lower)", f"score at {common}", "verdict")
+    note = (
+        f"Intervals: 90 %, of the mean over seeds. A verdict on A is beyond {study.tail:.2%} on either side:"
+        f" any of {len(study.arms) - 1} arms is reported to move A where none does with {FAMILY:.0%} at most,"
+        f" and B or C_mid (at one A, within {FLOOR:g}) as often again. No difference seen is not none: the"
+        f" interval says how large it may be. Score at {common} {unit}: as measured just before, no curve."
     )
-    return Answer(
-        result=contrast.as_json(found),
-        lead=contrast.sentences(found),
-        tables=contrast.tables(found, windows[0].unit),
+    tables = [Table(title="Arm", head=head, rows=ceilings, note=note)]
+    if not any(arm.steep for arm in study.arms):
+        return tables
+    efficiency = [
+        (
+            arm.name,
+            both(arm.B, "{:.2f}"),
+            both(arm.B_shared, "{:.2f}"),
+            chance(arm, "B"),
+            both(arm.C_mid, ""),
+            both(arm.C_mid_ratio, "{:.2f}"),
+            chance(arm, "C_mid"),
+        )
+        for arm in study.arms
+    ]
+    held = "" if study.shared_A is None else f" at A = {study.shared_A:.3f}"
+    head = ("B", f"B{held}", "P(B lower)", "C_mid", f"over that of {first}", "P(C_mid lower)")
+    note = (
+        f"C_mid in {unit}: compute of half of the gain; its ratio too is at that A. A dash: A is further than"
+        f" {FLOOR:g} from that of {first}, or B is not known."
     )
+    return [*tables, Table(title="Arm", head=head, rows=efficiency, note=note)]
+
+
+def study_json(study: Ablation) -> dict[str, Any]:
+    return {
+        "common_compute": study.common,
+        "shared_A": study.shared_A,
+        "tail": study.tail,
+        "seed_spread": {name: asdict(each) for name, each in study.spread.items()},
+        "arms": [_arm_json(arm) for arm in study.arms],
+    }
+
+
+def _arm_json(arm: Arm) -> dict[str, Any]:
+    intervals = ("A", "B", "C_mid", "B_shared", "C_mid_ratio", "A_less", "reached")
+    runs = [
+        {
+            "seed": seed,
+            "standing": one.standing,
+            "C_max_over_C_mid": one.ratio if one.standing in REPORTED else None,
+            "flags": one.flags,
+        }
+        for seed, one in zip(arm.seeds, arm.assessments, strict=True)
+    ]
+    return {
+        "arm": arm.name,
+        "seeds": arm.seeds,
+        "standing": arm.standing,
+        "reason": arm.reason,
+        **{name: _json(getattr(arm, name)) for name in intervals},
+        "reached_at": arm.reached_at,
+        "lower": dict(arm.lower),
+        "verdict": verdict(arm),
+        "runs": runs,
+    }
+
+
+# ---- what runs have cost
 
 
 def books(runs: Sequence[RunFolder], price: float = 0.0) -> Answer:
     """The sums of their ledgers, with ``price`` for a device-hour of sessions that have none. Raises
     ValueError for a run without a ledger, or with one that is damaged."""
-    names = _names(runs)
-    rows = {name: priced(read(run), price) for name, run in zip(names, runs, strict=True)}
-    for name, found in rows.items():
-        if not found:
-            raise ValueError(f"run {name} has no row in ledger.jsonl; it has finished no step yet")
-    sums = {name: summary(found) for name, found in rows.items()}
-    lead = []
+    folders = [run.path.resolve().name for run in runs]
+    names = [
+        name if folders.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(folders, start=1)
+    ]
+    sums, lead = {}, list[str]()
     for name, run in zip(names, runs, strict=True):
-        lead.append(f"{name}: {sums[name].steps} steps, started {_times(sums[name].sessions)}.")
-        lead += [TORN] * ledger_report.torn(run)
-        lead += sums[name].notes
+        rows = priced(read(run), price)
+        if not rows:
+            raise ValueError(f"run {name} has no row in ledger.jsonl; it has finished no step yet")
+        one = sums[name] = summary(rows)
+        times = {1: "once", 2: "twice"}.get(one.sessions, f"{one.sessions} times")
+        lead += [
+            f"{name}: {one.steps} steps, started {times}.",
+            *[TORN] * ledger_report.torn(run),
+            *one.notes,
+        ]
     result = {"runs": [{"run": name, **asdict(one)} for name, one in sums.items()]}
     return Answer(result=result, lead=lead, tables=ledger_report.tables(sums))
-
-
-def _times(number: int) -> str:
-    return {1: "once", 2: "twice"}.get(number, f"{number} times")
-
-
-def _names(runs: Sequence[RunFolder]) -> list[str]:
-    """Of the folders; numbered where two are alike."""
-    names = [run.path.resolve().name for run in runs]
-    return [name if names.count(name) == 1 else f"{name} ({index + 1})" for index, name in enumerate(names)]

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.apps.scaling import contrast
 from ostinato.apps.scaling.ablation import REFERENCE, Ablation, Run, ablate
+from ostinato.apps.scaling.answers import Answer, study_json, study_sentences, study_tables
 from ostinato.apps.scaling.arms.kept import ACTED, Row, series_of
 from ostinato.apps.scaling.fit import PARAMETERS
-from ostinato.apps.scaling.views import Answer
 from ostinato.axis import Axis
 from ostinato.observe.report.facts import NONE, Table, compute_text
 
@@ -69,7 +68,7 @@ def _name(row: Row) -> str:
 def answer(of: Compared, notes: Sequence[str] = ()) -> Answer:
     """``notes`` come first."""
     lead = [*notes, *sentences(of)]
-    tables = [*contrast.tables(of.found, of.axis.unit), *_acted(of.found, of.rows)]
+    tables = [*study_tables(of.found, of.axis.unit), *_acted(of.found, of.rows)]
     return Answer(result=as_json(of) | {"notes": lead}, lead=lead, tables=tables)
 
 
@@ -99,7 +98,7 @@ def sentences(of: Compared) -> list[str]:
     for arm in arms:
         if missing := [seed for seed in seeds if seed not in arm.seeds]:
             lines.append(f"{arm.name} has no run of seed {', '.join(map(str, missing))} here.")
-    return lines + contrast.sentences(of.found)
+    return lines + study_sentences(of.found)
 
 
 def _acted(found: Ablation, rows: Sequence[Row]) -> list[Table]:
@@ -131,7 +130,7 @@ def _share(value: float, *, of_one: bool) -> str:
 
 
 def as_json(of: Compared) -> dict[str, Any]:
-    rows, found = of.rows, contrast.as_json(of.found)
+    rows, found = of.rows, study_json(of.found)
     for arm in found["arms"]:
         mine = [row for row in rows if row["arm"] == arm["arm"]]
         arm["overrides"] = mine[0]["overrides"] if mine else []

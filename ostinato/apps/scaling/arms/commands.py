@@ -1,5 +1,5 @@
-"""``ostinato ablate``: run a recipe and its arms: which choice moves the ceiling, which only B.
-``ostinato compare``: models and methods under one budget."""
+"""``ostinato compare``: arms x seeds. Models and methods under one budget (an arms file), or a recipe and its
+arms: which choice moves the ceiling, which only B (``ostinato ablate``, the same command)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ostinato.apps.scaling.answers import Answer
 from ostinato.apps.scaling.arms import jobs as arms
 from ostinato.apps.scaling.arms.answer import answer, compared
 from ostinato.apps.scaling.arms.compare import compare as race
@@ -20,9 +21,9 @@ from ostinato.apps.scaling.arms.jobs import Job, State, check, plan
 from ostinato.apps.scaling.arms.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
 from ostinato.apps.scaling.commands import show
 from ostinato.apps.scaling.reading import amount
-from ostinato.apps.scaling.views import Answer
 from ostinato.axis import Axis
 from ostinato.config import Recipe, find_recipe
+from ostinato.inputs import parse_toml
 from ostinato.launch.dtype import resolved
 from ostinato.observe.report.charts import Chart, to_plain
 from ostinato.observe.report.page.offline import render, script_json
@@ -34,10 +35,12 @@ from ostinato.terminal import Screen
 class Study:
     """What is run: every arm with so many seeds."""
 
-    arms: Sequence[str] = ()  # empty: all that the recipe names
-    seeds: int = 2
+    arms: Sequence[str] = ()  # of a recipe; empty: all that it names
+    seeds: int | None = None  # 3, of a recipe 2
     workers: int = 1
-    out: Path | None = None  # by default <log.dir>/<recipe>-ablate
+    out: Path | None = None  # by default runs/<arms>-compare, of a recipe <log.dir>/<recipe>-ablate
+    leave_one_out: bool = False  # run the arms of a recipe
+    budget: str = ""  # of each run of an arms file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,29 +52,43 @@ class Output:
     measure: Measure = MEASURE
     kept: Path | None = None
     json_file: Path | None = None
+    against: str = ""  # an arm of an arms file, less which others are shown
+    page: Path | None = None
 
 
-def command(
-    source: str, overrides: Sequence[str], study: Study, output: Output, *, leave_one_out: bool
-) -> int:
-    """The exit code. A recipe is run where ``leave_one_out`` says so; runs that are there are only fitted."""
+def command(source: str, overrides: Sequence[str], study: Study, output: Output) -> int:
+    """The exit code. A recipe is run where ``leave_one_out`` says so, an arms file with its ``budget``; runs
+    that are there are only fitted."""
     Axis.parse(output.axis, "--axis")  # or it says what is wrong with it
-    there = Path(source).is_dir() or source.endswith(".jsonl")
-    if leave_one_out and not there:
+    path = Path(source)
+    if study.budget:
+        if overrides or study.arms or study.leave_one_out:
+            raise ValueError(
+                "overrides, --arms and --leave-one-out are for a recipe, and --budget is for an arms file"
+            )
+        return compare(path, study, output)
+    there = path.is_dir() or source.endswith(".jsonl")
+    if study.leave_one_out and not there:
         return run(source, overrides, study, output)
     if not there:
+        if path.suffix == ".toml" and path.is_file() and "arms" in parse_toml(path.read_text("utf-8")):
+            raise ValueError(f'{source} holds arms; add --budget, e.g. --budget "2e14 flops"')
         find_recipe(source)  # or it says what is wrong with the name
         raise ValueError(
             f"{source} is a recipe; add --leave-one-out to run its arms, or name a folder of runs"
         )
-    if not Path(source).exists():
+    if not path.exists():
         raise ValueError(f"{source} is not there; name a folder of runs or a file that --collect wrote")
-    if leave_one_out or overrides or study != Study():
+    if overrides or study != Study():
         raise ValueError(
             f"{source} holds runs that are only fitted; drop --leave-one-out, overrides, --arms, --seeds,"
             " --workers and --out, or name the recipe"
         )
-    return fit(Path(source), output)
+    if path.is_dir():
+        show_fits(*collect(folders_in(path), output.measure), output)
+    else:
+        show_fits(read_kept(path, output.measure), [], output)
+    return 0
 
 
 def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> int:
@@ -80,7 +97,7 @@ def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> 
     if base.model.dtype == "auto":  # one for all runs, which are compared
         overrides = [*overrides, f"model.dtype={resolved(base).model.dtype}"]
     out = study.out or Path(base.log.dir) / f"{base.name}-ablate"
-    seeds = range(base.seed, base.seed + study.seeds)
+    seeds = range(base.seed, base.seed + (study.seeds or 2))
     jobs = plan(source, overrides, seeds=seeds, arms=study.arms, out=out, workers=study.workers)
     states = finished(jobs, study, out, output.json_file)
     failed = [state for state in states if state.what == "failed"]
@@ -98,20 +115,19 @@ def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> 
     return 1 if failed else 0
 
 
-def compare(
-    source: Path, budget: str, study: Study, page: Path | None, json_file: Path | None, against: str = ""
-) -> int:
+def compare(source: Path, study: Study, output: Output) -> int:
     """Sweep, choose and race the arms of a file under one budget; 1 where a run failed, 130 on Ctrl-C.
-    Differences are to the arm ``against``, or the first one of the file."""
-    file, terms = read_arms(source), parse_budget(budget)
+    Differences are to the arm ``output.against``, or the first one of the file."""
+    file, terms, against = read_arms(source), parse_budget(study.budget), output.against
     if against and against not in file.arms:
         raise ValueError(f"--against is {against!r}; use one of the arms of {source}: {'; '.join(file.arms)}")
     out = study.out or Path("runs") / f"{source.stem}-compare"
-    found = race(file, terms, range(study.seeds), out, lambda jobs: finished(jobs, study, out, json_file))
-    answered = answer_of(found, budget, file.threshold, against)
-    show(answered, json_file)
-    write_page(page or out / "compare.html", source.stem, answered, charts(found.lines))
-    return 1 if found.failed else 0
+    seeds = range(study.seeds or 3)
+    raced = race(file, terms, seeds, out, lambda jobs: finished(jobs, study, out, output.json_file))
+    answered = answer_of(raced, study.budget, file.threshold, against)
+    show(answered, output.json_file)
+    write_page(output.page or out / "compare.html", source.stem, answered, charts(raced.lines))
+    return 1 if raced.failed else 0
 
 
 def write_page(path: Path, name: str, answered: Answer, drawn: Sequence[Chart]) -> None:
@@ -120,15 +136,6 @@ def write_page(path: Path, name: str, answered: Answer, drawn: Sequence[Chart]) 
     scripts = ("uplot.js", "charts.js")
     parts = {"name": name, "lead": answered.lead, "tables": answered.tables, "charts": drawn}
     atomic_write(path, render("compare.html.jinja", scripts, chart_data=data, **parts))
-
-
-def fit(source: Path, output: Output) -> int:
-    """Show what the runs in a folder, or the lines of a file, come to."""
-    if source.is_dir():
-        show_fits(*collect(folders_in(source), output.measure), output)
-    else:
-        show_fits(read_kept(source, output.measure), [], output)
-    return 0
 
 
 def show_fits(rows: Sequence[Row], notes: Sequence[str], output: Output) -> None:

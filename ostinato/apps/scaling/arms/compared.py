@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
+from ostinato.apps.scaling.answers import Answer, both
 from ostinato.apps.scaling.arms.compare import Compared, Line, ends_at, outcomes
 from ostinato.apps.scaling.gain import Gain, compute_to, front, gains, ratio
 from ostinato.apps.scaling.posterior import Interval
-from ostinato.apps.scaling.views import Answer, both
 from ostinato.observe.report.charts import COLORS, Chart, Series, plotted
 from ostinato.observe.report.facts import NONE, Table, compute_text, seconds_text
 
