@@ -8,13 +8,15 @@ function has no such name: it is written by value (cloudpickle) to ``FOLDER/NAME
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ostinato.inputs import has_surrogate
@@ -79,6 +81,41 @@ def load_object(path: Path, what: str) -> Any:
     if not path.is_file():
         raise ValueError(f"{what}: there is no file {path}; give the object to learn again")
     return pickle.loads(path.read_bytes())
+
+
+def load_named(spec: str, what: str, nearest: str) -> Callable[..., Any]:
+    """The user's callable at ``module:name``, ``path.py:name`` or ``path.pkl:name``. Raises ValueError with
+    one sentence: ``what`` it is for, and ``nearest``, an example."""
+    where, _, name = spec.rpartition(":")
+    if not where or not name:
+        raise ValueError(f"{what} {spec!r} is unknown; use {nearest!r}, module:name or path.py:name")
+    if where.endswith(PICKLE):
+        return load_object(Path(where), f"{what} {spec!r}")
+    if where.endswith(".py"):
+        module = _load_file(Path(where), f"{what} {spec!r}")
+    elif importlib.util.find_spec(where.partition(".")[0]) is None:
+        raise ValueError(f"{what} {spec!r}: there is no module {where!r}; check the name")
+    else:
+        module = importlib.import_module(where)
+    value = getattr(module, name, None)
+    if not callable(value):
+        raise ValueError(f"{what} {spec!r}: {where} has no function {name!r}; define it there")
+    return value
+
+
+def _load_file(path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"{what}: there is no file {path} in {Path.cwd()}; give its path")
+    loader = importlib.util.spec_from_file_location(f"ostinato_file_{path.stem}", path)
+    assert loader is not None and loader.loader is not None
+    module = importlib.util.module_from_spec(loader)
+    sys.modules[loader.name] = module  # where dataclasses and pydantic look up what annotations name
+    try:
+        loader.loader.exec_module(module)
+    except Exception as error:  # a user's file can raise anything while it is imported
+        fix = f"install {error.name}" if isinstance(error, ModuleNotFoundError) else "fix the file"
+        raise ValueError(f"{what}: importing {path} raised {type(error).__name__}: {error}; {fix}") from error
+    return module
 
 
 def write_rows(rows: Iterable[Any], folder: Path, key: str) -> Path:

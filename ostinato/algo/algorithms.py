@@ -19,6 +19,7 @@ from ostinato.algo import losses
 from ostinato.algo.advantages import Baseline, Overlong, Pool, Scale, check_choices
 from ostinato.algo.losses import LossTerms
 from ostinato.algo.offpolicy import Correction
+from ostinato.algo.own_loss import OwnLoss, load_loss
 from ostinato.algo.pack import Aggregation
 from ostinato.other_names import key_hint
 
@@ -51,7 +52,7 @@ class Algorithm:
     """
 
     name: str = "grpo"
-    loss: Loss = Loss.CLIPPED
+    loss: Loss | OwnLoss = Loss.CLIPPED
     clip_low: float = 0.2  # the ratio is kept above 1 - clip_low ...
     clip_high: float = 0.2  # ... and below 1 + clip_high
     ratio_cap: float = 5.0  # CISPO: absolute cap of the ratio
@@ -262,6 +263,8 @@ def policy_loss(
             terms = losses.cispo(*head, ratio_cap=algorithm.ratio_cap, correction=correction)
         case Loss.REINFORCE:
             terms = losses.reinforce(new_logprobs, advantages, weights, correction=correction)
+        case OwnLoss():
+            terms = losses.own(algorithm.loss, *head, sample_idx, num_samples, correction=correction)
     total, stats = terms.total, terms.stats | distilled
     if algorithm.needs_reference:
         if ref_logprobs is None:
@@ -302,6 +305,8 @@ def _idle_keys(chosen: Algorithm) -> dict[str, str]:
 
 def _typed(key: str, value: Any) -> Any:
     default = getattr(_DEFAULTS, key)
+    if key == "loss" and ":" in str(value):
+        return load_loss(value)
     if isinstance(default, StrEnum):
         choices = [str(choice) for choice in type(default)]
         if value not in choices:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ostinato.algo.offpolicy import bounded_exp, kl_k3, sequence_means
+from ostinato.algo.own_loss import OwnLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,22 @@ def reinforce(
 ) -> LossTerms:
     """REINFORCE, -A log p (RLOO, arXiv 2402.14740). No ratio: off-policy only ``correction`` corrects it."""
     return _terms(-advantages * new_logprobs, weights, correction, {})
+
+
+def own(
+    loss: OwnLoss,
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    sample_idx: Tensor,
+    num_samples: int,
+    *,
+    correction: Tensor | None = None,
+) -> LossTerms:
+    """A loss of a user's own (``algo.own_loss``), weighted and corrected as the others."""
+    values, stats = loss.terms(new_logprobs, old_logprobs, advantages, sample_idx, num_samples)
+    return _terms(values, weights, correction, stats)
 
 
 def reference_kl(new_logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor) -> LossTerms:

@@ -104,8 +104,9 @@ def algorithm_keys() -> Iterator[tuple[str, str, str, str]]:
             continue
         kind = ast.unparse(item.annotation)
         if isinstance(item.value, ast.Attribute):
-            default: Any = choices[kind][item.value.attr]
-            kind = " or ".join(f"`{_toml(value)}`" for value in choices[kind].values())
+            members = choices[kind.partition(" | ")[0]]
+            default: Any = members[item.value.attr]
+            kind = " or ".join(f"`{_toml(value)}`" for value in members.values())
         else:
             default, kind = ast.literal_eval(item.value), NAMES[kind]
         yield name, kind, _toml(default), comments[name]
@@ -126,7 +127,8 @@ def _algorithm() -> str:
     head = """Keys beside `name`; the defaults are those of `grpo`. Every other name changes some of them,
 and a `correction` brings its own bounds: the tables `NAMED` and `BOUNDS` in `ostinato/algo/algorithms.py`.
 """
-    return f"{head}\n{_rows(algorithm_keys())}"
+    rows = (row for row in algorithm_keys() if row[0] not in AlgoSection.model_fields)
+    return f"{head}\n{_rows(rows)}"
 
 
 def _table(fields: Mapping[str, FieldInfo], comments: Mapping[str, str]) -> str:

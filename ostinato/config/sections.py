@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ostinato.axis import Axis
 from ostinato.config.fields import (
+    Code,
     Count,
     Counts,
     File,
@@ -274,10 +275,13 @@ class AlgoSection(Section):
 
     model_config = ConfigDict(extra="allow")
     name: str = "grpo"
+    loss: Code = (
+        ""  # clipped, sequence_clipped, cispo, reinforce, or "file.py:function"; "": that of the name
+    )
 
     @property
     def overrides(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
+        return {**({"loss": self.loss} if self.loss else {}), **(self.model_extra or {})}
 
 
 class TrainerSection(Section):

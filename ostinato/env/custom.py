@@ -28,8 +28,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ostinato.env.dialogue import Words, answered
-from ostinato.env.tools import Message, Toolbox, imported, in_time
+from ostinato.env.tools import Message, Toolbox, in_time
 from ostinato.inputs import has_surrogate
+from ostinato.objects import load_named
 from ostinato.threads import within
 from ostinato.types import Completion, NewRow, Prompt, Stop
 
@@ -52,7 +53,7 @@ Factory = Callable[[], TextEnv]
 
 def factory(spec: str, params: Mapping[str, Any]) -> Factory:
     """A function that makes one episode's environment. Raises ValueError if there is none or it fails."""
-    make = imported(spec, "task.env", nearest="ostinato.env.games:GuessNumber")
+    make = load_named(spec, "task.env", nearest="ostinato.env.games:GuessNumber")
     with _named(spec, params):
         made = _in_time("__init__", lambda: make(**params))
     for name in ("reset", "step"):

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import operator
 import re
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ostinato.inputs import replaced
-from ostinato.objects import PICKLE, load_object
+from ostinato.objects import load_named
 from ostinato.threads import end_python, in_thread
 from ostinato.tool_calls import Call, parse_calls
 
@@ -240,35 +236,4 @@ def resolve_tools(specs: Sequence[str]) -> dict[str, Tool]:
 
 
 def _import_tool(spec: str) -> Tool:
-    return imported(spec, "tool", nearest=get_close_matches(spec, BUILT_IN, n=1, cutoff=0)[0])
-
-
-def imported(spec: str, what: str, nearest: str) -> Callable[..., Any]:
-    """The user's callable at ``module:name`` or ``path.py:name``. Raises ValueError with one sentence."""
-    where, _, name = spec.rpartition(":")
-    if not where or not name:
-        raise ValueError(f"{what} {spec!r} is unknown; use {nearest!r}, module:name or path.py:name")
-    if where.endswith(PICKLE):
-        return load_object(Path(where), f"{what} {spec!r}")
-    if where.endswith(".py") and not Path(where).is_file():
-        raise ValueError(f"{what} {spec!r}: there is no file {where} in {Path.cwd()}; give its path")
-    if where.endswith(".py"):
-        loader = importlib.util.spec_from_file_location(f"ostinato_file_{Path(where).stem}", where)
-        assert loader is not None and loader.loader is not None
-        module = importlib.util.module_from_spec(loader)
-        sys.modules[loader.name] = module  # where dataclasses and pydantic look up what annotations name
-        try:
-            loader.loader.exec_module(module)
-        except Exception as error:  # a user's file can raise anything while it is imported
-            fix = f"install {error.name}" if isinstance(error, ModuleNotFoundError) else "fix the file"
-            raise ValueError(
-                f"{what} {spec!r}: importing {where} raised {type(error).__name__}: {error}; {fix}"
-            ) from error
-    elif importlib.util.find_spec(where.partition(".")[0]) is None:
-        raise ValueError(f"{what} {spec!r}: there is no module {where!r}; check the name")
-    else:
-        module = importlib.import_module(where)
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ValueError(f"{what} {spec!r}: {where} has no function {name!r}; define it there")
-    return found
+    return load_named(spec, "tool", nearest=get_close_matches(spec, BUILT_IN, n=1, cutoff=0)[0])

@@ -23,6 +23,7 @@ def recipe_with(
     eval_data: Any,
     reward: Any,
     env: Any,
+    loss: Any,
     tools: Sequence[Any],
     sections: Mapping[str, Any],
 ) -> Recipe:
@@ -50,6 +51,8 @@ def recipe_with(
         changes["reward"] = {"functions": [name_object(value, folder, "reward") for value in rewards]}
     if env is not None:
         changes["task"]["env"] = name_object(env, folder, "env")
+    if loss is not None:
+        changes["algo"] = {"loss": name_object(loss, folder, "loss")}
     if tools:
         changes["task"]["tools"] = [name_object(value, folder, "tools") for value in tools]
     return merge(base, {**sections, **{key: below.get(key, {}) | keys for key, keys in changes.items()}})

@@ -101,6 +101,7 @@ def learn(
     eval_data: Any = None,
     reward: Any = None,
     env: Any = None,
+    loss: Any = None,
     tools: Sequence[Any] = (),
     on_step: StepCallback | None = None,
     quiet: bool = False,
@@ -116,9 +117,9 @@ def learn(
 
     ``data``, ``eval_data``: rows, as a list of dicts or a ``datasets.Dataset``, a dict of both by split, or a
     source by its name; without rows to evaluate on a tenth is held out. ``reward``: one function or several,
-    with TRL's arguments. ``env``: a class. ``tools``: functions. ``on_step`` is called with every row of
-    metrics; True ends the run after that step. ``workers`` names the module that makes samplers and trainers
-    of a cluster, as ``launch.workers`` does.
+    with TRL's arguments. ``env``: a class. ``loss``: as in ``algo.own_loss``. ``tools``: functions.
+    ``on_step`` is called with every row of metrics; True ends the run after that step. ``workers`` names the
+    module that makes samplers and trainers of a cluster, as ``launch.workers`` does.
 
     Raises ValueError for what is wrong with the recipe, before any work; RunFailed when the run cannot go on.
     """
@@ -130,6 +131,7 @@ def learn(
         eval_data=eval_data,
         reward=reward,
         env=env,
+        loss=loss,
         tools=tools,
         sections=sections,
     )

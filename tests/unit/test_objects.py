@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.env.rows import prompt_from_row
-from ostinato.env.tools import imported
-from ostinato.objects import name_object, write_rows
+from ostinato.objects import load_named, name_object, write_rows
 from ostinato.reward.verify import exact, resolve
 
 
@@ -36,7 +35,7 @@ def test_a_closure_is_loaded_by_another_process(tmp_path: Path) -> None:
     assert spec == name_object(score, tmp_path / "objects", "reward"), "the same object has the same name"
     program = f"from ostinato.reward.verify import resolve; print(resolve({spec!r})(completions=['abc']))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[3.25]\n"
-    assert imported(spec, "tool", "")(completions=["a"]) == [1.25]
+    assert load_named(spec, "tool", "")(completions=["a"]) == [1.25]
 
 
 def test_a_lambda_is_named_by_its_argument(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from ostinato.apps.serve.agent_server import Agent, AgentServer, Begun, Event, W
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Message
 from ostinato.apps.serve.elsewhere import MODEL
 from ostinato.apps.serve.openai_chat import message_of
-from ostinato.env.tools import imported
+from ostinato.objects import load_named
 from ostinato.tool_calls import arguments_of, parse_calls
 from ostinato.types import Completion, Emitted, NewRow, Prompt
 
@@ -44,7 +44,7 @@ def agent_of(spec: str, command: Sequence[str]) -> Agent:
     """
     if command:
         return lambda base_url, row: _run(command, base_url, row)
-    return imported(spec, "task.agent", nearest="agent.py:agent")
+    return load_named(spec, "task.agent", nearest="agent.py:agent")
 
 
 async def _run(command: Sequence[str], base_url: str, row: Mapping[str, Any]) -> None:

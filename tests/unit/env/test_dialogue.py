@@ -23,7 +23,8 @@ from ostinato.config import Recipe
 from ostinato.env.custom import MAX_CHARS, EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.games import GuessNumber, PriceList
-from ostinato.env.tools import calculator, imported, resolve_tools, schema_of
+from ostinato.env.tools import calculator, resolve_tools, schema_of
+from ostinato.objects import load_named
 from ostinato.render import Renderer
 from ostinato.tool_calls import parse_calls
 from ostinato.types import Completion, NewRow, Prompt, Stop
@@ -583,4 +584,4 @@ def test_a_file_may_have_dataclasses(tmp_path: Path) -> None:
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass Shop:\n    items: int = 9\n"
     )
-    assert imported(f"{file}:Shop", "task.env", nearest="")().items == 9
+    assert load_named(f"{file}:Shop", "task.env", nearest="")().items == 9
