@@ -12,7 +12,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from ostinato.observe.report import facts
+from ostinato.observe import stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def _seconds(work: Callable[[], object], repeats: int, clock: Callable[[], float
 
 def wilson(k: int, n: int) -> tuple[float, float]:
     """95 % interval of a share, k of n (Wilson 1927); (0, 1) of nothing."""
-    return facts.wilson(k / max(1, n), 0.0, n) or (0.0, 1.0)
+    return stats.wilson(k / max(1, n), 0.0, n) or (0.0, 1.0)
 
 
 def geometric(values: Sequence[float], level: float) -> tuple[float, float, float]:

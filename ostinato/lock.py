@@ -2,7 +2,7 @@
 
     RUN/.lock    flock(2), exclusive, while its holder lives; its content names the holder
 
-Readers (report, board, eval, export) take no lock: whole files are replaced, logs are appended to.
+Readers (report, eval, export) take no lock: whole files are replaced, logs are appended to.
 """
 
 from __future__ import annotations

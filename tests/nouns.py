@@ -1,5 +1,4 @@
-"""Completions, episodes, groups, samples and what is read of a run, made up for tests; what is not given is
-zeros or nothing."""
+"""Completions, episodes, groups and samples, made up for tests; what is not given is zeros or nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.observe.report.reading import RunData
 from ostinato.parallel.placement import contiguous
 from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Reward, Sample, Stop, Trajectory, Turn
 
@@ -45,12 +43,6 @@ def sample_of(tokens: Sequence[int] | np.ndarray | int, prompt: int, **changes: 
         "group": 0,
     }
     return Sample(**{"tokens": ids, "prompt_len": prompt, **usual, **changes})
-
-
-def run_data(**changes: Any) -> RunData:
-    """What a report has read of a run folder in which there is nothing but ``changes``."""
-    empty = dict.fromkeys(("metrics", "evals", "ledger", "starts", "damage"), ())
-    return RunData(**{"name": "run", "recipe_text": "", "recipe": {}, **empty, **changes})
 
 
 def drawn_routes(rng: np.random.Generator, moe: Any, rows: int) -> np.ndarray:

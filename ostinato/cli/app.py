@@ -319,7 +319,9 @@ def export(
 
 @app.command()
 def report(
-    run: RunPath,
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN..", help="Run folders, side by side.", show_default=False)
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", help="Write it there, not into the run folder.")
     ] = None,
@@ -328,21 +330,28 @@ def report(
         bool, typer.Option("--mismatch", help="Print sampler against trainer; write nothing.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="With --mismatch: one JSON object.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Serve it; it grows with the run.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: the first free one from 7321 on.")] = 0,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    allowed_hosts: Hosts = None,
 ) -> None:
-    """Write report.html of a run: one file that opens offline."""
-    from ostinato.cli.report import print_mismatch
-    from ostinato.cli.report import report as command
+    """What runs have come to: ten numbers here, all of it in report.html, which opens offline; or --live."""
+    from ostinato.cli import report as commands
 
     if json and not mismatch:
         raise ValueError("--json is for report --mismatch; add --mismatch or drop --json")
-    if mismatch and (out or show):
-        raise ValueError("--mismatch prints and writes no file; drop --out and --open")
+    if mismatch and (out or show or live):
+        raise ValueError("--mismatch prints and writes no file; drop --out, --open and --live")
+    if (mismatch or live) and len(runs) > 1:
+        raise ValueError(f"--mismatch and --live are for one run; {len(runs)} are named")
+    if live and out:
+        raise ValueError("--live serves the page and writes no file; drop --out or --live")
     if mismatch:
-        print_mismatch(run, as_json=json)
+        commands.print_mismatch(runs[0], as_json=json)
+    elif live:
+        commands.serve(runs[0], host, port, access(allowed_hosts, None), show=show)
     else:
-        from ostinato.terminal import say
-
-        say(str(command(run, out, show=show)))
+        commands.report(runs, out, show=show)
 
 
 @app.command()
@@ -357,20 +366,6 @@ def show(
     from ostinato.cli.show import show as command
 
     command(run, step, prompts=prompts, answers=answers, as_json=json)
-
-
-@app.command()
-def board(
-    run: RunPath,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: the first free one from 7321 on.")] = 0,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    allowed_hosts: Hosts = None,
-    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
-) -> None:
-    """Follow a run in the browser while it goes: curves, timeline, workers, answers."""
-    from ostinato.cli.board import board as command
-
-    command(run, host, port, access(allowed_hosts, None), show=show)
 
 
 @app.command(**PASSED_ON)

@@ -11,7 +11,7 @@ from ostinato.launch.dtype import resolved
 from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import check_adapter, initial_adapters, trained
 from ostinato.launch.progress import Row, interval
-from ostinato.observe.report.verdicts import unsolved
+from ostinato.observe.concerns import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
 from ostinato.terminal import logged, say
 

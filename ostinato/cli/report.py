@@ -1,51 +1,91 @@
-"""``ostinato report``: the page, and sampler against trainer in the terminal."""
+"""``ostinato report``: the page of runs, as a file or followed while they go, and its first numbers here."""
 
 from __future__ import annotations
 
 import webbrowser
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ostinato.access import Access, is_loopback
 from ostinato.model.named import model_folder
-from ostinato.observe.report.facts import milestones
-from ostinato.observe.report.terminal import terminal_table
+from ostinato.observe.concerns import concerns
+from ostinato.observe.figures import commands, figures, verdict
+from ostinato.observe.gap import compare_arms, describe_gap, summarise_gap
+from ostinato.observe.page import write_report as write
+from ostinato.observe.page.serve import open_page, open_server
+from ostinato.observe.rows import RunRows
 from ostinato.render import Renderer
 from ostinato.run import RunFolder, to_json
-from ostinato.terminal import Screen
+from ostinato.tables import Table, terminal_table
+from ostinato.terminal import Screen, say
 
 
-def report(run: Path, out: Path | None = None, *, show: bool = False) -> Path:
-    """Write the report of a run folder, open it in a browser if ``show``, and return its path."""
-    path = write_report(RunFolder.open(run), out)
+def report(paths: Sequence[Path], out: Path | None = None, *, show: bool = False) -> None:
+    """Print what each run has come to, as the page begins; write the page, several runs side by side, and say
+    where; open it in a browser if ``show``."""
+    runs = [RunFolder.open(path) for path in paths]
+    console = Screen()
+    for run in runs:
+        data = RunRows(run).read()
+        console.print(terminal_table(table_of_figures(data), console.width))
+        for sentence in sentences(data):
+            console.print(sentence, highlight=False, markup=False)
+    path = write_report(*runs, out=out)
+    say(str(path))
     if show:
         webbrowser.open(path.resolve().as_uri())
-    return path
+
+
+def table_of_figures(data: RunRows) -> Table:
+    """The ten numbers of the page's first screen."""
+    lines = [(figure.name, figure.value, figure.note) for figure in figures(data)]
+    return Table(title=data.name, head=("", "unit; what it is compared with"), rows=lines, words=WORDS)
+
+
+WORDS = ("unit; what it is compared with",)
+
+
+def sentences(data: RunRows) -> Iterator[str]:
+    """Verdict, warnings, and what to do next."""
+    yield verdict(data)[0]
+    for concern in concerns(data):
+        yield f"{concern.level}: {concern.text}"
+    for what, command in commands(data):
+        yield f"{command}  ({what})"
+
+
+def serve(path: Path, host: str, port: int, access: Access, *, show: bool) -> None:
+    """Serve the page of the run, or of the product's loop, in ``path`` until Ctrl-C: it grows with the run.
+    Raises ValueError where there is none, or the port is taken."""
+    with open_server(open_page(path, local_renderer), host, port, access) as server:
+        say(f"page of {path}: {server.address} (Ctrl-C ends it)")
+        if not is_loopback(host):
+            say("everyone who can reach this port reads the prompts and answers of the run", error=True)
+        if show:
+            webbrowser.open(server.address)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("")
 
 
 def print_mismatch(run: Path, *, as_json: bool = False) -> None:
-    """Sampler against trainer in the terminal: the section of the report in words and tables, or all of it
-    as one JSON object."""
-    from ostinato.observe.report.mismatch import facts, lead, summary, tables
-    from ostinato.observe.report.reading import read_run
-
-    data = read_run(RunFolder.open(run))
+    """Sampler against trainer in words and tables, or as one JSON object."""
+    data = RunRows(RunFolder.open(run)).read()
     if as_json:
-        print(to_json(summary(data)))
+        print(to_json(summarise_gap(data)))
         return
     console = Screen()
-    for sentence in (*data.damage, lead(data)):
+    alarms = [concern.text for concern in concerns(data) if concern.about in ("gap", "policy")]
+    for sentence in (*data.damage, describe_gap(data), *alarms):
         console.print(sentence, highlight=False, markup=False)
-    for table in tables(data):
+    for table in compare_arms(data):
         console.print(terminal_table(table, console.width))
-    for fact in [*facts(data), *milestones(data)]:
-        note = f" ({fact.note})" if fact.note else ""
-        console.print(f"{fact.name}: {fact.value}{note}", highlight=False, markup=False)
 
 
-def write_report(run: RunFolder, out: Path | None = None) -> Path:
-    """The report with the tokenizer of the run's model, where it is on this machine."""
-    from ostinato.observe.report import write_report as write
-
-    return write(run, out, renderer=local_renderer(run))
+def write_report(*runs: RunFolder, out: Path | None = None) -> Path:
+    """The page with the tokenizer of the run's model, where it is on this machine."""
+    return write(runs, out, renderer=local_renderer(runs[0]))
 
 
 def local_renderer(run: RunFolder) -> Renderer | None:

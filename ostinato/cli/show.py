@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.cli.report import local_renderer
-from ostinato.observe.board.samples import Samples
+from ostinato.observe.samples import Samples
 from ostinato.run import RunFolder, to_json
 from ostinato.terminal import say
 

@@ -11,7 +11,7 @@ from ostinato.config import Recipe
 from ostinato.launch.ranks import follow, followed
 from ostinato.launch.session import Outcome, learn
 from ostinato.launch.session import resume as resume_run
-from ostinato.observe.report.verdicts import failed_rewards, unsolved
+from ostinato.observe.concerns import failed_rewards, unsolved
 from ostinato.pipeline.signals import Ended
 from ostinato.run import MAIN_SET, RunFolder, new_run_path
 from ostinato.terminal import logged, say

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from ostinato.every import NEVER, Every, spent_in_steps
 from ostinato.inputs import printable
-from ostinato.observe.report.facts import estimate, score_text
-from ostinato.observe.report.verdicts import unsolved
+from ostinato.observe.concerns import unsolved
+from ostinato.observe.stats import estimate
 from ostinato.pipeline.state import unreadable
 from ostinato.run import GREEDY_SET, MAIN_SET
 from ostinato.terminal import Screen
@@ -167,7 +167,8 @@ def scores(row: Row) -> str:
 
 def interval(row: Row, name: str) -> str:
     """A score with its 95 % interval: "0.312 [0.256, 0.368]"."""
-    return score_text(estimate(row, name)) or "-"
+    score = estimate(row, name)
+    return score.text() if score else "-"
 
 
 def before_after(

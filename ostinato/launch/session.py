@@ -27,8 +27,7 @@ from ostinato.launch.python import recipe_with
 from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import LOCK, locked
 from ostinato.observe.ledger import Ledger, SteadyClock
-from ostinato.observe.report.facts import ends
-from ostinato.observe.report.reading import main_scores
+from ostinato.observe.rows import ends, main_scores
 from ostinato.pipeline.signals import ending
 from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
 from ostinato.terminal import Screen, waiting

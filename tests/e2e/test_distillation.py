@@ -20,7 +20,7 @@ from ostinato.launch import RunFailed
 from ostinato.launch.session import Outcome, learn, resume
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import LOGICAL
-from ostinato.observe.report import write_report
+from ostinato.observe.page import write_report
 from ostinato.run import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def test_the_student_comes_closer_to_its_teacher(teacher: Path, tmp_path: Path, 
     kl = [row["opd/reverse_kl"] for row in rows(outcome.folder)]
     assert kl[0] > 0.01 and sum(kl[-3:]) / 3 < 0.5 * kl[0]
     assert all(row["tokens/sampled"] == row["tokens/trained"] for row in rows(outcome.folder))
-    page = write_report(RunFolder(outcome.folder)).read_text(encoding="utf-8")
+    page = write_report([RunFolder(outcome.folder)]).read_text(encoding="utf-8")
     assert "Reverse KL to the teacher" in page
 
 

@@ -15,8 +15,7 @@ import pytest
 from commands import LIMIT_S, command, environment, only_run, rows, run, tiny_recipe
 
 from lab.same_run import same
-from ostinato.observe.report.forecast import forecast_sections
-from ostinato.observe.report.reading import read_run
+from ostinato.observe.rows import RunRows
 from ostinato.run import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -99,8 +98,8 @@ def test_a_run_is_scored_by_compute_and_looks_ahead(whole: tuple[Path, str]) -> 
     assert [row["compute"] for row in ahead] == [row["spent"]["flops"] for row in main[1:]]
     assert ahead[-1]["n"] == len(main) - 1 >= 5
     assert f"step {STEPS}: forecast: " in out and f"step {STEPS}: hard pass@1" in out
-    assert forecast_sections(read_run(RunFolder(folder)))
-    assert 'id="forecast"' in (folder / "report.html").read_text()
+    assert RunRows(RunFolder(folder)).read().logs["forecast"][-1]["A"]
+    assert '"forecasts":[{' in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize("step", [2, 9])

@@ -15,7 +15,7 @@ from ostinato.axis import Axis
 from ostinato.config import Recipe
 from ostinato.every import NEVER, UNITS, Every
 from ostinato.observe import ledger
-from ostinato.observe.report.ledger import AXES
+from ostinato.observe.costs import AXES
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"types", "protocols", "axis", "config", "every", "run", "render", "routes", "jobs", "lock"}
-LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability", "observe.bets"}
+LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability", "observe.bets", "observe.stats"}
+LEAVES |= {"tables"}
 BASE = {
     "access",
     "failure",
@@ -39,7 +40,8 @@ CORE |= {
     "control_tokens",
     "",
 }
-CORE |= {"database", "observe.report", "observe.board", "observe.mismatch"}
+READERS = {"observe.rows", "observe.figures", "observe.gap", "observe.costs"}  # of a run folder
+CORE |= READERS | {"observe.concerns", "observe.samples", "observe.page", "observe.mismatch"}
 
 # app -> apps that it may import, beside every room of the core.
 APPS: dict[str, set[str]] = {
@@ -68,6 +70,7 @@ ARROWS: dict[str, set[str]] = {
     "every": {"axis"},
     "isa": set(),
     "terminal": {"inputs"},
+    "tables": {"inputs"},
     "config": {"axis", "every"},
     "protocols": {"observe.timeline", "types"},
     "jobs": set(),
@@ -101,11 +104,17 @@ ARROWS: dict[str, set[str]] = {
     "observe.ledger": {"axis", "run"},
     "observe.stability": set(),
     "observe.mismatch": {"algo"},
-    "observe.report": LEAVES,
-    "observe.board": LEAVES | {"observe.report"},
+    "observe.stats": set(),
+    "observe.rows": LEAVES,
+    "observe.costs": LEAVES,
+    "observe.figures": LEAVES | {"observe.rows"},
+    "observe.gap": LEAVES | {"observe.rows"},
+    "observe.concerns": LEAVES | READERS,
+    "observe.samples": LEAVES | {"observe.rows"},
+    "observe.page": LEAVES | READERS | {"observe.concerns", "observe.samples"},
     "launch": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
-    | {"compiler", "isa", "parallel", "observe.report", "terminal", ""},
+    | {"compiler", "isa", "parallel", "observe.rows", "observe.concerns", "terminal", ""},
     "cli": CORE | APPS.keys(),
     "": {"config", "cli", "launch"},  # the lazy names of __init__, and __main__
 }

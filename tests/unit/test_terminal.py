@@ -22,11 +22,11 @@ from ostinato.cli.generate import Voice, answer_stream
 from ostinato.config import Recipe, dump_toml
 from ostinato.launch import session
 from ostinato.launch.progress import Monitor, before_after
-from ostinato.observe.report.facts import Table as ReportTable
-from ostinato.observe.report.terminal import terminal_table
 from ostinato.pipeline.signals import Ended, ending
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
+from ostinato.tables import Table as ReportTable
+from ostinato.tables import terminal_table
 from ostinato.terminal import Screen, escaping, logged, say, waiting
 
 

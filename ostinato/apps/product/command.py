@@ -49,7 +49,7 @@ def run(
 @app.command("status")
 def status(folder: Annotated[Path, typer.Argument(show_default=False)]) -> None:
     """Every decision so far, the last one last."""
-    from ostinato.observe.board import JOURNAL
+    from ostinato.observe.page.serve import JOURNAL
     from ostinato.run import Jsonl
 
     for row in Jsonl(folder / JOURNAL).rows():

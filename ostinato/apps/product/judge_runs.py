@@ -26,7 +26,7 @@ from ostinato.apps.product.store import open_store
 from ostinato.config import Recipe
 from ostinato.env.rows import messages, raw_rows
 from ostinato.env.tasks import existing
-from ostinato.observe.report.facts import wilson
+from ostinato.observe.stats import wilson
 from ostinato.run import RunFolder, atomic_write
 
 log = logging.getLogger(__name__)

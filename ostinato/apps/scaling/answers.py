@@ -17,10 +17,10 @@ from ostinato.apps.scaling.forms import ORIGINS, Choice, choose, rival_sentence
 from ostinato.apps.scaling.gates import REPORTED, Assessment, assess
 from ostinato.apps.scaling.posterior import Interval, Posterior, posterior
 from ostinato.apps.scaling.reading import Window
+from ostinato.observe.costs import cost_tables, torn
 from ostinato.observe.ledger import priced, read, summary
-from ostinato.observe.report import ledger as ledger_report
-from ostinato.observe.report.facts import NONE, Table, compute_text
 from ostinato.run import RunFolder
+from ostinato.tables import NONE, Table, compute_text
 
 TORN = "The last line of its ledger was torn by a kill and is not counted."
 
@@ -124,7 +124,7 @@ class Known:
         parts += [f"{series.unmeasured} without a score left out"] * bool(series.unmeasured)
         sentences = [f"{self.name} is {assessment.standing}: {assessment.reason}."]
         sentences.append(f"Fitted: {', '.join(parts)}.")
-        sentences += [TORN] * bool(window.run and ledger_report.torn(RunFolder.open(window.run)))
+        sentences += [TORN] * bool(window.run and torn(RunFolder.open(window.run)))
         return sentences + [f"Flags: {', '.join(assessment.flags)}."] * bool(assessment.flags)
 
 
@@ -380,8 +380,8 @@ def books(runs: Sequence[RunFolder], price: float = 0.0) -> Answer:
         times = {1: "once", 2: "twice"}.get(one.sessions, f"{one.sessions} times")
         lead += [
             f"{name}: {one.steps} steps, started {times}.",
-            *[TORN] * ledger_report.torn(run),
+            *[TORN] * torn(run),
             *one.notes,
         ]
     result = {"runs": [{"run": name, **asdict(one)} for name, one in sums.items()]}
-    return Answer(result=result, lead=lead, tables=ledger_report.tables(sums))
+    return Answer(result=result, lead=lead, tables=cost_tables(sums))

@@ -11,8 +11,8 @@ from ostinato.apps.scaling import answers
 from ostinato.apps.scaling.answers import Answer
 from ostinato.apps.scaling.decide import Terms
 from ostinato.apps.scaling.reading import Price, Reading, amount, read_one, read_several, reading_options
-from ostinato.observe.report.terminal import terminal_table
 from ostinato.run import RunFolder, atomic_write, to_json
+from ostinato.tables import terminal_table
 from ostinato.terminal import Screen
 
 app = typer.Typer(

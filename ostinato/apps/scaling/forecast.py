@@ -23,9 +23,10 @@ from ostinato.apps.scaling.posterior import Posterior, posterior
 from ostinato.apps.scaling.series import Series, read_run
 from ostinato.axis import Axis
 from ostinato.config import ForecastSection, Recipe
-from ostinato.observe.report.facts import compute_text, kept, score_text
+from ostinato.observe.rows import abilities_left
 from ostinato.protocols import MetricWriter
 from ostinato.run import MAIN_SET, RunFolder, to_json
+from ostinato.tables import compute_text
 
 logger = logging.getLogger(__name__)
 PLACES = 24  # of the curve, evenly in ln C: a report joins them
@@ -103,9 +104,9 @@ def look(recipe: Recipe, run: RunFolder, step: int) -> dict[str, Any]:
 
 def _with_kept(row: dict[str, Any], run: RunFolder) -> dict[str, Any]:
     """With what is left of the abilities that are not trained: the other side of a gain."""
-    if (left := kept([*run.metrics.rows()])) is None:
+    if (left := abilities_left([*run.metrics.rows()])) is None:
         return row
-    words = f"abilities kept {score_text(left, '.0%')}"
+    words = f"abilities kept {left.text('.0%')}"
     return row | {"kept": [left.value, *(left.interval or ())], "sentence": f"{row['sentence']}; {words}"}
 
 

@@ -1,4 +1,4 @@
-"""Run folders of the models that clients train, for ``ostinato board`` and ``report``."""
+"""Run folders of the models that clients train, for ``ostinato report``."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ sampling that it does for later steps, as "pending"; the row of the step that tr
 it and subtracts it from pending. Every row has its own devices and price.
 """
 
-from ostinato.observe.ledger.rows import Event, Spell, checked, read, spells
+from ostinato.observe.ledger.rows import Event, Spell, checked, find_fault, read, spells
 from ostinato.observe.ledger.sums import AXES, Summary, priced, spent, summary
 from ostinato.observe.ledger.write import POOL, Ledger, SteadyClock, Terms
 
@@ -29,6 +29,7 @@ __all__ = [
     "Summary",
     "Terms",
     "checked",
+    "find_fault",
     "priced",
     "read",
     "spells",

@@ -77,7 +77,7 @@ def read(folder: RunFolder) -> list[dict[str, Any]]:
 def checked(log: Jsonl) -> Iterator[dict[str, Any]]:
     """``read``, row by row."""
     for number, row in enumerate(log.rows(), start=1):
-        if fault := _fault(row, first=number == 1):
+        if fault := find_fault(row, first=number == 1):
             raise ValueError(
                 f"line {number} of {log.path} {fault}: the ledger is damaged, or of a version of ostinato "
                 "that this one does not read; rename the file, and a new ledger begins, without what was "
@@ -86,7 +86,7 @@ def checked(log: Jsonl) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _fault(row: dict[str, Any], *, first: bool) -> str:
+def find_fault(row: Row, *, first: bool) -> str:
     """What is wrong with a row; empty if nothing is."""
     event = row.get("event")
     if event not in tuple(Event):

@@ -36,7 +36,7 @@ from ostinato.axis import Axis
 from ostinato.cli.app import main
 from ostinato.config import Recipe, dump_toml
 from ostinato.lock import locked
-from ostinato.observe.report.reading import read_run
+from ostinato.observe.rows import RunRows
 from ostinato.run import RunFolder
 
 LAWS = {
@@ -420,14 +420,14 @@ def test_what_acted_is_the_mean_over_steps_and_the_last_of_what_adds_up(tmp_path
     for step, share in ((1, 1.0), (2, 0.5)):
         row = {"step": step, "groups/left_share": share, "interrupt/rate": share / 10}
         run.metrics.append(row | ({"cispo_clip_ratio": 0.2} if step == 2 else {}))  # step 1 was empty
-    found = acted(read_run(run))
+    found = acted(RunRows(run).read())
     assert found == {
         "groups/left_share": 0.5,
         "interrupt/rate": pytest.approx(0.075),
         "cispo_clip_ratio": 0.2,
     }
     (tmp_path / "metrics.jsonl").unlink()
-    assert acted(read_run(run)) == {}
+    assert acted(RunRows(run).read()) == {}
 
 
 # -- scores that were not kept

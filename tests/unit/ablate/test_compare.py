@@ -24,7 +24,7 @@ from ostinato.apps.scaling.arms.compare import (
     read_arms,
     sweep,
 )
-from ostinato.apps.scaling.arms.compared import answer, charts, per_flop
+from ostinato.apps.scaling.arms.compared import answer, curves, per_flop
 from ostinato.apps.scaling.arms.jobs import Job, State, done
 from ostinato.config import dump_toml
 from ostinato.run import RunFolder
@@ -166,7 +166,7 @@ def test_a_comparison_sweeps_chooses_and_answers(tmp_path: Path) -> None:
     ]
     assert other.tables[1].title == "Difference to large, LoRA" and less[0] == pytest.approx(-less[1])
     page = tmp_path / "page.html"
-    write_page(page, "arms", shown, charts(found.lines))
+    write_page(page, "arms", shown, curves(found.lines))
     text = page.read_text()
     assert "large, LoRA" in text and "Score over compute" in text and "Score over interactions" in text
     again = compare(file, BUDGET, range(3), tmp_path / "out", fake)

@@ -20,8 +20,6 @@ from ostinato.apps.scaling.series import Series, series, simulated
 from ostinato.config import ForecastSection, Recipe
 from ostinato.every import spent_in_steps
 from ostinato.observe.ledger import Terms
-from ostinato.observe.report.forecast import forecast_sections
-from ostinato.observe.report.reading import read_run as read_folder
 from ostinato.pipeline.account import add_totals
 from ostinato.run import RunFolder, to_json
 
@@ -256,9 +254,9 @@ def test_why_nothing_can_be_foretold_is_said_once(tmp_path: Path, caplog: pytest
     assert "scored on another eval set at step 1600 than before" in caplog.messages[1]
     again = new_forecaster(recipe, run, [heard])
     assert again is not None and not again(1700) and len(caplog.messages) == 2
-    lead = forecast_sections(read_folder(run))[0].lead
-    assert lead.startswith("After the evaluation of step 1500: A 0.6")
-    assert "At step 1700 no more could be predicted: none yet: run run was scored on another" in lead
+    reasons = {row["step"]: row["sentence"] for row in run.forecast.rows()}
+    assert reasons[1500].startswith("A 0.6")
+    assert reasons[1700].startswith("none yet: run run was scored on another")
 
 
 @given(st.integers(1, 4000), st.floats(1e-3, 1e20))

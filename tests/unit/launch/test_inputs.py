@@ -12,6 +12,7 @@ import nouns
 import numpy as np
 import pytest
 import torch
+from golden_run import rows_of
 from small_loop import TEN_A_ROW
 from worlds import tiny_dense
 
@@ -41,8 +42,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import save_peft
-from ostinato.observe.report.page import solved_at as solved_at_in_report
-from ostinato.observe.report.reading import RunData
+from ostinato.observe.page import solved_at as solved_at_in_report
 from ostinato.pipeline.evaluate import held_out
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
@@ -63,9 +63,7 @@ def test_a_solved_answer_has_full_marks_or_what_the_recipe_says(reward: dict, ma
     """A function that returns penalties has no full marks: pass@1 of such a run was 0 for ever."""
     recipe = Recipe.parse({"reward": reward})
     tree = recipe.model_dump(mode="json")
-    data = RunData(
-        name="", recipe_text="", recipe=tree, metrics=[], evals=[], ledger=[], starts=[], damage=[]
-    )
+    data = rows_of(recipe=tree)
     for found in (solved_at(recipe.reward), solved_at_in_report(data)):
         assert found == pytest.approx(mark, abs=1e-5) and found < mark
 

@@ -36,9 +36,9 @@ from ostinato.apps.plan.time import Roofline, step_traffic
 from ostinato.cli.app import app
 from ostinato.config import Recipe, dump_toml
 from ostinato.model.shapes import AdapterSpec
-from ostinato.observe.report import plan as shown
-from ostinato.observe.report.plan import plan_sections
-from ostinato.observe.report.reading import read_run
+from ostinato.observe import figures as shown
+from ostinato.observe.figures import compare_plan
+from ostinato.observe.rows import RunRows
 from ostinato.parallel.load import expert_loads, imbalance
 from ostinato.parallel.memory import DType, Precision
 from ostinato.parallel.placement import contiguous, owner_of, read_placement
@@ -148,12 +148,16 @@ def test_the_report_measures_what_a_fit_learns_from() -> None:
 
 def test_a_run_without_a_plan_or_with_a_damaged_one_is_reported(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", planned())
-    assert plan_sections(replace(read_run(run), plan={})) == []
+    table = compare_plan(RunRows(run).read())
+    assert table is not None and any(
+        name.startswith("train") and cells[2] == "2.00" for name, *cells in table.rows
+    )
     (run.path / FILE).write_text("{")
-    data = read_run(run)
-    assert plan_sections(data) == [] and "plan.json cannot be read" in data.damage[-1]
+    data = RunRows(run).read()
+    assert compare_plan(data) is None and "plan.json cannot be read" in data.damage[-1]
     odd = {"seconds": {"train": 3, "rollout": {"decode": "x"}}, "traffic": {"a/b": None}, "layouts": 1}
-    assert plan_sections(replace(data, plan=odd))[0].lead == ""
+    data.plan = odd
+    assert compare_plan(data) is not None
 
 
 def test_what_is_planned_to_be_sent_has_old_logprobs_in_it() -> None:

@@ -32,12 +32,12 @@ from ostinato.apps.serve.elsewhere import Place
 from ostinato.apps.serve.server import HttpServer, address, bound, read_body
 from ostinato.cli.app import app as commands
 from ostinato.model.named import model_folder
-from ostinato.observe.board import Board, open_server
+from ostinato.observe.page.serve import LivePage, open_server
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
 
 PACKAGE = Path(__file__).parents[3] / "ostinato"
-LISTENING = {"serve", "proxy", "tinker", "judge serve", "memory serve", "board"}
+LISTENING = {"serve", "proxy", "tinker", "judge serve", "memory serve", "report"}
 FOREIGN = "https://page.example"
 
 
@@ -68,11 +68,11 @@ def agents(access: Access, tmp_path: Path) -> Iterator[str]:
 
 
 @contextmanager
-def board(access: Access, tmp_path: Path) -> Iterator[str]:
+def report(access: Access, tmp_path: Path) -> Iterator[str]:
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     run.recipe.write_text('name = "r"\n')
-    with open_server(Board(run), "127.0.0.1", access=access) as server:
+    with open_server(LivePage(run), "127.0.0.1", access=access) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -82,7 +82,7 @@ def board(access: Access, tmp_path: Path) -> Iterator[str]:
             thread.join(20)
 
 
-SERVERS = {"uvicorn": uvicorn_server, "agents": agents, "board": board}
+SERVERS = {"uvicorn": uvicorn_server, "agents": agents, "report": report}
 
 
 def ask(url: str, method: str = "GET", body: bytes | None = None, /, **headers: str) -> tuple[int, bytes]:
@@ -115,7 +115,7 @@ def test_no_server_is_made_beside_those_that_have_it() -> None:
     files = (file for file in PACKAGE.rglob("*.py") if maker.search(file.read_text(encoding="utf-8")))
     assert {str(file.relative_to(PACKAGE)) for file in files} == {
         "apps/serve/server.py",
-        "observe/board/server.py",
+        "observe/page/serve.py",
     }
 
 

@@ -16,9 +16,10 @@ from worlds import VOCAB, tiny_decoder
 
 from ostinato.lock import locked
 from ostinato.model.ops import TORCH_OPS
-from ostinato.observe.board.follow import Follower
+from ostinato.observe import figures
 from ostinato.observe.ledger import Event, read, summary
-from ostinato.observe.report import write_report
+from ostinato.observe.page import write_report
+from ostinato.observe.rows import RunRows
 from ostinato.run import RunFolder
 from ostinato.train.accumulate import Accumulator
 
@@ -151,12 +152,10 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def status(run: RunFolder) -> str:
-    board = Follower(run)
-    board.look()
-    return board.status()["text"]
+    return figures.status(RunRows(run).read())["text"]
 
 
-def test_a_model_is_a_run_which_board_report_and_ledger_read_also_after_a_kill(tmp_path: Path) -> None:
+def test_a_model_is_a_run_which_report_and_ledger_read_also_after_a_kill(tmp_path: Path) -> None:
     async def main() -> None:
         killed = Life(tmp_path)
         killed.submit(end=3)
@@ -179,7 +178,7 @@ def test_a_model_is_a_run_which_board_report_and_ledger_read_also_after_a_kill(t
         assert status(run) == "stopped, after step 2"
         rows = read(run)
         assert [row["event"] for row in rows].count(Event.STEP) == 4 and summary(rows).tokens["sampled"] == 7
-        write_report(run)
+        write_report([run])
         assert "s_train_0" in run.report.read_text()
         killed.thread.close()
         killed.registry.close()

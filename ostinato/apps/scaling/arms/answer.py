@@ -16,7 +16,7 @@ from ostinato.apps.scaling.answers import Answer, study_json, study_sentences, s
 from ostinato.apps.scaling.arms.kept import ACTED, Row, series_of
 from ostinato.apps.scaling.fit import PARAMETERS
 from ostinato.axis import Axis
-from ostinato.observe.report.facts import NONE, Table, compute_text
+from ostinato.tables import NONE, Table, compute_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

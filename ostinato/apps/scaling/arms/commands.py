@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from ostinato.apps.scaling.arms.answer import answer, compared
 from ostinato.apps.scaling.arms.compare import compare as race
 from ostinato.apps.scaling.arms.compare import parse_budget, read_arms
 from ostinato.apps.scaling.arms.compared import answer as answer_of
-from ostinato.apps.scaling.arms.compared import charts
+from ostinato.apps.scaling.arms.compared import curves
 from ostinato.apps.scaling.arms.jobs import Job, State, check, plan
 from ostinato.apps.scaling.arms.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
 from ostinato.apps.scaling.commands import show
@@ -25,8 +26,7 @@ from ostinato.axis import Axis
 from ostinato.config import Recipe, find_recipe
 from ostinato.inputs import parse_toml
 from ostinato.launch.dtype import resolved
-from ostinato.observe.report.charts import Chart, to_plain
-from ostinato.observe.report.page.offline import render, script_json
+from ostinato.observe.page import html
 from ostinato.run import atomic_write
 from ostinato.terminal import Screen
 
@@ -126,16 +126,15 @@ def compare(source: Path, study: Study, output: Output) -> int:
     raced = race(file, terms, seeds, out, lambda jobs: finished(jobs, study, out, output.json_file))
     answered = answer_of(raced, study.budget, file.threshold, against)
     show(answered, output.json_file)
-    write_page(output.page or out / "compare.html", source.stem, answered, charts(raced.lines))
+    write_page(output.page or out / "compare.html", source.stem, answered, curves(raced.lines))
     return 1 if raced.failed else 0
 
 
-def write_page(path: Path, name: str, answered: Answer, drawn: Sequence[Chart]) -> None:
+def write_page(path: Path, name: str, answered: Answer, drawn: Sequence[dict[str, Any]]) -> None:
     """The tables as a file that opens offline, with the courses."""
-    data = script_json({chart.key: to_plain(chart) for chart in drawn if not chart.empty})
-    scripts = ("uplot.js", "charts.js")
-    parts = {"name": name, "lead": answered.lead, "tables": answered.tables, "charts": drawn}
-    atomic_write(path, render("compare.html.jinja", scripts, chart_data=data, **parts))
+    tables = [asdict(table) for table in answered.tables]
+    parts = {"title": name, "kind": "arms compared", "lead": answered.lead, "tables": tables, "charts": drawn}
+    atomic_write(path, html(parts))
 
 
 def show_fits(rows: Sequence[Row], notes: Sequence[str], output: Output) -> None:

@@ -30,8 +30,7 @@ from ostinato.config.paths import PathKind
 from ostinato.config.sections import Section
 from ostinato.every import Every
 from ostinato.inputs import parse_toml
-from ostinato.observe.report.facts import kept
-from ostinato.observe.report.reading import mean
+from ostinato.observe.rows import abilities_left, mean
 from ostinato.run import MAIN_SET, RunFolder
 
 RUNGS = (1 / 8, 1.0)  # of the budget: where a sweep looks at its learning rates; the first is in SHARES
@@ -171,7 +170,7 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
         return None
     folder = RunFolder(one.folder)
     rows = [*folder.metrics.rows()]
-    left = kept(rows)
+    left = abilities_left(rows)
     steps = [row for row in folder.ledger.rows() if row["event"] == "step"]
     first = next(row for row in folder.eval.rows() if row["set"] == MAIN_SET)
     at = [row["step"] for row in rows]

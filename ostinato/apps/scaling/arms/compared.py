@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import cycle
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +14,7 @@ from ostinato.apps.scaling.answers import Answer, both
 from ostinato.apps.scaling.arms.compare import Compared, Line, ends_at, outcomes
 from ostinato.apps.scaling.gain import Gain, compute_to, front, gains, ratio
 from ostinato.apps.scaling.posterior import Interval
-from ostinato.observe.report.charts import COLORS, Chart, Series, plotted
-from ostinato.observe.report.facts import NONE, Table, compute_text, seconds_text
+from ostinato.tables import NONE, Table, compute_text, seconds_text
 
 OTHER = "As much as the arm with the least has had; between two scores of a run, on the line through them."
 NOTE = (
@@ -128,29 +129,28 @@ def points(lines: Sequence[Line], along: str = "compute") -> list[tuple[float, f
     return [(C, score, arm) for arm in arms for C, score in zip(*mean_course(lines, arm, along), strict=True)]
 
 
-def charts(lines: Sequence[Line]) -> list[Chart]:
-    """Curves of all arms over compute and interactions, and the fronts: what no arm beats with as much."""
+def curves(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """The scores of all arms over compute and interactions, and the fronts (what no arm beats with as much),
+    in the form that the page draws."""
     return [
-        _curves("Score over compute", points(lines), "# FLOP"),
-        _curves("Score over interactions", points(lines, "played"), "# episodes"),
+        _curve("Score over compute", points(lines), "# FLOP"),
+        _curve("Score over interactions", points(lines, "played"), "# episodes"),
     ]
 
 
-def _curves(title: str, every: Sequence[tuple[float, float, str]], along: str) -> Chart:
+def _curve(title: str, every: Sequence[tuple[float, float, str]], along: str) -> dict[str, Any]:
     steps = sorted({C for C, _, _ in every if C > 0})
     best = dict(every[n][:2] for n in front([one[:2] for one in every]))
+    arms = {arm: {C: score for C, score, name in every if name == arm} for _, _, arm in every}
     series = [
-        Series(
-            label=arm,
-            color=color,
-            marker="dot",
-            values=[next((s for c, s, a in every if a == arm and c == C), None) for C in steps],
-        )
-        for arm, color in zip(dict.fromkeys(one[2] for one in every), COLORS, strict=False)
+        {"label": label, "color": color, "marker": "dot", "values": [known.get(C) for C in steps]}
+        for (label, known), color in zip([("front", best), *arms.items()], cycle(COLORS), strict=False)
     ]
-    top = Series(label="front", color="--ink", values=[best.get(C) for C in steps], marker="dot")
     note = "Mean over seeds on the test half; front: no arm has more with as much."
-    return plotted(title, note, "", [top, *series], steps=steps, log_x=True, along=along)
+    return {"title": title, "note": note, "steps": steps, "series": series, "log_x": True, "along": along}
+
+
+COLORS = ("--ink", "--blue", "--teal", "--orange", "--purple", "--red", "--grey", "--gold", "--pink")
 
 
 def _gained(

@@ -25,8 +25,8 @@ from ostinato.apps.scaling.ablation import REFERENCE
 from ostinato.apps.scaling.series import Series, read_run
 from ostinato.axis import Axis
 from ostinato.inputs import parse_json
-from ostinato.observe.report.reading import RunData, mean, number
-from ostinato.observe.report.reading import read_run as run_rows
+from ostinato.observe.rows import RunRows, mean
+from ostinato.observe.stats import number
 from ostinato.run import Jsonl, RunFolder, atomic_write, to_json
 
 Row = Mapping[str, Any]
@@ -74,7 +74,7 @@ def slug(name: str) -> str:
 
 def keep(folder: Path, measure: Measure = MEASURE) -> dict[str, Any]:
     """The line of a run. Raises ValueError for one without evaluations or a ledger."""
-    data = run_rows(RunFolder.open(folder))
+    data = RunRows(RunFolder.open(folder)).read()
     match = FOLDER.fullmatch(folder.resolve().name)
     found = match["slug"] if match else folder.name
     arms = {slug(name): (name, list(each)) for name, each in data.setting("ablate.arms", {}).items()}
@@ -118,13 +118,13 @@ def prompts(run: RunFolder, split: str) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def judged(data: RunData) -> str:
+def judged(data: RunRows) -> str:
     """What turns answers into scores, as JSON."""
     keys = ("functions", "weights", "solved_at")
     return json.dumps({key: data.setting(f"reward.{key}") for key in keys}, default=str)
 
 
-def acted(data: RunData) -> dict[str, float]:
+def acted(data: RunRows) -> dict[str, float]:
     """How often the parts of the recipe acted: each metric of ``ACTED`` that the run has, as the mean over
     its steps, or of its last step."""
     found = {
@@ -191,7 +191,7 @@ def collect(folders: Iterable[Path], measure: Measure = MEASURE) -> tuple[list[d
         except ValueError as error:
             left_out.append(f"{folder.name} is left out: {error}.")
             continue
-        named = run_rows(RunFolder.open(folder)).setting("ablate.arms", {})
+        named = RunRows(RunFolder.open(folder)).read().setting("ablate.arms", {})
         order += [slug(name) for name in named if slug(name) not in order]
     if not rows:
         raise ValueError(

@@ -1,0 +1,247 @@
+"""What is wrong with a run, each in a sentence with step and number: the warnings of page and terminal.
+
+Rules look at the whole run or its last tenth, so that a healthy run has none. The thresholds are judgement
+calls, kept together here; entropy, gradient norm and truncation are left to the stability watch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from ostinato.observe.figures import BASELINE, K3_NATS, finish, planned_steps, steps_text, tenth
+from ostinato.observe.gap import arm_of, measured
+from ostinato.observe.rows import Row, RunRows, column, ends, mean, total
+from ostinato.observe.stats import difference, estimate, number
+
+ZERO_VARIANCE_SHARE = 0.5  # of groups: half of the sampling taught nothing
+# Rounding alone may send a single token to another expert, and its probability off by a factor of e: a k3 of
+# e - 2. Means are judged over so many tokens that one such token does not raise them above K3_NATS.
+MISMATCH_TOKENS = (math.e - 2) / K3_NATS
+ESS_LEFT = 0.9
+COVERED = 0.999  # of trained rows, with a recorded route
+FAULT_SHARE = 0.01  # of answers
+DRAFT_LOSS = 0.03  # of the rollouts' time; smaller losses are within the estimate's error
+LOOKED_AT = (
+    "held-out score, faults, refused and empty steps, equal rewards, truncation, entropy, gradient norm, "
+    "sampler against trainer, collapse"
+)
+
+
+class Level(StrEnum):
+    BAD = "bad"  # the result is in doubt
+    LOOK = "look"  # something costs money or signal
+    NOTE = "note"  # good to know
+
+
+class Concern(NamedTuple):
+    level: Level
+    text: str
+    about: str = ""  # the part of the page that shows more
+
+
+def concerns(data: RunRows) -> list[Concern]:
+    """All concerns, the most serious first; may be empty."""
+    rows = data.metrics
+    found = [*_files(data), *_score(data), *_rewards(data), *_alarms(data)]
+    found += [*_counted(rows), *_signal(rows), *_mismatch(rows), *_replayed(data), *_drafts(rows)]
+    return sorted(found, key=lambda concern: list(Level).index(concern.level))
+
+
+def _files(data: RunRows) -> Iterator[Concern]:
+    for sentence in data.damage:
+        yield Concern(Level.BAD, sentence)
+    for name, left in data.reading.items():
+        yield Concern(Level.NOTE, f"{name}.jsonl is being read: {left / 1e6:,.0f} MB are left.")
+    planned, rows = planned_steps(data), data.logs["metrics"]
+    if not finish(data):
+        steps = f"{len(rows)} steps" if planned is None else f"{len(rows)} of {planned} steps"
+        state = "The run is still going, or was stopped or killed."
+        yield Concern(Level.NOTE, f"Not finished: {steps}. {state}")
+
+
+def _score(data: RunRows) -> Iterator[Concern]:
+    rows = data.evals
+    scores = [(row["step"], score) for row in rows if (score := estimate(row, "pass@1")) is not None]
+    if not scores:
+        text = "No held-out score was measured: nothing here shows generalisation."
+        yield Concern(Level.NOTE, text, "score")
+        return
+    if ends(rows)[0] is None:
+        yield Concern(Level.LOOK, f"{BASELINE[0].upper()}{BASELINE[1:]}.", "score")
+    best_at, best = max(scores, key=lambda item: item[1].value)
+    last_at, last = scores[-1]
+    if (fall := difference(best, last).interval) is not None and fall[1] < 0:
+        peak = f"The held-out score peaked at step {best_at} ({best.value:.3f})"
+        fell = f"fell to {last.value:.3f} at step {last_at}, more than chance explains."
+        yield Concern(Level.BAD, f"{peak} and {fell}", "score")
+    if excluded := number(rows[-1], "excluded"):
+        text = f"{excluded:.0f} held-out prompts had too few verdicts for the score of step {last_at}."
+        yield Concern(Level.LOOK, text, "faults")
+
+
+def _rewards(data: RunRows) -> Iterator[Concern]:
+    if why := unsolved(data.evals):
+        yield Concern(Level.BAD, f"{why[0].upper()}{why[1:]}.", "score")
+    for failed in failed_rewards(data.logs["failed_rewards"]):
+        yield Concern(Level.LOOK, f"{failed.sentence}; the traceback is under the faults.", "faults")
+
+
+def _alarms(data: RunRows) -> Iterator[Concern]:
+    """What the stability watch reported during the run."""
+    for alarm in data.logs["watch"]:
+        step, collapsed = number(alarm, "step") or 0, bool(alarm.get("collapse"))
+        what = "The run collapsed" if collapsed else "The stability watch raised an alarm"
+        why = f"{alarm.get('sentence', alarm.get('rule', '?'))}, since step {alarm.get('since', step):.0f}"
+        yield Concern(Level.BAD if collapsed else Level.LOOK, f"{what} at step {step:.0f}: {why}.", "policy")
+
+
+def _replayed(data: RunRows) -> Iterator[Concern]:
+    """Concerns about replay, from the last full comparison of sampler and trainer."""
+    rows = measured(data)
+    if not rows or not arm_of(rows[-1], "replay"):
+        return
+    row = rows[-1]
+    native, replayed = number(arm_of(row, "native"), "k3_high"), number(arm_of(row, "replay"), "k3_low")
+    if native is not None and replayed is not None and replayed > native:
+        text = (
+            f"Replay made the mismatch worse at step {row['step']}: k3 is at least {replayed:.2g} nats per "
+            f"token with the sampler's experts and at most {native:.2g} without, as with misaligned routes."
+        )
+        yield Concern(Level.BAD, text, "gap")
+    coverage = number(row, "coverage")
+    if row.get("replay") and coverage is not None and coverage < COVERED:
+        text = f"At step {row['step']}, {1 - coverage:.1%} of the rows had no recorded route to replay."
+        yield Concern(Level.LOOK, text, "gap")
+
+
+def _signal(rows: Sequence[Row]) -> Iterator[Concern]:
+    share = mean(tenth(rows), "frac_reward_zero_std")
+    if share is not None and share > ZERO_VARIANCE_SHARE:
+        none, every = mean(tenth(rows), "solved_none") or 0.0, mean(tenth(rows), "solved_all") or 0.0
+        side = "all: the task is too easy" if every > none else "none: it is too hard"
+        text = f"{share:.0%} of groups had equal rewards and taught nothing, mostly solved by {side}."
+        yield Concern(Level.LOOK, f"In {_span(tenth(rows))}, {text}", "signal")
+
+
+def _mismatch(rows: Sequence[Row]) -> Iterator[Concern]:
+    k3, at = max(_pooled(rows, "sampling/kl_k3"), default=(0.0, 0))
+    if k3 > K3_NATS:
+        reached = f"KL (k3) reached {k3:.2g} nats per token at step {at}; up to {K3_NATS:g} is rounding"
+        yield Concern(Level.LOOK, f"Sampler and trainer disagree: {reached}.", "gap")
+    ess, at = min(_pooled(rows, "sampling/ess"), default=(1.0, 0))
+    if ess < ESS_LEFT:
+        text = f"The effective sample size fell to {ess:.0%} at step {at}: a few tokens carry the weight."
+        yield Concern(Level.LOOK, text, "gap")
+
+
+# metric, level, what the steps that have it were
+STEPS = (
+    ("refused_step", Level.BAD, "refused because a loss or gradient was not finite"),
+    ("empty_step", Level.LOOK, "empty: no sample was left to learn from"),
+)
+ANSWERS = (("rollout/failed", "failed"), ("rollout/no_verdict", "got no verdict"))
+
+
+def _counted(rows: Sequence[Row]) -> Iterator[Concern]:
+    answers = total(rows, "rollout/trajectories")
+    for key, level, what in STEPS:
+        if when := _when(rows, key):
+            steps = "1 step was" if len(when) == 1 else f"{len(when)} steps were"
+            yield Concern(level, f"{steps} {what} (step {steps_text(when)}).", "faults")
+    for key, what in ANSWERS:
+        if count := total(rows, key):
+            level = Level.BAD if answers and count / answers > FAULT_SHARE else Level.NOTE
+            text = f"{count:,.0f} of {answers:,.0f} answers {what}, in step {steps_text(_when(rows, key))}"
+            yield Concern(level, f"{text}; see the faults.", "faults")
+
+
+def _drafts(rows: Sequence[Row]) -> Iterator[Concern]:
+    saved, spent = total(tenth(rows), "draft/seconds_saved"), total(tenth(rows), "time/rollout_s")
+    if spent and saved < -DRAFT_LOSS * spent:
+        text = f"drafts made rollouts {-saved / spent:.0%} longer by the engine's estimate"
+        text = f"In {_span(tenth(rows))}, {text}; draft.enabled = false does without."
+        yield Concern(Level.LOOK, text, "drafts")
+
+
+def _when(rows: Sequence[Row], key: str) -> list[int]:
+    return [int(row["step"]) for row, value in zip(rows, column(rows, key), strict=True) if value]
+
+
+def _pooled(rows: Sequence[Row], key: str) -> Iterator[tuple[float, int]]:
+    """(mean over trained tokens, last step) of each series of steps with MISMATCH_TOKENS or more together."""
+    tokens = weighted = 0.0
+    for row in rows:
+        value, trained = number(row, key), number(row, "tokens/trained")
+        if value is None or trained == 0:
+            continue
+        trained = MISMATCH_TOKENS if trained is None else trained  # of older runs
+        tokens, weighted = tokens + trained, weighted + value * trained
+        if tokens >= MISMATCH_TOKENS:
+            yield weighted / tokens, int(row["step"])
+            tokens = weighted = 0.0
+
+
+def _span(rows: Sequence[Row]) -> str:
+    first, last = int(rows[0]["step"]), int(rows[-1]["step"])
+    return f"step {last}" if first == last else f"steps {first} to {last}"
+
+
+# ---- verdicts of rewards
+
+
+def unsolved(evals: Sequence[Row]) -> str:
+    """One sentence on why pass@1 is uninformative, if the evaluations of one set have no solved answer;
+    empty if they have one, or no score."""
+    scored = [row for row in evals if number(row, "pass@1") is not None]
+    if not scored or any(row["pass@1"] > 0 for row in scored):
+        return ""
+    rewards = [reward for row in scored if (reward := number(row, "reward")) is not None]
+    highest = max((most for row in scored if (most := number(row, "reward_max")) is not None), default=None)
+    limit = number(scored[-1], "solved_at")
+    if not rewards or highest is None or limit is None or highest <= 0:
+        return "no held-out answer was ever solved, and none had a reward above 0"
+    reached, needed = _told_apart(highest, limit)
+    return (
+        f"no held-out answer was ever solved, so pass@1 shows nothing: the highest reward was {reached}, "
+        f"and an answer is solved from {needed} on (reward.solved_at); look at the mean reward, now "
+        f"{rewards[-1]:.3f}, or set reward.solved_at to a reward that answers reach"
+    )
+
+
+def _told_apart(a: float, b: float) -> tuple[str, str]:
+    """Both in as few digits, from three on, as show that they differ."""
+    written = [(f"{a:.{digits}g}", f"{b:.{digits}g}") for digits in range(3, 18)]
+    return next((pair for pair in written if pair[0] != pair[1]), written[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A reward function that failed in a run."""
+
+    sentence: str  # how often it failed, and its last failure: step, cause, line
+    trace: str  # traceback of the last exception; empty if it never raised
+    answer: str  # step, prompt and completion of that exception
+
+
+def failed_rewards(rows: Iterable[Row]) -> list[Failed]:
+    """From rows of failed_rewards.jsonl, in the order in which the functions first failed."""
+    by_function: dict[str, list[Row]] = {}
+    for row in rows:
+        by_function.setdefault(str(row.get("function")), []).append(row)
+    return [_failed(name, some) for name, some in by_function.items()]
+
+
+def _failed(name: str, rows: Sequence[Row]) -> Failed:
+    last, count = rows[-1], sum(number(row, "count") or 0 for row in rows)
+    shown = next((row for row in reversed(rows) if row.get("trace")), last)
+    part = "" if last.get("part") == "train" else f" in the evaluation of the set {last.get('part')}"
+    return Failed(
+        sentence=f"Reward {name} gave no verdict to {count:,.0f} answers, the last time at step "
+        f"{last.get('step')}{part}: {last.get('detail')}",
+        trace=str(shown.get("trace") or ""),
+        answer=f"step {shown.get('step')}, prompt {shown.get('uid')}, completion {shown.get('completion')!r}",
+    )

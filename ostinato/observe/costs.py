@@ -1,0 +1,128 @@
+"""The cost of runs, from their ledgers: time, tokens, FLOPs and money, side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from ostinato.axis import Axis
+from ostinato.observe.ledger import Summary
+from ostinato.run import RunFolder
+from ostinato.tables import NONE, Table, seconds_text, si
+
+Books = Mapping[str, Summary]  # by the name of the run
+Form = Callable[[float], str]
+
+MEANING = {  # of parts of device time, wall clock and FLOPs
+    "sample": "sampling",
+    "grade": "where training waited for it",
+    "train": "forward and backward",
+    "measure": "sampler against trainer",
+    "eval": "held-out sets; in no compute",
+    "idle": "held and not busy: loading, saving, between steps",
+    "lost": "given up: an exception or a signal ended it",
+    "saving": "checkpoints",
+    "loading": "until a process is ready, each time",
+    "between": "what has no row",
+}
+DEVICE = ("sample", "grade", "train", "measure", "eval", "idle", "lost")
+AXES: Mapping[Axis, tuple[str, Form | None]] = {
+    Axis.DEVICE_HOURS: ("devices x wall clock, idle ones too", "{:.4g}".format),
+    Axis.HOURS: ("wall clock", "{:.4g}".format),
+    Axis.FLOPS: ("FLOP", si),
+    Axis.TOKENS: ("sampled", si),
+    Axis.STEPS: ("that count", "{:.0f}".format),
+    Axis.MONEY: ("price x device-hours", None),
+}
+
+
+def torn(run: RunFolder) -> bool:
+    """Does ledger.jsonl end in the middle of a line, as a kill leaves it?"""
+    path = run.ledger.path
+    return path.exists() and bool(content := path.read_bytes()) and not content.endswith(b"\n")
+
+
+def cost_tables(accounts: Books) -> list[Table]:
+    """Tables with a column for each run, values with their shares. Lines for which no run has a value are
+    left out; sums come last."""
+    found: dict[str, dict[str, dict[str, str]]] = {}  # by title, line and run
+    for run, one in accounts.items():
+        for title, name, value, whole, form in _entries(one):
+            cells = found.setdefault(title, {}).setdefault(name, {})
+            if value is not None:
+                share = f"{value / whole:.1%}" if whole else NONE
+                cells[run] = form(value) if title == "Compute" else f"{form(value)}  {share:>6}"
+    made = []
+    for title, lines in found.items():
+        last = sorted(lines.items(), key=lambda line: line[0].partition("\n")[0] == "all")
+        rows = [(name, *(cells.get(run, "") for run in accounts)) for name, cells in last if cells]
+        made.append(Table(title=title, head=list(accounts), rows=rows, note=NOTES.get(title, "")))
+    return [table for table in made if table.rows]
+
+
+NOTES = {
+    "Compute": "Of training: with idle devices, restarts and repeated work, without evaluation.",
+    "FLOPs of training": "From the model's shapes, products alone; those of lost work are not known.",
+}
+Entry = tuple[str, str, float | None, float | None, Form]  # table, line, value, its whole, format
+
+
+def _entries(one: Summary) -> Iterator[Entry]:
+    yield from _compute(one)
+    wall, devices = sum(one.wall.values()), sum(pool.total for pool in one.pools.values())
+    for name, seconds in {**one.wall, "all": wall}.items():
+        yield "Wall clock", _part(name), seconds, wall, seconds_text
+    for pool, held in one.pools.items():
+        parts = {
+            **dict.fromkeys(DEVICE),
+            **held.busy,
+            "idle": held.idle,
+            "lost": held.lost,
+            "all": held.total,
+        }
+        for part, seconds in parts.items():
+            yield f"Device time, pool {pool}", _part(part), seconds, held.total, seconds_text
+    sampled = one.tokens.get("sampled")
+    yield "Tokens", "sampled", sampled, sampled, si
+    yield "Tokens", "trained\nof them", one.tokens.get("trained"), sampled, si
+    yield from _reasons("Tokens", "not trained", one.dropped, sampled)
+    for name in ("prefilled", "injected", "drafted", "accepted", "recomputed"):
+        yield "Tokens", name, one.tokens.get(name), None, si
+    yield "Tokens", "context rows of training", one.tokens.get("trained_context"), None, si
+    flops = sum(one.flops.values()) if one.flops else None
+    for part, count in one.flops.items():
+        yield "FLOPs of training", _part(part), count, flops, si
+    yield "FLOPs of training", "all\nFLOP", flops, flops, si
+    for name, form in (("rows", si), ("flops", si), ("seconds", seconds_text)):
+        of = {"flops": flops, "seconds": wall}.get(name)
+        yield "Forgetting watch", name, one.forgetting.get(name), of, form
+    evaluation, title = one.evaluation, "Evaluation, in no compute"
+    yield title, "evaluations", evaluation.times, None, "{:.0f}".format
+    yield title, "device time\nshare of all", evaluation.device_seconds, devices, seconds_text
+    yield title, "sampled tokens", evaluation.tokens, None, si
+    yield title, "FLOPs", evaluation.flops, None, si
+
+
+def _compute(one: Summary) -> Iterator[Entry]:
+    def money(value: float) -> str:
+        return f"{value:,.4g} {one.currency}"
+
+    for axis, (note, form) in AXES.items():
+        yield "Compute", f"{axis}\n{note}", one.compute.get(axis), None, form or money
+    seconds, flops = 3600 * one.compute.get("hours", 0.0), one.compute.get("flops")
+    speed = flops / seconds if seconds and flops is not None else None
+    yield "Compute", "speed\nFLOP/s over all of these hours", speed, None, si
+    yield "Compute", "bill\nof all device hours, evaluation too", one.money, None, money
+    yield "Compute", "restarts", one.restarts, None, "{:.0f}".format
+    yield "Compute", "repeated steps", one.repeated, None, "{:.0f}".format
+
+
+def _part(name: str) -> str:
+    """The name of a part of the work, and what it is."""
+    return f"{name}\n{MEANING.get(name, '')}"
+
+
+def _reasons(title: str, what: str, counts: Mapping[str, int], whole: float | None) -> Iterator[Entry]:
+    """Waste by reason, the most frequent first."""
+    for name, count in Counter(counts).most_common():
+        yield title, f"{what}: {name.replace('_', ' ')}", count, whole, si

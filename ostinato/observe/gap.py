@@ -1,0 +1,166 @@
+"""Sampler against trainer, from the rows of mismatch.jsonl: how much their log-probabilities of the sampled
+tokens differ, and how much of that replaying the sampler's experts removes.
+
+Every step logs a few sums (``sampling/*`` and ``routing/*`` in metrics.jsonl). Once in a while a batch is
+measured in full: up to three arms over the same tokens at the same weights. Damaged values count as missing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ostinato.observe.rows import Row, RunRows, by_step, mapping
+from ostinato.observe.stats import number
+from ostinato.tables import NONE, Table, figure_text, seconds_text
+
+DIRECTION = "KL(sampler || trainer)"
+ARMS = {  # name, which experts the trainer used
+    "native": "native\nits own experts",
+    "replay": "with replay\nthe sampler's experts",
+    "floor": "floor\ntrainer against itself",
+}
+GATE = 0.9  # the default of trainer.replay_threshold
+QUANTITIES = {  # r: trainer over sampler, of one sampled token
+    "k3": f"k3\nnats per token; {DIRECTION} [95 %]",
+    "abs_mean": "mean |log r|\nnats; 0 is exact",
+    "abs_max": "largest |log r|\nnats",
+    "F(1.1)": "F(1.1)\nshare of tokens; more than 1.1x apart",
+    "F(2)": "F(2)\nshare of tokens; before a collapse above 0.1",
+    "ess": "effective sample\nshare of tokens; 1 is on-policy",
+    "token_truncate": "TIS would cut\nshare of tokens; r above 2",
+    "token_mask": "IcePop would mask\nshare of tokens; r outside 0.5 to 5",
+    "sequence_mask": "answer mask would drop\nshare of tokens; product of r above 3",
+    "pearson": "Pearson\nof the two log-probabilities",
+}
+
+
+def measured(data: RunRows) -> list[Row]:
+    """The rows that have a native arm, in order of steps."""
+    return [row for row in by_step(data.logs["mismatch"]) if arm_of(row, "native")]
+
+
+def arm_of(row: Row, name: str) -> Row:
+    """One arm of a measurement; empty if it does not have that arm."""
+    return mapping(mapping(row.get("arms")).get(name))
+
+
+def describe_gap(data: RunRows) -> str:
+    """The last measurement in a sentence or two."""
+    rows = measured(data)
+    if not rows:
+        off = " (log.mismatch_every is 0)" if data.setting("log.mismatch_every") == 0 else ""
+        return f"Compared at every step, but never in full: mismatch.jsonl has no rows{off}."
+    native, replay = arm_of(rows[-1], "native"), arm_of(rows[-1], "replay")
+    tokens, answers = (number(native, name) or 0 for name in ("tokens", "sequences"))
+    begin = (
+        f"Step {rows[-1]['step']}: over {tokens:,.0f} sampled tokens of {answers:,.0f} answers, at equal "
+        f"weights, k3 of {DIRECTION} is {_k3(native)} nats per token"
+    )
+    if not replay:
+        return f"{begin} (no expert routes were recorded, so there is nothing to replay)."
+    return (
+        f"{begin} while the trainer chooses its own experts, and {_k3(replay)} with those of the sampler "
+        "(95 % intervals, none of few answers)."
+    )
+
+
+def compare_arms(data: RunRows) -> list[Table]:
+    """The arms of the last measurement side by side with the floor, which is measured once; and, where routes
+    or a correction are known, what else was measured."""
+    rows, facts = measured(data), _facts(data)
+    beside = [Table(title="Beside it", head=("value",), rows=facts, words=("value",))] if facts else []
+    if not rows:
+        return beside
+    floor = next((row for row in reversed(rows) if arm_of(row, "floor")), {})
+    arms = {name: arm_of(floor if name == "floor" else rows[-1], name) for name in ARMS}
+    shown = {name: one for name, one in arms.items() if one}
+    lines = [
+        (title, *(_cell(one, key) for one in shown.values()))
+        for key, title in QUANTITIES.items()
+        if any(_quantity(one, key) is not None for one in shown.values())
+    ]
+    head = [ARMS[name] for name in shown]
+    return [Table(title=f"Step {rows[-1]['step']}", head=head, rows=lines), *beside]
+
+
+def _quantity(one: Row, name: str) -> float | None:
+    """A figure of an arm: F(tau), the share of tokens whose ratio lies beyond tau or 1/tau, a masked share,
+    or a value by its own name."""
+    if not name.startswith("F("):
+        return number({**mapping(one.get("masked")), **one}, name)
+    pairs = [pair for pair in one.get("tails") or () if isinstance(pair, list) and len(pair) == 2]
+    named = [dict(zip(("tau", name), pair, strict=True)) for pair in pairs]
+    return next((number(pair, name) for pair in named if number(pair, "tau") == float(name[2:-1])), None)
+
+
+def _k3(one: Row) -> str:
+    """The value with its 95 % interval."""
+    low, high = number(one, "k3_low"), number(one, "k3_high")
+    interval = "" if low is None or high is None else f" [{figure_text(low)}, {figure_text(high)}]"
+    return f"{figure_text(number(one, 'k3'))}{interval}"
+
+
+def _cell(one: Row, key: str) -> str:
+    """The text of a cell; the interval of k3 is its note."""
+    return _k3(one).replace(" ", "\n", 1) if key == "k3" else figure_text(_quantity(one, key))
+
+
+def _facts(data: RunRows) -> list[tuple[str, str]]:
+    """The correction of the ratio, routes and their size, replay, the seconds that the measurement took."""
+    rows, metrics, starts = measured(data), data.logs["metrics"], data.logs["starts"]
+    latest, chosen = metrics[-1] if metrics else {}, mapping(starts[-1].get("algorithm")) if starts else {}
+    found: list[tuple[str, str]] = []
+    if (kind := str(chosen.get("correction", "none"))) != "none":
+        low, high = number(chosen, "correction_low"), number(chosen, "correction_high")
+        truncates = kind.endswith("truncate")
+        touched = number(latest, "sampling/truncated" if truncates else "sampling/masked")
+        bounds = f"above {high:g}" if truncates else f"outside {low:g} to {high:g}"
+        note = "" if touched is None else f"\n{_percent(touched)} of the tokens of the last step"
+        found.append(("correction of the ratio", f"{kind}, {bounds}{note}"))
+    if not rows:
+        return found
+    last = rows[-1]
+    if choice := mapping(last.get("routers")):
+        names = ("overlap", "lowest_sequence", "differ", "tokens_differ")
+        overlap, lowest, differ, tokens = (_percent(number(choice, name)) for name in names)
+        limit = f"; the gate requires {_percent(gate(data))}" if gate(data) else ""
+        margin, near = (figure_text(number(choice, f"margin_{name}median")) for name in ("", "flip_"))
+        found += [
+            ("experts in training", "the sampler's, replayed" if last.get("replay") else "the trainer's own"),
+            ("experts in common", f"{overlap}\nlowest answer {lowest}{limit}"),
+            ("routers that differ", f"{differ}\nat least one in {tokens} of the tokens"),
+            ("router margin, median", f"{margin} logits\n{near} where the two differ"),
+            ("rows with a recorded route", _percent(number(last, "coverage"))),
+        ]
+        memory = number(latest, "routing/bytes_per_token") or number(last, "route_bytes_per_token")
+        packed = number(latest, "routing/packed_bytes_per_token")
+        note = f"in memory; {packed:.1f} packed" if packed is not None else "in memory"
+        found += [] if memory is None else [("routes of a token", f"{memory:.0f} bytes\n{note}")]
+    if (seconds := number(last, "seconds")) is not None:
+        found.append(("this measurement took", f"{seconds_text(seconds)}\nat step {last['step']}"))
+    return found
+
+
+def _percent(value: float | None) -> str:
+    return NONE if value is None else f"{100 * value:.4g}%"
+
+
+def gate(data: RunRows) -> float:
+    """The overlap below which a sequence's routes are refused; 0 without a gate, e.g. with replay off."""
+    if data.setting("trainer.replay", True) is False:
+        return 0.0
+    return float(data.setting("trainer.replay_threshold", GATE))
+
+
+def summarise_gap(data: RunRows) -> dict[str, Any]:
+    """As one JSON object: every measurement, the sums of the last step, the alarms."""
+    latest = data.metrics[-1] if data.metrics else {}
+    prefixes = ("sampling/", "routing/", "watch/")
+    return {
+        "run": data.name,
+        "direction": DIRECTION,
+        "lead": describe_gap(data),
+        "measured": measured(data),
+        "last_step": {key: latest[key] for key in latest if key.startswith(prefixes)},
+        "alarms": data.logs["watch"],
+    }

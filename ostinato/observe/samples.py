@@ -1,0 +1,347 @@
+"""Recorded trajectories, read from the frames of one step at a time, for the page and ``ostinato show``."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from ostinato.inputs import parse_json
+from ostinato.observe.rows import Row
+from ostinato.render import Renderer
+from ostinato.routes import routes_from_json
+from ostinato.run import to_json
+
+BUDGET_BYTES = 6_000_000  # of the groups in a page, as base64
+GROUPS_PER_STEP = 32  # in a page, at most
+PAIRS = 3  # prompts that are shown before and after
+LOOKED_BACK = 8  # steps from the last one, in which a prompt of the first is looked for
+TOKENS_PER_ANSWER = 2048  # shown one by one
+CHARACTERS = 20_000  # of a prompt, a tool's reply or a column
+PREVIEW = 72  # characters of a prompt in the list
+MOST = 1 << 28  # bytes of a frame's content that are looked at
+
+_BROKEN = "\ufffd"  # what a part of a UTF-8 character decodes to
+_STEP = re.compile(rb'^\{"step":(\d+),')
+
+
+class Frame(NamedTuple):
+    """A zstd frame of trajectories.jsonl.zst, written by one step."""
+
+    offset: int
+    size: int  # bytes
+    step: int
+
+
+class Samples:
+    """The groups of trajectories.jsonl.zst; those of the step that was read last stay in memory.
+
+    ``renderer``: with it, answers are shown token by token, and contexts as text."""
+
+    def __init__(self, path: Path, renderer: Renderer | None) -> None:
+        self._path, self._pieces = path, Pieces(renderer) if renderer else None
+        self._frames: list[Frame] = []
+        self._inode, self._unread = -1, 0  # unread: bytes at the end that are no whole frame
+        self._read: list[Frame] = []
+        self._groups: list[list[Row]] = []
+
+    @property
+    def steps(self) -> list[int]:
+        """All recorded steps; looks for new frames behind those that are known."""
+        try:
+            with self._path.open("rb") as file:
+                inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
+                end = self._frames[-1].offset + self._frames[-1].size if self._frames else 0
+                if inode != self._inode or size < end:  # it was replaced: its run went back
+                    self._frames, self._inode, end = [], inode, 0
+                self._frames += _frames(file, end, size)
+                self._unread = size - (self._frames[-1].offset + self._frames[-1].size if self._frames else 0)
+        except FileNotFoundError:
+            self._frames = []
+        return list(dict.fromkeys(frame.step for frame in self._frames))
+
+    def index(self, step: int = -1) -> dict[str, Any]:
+        """{"steps": all recorded steps, "groups": those of ``step`` (of the last one, if it is not recorded)
+        without their answers}."""
+        steps = self.steps
+        chosen = step if step in steps else next(reversed(steps), -1)
+        return {"steps": steps, "groups": [_listed(rows) for rows in self.groups(chosen)]}
+
+    def group(self, step: int, place: int) -> dict[str, Any]:
+        """The group at index ``place`` of the step's ``groups``. Raises ValueError if there is none."""
+        groups = self.groups(step)
+        if not 0 <= place < len(groups):
+            raise ValueError(f"step {step} has no group {place}")
+        return self._content(groups[place])
+
+    def groups(self, step: int) -> list[list[Row]]:
+        """The rows of a step by group; empty for frames that can no longer be read."""
+        frames = [frame for frame in self._frames if frame.step == step]
+        if frames != self._read:
+            rows = (row for frame in frames for row in _rows(self._path, frame))
+            self._read, self._groups = frames, list(_grouped(rows))
+        return self._groups
+
+    def pairs(self) -> list[dict[str, Any]]:
+        """The first answers to prompts of the first recorded step, and to the same prompts as late in the run
+        as they were recorded again; where none was, answers of the first and of the last step, to other
+        prompts: {"same", "before": {uid, prompt, step, text, reward, stop}, "after": the same}."""
+        steps = self.steps
+        if len(steps) < 2:
+            return []
+        first = {str(rows[0]["uid"]): rows[0] for rows in self.groups(steps[0])}
+        found: dict[str, Row] = {}
+        for step in reversed(steps[1:][-LOOKED_BACK:]):
+            for rows in self.groups(step):
+                uid = str(rows[0]["uid"])
+                if uid in first and uid not in found and len(found) < PAIRS:
+                    found[uid] = rows[0]
+        last = [rows[0] for rows in self.groups(steps[-1])]
+        pairs = [(first[uid], row) for uid, row in found.items()] or list(
+            zip(first.values(), last, strict=False)
+        )[:PAIRS]
+        return [{"same": bool(found), "before": _side(a), "after": _side(b)} for a, b in pairs]
+
+    def packed(self, budget: int = BUDGET_BYTES) -> dict[str, Any]:
+        """What a page holds of them: {"groups": as in ``index``, each with "data", the rest as base64 of
+        deflated JSON; "recorded": the steps; "left_out": groups that had no room; "unread": bytes at the
+        end that are no whole frame}. The first and the last step come before those between."""
+        steps = self.steps
+        most = max(4, min(GROUPS_PER_STEP, 256 // max(1, len(steps))))
+        kept: dict[int, list[dict[str, Any]]] = {}
+        left_out = 0
+        for step in (steps[place] for place in spread(len(steps))):
+            groups = self.groups(step)
+            for rows in groups[:most]:
+                data = base64.b64encode(zlib.compress(to_json(self._content(rows)).encode(), 6)).decode()
+                if len(data) <= budget or not kept:
+                    kept.setdefault(step, []).append({**_listed(rows), "data": data})
+                    budget -= len(data)
+            left_out += len(groups) - len(kept.get(step, ()))
+        shown = [group for step in sorted(kept) for group in kept[step]]
+        return {"groups": shown, "recorded": steps, "left_out": left_out, "unread": self._unread}
+
+    def _content(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """A group in the format of samples.js."""
+        return {**_prompt(rows[0]), "answers": [_answer(row, self._pieces) for row in rows]}
+
+
+def spread(n: int) -> list[int]:
+    """0 to n - 1: the ends, then the middle, then the middles of the halves ...
+
+    >>> spread(5)
+    [0, 4, 2, 1, 3]
+    """
+    order, gaps = list(dict.fromkeys([0, n - 1]))[:n], [(0, n - 1)]
+    while gaps:
+        low, high = gaps.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return order
+
+
+def _grouped(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows by group. Siblings are adjacent in the log; a new prompt or a lower sample begins a new group."""
+    group: list[Row] = []
+    for row in rows:
+        same = group and (row["step"], row["uid"]) == (group[0]["step"], group[0]["uid"])
+        if group and (not same or row["sample"] <= group[-1]["sample"]):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+# ---- frames of zstd
+
+
+def _frames(file: BinaryIO, start: int, stop: int) -> Iterator[Frame]:
+    """The complete frames of [start, stop), found without decompressing them in full."""
+    while start < stop and (size := _frame_size(file, start)) and start + size <= stop:
+        file.seek(start)
+        step = _STEP.match(_expanded(file.read(min(size, 1 << 17)), 64))
+        if step is None:
+            return
+        yield Frame(start, size, int(step[1]))
+        start += size
+
+
+def _frame_size(file: BinaryIO, start: int) -> int:
+    """Size in bytes of the frame at ``start``, by the sizes of its blocks (RFC 8878, section 3.1.1); 0 if it
+    is torn or not a frame."""
+    import zstandard
+
+    file.seek(start)
+    head = file.read(18)  # the longest possible header
+    try:
+        at = zstandard.frame_header_size(head)
+        checksum = zstandard.get_frame_parameters(head).has_checksum
+    except zstandard.ZstdError:
+        return 0
+    while True:
+        file.seek(start + at)
+        if len(block := file.read(3)) < 3:
+            return 0
+        header = int.from_bytes(block, "little")
+        last, kind, size = header & 1, header >> 1 & 3, header >> 3
+        if kind == 3:
+            return 0
+        at += 3 + (1 if kind == 1 else size)  # 1: one byte, repeated
+        if last:
+            return at + 4 * checksum
+
+
+def _expanded(data: bytes, most: int) -> bytes:
+    """The first ``most`` bytes of a frame's content, as far as it is whole; a small frame may hold more."""
+    import zstandard
+
+    content = bytearray()
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+            while len(content) < most and (part := reader.read(min(1 << 20, most - len(content)))):
+                content += part
+    except zstandard.ZstdError:
+        pass
+    return bytes(content)
+
+
+def _rows(path: Path, frame: Frame) -> Iterator[Row]:
+    """The trajectories of a frame, up to one that is no row."""
+    try:
+        with path.open("rb") as file:
+            file.seek(frame.offset)
+            lines = _expanded(file.read(frame.size), MOST).splitlines()
+        for line in lines:
+            row = parse_json(line, surrogates=True)
+            if isinstance(row, dict):
+                yield row
+    except (OSError, ValueError):
+        return
+
+
+# ---- what the page shows of them
+
+
+def _listed(rows: Sequence[Row]) -> dict[str, Any]:
+    """What the list of groups shows of a group: step, uid, the beginning of its prompt, rewards."""
+    messages = _prompt(rows[0])["messages"]
+    return {
+        "step": int(rows[0]["step"]),
+        "uid": str(rows[0]["uid"]),
+        "preview": " ".join(messages[-1]["content"].split())[:PREVIEW] if messages else "",
+        "rewards": [row.get("reward") for row in rows],
+    }
+
+
+def _side(row: Row) -> dict[str, Any]:
+    text = "\n".join(str(turn.get("text") or "") for turn in row.get("turns") or ())
+    messages = _prompt(row)["messages"]
+    prompt = {"uid": str(row["uid"]), "prompt": messages[-1]["content"] if messages else ""}
+    return {
+        **prompt,
+        "step": row["step"],
+        "text": _clip(text),
+        "reward": row.get("reward"),
+        "stop": row.get("stop"),
+    }
+
+
+def _answer(row: Row, pieces: Pieces | None) -> dict[str, Any]:
+    """What the page shows of a trajectory: of an overlong one its first ``TOKENS_PER_ANSWER`` tokens."""
+    turns, left = [], TOKENS_PER_ANSWER
+    for turn in row.get("turns") or ():
+        turns.append(_turn(turn, pieces, left))
+        left = max(0, left - len(turn["tokens"]))
+    shown = ("sample", "seed", "stop", "error", "reward", "reason", "parts", "extra")
+    return {**{key: row.get(key) for key in shown}, "turns": turns}
+
+
+def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str, Any]:
+    """Arrays of the first ``most`` tokens: log-probabilities rounded to three decimals, one version if all
+    are equal, experts as a flat list of layers x top_k per token. ``injected``: indices of tokens that were
+    inserted, not sampled; they have no log-probability, and the version of the token before."""
+    tokens, injected = turn["tokens"], turn.get("injected") or []
+    versions: list[int] = []
+    for version in turn["versions"]:  # -1 stands at tokens that no policy sampled
+        versions.append(versions[-1] if version < 0 and versions else version)
+    packed = turn.get("experts")  # a list in older runs, whose routes were not packed: not shown
+    experts = routes_from_json(packed) if isinstance(packed, Mapping) else None
+    return {
+        "num_tokens": len(tokens),
+        "num_context": len(turn["context"]),
+        "context": _clip(pieces.text(turn["context"])) if pieces else None,
+        "tokens": tokens[:most],
+        "pieces": pieces.split(tokens[:most]) if pieces else None,
+        "logprobs": [
+            None if value is None or place in injected else round(value, 3)
+            for place, value in enumerate(turn["logprobs"][:most])
+        ],
+        "injected": [place for place in injected if place < most],
+        "versions": versions[:1] if len(set(versions)) == 1 else versions[:most],
+        "experts": experts[:most].ravel().tolist() if experts is not None else None,
+        "routing": list(experts.shape[1:]) if experts is not None else None,  # [moe_layers, top_k]
+        "text": _clip(turn["text"]),
+        "stop": turn["stop"],
+    }
+
+
+def _prompt(row: Row) -> dict[str, Any]:
+    """The messages of a trajectory's prompt, and its columns; overlong ones are cut."""
+    prompt, columns = row.get("prompt"), row.get("columns") or {}
+    chat = prompt if isinstance(prompt, list) else [{"role": "", "content": prompt}]
+    return {
+        "messages": [
+            {"role": str(m.get("role", "")), "content": _clip(_text(m.get("content")))} for m in chat
+        ],
+        "columns": {str(name): _clip(_text(value)) for name, value in columns.items()},
+    }
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _clip(text: str) -> str:
+    more = len(text) - CHARACTERS
+    return text if more <= 0 else f"{text[:CHARACTERS]} … ({more:,} more characters in the run folder)"
+
+
+class Pieces:
+    """The text of each token of a sequence; joined, the pieces are the text of the whole."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._decode = renderer.decode
+        self._anchor = [int(token) for token in renderer.encode("a")]  # decoders trim the start of a text
+        self._known: dict[int, str] = {}
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self._decode(tokens, skip_special=False)
+
+    def split(self, tokens: Sequence[int]) -> list[str]:
+        """One string per token. A character of several tokens is at the first; the others are empty."""
+        pieces = [self._alone(token) for token in tokens]
+        start = 0
+        while start < len(tokens):
+            stop = start
+            while stop < len(tokens) and _BROKEN in pieces[stop]:
+                stop += 1
+            if stop - start > 1:
+                pieces[start:stop] = [self._behind_anchor(tokens[start:stop]), *[""] * (stop - start - 1)]
+            start = max(stop, start + 1)
+        return pieces
+
+    def _alone(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._behind_anchor([token])
+        return self._known[token]
+
+    def _behind_anchor(self, tokens: Sequence[int]) -> str:
+        return self.text([*self._anchor, *tokens])[len(self.text(self._anchor)) :]
