@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import ostinato
 from ostinato.algo.routing import require_aligned
-from ostinato.apps.interop.replay import Routes, Tape, attach_replay
+from ostinato.hf.replay import Routes, Tape, attach_replay
 
 SEED_MOE = Path(ostinato.__file__).parent / "assets" / "seed-moe"
 

@@ -12,12 +12,12 @@ from ostinato.config import Recipe
 from ostinato.launch.checks import check, several_full_marks
 from ostinato.launch.engine import notes
 from ostinato.launch.inputs import RunInputs
-from ostinato.model.decoder import Decoder
-from ostinato.model.flops import FlopModel, Work
+from ostinato.model.base import Base
+from ostinato.model.flops import Work
 from ostinato.model.lora import Adapters
 
 
-def device_name(decoder: Decoder) -> str:
+def device_name(decoder: Base) -> str:
     """The name of the GPU that the decoder is on; empty on a CPU."""
     return torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else ""
 
@@ -27,7 +27,7 @@ def introduction(prepared: RunInputs, adapters: Adapters | None) -> Iterator[str
     recipe, decoder = prepared.recipe, prepared.decoder
     size = sum(parameter.numel() for parameter in decoder.parameters())
     a_token = Work(tokens=1, logits=1)  # 2 FLOPs for each weight that it meets
-    active = FlopModel.of(decoder.config, None).forward(a_token) / 2
+    active = decoder.flops(None).forward(a_token) / 2
     yield (
         f"model        {recipe.model.path}: {decoder.config.model_type}, {size / 1e6:.1f} M parameters, "
         f"{active / 1e6:.1f} M active, {recipe.model.dtype} on {decoder.device.type}"

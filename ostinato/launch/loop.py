@@ -22,8 +22,7 @@ from ostinato.launch.inputs import RunInputs, longest_answer, new_stage, new_tas
 from ostinato.launch.introduction import device_name, own_weights
 from ostinato.launch.models import newest_checkpoint
 from ostinato.launch.policy import write_policy
-from ostinato.model.config import ModelConfig
-from ostinato.model.decoder import Decoder
+from ostinato.model.base import Base
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters
 from ostinato.observe.ledger import Ledger, SteadyClock, Terms
@@ -69,7 +68,7 @@ async def score_exported(
     stage, main = new_stage(exact, engine, exact.grader), new_evaluations(exact)[0]
     with ledger.work(), ledger.evaluating():
         row, groups = await evaluate_groups(stage, main, state.step)
-    work = evaluation_work(groups, new_flops(exact.recipe, exact.decoder.config, adapters))
+    work = evaluation_work(groups, new_flops(exact.recipe, exact.decoder, adapters))
     ledger.evaluation(state.step, "exported", row["seconds"], work)
     return row | {"exported": True, "spent": spent_in_steps(state.step, state.totals)}
 
@@ -110,10 +109,9 @@ def mark(recipe: Recipe) -> float:
     return solved_at(recipe.judges(next(iter(recipe.task.by_name))))
 
 
-def new_flops(recipe: Recipe, config: ModelConfig, adapters: Adapters | None) -> FlopModel:
+def new_flops(recipe: Recipe, decoder: Base, adapters: Adapters | None) -> FlopModel:
     """What rows of rollouts and of training cost."""
-    return FlopModel.of(
-        config,
+    return decoder.flops(
         adapters.spec if adapters else None,
         recompute=recipe.trainer.recompute,
         entropy_gradient=check(recipe).needs_entropy,
@@ -132,7 +130,7 @@ def new_loop(
 ) -> Loop:
     """The run, assembled."""
     recipe, trainer, memory = prepared.recipe, components.trainer, components.memory
-    flops, rows = new_flops(recipe, prepared.decoder.config, trainer.adapters()), row_digests(prepared)
+    flops, rows = new_flops(recipe, prepared.decoder, trainer.adapters()), row_digests(prepared)
 
     def save(state: LoopState) -> int:
         counts = {"trainer": trainer.counters(), "loop": state.to_json(), "rows": rows}
@@ -241,7 +239,7 @@ def restore(
 def new_ledger(
     recipe: Recipe,
     run: RunFolder,
-    decoder: Decoder,
+    decoder: Base,
     clock: SteadyClock,
     pools: Mapping[str, int] | None = None,
 ) -> Ledger:

@@ -18,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ostinato.model.attention import Attend, ProjectedAttend, mla_scale, rope_frequencies
 from ostinato.model.config import ModelConfig, QKNorm
+from ostinato.model.flops import FlopModel
 from ostinato.model.lora import NO_LORA, Adapters, LayerLora, Lora, Prepared, lora_linear, narrow_linear
 from ostinato.model.moe import check_routing
 from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.model.shapes import AdapterSpec
 from ostinato.model.share import Share, local_config
 from ostinato.model.weights import (
     Attention,
@@ -132,16 +134,18 @@ class Decoder(nn.Module):
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """(key-value heads, key width, value width) of what ``attend`` is given per row.
-
-        Latent attention hands over expanded keys and values: a simple cache, larger than the latent.
-        """
+        """(key-value heads, key width, value width) of what ``attend`` is given per row, of latent
+        attention expanded."""
         return self.local.num_kv_heads, self.config.head_dim, self.config.v_head_dim
 
     @property
     def num_moe_layers(self) -> int:
         """Of the layers that are here."""
         return sum(isinstance(block.mlp, Moe) for block in self.blocks)
+
+    def flops(self, adapter: AdapterSpec | None, **options: bool) -> FlopModel:
+        """See ``FlopModel.of``."""
+        return FlopModel.of(self.config, adapter, **options)
 
     def trainable(self, on: bool) -> Decoder:
         """Full-parameter training on or off. DeepSeek's correction bias is never trained by gradient."""

@@ -50,11 +50,11 @@ class Adapters:
         pairs = self.tensors.items()
         return {f"{name}.{part}": leaf for name, pair in pairs for part, leaf in zip("AB", pair, strict=True)}
 
-    def copy_of(self, leaves: Mapping[str, Tensor], config: ModelConfig) -> Adapters:
+    def copy_of(self, leaves: Mapping[str, Tensor], config: Any) -> Adapters:
         """With values of all leaves of a model of ``config``: what is published while training goes on."""
         names = dict.fromkeys(name.rpartition(".")[0] for name in leaves)
         pairs = {name: (leaves[f"{name}.A"].clone(), leaves[f"{name}.B"].clone()) for name in names}
-        return Adapters(self.spec, pairs, config)
+        return type(self)(self.spec, pairs, config)
 
     def parameters(self) -> Iterator[Tensor]:
         yield from self.leaves().values()
@@ -89,7 +89,7 @@ class Adapters:
 
     def detach_copy(self) -> Adapters:
         """An independent copy without gradients: what is published while training goes on."""
-        return Adapters(
+        return type(self)(
             self.spec,
             {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in self.tensors.items()},
             self.config,
@@ -101,7 +101,7 @@ class Adapters:
         def move(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
-        return Adapters(
+        return type(self)(
             self.spec, {name: (move(a), move(b)) for name, (a, b) in self.tensors.items()}, self.config
         )
 

@@ -71,9 +71,9 @@ def read_foreign(folder: Path, config: ModelConfig) -> ForeignAdapter:
 
     Raises ValueError, with what is not understood, where it would be another function here.
     """
-    settings = _read_settings(folder)
-    pairs = _read_pairs(folder)
-    scale = _Scale.of(settings)
+    settings = read_settings(folder)
+    pairs = read_pairs(folder)
+    scale = Scale.of(settings)
     maps: dict[str, tuple[Tensor, Tensor, float]] = {}  # logical name -> A, B, scale
     for module, factors in pairs.items():
         if factors.keys() != {"A", "B"}:
@@ -108,7 +108,7 @@ def read_foreign(folder: Path, config: ModelConfig) -> ForeignAdapter:
     )
 
 
-def _read_settings(folder: Path) -> Mapping[str, Any]:
+def read_settings(folder: Path) -> Mapping[str, Any]:
     """adapter_config.json. ValueError for a setting under which the adapter is no plain LoRA."""
     path = folder / CONFIG
     try:
@@ -130,7 +130,7 @@ def _read_settings(folder: Path) -> Mapping[str, Any]:
     return settings
 
 
-def _read_pairs(folder: Path) -> dict[str, Factors]:
+def read_pairs(folder: Path) -> dict[str, Factors]:
     """By module the factors of its adapter. ValueError for a tensor that is no factor of LoRA."""
     path = folder / TENSORS
     if not path.is_file():
@@ -154,7 +154,7 @@ def _read_pairs(folder: Path) -> dict[str, Factors]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scale:
+class Scale:
     """alpha / r, or alpha / sqrt(r) with rsLoRA (arXiv 2312.03732), of a map by its module's name."""
 
     alpha: float
@@ -163,7 +163,7 @@ class _Scale:
     root: bool
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> _Scale:
+    def of(cls, settings: Mapping[str, Any]) -> Scale:
         return cls(
             alpha=float(settings.get("lora_alpha") or 8),  # PEFT's default
             patterns=settings.get("alpha_pattern") or {},
@@ -191,7 +191,7 @@ def _logical_names(config: ModelConfig) -> dict[str, str]:
 
 
 def _fused_experts(
-    module: str, a: Tensor, b: Tensor, config: ModelConfig, scale: _Scale, folder: Path
+    module: str, a: Tensor, b: Tensor, config: ModelConfig, scale: Scale, folder: Path
 ) -> dict[str, tuple[Tensor, Tensor, float]]:
     """An adapter of one parameter of all experts: A [E r, in], B [out, r E] with ranks outside of experts
     (``peft_io``). gate_up_proj [E, 2 M, D] becomes gate and up, which have its A both."""

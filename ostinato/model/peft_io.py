@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ostinato.inputs import parse_json
+from ostinato.model.base import Base
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model, write_tensors
@@ -146,7 +147,7 @@ def export_merged(
     return rounding_error(decoder, merged, adapters)
 
 
-def base_fingerprint(decoder: Decoder) -> str:
+def base_fingerprint(decoder: Base) -> str:
     """A digest of the base: every tensor's name, shape and some values, as bf16 rounds them, so that the
     same weights loaded in another dtype are the same base.
 

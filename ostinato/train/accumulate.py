@@ -25,7 +25,7 @@ from ostinato.algo.offpolicy import Mismatch
 from ostinato.algo.pack import pack
 from ostinato.algo.routing import sequence_spans
 from ostinato.algo.token_losses import BOUNDS, TokenLoss
-from ostinato.model.decoder import Decoder
+from ostinato.model.base import Base
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.train.inputs import Inputs, as_inputs
@@ -117,7 +117,7 @@ class Accumulator:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Base,
         adapters: Adapters | None,
         *,
         ops: Ops = TORCH_OPS,
@@ -274,7 +274,7 @@ class Part:
         }
 
 
-def packed(rows: Sequence[Row], tokens_per_microbatch: int, decoder: Decoder) -> Iterator[Part]:
+def packed(rows: Sequence[Row], tokens_per_microbatch: int, decoder: Base) -> Iterator[Part]:
     """The rows in microbatches of at most ``tokens_per_microbatch``, first-fit-decreasing, prompts shared."""
     samples = [_sample(row, index) for index, row in enumerate(rows)]
     weights = [sample.loss_mask.astype(np.float64) for sample in samples]
@@ -299,7 +299,7 @@ def _sample(row: Row, index: int) -> Sample:
     )
 
 
-def _part(microbatch: Microbatch, rows: Sequence[Row], decoder: Decoder) -> Part:
+def _part(microbatch: Microbatch, rows: Sequence[Row], decoder: Base) -> Part:
     order = [int(uid) for uid in microbatch.uids]
     spans = sequence_spans(microbatch).tolist()
     predictors, targets = [], []
@@ -338,7 +338,7 @@ def _part(microbatch: Microbatch, rows: Sequence[Row], decoder: Decoder) -> Part
 
 @torch.no_grad()
 def prompt_scores(
-    decoder: Decoder, adapters: Adapters | None, tokens: np.ndarray, top: int = 0, ops: Ops = TORCH_OPS
+    decoder: Base, adapters: Adapters | None, tokens: np.ndarray, top: int = 0, ops: Ops = TORCH_OPS
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
     """Log-probabilities [P - 1] of all tokens but the first, at temperature 1, and the ``top`` likeliest at
     each place (ids, log-probabilities [P - 1, top], best first), by the forward of training."""

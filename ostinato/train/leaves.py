@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ostinato.model.decoder import Decoder
+from ostinato.model.base import Base
 from ostinato.model.lora import Adapters
 from ostinato.train.optimizer import MOMENTS, AdamW, gradient_norm, load_optimizer_tensors, optimizer_tensors
 
@@ -54,7 +54,7 @@ class WholeLeaves:
         return whole
 
 
-def trained_parameters(decoder: Decoder, adapters: Adapters | None) -> dict[str, Tensor]:
+def trained_parameters(decoder: Base, adapters: Adapters | None) -> dict[str, Tensor]:
     """The leaves that a trainer updates, by name. Raises ValueError if they are not what was requested."""
     if adapters is not None:
         if any(parameter.requires_grad for parameter in decoder.parameters()):

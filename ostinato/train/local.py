@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ostinato.algo.logprobs import chunked_logprobs, linear_logprobs
-from ostinato.model.decoder import Decoder
+from ostinato.model.base import Base
 from ostinato.model.lora import Adapters, Factors, Prepared
 from ostinato.model.ops import Ops
 from ostinato.train.halve import halves, whole_outcome, whole_scores
@@ -30,7 +30,7 @@ class LocalPasses:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Base,
         adapters: Adapters | None,
         *,
         ops: Ops,
@@ -165,7 +165,7 @@ class LocalPasses:
             "temperature": self._temperature,
             "want_entropy": want_entropy,
         }
-        if head.requires_grad:
+        if head is None or head.requires_grad:
             return chunked_logprobs(hidden, part.targets, self._decoder.logits, **options)
         options["entropy_grad"] = want_entropy and self._entropy_grad
         options["matmul_nt"], options["matmul_nn"] = head_products(self._decoder, self._ops)

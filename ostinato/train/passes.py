@@ -17,6 +17,7 @@ from torch import Tensor
 from ostinato.algo.algorithms import Algorithm, policy_loss
 from ostinato.algo.logprobs import Matmul
 from ostinato.algo.offpolicy import Mismatch, importance_weights, mismatch
+from ostinato.model.base import Base
 from ostinato.model.config import MoEConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.moe import margins
@@ -117,7 +118,7 @@ def watching(ops: Ops, into: list[Tensor]) -> Ops:
     return replace(ops, route=route)
 
 
-def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[None, None]:
+def head_products(decoder: Base, ops: Ops) -> tuple[Matmul, Matmul] | tuple[None, None]:
     """The two products of `linear_logprobs` for a frozen head, with logits as in ``Decoder.logits``.
 
     (None, None) means both in fp32, the weight cast once: what torch can do on a CPU for an FP32 head over
@@ -125,6 +126,7 @@ def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[N
     several times faster. Log-probabilities by ``Ops.score`` are of the sampler's own logits.
     """
     head = decoder.head_weight
+    assert head is not None, "logits that are more than a product have no products of their own"
     of_a_gpu = head.is_cuda and head.dtype == decoder.dtype
     widens = decoder.fp32_head and ops.gemm is TORCH_OPS.gemm and not of_a_gpu
     if (head.dtype.itemsize >= 4 or widens) and ops.score is None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ostinato.algo.routing import THRESHOLD, Misaligned
-from ostinato.model.config import ModelConfig
+from ostinato.model.base import Facts
 from ostinato.model.flops import FlopModel, Work
 from ostinato.train.gate import agreement, coverage, refusal, unreplayable, without_routes
 from ostinato.train.inputs import Inputs, as_inputs
@@ -42,7 +42,7 @@ class ReplayGuard:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Facts,
         passes: Passes,
         flops: FlopModel,
         *,

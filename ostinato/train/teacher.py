@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ostinato.model.decoder import Decoder
+from ostinato.model.base import Base
 from ostinato.model.flops import FlopModel, Work
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
@@ -60,7 +60,7 @@ class LocalTeacher:
 
 
 def local_teacher(
-    decoder: Decoder, adapters: Adapters | None, *, temperature: float = 1.0, ops: Ops = TORCH_OPS
+    decoder: Base, adapters: Adapters | None, *, temperature: float = 1.0, ops: Ops = TORCH_OPS
 ) -> LocalTeacher:
     """A teacher in this process. ``decoder`` may be the one that is trained, if its base is frozen."""
     for pair in adapters.tensors.values() if adapters else ():
@@ -69,6 +69,4 @@ def local_teacher(
     passes = LocalPasses(
         decoder, adapters, ops=ops, temperature=temperature, recompute=False, entropy_grad=False
     )
-    return LocalTeacher(
-        passes=passes, flops=FlopModel.of(decoder.config, adapters.spec if adapters else None)
-    )
+    return LocalTeacher(passes=passes, flops=decoder.flops(adapters.spec if adapters else None))

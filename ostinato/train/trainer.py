@@ -36,8 +36,8 @@ from torch import Tensor
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.routing import THRESHOLD
 from ostinato.failure import NamedFailure
-from ostinato.model.decoder import Decoder
-from ostinato.model.flops import FlopModel, Work
+from ostinato.model.base import Base
+from ostinato.model.flops import Work
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.peft_io import base_fingerprint
@@ -79,7 +79,7 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Base,
         adapters: Adapters | None,
         algorithm: Algorithm,
         *,
@@ -122,7 +122,7 @@ class PolicyTrainer:
         self._optimizer = build_optimizer(self._named.values(), optimizer, lambda leaf: id(leaf) in vectors)
         self._steps = 0  # calls of step(): what the schedule reads
         self._refused_in_a_row = self._num_rows = 0
-        self._flops = FlopModel.of(decoder.config, adapters.spec if adapters else None)
+        self._flops = decoder.flops(adapters.spec if adapters else None)
         self._guard = ReplayGuard(
             decoder.config,
             self._passes,
@@ -323,7 +323,7 @@ class PolicyTrainer:
         return StepReport(metrics=metrics, skipped=skipped, uids=uids)
 
 
-def identity_of(decoder: Decoder, adapters: Adapters | None, base: str) -> dict[str, str]:
+def identity_of(decoder: Base, adapters: Adapters | None, base: str) -> dict[str, str]:
     """What must be the same to resume: model, fingerprint ``base`` of its frozen weights, adapter."""
     config = decoder.config
     shape = f"{config.num_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"

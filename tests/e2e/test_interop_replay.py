@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.algo.routing import Misaligned, require_aligned
-from ostinato.apps.interop.replay import Routes, UnsupportedRouter, attach_replay
+from ostinato.hf.replay import Routes, UnsupportedRouter, attach_replay
 from ostinato.types import NO_EXPERT
 
 transformers = pytest.importorskip("transformers", minversion="5.0")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from worlds import KINDS, VOCAB, random_routes, tiny
 
-from ostinato.apps.interop.replay import Routes, attach_replay
 from ostinato.engine.local import LocalEngine
+from ostinato.hf.replay import Routes, attach_replay
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import MoEConfig
 from ostinato.model.decoder import Decoder

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ostinato.apps.interop.replay import Routes, UnsupportedRouter, attach_replay
-from ostinato.apps.interop.routers import TopKSwap
+from ostinato.hf.replay import Routes, UnsupportedRouter, attach_replay
+from ostinato.hf.routers import TopKSwap
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,7 @@ BASE = {
     "threads",
 }  # all may import
 
-CORE = LEAVES | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "parallel"}
+CORE = LEAVES | {"algo", "model", "hf", "engine", "history", "env", "reward", "rollout", "train", "parallel"}
 CORE |= {
     "database",
     "pipeline",
@@ -95,6 +95,7 @@ ARROWS: dict[str, set[str]] = {
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
     "train": {"types", "protocols", "run", "algo", "model", "parallel", "workers"}
     | {"observe.mismatch", "observe.timeline"},
+    "hf": {"types", "protocols", "run", "algo", "model", "engine", "train"},  # and transformers
     "pipeline": {"types", "protocols", "config", "every", "run", "routes", "algo"}
     | {"model", "history", "rollout", "train", "observe.timeline", "observe.ledger", "observe.stability"}
     | {"observe.bets"},
@@ -113,7 +114,7 @@ ARROWS: dict[str, set[str]] = {
     "observe.samples": LEAVES | {"observe.rows"},
     "observe.page": LEAVES | READERS | {"observe.concerns", "observe.samples"},
     "launch": LEAVES
-    | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
+    | {"algo", "model", "hf", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
     | {"compiler", "isa", "parallel", "observe.rows", "observe.concerns", "terminal", ""},
     "cli": CORE | APPS.keys(),
     "": {"config", "cli", "launch"},  # the lazy names of __init__, and __main__

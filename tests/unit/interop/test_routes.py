@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nouns import completion
 
 from ostinato.algo.routing import Cause, Misaligned, alignment, require_aligned, shared_ids
-from ostinato.apps.interop.routes import Routes, id_dtype
+from ostinato.hf.routes import Routes, id_dtype
 from ostinato.types import NO_EXPERT
 
 LAYERS, TOP_K, EXPERTS = 4, 3, 16

@@ -28,8 +28,8 @@ from worlds import KINDS, VOCAB, closed_form, generator, moe_of, native_choice, 
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.algo.routing import Cause, Misaligned, require_aligned
-from ostinato.apps.interop.routes import Routes
 from ostinato.engine.local import LocalEngine
+from ostinato.hf.routes import Routes
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import _UNDERSTOOD_BY, MoEConfig, Scoring
 from ostinato.model.decoder import Decoder

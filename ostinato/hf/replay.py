@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.algo.routing import THRESHOLD, shared_ids
-from ostinato.apps.interop.probe import Site, find_routers
-from ostinato.apps.interop.routers import TopKSwap, UnsupportedRouter, WeightRule, fit
-from ostinato.apps.interop.routes import Routes
+from ostinato.hf.probe import Site, find_routers
+from ostinato.hf.routers import TopKSwap, UnsupportedRouter, WeightRule, fit
+from ostinato.hf.routes import Routes
 
 _DRIFT = 4  # units in the last place that a formula may be off later, in tensors of other shapes
 
@@ -199,6 +199,22 @@ class Replay:
             yield
         finally:
             self._tape, self._last = tape, last
+
+    @property
+    def tape(self) -> Tape | None:
+        """What is set now."""
+        return self._tape
+
+    @contextmanager
+    def again(self, tape: Tape) -> Iterator[None]:
+        """``tape`` set once more, around what checkpointing recomputes after its ``using`` has ended."""
+        before, last = self._tape, self._last
+        self._tape = tape
+        self._last = [tape if tape.routes is not None else None] * len(self.sites)
+        try:
+            yield
+        finally:
+            self._tape, self._last = before, last
 
     def set(self, routes: Routes) -> Tape:
         """As ``using``, for loops that cannot hold a context open: until ``clear``."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ostinato.apps.interop.routers import (
+from ostinato.hf.routers import (
     Slots,
     UnsupportedRouter,
     WeightRule,

@@ -1,0 +1,95 @@
+"""What trainer and loop need to know of a model of ``transformers``: sizes, and FLOPs of its linear maps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.hf.factors import Site
+from ostinato.hf.replay import Replay
+from ostinato.model.config import MoEConfig
+from ostinato.model.flops import FlopModel, Part, Rates
+from ostinato.model.shapes import AdapterSpec
+
+_PARTS = {"attn": Part.ATTENTION, "mlp": Part.MLP}
+_LONGEST = 1 << 20  # where a config.json says nothing of a longest context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """``model.base.Facts`` of a configuration of transformers."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_positions: int
+    moe: MoEConfig | None
+    num_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: Any, replay: Replay | None) -> ModelFacts:
+        """``config``: of the text model. ``replay``: its routers, None without any."""
+        moe = None
+        if replay is not None:
+            width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", 0)
+            moe = MoEConfig(
+                num_experts=replay.num_experts,
+                top_k=replay.top_k,
+                intermediate_size=width if isinstance(width, int) else 1,
+                layers=replay.layers,
+            )
+        heads = _number(config, "num_attention_heads", "n_head", default=1)
+        hidden = _number(config, "hidden_size", "n_embd", "d_model", default=1)
+        return cls(
+            model_type=config.model_type,
+            vocab_size=config.vocab_size,
+            hidden_size=hidden,
+            num_layers=_number(config, "num_hidden_layers", "n_layer", default=1),
+            max_positions=_number(config, "max_position_embeddings", "n_positions", default=_LONGEST),
+            moe=moe,
+            num_heads=heads,
+            head_dim=_number(config, "head_dim", default=max(1, hidden // heads)),
+        )
+
+
+def _number(config: Any, *names: str, default: int) -> int:
+    """The first of these keys that is a number."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), default)
+
+
+def measured(
+    facts: ModelFacts,
+    sites: Sequence[Site],
+    adapter: AdapterSpec | None,
+    *,
+    recompute: bool = False,
+    entropy_gradient: bool = False,
+) -> FlopModel:
+    """FLOPs of the linear maps by name, of top_k experts, of all pairs of attention, and of the head.
+
+    What a recurrence multiplies besides is not counted, and backward is taken to go through every layer.
+    """
+    share = facts.moe.top_k / facts.moe.num_experts if facts.moe else 1.0
+    parts = {part: Rates() for part in Part}
+    factors = 0.0
+    for site in sites:
+        used = (site.experts or 1) * share if site.role == "experts" else 1.0
+        product = 2.0 * site.inputs * site.outputs * used
+        parts[_PARTS.get(site.role, Part.EXPERTS)] += Rates(tokens=product)
+        if adapter is not None and site.is_meant(adapter.targets):
+            rank = (adapter.expert_rank or adapter.rank) if site.role == "experts" else adapter.rank
+            factors += 2.0 * rank * (site.inputs + site.outputs) * used
+    attention = 4.0 * facts.num_heads * facts.head_dim * facts.num_layers
+    parts[Part.ATTENTION] += Rates(pairs=attention)
+    frozen = sum((rates.tokens for rates in parts.values()), 0.0)
+    parts[Part.LORA] = Rates(tokens=factors)
+    head = 2.0 * facts.vocab_size * facts.hidden_size
+    again = Rates(tokens=frozen + factors, pairs=attention) if recompute else Rates()
+    backward = Rates(tokens=frozen + 2 * factors, pairs=2.5 * attention) + again
+    parts[Part.HEAD] = Rates(logits=head)
+    products = 3 if adapter is None else 1 + entropy_gradient
+    return FlopModel(parts=parts, backward_rates=backward + Rates(logits=products * head))
