@@ -73,11 +73,9 @@ class Decoder(nn.Module):
     ) -> None:
         """Allocate without values: ``hf.load_model`` or ``init_weights`` fills them.
 
-        ``dtype``: of activations, norms, biases and adapters. ``storage``: of matrices, ``dtype`` where it is
-        None; narrower ones are widened as they are multiplied, and cannot be trained.
-        ``fp32_head``: the last matrix product in fp32, for sampler and trainer alike. ``stored``: take these,
-        by parameter name, and allocate nothing (``model.quantise``). ``share``: keep that part of the model
-        only; ``forward`` then takes ``Ops`` that reach the other ranks.
+        ``dtype``: of activations, norms, biases and adapters. ``storage``: of matrices, None: ``dtype``;
+        narrower ones cannot be trained. ``fp32_head``: the last product in fp32. ``stored``: take these, by
+        name (``model.quantise``). ``share``: this part; ``forward`` takes ``Ops`` that reach other ranks.
         """
         super().__init__()
         self.config = config
@@ -119,7 +117,7 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, norms and biases, and of matrices without a ``storage`` of their own."""
+        """Of activations."""
         return self.blocks[0].attn_norm.dtype
 
     @property
@@ -217,7 +215,7 @@ class Decoder(nn.Module):
     def logits(
         self, hidden: Tensor, *, adapters: Adapters | Prepared | None = None, ops: Ops = TORCH_OPS
     ) -> Tensor:
-        """[R, D] -> [R, V], in fp32 with ``fp32_head``. ``adapters`` as in forward; none adapts the head."""
+        """[R, D] -> [R, V], in fp32 with ``fp32_head``; no adapter is of the head."""
         return ops.linear(hidden, self.head_weight, None, torch.float32 if self.fp32_head else None)
 
     def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
