@@ -60,12 +60,12 @@ def slots_of(config: ModelConfig, adapter: AdapterSpec | None, layer: int) -> Sl
     if adapter is None:
         return Slots({}, True, False)
     prefix = f"layers.{layer}."
-    found = {
+    by_name = {
         name: a[-2] for name, (a, _) in adapter_shapes(config, adapter).items() if name.startswith(prefix)
     }
-    ranks = {slot: sum(found.get(prefix + name, 0) for name in names) for slot, names in STACKED.items()}
-    ranks["experts_gate_up"] = sum(found.get(f"{prefix}experts.{name}", 0) for name in ("gate", "up"))
-    ranks["experts_down"] = found.get(f"{prefix}experts.down", 0)
+    ranks = {slot: sum(by_name.get(prefix + name, 0) for name in names) for slot, names in STACKED.items()}
+    ranks["experts_gate_up"] = sum(by_name.get(f"{prefix}experts.{name}", 0) for name in ("gate", "up"))
+    ranks["experts_down"] = by_name.get(f"{prefix}experts.down", 0)
     if ranks["experts_gate_up"] and not ranks["experts_down"]:  # a zero update stands in
         ranks["experts_idle"] = adapter.rank_of(prefix + "experts.down")
     return Slots(ranks, False, adapter.expert_scheme == ExpertScheme.SHARED_OUTER)

@@ -92,11 +92,11 @@ def _local(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) ->
 
 def _share(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> Share:
     """Of the first rank: all others keep as much."""
-    kept = None
+    experts = None
     if config.moe is not None and expert > 1:
-        kept = (tuple(range(config.moe.num_experts // expert)),) * len(config.moe.layers)
+        experts = (tuple(range(config.moe.num_experts // expert)),) * len(config.moe.layers)
     return Share(
-        layers=tuple(range(config.num_layers)), tensor=tensor, experts=kept, expert_tensor=expert_tensor
+        layers=tuple(range(config.num_layers)), tensor=tensor, experts=experts, expert_tensor=expert_tensor
     )
 
 
@@ -119,10 +119,10 @@ def stage_elements(config: ModelConfig, adapter: AdapterSpec | None, layout: Lay
     """What a rank of ``stage`` keeps, before FSDP cuts it."""
     first, last = stage == 0, stage == layout.pipeline - 1
     tables = first + (last and not (config.tie_embeddings and first))
-    found = Elements(ends=tables * table_size(config, layout), vectors=config.hidden_size * last)
+    elements = Elements(ends=tables * table_size(config, layout), vectors=config.hidden_size * last)
     for moe, number in layers_by_kind(config, layout, stage).items():
-        found = found + layer_elements(config, adapter, layout, moe=moe) * number
-    return found
+        elements = elements + layer_elements(config, adapter, layout, moe=moe) * number
+    return elements
 
 
 def table_size(config: ModelConfig, layout: Layout) -> int:
@@ -146,21 +146,21 @@ def _layer(
     if layer is None:
         return Elements()
     share, prefix = _share(config, tensor, expert, expert_tensor), f"layers.{layer}."
-    found, linears = Counter[str](), layer_shapes(config, layer)
+    counts, linears = Counter[str](), layer_shapes(config, layer)
     for name, shape in layer_tensors(config, layer).items():
         kind = "vectors"
         if name in linears:
             kind = "experts" if len(shape) == 3 else "routers" if name == "router" else "matrices"
         kind = "untrained" if name == "moe.correction_bias" else kind
-        found[kind] += size_of(placed(config, share, prefix + name, shape))
+        counts[kind] += size_of(placed(config, share, prefix + name, shape))
     if adapter is not None:
         sizes = {
             name.removeprefix(prefix): size_of(placed(config, share, name, shape))
             for name, shape in _trained(config, adapter, layer)
         }
-        found["adapters"] = sum(sizes.values())
-        found["copies"] = _copies(config, adapter, share, layer, sizes)
-    return Elements(**found)
+        counts["adapters"] = sum(sizes.values())
+        counts["copies"] = _copies(config, adapter, share, layer, sizes)
+    return Elements(**counts)
 
 
 def _trained(config: ModelConfig, adapter: AdapterSpec | None, layer: int) -> Iterator[tuple[str, Shape]]:
@@ -210,18 +210,18 @@ def gradient_sums(
 ) -> Counter[Axes]:
     """Trained values of a stage on one rank by the axes of their sums (``shares.summed_over``); what pieces
     (f) are padded with is not counted."""
-    found = Counter[Axes]()
+    sums = Counter[Axes]()
     for moe, number in layers_by_kind(config, layout, stage).items():
         cuts = (layout.tensor, layout.expert, layout.expert_tensor)
         shard = layout.shard if adapter is None else 1
         for axes, values in _layer_sums(config, adapter, *cuts, shard, moe).items() if number else ():
-            found[axes] += number * values
+            sums[axes] += number * values
     if adapter is None:
         last = stage == layout.pipeline - 1
         tables = (stage == 0) + (last and not (config.tie_embeddings and stage == 0))
-        found["s" if layout.tensor == 1 else "dc",] += tables * table_size(config, layout)
-        found["s",] += config.hidden_size * last
-    return found
+        sums["s" if layout.tensor == 1 else "dc",] += tables * table_size(config, layout)
+        sums["s",] += config.hidden_size * last
+    return sums
 
 
 @lru_cache(maxsize=4096)
@@ -234,12 +234,12 @@ def _layer_sums(
     shard: int,
     moe: bool,
 ) -> Counter[Axes]:
-    layer, found = layer_of(config, moe=moe), Counter[Axes]()
+    layer, sums = layer_of(config, moe=moe), Counter[Axes]()
     if layer is None:
-        return found
+        return sums
     share = _share(config, tensor, expert, expert_tensor)
     for name, shape in _trained(config, adapter, layer):
         pieces = shard if len(shape) == 2 else 1
         axes = summed_over(name, shape, share, in_pieces=pieces > 1)
-        found[axes] += -(-size_of(placed(config, share, name, shape)) // pieces)
-    return found
+        sums[axes] += -(-size_of(placed(config, share, name, shape)) // pieces)
+    return sums

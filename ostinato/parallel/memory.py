@@ -137,8 +137,8 @@ class Training:
     def fullest(self, *, backward: bool = True) -> tuple[int, dict[str, float]]:
         """(stage, terms) of the rank that keeps most while it trains, or scores old log-probabilities. Of
         many stages the first ones (embedding, dense layers, most in flight) and the last one (head)."""
-        kept = {moe: self._kept(moe) for moe in (False, True)}
-        terms = {stage: self._terms(stage, kept, backward) for stage in self.stages()}
+        layer_bytes = {moe: self._layer_bytes(moe) for moe in (False, True)}
+        terms = {stage: self._terms(stage, layer_bytes, backward) for stage in self.stages()}
         stage = max(terms, key=lambda one: sum(terms[one].values()))
         return stage, terms[stage] | {"fragmentation": fragmentation(terms[stage])}
 
@@ -147,7 +147,7 @@ class Training:
         pipeline = self.layout.pipeline
         return tuple(range(pipeline)) if pipeline <= 8 else (*range(5), pipeline - 1)
 
-    def _kept(self, moe: bool) -> float:
+    def _layer_bytes(self, moe: bool) -> float:
         """Bytes that one layer of a kind keeps of one microbatch, not recomputed."""
         layer = layer_of(self.config, moe=moe)
         if layer is None:
@@ -155,7 +155,7 @@ class Training:
         slots, here = slots_of(self.config, self.adapter, layer), local(self.config, self.layout)
         return saved(here, slots, self.rows(), self.precision.compute.num_bytes, moe=moe)
 
-    def _terms(self, stage: int, kept: dict[bool, float], backward: bool) -> dict[str, float]:
+    def _terms(self, stage: int, layer_bytes: dict[bool, float], backward: bool) -> dict[str, float]:
         config, layout, rows = self.config, self.layout, self.rows()
         width, hidden = self.precision.compute.num_bytes, config.hidden_size
         chunks = chunk_layers(config, layout, stage)
@@ -165,7 +165,7 @@ class Training:
         )
         edge, first, last = boundary(config, rows, width), stage == 0, stage == layout.pipeline - 1
         layers = max(
-            sum(edge if self.recompute else kept[is_moe(config, layer)] for layer in chunk)
+            sum(edge if self.recompute else layer_bytes[is_moe(config, layer)] for layer in chunk)
             for chunk in chunks
         )
         beside = ends(config, rows, width, first=first, last=last, full=self.adapter is None)
@@ -174,7 +174,7 @@ class Training:
         if self.adapter is not None:
             copies = stage_elements(config, self.adapter, layout, stage).copies
             terms["adapter copies"] = flying * copies / len(chunks) * width
-        terms["working set"] = self._working_set(stage, kept, backward)
+        terms["working set"] = self._working_set(stage, layer_bytes, backward)
         if layout.shard > 1:  # one layer at a time, and once more while it is put together
             each = (layer_elements(config, self.adapter, layout, moe=moe) for moe in self._kinds(stage))
             terms["gathered weights"] = 2 * max(one.matrices + one.routers for one in each) * width
@@ -189,7 +189,7 @@ class Training:
     def _kinds(self, stage: int) -> list[bool]:
         return [moe for moe, number in layers_by_kind(self.config, self.layout, stage).items() if number]
 
-    def _working_set(self, stage: int, kept: dict[bool, float], backward: bool) -> float:
+    def _working_set(self, stage: int, layer_bytes: dict[bool, float], backward: bool) -> float:
         """The larger of the head's logits with slopes, and of a layer's backward beside slopes."""
         rows, width = self.rows(), self.precision.compute.num_bytes
         last = stage == self.layout.pipeline - 1
@@ -199,7 +199,8 @@ class Training:
         if not backward:
             return logits
         layer = max(
-            self._backward(rows, moe) + (kept[moe] if self.recompute else 0.0) for moe in self._kinds(stage)
+            self._backward(rows, moe) + (layer_bytes[moe] if self.recompute else 0.0)
+            for moe in self._kinds(stage)
         )
         return max(logits + 2 * hidden * FP32, hidden * FP32 + layer) + hidden * width
 

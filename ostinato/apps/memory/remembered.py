@@ -61,7 +61,7 @@ class Remembered:
     ) -> tuple[str, list[Message]]:
         """(session, its messages within the budget). Without a name it is the session that has the most of
         these messages, or a new one. Raises ApiError if the messages cannot be cut to the budget."""
-        name = session or self.sessions.found(digests(messages)) or f"chat-{secrets.token_hex(8)}"
+        name = session or self.sessions.best_match(digests(messages)) or f"chat-{secrets.token_hex(8)}"
         async with self._locks[name]:
             return name, await asyncio.to_thread(self._shortened, name, messages, measure or self.measure)
 

@@ -58,7 +58,7 @@ class Sessions:
         rows = self._db.rows(sa.select(SESSIONS).where(SESSIONS.c.name == name))
         return (MemoryState.from_json(json.loads(rows[0].state)), rows[0].seen) if rows else None
 
-    def found(self, seen: Sequence[str]) -> str:
+    def best_match(self, seen: Sequence[str]) -> str:
         """The session that has the most of these digests of messages; "" where none has any."""
         for digest in reversed(seen):
             names = sa.select(sa.func.min(SESSIONS.c.name)).where(SESSIONS.c.seen == digest)

@@ -3,7 +3,7 @@
     plan.json, metrics.jsonl of every run ---> measured over planned seconds of each phase, medians over runs
                                           ---> plan-<hash>.json in the cache, where later plans look
 
-A plan was made with the factors that were kept then; they are divided out, so what is found does not depend
+A plan was made with the factors that were kept then; they are divided out, so what is learned does not depend
 on them. What a plan does not price (drafts, other programs on the device) is learned as if it were the
 device. Runs of another layout or of other numbers of tokens than planned are refused, and so are those that
 sample on the devices that train meanwhile.
@@ -72,15 +72,15 @@ def fit_runs(
             f"the runs were planned for {' and '.join(devices)}; fit the runs of one kind of device at a time"
         )
     parts = [part for run in folders for part in parts_of(run)]
-    found = fit(parts)
+    factors = fit(parts)
     for part in parts:
         typer.echo(
             f"{part.run} {part.name}: {part.planned:.3g} s by data sheets, {part.measured:.3g} s measured, "
             f"{part.measured / part.planned:.2f} times"
         )
-    keep(found, kept_file(devices[0]))
-    factors = ", ".join(f"{phase} {factor:.2f}" for phase, factor in found.phases.items())
-    typer.echo(f"kept for later plans of {devices[0]}: {factors}")
+    write_factors(factors, factors_file(devices[0]))
+    words = ", ".join(f"{phase} {factor:.2f}" for phase, factor in factors.phases.items())
+    typer.echo(f"kept for later plans of {devices[0]}: {words}")
 
 
 def parts_of(run: RunFolder) -> list[Part]:
@@ -89,12 +89,12 @@ def parts_of(run: RunFolder) -> list[Part]:
     rows = list(run.metrics.rows())
     try:
         _refuse_other_runs(name, plan, parse_toml(run.recipe.read_text(encoding="utf-8")), rows)
-        found = list(_parts(name, plan, rows))
+        parts = list(_parts(name, plan, rows))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{FILE} of {name} cannot be read ({error!r}); {_anew(name)}") from error
-    if not found:
+    if not parts:
         raise ValueError(f"{name} has no seconds of a step behind its first, which warms up; let it go on")
-    return found
+    return parts
 
 
 def _parts(name: str, plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
@@ -168,17 +168,17 @@ def fit(parts: Sequence[Part]) -> Factors:
     return Factors(phases=phases, runs=len({part.run for part in parts}))
 
 
-def kept_file(device: str) -> Path:
+def factors_file(device: str) -> Path:
     """Of a kind of device: ``~/.cache/ostinato/plan-<hash>.json``; XDG_CACHE_HOME is honoured."""
     return cache_folder() / f"plan-{hashlib.sha256(device.encode()).hexdigest()[:12]}.json"
 
 
-def keep(found: Factors, file: Path) -> None:
-    atomic_write(file, json.dumps(asdict(found), indent=2))
+def write_factors(factors: Factors, file: Path) -> None:
+    atomic_write(file, json.dumps(asdict(factors), indent=2))
 
 
-def kept(file: Path) -> Factors | None:
-    """What was found earlier; None where there is nothing that can be read."""
+def read_factors(file: Path) -> Factors | None:
+    """What ``write_factors`` wrote; None where there is nothing that can be read."""
 
     def parsed(read: Mapping[str, Any]) -> Factors:
         phases = {str(name): float(factor) for name, factor in read["phases"].items()}

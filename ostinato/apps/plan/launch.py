@@ -67,17 +67,17 @@ def lacking(problem: Problem, arrangement: Arrangement) -> list[str]:
 def _engine(problem: Problem, arrangement: Arrangement) -> dict[str, object]:
     """The section of one sampler."""
     rollout, local = arrangement.rollout, problem.sampler.name == LOCAL
-    found: dict[str, object] = {
+    section: dict[str, object] = {
         "backend": problem.sampler.name,
         "max_batch": max(1, rollout.sequences),
         "kv_memory_mb": math.ceil(cache_bytes(problem, rollout) / 2**20),
     }
     if local:
         copy = _copy(problem)
-        return found | ({"weights": copy} if copy and problem.adapter else {})
+        return section | ({"weights": copy} if copy and problem.adapter else {})
     flags = vllm_flags(engine_layout(problem.config, rollout.layout)[0])
     flags += ["--quantization", "fp8"] if problem.precision.sampler == DType.FP8 else []
-    return found | ({"server_args": flags} if flags else {})
+    return section | ({"server_args": flags} if flags else {})
 
 
 def _copy(problem: Problem) -> str:
@@ -88,9 +88,9 @@ def _copy(problem: Problem) -> str:
 
 def _lacking(problem: Problem, arrangement: Arrangement) -> list[str]:
     """What the trainer cannot, and what it cannot together with the sampler."""
-    precision, found = problem.precision, list[str]()
+    precision, lacks = problem.precision, list[str]()
     if precision.base not in (DType.BF16, DType.FP32):
-        found.append(f"a base in {precision.base}: the trainer holds it in bf16, in more memory than planned")
+        lacks.append(f"a base in {precision.base}: the trainer holds it in bf16, in more memory than planned")
     if arrangement.placement == Placement.APART:
         flags = (
             " ".join(vllm_flags(engine_layout(problem.config, arrangement.rollout.layout)[0])) or "one rank"
@@ -101,35 +101,35 @@ def _lacking(problem: Problem, arrangement: Arrangement) -> list[str]:
             else f"start vLLM there by hand ({flags}) and name it in engine.address alone"
         )
         ranks = arrangement.rollout.layout.world
-        found.append(f"one command for trainer and sampler apart (the sampler has {ranks} GPUs): {where}")
+        lacks.append(f"one command for trainer and sampler apart (the sampler has {ranks} GPUs): {where}")
     elif arrangement.base == Base.SWAPPED:
-        found.append("a base that waits in host memory: trainer and sampler both keep theirs on the GPUs")
+        lacks.append("a base that waits in host memory: trainer and sampler both keep theirs on the GPUs")
     elif arrangement.base == Base.SHARED and not mapped(problem, arrangement.train, arrangement.rollout):
-        found.append("one copy of the base on GPUs for trainer and sampler: each keeps its own")
-    return found
+        lacks.append("one copy of the base on GPUs for trainer and sampler: each keeps its own")
+    return lacks
 
 
 def _engine_lacks(problem: Problem, arrangement: Arrangement) -> list[str]:
     """What the engine cannot."""
-    spec, layout, found = problem.adapter, arrangement.rollout.layout, list[str]()
+    spec, layout, lacks = problem.adapter, arrangement.rollout.layout, list[str]()
     sampler = problem.precision.sampler
     if problem.sampler.name == LOCAL:
         if layout.world > 1:
-            found.append(f"{layout.world} samplers of our own beside one trainer: one process samples")
+            lacks.append(f"{layout.world} samplers of our own beside one trainer: one process samples")
         copy = _copy(problem)
         if sampler == DType.INT4 or (copy and spec is None):
-            found.append(f"sampler weights in {sampler} beside this trainer: they are the trainer's own")
-        return found
+            lacks.append(f"sampler weights in {sampler} beside this trainer: they are the trainer's own")
+        return lacks
     one, servers = engine_layout(problem.config, layout)
     if servers > 1:
-        found.append(f"{servers} vLLM servers for one trainer: engine.server_args are those of one of them")
+        lacks.append(f"{servers} vLLM servers for one trainer: engine.server_args are those of one of them")
     if one.world > problem.cluster.per_node:
-        found.append(f"a vLLM server over hosts: start its {one.world} ranks by hand, name engine.address")
+        lacks.append(f"a vLLM server over hosts: start its {one.world} ranks by hand, name engine.address")
     if spec is None:
-        found.append('all weights for vLLM (adapter.kind "full"): it is sent adapters, the run is refused')
+        lacks.append('all weights for vLLM (adapter.kind "full"): it is sent adapters, the run is refused')
     if sampler in (DType.INT8, DType.INT4):
-        found.append(f"words for vLLM's weights in {sampler}: its flags belong into engine.server_args")
-    return found
+        lacks.append(f"words for vLLM's weights in {sampler}: its flags belong into engine.server_args")
+    return lacks
 
 
 def _comments(sentences: Sequence[str]) -> list[str]:

@@ -45,18 +45,18 @@ def engine_layout(config: ModelConfig, layout: Layout) -> tuple[Layout, int]:
 def vllm_flags(layout: Layout) -> list[str]:
     """Of a server with this layout."""
     sizes = {"tensor": layout.tensor, "data": layout.data}
-    found = [(f"--{name}-parallel-size", str(size)) for name, size in sizes.items() if size > 1]
-    words = [word for pair in found for word in pair]
+    pairs = [(f"--{name}-parallel-size", str(size)) for name, size in sizes.items() if size > 1]
+    words = [word for pair in pairs for word in pair]
     return words + (["--enable-expert-parallel"] if layout.expert > 1 else [])
 
 
 def refuse(sampler: Sampler, config: ModelConfig, layout: Layout) -> None:
     """Raise ValueError, in one sentence, for a layout of sampling that the engine does not have."""
     odd = {"c": layout.context, "v": layout.virtual, "f": layout.shard, "p": layout.pipeline}
-    if found := [letter for letter, size in odd.items() if size > 1]:
+    if letters := [letter for letter, size in odd.items() if size > 1]:
         raise ValueError(
-            f"layout {layout} has {found[0]}{odd[found[0]]}, but {sampler.name} samples without it; use d, t "
-            "and e"
+            f"layout {layout} has {letters[0]}{odd[letters[0]]}, but {sampler.name} samples without it; use "
+            "d, t and e"
         )
     if sampler.name == LOCAL:
         if layout.data < layout.world or layout.expert > 1:
@@ -125,10 +125,10 @@ def _experts(config: ModelConfig, ranks: int, tensor: int) -> tuple[tuple[int, i
     moe = config.moe
     if moe is None:
         return ((1, 1),)
-    found = [(e, 1) for e in divisors(ranks) if moe.num_experts % e == 0]
+    cuts = [(e, 1) for e in divisors(ranks) if moe.num_experts % e == 0]
     if tensor > 1 and moe.intermediate_size % tensor == 0:
-        found += [(e, tensor) for e in divisors(ranks // tensor) if moe.num_experts % e == 0]
-    return tuple(found)
+        cuts += [(e, tensor) for e in divisors(ranks // tensor) if moe.num_experts % e == 0]
+    return tuple(cuts)
 
 
 def _virtual(config: ModelConfig, pipeline: int) -> tuple[int, ...]:

@@ -179,12 +179,12 @@ def memory(problem: Problem, arrangement: Arrangement, phase: Phase, trained: Me
     rest = max(stages, key=lambda terms: sum(terms.values()))
     weights = rest.pop("base weights")
     own = sampler_memory(problem, setup, shared=weights if base == Base.SHARED else 0.0)
-    kept = {f"trainer's {name}": size for name, size in rest.items()}
+    rest_terms = {f"trainer's {name}": size for name, size in rest.items()}
     if base == Base.TWO:
-        kept["trainer's base weights"] = weights
+        rest_terms["trainer's base weights"] = weights
     # both stay in host memory: what is frozen need not be written back
     host = each * (weights + own.terms["sampler weights"]) if base == Base.SWAPPED else 0.0
-    return Memory(terms={**own.terms, **kept}, host=host)
+    return Memory(terms={**own.terms, **rest_terms}, host=host)
 
 
 def limit(problem: Problem) -> float:

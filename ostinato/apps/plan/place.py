@@ -56,5 +56,5 @@ def _print(judged: np.ndarray, owners: Mapping[str, np.ndarray], ranks: int) -> 
     print(f"straggler factor (largest load of a rank / mean) under {ranks} expert ranks, judged by steps")
     print("that had no say in the placement:")
     for name, owner in owners.items():
-        found = imbalance(judged, owner, ranks)
-        print(f"  {name:<11} {found.straggler:.3f}, worst layer {found.worst_straggler:.3f}")
+        uneven = imbalance(judged, owner, ranks)
+        print(f"  {name:<11} {uneven.straggler:.3f}, worst layer {uneven.worst_straggler:.3f}")

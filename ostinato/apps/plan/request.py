@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ostinato.apps.plan.cluster import parse_cluster
-from ostinato.apps.plan.fit import kept, kept_file
+from ostinato.apps.plan.fit import factors_file, read_factors
 from ostinato.apps.plan.problem import Base, Placement, Problem, Sampler, Work, find_model
 from ostinato.apps.plan.search import Allowed
 from ostinato.apps.plan.time import Roofline
@@ -150,7 +150,7 @@ def ask(model: str, gpus: str, options: Options) -> PlanRequest:
         train_layout=Layout.parse(options.train_layout) if options.train_layout else None,
         rollout_layout=Layout.parse(options.rollout_layout) if options.rollout_layout else None,
     )
-    factors = kept(kept_file(cluster.gpu.name))
+    factors = read_factors(factors_file(cluster.gpu.name))
     if factors is None:
         return PlanRequest(problem=problem, allowed=allowed, clock=Roofline(), measured=UNMEASURED)
     measured = f"data sheets, phases by factors of {factors.runs} runs"

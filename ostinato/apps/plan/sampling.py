@@ -206,13 +206,13 @@ class _Pass:
         ranks."""
         config, e, t = self.problem.config, self.efficiency, self.layout.tensor
         mla, latent = config.mla, self.problem.sampler.latent_kv
-        kept = sequences * (generated + self.problem.work.prompt_tokens)
+        cached = sequences * (generated + self.problem.work.prompt_tokens)
         width = kv_values(config, latent=latent) * self.problem.precision.kv.num_bytes
         if mla is not None and latent:
             values = 2.0 * config.num_heads * config.num_layers * (2 * mla.kv_lora_rank + mla.rope_head_dim)
-            flops = kept * values / t / (self.speed * e.attention)
-            return np.maximum(kept * width / self.hbm, flops)
-        return kept * width / min(t, config.num_kv_heads) / self.hbm
+            flops = cached * values / t / (self.speed * e.attention)
+            return np.maximum(cached * width / self.hbm, flops)
+        return cached * width / min(t, config.num_kv_heads) / self.hbm
 
     def talk(self, sequences: Floats, axis: str) -> Floats:
         """Seconds of the messages of one decode step over an axis, [n]: linear in their rows."""
@@ -243,15 +243,15 @@ class _Pass:
         on the ranks of several replicas get their rows in an exchange, the others' shares are in the sum."""
         config, layout = self.problem.config, self.layout
         row, sums = config.hidden_size * self.problem.precision.compute.num_bytes, 2.0 * config.num_layers
-        found = dict(ring("all_reduce", "t", layout.tensor, rows * row * sums, sums))
+        traffic = dict(ring("all_reduce", "t", layout.tensor, rows * row * sums, sums))
         moe = config.moe
         if moe is not None and self.crowd > 1:
             own = rows / (1 if layout.expert_tensor > 1 else layout.tensor)
             spread = distinct_ranks(moe.num_experts, moe.top_k, layout.expert)
             copies = own * spread * (layout.expert - 1) / layout.expert * self.straggler
             calls = 2.0 * len(moe.layers)
-            found["all_to_all", "e"] = Sent(calls, calls * copies * row)
-        return found
+            traffic["all_to_all", "e"] = Sent(calls, calls * copies * row)
+        return traffic
 
     def _adapter_bytes(self) -> float:
         """Of the factors on a rank; experts' that no token chose are not read, which is not counted on."""

@@ -51,12 +51,12 @@ Traffic = Mapping[tuple[str, str], Sent]  # by (operation, axis)
 
 def added(parts: Iterable[Traffic], times: float = 1.0) -> Traffic:
     """The sum, so many times."""
-    found: dict[tuple[str, str], Sent] = {}
+    sums: dict[tuple[str, str], Sent] = {}
     for part in parts:
         for key, (calls, size) in part.items():
-            before = found.get(key, Sent(0.0, 0.0))
-            found[key] = Sent(before.calls + calls * times, before.bytes + size * times)
-    return found
+            before = sums.get(key, Sent(0.0, 0.0))
+            sums[key] = Sent(before.calls + calls * times, before.bytes + size * times)
+    return sums
 
 
 def ring(operation: str, axis: str, ranks: int, size: float, calls: float = 1.0) -> Traffic:
@@ -124,8 +124,8 @@ class Talk:
 
     def _gathered(self, moe: bool) -> float:
         """Bytes of one layer's matrices but the routed experts', which lie in pieces over f."""
-        found = layer_elements(self.config, self.adapter, self.layout, moe=moe)
-        return (found.matrices + found.routers) * self.weight
+        elements = layer_elements(self.config, self.adapter, self.layout, moe=moe)
+        return (elements.matrices + elements.routers) * self.weight
 
     def embed(self, rows: float, *, backward: bool = False) -> Traffic:
         """Looking tokens up; the backward where the embedding is trained."""

@@ -91,7 +91,7 @@ class Door:
         return JSONResponse({"session_id": id, "type": "create_session"})
 
     async def heartbeat(self, request: Request) -> Response:
-        session = self._registry.found(SESSION, parsed(SessionBody, await _body(request)).session_id)
+        session = self._registry.require(SESSION, parsed(SessionBody, await _body(request)).session_id)
         if session.get("finished"):
             return _refusal("this session has finished", 410)
         return JSONResponse({"type": "session_heartbeat"})
@@ -99,7 +99,7 @@ class Door:
     async def finish_session(self, request: Request) -> Response:
         id = request.path_params["session"]
         self._registry.put(
-            SESSION, id, {**self._registry.found(SESSION, id), "finished": await _json(request)}
+            SESSION, id, {**self._registry.require(SESSION, id), "finished": await _json(request)}
         )
         await self._work.finish_session(id)
         return Response(status_code=204)
@@ -121,14 +121,14 @@ class Door:
     async def create_model(self, request: Request) -> Response:
         data = await _body(request)
         body = parsed(CreateBody, data)
-        self._registry.found(SESSION, body.session_id)
+        self._registry.require(SESSION, body.session_id)
         return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "create_model", data)
 
     async def load_weights(self, request: Request) -> Response:
         data = await _body(request)
         body = parsed(LoadBody, data)
         if body.session_id is not None and body.model_seq_id is not None:
-            self._registry.found(SESSION, body.session_id)
+            self._registry.require(SESSION, body.session_id)
             return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "load_weights", data)
         if body.model_id is None or body.seq_id is None:
             raise UserError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
@@ -150,7 +150,7 @@ class Door:
         return handler
 
     def _of_model(self, model: str, seq: int, kind: str, data: bytes) -> Response:
-        self._registry.found(MODEL, model)
+        self._registry.require(MODEL, model)
         if seq < 1:
             raise UserError(f"seq_id is {seq}; the requests of a model count from 1")
         return self._promise(model, seq, kind, data)
@@ -168,7 +168,7 @@ class Door:
         if body.sampling_session_id is not None:
             if body.seq_id is None:
                 raise UserError("seq_id is missing; requests of a sampling session are numbered")
-            self._registry.found(SAMPLER, body.sampling_session_id)
+            self._registry.require(SAMPLER, body.sampling_session_id)
             id, owner = f"{body.sampling_session_id}:{body.seq_id}", body.sampling_session_id
         else:
             id, owner = f"sample:{secrets.token_hex(8)}", ""
@@ -212,7 +212,7 @@ class Door:
 
     async def create_sampler(self, request: Request) -> Response:
         body = parsed(SamplerBody, await _body(request))
-        self._registry.found(SESSION, body.session_id)
+        self._registry.require(SESSION, body.session_id)
         if body.model_path is None:
             self._work.models.check_base(body.base_model or "")
         id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
@@ -221,7 +221,7 @@ class Door:
 
     async def sampler(self, request: Request) -> Response:
         id = request.path_params["sampler"]
-        path = self._registry.found(SAMPLER, id)["path"]
+        path = self._registry.require(SAMPLER, id)["path"]
         return JSONResponse({"sampler_id": id, "base_model": self._work.base.name, "model_path": path})
 
     def guarded(self, handler: Handler) -> Handler:

@@ -105,7 +105,7 @@ class Listings:
         folder = self._work.folder_of(path)
         base = str(request.url).removesuffix("/external_weights_urls")
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-        expires = self._registry.found(CHECKPOINT, path)["expires"] or 4102444800.0  # the year 2100
+        expires = self._registry.require(CHECKPOINT, path)["expires"] or 4102444800.0  # the year 2100
         return JSONResponse(
             {"urls": {name: f"{base}/files/{name}" for name in files}, "expires": _time(expires)}
         )
@@ -120,7 +120,7 @@ class Listings:
     async def weights_info(self, request: Request) -> Response:
         path = parsed(PathBody, await read_body(request)).tinker_path
         self._work.folder_of(path)
-        model = self._registry.found(CHECKPOINT, path)["model"]
+        model = self._registry.require(CHECKPOINT, path)["model"]
         lora = (self._registry.get(MODEL, model) or {}).get("lora", {})
         kept = ("train_unembed", "train_mlp", "train_attn")
         facts = {"base_model": self._work.base.name, "is_lora": True, "lora_rank": lora.get("rank")}
@@ -130,7 +130,7 @@ class Listings:
         """Copy a checkpoint to the run that is named, or to a new one."""
         body = parsed(CopyBody, await read_body(request))
         if body.session_id is not None:
-            self._registry.found("session", body.session_id)
+            self._registry.require("session", body.session_id)
         given = request.headers.get("x-idempotency-key", "") or secrets.token_hex(8)
         own = f"copy-{hashlib.sha256(given.encode()).hexdigest()[:16]}:train:0"
         run = own if body.session_id is None else f"{body.session_id}:train:{body.model_seq_id or 0}"
@@ -149,7 +149,7 @@ class Listings:
 
     async def session(self, request: Request) -> Response:
         id = request.path_params["session"]
-        document = self._registry.found("session", id)
+        document = self._registry.require("session", id)
         return JSONResponse(
             {
                 "training_run_ids": [model for model, _, _ in self._registry.all(MODEL, id)],
@@ -162,7 +162,7 @@ class Listings:
     async def project(self, request: Request) -> Response:
         """The project of a session; stored, but without effect on this server."""
         id, body = request.path_params["session"], parsed(ProjectBody, await read_body(request))
-        document = self._registry.found("session", id)
+        document = self._registry.require("session", id)
         self._registry.put("session", id, {**document, "project_id": body.project_id})
         return Response(status_code=204)
 
@@ -190,7 +190,7 @@ class Listings:
     def _changed(self, request: Request, **fields: Any) -> Response:
         path = self._path(request)
         self._work.folder_of(path)
-        document = self._registry.found(CHECKPOINT, path)
+        document = self._registry.require(CHECKPOINT, path)
         self._registry.put(CHECKPOINT, path, {**document, **fields})
         return Response(status_code=204)
 

@@ -122,7 +122,7 @@ class Models:
             await self._thread.call(lambda _: self._left(model, "done"))
 
     def spec(self, id: str) -> AdapterSpec:
-        return spec_of(self._registry.found(MODEL, id)["spec"])
+        return spec_of(self._registry.require(MODEL, id)["spec"])
 
     async def create(self, stored: Stored) -> None:
         """A model with new adapters. Without a seed from the client, it is derived from the model's id."""
@@ -238,7 +238,7 @@ class Models:
 
     def _taken_up(self, id: str) -> Model:
         """The model restored from its last snapshot and the requests after it."""
-        document = self._registry.found(MODEL, id)
+        document = self._registry.require(MODEL, id)
         spec, config = spec_of(document["spec"]), self._base.decoder.config
         adapters = init_adapters(config, spec, document["seed"], self._base.decoder.device)
         trained = Accumulator(self._base.decoder, adapters, ops=self._base.ops)

@@ -175,7 +175,7 @@ class Registry:
         body = self._db.scalar(sa.select(T.body).where(T.kind == kind, T.id == id))
         return None if body is None else json.loads(body)
 
-    def found(self, kind: str, id: str) -> dict[str, Any]:
+    def require(self, kind: str, id: str) -> dict[str, Any]:
         """Like ``get``; raises NotFound if there is none."""
         if (body := self.get(kind, id)) is None:
             raise NotFound(f"there is no {kind} {id!r} here; create it first")

@@ -120,7 +120,7 @@ class Work:
         if body.path is not None:
             path = await self._written(stored, body, "sampler_weights", self._peft(model.trained.adapters))
             return Result.of({"path": path, **kind})
-        session = self._registry.found(MODEL, stored.owner)["session"]
+        session = self._registry.require(MODEL, stored.owner)["session"]
         id = f"{session}:sample:{body.sampling_session_seq_id}"
         shared = body.kind == "inflight"
         policy = f"{stored.owner}:inflight" if shared else id
@@ -138,7 +138,7 @@ class Work:
             raise UserError("age_encryption_recipients are not supported; files are on your own disk")
         model = await self.models.get(stored.owner)
         path = await self._written(stored, body, "external_weights", self._peft(model.trained.adapters))
-        size = self._registry.found(CHECKPOINT, path)["size"]
+        size = self._registry.require(CHECKPOINT, path)["size"]
         return Result.of({"path": path, "size_bytes": size, "type": "save_weights_external"})
 
     def _peft(self, adapters: Adapters) -> Callable[[Path], None]:
@@ -193,7 +193,7 @@ class Work:
         if self._registry.get(CHECKPOINT, copied) is None:
             folder = self._folder / "checkpoints" / slug(run) / kind / name
             _replaced(folder, lambda temporary: shutil.copytree(source, temporary, dirs_exist_ok=True))
-            document = self._registry.found(CHECKPOINT, path)
+            document = self._registry.require(CHECKPOINT, path)
             changed = {"folder": self._name(folder), "request": "", "expires": expires, "public": False}
             self._registry.put(CHECKPOINT, copied, {**document, **changed}, owner=run)
         return copied
@@ -273,7 +273,7 @@ class Work:
     async def _policy(self, body: SampleBody) -> tuple[dict[str, Any], Adapters | None]:
         """(document of the policy that a request samples from, its adapters; None for the base model)."""
         if body.sampling_session_id is not None:
-            document = self._registry.found(SAMPLER, body.sampling_session_id)
+            document = self._registry.require(SAMPLER, body.sampling_session_id)
         elif body.model_path is not None:
             folder = self._name(self.folder_of(body.model_path))
             document = {"policy": body.model_path, "folder": folder, "steps": 0}

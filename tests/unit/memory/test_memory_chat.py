@@ -135,7 +135,7 @@ def test_a_session_outlives_its_store_and_originals_are_byte_for_byte(tmp_path: 
     again = Sessions(file)
     found = again.load("ann")
     assert found == (chat.state, chat.seen) and again.load("bob") is None
-    assert again.found(["", chat.seen]) == "ann" and again.found(["x"]) == ""
+    assert again.best_match(["", chat.seen]) == "ann" and again.best_match(["x"]) == ""
     gone = again.gone("ann", chat.state)
     assert gone and {one.id for one in gone} | {one.id for one in chat.state.blocks} == set(
         range(chat.state.next_id)

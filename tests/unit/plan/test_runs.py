@@ -21,11 +21,11 @@ from ostinato.apps.plan.fit import (
     OVERLAPPED,
     Factors,
     Part,
+    factors_file,
     fit,
-    keep,
-    kept,
-    kept_file,
     parts_of,
+    read_factors,
+    write_factors,
 )
 from ostinato.apps.plan.memory import cache_bytes, memory
 from ostinato.apps.plan.place import command
@@ -226,7 +226,7 @@ def test_factors_that_a_plan_was_made_with_are_divided_out(tmp_path: Path) -> No
     reported("plan", "fit", str(slow_run(tmp_path / "run", 2.0).path))
     right = slow_run(tmp_path / "other", 1.0)
     reported("plan", "fit", str(right.path))
-    found = kept(kept_file("H100-80"))
+    found = read_factors(factors_file("H100-80"))
     assert found is not None and set(found.phases) >= {"rollout", "train", "refit"}
     assert all(factor == pytest.approx(2.0) for factor in found.phases.values())
 
@@ -284,12 +284,12 @@ def test_devices_of_several_kinds_and_folders_without_a_plan_are_refused(tmp_pat
 
 
 def test_what_is_no_file_of_factors_is_not_used() -> None:
-    file = kept_file("H100-80")
-    keep(Factors(phases={"train": 2.0}, runs=1), file)
-    assert kept(file) == Factors(phases={"train": 2.0}, runs=1)
+    file = factors_file("H100-80")
+    write_factors(Factors(phases={"train": 2.0}, runs=1), file)
+    assert read_factors(file) == Factors(phases={"train": 2.0}, runs=1)
     for text in ("{", '{"factors": {}}', '{"phases": {"train": -1}, "runs": 1}'):
         file.write_text(text)
-        assert kept(file) is None
+        assert read_factors(file) is None
 
 
 # ---- ``ostinato place``: from recorded routes to a file that ``parallel.placement`` takes
