@@ -11,6 +11,7 @@ Uses the ``tokenizers`` library alone, so that importing this is light; the temp
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -43,10 +44,17 @@ class TooLong(ValueError):
 class Renderer:
     """The tokenizer of ``folder``: tokenizer.json, tokenizer_config.json and, for chats, a chat template."""
 
-    def __init__(self, folder: Path, now: datetime | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        now: datetime | None = None,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """``now`` is what templates that print the date see: fixed for the whole run, so prompts stay equal.
+        ``template_kwargs``: names that the template reads in every chat, unless a chat has its own.
 
-        Raises ValueError when the folder has no tokenizer.json, or one of its files is damaged.
+        Raises ValueError when the folder has no tokenizer.json, one of its files is damaged, or the template
+        does not read one of the names.
         """
         from tokenizers import Tokenizer
 
@@ -66,6 +74,12 @@ class Renderer:
         self._special_names = _special_names(self._config, _read_json(folder / "special_tokens_map.json"))
         self._template_text = _template_text(folder, self._config)
         self._ends = frozenset(_end_tokens(folder))
+        self._template_kwargs = template_kwargs
+        if unread := [name for name in template_kwargs if not self.reads(name)]:
+            raise ValueError(
+                f"model.chat_template_kwargs has {unread[0]!r}, which the chat template of {folder} does not "
+                "read; leave it out"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -154,7 +168,7 @@ class Renderer:
 
     def reads(self, name: str) -> bool:
         """Does the chat template have this name?"""
-        return name in (self._template_text or "")
+        return re.search(rf"\b{re.escape(name)}\b", self._template_text or "") is not None
 
     def chat_text(self, messages: Sequence[Message], *given: Any, **named: Any) -> str:
         """The chat as the template writes it, with the arguments of ``chat``."""
@@ -222,6 +236,7 @@ class Renderer:
             )
 
         writes_calls = self.has_chat_template and self._form_of_calls == "read"
+        more = {**self._template_kwargs, **more}
         contents = (*for_template(messages, tools, self.takes_tools, writes_calls), more)
         if not (spelled := self._control.spelled(contents)):
             return render(*contents)

@@ -41,7 +41,10 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
     else:
         recipe = recipe_of(target, *([f"model.path={model}"] if model else []), *overrides)[0]
     folder = model_folder(recipe.model.path)
-    renderer, context = Renderer(folder), read_config(folder).max_positions
+    renderer, context = (
+        Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs),
+        read_config(folder).max_positions,
+    )
     rows = prompts(recipe, "train", None)
     held_out = _held_out(recipe)
     too_long = {  # without a hold-out a row is in both sets

@@ -36,6 +36,7 @@ class ModelSection(Section):
     device: str = "auto"  # auto: cuda where there is one, else cpu
     fp32_head: bool = False  # logits in fp32, for the sampler and the trainer alike
     exact: bool = False  # log-probabilities of the trainer are the sampler's, bit for bit
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # e.g. {enable_thinking = false}
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:

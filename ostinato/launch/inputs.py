@@ -90,7 +90,7 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     for name in recipe.task.by_name:
         check_solvable(recipe.judges(name))
     folder = model_folder(recipe.model.path)
-    renderer = Renderer(folder)
+    renderer = Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs)
     if training:
         check_teacher(recipe, algorithm, renderer)
     train_prompts = prompts(recipe, "train", None) if training else []
@@ -359,6 +359,8 @@ def stage_identity(recipe: Recipe) -> str:
     tree = without_folders(recipe.model_dump(mode="json"), Recipe)
     if not recipe.task.mix:
         del tree["task"]["mix"]  # groups of older runs are found
+    if not recipe.model.chat_template_kwargs:
+        del tree["model"]["chat_template_kwargs"]
     kept = [one.pop("memory") for one in (tree["task"], *tree["task"].get("mix", ()))]
     reward, weights, rollout = tree["reward"], tree["engine"]["weights"], tree["rollout"]
     keys = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")

@@ -46,7 +46,7 @@ def load_policy(target: str, *overrides: str, adapter: str = "") -> Policy:
     check_adapter(run, adapter)
     recipe = resolved(recipe)
     folder = model_folder(recipe.model.path)
-    renderer = Renderer(folder)
+    renderer = Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs)
     _ = renderer.stop_tokens  # raises for a chat template that writes nothing, before anything is served
     decoder = load_decoder(recipe.model, folder)
     step, adapters = trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)

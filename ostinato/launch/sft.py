@@ -136,7 +136,8 @@ def _check(recipe: Recipe) -> None:
 def read_rows(recipe: Recipe, folder: Path) -> tuple[Rows, Rows]:
     """(to train on, held out). Raises ValueError naming the first row that cannot be trained on."""
     task, turns = recipe.task, recipe.sft.turns
-    renderer, config = Renderer(folder), read_config(folder)
+    renderer = Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs)
+    config = read_config(folder)
     context = config.max_positions
 
     def rows(split: str, n: int | None) -> Rows:

@@ -124,6 +124,19 @@ def test_a_template_is_given_the_tools_and_names_of_a_prompt(tmp_path: Path) -> 
         renderer.chat([USER], template_kwargs={"messages": []})
 
 
+def test_names_of_a_run_hold_for_every_chat_that_has_none_of_its_own(tmp_path: Path) -> None:
+    """model.chat_template_kwargs: training, serving and generating write the same prompt."""
+    template = "{% if enable_thinking is false %}quick {% endif %}{{ messages[-1]['content'] }}"
+    folder = make_folder(tmp_path / "named", template)
+    quick = Renderer(folder, template_kwargs={"enable_thinking": False})
+    assert quick.chat_text([USER]) == "quick " + Renderer(folder).chat_text([USER])
+    assert quick.chat_text([USER], template_kwargs={"enable_thinking": True}) == Renderer(folder).chat_text(
+        [USER]
+    )
+    with pytest.raises(ValueError, match="'enable_thinkin', which the chat template of"):
+        Renderer(folder, template_kwargs={"enable_thinkin": True})
+
+
 def test_a_template_that_drops_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
     renderer = Renderer(make_folder(tmp_path, "{{ messages[0]['content'] }}"))
     with pytest.raises(ValueError, match="cannot be continued"):
