@@ -53,8 +53,7 @@ class Renderer:
         """``now`` is what templates that print the date see: fixed for the whole run, so prompts stay equal.
         ``template_kwargs``: names that the template reads in every chat, unless a chat has its own.
 
-        Raises ValueError when the folder has no tokenizer.json, one of its files is damaged, or the template
-        does not read one of the names.
+        Raises ValueError for a folder without tokenizer.json or with a damaged file, and for an unread name.
         """
         from tokenizers import Tokenizer
 
@@ -203,9 +202,7 @@ class Renderer:
             raise ValueError(
                 f"the chat template of {self.folder} leaves out the last message; it cannot be continued"
             )
-        return (
-            head if tail.startswith(" ") else head.rstrip()
-        )  # as transformers: a template may strip contents
+        return head if tail.startswith(" ") else head.rstrip()  # a template may strip contents (transformers)
 
     def encode_marked(self, text: str) -> np.ndarray:
         """[T] int32 of a ``marked_text`` or a part of it: control tokens are the template's own alone."""
@@ -223,7 +220,7 @@ class Renderer:
         self,
         add_generation_prompt: bool,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
         more: Mapping[str, Any],
     ) -> str:
         """What the template writes of ``contents``: messages, tools and further names. A template without
