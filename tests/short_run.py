@@ -16,6 +16,5 @@ SHORT: dict[str, object] = {
     "eval.n": 4,
     "model.dtype": "float32",
     "engine.threads": 1,
-    "parallel.silence_s": 20.0,
     "parallel.timeout_s": 60.0,
 }

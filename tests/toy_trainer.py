@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
-from ostinato.parallel.control import Terms, meet
-from ostinato.parallel.follow import following, leading
-from ostinato.parallel.launch import Place, choose_interface
 from ostinato.types import StepReport
-from ostinato.workers.lost import WorkerLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +36,7 @@ def batch_of(numbers: np.ndarray) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Toy:
-    """``follow.Local``: adds to a vector what all ranks say. A step's batch is any array."""
+    """``ranks.Local``: adds to a vector what all ranks say. A step's batch is any array."""
 
     rank: int
     trouble: Trouble = NONE
@@ -94,39 +88,3 @@ class Toy:
 
     def counters(self) -> Mapping[str, int]:
         return {"steps": self.steps}
-
-
-def leave(sentence: str) -> None:
-    """Later than rank 0, whose error it is: torchrun ends all ranks when the first one ends."""
-    time.sleep(3)
-    os._exit(1)
-
-
-def train(folder: Path, steps: int, seconds: float) -> None:
-    """As a process that torchrun has started: ``steps`` steps of ``seconds`` each, the state after each saved
-    in ``folder``, from where it goes on. Rank 0 prints what is lost, the others end."""
-    place = Place.of(os.environ)
-    assert place is not None
-    choose_interface(place, os.environ)
-    if place.rank:
-        following(place, lambda reported, ready: Toy(place.rank), leave)
-        return
-    terms = Terms(backend="gloo", timeout_s=20.0, silence_s=5.0, recipe="")
-    saved = folder / "state.pt"
-    try:
-        with leading(place, meet(place), terms, lambda ready: Toy(0, slow=seconds)) as trainer:
-            if saved.exists():
-                state = torch.load(saved)
-                trainer.restore(state["tensors"], state["counters"])
-            while (step := trainer.counters()["steps"]) < steps:
-                trainer.step(batch_of(np.random.default_rng(step).standard_normal(4)))
-                state = {"tensors": dict(trainer.tensors()), "counters": dict(trainer.counters())}
-                torch.save(state, folder / "new.pt")
-                (folder / "new.pt").replace(saved)
-    except WorkerLost as lost:
-        print(f"WorkerLost: {lost}", flush=True)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

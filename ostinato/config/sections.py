@@ -253,22 +253,12 @@ class ParallelSection(Section):
 
     layout: str = ""  # empty: one rank, this process
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl where the model is on GPUs
-    timeout_s: Annotated[float, Field(gt=0)] = 300.0  # of one collective, and of a rank that does not get on
-    silence_s: Annotated[float, Field(gt=0)] = 30.0  # without a sign of life, before a rank is lost
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0  # of one collective
     placement: File = ""  # a file that says which expert rank keeps which experts (ostinato place)
 
     @property
     def sharded(self) -> bool:
         return self.layout not in ("", "1")
-
-    @model_validator(mode="after")
-    def _check(self) -> ParallelSection:
-        if self.silence_s > self.timeout_s:
-            raise ValueError(
-                f"parallel.silence_s is {self.silence_s:g} with parallel.timeout_s {self.timeout_s:g}, but a "
-                "rank that is lost has to be known before a collective gives up; lower silence_s"
-            )
-        return self
 
 
 class AlgoSection(Section):

@@ -27,7 +27,7 @@ from ostinato.workers.process import end_with_parent
 
 if TYPE_CHECKING:
     from ostinato.launch.inputs import RunInputs
-    from ostinato.parallel.follow import Local, Ready
+    from ostinato.parallel.ranks import Local, Ready
     from ostinato.protocols import RestorableTrainer
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,10 @@ def follow(place: Place, *, child: bool = False) -> int:
         signal.signal(number, signal.SIG_IGN)
     if child:
         end_with_parent(_leave)
-    leave = _leave if child else _leave_later
     choose_interface(place, os.environ)
     from ostinato.algo.routing import Misaligned
     from ostinato.launch.trainer import new_sharded_trainer
-    from ostinato.parallel.follow import following
+    from ostinato.parallel.ranks import following
     from ostinato.workers.lost import WorkerLost
 
     def new_local(text: str, ready: Ready) -> Local:
@@ -62,9 +61,11 @@ def follow(place: Place, *, child: bool = False) -> int:
         return new_sharded_trainer(recipe, place.rank, ready=ready)
 
     try:
-        following(place, new_local, leave, (Misaligned,))
+        following(place, new_local, (Misaligned,))
     except WorkerLost as lost:
         say(f"ostinato: {lost}", error=True)
+        if not child:  # torchrun ends all ranks when the first one ends, and rank 0 has to save and report
+            time.sleep(LATER_S)
         return LOST
     return 0
 
@@ -72,13 +73,6 @@ def follow(place: Place, *, child: bool = False) -> int:
 def _leave(sentence: str) -> None:
     """At once, from whichever thread: another one may be in a collective that does not end."""
     say(f"ostinato: {sentence}", error=True)
-    os._exit(LOST)
-
-
-def _leave_later(sentence: str) -> None:
-    """torchrun ends all ranks when the first one ends, and rank 0 has to save what it can and report."""
-    say(f"ostinato: {sentence}", error=True)
-    time.sleep(LATER_S)
     os._exit(LOST)
 
 
@@ -90,9 +84,7 @@ def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTra
     """
     from ostinato.algo.routing import Misaligned
     from ostinato.launch.trainer import new_sharded_trainer, save_refused
-    from ostinato.parallel.control import Terms, keep_store, meet
-    from ostinato.parallel.follow import leading
-    from ostinato.parallel.key import new_key
+    from ostinato.parallel.ranks import Terms, keep_store, leading, meet
     from ostinato.workers.lost import WorkerLost
 
     recipe, layout = prepared.recipe, Layout.parse(prepared.recipe.parallel.layout)
@@ -106,9 +98,9 @@ def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTra
     with contextlib.ExitStack() as held:
         try:
             if place is None:
-                store, key = keep_store(), new_key()
-                place = local_place(layout.world, store.port, key=key)
-                ranks = held.enter_context(Ranks.open(layout.world, store.port, folder / "ranks", key=key))
+                store = keep_store()
+                place = local_place(layout.world, store.port)
+                ranks = held.enter_context(Ranks.open(layout.world, store.port, folder / "ranks"))
                 ended, where = ranks.ended, "on this host"
             else:
                 store, ended, where = meet(place), dict, f"meeting at {place.address}:{place.port}"
@@ -117,13 +109,12 @@ def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTra
             terms = Terms(
                 backend=backend(recipe, prepared.decoder.device.type),
                 timeout_s=recipe.parallel.timeout_s,
-                silence_s=recipe.parallel.silence_s,
                 recipe=dump_toml(recipe),
             )
             refused = save_refused(folder / "refused")
 
             def new_local(ready: Ready) -> Local:
-                _choose_gpu(recipe, place)  # of this thread
+                _choose_gpu(recipe, place)
                 return new_sharded_trainer(recipe, 0, prepared.decoder, refused, ready)
 
             trainer = held.enter_context(leading(place, store, terms, new_local, ended, (Misaligned,)))

@@ -14,10 +14,9 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from ostinato.parallel.key import VARIABLE
 from ostinato.workers.process import Child
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -39,7 +38,6 @@ class Place:
     port: int
     agent: bool = False  # torchrun's agent keeps the store at this address
     attempt: int = 0  # of that agent: keys of an earlier one may still be there
-    key: str = field(default="", repr=False)  # of the run (``key``); empty: the user's
 
     @property
     def is_local(self) -> bool:
@@ -67,21 +65,19 @@ class Place:
             port=_number(environ, "MASTER_PORT", 1, 65535),
             agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
-            key=environ.get(VARIABLE, ""),
         )
 
     def environment(self) -> dict[str, str]:
         """``of`` backwards."""
         values = (self.rank, self.world, self.local_rank, self.local_world, self.address, self.port)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        found = {name: str(value) for name, value in zip(names, values, strict=True)}
-        return found | ({VARIABLE: self.key} if self.key else {})
+        return {name: str(value) for name, value in zip(names, values, strict=True)}
 
 
-def local_place(world: int, port: int, rank: int = 0, key: str = "") -> Place:
+def local_place(world: int, port: int, rank: int = 0) -> Place:
     """A rank of ``world`` on this host alone."""
     local = {"local_rank": rank, "local_world": world, "address": LOOPBACK}
-    return Place(rank=rank, world=world, port=port, key=key, **local)
+    return Place(rank=rank, world=world, port=port, **local)
 
 
 def _number(environ: Mapping[str, str], name: str, least: int, most: int | None) -> int:
@@ -111,10 +107,9 @@ class Ranks:
         folder: Path,
         command: Sequence[str] = (),
         threads: int | None = None,
-        key: str = "",
     ) -> Iterator[Ranks]:
         """Start ``command`` (this program, as a follower) for each rank but 0; at the end of the context all
-        have ended. ``threads`` of each; None: the cores, shared. ``key``: of the run."""
+        have ended. ``threads`` of each; None: the cores, shared."""
         folder.mkdir(parents=True, exist_ok=True)
         command = command or [sys.executable, "-m", "ostinato", "rank"]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -123,7 +118,7 @@ class Ranks:
         ranks = cls(children, folder)
         try:
             for rank in range(1, world):
-                environment = dict(os.environ) | own | local_place(world, port, rank, key).environment()
+                environment = dict(os.environ) | own | local_place(world, port, rank).environment()
                 log = folder / f"rank-{rank}.log"
                 log.unlink(missing_ok=True)
                 children[rank] = Child(command, log=log, lifeline=True, environ=environment)

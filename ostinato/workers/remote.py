@@ -10,7 +10,7 @@ import io
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -18,8 +18,6 @@ import numpy as np
 
 from ostinato.failure import NamedFailure
 from ostinato.workers.lost import WorkerKind, WorkerLost
-
-ALIGNED = 64  # bytes
 
 
 def sealed(value: Any) -> bytes:
@@ -33,56 +31,14 @@ def opened(payload: bytes) -> Any:
     return pickle.loads(payload)
 
 
-def packed(value: Any) -> tuple[np.ndarray, list[int]]:
-    """([bytes] uint8, size of each part): a pickle and the arrays and tensors beside it, each aligned."""
-    beside: list[pickle.PickleBuffer] = []
-    stream = io.BytesIO()
-    pickler = _Pickler(stream, protocol=5, buffer_callback=beside.append)
-    pickler.detaches = True
-    pickler.dump(value)
-    parts = [stream.getbuffer(), *(buffer.raw() for buffer in beside)]
-    sizes = [part.nbytes for part in parts]
-    payload = room(sizes)
-    for part, (start, stop) in zip(parts, _places(sizes), strict=True):
-        payload[start:stop] = np.frombuffer(part, np.uint8)
-    return payload, sizes
-
-
-def unpacked(payload: np.ndarray, sizes: Sequence[int]) -> Any:
-    """What was ``packed``; arrays and tensors are views of ``payload``, and writable."""
-    head, *beside = (payload[start:stop].data for start, stop in _places(sizes))
-    return pickle.loads(head, buffers=beside)
-
-
-def head(payload: np.ndarray, sizes: Sequence[int]) -> bytes:
-    """The pickle of what was ``packed``, without its arrays and tensors."""
-    return payload[: sizes[0]].tobytes() if sizes else b""
-
-
-def room(sizes: Sequence[int]) -> np.ndarray:
-    """[bytes] uint8, for parts of these sizes."""
-    return np.empty(_places(sizes)[-1][1] if sizes else 0, np.uint8)
-
-
-def _places(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, stop) of each part."""
-    places, start = [], 0
-    for size in sizes:
-        places.append((start, start + size))
-        start += -(-size // ALIGNED) * ALIGNED
-    return places
-
-
 class _Pickler(pickle.Pickler):
-    detaches = False  # tensors from their device and gradient
-
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is None or type(value) is not torch.Tensor or value.layout != torch.strided:
             return NotImplemented
-        if not self.detaches and (value.requires_grad or value.device.type != "cpu"):
+        if value.requires_grad or value.device.type != "cpu":
             return NotImplemented
-        flat = value.detach().cpu().contiguous().reshape(-1)
+        flat = value.contiguous().reshape(-1)
         raw = flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)  # of any stride
         return _tensor, (raw.numpy(), value.dtype, tuple(value.shape))
 

@@ -87,12 +87,6 @@ def until(true: object, within_s: float, folder: Path) -> None:
         time.sleep(0.05)
 
 
-def steps_of(folder: Path) -> int:
-    """Finished steps of the toy."""
-    path = folder / "state.pt"
-    return torch.load(path)["counters"]["steps"] if path.exists() else 0
-
-
 def rows_of(folder: Path) -> int:
     """Finished steps of a run."""
     return sum(path.read_text().count("\n") for path in folder.glob("*/metrics.jsonl"))
@@ -101,36 +95,6 @@ def rows_of(folder: Path) -> int:
 def adapter_of(folder: Path) -> bytes:
     (path,) = folder.glob("*/adapter/adapter_model.safetensors")
     return path.read_bytes()
-
-
-@pytest.mark.timeout(600)
-def test_a_host_that_is_cut_off_ends_all_by_name_and_the_run_goes_on(hosts: Hosts, tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    script = str(HERE / "toy_trainer.py")
-    for folder in (whole, cut):
-        folder.mkdir()
-    with started(hosts, whole, 2, script, str(whole), "8", "0.0") as processes:
-        assert ended(processes, 120, whole) == [0, 0], logs(whole)
-
-    with started(hosts, cut, 2, script, str(cut), "8", "1.0") as processes:
-        until(lambda: steps_of(cut) >= 3, 120, cut)
-        hosts.cut(1)
-        at = time.monotonic()
-        assert all(ended(processes, 90, cut)), logs(cut)
-        took = time.monotonic() - at
-    assert took < 40, f"{took:.1f} s:\n{logs(cut)}"
-    output = (cut / "host0.log").read_text()
-    line = next(line for line in output.splitlines() if line.startswith("WorkerLost: "))
-    assert f"rank 2 on {hosts.names[1]}" in line and f"rank 3 on {hosts.names[1]}" in line
-    assert "gave no sign of life for" in line and "last seen in step" in line
-    assert 3 <= steps_of(cut) < 8
-
-    hosts.reconnect(1)
-    with started(hosts, cut, 2, script, str(cut), "8", "0.0") as processes:
-        assert ended(processes, 120, cut) == [0, 0], logs(cut)
-    ends = [torch.load(folder / "state.pt") for folder in (whole, cut)]
-    assert ends[0]["counters"] == ends[1]["counters"] == {"steps": 8}
-    assert torch.equal(ends[0]["tensors"]["value"], ends[1]["tensors"]["value"])
 
 
 def even_vocabulary(folder: Path) -> Path:
@@ -149,15 +113,14 @@ def even_vocabulary(folder: Path) -> Path:
     return folder
 
 
-RUN = SHORT | {"parallel.layout": "d2t2", "parallel.silence_s": 6.0, "parallel.timeout_s": 120.0}
+RUN = SHORT | {"parallel.layout": "d2t2", "parallel.timeout_s": 20.0}
 
 
 @pytest.mark.lab
 @pytest.mark.timeout(600)
 def test_a_run_over_two_hosts_loses_one_and_nothing_else(hosts: Hosts, tmp_path: Path) -> None:
     """``ostinato train`` of the packaged model, layout d2t2 with two ranks on each host, is cut off in an
-    optimizer step. The error comes long before the collectives time out; the resumed run ends with the bytes
-    of the undisturbed one."""
+    optimizer step. A collective's timeout ends it; the resumed run ends with the undisturbed one's bytes."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
@@ -184,16 +147,8 @@ def test_a_run_over_two_hosts_loses_one_and_nothing_else(hosts: Hosts, tmp_path:
     print(f"all ranks of both hosts had ended {took:.1f} s after the cut")
     assert took < 60, f"{took:.1f} s:\n{logs(cut)}"
     assert rows_of(cut) < STEPS
-    reported = [
-        line for line in (cut / "host0.log").read_text().splitlines() if line.startswith("ostinato: ")
-    ]
-    assert any("gave no sign of life for" in line and "ostinato resume" in line for line in reported), logs(
-        cut
-    )
-    assert all(f"rank {rank} on {hosts.names[1]}" in reported[-1] for rank in (2, 3)), logs(cut)
-    assert "rank 0 in step" in reported[-1], reported
-    away = (cut / "host1.log").read_text()
-    assert f"rank 0 on {hosts.names[0]}" in away and "could not be reached from" in away
+    output = (cut / "host0.log").read_text()
+    assert "a rank was lost, as rank 0 saw in step" in output and "ostinato resume" in output, logs(cut)
 
     hosts.reconnect(1)
     (run,) = [path.parent for path in cut.glob("*/recipe.toml")]

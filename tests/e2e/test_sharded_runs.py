@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,59 +27,34 @@ from small_loop import BanditTrainer, Bench
 from toy_trainer import NONE, Toy, Trouble, batch_of
 
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
-from ostinato.parallel import control
-from ostinato.parallel.control import Terms, meet
-from ostinato.parallel.follow import following, leading
 from ostinato.parallel.launch import local_place
-from ostinato.parallel.watch import GRACE_S
+from ostinato.parallel.ranks import Terms, following, leading, meet
 from ostinato.pipeline.state import LoopState
 from ostinato.types import Batch, StepReport
 from ostinato.workers.lost import WorkerLost
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S, SILENCE_S = 8.0, 4.0
-KEY = "of these tests alone"
+TIMEOUT_S = 6.0
 ANSWERS = (Misaligned,)
+TERMS = Terms(backend="gloo", timeout_s=TIMEOUT_S, recipe="the recipe")
 
 
-def run(rank: int, world: int, port: int, folder: str, steps: int, trouble: Trouble) -> dict[str, Any]:
-    """Rank 0: what came of it. The others write what they leave with into ``folder``, and end."""
-    place = local_place(world, port, rank, KEY)
-    if rank:
-        if trouble.what == "late":
-            return {}
-        following(place, lambda reported, ready: Toy(rank, trouble), leaves(folder, rank), ANSWERS)
-        return {"ended": True}
-    terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, recipe="the recipe")
-    with leading(place, meet(place), terms, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
-        batch = batch_of(np.arange(4.0))
-        reports = [trainer.step(batch).metrics for _ in range(steps)]
-        tensors = trainer.tensors()
-        trainer.restore({"value": tensors["value"] * 2}, {"steps": 40})
-        return {"reports": reports, "value": trainer.adapters(), "counters": trainer.counters()}
-
-
-def leaves(folder: str, rank: int) -> Callable[[str], None]:
-    def leave(why: str) -> None:
-        (Path(folder) / f"left-{rank}").write_text(why)
-        os._exit(1)
-
-    return leave
-
-
-def caught(rank: int, world: int, port: int, folder: str, steps: int, trouble: Trouble) -> dict[str, Any]:
-    """``run``, and what it raised after how long. A trainer that has failed fails again, at once."""
-    started = time.monotonic()
+def run(rank: int, world: int, port: int, steps: int, trouble: Trouble) -> dict[str, Any]:
+    """What came of it on each rank."""
+    place, started = local_place(world, port, rank), time.monotonic()
     try:
-        return run(rank, world, port, folder, steps, trouble)
+        if rank:
+            following(place, lambda recipe, ready: Toy(rank, trouble), ANSWERS)
+            return {"ended": True}
+        with leading(place, meet(place), TERMS, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
+            batch = batch_of(np.arange(4.0))
+            reports = [trainer.step(batch).metrics for _ in range(steps)]
+            tensors = trainer.tensors()
+            trainer.restore({"value": tensors["value"] * 2}, {"steps": 40})
+            return {"reports": reports, "value": trainer.adapters(), "counters": trainer.counters()}
     except (WorkerLost, Misaligned, ValueError) as error:
-        found = {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - started}
-        gone = [trouble.rank] if trouble.what in ("kill", "stop") else []
-        for other in range(1, world):  # all end when this rank has
-            if other not in gone and trouble.what != "late":
-                output(Path(folder) / f"left-{other}")
-        return found
+        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - started}
 
 
 def free_port() -> int:
@@ -88,122 +63,80 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def troubled(tmp_path: Path, trouble: Trouble, world: int = 3, lost: tuple[int, ...] = (1, 2)) -> Any:
-    results = on_ranks(
-        world, caught, free_port(), str(tmp_path), 3, trouble, timeout_s=300, lost=lost, group=False
-    )
-    return results[0], {rank: tmp_path / f"left-{rank}" for rank in range(1, world)}
+def on_three(trouble: Trouble, lost: tuple[int, ...] = ()) -> list[Any]:
+    return on_ranks(3, run, free_port(), 3, trouble, timeout_s=120, lost=lost, group=False)
 
 
-def output(path: Path) -> str:
-    deadline = time.monotonic() + 120
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return path.read_text() if path.exists() else "no output"
-
-
-def test_all_ranks_do_the_same(tmp_path: Path) -> None:
-    found, *others = on_ranks(3, run, free_port(), str(tmp_path), 3, NONE, timeout_s=300, group=False)
+def test_all_ranks_do_the_same() -> None:
+    found, *others = on_three(NONE)
     total = np.arange(4.0).sum() * 6 * 3  # summed over ranks, twice
     assert found["reports"] == [{"sum": total, "rank": 0.0}] * 3
     assert torch.equal(found["value"], torch.arange(4, dtype=torch.float64) * 6 * 3 * 3 * 2)
     assert found["counters"] == {"steps": 40}
-    assert others == [{"ended": True}] * 2  # by themselves, and none is left
-    assert not list(tmp_path.iterdir())
+    assert others == [{"ended": True}] * 2  # by themselves
 
 
-@pytest.mark.parametrize(
-    ("what", "rank", "step", "why"),
-    [
-        ("kill", 1, 2, "gave no sign of life for"),
-        ("stop", 2, 1, "gave no sign of life for"),
-        ("hang", 1, 2, "hangs, for"),
-        ("raise", 2, 3, "raised ValueError: step 3 does not suit rank 2, last seen in step 3"),
-    ],
-)
-def test_a_lost_rank_ends_all_by_name(tmp_path: Path, what: str, rank: int, step: int, why: str) -> None:
-    found, left = troubled(tmp_path, Trouble(what=what, rank=rank, step=step))
-    assert found["error"] == "WorkerLost"
-    assert found["text"].startswith(f"rank {rank} on ") and why in found["text"]
-    assert f"rank 0 in step {step} at " in found["text"]
-    gone = {rank} if what in ("kill", "stop") else set()
-    assert all(output(path) == found["text"] for other, path in left.items() if other not in gone)
-    assert not any(left[other].exists() for other in gone)
+@pytest.mark.parametrize(("what", "rank"), [("kill", 1), ("stop", 2), ("raise", 2), ("refuse", 1)])
+def test_a_lost_rank_ends_all_by_name_and_within_the_bound(what: str, rank: int) -> None:
+    """Killed, silent, broken by an error of its own, or waiting for a call that the others are still in."""
+    found, *others = on_three(Trouble(what=what, rank=rank, step=2), lost=(rank,))
+    assert found["error"] == "WorkerLost" and "rank 0 saw in step 2" in found["text"], found
+    assert found["seconds"] < 3 * TIMEOUT_S
+    for other, ended in enumerate(others, start=1):
+        assert other == rank or ended["error"] == "WorkerLost"
 
 
-def test_what_rank_0_raises_comes_as_itself(tmp_path: Path) -> None:
-    for who in (-1, 0):  # all of them, or rank 0 alone
-        folder = tmp_path / str(who)
-        folder.mkdir()
-        found, left = troubled(folder, Trouble(what="raise", rank=who, step=2))
-        assert (found["error"], found["text"]) == ("ValueError", "step 2 does not suit rank 0")
-        for path in left.values():
-            assert "rank 0 on " in output(path) and "ValueError: step 2 does not suit rank 0" in output(path)
+@pytest.mark.parametrize("who", [-1, 0])
+def test_what_rank_0_raises_comes_as_itself(who: int) -> None:
+    found, *others = on_three(Trouble(what="raise", rank=who, step=2))
+    assert (found["error"], found["text"]) == ("ValueError", "step 2 does not suit rank 0")
+    assert all(one["error"] in ("ValueError", "WorkerLost") for one in others)
 
 
-def test_without_rank_0_nobody_stays(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    trouble = Trouble(what="kill", rank=0, step=2)
-    with pytest.raises(AssertionError, match=r"rank [12] of 3 died .exit code 1."):
-        on_ranks(3, caught, free_port(), folder, 3, trouble, timeout_s=300, lost=[0], group=False)
-    for rank in (1, 2):
-        assert output(tmp_path / f"left-{rank}").startswith("rank 0 on ")
+def came_late(rank: int, world: int, port: int) -> str:
+    if rank:
+        return ""
+    place = local_place(world, port)
+    try:
+        with leading(place, meet(place), replace(TERMS, timeout_s=2.0), lambda ready: Toy(0)):
+            return "they came"
+    except WorkerLost as lost:
+        return str(lost)
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    found, _ = troubled(tmp_path, Trouble(what="late"), lost=())
-    assert found["error"] == "WorkerLost"
-    assert "ranks 1, 2 of 3 did not come to 127.0.0.1:" in found["text"]
-    assert f"within {TIMEOUT_S:g} s" in found["text"]
+def test_a_rank_that_does_not_come_is_named() -> None:
+    found, *_ = on_ranks(3, came_late, free_port(), timeout_s=60, group=False)
+    assert "ranks 1, 2 of 3 did not come to 127.0.0.1:" in found and found.endswith("within 2 s")
 
 
 # ---- refusals: an answer of all ranks
 
 
-def refused(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
+def refused(rank: int, world: int, port: int) -> dict[str, Any]:
     """Of three steps the second is refused, by all."""
-    place, trouble = local_place(world, port, rank, KEY), Trouble(what="refuse", rank=-1, step=2)
+    place, trouble = local_place(world, port, rank), Trouble(what="refuse", rank=-1, step=2)
     if rank:
-        following(place, lambda reported, ready: Toy(rank, trouble), leaves(folder, rank), ANSWERS)
+        following(place, lambda recipe, ready: Toy(rank, trouble), ANSWERS)
         return {"ended": True}
-    terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, recipe="")
-    with leading(place, meet(place), terms, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
+    with leading(place, meet(place), TERMS, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
         batch = batch_of(np.arange(4.0))
         first = trainer.step(batch).metrics
         with pytest.raises(Misaligned, match="step 2 has routes of others"):
             trainer.step(batch)
-        time.sleep(GRACE_S + 3)  # no rank is blamed for it
         saved = {"first": first, "failed": trainer.failed, "tensors": dict(trainer.tensors())}
         return saved | {"second": trainer.step(batch).metrics, "counters": trainer.counters()}
 
 
-def test_what_all_ranks_refuse_leaves_them_as_they_were(tmp_path: Path) -> None:
-    found, *others = on_ranks(3, refused, free_port(), str(tmp_path), timeout_s=300, group=False)
+def test_what_all_ranks_refuse_leaves_them_as_they_were() -> None:
+    found, *others = on_ranks(3, refused, free_port(), timeout_s=120, group=False)
     assert found["failed"] == ""
     assert torch.equal(found["tensors"]["value"], torch.arange(4, dtype=torch.float64) * 6 * 3)
     assert found["second"] == found["first"] and found["counters"] == {"steps": 2}
     assert others == [{"ended": True}] * 2
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_what_only_some_refuse_ends_all_by_name(tmp_path: Path, who: int) -> None:
-    """Rank 1 goes on to wait for the next call, and the others wait for it in theirs; or rank 0 goes on, and
-    the others wait for it in the step."""
-    found, left = troubled(tmp_path, Trouble(what="refuse", rank=who, step=2))
-    if who == 1:
-        assert found["error"] == "WorkerLost"
-        assert "has refused 1 of its calls where rank 0 refused 0" in found["text"]
-        assert found["text"].startswith("rank 1 on ")
-        assert output(left[2]) == found["text"]
-        return
-    assert (found["error"], found["text"]) == ("Misaligned", "step 2 has routes of others")
-    for path in left.values():
-        assert "rank 0 on " in output(path) or "rank 1 on " in output(path)
 
 
 class Bandit(BanditTrainer):
-    """``follow.Local``: the trainer of ``small_loop``, which refuses the batch of one step."""
+    """``ranks.Local``: the trainer of ``small_loop``, which refuses the batch of one step."""
 
     progress = 0.0
 
@@ -234,12 +167,11 @@ class Bandit(BanditTrainer):
 
 def looped(rank: int, world: int, port: int, folder: str, refuses: int, saved: Any) -> dict[str, Any]:
     """A run over the ranks, from what was ``saved``; and what it has saved last."""
-    place = local_place(world, port, rank, KEY)
+    place = local_place(world, port, rank)
     if rank:
-        following(place, lambda reported, ready: Bandit(refuses), leaves(folder, rank), ANSWERS)
+        following(place, lambda recipe, ready: Bandit(refuses), ANSWERS)
         return {}
-    terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, recipe="")
-    with leading(place, meet(place), terms, lambda ready: Bandit(refuses), answers=ANSWERS) as trainer:
+    with leading(place, meet(place), TERMS, lambda ready: Bandit(refuses), answers=ANSWERS) as trainer:
         state = LoopState(**saved["state"]) if saved else None
         bench = Bench(Path(folder) / "run", steps=5, checkpoint_every=2, state=state)
         if saved:
@@ -272,88 +204,29 @@ def test_a_run_over_ranks_goes_on_after_a_refusal(tmp_path: Path) -> None:
     assert second["tensors"]["logits"].numpy().tobytes() == whole.trainer.logits.tobytes()
 
 
-# ---- the beginning, and what gets on
+# ---- the beginning
 
 
-def loaded(rank: int, world: int, port: int, folder: str, cold_s: float, fault: str) -> Any:
-    """Rank 1 has its part on a cold disk, or not at all."""
-    place, bound = local_place(world, port, rank, KEY), timedelta(seconds=4)
+def loaded(rank: int, world: int, port: int) -> Any:
+    """Rank 1 has its part on a cold disk."""
+    place, bound = local_place(world, port, rank), timedelta(seconds=2)
 
     def new(ready: Callable[[], None]) -> Toy:
-        if rank == 1:
-            time.sleep(cold_s)
-            if fault:
-                raise ValueError(fault)
+        time.sleep(4.0 * rank)
         ready()
         dist.new_group(backend="gloo", timeout=bound)
         return Toy(rank)
 
     if rank:
-        following(place, lambda reported, ready: new(ready), leaves(folder, rank))
+        following(place, lambda recipe, ready: new(ready))
         return "ended"
-    terms = Terms(backend="gloo", timeout_s=bound.total_seconds(), silence_s=3.0, recipe="")
-    try:
-        with leading(place, meet(place), terms, new) as trainer:
-            return trainer.step(batch_of(np.arange(4.0))).metrics["sum"]
-    except WorkerLost as lost:
-        deadline = time.monotonic() + 120
-        while dist.is_initialized() and time.monotonic() < deadline:  # what it left behind, for another run
-            time.sleep(0.05)
-        return str(lost), dist.is_initialized()
+    with leading(place, meet(place), replace(TERMS, timeout_s=bound.total_seconds()), new) as trainer:
+        return trainer.step(batch_of(np.arange(4.0))).metrics["sum"]
 
 
-def test_a_cold_load_may_take_longer_than_a_collective(tmp_path: Path) -> None:
-    found = on_ranks(2, loaded, free_port(), str(tmp_path), 7.0, "", timeout_s=300, group=False)
+def test_a_cold_load_may_take_longer_than_a_collective() -> None:
+    found = on_ranks(2, loaded, free_port(), timeout_s=60, group=False)
     assert found == [np.arange(4.0).sum() * 3 * 2, "ended"]
-
-
-def test_a_part_that_cannot_be_loaded_is_told_by_name(tmp_path: Path) -> None:
-    found, _ = on_ranks(
-        2, loaded, free_port(), str(tmp_path), 0.0, "no file", timeout_s=300, lost=[1], group=False
-    )
-    text, initialised = found
-    assert text.startswith("rank 1 on ")
-    assert "raised ValueError: no file, last seen in the building of its part" in text
-    assert not initialised
-
-
-def controls(rank: int, world: int, port: int) -> control.Control:
-    place = local_place(world, port, rank, KEY)
-    store = control.keyed(place, meet(place))
-    terms = Terms(backend="gloo", timeout_s=4.0, silence_s=3.0, recipe="")
-    members, terms = control.arrive(place, store, None if rank else terms)
-    return control.Control(place, store, members, terms)
-
-
-def not_loaded(rank: int, world: int, port: int) -> str:
-    one = controls(rank, world, port)
-    try:
-        if rank != 1:
-            one.built(within_s=1.0)
-    except WorkerLost as lost:
-        return str(lost)
-    return ""
-
-
-def test_a_part_that_is_not_loaded_in_time_is_told_by_name() -> None:
-    found = on_ranks(3, not_loaded, free_port(), timeout_s=300, group=False)
-    late = "rank 1 of 3 did not load their part of the model within 1 s; is model.path on a slow disk?"
-    assert found == [late, "", "rank 0 did not say within 5 s that all ranks have loaded their part"]
-
-
-def pieces(rank: int, world: int, port: int) -> int:
-    """How far a call has got on when it has come, in pieces of 1000 bytes."""
-    control.PIECE = 1000  # of this process alone
-    one = controls(rank, world, port)
-    if rank == 0:
-        one.call("step", np.arange(9000, dtype=np.uint8))
-    else:
-        assert one.awaited() is not None
-    return one.progress
-
-
-def test_every_piece_of_a_call_gets_on() -> None:
-    assert on_ranks(2, pieces, free_port(), timeout_s=300, group=False) == [10, 10]
 
 
 # ---- ``ostinato train`` over several ranks of this host
@@ -416,8 +289,7 @@ def test_a_run_survives_the_loss_of_any_rank(tmp_path: Path) -> None:
         follower.kill()
         assert process.wait(60) == 75, (hurt / "log").read_text()
     output = (hurt / "log").read_text().splitlines()[-1]
-    name = r"ostinato: rank 1 on \S+ \(process \d+\) ended: killed by signal 9, last seen "
-    assert re.match(name, output), output
+    assert output.startswith("ostinato: rank 1 ended: killed by signal 9"), output
     assert output.endswith(f"to go on: ostinato resume {run_of(hurt)}")
     assert rows(hurt) < STEPS
 

@@ -232,11 +232,6 @@ PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT
             "pipeline.watch_s is 600, but a collective may take 600 s (parallel.timeout_s), so a hung rank "
             "would end the run before it is named; raise watch_s or lower timeout_s",
         ),
-        (
-            {"parallel": {"silence_s": 60.0, "timeout_s": 30.0}},
-            "parallel.silence_s is 60 with parallel.timeout_s 30, but a rank that is lost has to be known "
-            "before a collective gives up; lower silence_s",
-        ),
         ({"parallel": {"backend": "mpi"}}, "parallel.backend is 'mpi'; use one of 'auto', 'gloo', 'nccl'"),
         ({"parallel": {"timeout_s": 0.0}}, "parallel.timeout_s is 0.0; use a number above 0.0"),
         (

@@ -1,0 +1,331 @@
+"""One trainer on many ranks: rank 0 is called as any trainer is, and calls the others.
+
+    loop -> ShardedTrainer.step(batch) -> store: call/7;  broadcast: "step", batch -> the local step
+    others: wait for call/8 in the store -> the local step, with what was broadcast
+
+Between two calls no rank is in a collective, so that hours between two steps run into no timeout; within a
+call every collective has one. A rank that dies or hangs ends the collectives of the others, and so the run,
+by name (WorkerLost); resumed, it goes on to the same bits. The store and the group believe whoever reaches
+them: torch has no guard there (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from ostinato.parallel.launch import CLOSE_S, LOOPBACK, Place
+from ostinato.types import Batch, StepReport
+from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.remote import opened, sealed
+
+MEET_S = 1800.0  # for all to be there, and to have loaded their part: a large model, cold
+DAY = timedelta(days=1)
+LOOK_S = 0.05
+GRACE_S = 2.0  # for a process that has broken a connection to have ended
+STOP = "stop"  # the last call
+Ready = Callable[[], None]
+Ended = Callable[[], Mapping[int, str]]  # ranks that this process has started and that have ended, and how
+
+
+class Local(Protocol):
+    """A rank's own part of the trainer. Each method but the last two is called on all ranks at once, with the
+    same arguments; what rank 0 returns is used."""
+
+    def step(self, batch: Batch) -> StepReport: ...
+
+    def score(self, batch: Batch) -> Sequence[Any]: ...
+
+    def adapters(self) -> Any: ...
+
+    def tensors(self) -> Mapping[str, Any]: ...
+
+    def restore(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None: ...
+
+    def identity(self) -> dict[str, str]: ...
+
+    def counters(self) -> Mapping[str, int]: ...
+
+    @property
+    def progress(self) -> float:
+        """Grows while a call gets on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Settings that rank 0 sends to all ranks at first. ``recipe``: as TOML."""
+
+    backend: str  # of torch.distributed
+    timeout_s: float  # of a collective
+    recipe: str
+
+
+def rank_lost(sentence: str) -> WorkerLost:
+    """A rank died, hung, or could not be reached."""
+    return WorkerLost(WorkerKind.RANK, sentence, final=True)
+
+
+def last_line(error: BaseException) -> str:
+    """An exception in one line."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def of_connection(error: BaseException) -> bool:
+    """Is it a collective that failed, because of another rank, and not what this one has done?"""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "c10d"))
+
+
+# ---- how they meet
+
+
+def keep_store(port: int = 0, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
+    """One kept by this process, on ``port`` of 127.0.0.1 (0: a free one). By itself torch listens on every
+    interface, whatever address it is given. Raises OSError."""
+    listening = socket.create_server((LOOPBACK, port))
+    return TCPStore(
+        LOOPBACK,
+        listening.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def meet(place: Place, within_s: float = MEET_S) -> TCPStore:
+    """The store at which all ranks meet: kept by rank 0, or by torchrun's agent.
+
+    Raises WorkerLost when no process keeps it within ``within_s``.
+    """
+    keeps, bound = place.rank == 0 and not place.agent, timedelta(seconds=within_s)
+    try:
+        if keeps and place.is_local:
+            return keep_store(place.port, bound)
+        return TCPStore(place.address, place.port, is_master=keeps, timeout=bound, wait_for_workers=False)
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise rank_lost(
+            f"rank {place.rank} did not reach rank 0 at {place.address}:{place.port} within {within_s:g} s: "
+            f"{last_line(error)}"
+        ) from error
+
+
+class Meeting:
+    """A rank among the others, by the keys of this attempt in ``store``; ``join`` makes the group of all."""
+
+    def __init__(self, place: Place, store: Store, ended: Ended = dict) -> None:
+        self.place, self._ended, self._calls = place, ended, 0
+        self._store = PrefixStore(f"ostinato/{place.attempt}", store)
+        self._group: Any = None
+
+    def terms(self, terms: Terms | None = None) -> Terms:
+        """Those of rank 0, which has them."""
+        if terms is not None:
+            self._store.set("terms", json.dumps(asdict(terms)))
+            return terms
+        self._store.wait(["terms"], timedelta(seconds=MEET_S))
+        return Terms(**json.loads(self._store.get("terms")))
+
+    def all_there(self, what: str, within_s: float, late: str) -> None:
+        """Wait until all ranks have come to ``what``. Raises WorkerLost naming those that have ended before,
+        or that are ``late``, not there after ``within_s``."""
+        keys = [f"{what}/{rank}" for rank in range(self.place.world)]
+        self._store.set(keys[self.place.rank], "")
+        if self.place.rank:
+            self._store.wait([f"{what}/all"], timedelta(seconds=2 * within_s))  # rank 0 names who is late
+            return
+        deadline = time.monotonic() + within_s
+        while not self._store.check(keys):
+            time.sleep(LOOK_S)
+            if gone := self._ended():
+                raise rank_lost("; ".join(f"rank {rank} {how}" for rank, how in gone.items()))
+            if time.monotonic() > deadline:
+                missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+                who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {self.place.world}"
+                raise rank_lost(f"{who} {late} {within_s:g} s")
+        self._store.set(f"{what}/all", "")
+
+    def join(self, terms: Terms) -> None:
+        """Initialise torch.distributed, on all ranks at once."""
+        came = f"did not come to {self.place.address}:{self.place.port} within"
+        self.all_there("here", terms.timeout_s, came)
+        bound, group = timedelta(seconds=terms.timeout_s), PrefixStore("group", self._store)
+        rank, world = self.place.rank, self.place.world
+        dist.init_process_group(terms.backend, store=group, rank=rank, world_size=world, timeout=bound)
+        self._group = dist.new_group(backend="gloo", timeout=bound)
+
+    def built(self) -> None:
+        """Wait until all ranks have loaded their part: groups are made together, and within a timeout."""
+        self.all_there("built", MEET_S, "did not load their part of the model within")
+
+    # ---- calls
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Have the other ranks call ``name`` of what they serve; the caller does the same now."""
+        self._store.set(f"call/{self._calls}", "")
+        self._calls += 1
+        dist.broadcast_object_list([name, sealed(arguments)], 0, group=self._group)
+
+    def awaited(self) -> tuple[str, tuple[Any, ...]]:
+        """The next call, with its arguments. Raises dist.DistError where rank 0 is gone."""
+        key = f"call/{self._calls}"
+        while True:
+            with contextlib.suppress(dist.DistStoreError):  # a day without a call
+                self._store.wait([key], DAY)
+                break
+        self._calls += 1
+        call: list[Any] = [None, None]
+        dist.broadcast_object_list(call, 0, group=self._group)
+        return call[0], opened(call[1])
+
+    def part(self) -> None:
+        """After the last call: rank 0 keeps the store until all have read it, CLOSE_S at most."""
+        if self.place.rank:
+            self._store.set(f"bye/{self.place.rank}", "")
+            return
+        keys = [f"bye/{rank}" for rank in range(1, self.place.world)]
+        with contextlib.suppress(dist.DistError):
+            self._store.wait(keys, timedelta(seconds=CLOSE_S))
+
+    def name_loss(self, error: BaseException, doing: str) -> WorkerLost:
+        """A collective of this rank has failed by ``error``: who ended, as far as that is known here."""
+        deadline = time.monotonic() + GRACE_S
+        while not (gone := self._ended()) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        who = "; ".join(f"rank {rank} {how}" for rank, how in gone.items()) or "a rank was lost"
+        return rank_lost(f"{who}, as rank {self.place.rank} saw in {doing}: {last_line(error)}")
+
+
+# ---- rank 0
+
+
+class ShardedTrainer:
+    """What ``train.PolicyTrainer`` is to the loop, over all ranks. After a call that raised it refuses
+    further ones, since some rank may have learned from what another has not; but not after one of
+    ``answers``, which all ranks raise alike."""
+
+    def __init__(self, local: Local, meeting: Meeting, answers: tuple[type[Exception], ...]) -> None:
+        self._local, self._meeting, self._answers = local, meeting, answers
+        self.failed = ""  # why, after a call that raised, and not as an answer
+
+    def step(self, batch: Batch) -> StepReport:
+        return self._together("step", batch)
+
+    def score(self, batch: Batch) -> Sequence[Any]:
+        return self._together("score", batch)
+
+    def adapters(self) -> Any:
+        return self._together("adapters")
+
+    def tensors(self) -> Mapping[str, Any]:
+        return self._together("tensors")
+
+    def restore(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None:
+        self._together("restore", dict(tensors), dict(counters))
+
+    def identity(self) -> dict[str, str]:
+        return self._together("identity")
+
+    def counters(self) -> Mapping[str, int]:
+        return self._local.counters()
+
+    @property
+    def progress(self) -> float:
+        return self._local.progress
+
+    def _together(self, name: str, *arguments: Any) -> Any:
+        if self.failed:
+            raise rank_lost(self.failed)
+        doing = f"step {self._local.counters()['steps'] + 1}" if name == "step" else name
+        try:
+            self._meeting.call(name, *arguments)
+            return getattr(self._local, name)(*arguments)
+        except self._answers:
+            raise
+        except BaseException as error:
+            if not of_connection(error):
+                self.failed = f"rank 0 ended {doing} by {last_line(error)}"
+                raise
+            lost = self._meeting.name_loss(error, doing)
+            self.failed = str(lost)
+            raise lost from error
+
+
+@contextlib.contextmanager
+def leading(
+    place: Place,
+    store: Store,
+    terms: Terms,
+    new_local: Callable[[Ready], Local],
+    ended: Ended = dict,
+    answers: tuple[type[Exception], ...] = (),
+) -> Iterator[ShardedTrainer]:
+    """Rank 0: the trainer over all ranks that come to ``store``, until the context ends; then they end too.
+
+    ``new_local`` is called on all ranks at once and may make process groups, once it has called what it is
+    given: that waits, for half an hour, until all ranks have loaded what they need. ``answers``: what a call
+    raises on all ranks alike, after which they are as much in step as before; the same as in ``following``.
+
+    Raises WorkerLost where they do not come or are lost.
+    """
+    meeting = Meeting(place, store, ended)
+    try:
+        try:
+            meeting.join(meeting.terms(terms))
+            trainer = ShardedTrainer(new_local(meeting.built), meeting, answers)
+        except Exception as error:
+            if not of_connection(error):
+                raise
+            raise meeting.name_loss(error, "the meeting") from error
+        yield trainer
+        if not trainer.failed:
+            meeting.call(STOP)
+            meeting.part()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# ---- the others
+
+
+def following(
+    place: Place, new_local: Callable[[str, Ready], Local], answers: tuple[type[Exception], ...] = ()
+) -> None:
+    """Every other rank: serve the calls of rank 0 until it has no more. ``new_local`` gets the recipe from
+    rank 0, and what to wait for the others with (``leading``).
+
+    Raises what its own part raises, and WorkerLost where rank 0 or another rank is lost.
+    """
+    meeting, doing = Meeting(place, meet(place)), "the meeting"
+    try:
+        terms = meeting.terms()
+        meeting.join(terms)
+        local = new_local(terms.recipe, meeting.built)
+        while True:
+            doing = "waiting for a call"
+            name, arguments = meeting.awaited()
+            if name == STOP:
+                break
+            doing = name
+            with contextlib.suppress(*answers):  # rank 0 raises it too
+                getattr(local, name)(*arguments)
+            del arguments  # or a batch would live until the next one
+        meeting.part()
+        dist.destroy_process_group()
+    except Exception as error:
+        if not of_connection(error):
+            raise
+        raise meeting.name_loss(error, doing) from error
