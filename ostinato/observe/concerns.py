@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from ostinato.observe.figures import BASELINE, K3_NATS, finish, planned_steps, steps_text, tenth
+from ostinato.observe.figures import BASELINE, K3_NATS, finish, planned_steps, status, steps_text, tenth
 from ostinato.observe.gap import arm_of, measured
 from ostinato.observe.rows import Row, RunRows, column, ends, mean, total
 from ostinato.observe.stats import difference, estimate, number
@@ -57,10 +57,11 @@ def _files(data: RunRows) -> Iterator[Concern]:
     for name, left in data.reading.items():
         yield Concern(Level.NOTE, f"{name}.jsonl is being read: {left / 1e6:,.0f} MB are left.")
     planned, rows = planned_steps(data), data.logs["metrics"]
-    if not finish(data):
+    if not finish(data) and status(data)["tone"] != "live":
         steps = f"{len(rows)} steps" if planned is None else f"{len(rows)} of {planned} steps"
-        state = "The run is still going, or was stopped or killed."
-        yield Concern(Level.NOTE, f"Not finished: {steps}. {state}")
+        yield Concern(
+            Level.NOTE, f"Not finished: {steps}. The run was stopped or killed, or goes on elsewhere."
+        )
 
 
 def _score(data: RunRows) -> Iterator[Concern]:
@@ -95,7 +96,8 @@ def _alarms(data: RunRows) -> Iterator[Concern]:
     for alarm in data.logs["watch"]:
         step, collapsed = number(alarm, "step") or 0, bool(alarm.get("collapse"))
         what = "The run collapsed" if collapsed else "The stability watch raised an alarm"
-        why = f"{alarm.get('sentence', alarm.get('rule', '?'))}, since step {alarm.get('since', step):.0f}"
+        since = number(alarm, "since") or step
+        why = f"{alarm.get('sentence', alarm.get('rule', '?'))}, since step {since:.0f}"
         yield Concern(Level.BAD if collapsed else Level.LOOK, f"{what} at step {step:.0f}: {why}.", "policy")
 
 

@@ -46,9 +46,10 @@ class Figure(NamedTuple):
 # ---- the first screen
 
 
-def figures(data: RunRows) -> list[Figure]:
-    """The ten numbers, in the same order for every run; "-" for what is not known."""
-    rows, cost = data.metrics, summary(data.logs["ledger"])
+def figures(data: RunRows, cost: Summary | None = None) -> list[Figure]:
+    """The ten numbers, in the same order for every run; "-" for what is not known. ``cost``: the sums of its
+    ledger."""
+    rows, cost = data.metrics, cost or summary(data.logs["ledger"])
     return [
         _held_out(data, "pass@1", "Held-out pass@1", "share of prompts"),
         _held_out(data, "reward", "Held-out reward", "mean per answer"),
@@ -429,7 +430,7 @@ def count_faults(data: RunRows) -> Table:
     """Counts of what went wrong, by name, including zeros."""
     rows = data.metrics
     answers, groups = total(rows, "rollout/trajectories"), total(rows, "rollout/groups")
-    keys = sorted({key for row in rows for key in row if key.partition("/")[0] in EVENTS})
+    keys = sorted(key for key in set[str]().union(*rows) if key.partition("/")[0] in EVENTS)
     counted = [
         ("rollout/failed", "episodes failed", "ended in an error, not trained on", answers),
         ("rollout/no_verdict", "answers without a verdict", "never scored as 0", answers),

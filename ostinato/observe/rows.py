@@ -279,7 +279,7 @@ def mean(rows: Sequence[Row], name: str) -> float | None:
 
 def names_under(rows: Sequence[Row], prefix: str) -> list[str]:
     """What follows ``prefix`` in the keys of any row, sorted."""
-    return sorted({key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix)})
+    return sorted(key.removeprefix(prefix) for key in set[str]().union(*rows) if key.startswith(prefix))
 
 
 def mapping(value: Any) -> Row:

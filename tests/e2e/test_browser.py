@@ -16,13 +16,14 @@ import pytest
 from browsers import a_browser, dump_dom
 from golden_run import PROBE, SIBLINGS, STEPS, TITLES, add_step, byte_renderer, golden
 
+from ostinato.apps.product.loop import Decision, Finding, Position, Stage, Verdict, advance
 from ostinato.config import Recipe, dump_toml
 from ostinato.observe.figures import figures
 from ostinato.observe.page import digest, write_report
 from ostinato.observe.page import html as page_of
-from ostinato.observe.page.serve import LivePage, Server, open_server
+from ostinato.observe.page.serve import JOURNAL, LiveJournal, LivePage, Server, open_server
 from ostinato.observe.rows import RunRows
-from ostinato.run import RunFolder
+from ostinato.run import Jsonl, RunFolder
 
 pytestmark = pytest.mark.lab
 
@@ -160,11 +161,33 @@ def test_an_empty_run_and_two_runs_side_by_side(page: Path, tmp_path: Path) -> N
     assert 'data-charts="1"' in opening(dom) and "<td" in dom
 
 
+def test_the_page_of_a_product_s_loop(tmp_path: Path) -> None:
+    """A round with its decisions, reasons and prices, from its journal alone."""
+    steps = [Finding(figures={"pairs": 212.0, "seconds": 3.0}), Finding(frozen=5.0)]
+    steps += [Finding(revision="0123456789abcdef", figures={"seconds": 41.0}), Finding(), Finding()]
+    steps += [Finding(verdict=Verdict.ALARM, reasons=(f"gold fell {PROBE}",), figures={"kl": 0.25})]
+    at = Position()
+    for number, one in enumerate(steps):
+        after, what = advance(at, one)
+        row = Decision(ts=1.7e9 + number, before=at, finding=one, after=after, what=what).row()
+        Jsonl(tmp_path / JOURNAL).append(row)
+        at = after
+    with served(LiveJournal(tmp_path), "") as server:
+        dom = dump_dom(server.address, tmp_path / "profile", budget_ms=4000)
+    assert_inert(dom)
+    assert 'data-decisions="6"' in opening(dom) and 'class="now" aria-current="step">Collect' in dom
+    seen = re.sub(r"<[^>]*>", "", dom)
+    for words in ("0123456789abcdef judge in office since", "the model itself policy in office", "kl 0.25"):
+        assert words in seen
+    assert "policy training stopped by an alarm" in seen and "41 s judge" in seen
+    assert [f'{stage.value}: "' in dom for stage in Stage] == [True] * len(Stage)  # its names in page.js
+
+
 # ---- the live page: it grows as rows are appended
 
 
 @contextmanager
-def served(live: LivePage, reader: str) -> Iterator[Server]:
+def served(live: LivePage | LiveJournal, reader: str) -> Iterator[Server]:
     live.__dict__["page"] = with_reader(live.page.decode(), reader).encode()
     server = open_server(live, "127.0.0.1")
     thread = threading.Thread(target=partial(server.serve_forever, poll_interval=0.05))

@@ -67,7 +67,7 @@ def spent(rows: Iterable[Row], axis: str) -> dict[int, float]:
     Raises ValueError if the ledger does not have this axis.
     """
     found = {0: 0.0}
-    for spell, total in _running(rows, Axis(axis)):
+    for spell, total in _running(spells(rows), Axis(axis)):
         if spell.event is Event.START:  # steps beyond this one are about to be repeated
             found = {step: value for step, value in found.items() if step <= spell.row["step"]}
         if spell.event is Event.STEP:
@@ -75,11 +75,11 @@ def spent(rows: Iterable[Row], axis: str) -> dict[int, float]:
     return found
 
 
-def _running(rows: Iterable[Row], axis: Axis) -> Iterator[tuple[Spell, float]]:
+def _running(passed: Iterable[Spell], axis: Axis) -> Iterator[tuple[Spell, float]]:
     """Each row, and what has been spent up to its end."""
     total: float = 0  # whole numbers stay whole
     starts: list[Row] = []
-    for spell in spells(rows):
+    for spell in passed:
         if spell.event is Event.START:
             starts.append(spell.start)
             if why := _uncountable(starts, axis):
@@ -193,7 +193,7 @@ def summary(rows: Iterable[Row]) -> Summary:
         flops=_net(every, "flops", {"sample": "flops"}),
         evaluation=_evaluated(passed),
         forgetting=_forgetting(passed),
-        compute=_compute(rows=[spell.row for spell in passed]),
+        compute=_compute(passed),
         money=_bill(passed),
         currency=next((spell.start["currency"] for spell in passed), ""),
         notes=tuple(_notes(passed)),
@@ -292,12 +292,12 @@ def _forgetting(passed: Sequence[Spell]) -> dict[str, float]:
     return dict(sums)
 
 
-def _compute(rows: Sequence[Row]) -> dict[str, float]:
+def _compute(passed: Sequence[Spell]) -> dict[str, float]:
     """Totals on every axis that the ledger has: on steps those that count, on the others everything."""
     found: dict[str, float] = {}
     for axis in AXES:
         with suppress(ValueError):
-            found[axis] = [0, *(total for _, total in _running(rows, axis))][-1]
+            found[axis] = [0, *(total for _, total in _running(passed, axis))][-1]
     return found
 
 

@@ -124,7 +124,8 @@ def state(data: RunRows, samples: Samples) -> dict[str, Any]:
     sentence, tone = verdict(data)
     idle, work = use(data)
     plan = compare_plan(data)
-    costs = cost_tables({data.name: summary(data.logs["ledger"])}) if data.logs["ledger"] else []
+    cost = summary(data.logs["ledger"])
+    costs = cost_tables({data.name: cost}) if data.logs["ledger"] else []
     tables = {
         "score": [compare_scores(data)] if data.evals else [],
         "gap": compare_arms(data),
@@ -135,7 +136,7 @@ def state(data: RunRows, samples: Samples) -> dict[str, Any]:
     }
     scores = data.scores
     return {
-        "figures": [figure._asdict() for figure in figures(data)],
+        "figures": [figure._asdict() for figure in figures(data, cost)],
         "verdict": {"text": sentence, "tone": tone},
         "concerns": [concern._asdict() for concern in concerns(data)],
         "looked_at": LOOKED_AT,

@@ -288,6 +288,15 @@
   // ---- folds: made when they are opened, then kept up to date
 
   const data = JSON.parse(at("data").textContent), folds = new Map(), mounted = new Map();  // charts by fold and title
+  const written = new WeakMap();  // the markup that an element was filled with
+
+  // Fills an element anew only where something has changed: what a reader has opened or selected stays.
+  function fillWith(element, ...children) {
+    const markup = children.map((child) => child.outerHTML).join("");
+    if (written.get(element) === markup) return;
+    written.set(element, markup);
+    element.replaceChildren(...children);
+  }
   let runs = data.runs ?? [], chosen = [], gantt = null, first = null;
   const run = () => runs[0];
 
@@ -413,7 +422,7 @@
 
   function fill(id, body) {
     const part = body.querySelector(".part"), tables = runs.length > 1 ? [] : run().state.tables[id] ?? [];
-    if (runs.length === 1 || id === "recipe") part.replaceChildren(...(runs.length > 1 ? [] : MORE[id]?.(run()) ?? []), ...tables.filter((one) => one.rows.length).map(tableOf));
+    if (runs.length === 1 || id === "recipe") fillWith(part, ...(runs.length > 1 ? [] : MORE[id]?.(run()) ?? []), ...tables.filter((one) => one.rows.length).map(tableOf));
     if (id === "score" && runs.length === 1 && !body.querySelector(".pick")) part.after(picker(body));
     if (id === "timeline" && runs.length === 1) showTimeline(body);
     if (PANELS[id] || id === "score" || id === "forecast") draw(id, body);
@@ -483,7 +492,7 @@
       first.replaceChildren(sideBySide(runs));
     } else {
       header(run());
-      first.replaceChildren(...firstScreen(run()));
+      fillWith(first, ...firstScreen(run()));
       const best = run().state.evals.reduce((a, row) => (value(row, "pass@1") > (a?.["pass@1"] ?? -1) ? row : a), null), { metrics } = run().rows;
       const collapse = run().state.alarms.find((one) => one.collapse), marks = best && best.step > 0 && best.step < (metrics[metrics.length - 1]?.step ?? 0) ? [[best.step, "best"]] : [];
       Charts.mark(collapse ? [...marks, [collapse.step, "collapse"]] : marks);
@@ -531,7 +540,7 @@
     const decisions = [...rows].reverse().map((row) => [`${row.what}\n${when(row.ts)}`, String(row.before.round), STAGES[row.before.stage], `${row.finding.reasons.join(" ")}\n${Object.entries(row.finding.figures).filter(([name]) => name !== "seconds").slice(0, 6).map(([name, v]) => `${name} ${+v.toPrecision(4)}`).join(", ")}`, `${(row.finding.figures.seconds ?? 0).toFixed(1)} s`]);
     const page = [stages, make("ul", "totals", ...offices), make("h2", "", "Rounds"), lines.length ? tableOf({ title: "round", head: ["pairs", "judge", "policy", "training and gates"], rows: lines, note: "", words: ["judge", "policy", "training and gates"] }) : make("p", "calm", "No round has begun: the loop collects its first pairs."), make("h2", "", "Decisions, newest first"), tableOf({ title: "decision", head: ["round", "stage", "reasons and figures", "spent"], rows: decisions, note: "", words: ["stage", "reasons and figures"] })];
     if (!first) { first = make("div", "first"); at("page").prepend(first); }
-    first.replaceChildren(...page);
+    fillWith(first, ...page);
     root.dataset.decisions = rows.length;
   }
 
