@@ -40,7 +40,7 @@ def setup(layout: str, microbatch: int = 16384, sequences: int = 32) -> Setup:
 
 
 def arrangement(train: str, rollout: str, **more: Any) -> Arrangement:
-    return Arrangement(train=setup(train), logprobs=setup(train), rollout=setup(rollout), **more)
+    return Arrangement(train=setup(train), rollout=setup(rollout), **more)
 
 
 def kimi(

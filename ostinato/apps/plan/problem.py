@@ -2,7 +2,7 @@
 
     Problem     model, what is trained, precisions, work of one RL step, cluster, sampler
     Setup       how one phase runs: a layout, rows of a microbatch, recompute
-    Arrangement one Setup per phase, on the same GPUs or apart, with one copy of the base or two
+    Arrangement two Setups, to train and to sample, on the same GPUs or apart, with one base or two
     Memory      bytes of the fullest GPU by term            Times   seconds by phase and term
 
 GB is 10^9 bytes. Rows are tokens that go through the layers. Nothing here computes: ``parallel.memory`` and
@@ -150,21 +150,21 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """One setup per phase. Colocated phases have layouts of the same world size; apart, of the parts.
+    """A setup of the trainer, which scores old log-probabilities too, and one of the sampler. Colocated, both
+    layouts have the same world size; apart, that of their part.
 
     ``lag``: optimizer steps that the sampler may be behind; 0 is synchronous, and apart the phases overlap
     only with 1 or more.
     """
 
     train: Setup
-    logprobs: Setup
     rollout: Setup
     placement: Placement = Placement.COLOCATED
     base: Base = Base.SHARED
     lag: int = 0
 
     def setup(self, phase: Phase) -> Setup:
-        return {Phase.TRAIN: self.train, Phase.LOGPROBS: self.logprobs, Phase.ROLLOUT: self.rollout}[phase]
+        return self.rollout if phase == Phase.ROLLOUT else self.train
 
     @property
     def num_gpus(self) -> int:

@@ -260,7 +260,7 @@ def _pairs(
                 why[reason] += 1
                 continue
             lag = allowed.lag if placement == Placement.APART else 0
-            pair = _pair(one, other.setup, base=base, placement=placement, lag=lag)
+            pair = Arrangement(train=one.setup, rollout=other.setup, base=base, placement=placement, lag=lag)
             setup = _seated(problem, pair, one.memory)
             if setup is None:
                 continue
@@ -271,19 +271,6 @@ def _pairs(
         if not best:
             reasons[base] = why.most_common(1)[0][0] if why else _shortage(problem, partners, rollout, base)
     return pairs, reasons
-
-
-def _pair(
-    train: Candidate,
-    rollout: Setup,
-    *,
-    base: Base,
-    placement: Placement = Placement.COLOCATED,
-    lag: int = 0,
-) -> Arrangement:
-    return Arrangement(
-        train=train.setup, logprobs=train.setup, rollout=rollout, base=base, placement=placement, lag=lag
-    )
 
 
 def _partners(train: list[Candidate], base: Base) -> list[Candidate]:
@@ -316,7 +303,7 @@ def _shortage(problem: Problem, train: Sequence[Candidate], rollout: Sequence[Ca
     lacks: list[tuple[float, str]] = []
     for one in train:
         for other in rollout:
-            pair = _pair(one, replace(other.setup, sequences=1), base=base)
+            pair = Arrangement(train=one.setup, rollout=replace(other.setup, sequences=1), base=base)
             over: dict[Phase, float] = {}
             for phase in (Phase.TRAIN, Phase.ROLLOUT):
                 memory = bytes_of.memory(problem, pair, phase, one.memory)

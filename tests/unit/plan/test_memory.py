@@ -244,7 +244,6 @@ def arrangement(train: str, rollout: str, base: Base, **more: Any) -> Arrangemen
     setup = Setup(layout=Layout.parse(train), microbatch=17408, recompute=True)
     return Arrangement(
         train=setup,
-        logprobs=setup,
         rollout=Setup(layout=Layout.parse(rollout), sequences=8),
         base=base,
         **more,

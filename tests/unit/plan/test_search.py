@@ -89,7 +89,7 @@ def every(case: Problem, clock: Toy) -> list[Plan]:
                 for base in Base:
                     if base == Base.SHARED and memory.shares_base(case, setup, Setup(layout=rollout)):
                         continue
-                    bare = Arrangement(train=setup, logprobs=setup, rollout=Setup(layout=rollout), base=base)
+                    bare = Arrangement(train=setup, rollout=Setup(layout=rollout), base=base)
                     room = memory.memory(case, bare, Phase.ROLLOUT)
                     free = memory.margin(case, room) + room.terms["KV cache"]
                     slots = memory.sequences_for(case, bare.rollout, free)
