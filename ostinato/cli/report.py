@@ -9,14 +9,14 @@ from pathlib import Path
 from ostinato.access import Access, is_loopback
 from ostinato.model.named import model_folder
 from ostinato.observe.concerns import concerns
-from ostinato.observe.figures import commands, figures, verdict
+from ostinato.observe.figures import commands, tabulate, verdict
 from ostinato.observe.gap import compare_arms, describe_gap, summarise_gap
 from ostinato.observe.page import write_report as write
 from ostinato.observe.page.serve import open_page, open_server
 from ostinato.observe.rows import RunRows
 from ostinato.render import Renderer
 from ostinato.run import RunFolder, to_json
-from ostinato.tables import Table, terminal_table
+from ostinato.tables import terminal_table
 from ostinato.terminal import Screen, say
 
 
@@ -27,22 +27,13 @@ def report(paths: Sequence[Path], out: Path | None = None, *, show: bool = False
     console = Screen()
     for run in runs:
         data = RunRows(run).read()
-        console.print(terminal_table(table_of_figures(data), console.width))
+        console.print(terminal_table(tabulate(data), console.width))
         for sentence in sentences(data):
             console.print(sentence, highlight=False, markup=False)
     path = write_report(*runs, out=out)
     say(str(path))
     if show:
         webbrowser.open(path.resolve().as_uri())
-
-
-def table_of_figures(data: RunRows) -> Table:
-    """The ten numbers of the page's first screen."""
-    lines = [(figure.name, figure.value, figure.note) for figure in figures(data)]
-    return Table(title=data.name, head=("", "unit; what it is compared with"), rows=lines, words=WORDS)
-
-
-WORDS = ("unit; what it is compared with",)
 
 
 def sentences(data: RunRows) -> Iterator[str]:

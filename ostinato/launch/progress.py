@@ -14,7 +14,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 
 from ostinato.every import NEVER, Every, spent_in_steps
 from ostinato.inputs import printable
@@ -169,33 +168,6 @@ def interval(row: Row, name: str) -> str:
     """A score with its 95 % interval: "0.312 [0.256, 0.368]"."""
     score = estimate(row, name)
     return score.text() if score else "-"
-
-
-def before_after(
-    before: Row | None, after: Row, greedy: tuple[Row | None, Row | None] = (None, None), step: int = 0
-) -> Table:
-    """The table at the end of a run: held-out scores before and after, with 95 % intervals; ``greedy`` are
-    those of one answer at temperature 0 to each prompt. A run that ended at another ``step`` than the last
-    score is of says so."""
-    title = f"held-out score on {after['n']} prompts (95 % interval)"
-    last = "after" if after["step"] == step else f"after step {after['step']} of {step}"
-    table = Table("", "before", last, "change", title=title)
-    k = after.get("k", 1)
-    lines = [("pass@1", "pass@1", before, after)]
-    lines += [(f"pass@{k}", "pass@k", before, after)] if k > 1 else []
-    lines += [("mean reward", "reward", before, after)]
-    if any(greedy):
-        lines += [("pass@1, greedy", "pass@1", *greedy), ("mean reward, greedy", "reward", *greedy)]
-    for label, name, old, new in lines:
-        cells = [interval(row, name) if row else "not measured" for row in (old, new)]
-        table.add_row(label, *cells, _change(old, new, name))
-    return table
-
-
-def _change(before: Row | None, after: Row | None, name: str) -> str:
-    """The gain of a score; nothing where one of the two could not be measured (None in eval.jsonl)."""
-    old, new = (row.get(name) if row else None for row in (before, after))
-    return "" if old is None or new is None else f"{new - old:+.3f}"
 
 
 def _number(row: Row, name: str, form: str = ".3f") -> str:

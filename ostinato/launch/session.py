@@ -22,7 +22,7 @@ from ostinato.failure import NamedFailure
 from ostinato.launch import NothingToLearn, RunFailed, threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.machine import record_start
-from ostinato.launch.progress import Monitor, StepCallback, before_after
+from ostinato.launch.progress import Monitor, StepCallback
 from ostinato.launch.python import recipe_with
 from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import LOCK, locked
@@ -30,6 +30,7 @@ from ostinato.observe.ledger import Ledger, SteadyClock
 from ostinato.observe.rows import ends, main_scores
 from ostinato.pipeline.signals import ending
 from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
+from ostinato.tables import terminal_table
 from ostinato.terminal import Screen, waiting
 from ostinato.threads import outside_loop
 
@@ -84,9 +85,12 @@ class Outcome:
         return outside_loop(lambda: answer(str(self.folder), prompts, options))
 
     def show(self) -> None:
-        """Print the held-out scores before and after."""
-        if self.after is not None:
-            Screen().print(before_after(self.before, self.after, self.greedy, self.step))
+        """Print the ten numbers that the page of the run begins with: scores before and after, cost ..."""
+        from ostinato.observe.figures import tabulate
+        from ostinato.observe.rows import RunRows
+
+        screen, data = Screen(), RunRows(RunFolder.open(self.folder)).read()
+        screen.print(terminal_table(tabulate(data), screen.width))
 
 
 WORKERS = "ostinato.launch.workers"  # makes the samplers and trainers of a cluster

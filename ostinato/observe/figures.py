@@ -64,6 +64,13 @@ def figures(data: RunRows, cost: Summary | None = None) -> list[Figure]:
     ]
 
 
+def tabulate(data: RunRows) -> Table:
+    """The ten numbers for a terminal."""
+    lines = [(figure.name, figure.value, figure.note) for figure in figures(data)]
+    note = "unit; what it is compared with"
+    return Table(title=data.name, head=("", note), rows=lines, words=(note,))
+
+
 def _held_out(data: RunRows, key: str, name: str, unit: str) -> Figure:
     rows = data.evals
     before, after = (None if row is None else estimate(row, key) for row in ends(rows))
@@ -75,6 +82,9 @@ def _held_out(data: RunRows, key: str, name: str, unit: str) -> Figure:
         return Figure(name, after.text(), f"{unit}; {BASELINE}")
     change = difference(before, after)
     note = f"{unit}; before training {before.text()}, change {change.text('+.3f')}"
+    was, now = (None if row is None else estimate(row, key) for row in ends(data.scores["greedy"]))
+    if was and now:  # one answer at temperature 0
+        note += f"; greedy {now.value:.3f} after {was.value:.3f}"
     return Figure(name, after.text(), note, _tone(change))
 
 

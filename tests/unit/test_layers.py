@@ -115,7 +115,7 @@ ARROWS: dict[str, set[str]] = {
     "observe.page": LEAVES | READERS | {"observe.concerns", "observe.samples"},
     "launch": LEAVES
     | {"algo", "model", "hf", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
-    | {"compiler", "isa", "parallel", "observe.rows", "observe.concerns", "terminal", ""},
+    | {"compiler", "isa", "parallel", "observe.rows", "observe.figures", "observe.concerns", "terminal", ""},
     "cli": CORE | APPS.keys(),
     "": {"config", "cli", "launch"},  # the lazy names of __init__, and __main__
 }

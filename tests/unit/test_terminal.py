@@ -21,7 +21,7 @@ from rich.table import Table
 from ostinato.cli.generate import Voice, answer_stream
 from ostinato.config import Recipe, dump_toml
 from ostinato.launch import session
-from ostinato.launch.progress import Monitor, before_after
+from ostinato.launch.progress import Monitor
 from ostinato.pipeline.signals import Ended, ending
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
@@ -93,7 +93,7 @@ def test_ctrl_c_while_a_session_begins_says_where_the_run_is(
             raise stated
 
         monkeypatch.setattr(session, "_session", fake)
-        session._train(recipe, tmp_path / "run", Console(quiet=True), workers="")
+        session._train(recipe, tmp_path / "run", Console(quiet=True), workers="", on_step=None)
 
     with pytest.raises(KeyboardInterrupt, match="ostinato resume"):
         ends(KeyboardInterrupt())
@@ -153,14 +153,6 @@ def test_an_answer_is_escaped_on_a_terminal_and_whole_in_a_pipe(
         voice.say(np.array([byte]))
     voice.end()
     assert out.getvalue() == (SHOWN if is_terminal else CONTROL) + "\n"
-
-
-@pytest.mark.parametrize(("step", "column"), [(4, "after"), (6, "after step 4 of 6")])
-def test_the_last_score_of_a_stopped_run_says_of_which_step_it_is(step: int, column: str) -> None:
-    """After Ctrl-C at step 6 the table had the score of step 4 as "after", and nothing said so."""
-    row = {"step": 4, "n": 8, "pass@1": 0.5, "reward": 0.5}
-    table = before_after({**row, "step": 0}, row, step=step)
-    assert [one.header for one in table.columns] == ["", "before", column, "change"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 140, 400])

@@ -84,6 +84,7 @@ def test_the_ten_numbers_have_units_and_what_they_are_compared_with() -> None:
         "0.963",
         "in the first 0.062",
     )
+    assert "step 40" in first.note and found["Steps"].value == "40"  # a stopped run is at another step
     assert found["Steps"].note == "of 40 planned; started 2 times; 2 done twice"
     assert found["Tokens"].note == "sampled; 52% of them trained on"
     assert found["Cost"].value == "0.12 USD" and "device-hours" in found["Cost"].note
