@@ -70,7 +70,7 @@ def advantages(
         if np.isinf(group).any():
             raise ValueError(f"a reward is infinite: {group.tolist()}; return a finite number or None")
     flat = np.array([zero_variance(group) for group in groups], dtype=bool)
-    centred = [_centred(group, baseline) for group in groups]
+    centred = [_subtract_baseline(group, baseline) for group in groups]
     if baseline is Baseline.BATCH_MEAN and groups:
         mean = _mean(np.concatenate(groups))
         centred = [group - mean for group in groups]
@@ -145,7 +145,7 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int, facto
     return factor * np.clip((max_tokens - buffer - np.asarray(lengths, dtype=np.float64)) / buffer, -1.0, 0.0)
 
 
-def _centred(group: np.ndarray, baseline: Baseline) -> np.ndarray:
+def _subtract_baseline(group: np.ndarray, baseline: Baseline) -> np.ndarray:
     if baseline not in (Baseline.GROUP_MEAN, Baseline.LEAVE_ONE_OUT):
         return group
     num_verdicts = int((~np.isnan(group)).sum())

@@ -212,8 +212,8 @@ def algorithm(name: str, **overrides: Any) -> Algorithm:
             loss = overrides.get("loss", NAMED[name].get("loss"))
             hint = _hint(key, loss) or _nearest(key, ["name", *keys])
             raise ValueError(f"algo.{key} is not a key; {hint}")
-    given = {key: _typed(key, value) for key, value in overrides.items()}
-    choices = {**NAMED[name], **given}
+    values = {key: _parse_value(key, value) for key, value in overrides.items()}
+    choices = {**NAMED[name], **values}
     if bounds := BOUNDS.get(choices.get("correction", Correction.NONE)):
         choices = {"correction_low": bounds[0], "correction_high": bounds[1], **choices}
     chosen = Algorithm(**{**choices, "name": name, "overridden": tuple(overrides)})
@@ -238,7 +238,7 @@ def policy_loss(
     entropy: Tensor | None = None,
 ) -> LossTerms:
     """The loss of one microbatch: policy term + kl_coef * k3(new || ref) - entropy_coef * entropy. With
-    teacher_coef the policy term uses the advantages of ``losses.distilled``.
+    teacher_coef the policy term uses the advantages of ``losses.add_teacher_kl``.
 
     Arguments as in ``algo.losses``, all [R]; ``num_samples`` is the batch's. ``entropy`` needs a gradient.
     Raises ValueError when a term with a non-zero coefficient lacks its tensor.
@@ -249,7 +249,7 @@ def policy_loss(
             raise ValueError(
                 f"algo.teacher_coef is {algorithm.teacher_coef} but teacher_logprobs is None; pass them"
             )
-        advantages, distilled = losses.distilled(
+        advantages, distilled = losses.add_teacher_kl(
             advantages, new_logprobs, teacher_logprobs, algorithm.teacher_coef
         )
     head = (new_logprobs, old_logprobs, advantages, weights)
@@ -264,7 +264,9 @@ def policy_loss(
         case Loss.REINFORCE:
             terms = losses.reinforce(new_logprobs, advantages, weights, correction=correction)
         case OwnLoss():
-            terms = losses.own(algorithm.loss, *head, sample_idx, num_samples, correction=correction)
+            terms = losses.own_loss_terms(
+                algorithm.loss, *head, sample_idx, num_samples, correction=correction
+            )
     total, stats = terms.total, terms.stats | distilled
     if algorithm.needs_reference:
         if ref_logprobs is None:
@@ -303,7 +305,7 @@ def _idle_keys(chosen: Algorithm) -> dict[str, str]:
     return {key: reason for key, (idle, reason) in rules.items() if idle}
 
 
-def _typed(key: str, value: Any) -> Any:
+def _parse_value(key: str, value: Any) -> Any:
     default = getattr(_DEFAULTS, key)
     if key == "loss" and ":" in str(value):
         return load_loss(value)
@@ -338,10 +340,10 @@ def _hint(key: str, loss: Any) -> str:
     return key_hint(key)
 
 
-def _nearest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
+def _nearest(word: str, names: Any) -> str:
+    close = difflib.get_close_matches(word, list(names), n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known: {', '.join(known)}"
+    return f"{hint}known: {', '.join(names)}"
 
 
 _DEFAULTS = Algorithm()

@@ -75,12 +75,14 @@ def chunked_logprobs(
     """
     _check(targets, hidden, support, temperature, chunk)
 
-    def rows(hidden_nD: Tensor, targets_n: Tensor, kept: Support | None) -> tuple[Tensor, Tensor]:
+    def rows(hidden_nD: Tensor, targets_n: Tensor, support_n: Support | None) -> tuple[Tensor, Tensor]:
         scaled_nV = _at_least_fp32(logits(hidden_nD)) / temperature
-        if kept is not None:
-            scaled_nV = scaled_nV.masked_fill(_outside(kept, scaled_nV, vocabulary), _lowest(scaled_nV))
+        if support_n is not None:
+            scaled_nV = scaled_nV.masked_fill(
+                _outside_mask(support_n, scaled_nV, vocabulary), _lowest(scaled_nV)
+            )
         if vocabulary is not None:
-            return _in_parts(scaled_nV, targets_n, vocabulary, want_entropy)
+            return _logprobs_of_part(scaled_nV, targets_n, vocabulary, want_entropy)
         log_p_nV = torch.log_softmax(scaled_nV, dim=-1)
         logprobs_n = log_p_nV.gather(1, targets_n[:, None]).squeeze(1)
         if not want_entropy:
@@ -89,14 +91,14 @@ def chunked_logprobs(
 
     # Checkpointing per chunk keeps the chunk's inputs only. Without gradients it would only warn and slow.
     parts = [
-        checkpoint(rows, *given, use_reentrant=False) if torch.is_grad_enabled() else rows(*given)
-        for given in _chunks(hidden, targets.long(), support, chunk)
+        checkpoint(rows, *inputs, use_reentrant=False) if torch.is_grad_enabled() else rows(*inputs)
+        for inputs in _chunks(hidden, targets.long(), support, chunk)
     ]
     logprobs, entropy = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def _in_parts(
+def _logprobs_of_part(
     z_nV: Tensor, targets_n: Tensor, vocabulary: Vocabulary, want_entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropy [n] from one part of the logits."""
@@ -216,22 +218,24 @@ class _LinearLogprobs(torch.autograd.Function):
         matmul_nt, matmul_nn = matmuls
         want_slope = ctx.needs_input_grad[0]
         scores, slopes, entropy_slopes = [], [], []
-        for hidden_nD, targets_n, kept in _chunks(hidden, targets, support, chunk):
+        for hidden_nD, targets_n, support_n in _chunks(hidden, targets, support, chunk):
             logits_nV = _at_least_fp32(matmul_nt(hidden_nD, weight))
             if score_of is not None:
-                outside_nV = None if kept is None else _outside(kept, logits_nV, None)
+                outside_nV = None if support_n is None else _outside_mask(support_n, logits_nV, None)
                 seen_nV = logits_nV if outside_nV is None else logits_nV.masked_fill(outside_nV, -torch.inf)
                 own_n = score_of(seen_nV, temperature, targets_n)
             if temperature != 1:
                 logits_nV.div_(temperature)
             entropy_slope_nV = torch.empty_like(logits_nV) if want_slope and entropy_grad else None
             if vocabulary is not None:
-                score = _score_part(logits_nV, targets_n, kept, entropy_slope_nV, vocabulary, want_entropy)
+                score = _score_part(
+                    logits_nV, targets_n, support_n, entropy_slope_nV, vocabulary, want_entropy
+                )
             elif head_of is None or entropy_slope_nV is not None or logits_nV.dtype != torch.float32:
-                score = _score(logits_nV, targets_n, kept, entropy_slope_nV, want_entropy)
+                score = _score(logits_nV, targets_n, support_n, entropy_slope_nV, want_entropy)
             else:
-                if kept is not None:
-                    _set_outside(logits_nV, kept, logits_nV.new_full((), -torch.inf))
+                if support_n is not None:
+                    _set_outside(logits_nV, support_n, logits_nV.new_full((), -torch.inf))
                 score = head_of(logits_nV, targets_n)
                 if not want_entropy:
                     score[:, 1] = torch.nan
@@ -286,19 +290,19 @@ def _score(
     scratch = logits_nV.new_empty(min(tile, num_rows), vocab_size)
     scores = logits_nV.new_full((num_rows, 2), torch.nan)
     starts = range(0, num_rows, tile)
-    for start, kept in zip(starts, _split(support, tile, len(starts)), strict=True):
+    for start, part in zip(starts, _split(support, tile, len(starts)), strict=True):
         rows = slice(start, start + tile)
         z, target, score = logits_nV[rows], targets_n[rows, None], scores[rows]
         p = scratch[: len(z)]
-        if kept is not None:
+        if part is not None:
             # Any logit works outside, where p is set to 0 below: we take an ordinary one, since the
             # exponential of -1e30 takes twelve times as long.
-            _set_outside(z, kept, z.gather(1, target))
+            _set_outside(z, part, z.gather(1, target))
         z.sub_(z.amax(-1, keepdim=True))
         at_target = z.gather(1, target)
         torch.exp(z, out=p)
-        if kept is not None:
-            _set_outside(p, kept, p.new_zeros(()))
+        if part is not None:
+            _set_outside(p, part, p.new_zeros(()))
         total = p.sum(-1, keepdim=True)
         score[:, :1] = at_target - total.log()
         if want_entropy:
@@ -368,16 +372,16 @@ def _set_outside(x_nV: Tensor, support: Support, value: Tensor, vocabulary: Voca
     The kept entries are saved and put back, which costs one sweep where a mask of [n, V] costs many.
     """
     places, flat = _places(support, x_nV, vocabulary), x_nV.view(-1)
-    kept = flat[places]
+    inside = flat[places]
     if support.counts.all():
         x_nV.copy_(value)  # a tenth of the time of a selection
     else:
         restricted_n = torch.from_numpy(support.counts > 0).to(x_nV.device)
         torch.where(restricted_n[:, None], value, x_nV, out=x_nV)
-    flat[places] = kept
+    flat[places] = inside
 
 
-def _outside(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+def _outside_mask(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
     """[n, V] bool: whether an id is outside of the support of its row; False where a row has none."""
     restricted = torch.from_numpy(support.counts > 0).to(z_nV.device)
     outside_nV = restricted[:, None].expand(z_nV.shape).contiguous()

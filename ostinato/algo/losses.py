@@ -97,7 +97,7 @@ def reinforce(
     return _terms(-advantages * new_logprobs, weights, correction, {})
 
 
-def own(
+def own_loss_terms(
     loss: OwnLoss,
     new_logprobs: Tensor,
     old_logprobs: Tensor,
@@ -119,7 +119,7 @@ def reference_kl(new_logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor) ->
     return _terms(kl, weights, None, {"kl": kl.detach()})
 
 
-def distilled(
+def add_teacher_kl(
     advantages: Tensor, new_logprobs: Tensor, teacher_logprobs: Tensor, coef: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(advantages + coef * (teacher - new), sums over tokens): the reverse KL of each token, which has no

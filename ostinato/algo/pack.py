@@ -156,7 +156,7 @@ def _deal(families: Sequence[list[int]], samples: Sequence[Sample], hands: int) 
 
 def _fill(families: Sequence[list[int]], samples: Sequence[Sample], budget: int) -> list[list[_Part]]:
     """The parts of every microbatch of at most ``budget`` rows."""
-    parts = [part for family in families for part in _split(family, samples, budget)]
+    parts = [part for family in families for part in _split_family(family, samples, budget)]
     return [[parts[i] for i in bin_] for bin_ in _first_fit([part.num_rows for part in parts], budget)]
 
 
@@ -181,13 +181,13 @@ def _prompt(sample: Sample) -> tuple[bytes, bytes]:
     return sample.tokens[: sample.prompt_len].tobytes(), routes
 
 
-def prompts_apart(samples: Sequence[Sample]) -> int:
+def count_split_prompts(samples: Sequence[Sample]) -> int:
     """Prompts that ``pack`` runs again because siblings were routed to different experts in them."""
     prompts = {(sample.group, *_prompt(sample)) for sample in samples if sample.loss_mask.any()}
     return len(prompts) - len({(group, tokens) for group, tokens, _ in prompts})
 
 
-def _split(family: list[int], samples: Sequence[Sample], budget: int) -> list[_Part]:
+def _split_family(family: list[int], samples: Sequence[Sample], budget: int) -> list[_Part]:
     """Parts of a family, each within the budget where that is possible, each with the whole prompt."""
     prompt_len = samples[family[0]].prompt_len
     answers = [_num_inputs(samples[index]) - prompt_len for index in family]
@@ -251,8 +251,8 @@ def _microbatch(
     for part in parts:
         layout.place(part, samples)
     order = [index for part in parts for index in part.members]
-    chosen = [samples[index] for index in order]
-    trained = [np.flatnonzero(sample.loss_mask) for sample in chosen]
+    members = [samples[index] for index in order]
+    trained = [np.flatnonzero(sample.loss_mask) for sample in members]
 
     def inputs(arrays: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([arrays[index][first:end] for index, first, end in layout.slices])
@@ -266,14 +266,14 @@ def _microbatch(
         positions=np.concatenate([np.arange(first, end, dtype=np.int32) for _, first, end in layout.slices]),
         segments=tuple(layout.segments),
         rows=np.concatenate(layout.rows).astype(np.int32),
-        targets=targets([sample.tokens for sample in chosen], np.int32),
-        logprobs=targets([sample.logprobs for sample in chosen], np.float32),
-        advantages=targets([sample.advantages for sample in chosen], np.float32),
+        targets=targets([sample.tokens for sample in members], np.int32),
+        logprobs=targets([sample.logprobs for sample in members], np.float32),
+        advantages=targets([sample.advantages for sample in members], np.float32),
         weights=targets([weights[index] for index in order], np.float32),
         sample_idx=np.repeat(np.array(order, dtype=np.int32), [len(t) for t in trained]),
-        staleness=version - targets([sample.versions for sample in chosen], np.int32),
-        uids=tuple(sample.uid for sample in chosen),
-        support=_support(chosen, trained),
+        staleness=version - targets([sample.versions for sample in members], np.int32),
+        uids=tuple(sample.uid for sample in members),
+        support=_support(members, trained),
         experts=inputs(experts) if experts else None,
     )
 

@@ -97,11 +97,11 @@ def require_aligned(
     """``alignment``; raises Misaligned, naming the probable cause, if a sequence is below ``threshold``."""
     overlaps = alignment(native, replayed)
     if (overlaps < threshold).any():
-        raise misaligned(native, replayed, overlaps, threshold)
+        raise new_misaligned(native, replayed, overlaps, threshold)
     return overlaps
 
 
-def misaligned(
+def new_misaligned(
     native: Sequence[np.ndarray],
     replayed: Sequence[np.ndarray],
     overlaps: np.ndarray,
@@ -112,14 +112,15 @@ def misaligned(
     """The error to raise where some ``overlaps`` [B] are below the threshold. ``uids`` name the sequences;
     ``at_fault`` [B] bool: those that are blamed, by default all below it."""
     low = np.flatnonzero(overlaps < threshold if at_fault is None else at_fault).tolist()
-    found = diagnose([native[i] for i in low], [replayed[i] for i in low], threshold, others=replayed)
+    diagnosis = diagnose([native[i] for i in low], [replayed[i] for i in low], threshold, others=replayed)
     named = [uids[i] for i in low] if uids else []
     first = named[0] if named else low[0]
     return Misaligned(
         f"routes of {len(low)} of {len(overlaps)} sequences agree with the trainer's own in less than "
         f"{threshold:g} of the ids (sequence {first}: {overlaps[low[0]]:.2f}); probable cause: "
-        f"{found.cause}{f', {found.detail}' if found.detail else ''} (fixed: {found.best:.2f})",
-        found,
+        f"{diagnosis.cause}{f', {diagnosis.detail}' if diagnosis.detail else ''} "
+        f"(fixed: {diagnosis.best:.2f})",
+        diagnosis,
         named,
     )
 
@@ -153,12 +154,12 @@ def part_sums(values: np.ndarray, spans: np.ndarray) -> np.ndarray:
     )
 
 
-def overlap_of(common: ArrayLike, known: ArrayLike) -> np.ndarray:
+def overlap_ratio(common: ArrayLike, total: ArrayLike) -> np.ndarray:
     """Ids in common over ids known on both sides, of any shape; NaN where nothing is known."""
-    return np.divide(common, known, out=np.full(np.shape(known), np.nan), where=np.asarray(known) > 0)
+    return np.divide(common, total, out=np.full(np.shape(total), np.nan), where=np.asarray(total) > 0)
 
 
-def too_low(overlaps: np.ndarray, routers: np.ndarray, threshold: float = THRESHOLD) -> np.ndarray:
+def is_too_low(overlaps: np.ndarray, routers: np.ndarray, threshold: float = THRESHOLD) -> np.ndarray:
     """[S, P] bool: which parts of a batch are below the threshold, and lower than chance would make them.
 
     overlaps [S, P]: of each part of a sequence (answer, prompt), NaN where nothing is known. routers [S, P]:
@@ -181,9 +182,9 @@ def improbability(overlaps: ArrayLike, routers: ArrayLike, usual: float) -> np.n
     or less with a probability of at most exp of minus this (Chernoff, for a < p). NaN where an overlap is."""
     a, p = np.asarray(overlaps, np.float64), min(max(usual, 1e-12), 1 - 1e-12)
     with np.errstate(divide="ignore", invalid="ignore"):  # 0 log 0 is 0
-        gone = np.where(a < 1, (1 - a) * (np.log1p(-a) - math.log1p(-p)), 0.0)
-        kept = np.where(a == 0, 0.0, a * (np.log(a) - math.log(p)))
-    return np.asarray(routers) * np.where(np.isnan(a), np.nan, kept + gone)
+        disagree = np.where(a < 1, (1 - a) * (np.log1p(-a) - math.log1p(-p)), 0.0)
+        agree = np.where(a == 0, 0.0, a * (np.log(a) - math.log(p)))
+    return np.asarray(routers) * np.where(np.isnan(a), np.nan, agree + disagree)
 
 
 def lowest(overlaps: np.ndarray, routers: np.ndarray) -> float:
@@ -192,7 +193,7 @@ def lowest(overlaps: np.ndarray, routers: np.ndarray) -> float:
     return float(lone.min()) if lone.size else math.nan
 
 
-def never_written(routes: np.ndarray) -> bool:
+def is_never_written(routes: np.ndarray) -> bool:
     """Whether a known row [..., K] has the same expert K times: a buffer that was never filled."""
     if routes.shape[-1] == 1 or routes.size == 0:
         return False
@@ -210,21 +211,21 @@ def diagnose(
     pairs = [(a, b) for a, b in _pairs(native, replayed) if len(a)]
     worst = sorted(pairs, key=lambda pair: np.nan_to_num(_mean(*pair), nan=1.0))[:_SEQUENCES]
     windows = [_worst_stretch(a, b, threshold) for a, b in worst]
-    looked = [(a[w], b[w], w) for (a, b), w in zip(worst, windows, strict=True)]
+    stretches = [(a[w], b[w], w) for (a, b), w in zip(worst, windows, strict=True)]
     # aligned stretches need no explanation, and would dilute the fault of a misaligned one
-    looked = [(a, b, w) for a, b, w in looked if _mean(a, b) < threshold] or looked
-    pairs = [(a, b) for a, b, _ in looked]
+    stretches = [(a, b, w) for a, b, w in stretches if _mean(a, b) < threshold] or stretches
+    pairs = [(a, b) for a, b, _ in stretches]
     overlap = _mean_of([_mean(a, b) for a, b in pairs])
     if not overlap < threshold:
         return Diagnosis(cause=Cause.ALIGNED, best=overlap)
-    if _mean_of([_repeated(b) for _, b in pairs]) > 0.5:
+    if _mean_of([_repeat_share(b) for _, b in pairs]) > 0.5:
         return Diagnosis(cause=Cause.ZERO, best=overlap, detail="rows name one expert several times")
-    elsewhere = [[other[w] for other in [*replayed, *others][:_OTHERS]] for *_, w in looked]
+    elsewhere = [[other[w] for other in [*replayed, *others][:_OTHERS]] for *_, w in stretches]
     fits = threshold - _MARGIN
 
-    def plausible(one: tuple[float, Cause, str]) -> tuple[bool, float]:
+    def plausible(explanation: tuple[float, Cause, str]) -> tuple[bool, float]:
         """One of many sequences fits a short stretch by luck: causes without such a search come first."""
-        return one[1] is not Cause.SHUFFLED and one[0] >= fits, one[0]
+        return explanation[1] is not Cause.SHUFFLED and explanation[0] >= fits, explanation[0]
 
     best, cause, detail = max(_explanations(pairs, elsewhere), key=plausible, default=(0.0, Cause.STALE, ""))
     # the best of many wrong sequences fits better than one alone; the right one reaches ``fits``
@@ -275,7 +276,9 @@ def _explanations(
         yield overlap, Cause.LAYERS, f"layers rolled by {roll} of {layers}"
     if layers > 2:  # of two layers, the reverse is a roll
         yield _mean_of([_mean(a, b[:, ::-1]) for a, b in pairs]), Cause.LAYERS, "layers reversed"
-    best = [max(_prefix(a, b) for b in some) for (a, _), some in zip(pairs, elsewhere, strict=True)]
+    best = [
+        max(_prefix(a, b) for b in candidates) for (a, _), candidates in zip(pairs, elsewhere, strict=True)
+    ]
     yield _mean_of(best), Cause.SHUFFLED, "another sequence of the batch fits better"
 
 
@@ -290,7 +293,7 @@ def _chance(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
     return _mean_of([_mean(a, np.roll(b, len(b) // 2, axis=0)) for a, b in pairs])
 
 
-def _repeated(ids: np.ndarray) -> float:
+def _repeat_share(ids: np.ndarray) -> float:
     """The share of known rows in which an expert occurs twice."""
     ordered = np.sort(ids[ids[:, 0, 0] != NO_EXPERT], axis=-1)
     if ordered.size == 0 or ordered.shape[-1] == 1:
@@ -304,6 +307,6 @@ def _mean(a: np.ndarray, b: np.ndarray) -> float:
 
 def _mean_of(values: np.ndarray | Sequence[float]) -> float:
     """The mean of the values that are not NaN; NaN, without a warning, if there are none."""
-    known = np.asarray(values, np.float64)
-    known = known[~np.isnan(known)]
-    return float(known.mean()) if known.size else float("nan")
+    numbers = np.asarray(values, np.float64)
+    numbers = numbers[~np.isnan(numbers)]
+    return float(numbers.mean()) if numbers.size else float("nan")

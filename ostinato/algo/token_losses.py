@@ -11,14 +11,22 @@ and nothing is averaged: any averaging is up to the client, in A or w. With r = 
     dro                   -sum (A log p - beta / 2 (log p - log q)^2)      beta 0.05
 
 The bounds are absolute, and may be given for each token (``clip_low_threshold``, ``clip_high_threshold``).
+
+Supervised and preference losses are ``cross_entropy`` once their weights are known, so neither depends on how
+rows are packed:
+
+    supervised    w = 1 / assistant tokens of the step
+    preferences   w = -d loss / d log pi(answer), the same for all tokens of an answer: it is positive for the
+                  chosen one, and comes from a pass without gradients
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,39 +36,39 @@ Values = Mapping[str, Tensor]
 BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 
 
-def cross_entropy(logprobs: Tensor, given: Values) -> Tensor:
+def cross_entropy(logprobs: Tensor, values: Values) -> Tensor:
     """-sum w log p. It also serves a client's own loss, with weights -d loss / d log p."""
-    return -(given["weights"] * logprobs).sum()
+    return -(values["weights"] * logprobs).sum()
 
 
-def importance_sampling(logprobs: Tensor, given: Values) -> Tensor:
+def importance_sampling(logprobs: Tensor, values: Values) -> Tensor:
     """REINFORCE corrected for the policy that sampled."""
-    return -(_ratio(logprobs, given) * given["advantages"]).sum()
+    return -(_ratio(logprobs, values) * values["advantages"]).sum()
 
 
-def ppo(logprobs: Tensor, given: Values) -> Tensor:
+def ppo(logprobs: Tensor, values: Values) -> Tensor:
     """The clipped surrogate (arXiv 1707.06347, eq. 7)."""
-    ratio, advantages = _ratio(logprobs, given), given["advantages"]
-    return -torch.minimum(ratio * advantages, _clip(ratio, given) * advantages).sum()
+    ratio, advantages = _ratio(logprobs, values), values["advantages"]
+    return -torch.minimum(ratio * advantages, _clip(ratio, values) * advantages).sum()
 
 
-def cispo(logprobs: Tensor, given: Values) -> Tensor:
+def cispo(logprobs: Tensor, values: Values) -> Tensor:
     """MiniMax-M1, arXiv 2506.13585: a bounded weight, and every token keeps its gradient."""
-    return -(_clip(_ratio(logprobs, given).detach(), given) * given["advantages"] * logprobs).sum()
+    return -(_clip(_ratio(logprobs, values).detach(), values) * values["advantages"] * logprobs).sum()
 
 
-def dro(logprobs: Tensor, given: Values) -> Tensor:
+def dro(logprobs: Tensor, values: Values) -> Tensor:
     """Direct reward optimisation (arXiv 2405.19107): a quadratic penalty instead of a ratio."""
-    penalty = 0.5 * given["beta"] * (logprobs - given["logprobs"]).square()
-    return -(given["advantages"] * logprobs - penalty).sum()
+    penalty = 0.5 * values["beta"] * (logprobs - values["logprobs"]).square()
+    return -(values["advantages"] * logprobs - penalty).sum()
 
 
-def _ratio(logprobs: Tensor, given: Values) -> Tensor:
-    return bounded_exp(logprobs - given["logprobs"])
+def _ratio(logprobs: Tensor, values: Values) -> Tensor:
+    return bounded_exp(logprobs - values["logprobs"])
 
 
-def _clip(ratio: Tensor, given: Values) -> Tensor:
-    low, high = (given[name] for name in BOUNDS)
+def _clip(ratio: Tensor, values: Values) -> Tensor:
+    low, high = (values[name] for name in BOUNDS)
     return torch.minimum(torch.maximum(ratio, low), high)
 
 
@@ -90,11 +98,11 @@ class TokenLoss:
     name: str
     settings: Mapping[str, float]
 
-    def __call__(self, logprobs: Tensor, given: Values) -> Tensor:
+    def __call__(self, logprobs: Tensor, values: Values) -> Tensor:
         """The sum over the tokens, a scalar. ``given``: what ``needed`` and ``optional`` name, [R] each."""
         full = {key: logprobs.new_full((), value) for key, value in self.settings.items()}
         full |= {key: torch.ones_like(logprobs) for key in self.optional if key not in full}
-        return _FORMS[self.name].function(logprobs, {**full, **given})
+        return _FORMS[self.name].function(logprobs, {**full, **values})
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -114,8 +122,8 @@ def token_loss(name: str, settings: Mapping[str, float | str] | None = None) -> 
     full = dict(_FORMS[name].settings)
     for key, value in (settings or {}).items():
         if key not in full:
-            known = ", ".join(full) or "none"
-            raise ValueError(f"loss_fn_config has {key!r}; the settings of {name} are: {known}")
+            names = ", ".join(full) or "none"
+            raise ValueError(f"loss_fn_config has {key!r}; the settings of {name} are: {names}")
         if isinstance(value, str) or not math.isfinite(value) or value < 0:
             raise ValueError(f"loss_fn_config has {key} = {value!r}; use a number from 0")
         full[key] = float(value)
@@ -123,3 +131,19 @@ def token_loss(name: str, settings: Mapping[str, float | str] | None = None) -> 
         low, high = (full[bound] for bound in BOUNDS)
         raise ValueError(f"loss_fn_config has the bounds {low:g} to {high:g}; give the lower one first")
     return TokenLoss(name, full)
+
+
+def mean_weights(masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Weights [L] float32 of each row: 1 / trained tokens of all rows where trained, else 0."""
+    count = sum(int(mask.sum()) for mask in masks)
+    return [(mask / max(1, count)).astype(np.float32) for mask in masks]
+
+
+def dpo(logprobs: np.ndarray, reference: np.ndarray, beta: float) -> tuple[np.ndarray, ...]:
+    """DPO with the sigmoid loss (arXiv 2305.18290, eq. 7). ``logprobs`` and ``reference``: [P, 2], log pi of
+    the chosen and the rejected answer, summed over its tokens. Returns (loss [P], rewards beta log(pi /
+    reference) [P, 2], slopes d loss / d log pi [P, 2])."""
+    rewards = beta * (logprobs - reference)
+    margins = rewards[:, 0] - rewards[:, 1]
+    slope = beta * np.exp(-np.logaddexp(0.0, margins))  # beta sigmoid(-margin)
+    return np.logaddexp(0.0, -margins), rewards, np.stack([-slope, slope], axis=1)

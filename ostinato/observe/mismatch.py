@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.algo.offpolicy import LOG_RATIO_BOUND
-from ostinato.algo.routing import lowest, overlap_of, part_sums, shared_ids
+from ostinato.algo.routing import lowest, overlap_ratio, part_sums, shared_ids
 
 DIRECTION = "KL(sampler || trainer)"  # tokens come from the sampler; the paper prints it the other way round
 TAUS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0)
@@ -150,7 +150,7 @@ def _lowest(share: np.ndarray, spans: np.ndarray) -> float:
     """The lowest overlap among the sequences' answers and prompts that are long enough."""
     known = ~np.isnan(share)
     common, routers = part_sums(np.stack((np.where(known, share, 0).sum(axis=1), known.sum(axis=1))), spans)
-    return lowest(overlap_of(common, routers), routers)
+    return lowest(overlap_ratio(common, routers), routers)
 
 
 def _share(part: int, whole: int) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.algo.pack import prompts_apart
+from ostinato.algo.pack import count_split_prompts
 from ostinato.every import MONEY
 from ostinato.model.flops import FlopModel, Work
 from ostinato.observe.ledger import Terms
@@ -208,7 +208,7 @@ def token_figures(credit: Credit, batch: Batch | None, report: StepReport | None
         _, packed = route_bytes(layers, top_k, 1 + max(int(part.max(initial=0)) for part in parts))
         row["routing/bytes_per_token"] = float(parts[0].itemsize * layers * top_k)
         row["routing/packed_bytes_per_token"] = packed
-        row["routing/prompts_apart"] = float(prompts_apart(credit.samples))
+        row["routing/prompts_apart"] = float(count_split_prompts(credit.samples))
     return row
 
 

@@ -24,13 +24,13 @@ from ostinato.algo.routing import (
     Diagnosis,
     Misaligned,
     improbability,
+    is_never_written,
+    is_too_low,
     lowest,
-    misaligned,
-    never_written,
-    overlap_of,
+    new_misaligned,
+    overlap_ratio,
     part_sums,
     sequence_spans,
-    too_low,
 )
 from ostinato.model.config import MoEConfig
 from ostinato.model.moe import routing_fault
@@ -65,11 +65,11 @@ class Agreement:
         return found if np.isnan(least) else found | {"routing/lowest_sequence": least}
 
     def at_fault(self, threshold: float) -> np.ndarray:
-        """[S] bool: sequences that are too low (``algo.routing.too_low``). If all answers together, or all
+        """[S] bool: sequences that are too low (``algo.routing.is_too_low``). If all answers together, or all
         prompts, are below the threshold beyond chance, also every sequence whose own is below it."""
         surely = improbability(self.together, self.together_routers, threshold) > SURE
         below = (self.overlaps < threshold) & (self.together < threshold) & surely
-        return np.asarray((below | too_low(self.overlaps, self.routers, threshold)).any(axis=1))
+        return np.asarray((below | is_too_low(self.overlaps, self.routers, threshold)).any(axis=1))
 
 
 def row_counts(native: Tensor, carried: Tensor) -> Tensor:
@@ -97,11 +97,11 @@ def agreement(counted: Sequence[tuple[Microbatch, Tensor]], top_k: int) -> Agree
     return Agreement(
         uids=tuple(uid for microbatch, _ in counted for uid in microbatch.uids),
         ages=np.concatenate([_oldest(microbatch) for microbatch, _ in counted]),
-        overlaps=overlap_of(common, known),
+        overlaps=overlap_ratio(common, known),
         routers=known / top_k,
-        together=overlap_of(np.array([answers[0], all_common - answers[0]]), routers),
+        together=overlap_ratio(np.array([answers[0], all_common - answers[0]]), routers),
         together_routers=routers / top_k,
-        differ=float(overlap_of(differ, all_known)),
+        differ=float(overlap_ratio(differ, all_known)),
     )
 
 
@@ -129,7 +129,7 @@ def refusal(
             native.append(ids[rows])
             carried.append(microbatch.experts[rows])
     overlaps = np.fmin.reduce(seen.overlaps, axis=1)  # of the worse part
-    found = misaligned(native, carried, overlaps, threshold, seen.uids, seen.at_fault(threshold))
+    found = new_misaligned(native, carried, overlaps, threshold, seen.uids, seen.at_fault(threshold))
     done, planned = steps
     learned = f"{done} of {planned} optimizer steps of this batch had been taken" if done else _NOTHING
     return Misaligned(f"{found}; {learned}{_MEND}", found.diagnosis, found.uids, steps_taken=done)
@@ -143,7 +143,7 @@ def unreplayable(microbatches: Sequence[Microbatch], moe: MoEConfig) -> Misalign
     if not broken:
         return None
     uids = [uid for one, _ in broken for uid in _broken_sequences(one, moe)]
-    zero = any(never_written(one.experts) for one, _ in broken if one.experts is not None)
+    zero = any(is_never_written(one.experts) for one, _ in broken if one.experts is not None)
     cause = Cause.ZERO if zero else Cause.UNRELATED
     detail = "rows name one expert several times, nothing was recorded" if zero else broken[0][1]
     return Misaligned(

@@ -14,8 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ostinato.algo.supervised import dpo, mean_weights
-from ostinato.algo.token_losses import token_loss
+from ostinato.algo.token_losses import dpo, mean_weights, token_loss
 from ostinato.train.accumulate import Accumulator, Row
 
 CROSS_ENTROPY = token_loss("cross_entropy")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference.plain_pack import pad
 
-from ostinato.algo.pack import Aggregation, aggregation_weights, pack, prompts_apart
+from ostinato.algo.pack import Aggregation, aggregation_weights, count_split_prompts, pack
 from ostinato.types import Batch, Microbatch, Sample, Segment, Support
 
 LAYERS, TOP_K = 2, 3
@@ -232,7 +232,7 @@ def test_siblings_whose_prompt_met_other_experts_do_not_share() -> None:
         pack(samples, weights, tokens_per_microbatch=100, share_prompts=False)
     )
     assert len(microbatch.tokens) == 2 + 1 + 1 + 2 + 1  # one shared prompt, one by itself
-    assert prompts_apart(samples) == 1 and prompts_apart([first, third]) == 0
+    assert count_split_prompts(samples) == 1 and count_split_prompts([first, third]) == 0
 
 
 def test_without_routing_and_without_trained_tokens() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.algo.supervised import dpo, mean_weights
+from ostinato.algo.token_losses import dpo, mean_weights
 
 LOGPROBS = st.lists(st.tuples(*[st.floats(-300, 0)] * 4), min_size=1, max_size=6)
 

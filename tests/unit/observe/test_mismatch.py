@@ -13,7 +13,7 @@ from nouns import sample_of
 from reference.plain_pack import pad
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
-from ostinato.algo.routing import never_written, part_sums, sequence_spans
+from ostinato.algo.routing import is_never_written, part_sums, sequence_spans
 from ostinato.observe.mismatch import TAUS, arm, pearson, routers
 from ostinato.types import NO_EXPERT, Sample
 
@@ -195,11 +195,11 @@ def test_the_rows_of_a_sequence_are_found_in_a_microbatch(seed: int, budget: int
 
 def test_a_buffer_that_nobody_filled_is_seen() -> None:
     routes = ids_of(np.random.default_rng(0), 6)
-    assert not never_written(routes)
-    assert not never_written(np.full_like(routes, NO_EXPERT))
+    assert not is_never_written(routes)
+    assert not is_never_written(np.full_like(routes, NO_EXPERT))
     routes[4, 1] = 0
-    assert never_written(routes)
-    assert not never_written(np.zeros((6, LAYERS, 1), np.int16)), "one expert of one is a choice"
+    assert is_never_written(routes)
+    assert not is_never_written(np.zeros((6, LAYERS, 1), np.int16)), "one expert of one is a choice"
 
 
 def test_lowest_sequence_is_what_the_gate_judges() -> None:

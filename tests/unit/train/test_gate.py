@@ -35,9 +35,9 @@ from ostinato.algo.routing import (
     Cause,
     diagnose,
     improbability,
+    is_too_low,
     lowest,
-    overlap_of,
-    too_low,
+    overlap_ratio,
 )
 from ostinato.train.gate import Agreement
 
@@ -110,11 +110,11 @@ def test_answers_too_short_to_tell_are_found_together(seed: int, rows: int, shar
 def test_a_long_sequence_is_judged_by_the_threshold() -> None:
     """Chance makes nothing of thousands of routers, unless the whole batch is near the threshold itself."""
     overlaps, routers = np.array([[0.89, 0.97, 0.97, 0.91]]).T, np.full((4, 1), 6000.0)
-    assert too_low(overlaps, routers).ravel().tolist() == [True, False, False, False]
-    assert too_low(overlaps, routers, 0.95).ravel().tolist() == [True, False, False, True]
-    assert not too_low(overlaps, routers, 0.0).any()
-    assert not too_low(np.full((3, 2), np.nan), np.zeros((3, 2))).any()
-    assert not too_low(np.array([[0.898, 0.905, 0.91]]).T, routers[:3]).any(), "as the batch is"
+    assert is_too_low(overlaps, routers).ravel().tolist() == [True, False, False, False]
+    assert is_too_low(overlaps, routers, 0.95).ravel().tolist() == [True, False, False, True]
+    assert not is_too_low(overlaps, routers, 0.0).any()
+    assert not is_too_low(np.full((3, 2), np.nan), np.zeros((3, 2))).any()
+    assert not is_too_low(np.array([[0.898, 0.905, 0.91]]).T, routers[:3]).any(), "as the batch is"
 
 
 def test_the_edges_of_an_overlap() -> None:
@@ -122,7 +122,7 @@ def test_the_edges_of_an_overlap() -> None:
     assert improbability(1.0, 10, 0.9) == pytest.approx(-10 * math.log(0.9))
     assert math.isnan(improbability(math.nan, 10, 0.9)) and improbability(0.9, 10, 0.9) == pytest.approx(0)
     assert float(improbability(0.0, 6, 0.98)) > SURE, "six routers, all wrong"
-    np.testing.assert_array_equal(overlap_of(np.array([3, 0]), np.array([4, 0])), [0.75, np.nan])
+    np.testing.assert_array_equal(overlap_ratio(np.array([3, 0]), np.array([4, 0])), [0.75, np.nan])
     assert math.isnan(lowest(np.array([0.5, np.nan]), np.array([ALONE - 1, 0])))
     assert lowest(np.array([0.5, 0.9, 0.95]), np.array([ALONE - 1, ALONE, 999])) == 0.9
 

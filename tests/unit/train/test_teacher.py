@@ -13,7 +13,7 @@ from nouns import drawn
 from worlds import KERNELS, VOCAB, adapters_of, tiny_dense, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
-from ostinato.algo.losses import distilled
+from ostinato.algo.losses import add_teacher_kl
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
@@ -59,7 +59,7 @@ def test_advantages_token_by_token() -> None:
     rng = np.random.default_rng(1)
     given, new, teacher = rng.standard_normal((3, 9))
     as_tensors = [torch.from_numpy(one) for one in (given, new, teacher)]
-    found, sums = distilled(as_tensors[0], as_tensors[1], as_tensors[2], 0.5)
+    found, sums = add_teacher_kl(as_tensors[0], as_tensors[1], as_tensors[2], 0.5)
     twin = [a - 0.5 * (n - t) for a, n, t in zip(given, new, teacher, strict=True)]
     assert found.tolist() == pytest.approx(twin)
     assert float(sums["opd/reverse_kl"]) == pytest.approx(sum(new) - sum(teacher))
@@ -71,7 +71,7 @@ def test_its_expectation_is_the_gradient_of_the_reverse_kl() -> None:
     logits = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     teacher = torch.log_softmax(torch.arange(7, dtype=torch.float64) / 3, 0)
     new = torch.log_softmax(logits, 0)
-    advantages, _ = distilled(torch.zeros(7, dtype=torch.float64), new, teacher, 1.0)
+    advantages, _ = add_teacher_kl(torch.zeros(7, dtype=torch.float64), new, teacher, 1.0)
     (found,) = torch.autograd.grad(-(new.exp().detach() * advantages * new).sum(), logits, retain_graph=True)
     (exact,) = torch.autograd.grad((new.exp() * (new - teacher)).sum(), logits)
     torch.testing.assert_close(found, exact)
