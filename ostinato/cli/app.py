@@ -79,6 +79,31 @@ def train(recipe: RecipePath, overrides: Overrides = None, restarts: Restarts = 
 
 
 @app.command()
+def new(
+    recipe: Annotated[Path, typer.Argument(help="The file to write, e.g. mine.toml.", show_default=False)],
+    task: Annotated[
+        str, typer.Option(help="rows: judged by their answers; own: by a function of yours; env: a game.")
+    ] = "",
+    rows: Annotated[str, typer.Option(help="A .jsonl or .parquet file, hf:NAME, gym:NAME, arithmetic.")] = "",
+    model: Annotated[str, typer.Option(help="A folder, a hub name, smollm2-135m, asset:seed-moe.")] = "",
+    machine: Annotated[str, typer.Option(help="laptop, gpu or cluster.")] = "",
+) -> None:
+    """Write a commented recipe to start from; what is not given is asked."""
+    from ostinato.cli.new import new as command
+
+    command(recipe, task=task, model=model, machine=machine, rows=rows)
+
+
+@app.command()
+def keys(pattern: Annotated[str, typer.Argument(help="Part of a key or of its description.")] = "") -> None:
+    """All keys of a recipe, with types, defaults and what they do."""
+    from ostinato.config.reference import find_keys
+
+    for line in find_keys(pattern):
+        typer.echo(line)
+
+
+@app.command()
 def data(
     target: Annotated[
         str, typer.Argument(help="A recipe, or a file of rows (.jsonl, .parquet).", show_default=False)

@@ -23,12 +23,8 @@ from ostinato.types import Prompt
 MEASURED = 10_000  # prompts that are tokenised for the table of lengths
 EXAMPLES = 2  # of answers that a reward does not pay
 FILES = (".jsonl", ".ndjson", ".parquet")
-COMPARED = (
-    "exact",
-    "numeric",
-    "math_verify",
-    "code_tests",
-)  # built-in rewards that are tried on a file's answers
+# Built-in rewards that are tried on the answers of a file.
+COMPARED = ("numeric", "math_verify", "code_tests", "exact")
 
 
 def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None:
@@ -59,7 +55,9 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
     functions = list(COMPARED) if is_file and not any("reward." in text for text in overrides) else None
     with waiting("calling the rewards on the rows' own answers"):
         for of_task in of_tasks(rows).values():
-            say(*_own_answers(recipe, of_task, renderer, functions))
+            for function in functions or recipe.reward.functions:
+                if not function.startswith(JUDGE):
+                    say(*_verdicts(recipe, of_task, function))
 
 
 def _held_out(recipe: Recipe) -> list[Prompt]:
@@ -128,36 +126,35 @@ def _prompt(recipe: Recipe, row: Prompt, renderer: Renderer) -> Iterator[str]:
         yield f"answer       {str(answer)[:SHOWN]!r}"
 
 
-def _own_answers(
-    recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, functions: Sequence[str] | None
-) -> Iterator[str]:
-    """What rewards give to the own answers of some rows: those of the recipe, or ``functions``."""
-    chosen = list(functions or recipe.reward.functions)
-    chosen = [name for name in chosen if not name.startswith(JUDGE)]
-    for name in chosen:
-        reward = recipe.reward.model_copy(update={"functions": (name,), "weights": ()})
-        task = recipe.task.model_copy(update={"mix": ()})
-        grader = new_grader(recipe.model_copy(update={"reward": reward, "task": task}))
-        try:
-            for _, short, verdicts in grader.own_verdicts(
-                spread(rows), lambda text: renderer.encode(text).tolist()
-            ):
-                yield from _verdicts(short, verdicts)
-        except ValueError as error:
-            yield f"reward       {name}: {error}"
-        finally:
-            grader.close()
+def own_verdicts(
+    recipe: Recipe, rows: Sequence[Prompt], function: str
+) -> Iterator[tuple[str, list[OwnVerdict]]]:
+    """(name, verdicts): what a reward gives to the own answers of some ``rows``, which are of one task."""
+    reward = recipe.reward.model_copy(update={"functions": (function,), "weights": ()})
+    task = recipe.task.model_copy(update={"mix": ()})
+    grader = new_grader(recipe.model_copy(update={"reward": reward, "task": task}))
+    try:
+        for _, name, verdicts in grader.own_verdicts(spread(rows), lambda text: list(text.encode())):
+            yield name, verdicts
+    finally:
+        grader.close()
 
 
-def _verdicts(name: str, verdicts: Sequence[OwnVerdict]) -> Iterator[str]:
-    full = [each for each in verdicts if each.value is not None and each.value >= FULL]
-    if not verdicts:
-        yield f"reward       {name}: the rows have no own answer that it could judge"
+def _verdicts(recipe: Recipe, rows: Sequence[Prompt], function: str) -> Iterator[str]:
+    try:
+        judged = list(own_verdicts(recipe, rows, function))
+    except ValueError as error:
+        yield f"reward       {function}: {error}"
         return
-    yield f"reward       {name}: 1 or more to the own answer of {len(full)} of {len(verdicts)} rows tried"
-    others = [each for each in verdicts if each not in full]
-    for each in others[:EXAMPLES]:
-        what = f"{each.value:g}" if each.value is not None else f"no verdict: {each.detail}"
-        yield f"             {each.row}: {what}, for {each.answer[:SHOWN]!r}"
-    if len(others) > EXAMPLES:
-        yield f"             and {len(others) - EXAMPLES} more"
+    for name, verdicts in judged:
+        full = [each for each in verdicts if each.value is not None and each.value >= FULL]
+        if not verdicts:
+            yield f"reward       {name}: the rows have no own answer that it could judge"
+            continue
+        yield f"reward       {name}: 1 or more to the own answer of {len(full)} of {len(verdicts)} rows tried"
+        others = [each for each in verdicts if each not in full]
+        for each in others[:EXAMPLES]:
+            what = f"{each.value:g}" if each.value is not None else f"no verdict: {each.detail}"
+            yield f"             {each.row}: {what}, for {each.answer[:SHOWN]!r}"
+        if len(others) > EXAMPLES:
+            yield f"             and {len(others) - EXAMPLES} more"

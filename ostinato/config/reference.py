@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 import types
 import typing
@@ -57,6 +58,25 @@ def reference() -> str:
             if name == "eval":
                 parts += _section("[eval.downstream.NAME]", DownstreamSection, comments)
     return "\n".join(parts)
+
+
+def find_keys(pattern: str) -> Iterator[str]:
+    """A line for each key whose name or description has ``pattern``. Raises ValueError where none has."""
+    section, number = "", 0
+    for line in reference().splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ").strip("[]")
+        if not line.startswith("| `"):
+            continue
+        cells = re.split(r"(?<!\\)\|", line.strip()[1:-1])
+        name, kind, default, comment = (cell.replace("`", "").strip() for cell in cells)
+        key = name if section == "Top level" else f"{section}.{name}"
+        text = f"{key}  ({kind}; {default or '-'})  {comment}".rstrip()
+        if pattern.lower() in text.lower():
+            number += 1
+            yield text
+    if not number:
+        raise ValueError(f"no key of a recipe has {pattern!r} in its name or description; see ostinato keys")
 
 
 def _section(
