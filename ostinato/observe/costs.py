@@ -25,6 +25,17 @@ MEANING = {  # of parts of device time, wall clock and FLOPs
     "loading": "until a process is ready, each time",
     "between": "what has no row",
 }
+WASTE = {  # why sampled tokens were not trained on
+    "zero_variance": "all siblings got the same reward, so the group was dropped",
+    "zero_advantage": "the reward equals its baseline: no gradient",
+    "truncated": "cut off at the length limit and masked by the algorithm",
+    "failed": "the episode ended in an error",
+    "no_verdict": "the reward gave no verdict",
+    "prompt_too_long": "the prompt left no room for an answer",
+    "too_few_episodes": "too many siblings ended in an error",
+    "too_few_verdicts": "too few siblings got a verdict",
+    "no_routes": "recorded no expert routes, while others did",
+}
 DEVICE = ("sample", "grade", "train", "measure", "eval", "idle", "lost")
 AXES: Mapping[Axis, tuple[str, Form | None]] = {
     Axis.DEVICE_HOURS: ("devices x wall clock, idle ones too", "{:.4g}".format),
@@ -125,4 +136,5 @@ def _part(name: str) -> str:
 def _reasons(title: str, what: str, counts: Mapping[str, int], whole: float | None) -> Iterator[Entry]:
     """Waste by reason, the most frequent first."""
     for name, count in Counter(counts).most_common():
-        yield title, f"{what}: {name.replace('_', ' ')}", count, whole, si
+        line = f"{what}: {name.replace('_', ' ')}\n{WASTE.get(name, '')}"
+        yield title, line, count, whole, si

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ostinato.every import Every, spent_in_steps
 from ostinato.lock import is_held
+from ostinato.observe.costs import WASTE
 from ostinato.observe.ledger import Event, Summary, summary
 from ostinato.observe.rows import (
     Row,
@@ -84,7 +85,7 @@ def _held_out(data: RunRows, key: str, name: str, unit: str) -> Figure:
     note = f"{unit}; before training {before.text()}, change {change.text('+.3f')}"
     was, now = (None if row is None else estimate(row, key) for row in ends(data.scores["greedy"]))
     if was and now:  # one answer at temperature 0
-        note += f"; greedy {now.value:.3f} after {was.value:.3f}"
+        note += f"; greedy {was.value:.3f} before, {now.value:.3f} now"
     return Figure(name, after.text(), note, _tone(change))
 
 
@@ -406,34 +407,11 @@ def _protocol(data: RunRows) -> str:
     return note
 
 
-WASTE = {
-    "zero_variance": "all siblings got the same reward, so the group was dropped",
-    "zero_advantage": "the reward equals its baseline: no gradient",
-    "truncated": "cut off at the length limit and masked by the algorithm",
-    "failed": "the episode ended in an error",
-    "no_verdict": "the reward gave no verdict",
-    "prompt_too_long": "the prompt left no room for an answer",
-    "too_few_episodes": "too many siblings ended in an error",
-    "too_few_verdicts": "too few siblings got a verdict",
-    "no_routes": "recorded no expert routes, while others did",
-}
 EVENTS = {
     "reward_workers": "in the processes that run rewards",
     "rewards": "in one reward function, by answers",
     "tools": "in the tools of episodes",
 }
-
-
-def count_waste(data: RunRows) -> Table:
-    """Sampled tokens that no step trained on, by reason; "trained on" comes first."""
-    rows = data.metrics
-    sampled = total(rows, "tokens/sampled")
-    reasons = sorted(
-        names_under(rows, "tokens/wasted/"), key=lambda one: -total(rows, f"tokens/wasted/{one}")
-    )
-    lines = [_count(rows, "tokens/trained", "trained on", "took part in a gradient", sampled)]
-    lines += [_count(rows, f"tokens/wasted/{name}", name, WASTE.get(name, ""), sampled) for name in reasons]
-    return _counters("Sampled tokens", "of sampled", lines if sampled else [])
 
 
 def count_faults(data: RunRows) -> Table:
@@ -458,11 +436,8 @@ def count_faults(data: RunRows) -> Table:
         ("refused_step", "steps refused", "a loss or gradient was not finite", len(rows)),
         ("empty_step", "steps with nothing to learn", "no sample was left", len(rows)),
     ]
-    return _counters("Faults", "share", [_count(rows, *one) for one in counted] if rows else [])
-
-
-def _counters(title: str, of: str, rows: Sequence[Line]) -> Table:
-    return Table(title=title, head=("count", of, "in step"), rows=rows, words=("in step",))
+    lines = [_count(rows, *one) for one in counted] if rows else []
+    return Table(title="Faults", head=("count", "share", "in step"), rows=lines, words=("in step",))
 
 
 def _count(rows: Sequence[Row], key: str, name: str, meaning: str, of: float) -> Line:

@@ -108,7 +108,7 @@ ARROWS: dict[str, set[str]] = {
     "observe.stats": set(),
     "observe.rows": LEAVES,
     "observe.costs": LEAVES,
-    "observe.figures": LEAVES | {"observe.rows"},
+    "observe.figures": LEAVES | {"observe.costs", "observe.rows"},
     "observe.gap": LEAVES | {"observe.rows"},
     "observe.concerns": LEAVES | READERS,
     "observe.samples": LEAVES | {"observe.rows"},

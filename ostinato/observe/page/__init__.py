@@ -27,7 +27,6 @@ from ostinato.observe.figures import (
     compare_plan,
     compare_scores,
     count_faults,
-    count_waste,
     count_work,
     describe,
     figures,
@@ -129,7 +128,7 @@ def state(data: RunRows, samples: Samples) -> dict[str, Any]:
     tables = {
         "score": [compare_scores(data)] if data.evals else [],
         "gap": compare_arms(data),
-        "cost": [count_waste(data), *costs],
+        "cost": costs,
         "faults": [count_faults(data)],
         "timeline": [count_work(work)] if work else [],
         "plan": [plan] if plan else [],

@@ -31,7 +31,6 @@ from ostinato.observe.costs import cost_tables
 from ostinato.observe.figures import (
     compare_scores,
     count_faults,
-    count_waste,
     figures,
     progress,
     status,
@@ -122,12 +121,9 @@ def test_the_table_of_scores_names_k_tasks_and_what_is_missing() -> None:
     assert any(name.endswith("75% of all groups of training") for name, *_ in table.rows)
 
 
-def test_waste_and_faults_are_counted_with_their_steps() -> None:
-    rows = [row(1, tokens__wasted__truncated=5.0, rewards__exact__mean=0.5, rewards__exact__timeout=3.0)]
-    rows.append(row(2, tokens__wasted__zero_variance=15.0, faults__env=2.0))
-    lines = cells(count_waste(rows_of(metrics=rows)))
-    assert list(lines) == ["trained on", "zero_variance", "truncated"]
-    assert [share for _, share, _ in lines.values()] == ["80.0 %", "7.5 %", "2.5 %"]
+def test_faults_are_counted_with_their_steps() -> None:
+    rows = [row(1, rewards__exact__mean=0.5, rewards__exact__timeout=3.0)]
+    rows.append(row(2, faults__env=2.0))
     lines = cells(count_faults(rows_of(metrics=rows)))
     assert (lines["fault: env"][0], lines["fault: env"][2]) == ("2", "2")
     assert (
