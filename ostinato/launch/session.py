@@ -319,7 +319,7 @@ def _export(
 
     recipe, state = prepared.recipe, finished.state
     write_policy(prepared.decoder, adapters, prepared.folder, run.adapter, recipe.model.path)
-    ended = ("done", "collapsed", "forgot", "solved", "spent", "enough", "stopped")
+    ended = ("done", "collapsed", "forgot", "solved", "spent", "enough", "callback")
     if not own_weights(recipe) or finished.why not in ended:
         return
     known = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}

@@ -198,7 +198,7 @@ FINISHES = {
     "spent": "its budget is spent",
     "enough": "the rest was not worth its compute",
     "solved": "every prompt is solved",
-    "stopped": "on_step ended it",
+    "callback": "on_step ended it",
 }
 ENDS = {
     "done": "finished",

@@ -219,7 +219,7 @@ class StepRecorder:
         if report is not None and report.skipped:
             logger.warning(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
         stopped = self.observer.on_step({"step": step, **row})
-        return why or (Finish.STOPPED if stopped else None)
+        return why or (Finish.CALLBACK if stopped else None)
 
     def _watched(
         self, step: int, row: dict[str, float], look: Look | None

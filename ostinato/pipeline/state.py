@@ -34,7 +34,7 @@ class Finish(StrEnum):
     SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
     SPENT = "spent"  # the budget of training compute, by the last step
     ENOUGH = "enough"  # the rest is not worth its compute, and the plan was to stop then
-    STOPPED = "stopped"  # by the observer, after a step
+    CALLBACK = "callback"  # the observer ended it after a step
 
     @classmethod
     def of(cls, received: Signals | None) -> Finish:

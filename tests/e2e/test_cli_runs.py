@@ -232,7 +232,7 @@ print(resume(outcome.folder, "trainer.steps=3", quiet=True).step)
 def test_learning_from_python_objects(place: Path) -> None:
     """Rows, an asynchronous function and a lambda of a script; ended by a callback, resumed by the run folder
     alone."""
-    assert run(place, "-c", OBJECTS) == "stopped [1, 2] 1\n3\n"
+    assert run(place, "-c", OBJECTS) == "callback [1, 2] 1\n3\n"
 
 
 def test_learning_from_python(place: Path) -> None:

@@ -39,7 +39,7 @@ ENDED = (
     "solved",
     "spent",
     "enough",
-    "stopped",
+    "callback",
 )  # endings that no resuming would change
 ACTED = {  # of metrics.jsonl: how often the parts of a recipe did something; a run has some of them
     "cispo_clip_ratio": "capped",
