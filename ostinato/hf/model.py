@@ -173,8 +173,12 @@ class TransformersModel:
         if self._replay is None or self.config.moe is None:
             return nullcontext()
         if routing is None:
-            return self._replay.record()
+            return self.recorded()
         return self._replay.using(Routes.of(routing.cpu().numpy(), self.config.moe.num_experts))
+
+    def recorded(self) -> AbstractContextManager[Any]:
+        """A tape of what routers choose; None of a dense model."""
+        return nullcontext() if self._replay is None else self._replay.record()
 
     @contextmanager
     def using(self, factors: PreparedSites | None, *, packed: bool = False) -> Iterator[None]:

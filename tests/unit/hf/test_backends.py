@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from small_replay import GRPO, SLOW, batch_of, bytes_of, samples_of
+from small_transformers import OTHERS, SIZES, SPEC, saved, shaken
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 peft = pytest.importorskip("peft")
@@ -22,58 +23,14 @@ from ostinato.model.hf import load_model  # noqa: E402
 from ostinato.model.hf_names import hf_module  # noqa: E402
 from ostinato.model.lora import Adapters, init_adapters  # noqa: E402
 from ostinato.model.peft_io import write_peft  # noqa: E402
-from ostinato.model.shapes import AdapterSpec, ExpertScheme  # noqa: E402
+from ostinato.model.shapes import AdapterSpec  # noqa: E402
 from ostinato.train.inputs import as_inputs  # noqa: E402
 from ostinato.train.local import LocalPasses  # noqa: E402
 from ostinato.train.passes import ScoreOptions, batch_objective  # noqa: E402
 from ostinato.train.trainer import PolicyTrainer  # noqa: E402
 from ostinato.types import Segment  # noqa: E402
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 KNOWN_TO_BOTH = ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral", "olmoe")
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
-SPEC = AdapterSpec(rank=3, alpha=6, targets=("attn", "mlp", "experts"), expert_scheme=ExpertScheme.PER_EXPERT)
-
-
-def saved(model_type: str, folder: Path, **own: Any) -> Path:
-    """A tiny random model of a family, as transformers saves it."""
-    torch.manual_seed(0)
-    sizes = {**SIZES, **(EXPERTS if model_type in MIXTURES else {}), **own}
-    if model_type in ("mixtral", "olmoe"):  # their experts have intermediate_size
-        del sizes["moe_intermediate_size"]
-    if model_type == "olmoe":
-        sizes["num_key_value_heads"] = 4
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(model_type, **sizes), dtype=torch.float32
-    )
-    generator = torch.Generator().manual_seed(1)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.copy_(torch.randn(weight.shape, generator=generator) / weight.shape[-1] ** 0.5)
-    model.save_pretrained(folder)
-    return folder
-
-
-def shaken(adapters: Adapters) -> Adapters:
-    """With B away from zero, so that the policy is not the base and every factor has a gradient."""
-    generator = torch.Generator().manual_seed(2)
-    for _, b in adapters.tensors.values():
-        b.data = torch.randn(b.shape, generator=generator) * 0.1
-    return adapters
 
 
 def trained(adapters: Adapters) -> Adapters:
@@ -151,21 +108,6 @@ def test_losses_and_gradients_are_those_of_our_decoder(both: Callable[[str], Bot
         down = theirs.tensors[f"model.layers.{layer}.mlp.experts.down_proj"]
         for ours, other in zip(native.tensors[f"layers.{layer}.experts.down"], down, strict=True):
             torch.testing.assert_close(other.grad, ours.grad, rtol=1e-4, atol=1e-6)
-
-
-# what a family does besides: a window and a soft cap of scores and logits; sinks and experts as [E, in, out]
-OTHERS: dict[str, dict[str, Any]] = {
-    "gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 8},
-    "gpt_oss": {**EXPERTS, "sliding_window": 6},
-    "granite": {"logits_scaling": 3.0},
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
-}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,325 @@
+"""A sampler for any model of ``transformers``: batches of equally long contexts, by the model's own cache.
+
+Requests whose prompts are equally long run together, so no row is padded; equal prompts are computed once.
+A step gives one token to every running sequence. A publish is between two steps: running sequences keep their
+cache, go on under the new adapters, and every token carries the version that sampled it.
+
+Noise is addressed, as in ``engine.local``; logits are the model's own, whose rounding depends on the batch:
+in another batch a token can be another one where its uniform lies within rounding of an edge. There are no
+drafts, no prefix tree, no preemption, no grammar.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.algo.noise import uniform
+from ostinato.engine.counters import Busy, Counters
+from ostinato.engine.driver import Driver
+from ostinato.engine.postprocess import text_before
+from ostinato.engine.requests import Limits, Results, new_completion, new_sequence
+from ostinato.engine.sampler import Drawn, likeliest, sample
+from ostinato.engine.sequences import Sequence as Waiting
+from ostinato.engine.sequences import Settings
+from ostinato.hf.model import TransformersModel
+from ostinato.model.lora import Adapters
+from ostinato.observe.timeline import Span
+from ostinato.types import Completion, Emitted, Request, Stop
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A running sequence. Lists have an entry per token of the answer."""
+
+    sequence: Waiting
+    tokens: list[int]  # prompt and answer
+    logprobs: list[float] = field(default_factory=list)
+    edges: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)  # [n, L, K] of rows in their order
+
+    @property
+    def answer(self) -> np.ndarray:
+        return np.array(self.tokens[self.sequence.prompt_len :], np.int32)
+
+    def stop(self, decode: Decode | None) -> Stop | None:
+        """Why it ends with its newest token, if it does."""
+        sampling = self.sequence.request.sampling
+        if self.tokens[-1] in sampling.stop_tokens:
+            return Stop.EOS
+        strings = sampling.stop_strings
+        if strings and decode is not None and text_before(decode, self.answer, strings) is not None:
+            return Stop.STRING
+        return Stop.LENGTH if len(self.tokens) >= self.sequence.limit else None
+
+
+@dataclass(slots=True, eq=False)
+class Wave:
+    """Rows of one length under one policy, and their cache; None where the model has none."""
+
+    policy: str
+    rows: list[Row]
+    cache: Any = None
+
+
+class TransformersEngine:
+    """Implements ``protocols.Engine`` on a ``TransformersModel``; the weights are the trainer's own.
+
+    ``max_batch``: sequences that run at once. Other arguments are those of ``LocalEngine``. Raises ValueError
+    for requests that can never be answered."""
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        *,
+        decode: Decode | None = None,
+        max_batch: int = 256,
+        context_limit: int = 4096,
+        name: str = "engine",
+    ) -> None:
+        self.decoder, self.context_limit, self.counters = model, context_limit, Counters()
+        self._decode, self._max_batch, self._busy = decode, max_batch, Busy(name)
+        self._policies: dict[str, tuple[Any, int]] = {"": (None, 0)}
+        self._waiting: list[Waiting] = []
+        self._waves: list[Wave] = []
+        self._driver = Driver(
+            self.step, lambda: bool(self._waiting or self._waves), self._fail, self._drop_all
+        )
+
+    @property
+    def version(self) -> int:
+        """The version of the policy without a name."""
+        return self._policies[""][1]
+
+    @property
+    def queue(self) -> tuple[int, int]:
+        """Sequences that run and that wait."""
+        return sum(len(wave.rows) for wave in self._waves), len(self._waiting)
+
+    def publish(self, adapters: Adapters | None, version: int, policy: str = "") -> None:
+        """Serve a copy of ``adapters`` (None: the base) from the next step on."""
+        dtype = self.decoder.dtype
+        with torch.no_grad():
+            copy = None if adapters is None else adapters.detach_copy().prepared(dtype)
+        self._policies[policy] = copy, version
+
+    def withdraw(self, policy: str) -> None:
+        """Stop serving a named policy. Raises ValueError while requests run under it."""
+        if any(wave.policy == policy for wave in self._waves):
+            raise ValueError(f"requests run under the policy {policy!r}; wait for them")
+        del self._policies[policy]
+
+    def take_spans(self) -> list[Span]:
+        """Spans of the passes since the last call."""
+        return self._busy.take()
+
+    async def generate(
+        self, requests: Sequence[Request], on_tokens: Callable[[int, Emitted], None] | None = None
+    ) -> AsyncIterator[tuple[int, Completion]]:
+        """See ``LocalEngine.generate``."""
+        results, limits = Results(), self._limits
+        if any(request.constraint is not None for request in requests):
+            raise ValueError('grammars need our own decoder: model.backend = "native"')
+        mine = [
+            new_sequence(request, limits, index=index, results=results, on_tokens=on_tokens)
+            for index, request in enumerate(requests)
+        ]
+        self._driver.enter()
+        self._waiting += mine
+        self._driver.start()
+        try:
+            for _ in mine:
+                result = await results.get()
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
+        finally:
+            self._drop(mine)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One token for every running sequence; what waits is begun first, as far as there is room."""
+        start, prefilled, decoded = time.perf_counter(), self.counters.prefilled, self.counters.decoded
+        self._admit()
+        for wave in list(self._waves):
+            self._advance(wave)
+        self._waves = [wave for wave in self._waves if wave.rows]
+        seconds = time.perf_counter() - start
+        self.counters.steps += 1
+        self.counters.seconds += seconds
+        self.counters.seconds_without += seconds
+        self._busy.passed(seconds, self.counters.prefilled - prefilled, self.counters.decoded - decoded)
+
+    def _admit(self) -> None:
+        """Waiting requests of one length and policy as a wave each, the oldest first."""
+        room = self._max_batch - self.queue[0]
+        taken, self._waiting = self._waiting[:room], self._waiting[room:]
+        groups: dict[tuple[int, str], list[Row]] = {}
+        for one in taken:
+            row = Row(one, one.request.tokens.tolist())
+            groups.setdefault((one.prompt_len, one.request.policy), []).append(row)
+        self._waves += [Wave(policy, rows) for (_, policy), rows in groups.items()]
+
+    def _advance(self, wave: Wave) -> None:
+        """One forward of a wave, and a token for each of its rows."""
+        factors, version = self._policies[wave.policy]
+        rows = wave.rows
+        first = not rows[0].logprobs
+        if first:  # equal prompts once
+            distinct = {tuple(row.tokens): place for place, row in reversed([*enumerate(rows)])}
+            order = {tokens: place for place, tokens in enumerate(distinct)}
+            owners = [order[tuple(row.tokens)] for row in rows]
+            ids = torch.tensor(list(distinct))
+        else:
+            owners = list(range(len(rows)))
+            ids = torch.tensor([row.tokens if wave.cache is None else row.tokens[-1:] for row in rows])
+        logits, routes = self._forward(wave, ids, factors, len(rows[0].tokens) - ids.shape[1])
+        self.counters.prefilled += ids.numel() if first else 0
+        if first and len(ids) < len(rows):
+            logits = logits[owners]
+            if wave.cache is not None:
+                wave.cache.reorder_cache(torch.tensor(owners, device=logits.device))
+        if routes is not None:
+            for row, owner in zip(rows, owners, strict=True):
+                row.routes = [*row.routes, routes[owner]] if wave.cache is not None else [routes[owner]]
+        drawn = self._draw(logits, rows)
+        self._append(wave, drawn, version, logits)
+
+    def _forward(self, wave: Wave, ids: Tensor, factors: Any, start: int) -> tuple[Tensor, np.ndarray | None]:
+        """ids [B, S] from position ``start`` on -> logits [B, V] of the last, and routes [B, S, L, K]."""
+        model = self.decoder
+        ids = ids.to(model.device)
+        positions = torch.arange(start, start + ids.shape[1], device=model.device).expand(len(ids), -1)
+        with model.using(factors), model.recorded() as tape:
+            out = model.model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=wave.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            routes = None
+            if tape is not None:
+                dense = tape.native().dense()
+                routes = dense.reshape(*ids.shape, *dense.shape[1:])
+        wave.cache = getattr(out, "past_key_values", None)
+        return out.logits[:, -1], routes
+
+    def _draw(self, logits: Tensor, rows: Sequence[Row]) -> Drawn:
+        """A token for each row, from its processed distribution."""
+        logits = logits.float()
+        for place, row in enumerate(rows):
+            sampling = row.sequence.request.sampling
+            if sampling.stop_tokens and len(row.logprobs) < sampling.min_tokens:
+                logits[place, list(sampling.stop_tokens)] = -torch.inf
+        settings = Settings.of([row.sequence.request.sampling for row in rows])
+        keys = np.array([row.sequence.address for row in rows], np.uint64)
+        places = np.array([len(row.tokens) for row in rows])
+        wanted = bool(settings.filtered(logits.shape[1]).any())
+        drawn = sample(logits, settings, uniform(keys, places), want_support=wanted)
+        top = max((row.sequence.request.top_logprobs for row in rows if row.sequence.on_tokens), default=0)
+        return drawn._replace(top=likeliest(logits, settings, drawn, top)) if top else drawn
+
+    def _append(self, wave: Wave, drawn: Drawn, version: int, logits: Tensor) -> None:
+        """Take the tokens in; rows that end leave the wave and its cache."""
+        ends = [] if drawn.support is None else np.cumsum(drawn.support.counts).tolist()
+        kept = []
+        for place, row in enumerate(wave.rows):
+            token = int(drawn.tokens[place])
+            if token < 0:
+                self.counters.errors += 1
+                self._finish(row, Stop.ERROR)
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(float(drawn.logprobs[place]))
+            row.edges.append(float(drawn.edges[place]))
+            row.versions.append(version)
+            if drawn.support is not None and row.sequence.request.sampling.filtered:
+                begin = ends[place] - int(drawn.support.counts[place])
+                row.sequence.kept.append(drawn.support.ids[begin : ends[place]].copy())
+            self.counters.decoded += 1
+            if row.sequence.on_tokens is not None:
+                row.sequence.on_tokens(row.sequence.index, _emitted(drawn, place, row, version))
+            if (why := row.stop(self._decode)) is not None:
+                self._finish(row, why)
+            else:
+                kept.append(place)
+        if len(kept) < len(wave.rows):
+            wave.rows = [wave.rows[place] for place in kept]
+            if kept and wave.cache is not None:
+                wave.cache.reorder_cache(torch.tensor(kept, device=logits.device))
+
+    def _finish(self, row: Row, stop: Stop) -> None:
+        sequence = row.sequence
+        if sequence.kept and len(sequence.kept) < len(row.logprobs):  # after an error
+            sequence.kept = []
+        sequence.sampled = (
+            np.array(row.logprobs, np.float32),
+            np.array(row.edges, np.float32),
+            np.array(row.versions, np.int32),
+        )
+        sequence.passes = len(row.logprobs)
+        routes = None
+        if row.routes:
+            kind = np.int8 if self._experts <= 128 else np.int16
+            routes = np.concatenate(row.routes).astype(kind)[sequence.request.routes_from :]
+        whole = np.array(row.tokens, np.int32)
+        completion = new_completion(sequence, whole, routes, stop, self._decode)
+        sequence.results.put_nowait((sequence.index, completion))
+
+    @property
+    def _experts(self) -> int:
+        return self.decoder.config.moe.num_experts if self.decoder.config.moe else 0
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(
+            context=self.context_limit,
+            vocab_size=self.decoder.config.vocab_size,
+            blocks=self.context_limit,  # no pool of blocks: contexts alone are bounded
+            has_text=self._decode is not None,
+            policies=dict.fromkeys(self._policies, 0),
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        """An error of a step reaches every caller."""
+        running = [row.sequence for wave in self._waves for row in wave.rows]
+        for sequence in (*running, *self._waiting):
+            sequence.results.put_nowait(error)
+        self._drop_all()
+
+    def _drop(self, sequences: Iterable[Waiting]) -> None:
+        """End what has no caller any more, without a completion."""
+        gone = set(map(id, sequences))
+        self._waiting = [one for one in self._waiting if id(one) not in gone]
+        for wave in self._waves:
+            kept = [place for place, row in enumerate(wave.rows) if id(row.sequence) not in gone]
+            if len(kept) < len(wave.rows):
+                wave.rows = [wave.rows[place] for place in kept]
+                if kept and wave.cache is not None:
+                    wave.cache.reorder_cache(torch.tensor(kept, device=self.decoder.device))
+        self._waves = [wave for wave in self._waves if wave.rows]
+
+    def _drop_all(self) -> None:
+        self._waiting, self._waves = [], []
+
+
+def _emitted(drawn: Drawn, place: int, row: Row, version: int) -> Emitted:
+    top: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+    if drawn.top is not None and (number := row.sequence.request.top_logprobs):
+        top = ((drawn.top[0][place, :number], drawn.top[1][place, :number]),)
+    return Emitted(
+        tokens=drawn.tokens[place : place + 1].astype(np.int32),
+        logprobs=drawn.logprobs[place : place + 1],
+        top=top,
+        version=version,
+    )
