@@ -31,7 +31,7 @@ def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
     check_files(recipe)
     threads.configure(recipe)
     recipe = resolved(recipe)
-    from ostinato.launch.engine import new_engine
+    from ostinato.launch.engine import any_engine
     from ostinato.launch.inputs import new_stage, prepare, rollout_need
     from ostinato.launch.loop import new_evaluations
     from ostinato.pipeline.evaluate import evaluate_groups as measure
@@ -40,7 +40,7 @@ def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
     with prepare(recipe, training=False) as prepared:
         decoder = prepared.decoder
         step, adapters = trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)
-        engine = new_engine(recipe, prepared.decoder, prepared.renderer, need=rollout_need(prepared))
+        engine = any_engine(recipe, prepared.decoder, prepared.renderer, need=rollout_need(prepared))
         engine.publish(adapters, step)
         stage = new_stage(prepared, engine, prepared.grader)
         for warning in prepared.warnings:

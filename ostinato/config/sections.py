@@ -31,6 +31,7 @@ class ModelSection(Section):
     """``path``: "asset:seed-moe", "smollm2-135m", a Hugging Face folder, or a hub name."""
 
     path: ModelName = "asset:seed-moe"
+    backend: Literal["auto", "native", "transformers"] = "auto"  # auto: our decoder, if it has the family
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: what is faster here, by measurement
     storage: Literal["same", "bfloat16"] = "same"  # of matrices; bfloat16 under float32: half the memory
     device: str = "auto"  # auto: cuda where there is one, else cpu

@@ -216,6 +216,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(recipe: Recipe, config: ModelConfig | None = None) -> str:
     """One sentence. ``config``: of the recipe's model, read where it is not given."""
+    if recipe.model.backend == "transformers":
+        tokens = recipe.trainer.tokens_per_microbatch
+        return f"the memory is too small; lower trainer.tokens_per_microbatch ({tokens}) or engine.max_batch"
     found = terms(recipe, config or read_config(model_folder(recipe.model.path)))
     weights = found.pop("base weights", 0.0)
     trained = sum(found.pop(name, 0.0) for name in TRAINED)

@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 
 from ostinato.config import Recipe
+from ostinato.launch.backend import with_backend
 from ostinato.run import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ def resolved(recipe: Recipe, *, run: Path | None = None, warn: bool = False) -> 
     """``recipe`` with a dtype in place of "auto"; the reason is logged. ``run``: the folder of the run that
     goes on, whose dtype is kept. ``warn``: also of a dtype that is written and much slower here than the
     other. Raises ValueError for a model that cannot be read."""
+    recipe = with_backend(recipe)
     section = recipe.model
     if section.dtype == "auto" and run is not None:
         before = Recipe.load(RunFolder.open(run).recipe).model.dtype
@@ -28,6 +30,8 @@ def resolved(recipe: Recipe, *, run: Path | None = None, warn: bool = False) -> 
         return _with(recipe, "float32")
     if section.dtype != "auto" and not warn:
         return recipe
+    if section.backend == "transformers":
+        return _of_transformers(recipe)
     from ostinato.engine import products
     from ostinato.launch.models import device_of
     from ostinato.model.config import read_config
@@ -47,6 +51,18 @@ def resolved(recipe: Recipe, *, run: Path | None = None, warn: bool = False) -> 
         if slow:
             logger.warning(f'model.dtype {section.dtype}, as written: {slow}; "auto" would choose')
     return recipe
+
+
+def _of_transformers(recipe: Recipe) -> Recipe:
+    """bfloat16 on a GPU; on a CPU float32, in which backward of torch's own layers is fast."""
+    from ostinato.launch.models import device_of
+
+    if recipe.model.dtype != "auto":
+        return recipe
+    device = device_of(recipe.model)
+    name = "float32" if device == "cpu" else "bfloat16"
+    logger.info(f"model.dtype auto: {name}; a model of transformers on {device}")
+    return _with(recipe, name)
 
 
 def _with(recipe: Recipe, dtype: str) -> Recipe:

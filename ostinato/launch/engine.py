@@ -22,11 +22,14 @@ from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm import MOST_OPEN, SLOTS, VllmEngine
 from ostinato.engine.vllm_adapters import experts_of
 from ostinato.engine.vllm_server import KEY, Serve, Server, VllmAt, VllmChild
+from ostinato.hf.model import TransformersModel
+from ostinato.hf.sampler import TransformersEngine
 from ostinato.launch import RunFailed
 from ostinato.launch.checks import check_exact, check_model
 from ostinato.launch.device_memory import Need, free_share, kv_memory_mb, lends_memory, vllm_kv_memory_mb
 from ostinato.launch.drafts import Memory
 from ostinato.launch.models import adapter_spec
+from ostinato.model.base import Base
 from ostinato.model.decoder import Decoder
 from ostinato.model.native import Kernels
 from ostinato.model.native import load as load_kernels
@@ -156,6 +159,11 @@ def new_engine(
     """The in-process engine, serving the base, on the decoder's own tensors or a copy (``engine.weights``);
     with drafts from ``memory``. ``need``: what is sampled at once, None where that is not known. ``name`` is
     the worker's in the timeline."""
+    if not isinstance(decoder, Decoder):
+        raise ValueError(
+            'model.backend is "transformers", which runs, scores and exports; to serve it, give the exported '
+            "adapter to vLLM"
+        )
     sampler = sampler_decoder(recipe, decoder, kernels(recipe, decoder))
     return LocalEngine(
         sampler,
@@ -168,6 +176,26 @@ def new_engine(
         expect=memory.expect if memory else None,
         name=name,
     )
+
+
+def any_engine(
+    recipe: Recipe,
+    decoder: Base,
+    renderer: Renderer,
+    memory: Memory | None = None,
+    *,
+    need: Need | None = None,
+) -> LocalEngine | TransformersEngine:
+    """``new_engine``, or the sampler of a model of transformers."""
+    if isinstance(decoder, TransformersModel):
+        return TransformersEngine(
+            decoder,
+            decode=renderer.decode,
+            max_batch=recipe.engine.max_batch,
+            context_limit=decoder.config.max_positions,
+        )
+    assert isinstance(decoder, Decoder)
+    return new_engine(recipe, decoder, renderer, memory, need=need)
 
 
 def sampler_decoder(recipe: Recipe, decoder: Decoder, kernels: Kernels | None) -> Decoder:
@@ -208,8 +236,11 @@ def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels |
     return found
 
 
-def training_ops(recipe: Recipe, decoder: Decoder) -> Ops:
+def training_ops(recipe: Recipe, decoder: Base) -> Ops:
     """The arithmetic of the trainer. Raises ValueError for a ``model.exact`` that cannot be had here."""
+    if isinstance(decoder, TransformersModel):
+        return decoder.ops
+    assert isinstance(decoder, Decoder)
     found = kernels(recipe, decoder)
     if not recipe.model.exact:
         return found.training if found else card_ops(recipe, decoder) or TORCH_OPS

@@ -101,7 +101,7 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     scored = [*eval_prompts, *(prompt for each in downstream.values() for prompt in each)]
     warn_of_control_tokens(renderer, [(row.where, row.messages) for row in (*train_prompts, *eval_prompts)])
     free = free_memory(device_of(recipe.model)) if training and not recipe.parallel.sharded else None
-    if free is not None:
+    if free is not None and recipe.model.backend == "native":
         check_room(recipe, read_config(folder), free)
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
     too_long = set[int]()

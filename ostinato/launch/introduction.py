@@ -9,6 +9,7 @@ import torch
 from ostinato.algo.algorithms import Algorithm, Anchor, Loss
 from ostinato.algo.offpolicy import Correction
 from ostinato.config import Recipe
+from ostinato.hf.model import TransformersModel
 from ostinato.launch.checks import check, several_full_marks
 from ostinato.launch.engine import notes
 from ostinato.launch.inputs import RunInputs
@@ -32,6 +33,9 @@ def introduction(prepared: RunInputs, adapters: Adapters | None) -> Iterator[str
         f"model        {recipe.model.path}: {decoder.config.model_type}, {size / 1e6:.1f} M parameters, "
         f"{active / 1e6:.1f} M active, {recipe.model.dtype} on {decoder.device.type}"
     )
+    if isinstance(decoder, TransformersModel):
+        rows = "packed, prompts shared" if decoder.packs else "one sequence a pass"
+        yield f"backend      transformers: {rows}; prompts of one length sampled together (docs/models.md)"
     trained = adapters.num_parameters if adapters else size
     size_text = f"{trained / 1e6:.2f} M" if trained > 1e4 else str(trained)
     yield f"training     {recipe.adapter.kind}, {size_text} parameters"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ostinato.config import AdapterSection, ModelSection, Recipe, find_recipe
 from ostinato.launch import RunFailed
 from ostinato.model.named import is_model_name
 
 if TYPE_CHECKING:
-    from ostinato.model.decoder import Decoder
     from ostinato.model.shapes import AdapterSpec
     from ostinato.model.share import Share
     from ostinato.protocols import RestorableTrainer
@@ -20,11 +19,11 @@ if TYPE_CHECKING:
 
 def load_decoder(
     section: ModelSection, folder: Path, *, shared: bool = False, share: Share | None = None
-) -> Decoder:
+) -> Any:
     """The model in ``folder`` as the recipe has it: dtype, device, precision of the head; frozen.
 
     ``shared``: over the one copy of the whole that all processes of a host map, where the device is the CPU.
-    ``share``: only this part of it.
+    ``share``: only this part of it. Of ``model.backend`` "transformers" it is a ``TransformersModel``.
     """
     import torch
 
@@ -33,6 +32,10 @@ def load_decoder(
     assert section.dtype != "auto", "launch.dtype.resolved comes before the model is loaded"
     device, dtype = device_of(section), getattr(torch, section.dtype)
     storage = None if section.storage == "same" else getattr(torch, section.storage)
+    if section.backend == "transformers":
+        from ostinato.hf.model import load
+
+        return load(folder, dtype=dtype, device=device)
     if shared and device == "cpu":
         assert share is None
         from ostinato.model.shared import shared_model  # Linux only

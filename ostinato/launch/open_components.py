@@ -7,11 +7,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm_proof import Verdict
 from ostinato.launch.components import RunComponents
 from ostinato.launch.device_memory import free_cached_memory, gpu_figures, lends_memory
 from ostinato.launch.drafts import Memory
-from ostinato.launch.engine import new_engine, vllm_engine
+from ostinato.launch.engine import any_engine, vllm_engine
 from ostinato.launch.inputs import RunInputs, environment, rollout_need
 from ostinato.launch.loop import new_drafting
 from ostinato.launch.ranks import open_trainer
@@ -38,14 +39,14 @@ def open_components(
         if recipe.engine.backend == "vllm":
             yield prepared, held.enter_context(_sampling_by_vllm(prepared, trainer, folder))
             return
-        engine = new_engine(recipe, decoder, prepared.renderer, memory, need=rollout_need(prepared))
+        engine = any_engine(recipe, decoder, prepared.renderer, memory, need=rollout_need(prepared))
         yield (
             prepared,
             RunComponents(
                 trainer=trainer,
                 engine=engine,
                 memory=memory,
-                drafting=new_drafting(memory, engine) if memory else None,
+                drafting=new_drafting(memory, engine) if memory and isinstance(engine, LocalEngine) else None,
                 extra_metrics=lambda: gpu_figures(decoder),
                 tokens_sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
                 span_sources=(engine,),

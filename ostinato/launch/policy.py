@@ -16,6 +16,7 @@ from ostinato.model.named import model_folder
 
 if TYPE_CHECKING:
     from ostinato.engine.local import LocalEngine
+    from ostinato.model.base import Base
     from ostinato.model.decoder import Decoder
     from ostinato.model.lora import Adapters
     from ostinato.render import Renderer
@@ -63,7 +64,7 @@ def check_adapter(run: RunFolder | None, adapter: str) -> None:
         )
 
 
-def initial_adapters(recipe: Recipe, decoder: Decoder, adapter: str = "") -> tuple[int, Adapters | None]:
+def initial_adapters(recipe: Recipe, decoder: Base, adapter: str = "") -> tuple[int, Adapters | None]:
     """(step, adapters) of ``adapter``, else of what the recipe begins with: None without adapter.path."""
     from ostinato.launch.trainer import new_adapters
 
@@ -72,20 +73,26 @@ def initial_adapters(recipe: Recipe, decoder: Decoder, adapter: str = "") -> tup
     return 0, new_adapters(recipe, decoder) if recipe.adapter.path else None
 
 
-def load_adapter(where: str, decoder: Decoder) -> tuple[int, Adapters, RunFolder | None]:
+def load_adapter(where: str, decoder: Base) -> tuple[int, Adapters, RunFolder | None]:
     """(step, adapters, run) of a run folder or an adapter's folder, for this base. ValueError for others."""
+    from ostinato.hf.factors import read_folder
+    from ostinato.hf.model import TransformersModel
+    from ostinato.model.decoder import Decoder
     from ostinato.model.peft_io import load_peft
     from ostinato.run import RunFolder
 
     folder = Path(where).expanduser()
     if not (folder / "recipe.toml").is_file():
+        if isinstance(decoder, TransformersModel):
+            return 0, read_folder(folder, decoder.sites, decoder.device), None
+        assert isinstance(decoder, Decoder)
         return 0, load_peft(folder, decoder), None
     run = RunFolder.open(folder)
     step, adapters = newest(run, decoder)
     return step, adapters, run
 
 
-def newest(run: RunFolder, decoder: Decoder) -> tuple[int, Adapters]:
+def newest(run: RunFolder, decoder: Base) -> tuple[int, Adapters]:
     """(step, adapters) of the newest whole checkpoint of a run on this base. ValueError without one."""
     recipe = Recipe.load(run.recipe)
     if recipe.adapter.kind != "lora":
@@ -95,7 +102,7 @@ def newest(run: RunFolder, decoder: Decoder) -> tuple[int, Adapters]:
     return step, adapters
 
 
-def trained(recipe: Recipe, run: RunFolder, decoder: Decoder) -> tuple[int, Adapters | None]:
+def trained(recipe: Recipe, run: RunFolder, decoder: Base) -> tuple[int, Adapters | None]:
     """(step, adapters) of the newest whole checkpoint of ``run``.
 
     Full-parameter checkpoints are loaded into ``decoder`` itself, and the adapters are None.
@@ -123,17 +130,24 @@ def serve(policy: Policy) -> LocalEngine:
     return engine
 
 
-def write_policy(decoder: Decoder, adapters: Adapters | None, base: Path, to: Path, path: str) -> None:
+def write_policy(decoder: Base, adapters: Adapters | None, base: Path, to: Path, path: str) -> None:
     """The trained part: a PEFT adapter, or, for full-parameter training, the whole model.
 
     ``path`` is what the recipe calls the model in ``base``. A hub name goes into the adapter as it is: the
     cache folder behind it means nothing on another machine.
     """
+    from ostinato.hf.factors import ModuleAdapters, write_folder
+    from ostinato.model.decoder import Decoder
     from ostinato.model.hf import save_model
     from ostinato.model.named import is_hub_name
     from ostinato.model.peft_io import save_peft
 
+    name = path if is_hub_name(path) else str(base)
+    if isinstance(adapters, ModuleAdapters):
+        write_folder(adapters, to, name)
+        return
+    assert isinstance(decoder, Decoder)
     if adapters is None:
         save_model(decoder, to, tokenizer_from=base)
     else:
-        save_peft(adapters, decoder, to, base_name=path if is_hub_name(path) else str(base))
+        save_peft(adapters, decoder, to, base_name=name)

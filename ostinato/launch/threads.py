@@ -10,6 +10,7 @@ from pathlib import Path
 from ostinato import compiler
 from ostinato.config import Recipe
 from ostinato.engine.threads import Products, Threads, configure_early
+from ostinato.launch import backend
 from ostinato.model.config import read_config
 from ostinato.model.named import local_folder
 
@@ -26,11 +27,14 @@ def configure(recipe: Recipe) -> Threads | None:
     stays. Raises ValueError for a model that is not there or of no family that is known: its products are
     what is measured."""
     section = recipe.model
-    if (folder := local_folder(section.path)) is not None:
-        read_config(folder)
+    known = section.backend != "transformers"
+    if (folder := local_folder(section.path)) is not None and known:
+        known = section.backend == "native" or backend.chosen(folder)[0] == "native"
+        if known:
+            read_config(folder)
     work = Products(model=section.path, dtype=section.dtype, native=recipe.engine.native)
     on_gpu = expects_gpu(section.device, os.environ)
-    chosen = configure_early(recipe.engine.threads, None if on_gpu else work)
+    chosen = configure_early(recipe.engine.threads, None if on_gpu or not known else work)
     if chosen is not None:
         keep_few(recipe.engine.native, os.environ)
         if on_gpu:  # batches of many sizes come and go: blocks of fixed sizes would leave holes

@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 
 from ostinato.config import Recipe
+from ostinato.hf.factors import init_sites, read_folder
+from ostinato.hf.model import TransformersModel
 from ostinato.launch.checks import check
 from ostinato.launch.engine import training_ops
 from ostinato.launch.models import adapter_spec, load_decoder
+from ostinato.model.base import Base
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
@@ -31,8 +34,13 @@ from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Microbatch
 
 
-def new_adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
+def new_adapters(recipe: Recipe, decoder: Base) -> Adapters | None:
     """Those at adapter.path, or fresh ones; for adapter.kind = "full" None, and the decoder is trainable."""
+    if isinstance(decoder, TransformersModel):
+        if recipe.adapter.path:
+            return read_folder(Path(recipe.adapter.path).expanduser(), decoder.sites, decoder.device)
+        return init_sites(decoder.sites, adapter_spec(recipe.adapter), recipe.seed, decoder.device)
+    assert isinstance(decoder, Decoder)
     if recipe.adapter.path:
         return load_peft(Path(recipe.adapter.path).expanduser(), decoder)
     if recipe.adapter.kind == "lora":
@@ -52,7 +60,7 @@ def _check_full(recipe: Recipe) -> None:
 
 def new_trainer(
     recipe: Recipe,
-    decoder: Decoder,
+    decoder: Base,
     adapters: Adapters | None,
     on_refused: Callable[[Microbatch], None] | None = None,
     teacher: Teacher | None = None,
@@ -131,7 +139,7 @@ def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
 
 
 def _trainer_settings(
-    recipe: Recipe, decoder: Decoder, on_refused: Callable[[Microbatch], None] | None
+    recipe: Recipe, decoder: Base, on_refused: Callable[[Microbatch], None] | None
 ) -> dict[str, Any]:
     settings = recipe.trainer
     return {

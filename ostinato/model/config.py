@@ -7,6 +7,7 @@ either exactly the one that was trained, or it does not load. No torch here.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,10 @@ from typing import Any
 
 from ostinato.inputs import parse_json
 from ostinato.model.weight_files import has_own_head
+
+
+class NotNative(ValueError):
+    """A model that is well described, and that this decoder does not compute."""
 
 
 class RopeType(StrEnum):
@@ -250,6 +255,16 @@ _SAMPLING = (
     " prefill_chunk_size"
 )
 
+# Words in keys of what a decoder computes, over all families of transformers; and of inputs that are no text.
+_OF_THE_FUNCTION = re.compile(
+    "act|alibi|alpha|attend|attention|attn|beta|bias|block|cap|causal|chunk|clip|compress|conv|cross|delta|dim|"
+    "embed|eps|expan|expert|factor|ffn|gate|gating|global|group|head|hidden|hash|indexer|interleave|kernel|layer|"
+    "latent|linear|local|logit|lora|lru|mamba|mask|mla|mlp|moe|multipl|norm|parallel|pattern|position|query|qk|"
+    "rank|recurrent|residual|rope|rotary|rout|scal|shared|sink|size|sliding|softmax|softcap|sparse|ssm|state|step|"
+    "stride|theta|tie|top|window"
+)
+_OF_OTHER_INPUTS = re.compile("vision|visual|image|video|audio|speech|mm_|multimodal")
+
 
 def read_config(folder: str | Path) -> ModelConfig:
     """The configuration of the Hugging Face model in ``folder``. A head of its own among the weights of one
@@ -334,36 +349,41 @@ def _family(raw: Mapping[str, Any]) -> str:
     family = _ALIASES.get(str(model_type), str(model_type))
     if family not in _DEFAULTS:
         known = ", ".join([*_DEFAULTS, *_ALIASES])
-        raise ValueError(f"model_type is {model_type!r}; this decoder has {known}")
+        raise NotNative(f"model_type is {model_type!r}; this decoder has {known}")
     return family
 
 
 def _refuse_unknown(c: Mapping[str, Any], family: str) -> None:
-    """An unknown key that is set to something may change the function: refuse it rather than guess."""
+    """A key that is set, that is not understood, and whose name says that it changes what is computed."""
     if c.get("quantization_config"):
-        raise ValueError(
+        raise NotNative(
             f"quantization_config is {c['quantization_config']!r}; quantised weights are not supported, use "
             "the model's 16-bit weights"
         )
     understood = set(f"{_UNDERSTOOD} {_UNDERSTOOD_BY[family]} {_HARMLESS} {_SAMPLING}".split())
     for key, value in c.items():
-        if key not in understood and value not in (None, False, 0, "", [], {}):
-            raise ValueError(
+        if key not in understood and value not in (None, False, 0, "", [], {}) and _matters(key):
+            raise NotNative(
                 f"{key} is {value!r}, which this decoder does not know for {family}; "
                 "remove the key from config.json if it does not change what the model computes"
             )
 
 
+def _matters(key: str) -> bool:
+    """Can a key of config.json change what a language model computes of text? By the words in its name."""
+    return _OF_OTHER_INPUTS.search(key) is None and _OF_THE_FUNCTION.search(key) is not None
+
+
 def _refuse_unsupported(c: Mapping[str, Any], family: str) -> None:
     if c["hidden_act"] != "silu":
-        raise ValueError(f"hidden_act is {c['hidden_act']!r}; only 'silu' is supported")
+        raise NotNative(f"hidden_act is {c['hidden_act']!r}; only 'silu' is supported")
     if c.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ValueError(f"partial_rotary_factor is {c['partial_rotary_factor']}; only 1.0 is supported")
+        raise NotNative(f"partial_rotary_factor is {c['partial_rotary_factor']}; only 1.0 is supported")
     if family != "deepseek_v3":
         return
     for key, only in {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
         if c[key] != only:
-            raise ValueError(f"{key} is {c[key]!r}; only {only!r} is supported for {family}")
+            raise NotNative(f"{key} is {c[key]!r}; only {only!r} is supported for {family}")
 
 
 def _max_positions(c: Mapping[str, Any], family: str) -> int:
@@ -409,9 +429,9 @@ def _rope_of(c: Mapping[str, Any], scaling: Any) -> RopeConfig:
     name = scaling.pop("rope_type", scaling.pop("type", "default"))
     scaling.pop("type", None)
     if name not in tuple(RopeType):
-        raise ValueError(f"rope_type is {name!r}; supported are {', '.join(RopeType)}")
+        raise NotNative(f"rope_type is {name!r}; supported are {', '.join(RopeType)}")
     if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor in rope_parameters is not 1.0; only 1.0 is supported")
+        raise NotNative("partial_rotary_factor in rope_parameters is not 1.0; only 1.0 is supported")
     given = (scaling.pop("rope_theta", None), c.get("rope_theta"), 10000.0)
     theta = _number({"rope_theta": next(one for one in given if one is not None)}, "rope_theta", above=1.0)
     rope_type = RopeType(name)
