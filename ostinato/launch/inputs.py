@@ -361,6 +361,8 @@ def stage_identity(recipe: Recipe) -> str:
         del tree["task"]["mix"]  # groups of older runs are found
     if not recipe.model.chat_template_kwargs:
         del tree["model"]["chat_template_kwargs"]
+    if tree["model"]["backend"] != "transformers":
+        del tree["model"]["backend"]  # the same
     kept = [one.pop("memory") for one in (tree["task"], *tree["task"].get("mix", ()))]
     reward, weights, rollout = tree["reward"], tree["engine"]["weights"], tree["rollout"]
     keys = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
