@@ -95,7 +95,7 @@ ARROWS: dict[str, set[str]] = {
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
     "train": {"types", "protocols", "run", "algo", "model", "parallel", "workers"}
     | {"observe.mismatch", "observe.timeline"},
-    "hf": {"types", "run", "algo", "model", "engine", "observe.timeline"},  # and transformers
+    "hf": {"types", "run", "algo", "model", "engine", "observe.timeline"},
     "pipeline": {"types", "protocols", "config", "every", "run", "routes", "algo"}
     | {"model", "history", "rollout", "train", "observe.timeline", "observe.ledger", "observe.stability"}
     | {"observe.bets"},
