@@ -16,7 +16,7 @@ from ostinato.model.named import model_folder
 from ostinato.render import Renderer
 from ostinato.reward.own_answers import FULL, SHOWN, OwnVerdict, spread
 from ostinato.reward.workers import JUDGE
-from ostinato.rollout.rollout import ended, first_context
+from ostinato.rollout.rollout import close_env, first_context
 from ostinato.terminal import say, waiting
 from ostinato.types import Prompt
 
@@ -104,7 +104,7 @@ def _lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context
         for each in chosen:
             env = episode(each)
             lengths.append(len(await first_context(env)))
-            await ended(env)
+            await close_env(env)
         return lengths
 
     lengths = sorted(asyncio.run(measure()))

@@ -38,13 +38,13 @@ def _package(name: str, install: str) -> Any:
 
 
 def _action(form: str, text: str) -> str:
-    found = _NUMBER.findall(text)
-    return form.format(text=text, number=found[-1] if found else "")
+    numbers = _NUMBER.findall(text)
+    return form.format(text=text, number=numbers[-1] if numbers else "")
 
 
 def _matches(shown: re.Pattern[str], text: str) -> str:
-    found = [match.group() for match in shown.finditer(text)] if shown.pattern else []
-    return "\n".join(found) or text
+    matches = [match.group() for match in shown.finditer(text)] if shown.pattern else []
+    return "\n".join(matches) or text
 
 
 class Gem:
@@ -76,16 +76,16 @@ class TextArena:
         random.seed(seed)  # its games use the global generator
         self._env.reset(num_players=1, seed=seed)
         self._seen = ""
-        return self._observed(), {}
+        return self._new_observation(), {}
 
     def step(self, action: str) -> Step:
         ended, _ = self._env.step(action=_action(self._form, action))
         if not ended:
-            return self._observed(), 0.0, False, False, {}
+            return self._new_observation(), 0.0, False, False, {}
         rewards, _ = self._env.close()
         return "", float(rewards.get(0, 0.0)), True, False, {}
 
-    def _observed(self) -> str:
+    def _new_observation(self) -> str:
         """The new part of the observation: some games repeat all of the earlier text."""
         _, observed = self._env.get_observation()
         if not isinstance(observed, str):
@@ -106,7 +106,7 @@ class TextWorld:
         self._commands: list[str] = []
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        file = _compiled(self._textworld, self._size, seed % 2**31)
+        file = _compile_game(self._textworld, self._size, seed % 2**31)
         needed = self._textworld.EnvInfos(admissible_commands=True, score=True, max_score=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a generated game is not a published one
@@ -115,8 +115,8 @@ class TextWorld:
 
     def step(self, action: str) -> Step:
         assert self._env is not None
-        found = _NUMBER.findall(action)
-        number = int(found[-1]) if found else 0
+        numbers = _NUMBER.findall(action)
+        number = int(numbers[-1]) if numbers else 0
         command = self._commands[number - 1] if 1 <= number <= len(self._commands) else action.strip()
         state, _, ended = self._env.step(command)
         gained, self._score = (state.score or 0) - self._score, float(state.score or 0)
@@ -134,16 +134,16 @@ class TextWorld:
 
 
 @functools.cache
-def _games() -> tempfile.TemporaryDirectory[str]:
+def _games_folder() -> tempfile.TemporaryDirectory[str]:
     """The folder of compiled games; deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="ostinato-textworld-")
 
 
 @functools.cache
-def _compiled(textworld: Any, size: tuple[int, int, int], seed: int) -> str:
+def _compile_game(textworld: Any, size: tuple[int, int, int], seed: int) -> str:
     """The path of a compiled game."""
     chosen = textworld.GameOptions()
     chosen.nb_rooms, chosen.nb_objects, chosen.quest_length = size
     name = "-".join(map(str, (*size, seed)))
-    chosen.seeds, chosen.path = seed, str(Path(_games().name) / f"{name}.z8")
+    chosen.seeds, chosen.path = seed, str(Path(_games_folder().name) / f"{name}.z8")
     return textworld.make(chosen)[0]

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ostinato.control_tokens import END_THINK, THINK
-from ostinato.env.rows import Row, held_out, messages, raw_rows, value_of
-from ostinato.env.tasks import check_params, existing, load_tasks, subset
+from ostinato.env.rows import Row, holdout_mask, messages, raw_rows, read_value
+from ostinato.env.tasks import check_params, check_source, choose_subset, load_tasks
 from ostinato.render import Message, Renderer
 from ostinato.types import Prompt
 
@@ -46,29 +46,29 @@ def load_rows(
     file without ``holdout`` has no rows for "eval". Raises ValueError for a source that cannot be read."""
     if source == "arithmetic" or source.startswith("gym:"):
         prompts = load_tasks(source, split, seed, n, params)
-        return [(f"prompt {prompt.uid}", _answered(prompt)) for prompt in prompts]
-    check_params(_read, params, source, skip=("source", "split"))
-    rows = _read(existing(source), split, **params)
+        return [(f"prompt {prompt.uid}", _row_from_prompt(prompt)) for prompt in prompts]
+    check_params(_read_rows, params, source, skip=("source", "split"))
+    rows = _read_rows(check_source(source), split, **params)
     if split == "train" and n is not None and n < len(rows):
         log.info(f"task.n_train takes {n} of the {len(rows)} rows of {source}; 0 takes all")
-    return subset(rows, seed, n)
+    return choose_subset(rows, seed, n)
 
 
-def _answered(prompt: Prompt) -> Row:
+def _row_from_prompt(prompt: Prompt) -> Row:
     answer = str(prompt.columns["answer"])
     if prompt.messages is None:
         return {"prompt": prompt.text, "completion": answer}
     return {"prompt": list(prompt.messages), "completion": [{"role": "assistant", "content": answer}]}
 
 
-def _read(source: str, split: str, *, holdout: float = 0.0, config: str = "") -> list[tuple[str, Row]]:
+def _read_rows(source: str, split: str, *, holdout: float = 0.0, config: str = "") -> list[tuple[str, Row]]:
     if not 0 <= holdout < 1:
         raise ValueError(f"task.params.holdout is {holdout}; use a share of the rows in [0, 1)")
     rows, has_splits = raw_rows(source, split, config, holdout)
     named = [(f"row {number} of {source}", row) for number, row in rows]
     if not has_splits and (holdout or split == "eval"):
-        held = held_out([_question(row) for _, row in named], holdout)
-        named = [one for one, is_held in zip(named, held, strict=True) if is_held == (split == "eval")]
+        mask = holdout_mask([_question(row) for _, row in named], holdout)
+        named = [pair for pair, is_held in zip(named, mask, strict=True) if is_held == (split == "eval")]
     if not named and (split == "train" or holdout):
         raise ValueError(
             f"task.source {source} has no rows for {split}; check the file and task.params.holdout"
@@ -78,7 +78,7 @@ def _read(source: str, split: str, *, holdout: float = 0.0, config: str = "") ->
 
 def _question(row: Row) -> str:
     """What is asked, as JSON: two rows that ask the same are in the same split."""
-    chat = itertools.takewhile(lambda one: not _of_assistant(one), row.get("messages") or [])
+    chat = itertools.takewhile(lambda message: not _of_assistant(message), row.get("messages") or [])
     return json.dumps(row.get("prompt") or list(chat), sort_keys=True, default=str)
 
 
@@ -124,9 +124,9 @@ _Pieces = list[tuple[np.ndarray, bool]]  # (tokens, whether they are trained on)
 def _pieces(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces:
     if row.get("tools"):
         raise ValueError("it has tools, which are not read here; leave the column out")
-    names = value_of(row, "chat_template_kwargs", dict, "it") or {}
+    names = read_value(row, "chat_template_kwargs", dict, "it") or {}
     if key == "completion" and row.get("messages") is not None:
-        return _chat(renderer, _plain(row["messages"]), 0, turns, names)
+        return _chat(renderer, _text_messages(row["messages"]), 0, turns, names)
     needed = "messages, or prompt and completion" if key == "completion" else "prompt, chosen and rejected"
     for name in ("prompt", key):
         if not row.get(name):
@@ -135,18 +135,18 @@ def _pieces(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces:
     if isinstance(prompt, str) != isinstance(answer, str):
         raise ValueError(f"one of 'prompt' and {key!r} is a text and the other a chat; give both alike")
     if not isinstance(prompt, str):
-        before = _plain(prompt)
-        return _chat(renderer, (*before, *_plain(answer)), len(before), turns, names)
+        before = _text_messages(prompt)
+        return _chat(renderer, (*before, *_text_messages(answer)), len(before), turns, names)
     tokens = renderer.encode(answer)
     if renderer.eos is not None and int(tokens[-1]) not in renderer.stop_tokens:
         tokens = np.append(tokens, np.int32(renderer.eos))
     return [(renderer.prompt(Prompt(uid="", text=prompt)), False), (tokens, True)]
 
 
-def _plain(chat: Any) -> tuple[dict[str, str], ...]:
+def _text_messages(chat: Any) -> tuple[dict[str, str], ...]:
     for message in chat if isinstance(chat, list | tuple) else [chat]:
-        given = message if isinstance(message, Mapping) else {}
-        if odd := [key for key, value in given.items() if value and not isinstance(value, str)]:
+        fields = message if isinstance(message, Mapping) else {}
+        if odd := [key for key, value in fields.items() if value and not isinstance(value, str)]:
             raise ValueError(f"a message has {odd[0]!r}, which is no text and is not read here; leave it out")
     return messages(chat)
 
@@ -163,36 +163,36 @@ def _chat(
     done = ""  # the text already in the pieces
     for at in answers[-1:] if turns == "last" else answers:
         before = rendered(chat[:at])
-        whole = rendered(chat[: at + 1], add_generation_prompt=False)
+        text = rendered(chat[: at + 1], add_generation_prompt=False)
         if not before.startswith(done):
             raise ValueError(
                 "the chat template writes an earlier answer otherwise once a turn follows, so not all turns "
                 "can be trained on in one row; train on the last one (sft.turns=last), or make each a row"
             )
-        answer = _answer(renderer, chat[at], before, whole)
+        answer = _answer(renderer, chat[at], before, text)
         pieces += [(renderer.encode_marked(before[len(done) :]), False)]
         pieces += [(renderer.encode_marked(answer), True)]
         done = before + answer
     return pieces
 
 
-def _answer(renderer: Renderer, message: Message, before: str, whole: str) -> str:
+def _answer(renderer: Renderer, message: Message, before: str, full_text: str) -> str:
     """What a policy would have sampled after ``before``, its context, with the token that ends its turn.
 
     ``whole`` is the chat up to this message, as the template writes it. Templates that open a thought in the
     context (R1, DeepSeek-V3, Nemotron) do not write it in an answer that is given: then it is the row's."""
-    thought, text = _thought(message)
+    thought, text = _split_thought(message)
     opening = _OPENING.search(before)
-    if opening is None or whole.startswith(before):
+    if opening is None or full_text.startswith(before):
         head, opened = before, ""
     else:
         head, opened = before[: opening.start()], opening[0]
-    if not whole.startswith(head):
+    if not full_text.startswith(head):
         raise ValueError(
             "the chat template begins an answer otherwise than it asks for one, so no context of it was "
             f"sampled from: it asks with {renderer.readable(before)[-40:]!r}; use another template"
         )
-    end, closing = _end(renderer, whole, len(head))
+    end, closing = _answer_end(renderer, full_text, len(head))
     if END_THINK in opened and thought is not None and thought.strip():
         raise ValueError(
             "the chat template closes the thought before the answer, and this answer has one; leave it out, "
@@ -207,7 +207,7 @@ def _answer(renderer: Renderer, message: Message, before: str, whole: str) -> st
             )
         thought = thought.removeprefix(opened.removeprefix(THINK))  # the blanks that the context has
         return renderer.mark(f"{thought}{END_THINK}{text}") + closing
-    answer = whole[len(head) : end]
+    answer = full_text[len(head) : end]
     if thought is not None and renderer.mark(thought.strip()) not in answer:
         name = "reasoning_content" if message.get("reasoning_content") else f"text before {END_THINK}"
         raise ValueError(
@@ -217,7 +217,7 @@ def _answer(renderer: Renderer, message: Message, before: str, whole: str) -> st
     return answer
 
 
-def _thought(message: Message) -> tuple[str | None, str]:
+def _split_thought(message: Message) -> tuple[str | None, str]:
     """(the thought of an answer with the blanks around it, if it has one; what follows)."""
     content = str(message["content"])
     if reasoning := message.get("reasoning_content"):
@@ -226,8 +226,8 @@ def _thought(message: Message) -> tuple[str | None, str]:
     return (thought.lstrip().removeprefix(THINK), text) if closed else (None, content)
 
 
-def _end(renderer: Renderer, whole: str, start: int) -> tuple[int, str]:
+def _answer_end(renderer: Renderer, text: str, start: int) -> tuple[int, str]:
     """(where the answer that begins at ``start`` ends, the stop token there)."""
     stops = [renderer.decode([token], skip_special=False) for token in renderer.stop_tokens]
-    ends = [(at + len(stop), stop) for stop in stops if (at := whole.rfind(stop, start)) >= 0]
-    return max(ends, default=(len(whole), ""))
+    ends = [(at + len(stop), stop) for stop in stops if (at := text.rfind(stop, start)) >= 0]
+    return max(ends, default=(len(text), ""))

@@ -49,7 +49,7 @@ def rows(
         family = Family(rng.choice(families))
         for _ in range(MAX_DRAWS_PER_PROMPT):
             expression, answer = drawers[family]()
-            if split_of(expression) == split and expression not in prompts:
+            if assign_split(expression) == split and expression not in prompts:
                 break
         else:
             raise ValueError(
@@ -61,7 +61,7 @@ def rows(
     return list(prompts.values())
 
 
-def split_of(expression: str) -> str:
+def assign_split(expression: str) -> str:
     """The split that owns an expression, by the SHA-256 of its sorted words: 0 modulo EVAL_SHARE is "eval".
 
     Sorted, so that 347 + 586 and 586 + 347 fall on the same side.

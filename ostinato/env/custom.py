@@ -27,8 +27,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ostinato.env.dialogue import Words, answered
-from ostinato.env.tools import Message, Toolbox, in_time
+from ostinato.env.dialogue import Words, append_answer
+from ostinato.env.tools import Message, Toolbox, call_in_time
 from ostinato.inputs import has_surrogate
 from ostinato.objects import load_named
 from ostinato.threads import within
@@ -51,21 +51,21 @@ class TextEnv(Protocol):
 Factory = Callable[[], TextEnv]
 
 
-def factory(spec: str, params: Mapping[str, Any]) -> Factory:
+def new_factory(spec: str, params: Mapping[str, Any]) -> Factory:
     """A function that makes one episode's environment. Raises ValueError if there is none or it fails."""
     make = load_named(spec, "task.env", nearest="ostinato.env.games:GuessNumber")
-    with _named(spec, params):
-        made = _in_time("__init__", lambda: make(**params))
+    with _name_failures(spec, params):
+        env = _call_in_time("__init__", lambda: make(**params))
     for name in ("reset", "step"):
-        if not callable(getattr(made, name, None)):
+        if not callable(getattr(env, name, None)):
             raise ValueError(f"task.env {spec!r} has no method {name}(); see docs/guide/environment.md")
-    with _named(spec, params):
-        _in_time("close", lambda: _close(made))
+    with _name_failures(spec, params):
+        _call_in_time("close", lambda: _close(env))
     return lambda: make(**params)
 
 
 @contextmanager
-def _named(spec: str, params: Mapping[str, Any]) -> Iterator[None]:
+def _name_failures(spec: str, params: Mapping[str, Any]) -> Iterator[None]:
     """What a user's environment raises before a run becomes a ValueError with its name."""
     try:
         yield
@@ -75,7 +75,7 @@ def _named(spec: str, params: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def _in_time(method: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
+def _call_in_time(method: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
     """Raises TimeoutError with the name of the method."""
     try:
         return within(call, timeout_s)
@@ -94,10 +94,10 @@ def seeds(
         number = int.from_bytes(hashlib.sha256(f"{split}/{seed}/{k}".encode()).digest()[:4], "big") >> 1
         text = str(number)
         if make is not None:
-            with _named(spec, {"seed": number}):
-                made = _in_time("__init__", make, timeout_s)
-                text = _in_time("reset", partial(_first, made, number, {"seed": number}), timeout_s)
-                _in_time("close", partial(_close, made), timeout_s)
+            with _name_failures(spec, {"seed": number}):
+                env = _call_in_time("__init__", make, timeout_s)
+                text = _call_in_time("reset", partial(_reset, env, number, {"seed": number}), timeout_s)
+                _call_in_time("close", partial(_close, env), timeout_s)
         if not text:
             raise ValueError(
                 f'task.env {spec!r}: reset() gives no text, and task.source = "seeds" has none either'
@@ -107,9 +107,9 @@ def seeds(
     return prompts
 
 
-def _first(made: TextEnv, seed: int, options: Mapping[str, Any]) -> str:
-    found = made.reset(seed=seed, options=options)
-    return _text(found[0] if isinstance(found, tuple) and found else found, "reset")
+def _reset(env: TextEnv, seed: int, options: Mapping[str, Any]) -> str:
+    observation = env.reset(seed=seed, options=options)
+    return _text(observation[0] if isinstance(observation, tuple) and observation else observation, "reset")
 
 
 def _text(value: Any, method: str) -> str:
@@ -123,8 +123,8 @@ def _text(value: Any, method: str) -> str:
     return value
 
 
-def _close(made: TextEnv) -> None:
-    close = getattr(made, "close", None)
+def _close(env: TextEnv) -> None:
+    close = getattr(env, "close", None)
     if callable(close):
         close()
 
@@ -157,26 +157,27 @@ class EnvEpisode:
 
     async def open(self) -> None:
         """Make and reset the environment."""
-        columns, given = self._prompt.columns, list(self._prompt.messages or ())
+        columns, messages = self._prompt.columns, list(self._prompt.messages or ())
         seed = int.from_bytes(hashlib.sha256(self._prompt.uid.encode()).digest()[:4], "big") >> 1
         async with self._opening:
-            self._env = made = await self._called("__init__", self._make)
-            text = await self._called("reset", partial(_first, made, int(columns.get("seed", seed)), columns))
-        tools = {name: getattr(made, name) for name in getattr(made, "tools", ())}
+            self._env = env = await self._call("__init__", self._make)
+            text = await self._call("reset", partial(_reset, env, int(columns.get("seed", seed)), columns))
+        tools = {name: getattr(env, name) for name in getattr(env, "tools", ())}
         self._tools = Toolbox(tools, self._timeout_s, self._counters)
         self._prompt = replace(self._prompt, tools=(*self._prompt.tools, *self._tools.schemas))
-        last = len(given) - 1 - (self._prompt.prefill is not None)  # the assistant's words stay behind it
-        chat = [*given[:last], {"role": "user", "content": text}, *given[last + 1 :]] if text else given
+        last = len(messages) - 1 - (self._prompt.prefill is not None)  # the assistant's words stay behind it
+        new = [{"role": "user", "content": text}] if text else []
+        chat = [*messages[:last], *new, *messages[last + len(new) :]]
         self._messages = list(chat)
 
     def start(self) -> np.ndarray:
         """[P] int32: the context of turn 0, of an environment that is open."""
         return self._renderer.prompt(replace(self._prompt, messages=tuple(self._messages)))
 
-    async def _called(self, method: str, call: Callable[..., T], **arguments: Any) -> T:
+    async def _call(self, method: str, call: Callable[..., T], **arguments: Any) -> T:
         """What a method of the environment returns. Raises TimeoutError with its name."""
         try:
-            return await in_time(call, arguments, self._timeout_s)
+            return await call_in_time(call, arguments, self._timeout_s)
         except TimeoutError as error:
             raise TimeoutError(f"{method}() has not returned in {self._timeout_s:g} s") from error
 
@@ -193,11 +194,11 @@ class EnvEpisode:
             action = completion.text
             if completion.stop is Stop.STRING:  # the stop string is part of the action
                 action = self._renderer.decode(completion.tokens)
-            reply, reward, ended, cut, *_ = await self._called("step", self._env.step, action=action)
+            reply, reward, ended, cut, *_ = await self._call("step", self._env.step, action=action)
             self.reward += _number(reward)
             is_chat = isinstance(reply, list | tuple)
             fresh = list(reply) if is_chat else []
-            for text in [one["content"] for one in fresh] if is_chat else [reply]:
+            for text in [message["content"] for message in fresh] if is_chat else [reply]:
                 _text(text, "step")
             replies, over = [{"role": "user", "content": reply}], bool(ended or cut)
         if over or not self._turns_left:
@@ -205,7 +206,7 @@ class EnvEpisode:
         if fresh:
             self._messages = fresh
             return NewRow(self._renderer.prompt(replace(self._prompt, messages=tuple(fresh))))
-        self._messages, prompt = answered(self._messages, completion.text), self._prompt
+        self._messages, prompt = append_answer(self._messages, completion.text), self._prompt
         context = self._renderer.after_turn(
             self._messages, replies, completion.tokens, prompt.tools, prompt.template_kwargs
         )
@@ -215,8 +216,8 @@ class EnvEpisode:
     async def close(self) -> None:
         """Close the environment; later calls do nothing."""
         if self._env is not None:
-            made, self._env = self._env, None
-            await self._called("close", partial(_close, made))
+            env, self._env = self._env, None
+            await self._call("close", partial(_close, env))
 
 
 def _number(reward: Any) -> float:

@@ -39,7 +39,7 @@ class Words(Protocol):
     ) -> np.ndarray | NewRow: ...
 
 
-def answered(messages: Sequence[Message], text: str) -> list[Message]:
+def append_answer(messages: Sequence[Message], text: str) -> list[Message]:
     """The chat with the policy's answer; where it ends with the assistant's words, they are its beginning."""
     *before, last = messages
     if last["role"] != "assistant":
@@ -88,7 +88,7 @@ class Dialogue:
         replies = await self._tools.replies(completion.text)
         if not replies:
             return None
-        self._messages, prompt = answered(self._messages, completion.text), self._prompt
+        self._messages, prompt = append_answer(self._messages, completion.text), self._prompt
         context = self._renderer.after_turn(
             self._messages, replies, completion.tokens, prompt.tools, prompt.template_kwargs
         )

@@ -28,10 +28,10 @@ class GuessNumber:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._left -= 1
-        found = _NUMBER.findall(action)
-        if found and int(found[-1]) == self._secret:
+        numbers = _NUMBER.findall(action)
+        if numbers and int(numbers[-1]) == self._secret:
             return "right", 1.0, True, False, {}
-        reply = "no number" if not found else "higher" if int(found[-1]) < self._secret else "lower"
+        reply = "no number" if not numbers else "higher" if int(numbers[-1]) < self._secret else "lower"
         return reply, 0.0, self._left == 0, False, {}
 
 
@@ -63,8 +63,8 @@ class PriceList:
             price, first = self.lookup(int(requested[1])), int(requested[1]) == self._item and not self._found
             self._found, reward = self._found or first, 0.3 if first else 0.0
             return ("none" if price is None else str(price)), reward, False, False, {"lookups": 1}
-        found = _NUMBER.findall(action)
-        right = bool(found) and int(found[-1]) == self._prices[self._item - 1]
+        numbers = _NUMBER.findall(action)
+        right = bool(numbers) and int(numbers[-1]) == self._prices[self._item - 1]
         return "", 0.7 if right and self._found else 0.0, True, False, {}
 
 

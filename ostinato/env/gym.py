@@ -27,13 +27,13 @@ def rows(name: str, split: str, seed: int, n: int, config: Mapping[str, Any]) ->
     (the task's item, which the scorer reads). Raises ValueError for an unknown task or field, a bad value,
     or a task with fewer than ``n`` questions.
     """
-    dataset = _dataset(name, {**config, "seed": _spread(seed), "size": 2**24})
+    dataset = _dataset(name, {**config, "seed": _mix_seed(seed), "size": 2**24})
     prompts: dict[str, Prompt] = {}
     index = last_found = 0
     while len(prompts) < n:
         entry = dataset[index]
         prompt = _prompt(name, config, entry)
-        if split_of(entry["question"]) == split and prompt.uid not in prompts:
+        if assign_split(entry["question"]) == split and prompt.uid not in prompts:
             prompts[prompt.uid], last_found = prompt, index
         if index - last_found > MAX_DRAWS_IN_VAIN:
             raise ValueError(
@@ -44,7 +44,7 @@ def rows(name: str, split: str, seed: int, n: int, config: Mapping[str, Any]) ->
     return list(prompts.values())
 
 
-def split_of(question: str) -> str:
+def assign_split(question: str) -> str:
     """The split that owns a question, by its SHA-256: 0 modulo EVAL_SHARE is "eval"."""
     return "eval" if hashlib.sha256(question.encode()).digest()[0] % EVAL_SHARE == 0 else "train"
 
@@ -58,7 +58,7 @@ def _prompt(name: str, config: Mapping[str, Any], entry: dict[str, Any]) -> Prom
     )
 
 
-def _spread(seed: int) -> int:
+def _mix_seed(seed: int) -> int:
     """31 bits unlike those of neighbouring seeds; some tasks seed numpy with them, which takes 32."""
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big") >> 1
 
@@ -71,12 +71,12 @@ def _dataset(name: str, config: Mapping[str, Any]) -> Any:
     if name not in DATASETS:
         nearest = get_close_matches(name, DATASETS, n=1, cutoff=0)[0]
         raise ValueError(f"task.source is gym:{name}, an unknown task; the nearest is gym:{nearest}")
-    known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+    names = [field.name for field in dataclasses.fields(DATASETS[name][1])]
     for key in config:
-        if key not in known:
-            nearest = get_close_matches(key, known, n=1, cutoff=0)[0]
+        if key not in names:
+            nearest = get_close_matches(key, names, n=1, cutoff=0)[0]
             raise ValueError(
-                f"task.params.{key} is unknown for gym:{name}; nearest is {nearest!r} of {known}"
+                f"task.params.{key} is unknown for gym:{name}; nearest is {nearest!r} of {names}"
             )
     try:
         return create_dataset(name, **config)

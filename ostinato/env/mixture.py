@@ -38,10 +38,10 @@ def turn(seed: int, ends: Sequence[int], index: int) -> tuple[int, int]:
     """(task number, place in that task's own stream) of place ``index`` in a mixture with these ``arcs``: the
     task whose arc contains start + index * STEP, and the number of earlier places on the same arc."""
     task = bisect_right(ends, (_start(seed) + index * STEP) % CIRCLE)
-    return task, before(seed, ends, task, index)
+    return task, count_before(seed, ends, task, index)
 
 
-def before(seed: int, ends: Sequence[int], task: int, count: int) -> int:
+def count_before(seed: int, ends: Sequence[int], task: int, count: int) -> int:
     """How many of the first ``count`` places belong to ``task``. Points below c on the circle are counted by
     a sum: x mod m < c exactly where floor(x / m) is greater by 1 than floor((x - c) / m)."""
     begin = ends[task - 1] if task else 0
@@ -74,7 +74,7 @@ def shares(weights: Mapping[str, float]) -> dict[str, float]:
 def counts(weights: Mapping[str, float], seed: int, n: int) -> dict[str, int]:
     """How many of the first ``n`` places each task has, at least 1 each."""
     ends = arcs(list(weights.values()))
-    return {name: max(1, before(seed, ends, number, n)) for number, name in enumerate(weights)}
+    return {name: max(1, count_before(seed, ends, number, n)) for number, name in enumerate(weights)}
 
 
 class Mixture:
@@ -100,7 +100,7 @@ class Mixture:
         return self._parts[task].prompt(place)
 
 
-def named(prompts: Sequence[Prompt], task: str) -> list[Prompt]:
+def label_prompts(prompts: Sequence[Prompt], task: str) -> list[Prompt]:
     """The prompts, labelled with ``task``, also in their uids: two tasks may have the same prompt."""
     return (
         [replace(prompt, uid=f"{task}/{prompt.uid}", task=task) for prompt in prompts] if task else [*prompts]

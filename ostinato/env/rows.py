@@ -63,7 +63,7 @@ def read(
     for number, row in rows:
         where = f"row {number} of {source}"
         prompt = prompt_from_row(row, where, prompt_column, answer_column)
-        prompt = as_chat(prompt) if chat else prompt
+        prompt = to_chat(prompt) if chat else prompt
         if any(row.get(name) is not None for name in IDS) and prompt.uid in first_row:
             earlier = first_row[prompt.uid]
             raise ValueError(f"{where} has the id {prompt.uid!r} of row {earlier}; make ids unique")
@@ -71,8 +71,9 @@ def read(
         prompts.append(prompt)
     _check_answers(prompts)
     if holdout and not has_splits:
-        held = held_out([json.dumps([one.text, one.messages], sort_keys=True) for one in prompts], holdout)
-        prompts = [one for one, is_held in zip(prompts, held, strict=True) if is_held == (split == "eval")]
+        contents = [json.dumps([row.text, row.messages], sort_keys=True) for row in prompts]
+        mask = holdout_mask(contents, holdout)
+        prompts = [row for row, is_held in zip(prompts, mask, strict=True) if is_held == (split == "eval")]
     if not prompts:
         raise ValueError(
             f"task.source {source} has no rows for {split}; check the file and task.params.holdout"
@@ -80,7 +81,7 @@ def read(
     return prompts
 
 
-def as_chat(prompt: Prompt) -> Prompt:
+def to_chat(prompt: Prompt) -> Prompt:
     """A text as the user's message of a chat; a chat as it is."""
     if prompt.text is None:
         return prompt
@@ -112,11 +113,11 @@ def prompt_from_row(row: Row, where: str, prompt_column: str = "", answer_column
     columns = {key: value for key, value in row.items() if key not in (name, "answer")}
     columns |= {} if answer is None else {"answer": answer}
     uid = _uid(row, content, answer)
-    tools = value_of(row, "tools", list, where) or []
-    template_kwargs = value_of(row, "chat_template_kwargs", dict, where) or {}
+    tools = read_value(row, "tools", list, where) or []
+    template_kwargs = read_value(row, "chat_template_kwargs", dict, where) or {}
     if isinstance(content, str):
-        given = {"tools": tools, "chat_template_kwargs": template_kwargs}
-        if unused := [key for key, value in given.items() if value]:
+        settings = {"tools": tools, "chat_template_kwargs": template_kwargs}
+        if unused := [key for key, value in settings.items() if value]:
             raise ValueError(
                 f"{where} has {unused[0]!r}, which needs a chat prompt, and its {name!r} is a text; "
                 'write [{"role": "user", "content": ..}], or rename the column'
@@ -134,7 +135,7 @@ def prompt_from_row(row: Row, where: str, prompt_column: str = "", answer_column
     )
 
 
-def value_of(row: Row, name: str, kind: type, where: str) -> Any:
+def read_value(row: Row, name: str, kind: type, where: str) -> Any:
     """A column that the chat template is given: a value of ``kind`` or, as tables have one type a column, its
     JSON text."""
     value = row.get(name)
@@ -173,8 +174,8 @@ def messages(content: Any, where: str = "") -> tuple[dict[str, Any], ...]:
             )
     if chat[-1].get("tool_calls"):
         raise ValueError(f"{of_row}the chat ends with a call of a tool; put the tool's reply behind it")
-    given = [{name: value for name, value in message.items() if value is not None} for message in chat]
-    return tuple(message if "content" in message else {**message, "content": ""} for message in given)
+    fields = [{name: value for name, value in message.items() if value is not None} for message in chat]
+    return tuple(message if "content" in message else {**message, "content": ""} for message in fields)
 
 
 def _is_call(call: Any) -> bool:
@@ -216,12 +217,12 @@ def _uid(row: Row, content: Any, answer: Any) -> str:
     for name in IDS:
         if row.get(name) is not None:
             return str(row[name])
-    given = [row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None]
-    text = json.dumps([content, answer, *given], sort_keys=True, default=str)
+    settings = [row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None]
+    text = json.dumps([content, answer, *settings], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def held_out(contents: Sequence[str], share: float) -> list[bool]:
+def holdout_mask(contents: Sequence[str], share: float) -> list[bool]:
     """Which rows are held out: ``share`` of them, rounded but at least one (none for 0), in the order of the
     hashes of ``contents`` (what is asked), so that new rows move few others. Equal contents are on the same
     side, so the number may fall short."""
@@ -288,11 +289,11 @@ def _parquet(path: Path) -> Iterator[Row]:
             except UnicodeDecodeError as error:  # a text column holds unchecked bytes
                 among = f"one of the rows {number + 1} to {number + batch.num_rows} of {path}"
                 raise ValueError(f"{among} has a text that is not UTF-8 ({error}); fix it") from error
-            yield from map(_without_fillers, rows)
+            yield from map(_drop_fillers, rows)
             number += batch.num_rows
 
 
-def _without_fillers(row: Row) -> Row:
+def _drop_fillers(row: Row) -> Row:
     """A table gives each struct the fields of all rows' structs, null where a row has none. Of what the chat
     template is given, those nulls are no part: chats, ``tools``, ``chat_template_kwargs``."""
 
@@ -317,24 +318,24 @@ def _dataset_rows(
         import datasets
     except ModuleNotFoundError as error:
         raise ValueError(f"task.source {source} needs datasets; install the extra 'data'") from error
-    found: Any
+    dataset: Any
     try:
         if source.startswith("hf:"):
-            found = datasets.load_dataset(source.removeprefix("hf:"), config or None)
+            dataset = datasets.load_dataset(source.removeprefix("hf:"), config or None)
         else:
-            found = datasets.load_from_disk(source)
+            dataset = datasets.load_from_disk(source)
     except (OSError, ValueError) as error:
         first = str(error).partition("\n")[0]
         raise ValueError(f"task.source {source} is no dataset that can be read ({first})") from error
-    if not isinstance(found, Mapping):
-        return enumerate(map(_without_fillers, found), 1), False
-    names = [name for name in (EVAL_SPLITS if split == "eval" else ("train",)) if name in found]
+    if not isinstance(dataset, Mapping):
+        return enumerate(map(_drop_fillers, dataset), 1), False
+    names = [name for name in (EVAL_SPLITS if split == "eval" else ("train",)) if name in dataset]
     if names:
-        rows = enumerate(map(_without_fillers, found[names[0]]), 1)
-        return rows, split == "eval" or any(name in found for name in EVAL_SPLITS)
-    if split == "eval" and holdout and "train" in found:
-        return enumerate(map(_without_fillers, found["train"]), 1), False
+        rows = enumerate(map(_drop_fillers, dataset[names[0]]), 1)
+        return rows, split == "eval" or any(name in dataset for name in EVAL_SPLITS)
+    if split == "eval" and holdout and "train" in dataset:
+        return enumerate(map(_drop_fillers, dataset["train"]), 1), False
     raise ValueError(
-        f"task.source {source} has the splits {list(found)} and none for {split}; "
+        f"task.source {source} has the splits {list(dataset)} and none for {split}; "
         "with a train split alone set task.params.holdout to the share of rows to evaluate on"
     )

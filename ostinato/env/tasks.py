@@ -79,11 +79,11 @@ def load_tasks(
     if source == "arithmetic" or source.startswith("gym:"):
         if n is None:
             raise ValueError(f"n is missing; {source} is endless, say how many {split} prompts to draw")
-        prompts = _procedural(source, split, seed, n, params)
+        prompts = _generate_rows(source, split, seed, n, params)
     else:
         check_params(rows.read, params, source, skip=("source", "split"))
-        prompts = subset(rows.read(existing(source), split, **params), seed, n)
-    return [with_system(prompt, system_prompt) for prompt in prompts] if system_prompt else prompts
+        prompts = choose_subset(rows.read(check_source(source), split, **params), seed, n)
+    return [add_system_prompt(prompt, system_prompt) for prompt in prompts] if system_prompt else prompts
 
 
 def check_disjoint(train: Sequence[Prompt], evaluation: Sequence[Prompt]) -> None:
@@ -110,14 +110,14 @@ def _content(prompt: Prompt) -> str:
     return "\n".join(lines)
 
 
-def _procedural(source: str, split: str, seed: int, n: int, params: dict[str, Any]) -> list[Prompt]:
+def _generate_rows(source: str, split: str, seed: int, n: int, params: dict[str, Any]) -> list[Prompt]:
     if source == "arithmetic":
         check_params(arithmetic.rows, params, source, skip=("split", "seed", "n"))
         return arithmetic.rows(split, seed, n, **params)
     return gym.rows(source.removeprefix("gym:"), split, seed, n, params)
 
 
-def existing(source: str) -> str:
+def check_source(source: str) -> str:
     if not source:
         raise ValueError(
             "task.source is empty; name rows, e.g. task.source=rows.jsonl (ostinato judge train FEEDBACK.db "
@@ -135,23 +135,23 @@ def existing(source: str) -> str:
 def check_params(
     reader: Callable[..., Any], params: Mapping[str, Any], source: str, skip: Sequence[str]
 ) -> None:
-    known = [name for name in inspect.signature(reader).parameters if name not in skip]
+    names = [name for name in inspect.signature(reader).parameters if name not in skip]
     for name in params:
-        if name not in known:
-            nearest = get_close_matches(name, known, n=1, cutoff=0)[0]
-            raise ValueError(f"task.params.{name} is unknown for {source}; nearest is {nearest!r} of {known}")
+        if name not in names:
+            nearest = get_close_matches(name, names, n=1, cutoff=0)[0]
+            raise ValueError(f"task.params.{name} is unknown for {source}; nearest is {nearest!r} of {names}")
 
 
-def subset(rows: list[T], seed: int, n: int | None) -> list[T]:
+def choose_subset(rows: list[T], seed: int, n: int | None) -> list[T]:
     """``n`` rows chosen by ``seed``, in their original order; all if there are no more than ``n``."""
     if n is None or n >= len(rows):
         return rows
     return [rows[k] for k in sorted(order(seed, SUBSET_EPOCH, len(rows))[:n].tolist())]
 
 
-def with_system(prompt: Prompt, system_prompt: str) -> Prompt:
+def add_system_prompt(prompt: Prompt, system_prompt: str) -> Prompt:
     """A chat that begins with ``system_prompt``; a text is what the user says in it."""
-    prompt = rows.as_chat(prompt)
+    prompt = rows.to_chat(prompt)
     assert prompt.messages is not None
     if prompt.messages[0]["role"] == "system":
         raise ValueError(f"task.system_prompt is set but {prompt.where} has its own; drop one")

@@ -56,7 +56,8 @@ class Toolbox:
         """The replies to the calls in an answer, as messages; empty where it has none."""
         calls = parse_calls(answer, self._tools) if self._tools else []
         replies: list[dict[str, Any]] = [
-            {"role": "tool", "content": self._readable(await self._reply(call))} for call in calls[:MAX_CALLS]
+            {"role": "tool", "content": self._replace_surrogates(await self._reply(call))}
+            for call in calls[:MAX_CALLS]
         ]
         if len(calls) > MAX_CALLS:
             self.counters["tools/refused"] += len(calls) - MAX_CALLS
@@ -82,7 +83,7 @@ class Toolbox:
         except TypeError as error:
             return self._error("unreadable", f"{call.name}: {error}.")
         try:
-            text = str(await in_time(tool, arguments, self._tool_timeout_s))
+            text = str(await call_in_time(tool, arguments, self._tool_timeout_s))
         except TimeoutError:
             return self._error("timeout", f"{call.name} gave no result in {self._tool_timeout_s:g} s.")
         except Exception as error:  # a user's code: the policy reads its failure
@@ -92,7 +93,7 @@ class Toolbox:
             text = f"{text[:MAX_REPLY_CHARS]}... ({len(text)} characters in all)"
         return text
 
-    def _readable(self, text: str) -> str:
+    def _replace_surrogates(self, text: str) -> str:
         """Lone surrogates replaced: no tokenizer takes them, and a tool can return one (``"\\ud83d"``)."""
         readable = replaced(text)
         if readable != text:
@@ -104,7 +105,7 @@ class Toolbox:
         return f"Error: {sentence[:MAX_REPLY_CHARS]}"
 
 
-async def in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
+async def call_in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
     """The tool's result. Raises TimeoutError after ``timeout_s``; what it still does in Python ends then, a
     call that waits in C is left to itself."""
     running, lock = list[int](), threading.Lock()
@@ -137,7 +138,7 @@ def schema_of(name: str, tool: Tool) -> dict[str, Any]:
         hints = get_type_hints(tool)
     except Exception:  # a user's code: an annotation may name what is not there
         hints = {}
-    summary, described = _documented(inspect.getdoc(tool) or "")
+    summary, described = _parse_docstring(inspect.getdoc(tool) or "")
     fields, required = dict[str, Any](), list[str]()
     for field, parameter in inspect.signature(tool).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -152,14 +153,14 @@ def schema_of(name: str, tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _documented(text: str) -> tuple[str, dict[str, str]]:
+def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
     """(the first paragraph, descriptions of arguments) of a docstring."""
     summary = " ".join(text.partition("\n\n")[0].split())
     arguments = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", text, re.MULTILINE)
-    found = re.findall(
+    descriptions = re.findall(
         r"^[ \t]+(\w+)(?: *\([^)]*\))?: *(.+)", arguments[1] if arguments else "", re.MULTILINE
     )
-    return summary.partition(" Args:")[0], dict(found)
+    return summary.partition(" Args:")[0], dict(descriptions)
 
 
 def _type_schema(hint: Any) -> dict[str, Any]:
@@ -170,7 +171,7 @@ def _type_schema(hint: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, UnionType):
-        return {"anyOf": [_type_schema(one) for one in arguments]}
+        return {"anyOf": [_type_schema(argument) for argument in arguments]}
     if origin in (list, tuple, Sequence):
         return {"type": "array", "items": _type_schema(arguments[0])}
     return {"type": "object"} if origin in (dict, Mapping) else {}

@@ -131,8 +131,8 @@ def lay_out(step: int, pasts: Sequence[HistoryEntry]) -> Block:
 def reward_signs(rewards: Sequence[float | None]) -> np.ndarray:
     """[R] int8: is a reward below (-1), at (0) or above (1) the mean of them all? 0 without a verdict."""
     values = np.array([np.nan if reward is None else reward for reward in rewards], np.float64)
-    known = values[np.isfinite(values)]
-    mean = known.mean() if len(known) else 0.0
+    finite = values[np.isfinite(values)]
+    mean = finite.mean() if len(finite) else 0.0
     distance = np.nan_to_num(values - mean, nan=0.0)
     return (np.sign(distance) * (abs(distance) > REWARD_TOLERANCE * max(1.0, abs(mean)))).astype(np.int8)
 

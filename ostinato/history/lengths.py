@@ -45,12 +45,12 @@ class Lengths:
     def forget_after(self, step: int) -> None:
         """Drop what was sampled in later steps. Older lengths that these pushed out do not come back."""
         for uid, steps in list(self._steps.items()):
-            known = steps <= step
-            self._own[uid], self._steps[uid] = self._own[uid][known], steps[known]
-            if not known.any():
+            is_known = steps <= step
+            self._own[uid], self._steps[uid] = self._own[uid][is_known], steps[is_known]
+            if not is_known.any():
                 del self._own[uid], self._steps[uid]
-        known = self._all_steps <= step
-        self._all, self._all_steps, self._sorted = self._all[known], self._all_steps[known], None
+        is_known = self._all_steps <= step
+        self._all, self._all_steps, self._sorted = self._all[is_known], self._all_steps[is_known], None
 
     def predict(self, uid: str) -> float:
         """The median length (tokens) of a response to ``uid``.
@@ -59,7 +59,7 @@ class Lengths:
         of its own. An unknown prompt gets the distribution of all prompts; when nothing at all is known, the
         answer is inf, the cautious guess of a scheduler that starts the longest first.
         """
-        own, everyone = sorted(self._own.get(uid, NONE).tolist()), self._everyone()
+        own, everyone = sorted(self._own.get(uid, NONE).tolist()), self._sort_all()
         if not own and not everyone:
             return math.inf
         lengths = range(1, max(own[-1:] + everyone[-1:]) + 1)
@@ -83,10 +83,10 @@ class Lengths:
         own = state["own"].items()
         self._own = {uid: np.array(lengths, np.int32) for uid, (lengths, *_) in own}
         self._steps = {uid: np.array(steps, np.int32) for uid, (*_, steps) in own}
-        self._all, self._all_steps = (np.array(one, np.int32) for one in state["all"])
+        self._all, self._all_steps = (np.array(numbers, np.int32) for numbers in state["all"])
         self._sorted = None
 
-    def _everyone(self) -> list[int]:
+    def _sort_all(self) -> list[int]:
         if self._sorted is None:
             self._sorted = sorted(self._all.tolist())
         return self._sorted

@@ -78,13 +78,13 @@ class DraftStats:
     def __sub__(self, earlier: DraftStats) -> DraftStats:
         """The counts since ``earlier``; fields that are a state keep their current value."""
         values: dict[str, Any] = {}
-        for one in fields(self):
-            now, then = getattr(self, one.name), getattr(earlier, one.name)
-            values[one.name] = now if one.metadata.get("state") else _minus(now, then)
+        for count in fields(self):
+            now, then = getattr(self, count.name), getattr(earlier, count.name)
+            values[count.name] = now if count.metadata.get("state") else _subtract(now, then)
         return DraftStats(**values)
 
 
-def _minus(now: Any, then: Any) -> Any:
+def _subtract(now: Any, then: Any) -> Any:
     if isinstance(now, Mapping):
         return {key: now[key] - then[key] for key in now}
     if isinstance(now, tuple):

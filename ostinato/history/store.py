@@ -82,23 +82,23 @@ class History:
     def forget_after(self, step: int) -> None:
         """Drop the responses of later steps, and their lengths: a run that resumes from ``step`` has yet to
         sample them. Older responses that these had pushed out do not come back."""
-        for key, kept in list(self._blocks.items()):
-            for block in [block for block in kept if block.step > step]:
+        for key, blocks in list(self._blocks.items()):
+            for block in [block for block in blocks if block.step > step]:
                 self._drop(key, block, "undone")
         self.lengths.forget_after(step)
 
     def blocks(self, uid: str) -> list[Block]:
         """The blocks of a prompt, sorted, newest first."""
         key = prompt_key(uid)
-        kept = list(self._blocks.get(key, []))
-        for block in kept:
+        blocks = list(self._blocks.get(key, []))
+        for block in blocks:
             self._store.sort(key, block.step)
-        return kept
+        return blocks
 
     def build_now(self) -> None:
         """Sort all blocks that are not sorted yet."""
-        for key, kept in self._blocks.items():
-            for block in kept:
+        for key, blocks in self._blocks.items():
+            for block in blocks:
                 self._store.sort(key, block.step)
 
     def save(self, path: Path) -> None:
@@ -119,15 +119,15 @@ class History:
         return history
 
     def _keep(self, key: int, block: Block) -> None:
-        kept = self._blocks.setdefault(key, [])
-        kept.append(block)
-        kept.sort(key=lambda block: -block.step)
+        blocks = self._blocks.setdefault(key, [])
+        blocks.append(block)
+        blocks.sort(key=lambda block: -block.step)
         self._store.add(key, block)
         self.num_bytes += block.memory.nbytes + OVERHEAD
         self.num_tokens += block.num_sampled
         self.counters["added_blocks"] += 1
         self.counters["added_tokens"] += block.num_sampled
-        for old in kept[self._epochs :]:
+        for old in blocks[self._epochs :]:
             self._drop(key, old, "outdated")
 
     def _drop(self, key: int, block: Block, why: str) -> None:
@@ -141,22 +141,22 @@ class History:
         self.counters[f"{why}_tokens"] += block.num_sampled
 
     def _make_room(self) -> None:
-        victims = self._victims()
+        victims = self._eviction_order()
         while self.num_bytes > self._limit:
             key = next(victims)
             self._drop(key, self._blocks[key][-1], "evicted")
 
-    def _victims(self) -> Iterator[int]:
+    def _eviction_order(self) -> Iterator[int]:
         """Keys of the prompts whose oldest block is evicted next, in order."""
-        outdated = sorted((old.step, key) for key, kept in self._blocks.items() for old in kept[1:])
+        outdated = sorted((old.step, key) for key, blocks in self._blocks.items() for old in blocks[1:])
         yield from (key for _, key in outdated)
         yield from sorted(self._blocks, reverse=True)  # a key is a hash
 
     def _write(self, path: Path) -> None:
-        kept = [(key, block) for key, kept in self._blocks.items() for block in kept]
-        rows = [[key, block.step, block.length, block.documents, block.wide] for key, block in kept]
+        blocks = [(key, block) for key, blocks in self._blocks.items() for block in blocks]
+        rows = [[key, block.step, block.length, block.documents, block.wide] for key, block in blocks]
         header = json.dumps({"blocks": rows, "lengths": self.lengths.state()}).encode()
-        parts = [MAGIC, len(header).to_bytes(8, "little"), header, *(_unsorted(block) for _, block in kept)]
+        parts = [MAGIC, len(header).to_bytes(8, "little"), header, *(_unsorted(block) for _, block in blocks)]
         crc = 0
         with path.open("wb") as file:
             for part in parts:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ostinato.config.tasks import OneTask
-from ostinato.env.rows import as_chat
-from ostinato.env.tasks import with_system
+from ostinato.env.rows import to_chat
+from ostinato.env.tasks import add_system_prompt
 from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import load_policy, serve
@@ -75,5 +75,5 @@ def answer(
 
 def _prompt(prompt: str | Sequence[Mapping[str, Any]], uid: str, task: OneTask) -> Prompt:
     row = Prompt(uid=uid, text=prompt) if isinstance(prompt, str) else Prompt(uid=uid, messages=tuple(prompt))
-    row = as_chat(row) if task.params.get("chat") else row
-    return with_system(row, task.system_prompt) if task.system_prompt else row
+    row = to_chat(row) if task.params.get("chat") else row
+    return add_system_prompt(row, task.system_prompt) if task.system_prompt else row

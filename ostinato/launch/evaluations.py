@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ostinato.config import DownstreamSection, Recipe
 from ostinato.config.paths import without_folders
-from ostinato.env.mixture import named
+from ostinato.env.mixture import label_prompts
 from ostinato.env.tasks import check_disjoint, load_tasks
 from ostinato.every import NEVER, Every
 from ostinato.pipeline.evaluate import Evaluation
@@ -33,7 +33,7 @@ def _prompts(recipe: Recipe, section: DownstreamSection, trained_on: Sequence[Pr
     prompts = load_tasks(section.source, section.split, seed, section.n or None, section.params, system)
     if section.source in {task.source for task in recipe.task.by_name.values()}:
         check_disjoint(trained_on, prompts)
-    return named(prompts, name)
+    return label_prompts(prompts, name)
 
 
 def _named(name: str, load: Callable[[], list[Prompt]]) -> list[Prompt]:

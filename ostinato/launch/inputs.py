@@ -21,10 +21,10 @@ import numpy as np
 from ostinato.config import Recipe
 from ostinato.config.paths import without_folders
 from ostinato.config.tasks import OneTask
-from ostinato.env.custom import SEEDS, EnvEpisode, factory, seeds
+from ostinato.env.custom import SEEDS, EnvEpisode, new_factory, seeds
 from ostinato.env.dialogue import Dialogue
-from ostinato.env.mixture import Mixture, counts, named
-from ostinato.env.tasks import Rows, check_disjoint, load_tasks, with_system
+from ostinato.env.mixture import Mixture, counts, label_prompts
+from ostinato.env.tasks import Rows, add_system_prompt, check_disjoint, load_tasks
 from ostinato.env.tools import resolve_tools
 from ostinato.launch.apps import AgentTasks, load
 from ostinato.launch.checks import check, check_answers, check_solvable, warn_of_control_tokens
@@ -42,7 +42,7 @@ from ostinato.render import Renderer
 from ostinato.reward.own_answers import spread, warnings_of
 from ostinato.reward.workers import JUDGE
 from ostinato.rollout.interrupt import Interruption
-from ostinato.rollout.rollout import RolloutContext, ended, first_context
+from ostinato.rollout.rollout import RolloutContext, close_env, first_context
 from ostinato.types import Prompt, Sampling
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,8 @@ def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
     sizes = {} if n is None else counts(weights(recipe), section.seed, n)
     for name, task in section.by_name.items():
         try:
-            found += named(_prompts(task, split, section.seed, sizes.get(name, task.n_train or None)), name)
+            rows = _prompts(task, split, section.seed, sizes.get(name, task.n_train or None))
+            found += label_prompts(rows, name)
         except ValueError as error:
             if not name:
                 raise
@@ -181,9 +182,9 @@ def _prompts(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt
         return load_tasks(task.source, split, seed, n, task.params, task.system_prompt)
     if n is None:
         raise ValueError(f"task.n_train is 0; task.source {SEEDS!r} is endless, say how many prompts to draw")
-    make = factory(task.env, task.env_params) if task.env else None
+    make = new_factory(task.env, task.env_params) if task.env else None
     rows = seeds(make, task.env, split, seed, n)
-    return [with_system(row, task.system_prompt) for row in rows] if task.system_prompt else rows
+    return [add_system_prompt(row, task.system_prompt) for row in rows] if task.system_prompt else rows
 
 
 def _fixed(recipe: Recipe, rows: Sequence[Prompt]) -> list[Prompt]:
@@ -267,7 +268,7 @@ async def _tokens_of(env: Env) -> int:
     try:
         return len(await first_context(env))
     finally:
-        await ended(env)
+        await close_env(env)
 
 
 def check_tokens(tokens: np.ndarray, where: str, renderer: Renderer, vocab_size: int) -> None:
@@ -397,7 +398,7 @@ def _episodes(
     new_memory = load("task.memory")(recipe.memory, renderer, counters) if task.memory else None
     if agents is not None:
         return agents.episodes(task, counters, new_memory)
-    make, opening = factory(task.env, task.env_params) if task.env else None, asyncio.Lock()
+    make, opening = new_factory(task.env, task.env_params) if task.env else None, asyncio.Lock()
 
     def episode(prompt: Prompt) -> Env:
         words = new_memory().renderer(renderer) if new_memory else renderer

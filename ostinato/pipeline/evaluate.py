@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.every import NEVER, Every
-from ostinato.rollout.health import counters, length_figures, logged_figures, of_tasks, pass_at_k
+from ostinato.rollout.health import counters, groups_by_task, length_figures, logged_figures, pass_at_k
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResult, play, verdicts
 from ostinato.run import MAIN_SET, to_json
 from ostinato.types import Group, Prompt, Sampling
@@ -126,7 +126,7 @@ async def evaluate_groups(
     groups = [item.group for item in played]
     judged = [values[np.isfinite(values)] for values in map(verdicts, groups)]
     about["each"] = [[len(one), int((one >= evaluation.solved_at).sum())] for one in judged]
-    by_task = {name: task_score(score(own, evaluation)) for name, own in of_tasks(groups).items()}
+    by_task = {name: task_score(score(own, evaluation)) for name, own in groups_by_task(groups).items()}
     about |= {"tasks": by_task} if by_task else {}
     return {**about, **score(groups, evaluation), "seconds": seconds}, groups
 

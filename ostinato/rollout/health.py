@@ -42,14 +42,14 @@ def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
         "reward_group_std": _mean([_std(values) for values in pairs]),
         "frac_reward_zero_std": _mean([zero_variance(values) for values in pairs]),
     }
-    for name, values in _by_name(reward.parts for reward in _rewards(groups)).items():
+    for name, values in _values_by_name(reward.parts for reward in _rewards(groups)).items():
         figures |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _std(values)}
     return figures
 
 
 def logged_figures(groups: Sequence[Group]) -> dict[str, float]:
     """``logged/{name}``: the mean over trajectories of what reward functions gave to ``log_metric``."""
-    logged = _by_name(reward.metrics for reward in _rewards(groups))
+    logged = _values_by_name(reward.metrics for reward in _rewards(groups))
     return {f"logged/{name}": _mean(values) for name, values in logged.items()}
 
 
@@ -57,12 +57,12 @@ def _rewards(groups: Sequence[Group]) -> list[Reward]:
     return [t.reward for group in groups for t in group.trajectories if t.reward is not None]
 
 
-def _by_name(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float]]:
+def _values_by_name(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float]]:
     """The values of each name, in its order; None is no value."""
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for name, value in (item for row in rows for item in row.items()):
-        found.setdefault(name, []).extend([] if value is None else [value])
-    return dict(sorted(found.items()))
+        values.setdefault(name, []).extend([] if value is None else [value])
+    return dict(sorted(values.items()))
 
 
 def solved_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
@@ -84,24 +84,24 @@ def solved_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float
     }
 
 
-def of_tasks(groups: Sequence[Group]) -> dict[str, list[Group]]:
+def groups_by_task(groups: Sequence[Group]) -> dict[str, list[Group]]:
     """The groups of each task of a mixture, by name; empty without one."""
-    found: dict[str, list[Group]] = {}
+    tasks: dict[str, list[Group]] = {}
     for group in groups:
         if group.prompt.task:
-            found.setdefault(group.prompt.task, []).append(group)
-    return dict(sorted(found.items()))
+            tasks.setdefault(group.prompt.task, []).append(group)
+    return dict(sorted(tasks.items()))
 
 
 def task_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
     """``tasks/{name}/share`` of the groups, and of these ``reward``, ``pass@1`` and ``frac_reward_zero_std``,
     for each task of a mixture that has some."""
     figures: dict[str, float] = {}
-    for name, own in of_tasks(groups).items():
-        known = reward_figures(own) | solved_figures(own, solved_at)
+    for name, own in groups_by_task(groups).items():
+        measured = reward_figures(own) | solved_figures(own, solved_at)
         figures[f"tasks/{name}/share"] = len(own) / len(groups)
         for key in ("reward", "pass@1", "frac_reward_zero_std"):
-            figures[f"tasks/{name}/{key}"] = known[key]
+            figures[f"tasks/{name}/{key}"] = measured[key]
     return figures
 
 
@@ -142,8 +142,8 @@ def counters(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/groups": len(groups),
         "rollout/trajectories": len(trajectories),
         "rollout/failed": sum(trajectory.stop in FAILED for trajectory in trajectories),
-        "rollout/no_verdict": sum(map(_unjudged, trajectories)),
-        "tokens/context": sum(len(turn.context) for one in trajectories for turn in one.turns),
+        "rollout/no_verdict": sum(map(_lacks_verdict, trajectories)),
+        "tokens/context": sum(len(turn.context) for trajectory in trajectories for turn in trajectory.turns),
         "tokens/prefilled": sum(map(prefilled_tokens, trajectories)),
         "tokens/sampled": sum(map(sampled_tokens, trajectories)),
         "tokens/injected": sum(map(injected_tokens, trajectories)),
@@ -163,7 +163,7 @@ def failure(trajectory: Trajectory) -> str:
         return "aborted"
     if trajectory.stop is Stop.ERROR:
         return trajectory.error or "no_reason"
-    if _unjudged(trajectory):
+    if _lacks_verdict(trajectory):
         return (trajectory.reward.reason if trajectory.reward else "") or "no_reason"
     return ""
 
@@ -202,7 +202,7 @@ def prefilled_tokens(trajectory: Trajectory) -> int:
     return computed
 
 
-def _unjudged(trajectory: Trajectory) -> bool:
+def _lacks_verdict(trajectory: Trajectory) -> bool:
     return trajectory.stop not in FAILED and (trajectory.reward is None or trajectory.reward.value is None)
 
 

@@ -61,7 +61,7 @@ class Interruption:
         u = uniform(key((*seed, _BUDGETS)), position)
         return self.shortest + int(u * (self.longest - self.shortest + 1))
 
-    def first(self, seed: tuple[int, ...], position: int, room: int) -> int:
+    def first_tokens(self, seed: tuple[int, ...], position: int, room: int) -> int:
         """Tokens to sample first where ``room`` are left in the context.
 
         The thought is shortened so that phrase and answer fit after it. Where they cannot fit, it is an
@@ -69,7 +69,7 @@ class Interruption:
         """
         return min(self.budget(seed, position), room - self._reserved) if room > self._reserved else room
 
-    def second(
+    def second_request(
         self, request: Request, answer: Completion, sampling: Sampling, context_limit: int
     ) -> Request | None:
         """The request that follows ``answer`` to ``request``; None when the answer is complete. ``sampling``
@@ -89,45 +89,46 @@ class Interruption:
             routes_from=len(request.tokens) + len(answer.tokens) - 1,  # the last token had not run yet
         )
 
-    def joined(self, request: Request, answer: Completion, again: Request, more: Completion) -> Completion:
+    def join(self, request: Request, answer: Completion, again: Request, more: Completion) -> Completion:
         """``answer`` to ``request``, what ``again`` appended, and ``more``, the answer to ``again``, as one.
 
         Where thinking went on without the phrase, a stop string may lie across the seam, where the engine
         could not see it: the answer ends there, as that of one request would have.
         """
-        known = len(request.tokens) + len(answer.tokens)
-        whole, strings = merged(answer, again.tokens[known:], more, known), request.sampling.stop_strings
-        if whole.injected is None and (end := self._across(whole, len(answer.tokens), strings)):
-            whole = _leading(whole, end)
-        text = self.words.decode(whole.tokens[: -1 if whole.stop is Stop.EOS else None])
-        if whole.stop is Stop.STRING and whole.injected is None:
+        num_known = len(request.tokens) + len(answer.tokens)
+        completion = merge_completions(answer, again.tokens[num_known:], more, num_known)
+        strings = request.sampling.stop_strings
+        if completion.injected is None and (end := self._end_across(completion, len(answer.tokens), strings)):
+            completion = _cut_at(completion, end)
+        text = self.words.decode(completion.tokens[: -1 if completion.stop is Stop.EOS else None])
+        if completion.stop is Stop.STRING and completion.injected is None:
             text = text[: min((text.index(string) for string in strings if string in text), default=None)]
-        elif whole.stop is Stop.STRING:  # as much as the engine has cut from the end of its own piece
+        elif completion.stop is Stop.STRING:  # as much as the engine has cut from the end of its own piece
             text = text[: len(text) - len(self.words.decode(more.tokens)) + len(more.text)]
-        return replace(whole, text=text)
+        return replace(completion, text=text)
 
-    def _across(self, whole: Completion, seam: int, strings: Sequence[str]) -> int:
+    def _end_across(self, completion: Completion, seam: int, strings: Sequence[str]) -> int:
         """The number of tokens up to the end of a stop string that ends after the seam and before the engine
         stopped; 0 without one."""
 
         def holds(end: int) -> bool:
-            text = self.words.decode(whole.tokens[:end])
+            text = self.words.decode(completion.tokens[:end])
             return any(string in text for string in strings)
 
-        last = len(whole.tokens) - (whole.stop in (Stop.STRING, Stop.EOS))
+        last = len(completion.tokens) - (completion.stop in (Stop.STRING, Stop.EOS))
         if not strings or not holds(last):
             return 0
         return next((end for end in range(seam + 1, last + 1) if holds(end)), 0)
 
 
-def merged(before: Completion, phrase: np.ndarray, more: Completion, known: int) -> Completion:
+def merge_completions(before: Completion, phrase: np.ndarray, more: Completion, num_known: int) -> Completion:
     """``before``, the tokens of ``phrase`` (marked as injected) and ``more`` as one completion without text.
 
-    ``known`` tokens come before the phrase; all but the last of them had run, so those that the second
+    ``num_known`` tokens come before the phrase; all but the last of them had run, so those that the second
     request did not find in the cache were computed twice, and are subtracted from ``cached_tokens``.
     """
     put_in = len(phrase)
-    again = [one.recomputed for one in (before, more) if one.recomputed is not None]
+    again = [part.recomputed for part in (before, more) if part.recomputed is not None]
     edges, routes = (before.edges, more.edges), (before.experts, more.prompt_experts, more.experts)
     return Completion(
         tokens=np.concatenate([before.tokens, phrase, more.tokens]),
@@ -144,38 +145,38 @@ def merged(before: Completion, phrase: np.ndarray, more: Completion, known: int)
         if routes[0] is None or routes[1] is None or routes[2] is None
         else np.concatenate([routes[0][:-1], routes[1], routes[2]]),
         prompt_experts=before.prompt_experts,
-        support=_support(before, put_in, more),
+        support=_merge_supports(before, put_in, more),
         drafted=before.drafted + more.drafted,
         accepted=before.accepted + more.accepted,
         passes=before.passes + more.passes,
-        cached_tokens=before.cached_tokens + more.cached_tokens - (known - 1),
+        cached_tokens=before.cached_tokens + more.cached_tokens - (num_known - 1),
         recomputed=np.concatenate(again) if again else None,
         error=more.error,
     )
 
 
-def _support(before: Completion, put_in: int, more: Completion) -> Support | None:
+def _merge_supports(before: Completion, put_in: int, more: Completion) -> Support | None:
     if before.support is None and more.support is None:
         return None
     first, last = (
-        Support.whole(len(one.tokens)) if one.support is None else one.support for one in (before, more)
+        Support.whole(len(part.tokens)) if part.support is None else part.support for part in (before, more)
     )
     return Support.concatenate([first, Support.whole(put_in), last])
 
 
-def _leading(whole: Completion, end: int) -> Completion:
+def _cut_at(completion: Completion, end: int) -> Completion:
     """The first ``end`` tokens, ended by a stop string."""
-    experts = None if whole.experts is None else whole.experts[:end].copy()
+    experts = None if completion.experts is None else completion.experts[:end].copy()
     if experts is not None:
         experts[-1] = NO_EXPERT  # as far as one request would have known
     return replace(
-        whole,
-        tokens=whole.tokens[:end],
-        logprobs=whole.logprobs[:end],
-        edges=None if whole.edges is None else whole.edges[:end],
-        versions=whole.versions[:end],
+        completion,
+        tokens=completion.tokens[:end],
+        logprobs=completion.logprobs[:end],
+        edges=None if completion.edges is None else completion.edges[:end],
+        versions=completion.versions[:end],
         experts=experts,
-        support=None if whole.support is None else whole.support.take(np.arange(end)),
+        support=None if completion.support is None else completion.support.take(np.arange(end)),
         stop=Stop.STRING,
         error="",
     )

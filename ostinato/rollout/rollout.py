@@ -110,12 +110,12 @@ async def play(
     A cancelled or failed call leaves no episode running.
     """
 
-    async def one(index: int) -> RolloutResult:
+    async def play_group(index: int) -> RolloutResult:
         played = await rollout_group(stage, asks[index])
         on_group(index, played)
         return played
 
-    tasks = [asyncio.create_task(one(index)) for index in range(len(asks))]
+    tasks = [asyncio.create_task(play_group(index)) for index in range(len(asks))]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -168,7 +168,7 @@ async def grade(grader: Grader, group: Group) -> Group:
         rewards = [Reward(value=None, reason=_sentence(Fault.GRADER, error))] * len(played)
     judged = list(group.trajectories)
     for k, reward in zip(played, rewards, strict=True):
-        judged[k] = replace(judged[k], reward=_finite(reward))
+        judged[k] = replace(judged[k], reward=_check_finite(reward))
     return replace(group, trajectories=tuple(judged))
 
 
@@ -201,7 +201,7 @@ async def first_context(env: Env) -> Any:
     return env.start()
 
 
-async def ended(env: Env | None) -> None:
+async def close_env(env: Env | None) -> None:
     """``close()`` the environment, if it has that; it may be a coroutine."""
     close = getattr(env, "close", None)
     if close is not None and isinstance(closing := close(), Awaitable):
@@ -264,7 +264,7 @@ class _Episode:
         if isinstance(self._starting, Coroutine):
             self._starting.close()  # it has no caller any more
         try:
-            await ended(self._env)
+            await close_env(self._env)
         except Exception as error:  # a user's code
             if not self._error:
                 self._fail(_sentence(Fault.ENV, error))
@@ -274,16 +274,16 @@ class _Episode:
         assert self.request is not None
         left = getattr(self._env, "left", None)
         if left is None:
-            return await _only(engine, self.request)
-        whole = asyncio.create_task(_only(engine, self.request))
-        gone = asyncio.create_task(left())
+            return await _answer_request(engine, self.request)
+        completion = asyncio.create_task(_answer_request(engine, self.request))
+        departure = asyncio.create_task(left())
         try:
-            await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
-            return whole.result() if whole.done() else None
+            await asyncio.wait({completion, departure}, return_when=asyncio.FIRST_COMPLETED)
+            return completion.result() if completion.done() else None
         finally:
-            await end_tasks([whole, gone])
+            await end_tasks([completion, departure])
 
-    async def instead(self) -> None:
+    async def replace_request(self) -> None:
         """The caller of ``request`` has left: ask the environment what to request next."""
         self.request = self._begun = None
         try:
@@ -297,7 +297,7 @@ class _Episode:
         """Take the answer to ``request``: a whole one, then the environment says what comes next, or the
         part before or behind an interruption."""
         assert self.request is not None
-        requested, completion = self._whole(self.request, part)
+        requested, completion = self._join(self.request, part)
         if completion is None:
             return
         context = requested.tokens[len(self._history) :]
@@ -321,15 +321,15 @@ class _Episode:
         if reply is not None:
             self._ask(reply)
 
-    def _whole(self, requested: Request, part: Completion) -> tuple[Request, Completion | None]:
+    def _join(self, requested: Request, part: Completion) -> tuple[Request, Completion | None]:
         """(what the turn requested first, its whole answer); the answer is None while a part is to come."""
         interruption, stage = self._stage.interruption, self._stage
         if interruption is None:
             return requested, part
         if self._begun is not None:
             (first, thought), self._begun = self._begun, None
-            return first, interruption.joined(first, thought, requested, part)
-        again = interruption.second(requested, part, stage.sampling, stage.context_limit)
+            return first, interruption.join(first, thought, requested, part)
+        again = interruption.second_request(requested, part, stage.sampling, stage.context_limit)
         if again is None:
             return requested, part
         self._begun, self.request = (requested, part), again
@@ -347,7 +347,7 @@ class _Episode:
             sampling, interruption = self._stage.sampling, self._stage.interruption
             most = min(sampling.max_tokens, room)
             if interruption is not None:
-                most = interruption.first(self._row_seed, len(tokens), room)
+                most = interruption.first_tokens(self._row_seed, len(tokens), room)
             sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
             self.request = Request(
                 tokens=tokens,
@@ -408,12 +408,12 @@ async def _play_on(engine: Engine, episode: _Episode) -> None:
     while episode.request is not None:
         completion = await episode.answer(engine)
         if completion is None:
-            await episode.instead()
+            await episode.replace_request()
         else:
             await episode.hear(completion)
 
 
-async def _only(engine: Engine, request: Request) -> Completion:
+async def _answer_request(engine: Engine, request: Request) -> Completion:
     completions = [completion async for _, completion in engine.generate([request])]
     if len(completions) != 1:
         raise RuntimeError(f"the engine gave {len(completions)} completions for 1 request")
@@ -432,7 +432,7 @@ async def end_tasks(tasks: Sequence[asyncio.Task[Any]], limit_s: float = END_S) 
                 task.exception()  # retrieved, or asyncio would log it
 
 
-def _finite(reward: Reward) -> Reward:
+def _check_finite(reward: Reward) -> Reward:
     if reward.value is None or math.isfinite(reward.value):
         return reward
     return replace(reward, value=None, reason=f"{Fault.NOT_FINITE}: the reward is {reward.value}")

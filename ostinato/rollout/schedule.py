@@ -40,24 +40,24 @@ class Policy(StrEnum):
 
 def placement(name: str) -> Placement:
     """The policy of this name."""
-    known: dict[Policy, Placement] = {
+    policies: dict[Policy, Placement] = {
         Policy.LEAST_LOADED: least_loaded,
         Policy.LONGEST_FIRST: longest_first,
         Policy.HISTOPIPE: histopipe,
     }
-    return known[Policy(name)]
+    return policies[Policy(name)]
 
 
 def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     """In the order of the stream, each to the worker with the fewest answers."""
-    ordered = sorted(waiting, key=_in_stream)
+    ordered = sorted(waiting, key=_stream_order)
     loads = [float(len(worker.jobs)) for worker in workers]
     return _fill(ordered, remaining(ordered).tolist(), workers, loads, count=True)
 
 
 def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     """In each round the longest first, each to the worker with the least predicted tokens to go."""
-    ordered, sizes = by_length(waiting)
+    ordered, sizes = sort_by_length(waiting)
     loads = [float(remaining(worker.jobs).sum()) for worker in workers]
     return _fill(ordered, sizes, workers, loads)
 
@@ -70,24 +70,24 @@ def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     line = sorted(workers, key=lambda worker: worker.id)
     fresh = [job for job in waiting if job.home is None and not job.generated]
     starts = list[tuple[int, int]]()
-    for step, some in itertools.groupby(sorted(fresh, key=_in_stream), key=lambda job: job.step):
-        starts += _along(list(some), line, step)
+    for step, jobs in itertools.groupby(sorted(fresh, key=_stream_order), key=lambda job: job.step):
+        starts += _assign_round(list(jobs), line, step)
     back = [job for job in waiting if job.home is not None or job.generated]
-    ordered, sizes = by_length(back)
+    ordered, sizes = sort_by_length(back)
     loads = [float(remaining(worker.jobs).sum()) for worker in workers]
     starts += _fill(ordered, sizes, workers, loads)
     return tuple(starts)
 
 
-def _along(jobs: Sequence[Job], line: Sequence[Worker], step: int) -> list[tuple[int, int]]:
+def _assign_round(jobs: Sequence[Job], line: Sequence[Worker], step: int) -> list[tuple[int, int]]:
     """(job, worker) for one round."""
-    groups = [list(some) for _, some in itertools.groupby(jobs, key=lambda job: job.place)]
-    each = remaining(job for some in groups for job in some)
-    ends = np.cumsum([len(some) for some in groups])
+    groups = [list(group) for _, group in itertools.groupby(jobs, key=lambda job: job.place)]
+    each = remaining(job for group in groups for job in group)
+    ends = np.cumsum([len(group) for group in groups])
     means = np.array([part.mean() for part in np.split(each, ends[:-1])])
     siblings = len(jobs) / len(groups)
     dealt = lanes(means, siblings, [worker.slots for worker in line], line[0].pass_s, step)
-    return [(job.id, line[at].id) for at, some in zip(dealt, groups, strict=True) for job in some]
+    return [(job.id, line[at].id) for at, group in zip(dealt, groups, strict=True) for job in group]
 
 
 def lanes(
@@ -119,12 +119,12 @@ def lanes(
         line.reverse()
     places, first = [0] * len(means), 0
     for chunk, count in zip(chunks, counts, strict=True):
-        mine, first = line[first : first + count], first + count
+        workers, first = line[first : first + count], first + count
         heap = [(0.0, n) for n in range(count)]
         for group in chunk[::-1].tolist():  # in a ranking group the longest first, to the least loaded
             load, n = heap[0]
             heapq.heapreplace(heap, (load + float(means[group]), n))
-            places[group] = mine[n]
+            places[group] = workers[n]
     return places
 
 
@@ -150,8 +150,8 @@ def tiers(
     def seconds(i: int, count: int) -> float:
         batch = max(1, min(slots, math.ceil(answers[i] / count)))
         context = longest[i] / 2
-        one = pass_s(batch, batch * context)
-        return one * max(longest[i], tokens[i] / count / batch)
+        pass_seconds = pass_s(batch, batch * context)
+        return pass_seconds * max(longest[i], tokens[i] / count / batch)
 
     def needed(z: float) -> list[int]:
         """For each, the fewest workers with which it ends by its share of z; workers + 1 if none suffice."""
@@ -178,7 +178,7 @@ def tiers(
     return counts
 
 
-def by_length(jobs: Sequence[Job]) -> tuple[list[Job], list[float]]:
+def sort_by_length(jobs: Sequence[Job]) -> tuple[list[Job], list[float]]:
     """(jobs by round and, in it, by predicted tokens to go, the longest first; these tokens)."""
     sizes = remaining(jobs).tolist()
     keys = [(job.step, -size, job.place, job.id) for job, size in zip(jobs, sizes, strict=True)]
@@ -189,12 +189,12 @@ def by_length(jobs: Sequence[Job]) -> tuple[list[Job], list[float]]:
 def remaining(jobs: Iterable[Job]) -> np.ndarray:
     """[J] predicted tokens to go, at least 1; where nothing is known the mean of the others."""
     left = np.array([job.predicted - job.generated for job in jobs], np.float64)
-    known = np.isfinite(left)
-    left[~known] = left[known].mean() if known.any() else 1.0
+    is_known = np.isfinite(left)
+    left[~is_known] = left[is_known].mean() if is_known.any() else 1.0
     return np.maximum(left, 1.0)
 
 
-def _in_stream(job: Job) -> tuple[int, int, int]:
+def _stream_order(job: Job) -> tuple[int, int, int]:
     return job.step, job.place, job.id
 
 
@@ -211,7 +211,7 @@ def _fill(
     It takes a ``piece`` of a group that it has, whose prompt is in its cache; else of the first that no
     worker has, or of which a piece waits; else of any: prefilling a prompt again costs less than idling.
     """
-    team = {one.id: _Filling(one, load, count) for one, load in zip(workers, loads, strict=True)}
+    team = {worker.id: _Assignee(worker, load, count) for worker, load in zip(workers, loads, strict=True)}
     starts = list[tuple[int, int]]()
     groups = dict[tuple[int, int], deque[tuple[int, Job, float]]]()
     for place, (job, size) in enumerate(zip(ordered, sizes, strict=True)):
@@ -219,27 +219,27 @@ def _fill(
             starts.append(team[job.home].take(job, size))
         else:
             groups.setdefault(_group(job), deque()).append((place, job, size))
-    had = Counter(group for one in team.values() for group in one.has)
-    heap = [(one.load, id) for id, one in team.items() if one.room]
+    had = Counter(group for worker in team.values() for group in worker.has)
+    heap = [(worker.load, id) for id, worker in team.items() if worker.room]
     heapq.heapify(heap)
     while heap and groups:
-        one = team[heapq.heappop(heap)[1]]
+        worker = team[heapq.heappop(heap)[1]]
         pieces = {group: piece(jobs[0][1].prompt, jobs[0][2]) for group, jobs in groups.items()}
-        mine = [group for group in groups if group in one.has]
+        own = [group for group in groups if group in worker.has]
         open = [group for group, jobs in groups.items() if not had[group] or len(jobs) >= pieces[group]]
-        chosen = min(mine or open or groups, key=lambda group: groups[group][0][0])
-        had[chosen] += chosen not in one.has
+        chosen = min(own or open or groups, key=lambda group: groups[group][0][0])
+        had[chosen] += chosen not in worker.has
         waiting = groups[chosen]
-        for _ in range(min(pieces[chosen], one.room, len(waiting))):
-            starts.append(one.take(*waiting.popleft()[1:]))
+        for _ in range(min(pieces[chosen], worker.room, len(waiting))):
+            starts.append(worker.take(*waiting.popleft()[1:]))
         if not waiting:
             del groups[chosen]
-        if one.room:
-            heapq.heappush(heap, (one.load, one.id))
+        if worker.room:
+            heapq.heappush(heap, (worker.load, worker.id))
     return tuple(starts)
 
 
-class _Filling:
+class _Assignee:
     """A worker while jobs are assigned to it."""
 
     def __init__(self, worker: Worker, load: float, count: bool) -> None:

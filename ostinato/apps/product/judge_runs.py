@@ -25,7 +25,7 @@ from ostinato.apps.product.pairs import deduplicated, extract, split
 from ostinato.apps.product.store import open_store
 from ostinato.config import Recipe
 from ostinato.env.rows import messages, raw_rows
-from ostinato.env.tasks import existing
+from ostinato.env.tasks import check_source
 from ostinato.observe.stats import wilson
 from ostinato.run import RunFolder, atomic_write
 
@@ -56,7 +56,7 @@ def preferences(source: str, holdout: float = 0.0) -> list[Preference]:
     feedback shows, the last ``holdout`` of which are "eval". ValueError by row."""
     if source.startswith(("postgresql://", "postgres://")) or Path(source).suffix in STORES:
         return _stored(source, holdout)
-    rows, _ = raw_rows(existing(source), "train", "", 0.0)
+    rows, _ = raw_rows(check_source(source), "train", "", 0.0)
     found = [_preference(row, f"row {number} of {source}") for number, row in rows]
     if not found:
         raise ValueError(f"{source} has no rows; give it pairs (docs/judge.md)")

@@ -20,7 +20,7 @@ from nouns import completion
 
 import ostinato
 from ostinato.config import Recipe
-from ostinato.env.custom import MAX_CHARS, EnvEpisode, factory, seeds
+from ostinato.env.custom import MAX_CHARS, EnvEpisode, new_factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.games import GuessNumber, PriceList
 from ostinato.env.tools import calculator, resolve_tools, schema_of
@@ -560,7 +560,7 @@ def test_what_a_step_returns_wrongly_is_named(returned: Any, sentence: str) -> N
 )
 def test_a_wrong_class_is_named_before_any_work(spec: str, params: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as refused:
-        factory(spec, params)
+        new_factory(spec, params)
     assert sentence in str(refused.value)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.env.mixture import SLACK, Mixture, arcs, counts, named, shares, turn
+from ostinato.env.mixture import SLACK, Mixture, arcs, counts, label_prompts, shares, turn
 from ostinato.env.tasks import Rows
 from ostinato.types import Prompt
 
@@ -15,7 +15,7 @@ WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 
 def stream(weights: dict[str, float], sizes: dict[str, int], seed: int = 0) -> Mixture:
     parts = {
-        name: Rows(named([Prompt(uid=str(k), text="?") for k in range(size)], name), seed=seed)
+        name: Rows(label_prompts([Prompt(uid=str(k), text="?") for k in range(size)], name), seed=seed)
         for name, size in sizes.items()
     }
     return Mixture(parts, weights, seed=seed)
@@ -65,7 +65,7 @@ def test_a_split_by_weights_has_every_task() -> None:
 
 
 def test_without_a_mixture_prompts_have_no_task() -> None:
-    (prompt,) = named([Prompt(uid="x", text="?")], "")
+    (prompt,) = label_prompts([Prompt(uid="x", text="?")], "")
     assert (prompt.uid, prompt.task) == ("x", "")
 
 

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.env.adapters import Gem, TextArena, TextWorld
-from ostinato.env.arithmetic import PHRASINGS, Family, rows, split_of
-from ostinato.env.custom import factory
+from ostinato.env.arithmetic import PHRASINGS, Family, assign_split, rows
+from ostinato.env.custom import new_factory
 from ostinato.env.rows import prompt_from_row, read
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks
 from ostinato.types import Prompt
@@ -89,11 +89,11 @@ def test_a_commuted_sum_falls_on_the_same_side() -> None:
     rng = random.Random(0)
     for _ in range(100):
         a, b = rng.randrange(1000), rng.randrange(1000)
-        assert split_of(f"{a} + {b}") == split_of(f"{b} + {a}")
+        assert assign_split(f"{a} + {b}") == assign_split(f"{b} + {a}")
 
 
 def test_an_eighth_of_the_problems_is_held_out() -> None:
-    held_out = sum(split_of(f"{a} + {b}") == "eval" for a in range(100) for b in range(a, 100))
+    held_out = sum(assign_split(f"{a} + {b}") == "eval" for a in range(100) for b in range(a, 100))
     assert 0.10 < held_out / 5050 < 0.15
 
 
@@ -556,7 +556,7 @@ def test_of_a_wordy_game_only_what_is_shown_is_read(monkeypatch: pytest.MonkeyPa
     assert game.step("#### 7")[:2] == ("lower than 7", 0.5)
     assert game.step("none")[0] == "That is none."  # without a match all of it is
     with pytest.raises(ValueError, match=r"task.env 'ostinato.env.adapters:Gem' .* unterminated"):
-        factory("ostinato.env.adapters:Gem", {"id": "wordy", "shown": "[0-9"})
+        new_factory("ostinato.env.adapters:Gem", {"id": "wordy", "shown": "[0-9"})
 
 
 def test_a_package_that_is_missing_is_named() -> None:
@@ -565,4 +565,4 @@ def test_a_package_that_is_missing_is_named() -> None:
             __import__(package)
         except ModuleNotFoundError:
             with pytest.raises(ValueError, match=f"install it: pip install {package}"):
-                factory(f"ostinato.env.adapters:{game.__name__}", params)
+                new_factory(f"ostinato.env.adapters:{game.__name__}", params)
