@@ -1,8 +1,8 @@
 """``ostinato bench kills``: one run, killed with -9 at many random moments, against an undisturbed one.
 
-Each time ``ostinato resume`` goes on with it, and is killed itself: so many seconds into a step, or while it
-loads. In the end tokens, metrics, scores and adapter have to be those of the undisturbed run, bit for bit,
-and the ledger has to count the seconds of every process.
+``ostinato train --restarts`` goes on with it each time, and its next session is killed: so many seconds into
+a step, or while it loads. In the end tokens, metrics, scores and adapter have to be those of the undisturbed
+run, bit for bit, and the ledger has to count the seconds of every session.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -25,7 +27,7 @@ from rich.table import Table
 
 from lab.contender import ContenderFailed
 from lab.faults import RECIPE, RUN_S, differences, summary_of, undisturbed
-from lab.faults_child import Child, Heartbeat, Stopped, child
+from lab.faults_child import Child, Heartbeat, Stopped, alive, child
 from lab.harness import Bench, Result, Say, columns, option
 from ostinato.lock import LOCK
 from ostinato.observe.ledger import Event, read, spells
@@ -70,10 +72,11 @@ class Kills(Bench):
             (folder,) = (place / "runs").iterdir()
             pace = _pace(RunFolder(folder))
             say(f"the undisturbed run: {_digest(wanted)}, {pace[0]:.1f} s to load, {pace[1]:.2f} s a step")
-            killed = _Killed(Path(root) / "killed", recipe, pace, heartbeat, say)
-            for moment in moments(self):
-                killed.kill(moment)
-            found, kills = killed.finish(), killed.rows()
+            with _Killed.open(Path(root) / "killed", recipe, self.kills, pace, heartbeat, say) as killed:
+                for moment in moments(self):
+                    killed.kill(moment)
+                found = killed.finish()
+            kills = killed.rows()
         differs = differences(found, wanted)
         return {
             "equal": not differs,
@@ -105,16 +108,24 @@ class Moment:
 
 
 def moments(bench: Kills) -> list[Moment]:
-    """In the order in which one run meets them; its first process is not killed while it loads."""
+    """In the order in which one run meets them; its first session is not killed while it loads. No two kills
+    while it loads are beside each other, and no two after the same step where there are enough: two restarts
+    without progress are the last."""
     random = Random(bench.seed)
     early = bench.kills - bench.late
     loading = min(math.ceil(LOADING * early), bench.kills - 1)
-    steps = [random.randrange(bench.after + 1) for _ in range(early - loading)]
-    steps += [random.randint(bench.after + 1, bench.steps - 2) for _ in range(bench.late)]
+    steps = _draw(random, range(bench.after + 1), early - loading)
+    steps += _draw(random, range(bench.after + 1, bench.steps - 1), bench.late)
     found = [Moment(step=step, part=random.random()) for step in sorted(steps)]
-    for _ in range(loading):
-        found.insert(random.randint(1, len(found)), Moment(step=None, part=random.random()))
+    for place in sorted(_draw(random, range(1, len(found) + 1), loading), reverse=True):
+        found.insert(place, Moment(step=None, part=random.random()))
     return found
+
+
+def _draw(random: Random, numbers: range, count: int) -> list[int]:
+    """``count`` of them, all different where there are so many."""
+    few = count <= len(numbers)
+    return random.sample(numbers, count) if few else [random.choice(numbers) for _ in range(count)]
 
 
 def _digest(run: Mapping[str, Any]) -> str:
@@ -129,44 +140,56 @@ def _pace(folder: RunFolder) -> tuple[float, float]:
 
 
 class _Killed:
-    """The run that is killed again and again, in ``place``."""
+    """The run whose sessions are killed again and again, in ``place``."""
 
-    def __init__(
-        self, place: Path, recipe: Sequence[str], pace: tuple[float, float], heartbeat: Heartbeat, say: Say
-    ) -> None:
-        self._place, self._logs, self._heartbeat, self._say = place, place / "runs", heartbeat, say
-        self._logs.mkdir(parents=True)
-        self._begin = ["train", *recipe, f"log.dir={self._logs}"]
+    def __init__(self, place: Path, process: Child, pace: tuple[float, float], say: Say) -> None:
+        self._logs, self._process, self._say = place / "runs", process, say
         self._loading_s, self._step_s = pace
+        self._begun, self._last = time.time(), 0  # of the session; the process of the one before
         self._rows: list[dict[str, Any]] = []
 
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        place: Path,
+        recipe: Sequence[str],
+        restarts: int,
+        pace: tuple[float, float],
+        heartbeat: Heartbeat,
+        say: Say,
+    ) -> Iterator[_Killed]:
+        """Begin the run; it has ended when the context does."""
+        logs = place / "runs"
+        logs.mkdir(parents=True)
+        command = ["train", *recipe, f"log.dir={logs}", "--restarts", str(restarts)]
+        with child(command, place, logs, heartbeat) as process:
+            yield cls(place, process, pace, say)
+
     def kill(self, moment: Moment) -> None:
-        """Begin or resume the run, and kill it at the moment."""
-        spawned = time.time()
-        with child(self._command(), self._place, self._logs, self._heartbeat) as process:
-            if moment.step is None:
-                when = moment.part * self._loading_s
-                self._wait(process, lambda: self._holder() == process.process.pid)
-            else:
-                step, when = moment.step, moment.part * self._step_s
-                self._wait(process, lambda: self._done(spawned) >= step)
-            time.sleep(when)
-            if process.process.poll() is not None:
-                raise ContenderFailed(f"the run ended before it could be killed: {process.sentence()!r}")
-            process.process.kill()
-            process.process.wait()
-            lived = time.time() - spawned
-        done = len(process.rows())
+        """Kill its session at the moment."""
+        if moment.step is None:
+            when = moment.part * self._loading_s
+            self._wait(lambda: self._holder() != 0)
+        else:
+            step, when = moment.step, moment.part * self._step_s
+            self._wait(lambda: self._done() >= step)
+        time.sleep(when)
+        self._last = self._holder()
+        if not self._last:
+            raise ContenderFailed(f"the run ended before it could be killed: {self._process.sentence()!r}")
+        os.kill(self._last, signal.SIGKILL)
+        lived, self._begun = time.time() - self._begun, time.time()
+        done = len(self._process.rows())
         what = "loading" if moment.step is None else f"step {moment.step + 1}"
         self._rows.append({"when": f"{when:.2f} s into {what}", "done": done, "lived_s": lived})
         self._say(f"kill {len(self._rows)}: {self._rows[-1]['when']}, {done} steps were done")
 
     def finish(self) -> dict[str, Any]:
-        """Resume the run to its end: all that has to be equal."""
-        with child(self._command(), self._place, self._logs, self._heartbeat) as process:
-            self._wait(process, lambda: process.process.poll() is not None)
-            if process.process.poll() != 0:
-                raise ContenderFailed(f"the run failed after its kills: {process.sentence()!r}")
+        """Wait for the end of the run: all that has to be equal."""
+        self._wait(lambda: self._process.process.poll() is not None)
+        if self._process.process.poll() != 0:
+            raise ContenderFailed(f"the run failed after its kills: {self._process.sentence()!r}")
         return summary_of(self._folder)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -185,28 +208,26 @@ class _Killed:
         (path,) = self._logs.iterdir()
         return RunFolder.open(path)
 
-    def _command(self) -> list[str]:
-        return ["resume", str(self._folder.path)] if self._rows else self._begin
-
     def _holder(self) -> int:
-        """The process that holds the run's lock, or did."""
+        """The process of the session, once it holds the run's lock; 0 before."""
         with suppress(OSError, ValueError):
-            return json.loads((self._folder.path / LOCK).read_bytes())["pid"]
+            holder = json.loads((self._folder.path / LOCK).read_bytes())["pid"]
+            return holder if holder != self._last and alive(holder) else 0
         return 0
 
-    def _done(self, since: float) -> int:
-        """Steps that are done for the process that has begun ``since``; -1 before its ledger begins. Rows of
-        metrics that it is about to do again do not count."""
+    def _done(self) -> int:
+        """Steps that are done for the session; -1 before its ledger begins. Rows of metrics that it is about
+        to do again do not count."""
         if not any(self._logs.glob("*/ledger.jsonl")):
             return -1
         rows = read(self._folder)
         starts = [at for at, row in enumerate(rows) if row["event"] == Event.START]
-        if not starts or rows[starts[-1]]["process_started"] < since:
+        if not starts or rows[starts[-1]]["process_started"] < self._begun:
             return -1
         return max(row["step"] for row in rows[starts[-1] :] if "step" in row)
 
-    def _wait(self, process: Child, condition: Callable[[], bool]) -> None:
-        limit = time.monotonic() + RUN_S
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        process, limit = self._process, time.monotonic() + RUN_S
         while time.monotonic() < limit:
             with suppress(Stopped):  # a pause of this process does no harm here
                 if process.until(condition, RUN_S):

@@ -54,6 +54,14 @@ def locked(folder: Path) -> Iterator[None]:
             file.truncate(0)
 
 
+def is_left(folder: Path) -> bool:
+    """Whether the last process that held the lock ended without giving it back."""
+    try:
+        return (folder / LOCK).stat().st_size > 0
+    except OSError:
+        return False
+
+
 def is_held(folder: Path) -> bool | None:
     """Whether a process of this machine writes ``folder``; None where the lock names none of this machine."""
     try:

@@ -2,9 +2,9 @@
 
     ostinato train RECIPE --restarts 3   ->   ostinato session RUN --recipe RECIPE   ->   ... the same again
 
-A loss is an end by a signal that this process did not send (``kill -9``, no memory, a crash in C), or by the
-exit code LOST: a ``failure.Lost`` ended the run by name. A session that finds a recipe in RUN resumes it, to
-the same bits, so that a loss costs time and nothing else. All other ends are the run's.
+A loss is an end that Python knew nothing of (``kill -9``, no memory, a crash in C, Ray's exit where its
+daemon is gone), or one by the exit code LOST: a ``failure.Lost`` ended the run by name. A session that finds
+a recipe in RUN resumes it, to the same bits: a loss costs time and nothing else. Other ends are the run's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from ostinato.lock import is_left
 from ostinato.parallel.launch import Place
 from ostinato.run import RunFolder
 from ostinato.terminal import say
@@ -46,7 +47,7 @@ def supervise(run: Path, restarts: int, command: Sequence[str]) -> int:
             done = _steps(folder)
             idle = idle + 1 if number and done <= most else 0
             most = max(most, done)
-            if session.stopped or not is_loss(code):
+            if session.stopped or not is_loss(code, run):
                 break
             cause = ending(code) if code != LOST else "it lost what its last line names"
             if number == restarts or idle == MOST_IDLE:
@@ -64,9 +65,9 @@ def session_of(run: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "ostinato", "session", str(run), *arguments]
 
 
-def is_loss(code: int) -> bool:
-    """Of an exit code as ``subprocess`` has it."""
-    return code == LOST or (code < 0 and -code not in PASSED_ON)
+def is_loss(code: int, run: Path) -> bool:
+    """Of the exit code of a session of ``run``, as ``subprocess`` has it."""
+    return code == LOST or (code < 0 and -code not in PASSED_ON) or (code == 1 and is_left(run))
 
 
 def end_with_supervisor() -> None:

@@ -34,7 +34,6 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ostinato.workers.heartbeat import Heartbeat
 from ostinato.workers.host import BUILD, Host, Place, here
 from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.process import witness
@@ -272,28 +271,35 @@ class RayRemote:
 
 
 class Watch:
-    """Checks every ``every_s`` seconds whether the cluster's head answers; ``lost`` says when it does not.
-    It stops when this process has left Ray, as a further query would start another one."""
+    """Checks every ``every_s`` seconds, in a thread, whether the cluster's head answers; ``lost`` says when
+    it does not. It stops when this process has left Ray, as a further query would start another one.
+
+    Seconds are those that were waited: a machine that slept makes no head late."""
 
     def __init__(self, every_s: float = 2.0, head_s: int = HEAD_S) -> None:
         self.lost = ""
         self._me = ray.get_runtime_context().get_node_id()
-        self._heart = Heartbeat(self._beat, self._silent, every_s=every_s, silence_s=head_s, name="watch-ray")
-        self._heart.start()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, args=(every_s, head_s), name="watch-ray", daemon=True).start()
 
     def stop(self) -> None:
-        self._heart.stop(CLOSE_S)
+        self._stopped.set()
 
-    def _beat(self, passed_s: float) -> bool:
-        """Raises RuntimeError if the head counts this host as lost."""
-        if not ray.is_initialized():
-            return True
-        if not next((node["Alive"] for node in ray.nodes() if node["NodeID"] == self._me), True):
-            raise RuntimeError("the head has lost this host")
-        return False
+    def _watch(self, every_s: float, head_s: int) -> None:
+        silent_s, left = 0.0, 0  # queries in a row without an answer
+        while silent_s < head_s:
+            answered = threading.Event()
+            at_most(every_s, lambda answered=answered: self._ask(answered))
+            left = 0 if answered.is_set() else left + 1
+            silent_s = left * 2 * every_s
+            if self._stopped.wait(every_s) or not ray.is_initialized():
+                return
+        self.lost = f"the head of the Ray cluster, or its daemon here, has not answered for {silent_s:.0f} s"
 
-    def _silent(self, seconds: float, fault: str) -> None:
-        self.lost = f"the head of the Ray cluster, or its daemon here, has not answered for {seconds:.0f} s"
+    def _ask(self, answered: threading.Event) -> None:
+        with contextlib.suppress(exceptions.RayError, OSError, RuntimeError, ValueError):
+            if next((node["Alive"] for node in ray.nodes() if node["NodeID"] == self._me), True):
+                answered.set()
 
 
 def _begin(address: str, needs: Sequence[Need], folder: Path | None) -> None:

@@ -237,7 +237,7 @@ def test_the_loss_of_ray_itself_ends_the_run_by_name(tmp_path: Path, program: st
             _, output = driver.communicate(timeout=400)
         finally:
             driver.kill()
-    assert driver.returncode == 75, output
+    assert driver.returncode == (75 if program == "gcs_server" else 1), output
     (folder,) = tmp_path.iterdir()
     last = output.strip().splitlines()[-1]
     assert last.startswith("ostinato: ") and "Ray" in last

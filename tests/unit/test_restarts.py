@@ -32,6 +32,10 @@ def sessions(run: Path, script: str, restarts: int) -> tuple[int, int]:
         ("kill -TERM $$", (143, 1)),  # of somebody else: it is meant to end
         (f"{STEP} exit {LOST}", (LOST, 4)),
         (f"{STEP} kill -KILL $$", (137, 4)),
+        (
+            f"{STEP} echo me > .lock; exit 1",
+            (1, 4),
+        ),  # past all of Python: the lock was not given back
         (f"{STEP} kill -SEGV $$", (139, 4)),
         (f"exit {LOST}", (LOST, 3)),  # two restarts in a row without a step
     ],
