@@ -2,7 +2,7 @@
 
 ``ostinato train --restarts`` goes on with it each time, and its next session is killed: so many seconds into
 a step, or while it loads. In the end tokens, metrics, scores and adapter have to be those of the undisturbed
-run, bit for bit, and the ledger has to count the seconds of every session.
+run, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import signal
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from lab.faults import RECIPE, RUN_S, differences, summary_of, undisturbed
 from lab.faults_child import Child, Heartbeat, Stopped, alive, child
 from lab.harness import Bench, Result, Say, columns, option
 from ostinato.lock import LOCK
-from ostinato.observe.ledger import Event, read, spells
+from ostinato.observe.ledger import Event, read
 from ostinato.run import RunFolder
 
 LOADING = 0.3  # share of the early kills that meet a process before its first row
@@ -76,14 +75,13 @@ class Kills(Bench):
                 for moment in moments(self):
                     killed.kill(moment)
                 found = killed.finish()
-            kills = killed.rows()
+            kills = killed.rows
         differs = differences(found, wanted)
         return {
             "equal": not differs,
             "differs": differs,
             "digests": [_digest(wanted), _digest(found)],
             "late": sum(row["done"] > self.after for row in kills),
-            "uncounted_s": max(row["lived_s"] - row["counted_s"] for row in kills),
             "kills": kills,
         }
 
@@ -91,12 +89,9 @@ class Kills(Bench):
     def table(result: Result) -> Table:
         verdict = "equal to the undisturbed run" if result["equal"] else f"DIFFERS in {result['differs']}"
         title = f"{len(result['kills'])} kills, {result['late']} of them late: {verdict}"
-        rows = (
-            (row["when"], row["done"], f"{row['lived_s']:.1f}", f"{row['counted_s']:.1f}")
-            for row in result["kills"]
-        )
+        rows = ((row["when"], row["done"], f"{row['lived_s']:.1f}") for row in result["kills"])
         title = f"{title} (adapter {result['digests'][1]})"
-        return columns(title, ("kill", "steps done", "s lived", "s counted"), rows)
+        return columns(title, ("kill", "steps done", "s lived"), rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +141,7 @@ class _Killed:
         self._logs, self._process, self._say = place / "runs", process, say
         self._loading_s, self._step_s = pace
         self._begun, self._last = time.time(), 0  # of the session; the process of the one before
-        self._rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []  # of the kills: when, steps done, seconds lived
 
     @classmethod
     @contextmanager
@@ -182,8 +177,8 @@ class _Killed:
         lived, self._begun = time.time() - self._begun, time.time()
         done = len(self._process.rows())
         what = "loading" if moment.step is None else f"step {moment.step + 1}"
-        self._rows.append({"when": f"{when:.2f} s into {what}", "done": done, "lived_s": lived})
-        self._say(f"kill {len(self._rows)}: {self._rows[-1]['when']}, {done} steps were done")
+        self.rows.append({"when": f"{when:.2f} s into {what}", "done": done, "lived_s": lived})
+        self._say(f"kill {len(self.rows)}: {self.rows[-1]['when']}, {done} steps were done")
 
     def finish(self) -> dict[str, Any]:
         """Wait for the end of the run: all that has to be equal."""
@@ -191,17 +186,6 @@ class _Killed:
         if self._process.process.poll() != 0:
             raise ContenderFailed(f"the run failed after its kills: {self._process.sentence()!r}")
         return summary_of(self._folder)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Of the kills: when, how long each process lived, and how much of that the ledger counts."""
-        counted = defaultdict[int, float](float)
-        for spell in spells(read(self._folder)):
-            counted[spell.row["session"]] += spell.gap + spell.seconds
-        if len(counted) != len(self._rows) + 1:
-            raise ContenderFailed(
-                f"the ledger has {len(counted)} sessions of {len(self._rows) + 1} processes"
-            )
-        return [row | {"counted_s": counted[n]} for n, row in enumerate(self._rows, start=1)]
 
     @property
     def _folder(self) -> RunFolder:
