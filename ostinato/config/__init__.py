@@ -8,7 +8,7 @@ needs no model is checked here; ``launch.checks.check`` checks the rest (algorit
 """
 
 from ostinato.config.paths import check_files
-from ostinato.config.recipe import Recipe, based, dump_toml, find_recipe, override
+from ostinato.config.recipe import Recipe, dump_toml, find_recipe, override, resolve_paths
 from ostinato.config.sections import (
     AdapterSection,
     AlgoSection,
@@ -34,9 +34,9 @@ __all__ = [
     "ModelSection",
     "PipelineSection",
     "Recipe",
-    "based",
     "check_files",
     "dump_toml",
     "find_recipe",
     "override",
+    "resolve_paths",
 ]

@@ -34,7 +34,7 @@ _FOLDERS = re.compile(r"(^|[:,])/(?:[^/,:@]*/)*")  # of /a/rows.jsonl, /a/file.p
 Change = Callable[[str, PathKind, str], str]  # (dotted key, kind, text) -> text
 
 
-def mapped(tree: Mapping[str, Any], section: Any, change: Change, prefix: str = "") -> dict[str, Any]:
+def map_paths(tree: Mapping[str, Any], section: Any, change: Change, prefix: str = "") -> dict[str, Any]:
     """A copy of ``tree``, the keys of ``section``, with ``change`` applied to every text that has a PathKind.
     What has another type than the section says is left to its validation."""
     result = dict(tree)
@@ -52,7 +52,9 @@ def mapped(tree: Mapping[str, Any], section: Any, change: Change, prefix: str = 
 
 def without_folders(tree: Mapping[str, Any], section: Any) -> dict[str, Any]:
     """``tree`` with names of files in place of absolute paths: what is the same in any folder."""
-    return mapped(tree, section, lambda key, kind, text: text if "://" in text else _FOLDERS.sub(r"\1", text))
+    return map_paths(
+        tree, section, lambda key, kind, text: text if "://" in text else _FOLDERS.sub(r"\1", text)
+    )
 
 
 def _sections_in(annotation: Any) -> Iterator[Any]:
@@ -66,7 +68,7 @@ def _sections(value: Any, section: Any, change: Change, prefix: str, single: boo
     """``value`` is one section, or several of them by name or in a list."""
     if isinstance(value, Mapping):
         if single:
-            return mapped(value, section, change, f"{prefix}.")
+            return map_paths(value, section, change, f"{prefix}.")
         return {key: _sections(one, section, change, f"{prefix}.{key}", True) for key, one in value.items()}
     if isinstance(value, list | tuple) and not single:
         return [_sections(one, section, change, f"{prefix}[{k}]", True) for k, one in enumerate(value)]
@@ -81,7 +83,7 @@ def _texts(value: Any, change: Callable[[str], str]) -> Any:
     return [_texts(one, change) for one in value] if isinstance(value, list | tuple) else value
 
 
-def absolute(kind: PathKind, text: str, base: Path) -> str:
+def make_absolute(kind: PathKind, text: str, base: Path) -> str:
     """``text`` with an absolute path where it names a file or a folder, a relative one beginning at ``base``;
     as it is where it names something else, or cannot be a name of a file."""
     if has_surrogate(text):
@@ -105,10 +107,10 @@ def absolute(kind: PathKind, text: str, base: Path) -> str:
             return "judge:" + ",".join(_judge(one.strip(), base) for one in judges)
         case PathKind.CODE | PathKind.REWARD:
             where, colon, name = text.rpartition(":")
-            return _joined(where, base) + colon + name if where.endswith((".py", PICKLE)) else text
+            return _absolute_path(where, base) + colon + name if where.endswith((".py", PICKLE)) else text
         case PathKind.OVERRIDE:
             raise AssertionError("a value has a kind of its own")
-    return _joined(text, base) if is_path else text
+    return _absolute_path(text, base) if is_path else text
 
 
 def _exists(text: str, base: Path) -> bool:
@@ -120,10 +122,10 @@ def _judge(text: str, base: Path) -> str:
     if text.startswith(("http://", "https://")):
         return text
     name, at, revision = text.rpartition("@") if "@" in text.rpartition("/")[2] else (text, "", "")
-    return absolute(PathKind.MODEL, name, base) + at + revision
+    return make_absolute(PathKind.MODEL, name, base) + at + revision
 
 
-def _joined(text: str, base: Path) -> str:
+def _absolute_path(text: str, base: Path) -> str:
     return os.path.normpath(base.resolve() / os.path.expanduser(text))
 
 
@@ -140,4 +142,4 @@ def check_files(recipe: Any) -> None:
             )
         return text
 
-    mapped(recipe.model_dump(mode="json"), type(recipe), look)
+    map_paths(recipe.model_dump(mode="json"), type(recipe), look)

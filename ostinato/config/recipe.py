@@ -15,7 +15,7 @@ from tomli_w import dumps
 
 from ostinato.config.explain import explain
 from ostinato.config.fields import Seed
-from ostinato.config.paths import PathKind, absolute, mapped
+from ostinato.config.paths import PathKind, make_absolute, map_paths
 from ostinato.config.sections import (
     AblateSection,
     AdapterSection,
@@ -120,15 +120,15 @@ class Recipe(Section):
     def _check_storage(self) -> None:
         if self.model.storage == "same":
             return
-        kept = f'model.storage is "{self.model.storage}"'
+        storage = f'model.storage is "{self.model.storage}"'
         if self.adapter.kind == "full":
             raise ValueError(
-                f'{kept} with adapter.kind "full", whose steps are smaller than bfloat16 can hold; use '
+                f'{storage} with adapter.kind "full", whose steps are smaller than bfloat16 can hold; use '
                 'model.storage="same" or adapter.kind="lora"'
             )
         if (layout := self.parallel.layout) not in ("", "1"):
             raise ValueError(
-                f"{kept} with parallel.layout {layout!r}, and shares of a model are stored as they are "
+                f"{storage} with parallel.layout {layout!r}, and shares of a model are stored as they are "
                 'computed; use model.storage="same", or one rank'
             )
 
@@ -252,14 +252,14 @@ class Recipe(Section):
         Raises ValueError, with one sentence, for whatever is missing, misspelt or of the wrong type.
         """
         if isinstance(source, Mapping):
-            return cls.parse(based(override(source, overrides), Path()))
+            return cls.parse(resolve_paths(override(source, overrides), Path()))
         file = find_recipe(source)
         try:
             tree = parse_toml(file.read_text(encoding="utf-8"))
         except ValueError as error:  # no TOML, or no UTF-8
             raise ValueError(f"recipe {file} is not valid TOML: {error}; fix that line") from error
         tree.setdefault("name", file.stem)
-        return cls.parse(based(override(based(tree, file.parent), overrides), Path()))
+        return cls.parse(resolve_paths(override(resolve_paths(tree, file.parent), overrides), Path()))
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> Recipe:
@@ -280,14 +280,14 @@ def find_recipe(path: str | Path) -> Path:
     file = Path(path).expanduser()
     if file.is_file():
         return file
-    known = {f.stem: f for folder in _recipe_folders() for f in sorted(folder.glob("*.toml"))}
-    if file.name == str(path) and file.stem in known and file.suffix in ("", ".toml"):
-        return known[file.stem]
-    near = difflib.get_close_matches(file.stem, known, n=1, cutoff=0.5)
+    recipes = {f.stem: f for folder in _recipe_folders() for f in sorted(folder.glob("*.toml"))}
+    if file.name == str(path) and file.stem in recipes and file.suffix in ("", ".toml"):
+        return recipes[file.stem]
+    near = difflib.get_close_matches(file.stem, recipes, n=1, cutoff=0.5)
     fix = (
         f"did you mean {near[0]}?"
         if near
-        else f"give a TOML file or one of {', '.join(known) or '(none found)'}"
+        else f"give a TOML file or one of {', '.join(recipes) or '(none found)'}"
     )
     raise ValueError(f"recipe {str(path)!r} does not exist; {fix}")
 
@@ -307,21 +307,21 @@ def _recipe_folders() -> Iterator[Path]:
             yield folder
 
 
-def based(tree: Mapping[str, Any], base: Path, section: type[Section] = Recipe) -> dict[str, Any]:
+def resolve_paths(tree: Mapping[str, Any], base: Path, section: type[Section] = Recipe) -> dict[str, Any]:
     """A copy of ``tree``, the keys of ``section``, in which relative paths (of arms too) begin at
     ``base`` and are absolute."""
 
     def change(_: str, kind: PathKind, text: str) -> str:
-        return _based_override(text, base) if kind is PathKind.OVERRIDE else absolute(kind, text, base)
+        return _resolve_override(text, base) if kind is PathKind.OVERRIDE else make_absolute(kind, text, base)
 
-    return mapped(tree, section, change)
+    return map_paths(tree, section, change)
 
 
-def _based_override(text: str, base: Path) -> str:
+def _resolve_override(text: str, base: Path) -> str:
     if "=" not in text:
         return text
     tree = override({}, [text])
-    if (moved := based(tree, base)) == tree:
+    if (moved := resolve_paths(tree, base)) == tree:
         return text
     dotted = text.partition("=")[0].strip()
     return f"{dotted}={_toml_text(reduce(getitem, dotted.split('.'), moved))}"
@@ -369,7 +369,7 @@ def merge(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """``recipe`` with ``changes`` on top: sections as mappings of keys, and keys outside of sections.
     Relative paths begin at the current folder. Raises ValueError as ``Recipe.load``."""
     tree = recipe.model_dump(mode="json")
-    for key, value in based(changes, Path()).items():
+    for key, value in resolve_paths(changes, Path()).items():
         below = tree.get(key)
         tree[key] = {**below, **value} if isinstance(value, Mapping) and isinstance(below, Mapping) else value
     return Recipe.parse(tree)

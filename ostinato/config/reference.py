@@ -134,13 +134,13 @@ def algorithm_keys() -> Iterator[tuple[str, str, str, str]]:
 
 def _choices() -> dict[str, dict[str, str]]:
     """By enumeration of ``algo`` and member: the value that a recipe writes."""
-    found: dict[str, dict[str, str]] = {}
+    choices: dict[str, dict[str, str]] = {}
     for file in sorted(ALGO.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "StrEnum" for base in node.bases):
                 members = [item for item in node.body if isinstance(item, ast.Assign)]
-                found[node.name] = {ast.unparse(m.targets[0]): ast.literal_eval(m.value) for m in members}
-    return found
+                choices[node.name] = {ast.unparse(m.targets[0]): ast.literal_eval(m.value) for m in members}
+    return choices
 
 
 def _algorithm() -> str:

@@ -19,7 +19,7 @@ from ostinato.every import NEVER, Every, spent_in_steps
 from ostinato.inputs import printable
 from ostinato.observe.concerns import unsolved
 from ostinato.observe.stats import estimate
-from ostinato.pipeline.state import unreadable
+from ostinato.pipeline.state import describe_unreadable
 from ostinato.run import GREEDY_SET, MAIN_SET
 from ostinato.terminal import Screen
 
@@ -130,7 +130,7 @@ def step_parts(row: Row, of: str, held_out: str, eta: str) -> tuple[str, str]:
     learned = [f"step {int(row['step'])}{of}", f"reward {_number(row, 'reward')}"]
     learned += [held_out] if held_out else []
     learned += [words for key, words in _ODD_STEPS.items() if row.get(key)]
-    if row.get("empty_step") and (unread := unreadable(row)):
+    if row.get("empty_step") and (unread := describe_unreadable(row)):
         learned[-1] += f": {unread}"
     took = [f"{_number(row, 'tokens_per_s', ',.0f')} tok/s", per_pass(row), shares(row), f"ETA {eta}"]
     return "  ".join(learned), "  ".join(part for part in took if part)

@@ -125,7 +125,7 @@ def busy_by_pool(
     return busy, rest
 
 
-def in_turn(busy: Mapping[str, float], seconds: float) -> dict[str, float]:
+def share_seconds(busy: Mapping[str, float], seconds: float) -> dict[str, float]:
     """Seconds by part of threads that share a pool: what they did at the same time counts once, as that of
     the first part."""
     left, counted = seconds, dict[str, float]()
@@ -161,11 +161,11 @@ def token_counts(groups: Sequence[Group]) -> dict[str, int]:
         "drafted": sum(completion.drafted for completion in completions),
         "accepted": sum(completion.accepted for completion in completions),
         "injected": sum(map(injected_tokens, trajectories)),
-        "recomputed": sum(int(np.diff(spans).sum()) for spans in recomputed(groups)),
+        "recomputed": sum(int(np.diff(spans).sum()) for spans in recomputed_spans(groups)),
     }
 
 
-def recomputed(groups: Sequence[Group]) -> list[np.ndarray]:
+def recomputed_spans(groups: Sequence[Group]) -> list[np.ndarray]:
     """For each answer that was preempted, the spans [n, 2] of positions that were recomputed."""
     turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
     return [spans for turn in turns if (spans := turn.completion.recomputed) is not None]
@@ -212,11 +212,11 @@ def token_figures(credit: Credit, batch: Batch | None, report: StepReport | None
     return row
 
 
-def ages(batch: Batch) -> Counter[int]:
+def count_ages(batch: Batch) -> Counter[int]:
     """Trained tokens by how many versions the trainer is ahead of the policy that sampled them."""
     ages = [part.staleness for part in batch.microbatches]
-    found, counts = np.unique(np.concatenate([np.empty(0, np.int32), *ages]), return_counts=True)
-    return Counter(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+    values, counts = np.unique(np.concatenate([np.empty(0, np.int32), *ages]), return_counts=True)
+    return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
 
 def tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str, float]:
@@ -262,7 +262,7 @@ def completion_work(prompt: int, answer: Completion) -> Work:
         answer.drafted - answer.accepted, answer.passes + answer.drafted - sampled if answer.passes else 0
     )
     spans = [] if answer.recomputed is None else answer.recomputed.tolist()
-    rows, pairs = (sum(of(end) - of(start) for start, end in spans) for of in (int, _causal))
+    rows, pairs = (sum(of(end) - of(start) for start, end in spans) for of in (int, _causal_pairs))
     work = _answer_work(prompt, answer.cached_tokens, answer)
     return work + Work(vain + rows, vain * (prompt + (length + 1) // 2) + pairs, vain)
 
@@ -271,7 +271,9 @@ def _answer_work(prompt: int, cached: int, answer: Completion) -> Work:
     """Of the answer to ``prompt`` tokens, of which ``cached`` were there. The last row of the prompt gives
     the logits of the first token, and the last token is never a row; injected tokens need no logits."""
     rows = prompt + max(0, len(answer.tokens) - 1)
-    return Work(rows - cached, _causal(rows) - _causal(cached), len(answer.tokens) - answer.num_injected)
+    return Work(
+        rows - cached, _causal_pairs(rows) - _causal_pairs(cached), len(answer.tokens) - answer.num_injected
+    )
 
 
 def needed_work(groups: Iterable[Group]) -> Work:
@@ -282,7 +284,7 @@ def needed_work(groups: Iterable[Group]) -> Work:
     for group in groups:
         begun: np.ndarray | None = None  # the first context of an earlier answer
         for turns in (trajectory.turns for trajectory in group.trajectories if trajectory.turns):
-            there = 0 if begun is None else _shared(begun, turns[0].context[:-1])
+            there = 0 if begun is None else _prefix_length(begun, turns[0].context[:-1])
             begun, history = (turns[0].context if begun is None else begun), 0
             for turn in turns:
                 if turn.new_row:
@@ -294,13 +296,13 @@ def needed_work(groups: Iterable[Group]) -> Work:
     return total
 
 
-def _shared(a: np.ndarray, b: np.ndarray) -> int:
+def _prefix_length(a: np.ndarray, b: np.ndarray) -> int:
     """Length of the longest common prefix."""
     size = min(len(a), len(b))
     return int(np.append(a[:size] == b[:size], False).argmin())
 
 
-def _causal(rows: int) -> int:
+def _causal_pairs(rows: int) -> int:
     """Pairs of a sequence that sees itself; below 0 for -rows that were run once more than needed."""
     return rows * (abs(rows) + 1) // 2
 
@@ -325,8 +327,8 @@ def step_flops(
     model: FlopModel, played: Sequence[Group], batch: Batch | None = None, report: StepReport | None = None
 ) -> dict[str, int]:
     """The FLOPs of a step in whole numbers, by part: of what it ``played``, of training, of measuring."""
-    found = {"sample": sampling_flops(model, played), "train": 0, "measure": 0}
-    return found | (training_flops(model, batch_work(batch), report.metrics) if batch and report else {})
+    flops = {"sample": sampling_flops(model, played), "train": 0, "measure": 0}
+    return flops | (training_flops(model, batch_work(batch), report.metrics) if batch and report else {})
 
 
 def sampling_flops(model: FlopModel, groups: Sequence[Group]) -> int:

@@ -61,19 +61,19 @@ class AdmissionRule:
         """The step that trains on a group if nothing intervenes; ``outstanding`` were admitted before it."""
         return finished + 1 + outstanding // self.prompts
 
-    def deadline(self, one: Admission) -> int:
+    def deadline(self, admission: Admission) -> int:
         """Finished steps after which ``one`` can be trained on for the last time."""
-        return one.step + self.staleness
+        return admission.step + self.staleness
 
     def choose(self, held: Sequence[Admission], finished: int) -> Selection:
         """The batch of the step after ``finished`` ones, chosen from the groups in flight, ``held``."""
-        running, size = [one for one in held if not one.ended], min(self.prompts, len(held))
+        running, size = [admission for admission in held if not admission.ended], min(self.prompts, len(held))
         if not self.overlap:
             return Selection(awaited=_places(running)) if running else Selection(batch=_places(held)[:size])
-        ended = (one for one in held if one.ended)
-        batch = set(sorted(ended, key=lambda one: (self.deadline(one), one.place))[:size])
-        left = [one for one in held if one not in batch]
-        awaited = [one for one in self._overdue(left, finished) if not one.ended]
+        ended = (admission for admission in held if admission.ended)
+        batch = set(sorted(ended, key=lambda admission: (self.deadline(admission), admission.place))[:size])
+        left = [admission for admission in held if admission not in batch]
+        awaited = [admission for admission in self._overdue(left, finished) if not admission.ended]
         if awaited or len(batch) < size:
             return Selection(awaited=_places(awaited or running))
         return Selection(batch=_places(batch))
@@ -82,9 +82,9 @@ class AdmissionRule:
         """The groups of ``left`` that are due by the first deadline by which more are due than the steps up
         to it can train on; empty if there is no such deadline."""
         order = sorted(left, key=self.deadline)
-        for i, one in enumerate(order):
-            if self.deadline(one) < finished + 1 + i // self.prompts:
-                return [other for other in order if self.deadline(other) <= self.deadline(one)]
+        for i, admission in enumerate(order):
+            if self.deadline(admission) < finished + 1 + i // self.prompts:
+                return [other for other in order if self.deadline(other) <= self.deadline(admission)]
         return []
 
     def too_old(self, held: Sequence[Admission], finished: int) -> tuple[int, ...]:
@@ -92,18 +92,20 @@ class AdmissionRule:
         recipe was changed before a resume."""
         late: list[Admission] = []
         before = 0  # with overlap a late group is played again after the others, in lockstep before them
-        for one in sorted(held, key=lambda one: (one.step if self.overlap else 0, one.place)):
-            if is_late := self.deadline(one) < finished + before // self.prompts:
-                late.append(one)
+        for admission in sorted(
+            held, key=lambda admission: (admission.step if self.overlap else 0, admission.place)
+        ):
+            if is_late := self.deadline(admission) < finished + before // self.prompts:
+                late.append(admission)
             before += not (is_late and self.overlap)
         return _places(late)
 
 
 def _places(some: Iterable[Admission]) -> tuple[int, ...]:
-    return tuple(sorted(one.place for one in some))
+    return tuple(sorted(admission.place for admission in some))
 
 
-def _broken(task: asyncio.Task[RolloutResult]) -> bool:
+def _has_failed(task: asyncio.Task[RolloutResult]) -> bool:
     return task.cancelled() or task.exception() is not None
 
 
@@ -152,27 +154,27 @@ class RolloutBuffer:
         """Restore from the spool the groups that an earlier process had in flight. Those that it does not
         have, or that would be too old by now, are returned: they are played again, by a later policy."""
         late = self.rule.too_old(ahead, finished)
-        for one in ahead:
+        for admission in ahead:
             now = time.perf_counter()
-            played = None if one.place in late else self.rounds.recall(one, version, since=now)
+            played = None if admission.place in late else self.rounds.recall(admission, version, since=now)
             if played is None:
-                self._lost.append(one._replace(ended=False))
+                self._lost.append(admission._replace(ended=False))
                 continue
-            self._held[one.place] = _Held(
-                admission=one._replace(ended=True), since=now, stage="ready", played=played
+            self._held[admission.place] = _Held(
+                admission=admission._replace(ended=True), since=now, stage="ready", played=played
             )
-            if not one.ended:  # no row of the ledger has it
-                self._fresh[one.place] = self._unjudged[one.place] = played
+            if not admission.ended:  # no row of the ledger has it
+                self._fresh[admission.place] = self._unjudged[admission.place] = played
         return list(self._lost)
 
     @property
     def ahead(self) -> list[Admission]:
         """The groups in flight that are not being trained on, in stream order."""
-        return sorted([*self._lost, *self._admissions()], key=lambda one: one.place)
+        return sorted([*self._lost, *self._admissions()], key=lambda admission: admission.place)
 
     @property
     def running(self) -> int:
-        return sum(one.played is None for one in self._held.values())
+        return sum(item.played is None for item in self._held.values())
 
     @property
     def ready(self) -> int:
@@ -181,7 +183,7 @@ class RolloutBuffer:
     @property
     def addresses(self) -> list[str]:
         """Spool addresses of the groups being trained on."""
-        return [self.rounds.address(one) for one in self._training]
+        return [self.rounds.address(admission) for admission in self._training]
 
     @property
     def is_dry(self) -> bool:
@@ -207,8 +209,8 @@ class RolloutBuffer:
             new = self._again(room, finished, version) or self._next(room, finished, version)
             if not new:
                 return
-            for one in new:
-                self._begin(one)
+            for admission in new:
+                self._begin(admission)
 
     def fresh(self) -> list[RolloutResult]:
         """The groups that have ended since the last call, in stream order: their cost is charged to the row
@@ -235,10 +237,10 @@ class RolloutBuffer:
 
     def waiting(self) -> str:
         """The groups that have waited longest, each with its stage and the seconds spent in it."""
-        running = [one for one in self._held.values() if one.played is None]
-        running.sort(key=lambda one: one.since)
+        running = [item for item in self._held.values() if item.played is None]
+        running.sort(key=lambda item: item.since)
         now, uid = time.perf_counter(), self.rounds.uid
-        named = [f"{uid(one.admission)} ({one.stage} for {now - one.since:.0f} s)" for one in running]
+        named = [f"{uid(item.admission)} ({item.stage} for {now - item.since:.0f} s)" for item in running]
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
         return ", ".join(named[:MOST_NAMED]) + more or "nothing"
 
@@ -249,18 +251,18 @@ class RolloutBuffer:
         return () if self.leaving is None else self.retired
 
     def _admissions(self) -> list[Admission]:
-        return [one.admission for one in self._held.values()]
+        return [item.admission for item in self._held.values()]
 
     def _tasks(self) -> list[asyncio.Task[RolloutResult]]:
-        return [one.task for one in self._held.values() if one.task is not None]
+        return [item.task for item in self._held.values() if item.task is not None]
 
     def _hear(self) -> None:
         """Take in what has ended."""
         self._news.clear()
-        for place, one in self._held.items():
-            if one.task is not None and one.task.done() and not _broken(one.task):
-                one.played = self._fresh[place] = self._unjudged[place] = one.task.result()
-                one.task, one.admission, one.stage = None, one.admission._replace(ended=True), "ready"
+        for place, item in self._held.items():
+            if item.task is not None and item.task.done() and not _has_failed(item.task):
+                item.played = self._fresh[place] = self._unjudged[place] = item.task.result()
+                item.task, item.admission, item.stage = None, item.admission._replace(ended=True), "ready"
 
     def _raise(self) -> None:
         """Raise the error of a group whose task has failed."""
@@ -277,9 +279,9 @@ class RolloutBuffer:
     def _again(self, room: int, finished: int, version: int) -> list[Admission]:
         """Admit lost groups again: they keep their noise and their place, and their age counts from the new
         policy."""
-        some, self._lost = self._lost[:room], self._lost[room:]
-        self._num_anew += sum(one.version != version for one in some)
-        return [one._replace(step=finished, version=version, ended=False) for one in some]
+        lost, self._lost = self._lost[:room], self._lost[room:]
+        self._num_anew += sum(admission.version != version for admission in lost)
+        return [admission._replace(step=finished, version=version, ended=False) for admission in lost]
 
     def _next(self, room: int, finished: int, version: int) -> list[Admission]:
         """New admissions from the stream; empty when every prompt has left it."""
@@ -298,15 +300,15 @@ class RolloutBuffer:
             for i, place in enumerate(places)
         ]
 
-    def _begin(self, one: Admission) -> None:
-        held = self._held[one.place] = _Held(admission=one, since=time.perf_counter())
+    def _begin(self, admission: Admission) -> None:
+        held = self._held[admission.place] = _Held(admission=admission, since=time.perf_counter())
 
         def generated() -> None:
             held.stage, held.since = "grading", time.perf_counter()
             self.on_progress()
 
         async def play() -> RolloutResult:
-            played = await self.rounds.play(one, since=held.since, generated=generated)
+            played = await self.rounds.play(admission, since=held.since, generated=generated)
             self.on_progress()
             return played
 
@@ -315,9 +317,9 @@ class RolloutBuffer:
 
     def _take(self, choice: Selection) -> TrainBatch:
         batch = [self._held.pop(place) for place in choice.batch]
-        self._training = [one.admission for one in batch]
+        self._training = [item.admission for item in batch]
         train_batch = TrainBatch(
-            batch=[one.played for one in batch if one.played is not None],
+            batch=[item.played for item in batch if item.played is not None],
             num_admitted=self._num_admitted,
             num_anew=self._num_anew,
         )

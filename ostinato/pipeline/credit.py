@@ -50,10 +50,10 @@ def assign(
     played counts, whatever its verdict.
     """
     if not algorithm.reward_coef:
-        groups, min_verdicts = [_without_verdicts(group) for group in groups], 1
+        groups, min_verdicts = [_zero_rewards(group) for group in groups], 1
     drops = [drop_reason(group, min_verdicts) for group in groups]
     rewards = [
-        _shaped(group, drop, algorithm, answer_tokens, solved_at)
+        _shape_rewards(group, drop, algorithm, answer_tokens, solved_at)
         for group, drop in zip(groups, drops, strict=True)
     ]
     by_rewards = advantages(
@@ -65,18 +65,18 @@ def assign(
     )
     values = [algorithm.reward_coef * value for value in by_rewards]
     wasted: Counter[str] = Counter()
-    made: list[Sample] = []
+    new_samples: list[Sample] = []
     for index, (group, drop, reward, value) in enumerate(zip(groups, drops, rewards, values, strict=True)):
         if drop is None and zero_variance(reward):
             drop = drops[index] = Drop.ZERO_VARIANCE if algorithm.drop_zero_variance else None
-        reasons = [_left_out(t, drop, algorithm) for t in group.trajectories]
+        reasons = [_waste_reason(t, drop, algorithm) for t in group.trajectories]
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):
             wasted[reason] += sampled_tokens(trajectory) if reason else 0
         kept = np.array([not reason for reason in reasons])
-        made += samples(group, index, np.where(kept, value, np.nan))
-    made = _with_routes(made, wasted)
-    weights = aggregation_weights(made, algorithm.aggregation, max_tokens=answer_tokens)
-    pairs = _with_gradient(list(zip(made, weights, strict=True)), algorithm, wasted)
+        new_samples += samples(group, index, np.where(kept, value, np.nan))
+    new_samples = _keep_routed(new_samples, wasted)
+    weights = aggregation_weights(new_samples, algorithm.aggregation, max_tokens=answer_tokens)
+    pairs = _keep_with_gradient(list(zip(new_samples, weights, strict=True)), algorithm, wasted)
     return Credit(
         samples=[sample for sample, _ in pairs],
         weights=[weight for _, weight in pairs],
@@ -85,13 +85,13 @@ def assign(
     )
 
 
-def _without_verdicts(group: Group) -> Group:
+def _zero_rewards(group: Group) -> Group:
     """A reward of 0 for all that was played."""
     judged = (t if t.stop in FAILED else replace(t, reward=Reward(value=0.0)) for t in group.trajectories)
     return replace(group, trajectories=tuple(judged))
 
 
-def _shaped(
+def _shape_rewards(
     group: Group, drop: Drop | None, algorithm: Algorithm, answer_tokens: int, solved_at: float
 ) -> np.ndarray:
     """Rewards [G] with the overlong penalty; all NaN for a dropped group: it affects no statistic."""
@@ -110,7 +110,7 @@ def _shaped(
     return rewards + np.where(spared, 0.0, penalty)
 
 
-def _left_out(trajectory: Trajectory, drop: Drop | None, algorithm: Algorithm) -> str:
+def _waste_reason(trajectory: Trajectory, drop: Drop | None, algorithm: Algorithm) -> str:
     """Why this member is not trained on; empty when it is."""
     if trajectory.stop in FAILED:
         return "failed"
@@ -121,16 +121,18 @@ def _left_out(trajectory: Trajectory, drop: Drop | None, algorithm: Algorithm) -
     return "truncated" if algorithm.mask_truncated and trajectory.stop is Stop.LENGTH else ""
 
 
-def _with_routes(made: list[Sample], wasted: Counter[str]) -> list[Sample]:
+def _keep_routed(new_samples: list[Sample], wasted: Counter[str]) -> list[Sample]:
     """All samples, unless only some carry routes: replay takes all or none, so the others are left out."""
-    routed = [sample for sample in made if sample.experts is not None]
-    if routed and len(routed) < len(made):
-        wasted["no_routes"] += sum(int(sample.loss_mask.sum()) for sample in made if sample.experts is None)
+    routed = [sample for sample in new_samples if sample.experts is not None]
+    if routed and len(routed) < len(new_samples):
+        wasted["no_routes"] += sum(
+            int(sample.loss_mask.sum()) for sample in new_samples if sample.experts is None
+        )
         return routed
-    return made
+    return new_samples
 
 
-def _with_gradient(
+def _keep_with_gradient(
     pairs: list[tuple[Sample, np.ndarray]], algorithm: Algorithm, wasted: Counter[str]
 ) -> list[tuple[Sample, np.ndarray]]:
     if algorithm.needs_reference or algorithm.needs_teacher or algorithm.needs_entropy:

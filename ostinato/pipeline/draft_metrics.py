@@ -52,7 +52,7 @@ class Drafting:
     def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> dict[str, float]:
         """The metrics of the step, whose rollouts took ``rollout_s``; then its answers are remembered."""
         stats = self.drafter.stats() - self._stats
-        sampled = sum(_sampled(one) for answers in _by_prompt(groups).values() for one in answers)
+        sampled = sum(_num_sampled(one) for answers in _by_prompt(groups).values() for one in answers)
         row = counts(groups) | figures(stats, sampled, rollout_s)
         row["draft/seconds_saved"] = self.saved_s() - self._saved_s
         return row | self._remember(groups, step)
@@ -66,7 +66,7 @@ class Drafting:
         for uid, answers in kept.items():
             self.store.add(uid, step, answers)
         for uid, completions in _by_prompt(groups).items():
-            self.lengths.observe(uid, [_sampled(one) for one in completions], step=step)
+            self.lengths.observe(uid, [_num_sampled(one) for one in completions], step=step)
         self.forget(group.prompt for group in groups)
         skipped = {"draft/not_remembered": float(num_skipped)} if num_skipped else {}
         return {
@@ -125,7 +125,7 @@ def _sampled_parts(completion: Completion) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True)]
 
 
-def _sampled(completion: Completion) -> int:
+def _num_sampled(completion: Completion) -> int:
     return len(completion.tokens) - completion.num_injected
 
 
@@ -136,7 +136,7 @@ def _tail(before: np.ndarray, new: np.ndarray) -> np.ndarray:
 def counts(groups: Sequence[Group]) -> dict[str, float]:
     """Draft metrics recorded in the answers themselves, including those read back from the spool."""
     passed = [one for completions in _by_prompt(groups).values() for one in completions if one.passes]
-    passes, tokens = sum(one.passes for one in passed), sum(map(_sampled, passed))
+    passes, tokens = sum(one.passes for one in passed), sum(map(_num_sampled, passed))
     drafted, accepted = sum(one.drafted for one in passed), sum(one.accepted for one in passed)
     return {
         "tokens/drafted": float(drafted),
@@ -156,11 +156,13 @@ def figures(stats: DraftStats, sampled: int, rollout_s: float) -> dict[str, floa
 
 def _by_prompt(groups: Iterable[Group]) -> dict[str, list[Completion]]:
     """All answers, empty ones left out."""
-    found: dict[str, list[Completion]] = {}
+    answers: dict[str, list[Completion]] = {}
     for group in groups:
         turns = (turn for trajectory in group.trajectories for turn in trajectory.turns)
-        found.setdefault(group.prompt.uid, []).extend(t.completion for t in turns if len(t.completion.tokens))
-    return {uid: completions for uid, completions in found.items() if completions}
+        answers.setdefault(group.prompt.uid, []).extend(
+            t.completion for t in turns if len(t.completion.tokens)
+        )
+    return {uid: completions for uid, completions in answers.items() if completions}
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -53,7 +53,7 @@ class Evaluation:
     rules: str = ""  # whatever else affects a policy's score: rewards, tools, interruption
 
 
-def held_out(evaluation: Evaluation) -> str:
+def digest_evaluation(evaluation: Evaluation) -> str:
     """Hash (twelve hex digits) of the prompts and of how they are answered and judged. Scores with different
     hashes are not comparable: even for one policy their expectations differ. The number of answers, their
     noise and the ids of a tokenizer are not in it."""
@@ -65,7 +65,7 @@ def held_out(evaluation: Evaluation) -> str:
     return _digest({"prompts": prompts, "drawn": drawn, "length": length, "rules": rules})
 
 
-def same_prompts(evaluation: Evaluation) -> str:
+def digest_prompts(evaluation: Evaluation) -> str:
     """Hash (twelve hex digits) of the prompts alone, with the columns that rewards read: it is equal for
     policies that sample or answer by different rules on the same prompts."""
     return _digest(_prompts(evaluation))
@@ -79,7 +79,7 @@ def _digest(tree: Any) -> str:
     return hashlib.sha256(to_json(tree).encode()).hexdigest()[:12]
 
 
-def due(
+def is_due(
     evaluation: Evaluation, now: Mapping[str, float], last: Mapping[str, Any] | None, *, ended: bool
 ) -> bool:
     """Whether to score the set now. ``now``: what the run has spent (``spent_in_steps``); ``last``: the set's
@@ -121,7 +121,7 @@ async def evaluate_groups(
     played = await play(replace(stage, sampling=evaluation.sampling), asks, on_group)
     seconds = time.perf_counter() - started
     about = {"step": step, "set": evaluation.name, "split": evaluation.split}
-    about |= {"held_out": held_out(evaluation), "prompts": same_prompts(evaluation)}
+    about |= {"held_out": digest_evaluation(evaluation), "prompts": digest_prompts(evaluation)}
     about |= {"weights": evaluation.weights, "samples": samples, "solved_at": evaluation.solved_at}
     groups = [item.group for item in played]
     judged = [values[np.isfinite(values)] for values in map(verdicts, groups)]

@@ -133,7 +133,7 @@ def losses(gains: Iterable[float], tolerance: float) -> np.ndarray:
     return np.minimum((1 - ratios(gains) - tolerance) / (UNIT * max(tolerance, 0.01)), 1.0)
 
 
-def kept(gains: Iterable[float]) -> tuple[float, float, float]:
+def kept_share(gains: Iterable[float]) -> tuple[float, float, float]:
     """(mean of min(rho, 1), the ends of its 95 % interval, for rows as draws)."""
     found = ratios(gains)
     mean, half = float(found.mean()), 1.96 * float(np.std(found, ddof=1)) / math.sqrt(len(found))
@@ -229,8 +229,8 @@ class Forgetting:
         ]
         answers = {index: answer async for index, answer in engine.generate(requests)}
         work = (completion_work(len(one.tokens), answers[index]) for index, one in enumerate(some))
-        found = [_answered(one, answers[index]) for index, one in enumerate(some)]
-        return [one if len(one.logprobs) else replace(one, right=False) for one in found], sum(work, Work())
+        rows = [_row_from_answer(one, answers[index]) for index, one in enumerate(some)]
+        return [one if len(one.logprobs) else replace(one, right=False) for one in rows], sum(work, Work())
 
     def look(self, step: int, totals: Mapping[str, float], batch: Batch) -> Look | None:
         """Score the next rows after the training of ``step`` on ``batch``; ``totals``: of the run before it.
@@ -258,10 +258,10 @@ class Forgetting:
     def _next(self, scores: dict[int, np.ndarray], gains: dict[int, float]) -> bool:
         """Score the next slice, for ``scores`` and ``gains`` by place; is there an alarm?"""
         places, batch = self._slices[self._state.at]
-        found = self._scores(places, batch)
-        new = {n: self._rows[n].gain(one) for n, one in found.items() if not self._rows[n].drawn}
+        new_scores = self._scores(places, batch)
+        new = {n: self._rows[n].gain(one) for n, one in new_scores.items() if not self._rows[n].drawn}
         self._spent += self._price(batch)
-        scores |= found
+        scores |= new_scores
         gains |= new
         self._gains |= new
         could = any(self._rows[n].right is not False for n in new)
@@ -271,7 +271,7 @@ class Forgetting:
 
     def _metrics(self, scores: Mapping[int, np.ndarray]) -> dict[str, float]:
         """``kept`` is over the newest score of every row, the other metrics over ``scores`` alone."""
-        mean, low, high = kept(self._gains.values())
+        mean, low, high = kept_share(self._gains.values())
         found = {
             "forgetting/kept": mean,
             "forgetting/kept_low": low,
@@ -288,7 +288,7 @@ class Forgetting:
         return found
 
     def _alarm(self, step: int) -> Alarm:
-        mean, low, high = kept(self._gains.values())
+        mean, low, high = kept_share(self._gains.values())
         sentence = (
             f"what the policy could do before is being lost: of its answers to {self.about} {mean:.0%} "
             f"[{low:.0%}, {high:.0%}] of the probability is left; lower trainer.lr, train an adapter, or "
@@ -323,7 +323,7 @@ class Forgetting:
         return {place: found[place] for place in places}
 
 
-def _answered(question: Question, answer: Completion) -> Row:
+def _row_from_answer(question: Question, answer: Completion) -> Row:
     tokens = np.concatenate([question.tokens, answer.tokens]).astype(np.int32)
     right = None if question.right is None else question.right(answer.text)
     return Row(tokens=tokens, logprobs=np.zeros(len(answer.tokens), np.float32), right=right)

@@ -209,7 +209,7 @@ class Loop:
             self.drafting.begin()
         with clock.doing("rollout" if overlap else "", Kind.WAIT):
             due = await self._feed.batch(self.state.step, self.state.version)
-        groups = [of_step(step, item.group) for item in due.batch]
+        groups = [set_step(step, item.group) for item in due.batch]
         self._failures.see(step, groups, first=step == 1)
         learned = await self._learned(groups, clock)
         version = self.state.version
@@ -355,6 +355,6 @@ class Loop:
             logger.warning(f"step {self.state.step} could not be saved: {error}")
 
 
-def of_step(step: int, group: Group) -> Group:
+def set_step(step: int, group: Group) -> Group:
     """The group, with ``step`` set to the step that trains on it."""
     return group if group.step == step else replace(group, step=step)

@@ -8,7 +8,7 @@ from ostinato.pipeline.buffer import AdmissionRule, RolloutBuffer
 from ostinato.pipeline.rounds import Rounds
 from ostinato.pipeline.spool import Spool
 from ostinato.pipeline.state import LoopState, Plan
-from ostinato.pipeline.stream import solved_for_good
+from ostinato.pipeline.stream import find_solved
 from ostinato.protocols import Tasks
 from ostinato.rollout.rollout import RolloutContext
 from ostinato.types import Group
@@ -27,7 +27,7 @@ def new_buffer(
 
     def leaving(groups: Sequence[Group], retired: Sequence[str]) -> Sequence[str]:
         rule = {"share": plan.solved_for_good, "solved_at": plan.solved_at}
-        return solved_for_good(groups, **rule, retired=frozenset(retired))
+        return find_solved(groups, **rule, retired=frozenset(retired))
 
     rounds = Rounds(
         tasks=tasks,

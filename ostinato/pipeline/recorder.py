@@ -19,13 +19,13 @@ from ostinato.observe.stability import watch_after
 from ostinato.observe.timeline import Kind, Span, kept, pool_of
 from ostinato.pipeline.account import (
     Clock,
-    ages,
     busy_by_pool,
+    count_ages,
     flop_figures,
-    in_turn,
     pending_tokens,
     pipeline_row,
-    recomputed,
+    recomputed_spans,
+    share_seconds,
     step_flops,
     step_work,
     token_counts,
@@ -83,7 +83,7 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
 
 def check_ages(batch: Batch, step: int, staleness: int) -> None:
     """The bound of the buffer once more, on the tokens themselves. Raises StalenessViolation."""
-    wrong = {age: n for age, n in ages(batch).items() if not 0 <= age <= staleness}
+    wrong = {age: n for age, n in count_ages(batch).items() if not 0 <= age <= staleness}
     if wrong:
         raise StalenessViolation(
             f"step {step} has {sum(wrong.values())} tokens that are {sorted(wrong)} versions old where "
@@ -154,7 +154,7 @@ class StepRecorder:
         row |= {"rollout/from_spool": float(sum(item.spooled for item in train_batch.batch)), **counts}
         row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
         if batch is not None and (self.plan.staleness or self.plan.overlap):
-            row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(ages(batch).items())}
+            row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(count_ages(batch).items())}
         return row | {**self.workers.extra_metrics(), **counts}  # these have a 0 for what may be counted
 
     def _seconds(
@@ -163,7 +163,7 @@ class StepRecorder:
         """Metrics of the time of a step, and of what was played for later ones."""
         total, parts = clock.read()
         ahead = pending_tokens(groups, fresh)
-        row = {"rollout/preempted": float(sum(map(len, recomputed(fresh)))), "step_time": total}
+        row = {"rollout/preempted": float(sum(map(len, recomputed_spans(fresh)))), "step_time": total}
         row |= {"tokens/pending": float(ahead)} if ahead else {}
         row["tokens_per_s"] = (sampled + ahead) / total
         for name, seconds in parts.items():
@@ -185,7 +185,7 @@ class StepRecorder:
         if known:
             return by_pool
         together = sum(map(Counter, by_pool.values()), Counter[str]())
-        return {POOL: in_turn(together, seconds)}
+        return {POOL: share_seconds(together, seconds)}
 
     def new_spans(self, *, kept: bool = True) -> list[Span]:
         """The spans of all workers since the last call; with ``kept`` after those kept for the row."""

@@ -54,34 +54,34 @@ class Rounds:
         return places(self.tasks, cursor, count or self.prompts, frozenset(retired))
 
     async def play(
-        self, one: Admission, *, since: float, generated: Callable[[], None] = lambda: None
+        self, admission: Admission, *, since: float, generated: Callable[[], None] = lambda: None
     ) -> RolloutResult:
         """Play the group, or read it from the spool, with ``since`` as its times. ``generated`` is called
         when the last answer is sampled and only the verdict is missing."""
-        found = self.recall(one, one.version, since=since)
-        if found is not None:
-            return found
-        ask = self._ask(one)
+        result = self.recall(admission, admission.version, since=since)
+        if result is not None:
+            return result
+        ask = self._ask(admission)
         played = await rollout_group(self.stage, ask, generated)
-        self.spool.put(self.address(one), played.group, until=one.step + self.staleness + 1)
+        self.spool.put(self.address(admission), played.group, until=admission.step + self.staleness + 1)
         return played
 
-    def recall(self, one: Admission, version: int, *, since: float) -> RolloutResult | None:
+    def recall(self, admission: Admission, version: int, *, since: float) -> RolloutResult | None:
         """The group as an earlier process played it; None where the spool does not have it, or where it has
         tokens of a policy later than ``version``, which does not exist in this run, or not yet."""
-        return self.spool.take(self.address(one), self._ask(one), since, newest=version)
+        return self.spool.take(self.address(admission), self._ask(admission), since, newest=version)
 
-    def uid(self, one: Admission) -> str:
+    def uid(self, admission: Admission) -> str:
         """The uid of its prompt."""
-        return self.tasks.prompt(one.place).uid
+        return self.tasks.prompt(admission.place).uid
 
-    def address(self, one: Admission) -> str:
-        return address(self._ask(one), self.stage, one.version)
+    def address(self, admission: Admission) -> str:
+        return address(self._ask(admission), self.stage, admission.version)
 
-    def _ask(self, one: Admission) -> RolloutRequest:
+    def _ask(self, admission: Admission) -> RolloutRequest:
         return RolloutRequest(
-            prompt=self.tasks.prompt(one.place),
-            seed=(self.seed, one.round, one.place),
+            prompt=self.tasks.prompt(admission.place),
+            seed=(self.seed, admission.round, admission.place),
             group_size=self.group_size,
-            step=one.round,
+            step=admission.round,
         )

@@ -10,7 +10,7 @@ from ostinato.every import spent_in_steps
 from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.account import evaluation_work
 from ostinato.pipeline.draft_metrics import Drafting
-from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups
+from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, is_due
 from ostinato.pipeline.failed import Failures
 from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.observer import Observer
@@ -49,7 +49,7 @@ class Scores:
         """Score the sets that are due; at the end of a run that is every set."""
         now = spent_in_steps(state.step, state.totals)
         for evaluation in self.evaluations:
-            if due(evaluation, now, self._last.get(evaluation.name), ended=ended):
+            if is_due(evaluation, now, self._last.get(evaluation.name), ended=ended):
                 await self._score(evaluation, state.step, now)
 
     async def remember(self, forgetting: Forgetting) -> None:

@@ -132,14 +132,14 @@ class Finished:
 
 def nothing_to_learn(state: LoopState, metrics: Path, counted: Mapping[str, float]) -> NoTrainableSamples:
     """``counted``: by tools and graders, in all steps."""
-    unread = unreadable(counted)
+    unread = describe_unreadable(counted)
     return NoTrainableSamples(
         f"{state.empty_in_a_row} steps in a row had nothing to learn from{unread and f': {unread}'}; see "
         f"groups/dropped and faults in {metrics.name}, then change the task's difficulty or fix the reward"
     )
 
 
-def unreadable(counted: Mapping[str, float]) -> str:
+def describe_unreadable(counted: Mapping[str, float]) -> str:
     """How many calls of tools could not be read, if any, in words."""
     names = [name for name in ("tools/unreadable", "agent/unreadable") if counted.get(name)]
     return ", ".join(

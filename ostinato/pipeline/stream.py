@@ -31,18 +31,18 @@ def places(tasks: Tasks, cursor: int, count: int, retired: Collection[str]) -> l
     """
     if not retired:
         return list(range(cursor, cursor + count))
-    found, index, last_there = list[int](), cursor, cursor
-    while len(found) < count:
+    indices, index, last_there = list[int](), cursor, cursor
+    while len(indices) < count:
         if tasks.prompt(index).uid not in retired:
             last_there = index
-            found.append(index)
+            indices.append(index)
         elif index - last_there >= 2 * tasks.epoch:
             return []
         index += 1
-    return found
+    return indices
 
 
-def solved_for_good(
+def find_solved(
     groups: Sequence[Group], *, share: float, solved_at: float, retired: Collection[str] = ()
 ) -> tuple[str, ...]:
     """The uids, in order, of prompts that leave: at least two members of the group have a verdict, and at

@@ -11,7 +11,7 @@ import pytest
 
 from ostinato.apps.scaling.arms.compare import read_arms
 from ostinato.config import Recipe, check_files, dump_toml, find_recipe
-from ostinato.config.paths import PathKind, absolute
+from ostinato.config.paths import PathKind, make_absolute
 
 ROOT = Path(__file__).parents[3]
 PACKAGED = sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))
@@ -90,7 +90,7 @@ def test_a_path_in_a_recipe_begins_at_its_file(apart: Path, key: str, value: Any
     ],
 )
 def test_names_stay_names(tmp_path: Path, kind: PathKind, text: str) -> None:
-    assert absolute(kind, text, tmp_path) == text
+    assert make_absolute(kind, text, tmp_path) == text
 
 
 def test_a_model_of_the_current_folder_does_not_stand_in_for_one_beside_the_recipe(apart: Path) -> None:

@@ -43,7 +43,7 @@ from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import save_peft
 from ostinato.observe.page import solved_at as solved_at_in_report
-from ostinato.pipeline.evaluate import held_out
+from ostinato.pipeline.evaluate import digest_evaluation
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
 from ostinato.types import Prompt, Sample
@@ -266,7 +266,7 @@ def test_sets_come_in_order_with_their_own_terms(tmp_path: Path) -> None:
         Every(amount=5),
         Every(amount=0),
     ]
-    assert len({held_out(one) for one in found}) == 4
+    assert len({digest_evaluation(one) for one in found}) == 4
     assert [one.sampling.temperature for one in found] == [1.0, 0.0, 1.0, 1.0]
     greedy = recipe_of().model_copy(update={"eval": recipe_of().eval.model_copy(update={"temperature": 0.0})})
     (only,) = evaluations(greedy, main, {}, stop_tokens=(7,), solved_at=1.0, weights="model")
@@ -326,7 +326,7 @@ def test_values_that_nobody_reads_do_not_tell_sets_apart() -> None:
         sets = evaluations(
             recipe, [Prompt(uid="a", text="1")], {}, stop_tokens=(7,), solved_at=1.0, weights="model"
         )
-        return held_out(sets[0])
+        return digest_evaluation(sets[0])
 
     interrupted = {"interrupt_after": [8, 12], "answer_tokens": 4}
     assert name(**interrupted, max_tokens=48) == name(**interrupted, max_tokens=64)

@@ -21,11 +21,11 @@ from ostinato.every import Every, spent_in_steps
 from ostinato.pipeline.evaluate import (
     Evaluation,
     answer_error,
-    due,
+    digest_evaluation,
+    digest_prompts,
     evaluate_groups,
-    held_out,
+    is_due,
     mean_and_error,
-    same_prompts,
 )
 from ostinato.pipeline.failed import RewardFails
 from ostinato.rollout.rollout import RolloutContext
@@ -199,7 +199,7 @@ MEASURE = Evaluation(split="eval", prompts=prompts(4), sampling=SAMPLING, sample
     ids=str,
 )
 def test_what_changes_the_expected_score_changes_its_name(change: dict[str, Any]) -> None:
-    assert held_out(replace(MEASURE, **change)) != held_out(MEASURE)
+    assert digest_evaluation(replace(MEASURE, **change)) != digest_evaluation(MEASURE)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ def test_what_changes_the_expected_score_changes_its_name(change: dict[str, Any]
     ids=str,
 )
 def test_what_does_not_change_it_does_not(change: dict[str, Any]) -> None:
-    assert held_out(replace(MEASURE, **change)) == held_out(MEASURE)
-    assert len(held_out(MEASURE)) == 12 and int(held_out(MEASURE), 16)
+    assert digest_evaluation(replace(MEASURE, **change)) == digest_evaluation(MEASURE)
+    assert len(digest_evaluation(MEASURE)) == 12 and int(digest_evaluation(MEASURE), 16)
 
 
 def test_the_prompts_have_a_name_of_their_own() -> None:
@@ -229,10 +229,10 @@ def test_the_prompts_have_a_name_of_their_own() -> None:
         {"k": 1, "samples": 8, "solved_at": 0.5},
     ]
     for change in others:
-        assert same_prompts(replace(MEASURE, **change)) == same_prompts(MEASURE)
+        assert digest_prompts(replace(MEASURE, **change)) == digest_prompts(MEASURE)
     changed = [*prompts(3), Prompt(uid="p3", text="3", columns={"answer": 7})]
-    assert same_prompts(replace(MEASURE, prompts=changed)) != same_prompts(MEASURE)
-    assert row(MEASURE)["prompts"] == same_prompts(MEASURE) != row(MEASURE)["held_out"]
+    assert digest_prompts(replace(MEASURE, prompts=changed)) != digest_prompts(MEASURE)
+    assert row(MEASURE)["prompts"] == digest_prompts(MEASURE) != row(MEASURE)["held_out"]
 
 
 # ---- when
@@ -251,10 +251,10 @@ def test_a_schedule_in_compute(costs: list[float], amount: float, skipped: set[i
         for step, cost in enumerate(costs, start=1):
             total += cost
             now = spent_in_steps(step, {"total/sampled_tokens": total})
-            if step not in skipped and due(measure, now, last, ended=False):
+            if step not in skipped and is_due(measure, now, last, ended=False):
                 found.append(step)
                 last = {"step": step, "spent": now}
-                assert not due(measure, now, last, ended=True)  # never twice
+                assert not is_due(measure, now, last, ended=True)  # never twice
         return found
 
     sums = np.cumsum([0.0, *costs])

@@ -21,7 +21,7 @@ from ostinato.pipeline.forgetting import (
     Question,
     Row,
     State,
-    kept,
+    kept_share,
     losses,
     questions_for,
     ratios,
@@ -61,7 +61,7 @@ def test_a_loss_is_a_fair_bet(gains: list[float], tolerance: float) -> None:
     lost = 1 - ratios(gains)
     assert (found >= -1 - 1e-12).all() and (found <= 1).all()
     assert found.mean() <= (lost.mean() - tolerance) / (UNIT * max(tolerance, 0.01)) + 1e-9
-    mean, low, high = kept([*gains, 0.0])
+    mean, low, high = kept_share([*gains, 0.0])
     assert 0 <= low <= mean <= high or len(gains) == 0
 
 

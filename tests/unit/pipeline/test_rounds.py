@@ -38,7 +38,7 @@ from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.credit import assign
 from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.pipeline.spool import Spool, address, newest_version
-from ostinato.pipeline.stream import places, solved_for_good
+from ostinato.pipeline.stream import find_solved, places
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
 from ostinato.run import JsonlZst, RunFolder
 from ostinato.types import (
@@ -316,12 +316,12 @@ def group(uid: str, rewards: Sequence[float | None]) -> Group:
     ],
 )
 def test_nine_of_ten_are_solved_for_good(rewards: list[float | None], leaves: bool) -> None:
-    assert solved_for_good([group("a", rewards)], share=0.9, solved_at=1.0) == ("a",) * leaves
+    assert find_solved([group("a", rewards)], share=0.9, solved_at=1.0) == ("a",) * leaves
 
 
 def test_each_leaves_once_and_in_order() -> None:
     groups = [group(uid, [1.0, 1.0]) for uid in "bacb"]
-    assert solved_for_good(groups, share=0.9, solved_at=1.0, retired={"c"}) == ("b", "a")
+    assert find_solved(groups, share=0.9, solved_at=1.0, retired={"c"}) == ("b", "a")
 
 
 # ---- the spool gives back what it was given, byte for byte, and only to those who ask the same question

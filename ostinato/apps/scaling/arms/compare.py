@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 from ostinato.apps.scaling.arms.jobs import Job, State, arm_recipe, as_run, done
 from ostinato.apps.scaling.arms.kept import prompts, slug
 from ostinato.apps.scaling.gain import Outcomes
-from ostinato.config import Recipe, based
+from ostinato.config import Recipe, resolve_paths
 from ostinato.config.explain import explain
 from ostinato.config.fields import Floats, ModelName, Overrides, Positive
 from ostinato.config.paths import PathKind
@@ -67,7 +67,7 @@ def read_arms(path: Path) -> ArmsFile:
     """Relative paths in it begin at its folder. Raises ValueError with one sentence for what is wrong."""
     try:
         tree = parse_toml(path.read_text(encoding="utf-8"))
-        found = ArmsFile.model_validate(based(tree, path.parent, ArmsFile))
+        found = ArmsFile.model_validate(resolve_paths(tree, path.parent, ArmsFile))
     except ValidationError as error:
         raise ValueError(f"{path}: {explain(error, ArmsFile, 'an arms file')}") from None
     if not found.arms:
