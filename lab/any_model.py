@@ -65,7 +65,7 @@ def tiny_config(model_type: str, **own: Any) -> Any:
         layers = min(len(kinds), 1 + max(kinds.index(kind) for kind in set(kinds)))
         layers = max(LAYERS, layers)
     for key, value in {**SMALL, **own}.items():
-        if getattr(text, key, None) is None or isinstance(getattr(text, key), list):
+        if key not in own and (getattr(text, key, None) is None or isinstance(getattr(text, key), list)):
             continue
         object.__setattr__(text, text.attribute_map.get(key, key), value)
     for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
@@ -101,7 +101,12 @@ def tiny_model(model_type: str, **own: Any) -> Any:
 
 # what a type needs beside ``SMALL`` to be a model at all
 OWN: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8},
+    "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": TOP_K},
+    "ministral": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
+    "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "head_dim": 8},
     "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8},
 }
 # of issue 39, and those that our decoder has

@@ -60,7 +60,7 @@ def find_sites(model: nn.Module) -> tuple[Site, ...]:
     for name, module in model.named_modules():
         if not _LAYER.search(f"{name}.") or _OTHER_INPUTS.search(name):
             continue
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and not _is_beside(model, name):
             outputs, inputs = module.weight.shape
             found.append(Site(name=name, role=role_of(name), outputs=outputs, inputs=inputs))
             continue
@@ -80,6 +80,13 @@ def find_sites(model: nn.Module) -> tuple[Site, ...]:
                     )
                 )
     return tuple(found)
+
+
+def _is_beside(model: nn.Module, name: str) -> bool:
+    """The last product of a Mamba layer: its kernels take the weight and call no module; PEFT refuses it."""
+    parent, _, last = name.rpartition(".")
+    kind = type(model.get_submodule(parent)).__name__.lower()
+    return last == "out_proj" and ("mamba" in kind or "mixer" in kind)
 
 
 def role_of(name: str) -> str:

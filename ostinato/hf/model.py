@@ -52,7 +52,8 @@ class TransformersModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model.eval().requires_grad_(False)
-        self._body: Any = self.model.get_decoder()
+        found = self.model.get_decoder()
+        self._body: Any = self.model.model if found is self.model else found
         self._head: Any = self.model.get_output_embeddings()
         if not isinstance(self._head, nn.Linear):
             raise ValueError(f"{type(model).__name__} has no linear head of token logits; it is no causal LM")
