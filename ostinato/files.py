@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ostinato.inputs import escaped, parse_json
+from ostinato.inputs import escape_surrogates, parse_json
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def atomic_write(path: Path, content: str | bytes | Callable[[Path], object]) ->
     try:
         with naming(path):
             if isinstance(content, str):
-                temporary.write_bytes(escaped(content).encode())
+                temporary.write_bytes(escape_surrogates(content).encode())
             elif isinstance(content, bytes):
                 temporary.write_bytes(content)
             else:

@@ -70,7 +70,7 @@ def has_surrogate(value: Any) -> bool:
     return False
 
 
-def escaped(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """``text`` with halves of surrogate pairs written as ``\\udc80``: in JSON the same value, elsewhere what
     the reader sees. What is written or printed never fails after it."""
     return text if text.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
@@ -83,6 +83,6 @@ def printable(text: str) -> str:
     return _NOT_PRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def replaced(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """``text`` with U+FFFD for halves of surrogate pairs: what a tokenizer can read."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)

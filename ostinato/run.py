@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ostinato.files import atomic_write, naming, sync, umask
-from ostinato.inputs import escaped, parse_json
+from ostinato.inputs import escape_surrogates, parse_json
 from ostinato.lock import LOCK
 from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.types import Group, Trajectory
@@ -78,7 +78,7 @@ def to_json(row: Row) -> str:
     lacks, null; what JSON cannot say (a date in a row's columns) its string; half of a surrogate pair, which
     UTF-8 lacks, its escape, which reads back as the same text."""
     text = json.dumps(_plain(row), separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
-    return escaped(text)
+    return escape_surrogates(text)
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,7 @@ from functools import cached_property
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ostinato.inputs import replaced
+from ostinato.inputs import replace_surrogates
 from ostinato.objects import load_named
 from ostinato.threads import end_python, in_thread
 from ostinato.tool_calls import Call, parse_calls
@@ -95,7 +95,7 @@ class Toolbox:
 
     def _replace_surrogates(self, text: str) -> str:
         """Lone surrogates replaced: no tokenizer takes them, and a tool can return one (``"\\ud83d"``)."""
-        readable = replaced(text)
+        readable = replace_surrogates(text)
         if readable != text:
             self.counters["tools/replaced"] += 1
         return readable

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.cli.app import main
-from ostinato.inputs import MAX_DEPTH, escaped, has_surrogate, parse_json, parse_toml, replaced
+from ostinato.inputs import (
+    MAX_DEPTH,
+    escape_surrogates,
+    has_surrogate,
+    parse_json,
+    parse_toml,
+    replace_surrogates,
+)
 
 HALF = "\ud83d"
 TEXTS = st.text(st.characters(codec=None, exclude_categories=()))  # halves of surrogate pairs too
@@ -62,15 +69,17 @@ def test_toml_that_is_nested_too_deeply_is_a_value_error() -> None:
 
 @given(TEXTS)
 def test_what_is_escaped_or_replaced_can_be_written(text: str) -> None:
-    assert escaped(text).encode().decode() == escaped(text)
-    assert len(replaced(text)) == len(text) and replaced(text).encode().decode() == replaced(text)
+    assert escape_surrogates(text).encode().decode() == escape_surrogates(text)
+    assert len(replace_surrogates(text)) == len(text) and replace_surrogates(
+        text
+    ).encode().decode() == replace_surrogates(text)
     if not has_surrogate(text):
-        assert escaped(text) == replaced(text) == text
+        assert escape_surrogates(text) == replace_surrogates(text) == text
 
 
 @given(st.dictionaries(TEXTS, st.lists(TEXTS)))
 def test_escapes_in_json_read_back_as_the_same_text(value: dict[str, list[str]]) -> None:
-    written = escaped(json.dumps(value, ensure_ascii=False))
+    written = escape_surrogates(json.dumps(value, ensure_ascii=False))
     assert json.loads(written.encode()) == json.loads(json.dumps(value))
 
 

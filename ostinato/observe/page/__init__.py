@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ostinato.inputs import escaped, parse_json
+from ostinato.inputs import escape_surrogates, parse_json
 from ostinato.observe.concerns import LOOKED_AT, concerns, failed_rewards
 from ostinato.observe.costs import cost_tables
 from ostinato.observe.figures import (
@@ -88,7 +88,7 @@ def html(data: Mapping[str, Any]) -> str:
 
 def script_json(value: Any) -> str:
     """JSON that is safe inside a script element: no "<" can end it or begin a comment."""
-    text = escaped(to_json(value))
+    text = escape_surrogates(to_json(value))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ostinato.access import STRICT, Access, is_loopback
-from ostinato.inputs import escaped
+from ostinato.inputs import escape_surrogates
 from ostinato.observe.page import html, now, state
 from ostinato.observe.rows import RunRows
 from ostinato.observe.samples import Samples
@@ -175,7 +175,9 @@ class Handler(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         if refusal := self.server.access.refusal("GET", headers, local=is_loopback(self.server.host)):
             status, sentence = refusal
-            self._send(HTTPStatus(status), escaped(f"{sentence}\n").encode(), "text/plain; charset=utf-8")
+            self._send(
+                HTTPStatus(status), escape_surrogates(f"{sentence}\n").encode(), "text/plain; charset=utf-8"
+            )
             return
         url = urlsplit(self.path)
         shown = self.server.shown
@@ -189,9 +191,11 @@ class Handler(BaseHTTPRequestHandler):
             reply = shown.routes[url.path](parse_qs(url.query, max_num_fields=64))
             text = to_json(reply)
         except ValueError as error:
-            self._send(HTTPStatus.BAD_REQUEST, escaped(f"{error}\n").encode(), "text/plain; charset=utf-8")
+            self._send(
+                HTTPStatus.BAD_REQUEST, escape_surrogates(f"{error}\n").encode(), "text/plain; charset=utf-8"
+            )
             return
-        self._send(HTTPStatus.OK, escaped(text).encode(), "application/json")
+        self._send(HTTPStatus.OK, escape_surrogates(text).encode(), "application/json")
 
     def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
         self.send_response(status)
