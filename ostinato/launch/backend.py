@@ -18,13 +18,14 @@ INSTALL = 'pip install "ostinato[transformers]"'
 
 
 def with_backend(recipe: Recipe) -> Recipe:
-    """``recipe`` with a backend in place of "auto", the reason logged; with transformers nothing is drafted.
+    """``recipe`` with a backend in place of "auto"; with transformers, the reason logged, nothing is drafted.
 
     Raises ValueError for a model that cannot be read or needs a package, and for keys that do not go with it.
     """
     if recipe.model.backend == "auto":
         name, why = chosen(model_folder(recipe.model.path))
-        logger.info(f"model.backend auto: {name}; {why}")
+        if name != "native":
+            logger.info(f"model.backend auto: {name}; {why}")
         section = recipe.model.model_copy(update={"backend": name})
         recipe = recipe.model_copy(update={"model": section})
     if recipe.model.backend != "transformers":

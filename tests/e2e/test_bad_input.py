@@ -95,7 +95,9 @@ def refusal(capsys: pytest.CaptureFixture[str], here: Path) -> Refusal:
         printed = capsys.readouterr()
         *note, sentence = printed.err.splitlines()
         assert sentence.startswith("ostinato: "), printed.err
-        assert not note or "reward" in sentence, "what a reward function was given, and its traceback"
+        assert not begun("\n".join(note)) or "reward" in sentence, (
+            "what a reward function was given, and its traceback"
+        )
         if code == 2:
             assert not begun(printed.out), "work had begun"
             assert sorted((here / "runs").glob("*")) == before, "a run folder was left behind"
@@ -122,7 +124,7 @@ TRAIN = ["train", "tiny.toml"]
         ([*TRAIN, "name=../../x"], ["name is '../../x'"]),
         ([*TRAIN, "algo.loss=gspo"], ["'gspo'", "algo.name"]),
         ([*TRAIN, "model.path=text_eos"], ["text_eos/config.json is '2'"]),
-        (["tinker", "asset:seed-moe", "--port", "0", "--state", "no_state"], ["registry.sqlite is no reg"]),
+        (["tinker", "asset:seed-moe", "--port", "0", "--state", "no_state"], ["registry.sqlite cannot be"]),
         (["train", "quickstrat"], ["recipe 'quickstrat' does not exist", "did you mean quickstart?"]),
         (["resume", "nowhere"], ["run folder nowhere holds no recipe.toml", "name the folder of a"]),
         (["eval", "nowhere"], ["'nowhere' is no run folder, recipe or model", "e.g. quickstart"]),
