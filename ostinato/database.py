@@ -14,6 +14,7 @@ from typing import Any
 
 try:
     import sqlalchemy as sa
+    from sqlalchemy import exc
 except ModuleNotFoundError:
     raise ValueError('a store needs sqlalchemy; install it: pip install "ostinato[store]"') from None
 
@@ -101,7 +102,7 @@ class Database:
                 self.insert(table, () if table.name in there else rows)
 
     def close(self) -> None:
-        with self._turn, suppress(sa.exc.SQLAlchemyError):  # a connection that is gone
+        with self._turn, suppress(exc.SQLAlchemyError):  # a connection that is gone
             self._connection.close()
 
 
@@ -135,7 +136,7 @@ def open_database(
         except BaseException:
             database.close()
             raise
-    except (sa.exc.SQLAlchemyError, ValueError, OSError) as error:
+    except (exc.SQLAlchemyError, ValueError, OSError) as error:
         if server and isinstance(error, Unavailable):
             raise
         name = "the address" if server else text  # which may hold a password
@@ -166,7 +167,7 @@ def _engine(text: str, server: bool) -> sa.Engine:
 def _answering() -> Iterator[None]:
     try:
         yield
-    except (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.PendingRollbackError) as error:
+    except (exc.OperationalError, exc.InterfaceError, exc.PendingRollbackError) as error:
         said = f"the store does not answer ({type(error).__name__}: {_said(error)})"
         raise Unavailable(said) from error
 

@@ -106,12 +106,8 @@ class TransformersModel:
         assert not on
         return self
 
-    def flops(
-        self, adapter: AdapterSpec | None, *, recompute: bool = False, entropy_gradient: bool = False
-    ) -> FlopModel:
-        return measured(
-            self.config, self.sites, adapter, recompute=recompute, entropy_gradient=entropy_gradient
-        )
+    def flops(self, adapter: AdapterSpec | None, **options: bool) -> FlopModel:
+        return measured(self.config, self.sites, adapter, **options)
 
     def logits(self, hidden: Tensor, *, ops: Ops = TORCH_OPS) -> Tensor:
         """[R, D] -> [R, V], with the soft cap and the factor of the family."""
@@ -225,7 +221,7 @@ class TransformersModel:
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             return nullcontext(), again(None if self._replay is None else self._replay.tape)
 
-        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        run: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         for layer in layers:
             layer.gradient_checkpointing, layer._gradient_checkpointing_func, layer.training = True, run, True
         try:
@@ -379,4 +375,4 @@ def load(folder: Path, *, dtype: torch.dtype, device: str) -> TransformersModel:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         said = " ".join(str(error).split())[:300]
         raise ValueError(f"transformers cannot load {folder}: {said}") from error
-    return TransformersModel(model.to(device))
+    return TransformersModel(torch.nn.Module.to(model, device))

@@ -242,7 +242,7 @@ class Store:
     def _count(self, table: sa.Table, *where: sa.ColumnElement[bool]) -> int:
         return self._db.scalar(sa.select(sa.func.count()).select_from(table).where(*where))
 
-    def _among(self, select: sa.Select[Any], key: sa.Column[Any], ids: Sequence[str]) -> Iterator[Any]:
+    def _among(self, select: Any, key: sa.Column[Any], ids: Sequence[str]) -> Iterator[Any]:
         for first in range(0, len(ids), PAGE):
             yield from self._db.rows(select.where(key.in_(ids[first : first + PAGE])))
 

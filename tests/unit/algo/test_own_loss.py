@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ostinato.algo.algorithms import algorithm, policy_loss
-from ostinato.algo.own_loss import load_loss
+from ostinato.algo.own_loss import OwnLoss, load_loss
 from ostinato.config import Recipe
 
 PPO = """
@@ -85,7 +85,7 @@ def test_it_travels_by_its_name(file: Path) -> None:
     chosen = algorithm("grpo", loss=f"{file}:ppo")
     assert json.loads(json.dumps(asdict(chosen)))["loss"] == f"{file}:ppo"
     for loss in (copy.deepcopy(chosen.loss), pickle.loads(pickle.dumps(chosen.loss))):
-        assert loss == chosen.loss and loss.function.__name__ == "ppo"
+        assert isinstance(loss, OwnLoss) and loss == chosen.loss and loss.function.__name__ == "ppo"
     assert load_loss(f"{file}:ppo") is chosen.loss, "the file is run once"
     recipe = file.with_name("mine.toml")
     recipe.write_text('[algo]\nloss = "losses.py:ppo"\n')
