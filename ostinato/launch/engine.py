@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -240,7 +240,7 @@ def training_ops(recipe: Recipe, decoder: Base) -> Ops:
     """The arithmetic of the trainer. Raises ValueError for a ``model.exact`` that cannot be had here."""
     if isinstance(decoder, TransformersModel):
         return decoder.ops
-    assert isinstance(decoder, Decoder)
+    decoder = cast(Decoder, decoder)  # the only other Base
     found = kernels(recipe, decoder)
     if not recipe.model.exact:
         return found.training if found else card_ops(recipe, decoder) or TORCH_OPS

@@ -98,7 +98,9 @@ def test_a_run_is_scored_by_compute_and_looks_ahead(whole: tuple[Path, str]) -> 
     assert [row["compute"] for row in ahead] == [row["spent"]["flops"] for row in main[1:]]
     assert ahead[-1]["n"] == len(main) - 1 >= 5
     assert f"step {STEPS}: forecast: " in out and f"step {STEPS}: hard pass@1" in out
-    assert RunRows(RunFolder(folder)).read().logs["forecast"][-1]["A"]
+    assert [row["sentence"] for row in RunRows(RunFolder(folder)).read().logs["forecast"]][-1] == ahead[-1][
+        "sentence"
+    ]
     assert '"forecasts":[{' in (folder / "report.html").read_text()
 
 

@@ -137,6 +137,9 @@ def _differs(job: Job) -> str:
             tree.pop(section, None)
     if planned["model"]["dtype"] == "auto":  # the run has what "auto" became where it began
         planned["model"]["dtype"] = there["model"]["dtype"]
+    if planned["model"]["backend"] == "auto":  # likewise; with transformers nothing is drafted
+        planned["model"]["backend"] = there["model"]["backend"]
+        planned["draft"]["enabled"] &= planned["model"]["backend"] == "native"
     for section, value in planned.items():
         if value != there[section]:
             if not isinstance(value, Mapping):
