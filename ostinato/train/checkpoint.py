@@ -23,16 +23,17 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from ostinato.failure import NamedFailure
 from ostinato.files import remedy
 from ostinato.inputs import parse_json
 from ostinato.run import atomic_folder
+
+if TYPE_CHECKING:  # the newest step of a run is looked up before its threads are chosen
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
@@ -178,6 +179,8 @@ def find_damage(path: Path) -> str:
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    from safetensors.torch import save_file
+
     save_file(
         {name: tensor.detach().contiguous() for name, tensor in checkpoint.tensors.items()}, folder / TENSORS
     )
@@ -201,6 +204,8 @@ def _read(path: Path, identity: Mapping[str, str]) -> Checkpoint:
                 f"checkpoint {path} was made with {name} = {saved.get(name)}, this run has "
                 f"{identity.get(name)}; use the recipe and the model that it was made with"
             )
+    from safetensors.torch import load_file
+
     known = {MANIFEST, STATE, TENSORS}
     names = parse_json((path / MANIFEST).read_bytes(), surrogates=True)["files"].keys() - known
     return Checkpoint(

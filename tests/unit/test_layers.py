@@ -287,6 +287,16 @@ main(sys.argv[1:])
 """
 
 
+def test_a_resumed_run_chooses_its_threads_before_torch(tmp_path: Path) -> None:
+    """`ostinato resume` looked for the newest step in a module that loads torch: engine.threads had no effect
+    on the rest of the run, and where OMP_NUM_THREADS was another number its bits were other ones."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "recipe.toml").write_text("[trainer]\nsteps = 1\n")
+    words = [sys.executable, "-c", TOO_LATE, "resume", str(tmp_path)]
+    found = subprocess.run(words, capture_output=True, text=True)
+    assert found.stdout.split()[-1:] == ["False"], found.stdout + found.stderr
+
+
 @pytest.mark.parametrize(
     "command", [["tinker", "--port", "0"], ["serve", "--port", "0"], ["generate", "--prompt", "hello"]]
 )

@@ -139,7 +139,7 @@ def _differs(job: Job) -> str:
         planned["model"]["dtype"] = there["model"]["dtype"]
     if planned["model"]["backend"] == "auto":  # likewise; with transformers nothing is drafted
         planned["model"]["backend"] = there["model"]["backend"]
-        planned["draft"]["enabled"] &= planned["model"]["backend"] == "native"
+        planned["draft"]["enabled"] &= planned["model"]["backend"] != "transformers"
     for section, value in planned.items():
         if value != there[section]:
             if not isinstance(value, Mapping):
