@@ -274,12 +274,10 @@ def test_sessions_runs_and_checkpoints_are_listed_and_deleted(server: Server) ->
     assert path in {one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints}
     assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
     rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
-    rest.publish_checkpoint_from_tinker_path(path).result()
     (changed,) = [
         x for x in rest.list_checkpoints(client.model_id).result().checkpoints if x.tinker_path == path
     ]
-    assert changed.public and changed.expires_at is None
-    rest.unpublish_checkpoint_from_tinker_path(path).result()
+    assert changed.expires_at is None
     urls = rest.get_external_weights_urls(outside).result().urls
     assert httpx2.get(urls["adapter_config.json"]).json()["r"] == 4
     session = client.model_id.split(":")[0]

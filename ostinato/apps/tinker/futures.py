@@ -1,8 +1,8 @@
 """Futures: a request is stored, acknowledged and run in order, and its result is kept until fetched.
 
 Requests of a model run one after the other by their ``seq``, in whatever order they arrive; a missing one
-holds up those after it. Samples run as they come. After a restart, pending requests run again: first, one by
-one, those that ran when the process died, and what was running at two deaths fails.
+holds up those after it. Samples run as they come. After a restart, pending requests run again; those that ran
+at two deaths of the process fail.
 """
 
 from __future__ import annotations
@@ -37,26 +37,8 @@ class Futures:
 
     def resume(self) -> None:
         """Run the pending requests of an earlier process."""
-        pending = self._registry.pending()
-        if suspects := [stored for stored in pending if stored.starts]:
-            task = asyncio.create_task(self._resume(suspects, pending))
-            self._queues.update({stored.owner: task for stored in pending})
-        else:
-            for stored in pending:
-                self._start(stored)
-
-    async def _resume(self, suspects: list[Stored], pending: list[Stored]) -> None:
-        """Run each of ``suspects`` alone, as one of them may have ended the process, and then the others."""
-        for stored in suspects:
-            await self._one(stored)
-        for owner in {stored.owner for stored in pending}:
-            del self._queues[owner]
-        tried = {stored.id for stored in suspects}
-        for stored in pending:
-            if stored.id not in tried:
-                self._start(stored)
-            elif stored.kind != SAMPLE and stored.owner not in self._queues:
-                self._queues[stored.owner] = asyncio.create_task(self._in_order(stored.owner))
+        for stored in self._registry.pending():
+            self._start(stored)
 
     def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> None:
         """Accept a request; a repeated one has no effect. UserError if its ``seq`` is used by another."""

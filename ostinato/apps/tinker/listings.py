@@ -25,10 +25,6 @@ class PathBody(Body):
     tinker_path: str
 
 
-class ProjectBody(Body):
-    project_id: str | None = None
-
-
 class CopyBody(Body):
     source_path: str
     session_id: str | None = None
@@ -52,18 +48,14 @@ class Listings:
         yield f"{RUNS}/{{run}}", "GET", self.run
         yield f"{RUNS}/{{run}}/checkpoints", "GET", self.checkpoints_of
         yield ONE, "DELETE", self.delete
-        yield f"{ONE}/publish", "POST", self.publish
-        yield f"{ONE}/publish", "DELETE", self.unpublish
         yield f"{ONE}/ttl", "PUT", self.ttl
         yield f"{ONE}/external_weights_urls", "GET", self.urls
         yield f"{ONE}/files/{{file:path}}", "GET", self.file
         yield "/checkpoints", "GET", self.checkpoints
         yield "/weights_info", "POST", self.weights_info
         yield "/copy_weights", "POST", self.copy
-        yield "/billing/usage/checkpoints/current", "GET", self.usage
         yield "/sessions", "GET", self.sessions
         yield "/sessions/{session}", "GET", self.session
-        yield "/sessions/{session}/project", "PUT", self.project
 
     async def runs(self, request: Request) -> Response:
         rows, cursor = _page([self._run(*one) for one in self._registry.all(MODEL)], request)
@@ -88,16 +80,13 @@ class Listings:
         self._work.delete(self._path(request))
         return Response(status_code=204)
 
-    async def publish(self, request: Request) -> Response:
-        return self._changed(request, public=True)
-
-    async def unpublish(self, request: Request) -> Response:
-        return self._changed(request, public=False)
-
     async def ttl(self, request: Request) -> Response:
         seconds = parsed(TtlBody, await read_body(request)).ttl_seconds
         expires = None if seconds is None else datetime.now(UTC).timestamp() + seconds
-        return self._changed(request, expires=expires)
+        path = self._path(request)
+        self._work.folder_of(path)
+        self._registry.put(CHECKPOINT, path, {**self._registry.require(CHECKPOINT, path), "expires": expires})
+        return Response(status_code=204)
 
     async def urls(self, request: Request) -> Response:
         """URLs of all files, served here; they expire with the checkpoint."""
@@ -137,12 +126,6 @@ class Listings:
         expires = None if body.ttl_seconds is None else datetime.now(UTC).timestamp() + body.ttl_seconds
         return JSONResponse({"tinker_path": self._work.copy(body.source_path, run, expires)})
 
-    async def usage(self, request: Request) -> Response:
-        """Disk usage of all checkpoints."""
-        sizes = [document["size"] for _, _, document in self._registry.all(CHECKPOINT)]
-        row = {"checkpoint_count": len(sizes), "size_bytes": sum(sizes), "size_gigabytes": sum(sizes) / 1e9}
-        return JSONResponse({"data": [row]})
-
     async def sessions(self, request: Request) -> Response:
         rows, _ = _page([id for id, _, _ in self._registry.all("session")], request)
         return JSONResponse({"sessions": rows})
@@ -158,13 +141,6 @@ class Listings:
                 "display_name": document["display_name"],
             }
         )
-
-    async def project(self, request: Request) -> Response:
-        """The project of a session; stored, but without effect on this server."""
-        id, body = request.path_params["session"], parsed(ProjectBody, await read_body(request))
-        document = self._registry.require("session", id)
-        self._registry.put("session", id, {**document, "project_id": body.project_id})
-        return Response(status_code=204)
 
     def _run(self, id: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
         rows = [_checkpoint(*one) for one in self._registry.all(CHECKPOINT, id)]
@@ -187,13 +163,6 @@ class Listings:
     def _path(self, request: Request) -> str:
         return "tinker://{run}/{kind}/{name}".format(**request.path_params)
 
-    def _changed(self, request: Request, **fields: Any) -> Response:
-        path = self._path(request)
-        self._work.folder_of(path)
-        document = self._registry.require(CHECKPOINT, path)
-        self._registry.put(CHECKPOINT, path, {**document, **fields})
-        return Response(status_code=204)
-
 
 def _page(rows: list[Any], request: Request, usual: int = 20) -> tuple[list[Any], dict[str, int]]:
     try:
@@ -213,7 +182,7 @@ def _checkpoint(path: str, created: float, document: dict[str, Any]) -> dict[str
         "time": _time(created),
         "tinker_path": path,
         "size_bytes": document["size"],
-        "public": document["public"],
+        "public": False,
         "user_metadata": document["user_metadata"],
         "expires_at": None if document["expires"] is None else _time(document["expires"]),
     }

@@ -164,7 +164,6 @@ class Work:
             "folder": self._name(folder),
             "size": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
             "expires": None if body.ttl_seconds is None else time.time() + body.ttl_seconds,
-            "public": False,
             "user_metadata": body.user_metadata,
         }
         self._registry.put(CHECKPOINT, path, document, owner=stored.owner)
@@ -194,7 +193,7 @@ class Work:
             folder = self._folder / "checkpoints" / slug(run) / kind / name
             _replaced(folder, lambda temporary: shutil.copytree(source, temporary, dirs_exist_ok=True))
             document = self._registry.require(CHECKPOINT, path)
-            changed = {"folder": self._name(folder), "request": "", "expires": expires, "public": False}
+            changed = {"folder": self._name(folder), "request": "", "expires": expires}
             self._registry.put(CHECKPOINT, copied, {**document, **changed}, owner=run)
         return copied
 

@@ -42,7 +42,7 @@
       { title: "Queue", unit: "groups", low: 0, note: "Groups at the end of the step.", keys: [["queue/running", "in play"], ["queue/ready", "ready"]] },
       { title: "Published", unit: "B", low: 0, note: "New weights on their way to the samplers, of each step.", keys: [["publish/bytes", "bytes"]] },
       { title: "Time to publish", unit: "s", low: 0, note: "Until every sampler serves them.", keys: [["publish/seconds", "seconds"]] },
-      { title: "Workers lost", unit: "", low: 0, note: "Workers that are alive, those that were replaced, answers begun again, prompts set aside.", keys: [["workers/alive", "alive", "--teal"], ["workers/restarts", "replaced workers", "--red", "if any"], ["workers/redispatched", "answers begun again", "--orange", "if any"], ["workers/quarantined", "prompts set aside", "--purple", "if any"]] },
+      { title: "Workers lost", unit: "", low: 0, note: "Workers that are alive, those that were replaced, answers begun again.", keys: [["workers/alive", "alive", "--teal"], ["workers/restarts", "replaced workers", "--red", "if any"], ["workers/redispatched", "answers begun again", "--orange", "if any"]] },
       { title: "Groups admitted", unit: "groups", low: 0, note: "Since the start: let in, trained on, not yet decided.", keys: [["groups/admitted_total", "admitted"], ["groups/trained_total", "trained on"], ["groups/outstanding", "in play"]], under: { prefix: "groups/dropped_total/" } },
     ],
     gap: [
