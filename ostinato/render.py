@@ -55,25 +55,15 @@ class Renderer:
 
         Raises ValueError for a folder without tokenizer.json or with a damaged file, and for an unread name.
         """
-        from tokenizers import Tokenizer
-
-        self.folder = folder
-        if not (folder / "tokenizer.json").is_file():
-            raise ValueError(f"tokenizer folder {folder} has no tokenizer.json; save a fast tokenizer there")
-        try:
-            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(
-                f"{folder / 'tokenizer.json'} is truncated or not a tokenizer ({error}); save it again"
-            ) from error
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
+        self.folder, self.tokenizer = folder, _load_tokenizer(folder)
         self._now = now or datetime.now()
         self._config = _read_json(folder / "tokenizer_config.json")
         self._special_names = _special_names(self._config, _read_json(folder / "special_tokens_map.json"))
         self._template_text = _template_text(folder, self._config)
         self._ends = frozenset(_end_tokens(folder))
         self._template_kwargs = template_kwargs
+        self._last_prompt: tuple[Any, np.ndarray] | None = None
+        self._last_thought: tuple[np.ndarray, bool] | None = None
         if unread := [name for name in template_kwargs if not self.reads(name)]:
             raise ValueError(
                 f"model.chat_template_kwargs has {unread[0]!r}, which the chat template of {folder} does not "
@@ -122,6 +112,12 @@ class Renderer:
     def prompt(self, prompt: Prompt) -> np.ndarray:
         """[P] int32: the context of turn 0, with what the tokenizer puts before plain text (a bos token).
         A chat that ends with the assistant's words is continued: they are the beginning of the answer."""
+        text = (prompt.text, prompt.messages, prompt.tools, prompt.template_kwargs)
+        if self._last_prompt is None or self._last_prompt[0] != text:  # siblings have the same
+            self._last_prompt = text, self._prompt_tokens(prompt)
+        return self._last_prompt[1].copy()
+
+    def _prompt_tokens(self, prompt: Prompt) -> np.ndarray:
         if prompt.messages is not None:
             continues = prompt.prefill is not None
             return self.chat(
@@ -298,6 +294,11 @@ class Renderer:
         if THINK in written or END_THINK in written:
             return written.rfind(THINK) > written.rfind(END_THINK)
         tokens = np.asarray(context)
+        if self._last_thought is None or not np.array_equal(self._last_thought[0], tokens):  # as in prompt
+            self._last_thought = tokens, self._opens_thought(tokens)
+        return self._last_thought[1]
+
+    def _opens_thought(self, tokens: np.ndarray) -> bool:
         last = int(max(np.flatnonzero(np.isin(tokens, list(self._control.ids.values()))), default=-1))
         text = self.decode(tokens[last + 1 :], skip_special=False)
         _, opened, rest = text.rpartition(THINK)
@@ -381,6 +382,22 @@ class IncrementalDecoder:
         if found:
             self.text = self.text[: min(found)]
         return bool(found)
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"tokenizer folder {folder} has no tokenizer.json; save a fast tokenizer there")
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} is truncated or not a tokenizer ({error}); save it again"
+        ) from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _unicode(text: str) -> str:

@@ -13,7 +13,7 @@ hidden dimension over the experts: A of gate and up, B of down.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -221,7 +221,22 @@ class Factors:
     def backward(self) -> None:
         pairs = [(wide, own) for wide, own in zip(self._wide, self._sums, strict=True) if own is not None]
         if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))  # type: ignore[arg-type]
+            wide, sums = zip(*pairs, strict=True)
+            _WithGradients.apply(sums, *wide).backward()
+
+
+class _WithGradients(torch.autograd.Function):
+    """A scalar whose backward gives ``sums`` to ``tensors``: ``torch.autograd.backward`` with gradients would
+    import a compiler's mathematics (a second, 50 MB) to compare their shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.sums = sums
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *ctx.sums
 
 
 def _prepare_layer(adapters: Adapters, layer: int, dtype: torch.dtype) -> LayerLora:

@@ -169,6 +169,15 @@ def test_chatml_text(chatml: Renderer) -> None:
     )
 
 
+def test_siblings_have_tokens_of_their_own_and_other_prompts_others(chatml: Renderer) -> None:
+    """A prompt is rendered once for all answers to it: what one of them does to its tokens, no other sees."""
+    one, two = (Prompt(uid="same", messages=({"role": "user", "content": text},)) for text in ("sum", "what"))
+    first, second = chatml.prompt(one), chatml.prompt(one)
+    first[:] = 0
+    for prompt, tokens in ((one, second), (two, chatml.prompt(two)), (one, chatml.prompt(one))):
+        assert np.array_equal(tokens, chatml.chat(prompt.messages or ()))
+
+
 def test_template_names_of_transformers(tmp_path: Path) -> None:
     template = (
         "{{ strftime_now('%Y') }} {{ {'a': 'é<'} | tojson }}{{ tools is none }}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -173,6 +176,25 @@ def test_factors_prepared_once_have_the_same_gradients_to_the_bit(
     for name, wanted in theirs.items():
         found = ours[name]
         assert wanted is not None and found is not None and torch.equal(found, wanted), name
+
+
+def test_the_gradients_of_factors_import_no_compiler() -> None:
+    """torch.autograd.backward with gradients imports sympy to compare their shapes: a second and 50 MB."""
+    program = (
+        "import sys, torch; from worlds import tiny_dense; from ostinato.model.config import parse_config;"
+        "from ostinato.model.lora import Factors, init_adapters;"
+        "from ostinato.model.shapes import AdapterSpec;"
+        "adapters = init_adapters(parse_config(tiny_dense()), AdapterSpec(rank=2, targets=('attn',)), 0);"
+        "factors = Factors(adapters, torch.float32);"
+        "sum(leaf.sum() for leaf in factors._leaves).backward(); factors.add(); factors.backward();"
+        "assert all(leaf.grad is not None for leaf in adapters.leaves().values());"
+        "assert 'sympy' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
 
 
 def test_ranks_of_a_multiple_give_the_same_update() -> None:
