@@ -28,6 +28,8 @@ from ostinato.tool_calls import FormOfCalls, for_template, form_of_calls
 from ostinato.types import Prompt
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from ostinato.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
@@ -302,8 +304,7 @@ class Renderer:
         last = int(max(np.flatnonzero(np.isin(tokens, list(self._control.ids.values()))), default=-1))
         text = self.decode(tokens[last + 1 :], skip_special=False)
         _, opened, rest = text.rpartition(THINK)
-        is_meant = last > 0 or not rest.partition("\n")[0].strip()
-        return bool(opened) and END_THINK not in rest and is_meant
+        return bool(opened) and END_THINK not in rest and (last > 0 or not rest.partition("\n")[0].strip())
 
     def _unsaid(self, tail: np.ndarray, answer: Sequence[int] | np.ndarray) -> np.ndarray:
         """``tail`` without the closing token that ``answer`` ends with, nor the blanks in front of it."""
