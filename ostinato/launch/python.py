@@ -24,7 +24,7 @@ def recipe_with(
     reward: Any,
     env: Any,
     loss: Any,
-    tools: Sequence[Any],
+    tools: Any,
     sections: Mapping[str, Any],
 ) -> Recipe:
     """``recipe`` (None: all defaults) with ``sections`` (``trainer={"steps": 20}``, ``seed=1``) and objects.
@@ -47,15 +47,20 @@ def recipe_with(
         if not isinstance(data, str | Path):
             task.setdefault("n_train", 0)  # all rows
     if reward is not None:
-        rewards = reward if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
-        changes["reward"] = {"functions": [name_object(value, folder, "reward") for value in rewards]}
+        changes["reward"] = {
+            "functions": [name_object(value, folder, "reward") for value in _several(reward)]
+        }
     if env is not None:
         changes["task"]["env"] = name_object(env, folder, "env")
     if loss is not None:
         changes["algo"] = {"loss": name_object(loss, folder, "loss")}
     if tools:
-        changes["task"]["tools"] = [name_object(value, folder, "tools") for value in tools]
+        changes["task"]["tools"] = [name_object(value, folder, "tools") for value in _several(tools)]
     return merge(base, {**sections, **{key: below.get(key, {}) | keys for key, keys in changes.items()}})
+
+
+def _several(objects: Any) -> Sequence[Any]:
+    return objects if isinstance(objects, Sequence) and not isinstance(objects, str) else [objects]
 
 
 def _task(data: Any, eval_data: Any, folder: Path, params: Mapping[str, Any]) -> dict[str, Any]:

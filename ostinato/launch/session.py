@@ -70,7 +70,7 @@ class Outcome:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+        prompts: str | Sequence[Mapping[str, Any]] | Sequence[str | Sequence[Mapping[str, Any]]],
         *,
         max_tokens: int = 256,
         temperature: float | None = None,
@@ -78,11 +78,13 @@ class Outcome:
         seed: int = 0,
     ) -> list[str]:
         """The trained policy's answer to each prompt: a text, which it reads as it is, or the messages of a
-        chat. None: as the model's generation_config.json says."""
+        chat; to one, or to several. None: as the model's generation_config.json says."""
         from ostinato.launch.answers import SamplingOptions, answer
 
         options = SamplingOptions(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        return outside_loop(lambda: answer(str(self.folder), prompts, options))
+        is_one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping))
+        several: Any = [prompts] if is_one else prompts
+        return outside_loop(lambda: answer(str(self.folder), several, options))
 
     def show(self) -> None:
         """Print the ten numbers that the page of the run begins with: scores before and after, cost ..."""
@@ -105,7 +107,7 @@ def learn(
     reward: Any = None,
     env: Any = None,
     loss: Any = None,
-    tools: Sequence[Any] = (),
+    tools: Any = (),
     on_step: StepCallback | None = None,
     quiet: bool = False,
     workers: str = WORKERS,
