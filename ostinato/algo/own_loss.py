@@ -77,6 +77,10 @@ def _check(loss: OwnLoss) -> None:
         raise ValueError(
             f"algo.loss {str(loss)!r} raised {type(error).__name__}: {error}, on three tokens; fix it"
         ) from error
+    if not torch.isfinite(values).all():
+        raise ValueError(
+            f"algo.loss {str(loss)!r} is {values.tolist()} on three tokens; make it finite there"
+        )
     if not values.requires_grad:
         raise ValueError(
             f"algo.loss {str(loss)!r} gives a loss without a gradient, so nothing is learned; compute it "

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ostinato.env.dialogue import Words, append_answer
+from ostinato.env.rows import to_chat
 from ostinato.env.tools import Message, Toolbox, call_in_time
 from ostinato.inputs import has_surrogate
 from ostinato.objects import load_named
@@ -157,14 +159,14 @@ class EnvEpisode:
 
     async def open(self) -> None:
         """Make and reset the environment."""
-        columns, messages = self._prompt.columns, list(self._prompt.messages or ())
+        columns, messages = self._prompt.columns, list(to_chat(self._prompt).messages or ())
         seed = int.from_bytes(hashlib.sha256(self._prompt.uid.encode()).digest()[:4], "big") >> 1
         async with self._opening:
             self._env = env = await self._call("__init__", self._make)
             text = await self._call("reset", partial(_reset, env, int(columns.get("seed", seed)), columns))
         tools = {name: getattr(env, name) for name in getattr(env, "tools", ())}
         self._tools = Toolbox(tools, self._timeout_s, self._counters)
-        self._prompt = replace(self._prompt, tools=(*self._prompt.tools, *self._tools.schemas))
+        self._prompt = replace(to_chat(self._prompt), tools=(*self._prompt.tools, *self._tools.schemas))
         last = len(messages) - 1 - (self._prompt.prefill is not None)  # the assistant's words stay behind it
         new = [{"role": "user", "content": text}] if text else []
         chat = [*messages[:last], *new, *messages[last + len(new) :]]
@@ -194,13 +196,11 @@ class EnvEpisode:
             action = completion.text
             if completion.stop is Stop.STRING:  # the stop string is part of the action
                 action = self._renderer.decode(completion.tokens)
-            reply, reward, ended, cut, *_ = await self._call("step", self._env.step, action=action)
-            self.reward += _number(reward)
-            is_chat = isinstance(reply, list | tuple)
-            fresh = list(reply) if is_chat else []
-            for text in [message["content"] for message in fresh] if is_chat else [reply]:
-                _text(text, "step")
-            replies, over = [{"role": "user", "content": reply}], bool(ended or cut)
+            result = await self._call("step", partial(self._env.step, action))
+            reply, reward, over = _read_step(result)
+            self.reward += reward
+            fresh = [] if isinstance(reply, str) else reply
+            replies = [{"role": "user", "content": reply}]
         if over or not self._turns_left:
             return None
         if fresh:
@@ -213,11 +213,34 @@ class EnvEpisode:
         self._messages.extend(replies)
         return context
 
+    async def try_step(self, action: str) -> str:
+        """One step of an environment that is open, before a run. Returns what it raises, "" for nothing: not
+        every action is one. Raises TypeError or ValueError for a result that no action could mend."""
+        assert self._env is not None
+        inspect.signature(self._env.step).bind(action)
+        try:
+            result = await self._call("step", partial(self._env.step, action))
+        except Exception as error:  # a user's code
+            return f"{type(error).__name__}: {error}"
+        _read_step(result)
+        return ""
+
     async def close(self) -> None:
         """Close the environment; later calls do nothing."""
         if self._env is not None:
             env, self._env = self._env, None
             await self._call("close", partial(_close, env))
+
+
+def _read_step(result: Any) -> tuple[str | list[Message], float, bool]:
+    """(reply, reward, is the episode over) of what ``step`` returns. Raises TypeError or ValueError."""
+    if not isinstance(result, tuple) or len(result) < 4:
+        raise TypeError(f"step() gives {result!r:.80}; return (reply, reward, terminated, truncated, info)")
+    reply, reward, ended, cut, *_ = result
+    is_chat = isinstance(reply, list | tuple)
+    for text in [message["content"] for message in reply] if is_chat else [reply]:
+        _text(text, "step")
+    return list(reply) if is_chat else reply, _number(reward), bool(ended or cut)
 
 
 def _number(reward: Any) -> float:

@@ -70,13 +70,16 @@ def read(
         first_row.setdefault(prompt.uid, number)
         prompts.append(prompt)
     _check_answers(prompts)
+    contents = list[str]()
     if holdout and not has_splits:
         contents = [json.dumps([row.text, row.messages], sort_keys=True) for row in prompts]
         mask = holdout_mask(contents, holdout)
         prompts = [row for row, is_held in zip(prompts, mask, strict=True) if is_held == (split == "eval")]
     if not prompts:
+        rows = f" of its {len(contents)}, {len({*contents})} of them different" if contents else ""
         raise ValueError(
-            f"task.source {source} has no rows for {split}; check the file and task.params.holdout"
+            f"task.source {source} has no rows for {split}{rows}; check the file and task.params.holdout, "
+            "which cuts between different prompts"
         )
     return prompts
 
@@ -159,7 +162,8 @@ def messages(content: Any, where: str = "") -> tuple[dict[str, Any], ...]:
         at = f"{of_row}message {number} of the chat"
         if not isinstance(message, Mapping):
             raise ValueError(
-                f"{at} is a {type(message).__name__}; give a text, or a chat of {{role, content}}"
+                f"{at if chat is content else f'{of_row}the prompt'} is of type {type(message).__name__}; "
+                "give a text, or a chat of {role, content}"
             )
         calls, text = message.get("tool_calls"), message.get("content")
         if not isinstance(message.get("role"), str):

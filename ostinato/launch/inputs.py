@@ -237,9 +237,9 @@ def overlong(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context
         )
     episode = environment(recipe, renderer)
 
-    def length_of(row: Prompt) -> int:
+    def length_of(row: Prompt, tries: bool = False) -> int:
         try:
-            return asyncio.run(_tokens_of(episode(row)))
+            return asyncio.run(_tokens_of(episode(row), row, tries))
         except Exception as error:
             task = recipe.task.by_name[row.task]
             if isinstance(error, ValueError) or not task.env:
@@ -251,6 +251,8 @@ def overlong(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context
     # The longest prompt and the one of most messages bound what the template adds to any other.
     longest_of = (int(np.argmax(counts)) for counts in (sizes, [len(row.messages or ()) for row in rows]))
     added = max(length_of(rows[at]) for at in {*longest_of})
+    for first in {row.task: row for row in reversed(rows)}.values():
+        length_of(first, tries=True)
     for row, size in zip(rows, sizes, strict=True):
         if size + added <= room or (length := length_of(row)) <= room:
             continue
@@ -263,10 +265,15 @@ def overlong(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context
     return too_long
 
 
-async def _tokens_of(env: Env) -> int:
-    """Of its first context."""
+async def _tokens_of(env: Env, row: Prompt, tries: bool) -> int:
+    """Of its first context. With ``tries`` an environment of one's own is given an answer, too."""
     try:
-        return len(await first_context(env))
+        length = len(await first_context(env))
+        if tries and isinstance(env, EnvEpisode):
+            error = await env.try_step(str(row.columns.get("answer") or "I do not know."))
+            if error:
+                log.warning(f"the environment of {row.where} raised on a first answer: {error}")
+        return length
     finally:
         await close_env(env)
 

@@ -33,6 +33,10 @@ def recipe_with(
     """
     if isinstance(recipe, Recipe) and overrides:
         raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
+    if recipe is None and data is None and not any(key.startswith("task") for key in (*overrides, *sections)):
+        raise ValueError(
+            'data is not given; give rows, a file of them, or the name of a source: "arithmetic"'
+        )
     base = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe or {"name": "learn"}, *overrides)
     below = {key: dict(value) for key, value in sections.items() if isinstance(value, Mapping)}
     folder = Path(below.get("log", {}).get("dir", base.log.dir)).absolute() / OBJECTS

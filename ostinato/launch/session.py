@@ -213,6 +213,10 @@ def _train(
     on_step: StepCallback | None,
 ) -> Outcome:
     """``changed``: sections of the recipe that overrides of a resumed run name; None: a new run."""
+    if on_step is not None and not callable(on_step):
+        raise ValueError(
+            f"on_step is {on_step!r:.80}, which is not callable; give a function of a row of metrics"
+        )
     if recipe.sft.loss != "off":
         raise ValueError(f'sft.loss is "{recipe.sft.loss}"; run ostinato sft, or set sft.loss="off" for RL')
     with _interrupted_before(path):

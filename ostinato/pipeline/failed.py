@@ -20,6 +20,7 @@ from ostinato.types import Group, Trajectory
 
 TRAIN = "train"  # ``part`` of a training step; its other values are names of evaluation sets
 MAX_SHOWN = 1000  # characters of a completion
+SKIPPED = "skipped"  # the reason of a reward without a value to which every function gave None
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ class Failures:
 
     def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, first: bool = False) -> None:
         """Record the failures in the answers of ``part`` at ``step``. Raises RewardFails where they are the
-        ``first`` answers and a function failed for all of them, once that is recorded too."""
+        ``first`` answers and a function failed for all of them, once that is recorded too; or, in training,
+        where all functions skipped all of them (None)."""
         rows = failures(groups)
         stopped = first and any(row["count"] == row["of"] for row in rows)
         if rows:
@@ -84,6 +86,13 @@ class Failures:
         if stopped:
             what = f"the evaluation of the set {part}" if part != TRAIN else "training"
             refuse(rows, f"{what} at step {step}")
+        rewards = [one.reward for group in groups for one in group.trajectories if one.reward]
+        if first and part == TRAIN and rewards and all(reward.reason == SKIPPED for reward in rewards):
+            raise RewardFails(
+                f"no reward function gave a number to any of the {len(rewards)} answers of training at step "
+                f"{step}: each returned None, a skip; return a number, or give the rows what it needs",
+                f"functions: {', '.join(rewards[0].parts)}",
+            )
         self._log(step, groups)
 
     def _log(self, step: int, groups: Sequence[Group]) -> None:

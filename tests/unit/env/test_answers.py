@@ -141,7 +141,7 @@ REFUSED = [
     ({"messages": [USER]}, "no assistant turn"),
     ({"messages": [ANSWER | {"tool_calls": [{"id": "1"}]}]}, "tool_calls"),
     ({"messages": [USER, ANSWER], "tools": [{"name": "x"}]}, "tools"),
-    ({"messages": "hello"}, "message 0 of the chat is a str"),
+    ({"messages": "hello"}, "the prompt is of type str"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 1 of the chat"),
     ({"prompt": "2+2="}, "no 'completion'"),
     ({"prompt": "2+2=", "completion": [ANSWER]}, "a text and the other a chat"),

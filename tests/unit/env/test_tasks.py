@@ -168,7 +168,7 @@ def test_a_text_prompt_has_empty_columns_of_the_template() -> None:
         ({"prompt": "2+2?", "answer": None}, "row 2 of .* has no answer"),
         ({"prompt": [{"role": "user"}], "answer": "4"}, "row 2 of .* message 0 .* 'content' null"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "4"}, "'content' a list"),
-        ({"prompt": 5, "answer": "4"}, "row 2 of .* message 0 .* int"),
+        ({"prompt": 5, "answer": "4"}, "row 2 of .* the prompt is of type int"),
         ({"prompt": "2+2?", "answer": "4", "tools": '[{"type": "function"}]'}, "row 2 of .* 'tools'"),
         ({"prompt": "2+2?", "answer": "4", "chat_template_kwargs": {"a": 1}}, "'chat_template_kwargs'"),
         ({"prompt": "2+2?", "answer": "4", "completions": 1}, "row 2 of .* has a column 'completions'"),

@@ -1,0 +1,82 @@
+"""What a user gives wrongly to ``learn`` ends before any answer is sampled, in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato import learn
+from ostinato.pipeline.failed import RewardFails
+
+ROWS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(40)]
+SMALL: dict[str, Any] = {
+    "model": "asset:seed-moe",
+    "trainer": {"steps": 1},
+    "rollout": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 4},
+    "eval": {"n": 2, "every": 0},
+    "quiet": True,
+}
+
+
+class Talks:
+    """An environment on rows of plain text."""
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    def step(self, said: str) -> Any:
+        return "go on", 1.0, True, False, {}
+
+
+class TalksBadly(Talks):
+    def step(self, said: str) -> Any:
+        return "go on"
+
+
+class PaysInWords(Talks):
+    def step(self, said: str) -> Any:
+        return "go on", "1", True, False, {}
+
+
+def skip(completions: list[Any], **columns: Any) -> list[None]:
+    return [None for _ in completions]
+
+
+def infinite(new: Any, old: Any, advantages: Any, *, sample_idx: Any, num_samples: int) -> Any:
+    return new / 0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"data": None}, "data is not given"),
+        ({"data": ROWS[:1] * 20}, "of its 20, 1 of them different"),
+        ({"data": [{"prompt": 3}, *ROWS]}, "the prompt is of type int"),
+        ({"env": TalksBadly, "reward": "env"}, "step() gives 'go on'"),
+        ({"env": PaysInWords, "reward": "env"}, "the reward '1', a str"),
+        ({"loss": infinite}, "make it finite"),
+        ({"on_step": 3}, "on_step is 3"),
+    ],
+)
+def test_it_is_refused_before_work(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        learn(**{**SMALL, "data": ROWS, "log": {"dir": str(tmp_path / "runs")}, **given})
+    assert words in str(refused.value)
+    assert not list((tmp_path / "runs").glob("learn-*")), "a run was begun"
+
+
+def test_a_step_in_which_every_reward_skips_every_answer_ends_the_run(tmp_path: Path) -> None:
+    """It was done, with exit code 0, and had learned nothing."""
+    with pytest.raises(RewardFails, match="each returned None"):
+        learn(**SMALL, data=ROWS, reward=skip, log={"dir": str(tmp_path)})
+
+
+def test_an_environment_may_have_rows_of_plain_text(tmp_path: Path) -> None:
+    """They were refused: "give exactly one of text and messages"."""
+    outcome = learn(
+        **{**SMALL, "rollout": {**SMALL["rollout"], "max_tokens": 64}},
+        **{"data": ROWS, "env": Talks, "reward": "env", "log": {"dir": str(tmp_path)}},
+    )
+    assert outcome.step == 1
