@@ -7,9 +7,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS   ?=
 
-# One worker per core. A file stays with one worker, since its tests share what its fixtures have run; files with
-# long tests (e2e) come first, so that the workers end together.
-PYTEST := $(BIN)/python -m pytest tests/e2e tests/unit lab/tests -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# One worker per core, at most 8; half as many again where slow tests run, which wait for processes of their own. A
+# file stays with one worker, since its tests share what its fixtures have run; files with long tests (e2e) come
+# first, so that the workers end together.
+PYTEST := $(BIN)/python -m pytest tests/e2e tests/unit lab/tests --dist loadfile --no-loadscope-reorder
+CORES  := $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.physicalcpu); echo $$((n < 8 ? n : 8)))
+MORE   := $(shell echo $$(($(CORES) * 3 / 2)))
 
 .PHONY: help quickstart test test-slow test-all test-lab lint docs format bench gpu-check gpu-wheels clean
 
@@ -28,15 +31,17 @@ quickstart: $(VENV)/.base
 	$(BIN)/ostinato train recipes/quickstart.toml $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not slow and not lab" $(ARGS)
+	$(PYTEST) -n $(CORES) -m "not slow and not lab" $(ARGS)
 
 test-slow: $(VENV)/.dev
-	$(PYTEST) -m "slow and not lab" $(ARGS)
+	$(PYTEST) -n $(MORE) -m "slow and not lab" $(ARGS)
 
-test-all: test test-slow
+# both in one run: modules are imported once, and the fast ones run while slow ones wait
+test-all: $(VENV)/.dev
+	$(PYTEST) -n $(MORE) -m "not lab" $(ARGS)
 
 test-lab: $(VENV)/.dev
-	$(PYTEST) -m lab $(ARGS)
+	$(PYTEST) -n $(MORE) -m lab $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

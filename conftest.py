@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import signal
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +46,7 @@ for _number, _usual in (
 
 REPOSITORY = Path(__file__).parent
 BUDGET_S = 1.0  # of the processor, for a unit test that is not marked slow
-DEAREST = 10  # tests that are listed at the end
+DEAREST = 10  # files, and tests, that are listed at the end
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -55,6 +56,11 @@ def pytest_xdist_setupnodes() -> None:
 
     with contextlib.suppress(BuildError):  # without a compiler the tests of native kernels are skipped
         load()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that the workers end together."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -78,6 +84,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not spent:
         return
     terminalreporter.section(f"{sum(cpu_s for cpu_s, _ in spent):.0f} CPU seconds in tests, fixtures aside")
+    files = Counter[str]()
+    for cpu_s, report in spent:
+        files[report.nodeid.partition("::")[0]] += cpu_s  # pyright: ignore[reportArgumentType]
+    for name, cpu_s in files.most_common(DEAREST):
+        terminalreporter.write_line(f"{cpu_s:8.2f} s  {name}")
     for idx, (cpu_s, report) in enumerate(spent):
         over = cpu_s > BUDGET_S and report.nodeid.startswith("tests/unit/") and not _is_slow(report)
         if idx < DEAREST or over:

@@ -105,8 +105,11 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "workers",
     [
-        ("cluster.samplers=1",),
-        ("cluster.samplers=3", "pipeline.placement=longest-first", "engine.max_batch=4"),
+        pytest.param(("cluster.samplers=1",), marks=pytest.mark.lab),
+        pytest.param(
+            ("cluster.samplers=3", "pipeline.placement=longest-first", "engine.max_batch=4"),
+            marks=pytest.mark.lab,
+        ),
         ("cluster.samplers=2", "cluster.remote_trainer=true", "cluster.graders=2", "cluster.pin=true"),
     ],
     ids=["one", "three", "all"],
@@ -172,7 +175,7 @@ def workers(root: Path) -> list[dict[str, Any]]:
     return [row for file in root.glob("*/workers.json") for row in json.loads(file.read_text())]
 
 
-@pytest.mark.parametrize("worker", ["sampler-0", "trainer", "grader-0"])
+@pytest.mark.parametrize("worker", ["sampler-0", "trainer", pytest.param("grader-0", marks=pytest.mark.lab)])
 def test_a_worker_that_is_killed_changes_nothing(
     cluster: None, here: dict[str, Any], tmp_path: Path, worker: str
 ) -> None:
@@ -221,7 +224,7 @@ def of_driver(pid: int, name: str) -> int:
     raise AssertionError(f"{pid} has no child {name}")
 
 
-@pytest.mark.parametrize("program", ["gcs_server", "raylet"])
+@pytest.mark.parametrize("program", ["raylet", pytest.param("gcs_server", marks=pytest.mark.lab)])
 def test_the_loss_of_ray_itself_ends_the_run_by_name(tmp_path: Path, program: str) -> None:
     """Ray aborts what cannot reach its head for a minute, and ends at once, without a word, a process
     whose daemon on its host dies. Either way somebody has to say what was saved."""

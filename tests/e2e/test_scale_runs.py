@@ -104,7 +104,7 @@ def test_a_run_is_scored_by_compute_and_looks_ahead(whole: tuple[Path, str]) -> 
     assert '"forecasts":[{' in (folder / "report.html").read_text()
 
 
-@pytest.mark.parametrize("step", [2, 9])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.lab), 9])
 def test_killed_and_resumed_it_says_the_same(step: int, whole: tuple[Path, str], tmp_path: Path) -> None:
     """Killed before the first checkpoint, and between two. The set that is scored by FLOPs was so at another
     step, or with other FLOPs: how much is drafted, and refused, is a matter of measured time, and after a

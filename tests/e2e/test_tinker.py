@@ -402,14 +402,21 @@ def of_the_page() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ends", "pause_s"), [("SIGKILL", 0.0), ("SIGKILL", 0.15), ("SIGTERM", 0.15)])
+@pytest.mark.parametrize(
+    ("ends", "pause_s"),
+    [
+        pytest.param("SIGKILL", 0.0, marks=pytest.mark.lab),
+        ("SIGKILL", 0.15),
+        pytest.param("SIGTERM", 0.15, marks=pytest.mark.lab),
+    ],
+)
 def test_a_server_that_is_ended_loses_nothing(tmp_path: Path, ends: str, pause_s: float) -> None:
     """Rows are on their way when it ends: the client goes on, and the adapter is the undisturbed one."""
     running = new_server(tmp_path / "state")
     running.start()
     service = tinker.ServiceClient(base_url=running.url, api_key=KEY)
     rng = np.random.default_rng(0)
-    rows = [[datum(rng.integers(20, 200, 60).tolist()) for _ in range(n)] for n in (40, 40, 400)]
+    rows = [[datum(rng.integers(20, 200, 60).tolist()) for _ in range(n)] for n in (8, 8, 400)]
 
     def loop(client: Any, disturbed: bool) -> bytes:
         sampler = client.save_weights_and_get_sampling_client().result()
