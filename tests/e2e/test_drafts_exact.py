@@ -106,7 +106,7 @@ def scripted(kind: str, requested: Sequence[Request], done: Sequence[Completion]
 
 
 SAMPLINGS = {"plain": {}, "top_p": {"top_p": 0.8}, "top_k": {"top_k": 3}, "min_p": {"min_p": 0.1}}
-SETTINGS = ((0.0, "plain"), (0.6, "top_p"), (0.6, "min_p"), (1.0, "plain"))
+SETTINGS = {(0.0, "plain"): "slow", (0.6, "top_p"): "slow", (0.6, "min_p"): "lab", (1.0, "plain"): "lab"}
 KINDS = ("history", "live", "random", "adversarial", "oracle", "another prompt's")
 
 
@@ -126,7 +126,10 @@ def same(plain: Sequence[Completion], drafted: Sequence[Completion]) -> None:
 @pytest.mark.skipif(NATIVE is None, reason="bit for bit needs the native kernels")
 @pytest.mark.parametrize(
     ("temperature", "filters"),
-    [(1.0, "top_k"), *(pytest.param(t, filters, marks=pytest.mark.slow) for t, filters in SETTINGS)],
+    [
+        (1.0, "top_k"),
+        *(pytest.param(*setting, marks=getattr(pytest.mark, mark)) for setting, mark in SETTINGS.items()),
+    ],
 )
 def test_tokens_do_not_depend_on_drafts(temperature: float, filters: str) -> None:
     renderer = model("asset:seed-moe", torch.float32)[1]
@@ -163,7 +166,8 @@ def test_a_stop_string_inside_a_draft(kind: str) -> None:
 
 
 @pytest.mark.skipif(NATIVE is None, reason="bit for bit needs the native kernels")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.lab)])
 def test_a_pretrained_model(dtype: torch.dtype) -> None:
     try:
         model("smollm2-135m", dtype)
@@ -213,6 +217,7 @@ def drawn(
     return [tuple(c.tokens.tolist()) for c in answers(ours, requested)]
 
 
+@pytest.mark.slow
 def test_chi_square_at_30000_draws_passes_and_two_published_rules_fail() -> None:
     """Drafts from an adversarial history: what an older policy wrote, rarest answers first, with the noise in
     the drafter's hand. SPEC-RL's min(1, p / q) and the greedy count ratio draw from the same policies."""

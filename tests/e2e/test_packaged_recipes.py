@@ -10,7 +10,12 @@ from commands import ROOT, command, ended, environment, only_run, rows
 
 SMALL = {
     "sft": ("sft.epochs=0", "sft.rows_per_step=4", "task.n_train=8"),
-    "train": ("rollout.prompts_per_step=2", "rollout.group_size=4", "pipeline.staleness=0"),
+    "train": (
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=4",
+        "rollout.max_tokens=16",
+        "pipeline.staleness=0",
+    ),
 }
 STEP = ("trainer.steps=1", "trainer.minibatches=1", "trainer.warmup_steps=0", "trainer.schedule=constant")
 QUICK = ("eval.n=2", "eval.k=1", "eval.every=0", "eval.start_factor=1", "engine.threads=1")

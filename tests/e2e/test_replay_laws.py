@@ -168,6 +168,7 @@ def test_a_compiled_forward_replays_what_it_is_given() -> None:
         torch.testing.assert_close(compiled(None), logits(None))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_transformers_model_replays_what_it_is_given(tmp_path: Path) -> None:
     """[25] Other routes each time, and remembered anew: inside a graph both would be constants."""

@@ -160,8 +160,8 @@ def test_a_forecast_that_stops_the_run_ends_it_in_order(tmp_path: Path) -> None:
 
 # Long enough for Ctrl-C to arrive before the end: with 6 steps, on a busy machine, both runs were done.
 RECIPE = {
-    **{"rollout.prompts_per_step": 2, "rollout.max_tokens": 12, "trainer.steps": 20, "eval.every": 1},
-    **{"eval.n": 8, "engine.threads": 1, "log.mismatch_every": 0, "ablate.arms.DAPO": ["algo.name=dapo"]},
+    **{"rollout.prompts_per_step": 2, "rollout.max_tokens": 12, "trainer.steps": 12, "eval.every": 1},
+    **{"eval.n": 4, "engine.threads": 1, "log.mismatch_every": 0, "ablate.arms.DAPO": ["algo.name=dapo"]},
 }
 
 
@@ -200,7 +200,7 @@ def test_ctrl_c_and_the_same_command_again(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("recipe-s0", "dapo-s0"):
         run = RunFolder(out / name)
-        assert [row["step"] for row in run.eval.rows() if row["set"] == "eval"] == list(range(21))
+        assert [row["step"] for row in run.eval.rows() if row["set"] == "eval"] == list(range(13))
         assert list(run.ledger.rows())[-1]["why"] == "done"
     assert [arm["arm"] for arm in json.loads(result.read_text())["arms"]] == ["the recipe", "DAPO"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-from commands import command, environment, only_run, run
+from commands import command, ended, environment, only_run, run
 from serving import At, server, until
 from worlds import adapters_of, tiny_decoder
 
@@ -465,11 +465,12 @@ def test_a_server_goes_on_where_no_file_can_be_written(tmp_path: Any) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_what_cannot_be_served_is_refused_in_one_sentence(tmp_path: Any) -> None:
+def test_what_cannot_be_served_is_refused_in_one_sentence(tmp_path: Any, capsys: Any) -> None:
     for arguments, sentence in (
         (["asset:seed-moe", "--host", "0.0.0.0"], "can be reached by other machines; give a key"),
         (["asset:seed-moe", "--adapter", "maths"], "is not NAME=PATH"),
         (["asset:seed-moe", "--port", "0", "--adapter", "a=nowhere"], "nowhere"),
         (["nothing-of-this-name", "--port", "0"], "is no run folder, recipe or model"),
     ):
-        assert sentence in run(tmp_path, "serve", *arguments, code=2)
+        assert ended(tmp_path, "serve", *arguments) == 2
+        assert sentence in capsys.readouterr().err

@@ -57,7 +57,7 @@ def ask(litellm: Any, at: At, **fields: Any) -> Any:
     return litellm.completion(**{**defaults, **where, **fields})
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of clients, which are not ours to fix
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of clients, which are not ours to fix
 
 
 def test_litellm_streams_what_it_gets_whole_with_seed_n_and_logprobs(litellm: Any, at: At) -> None:

@@ -89,6 +89,7 @@ def test_an_answer_of_a_grammar_is_the_same_among_others_which_are_untouched(cli
             assert one.result().choices[0] == (alone if n % 2 else free)
 
 
+@pytest.mark.slow
 def test_an_object_the_text_format_and_a_completion(client: Any) -> None:
     body = {"type": "json_object"}
     for seed in range(20):  # an object may be large: one that ends is looked for

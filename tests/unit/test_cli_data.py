@@ -24,6 +24,7 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_file_is_shown_with_the_rewards_that_can_read_its_answers(
     rows: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ import ast
 import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from math import ceil
 from pathlib import Path
@@ -34,6 +35,11 @@ def files() -> dict[str, Path]:
         parts = file.relative_to(ROOT).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return modules
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def imports(tree: ast.AST, modules: dict[str, Path]) -> Iterator[str]:
@@ -63,7 +69,7 @@ def count_rooms() -> dict[str, dict[str, int]]:
     counts: dict[str, dict[str, int]] = {}
     for file in files().values():
         room = counts.setdefault(room_of(file), {"modules": 0, "classes": 0, "functions": 0})
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        nodes = list(ast.walk(parsed(file)))
         room["modules"] += 1
         room["classes"] += sum(isinstance(node, ast.ClassDef) for node in nodes)
         room["functions"] += sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
@@ -95,10 +101,7 @@ def rises(before: Counts, after: Counts) -> list[str]:
 
 def test_files_import_each_other_in_no_circle() -> None:
     modules = files()
-    graph = {
-        name: {*imports(ast.parse(file.read_text(encoding="utf-8")), modules)} - {name, "ostinato"}
-        for name, file in modules.items()
-    }
+    graph = {name: {*imports(parsed(file), modules)} - {name, "ostinato"} for name, file in modules.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -109,7 +112,7 @@ def test_classes_can_be_read() -> None:
     long = [
         f"{file.relative_to(ROOT)}:{node.lineno} {node.name} has {size} lines"
         for file in files().values()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(file))
         if isinstance(node, ast.ClassDef)
         and (size := (node.end_lineno or 0) - node.lineno + 1) > MAX_CLASS_LINES
     ]

@@ -297,6 +297,7 @@ def test_a_resumed_run_chooses_its_threads_before_torch(tmp_path: Path) -> None:
     assert found.stdout.split()[-1:] == ["False"], found.stdout + found.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["tinker", "--port", "0"], ["serve", "--port", "0"], ["generate", "--prompt", "hello"]]
 )

@@ -116,6 +116,7 @@ def passes(ours: Runner) -> list[Tensor]:
     return [*found, ours.store.keys.clone(), ours.store.values.clone()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", [DENSE, EXPERTS], ids=["dense", "mixture"])
 def test_a_replay_is_the_pass_itself_to_the_bit(raw: dict[str, Any]) -> None:
     graphs: list[Recorded] = []
@@ -129,6 +130,7 @@ def test_a_replay_is_the_pass_itself_to_the_bit(raw: dict[str, Any]) -> None:
     assert [graph.replays for graph in graphs] == [3]
 
 
+@pytest.mark.slow
 def test_a_captured_pass_is_the_one_that_is_not_captured() -> None:
     """Rows that fill up the batch change nothing, and the keys that were stored are the same."""
     for ours, theirs in zip(passes(runner(DENSE, Again)), passes(runner(DENSE, None)), strict=True):  # type: ignore[arg-type]

@@ -73,6 +73,7 @@ def test_the_sort(rows: int, sizes: tuple[int, int], seed: int) -> None:
     assert torch.equal(found.spans[0, 1:], found.spans[1, :-1]) and found.spans[0, 0] == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=16)
 @given(
     st.integers(1, 20),
@@ -106,6 +107,7 @@ def test_the_mixture(
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad", [True, False])
 def test_training_and_large_passes_take_the_twin(grad: bool) -> None:
     rows = 3 if grad else cuda.MOST_ROWS + 1

@@ -114,6 +114,7 @@ def test_busy_is_what_the_cores_do_now(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [threads.is_busy() for _ in range(3)] == [True, False, False]  # 30 of 40 ticks, 5 of 40, unknown
 
 
+@pytest.mark.slow
 def test_a_probe_times_the_products_of_the_model_that_is_run() -> None:
     """Threads were chosen by products of one small width, whatever was run: one for a server that ran 1.4
     times as fast with two."""

@@ -327,6 +327,7 @@ def alarms(seed: int, **changed: float) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_quiet_policy_raises_no_more_alarms_than_nominal() -> None:
     assert sum(bool(alarms(seed)) for seed in range(1, 101)) <= 10  # 0.05 of 100, with 99 % confidence
 
@@ -336,6 +337,7 @@ def test_a_proxy_that_leaves_gold_behind_and_questions_that_become_usual_are_fou
     assert all("question" in alarms(seed, questions=0.2) for seed in range(1, 11))
 
 
+@pytest.mark.slow
 def test_an_office_that_was_measured_once_gives_the_knee_no_false_alarms() -> None:
     """Its error is in every look's gain alike."""
     quiet, found = probes(1, 256, 0.4), 0

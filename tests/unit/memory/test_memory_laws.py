@@ -66,6 +66,7 @@ turns = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     history=st.lists(turns, max_size=12), count=st.sampled_from(sorted(COUNTS)), window=st.integers(60, 300)

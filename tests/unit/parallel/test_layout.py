@@ -67,6 +67,7 @@ def test_ranks_and_coordinates_are_one_to_one(layout: Layout) -> None:
     assert every == set(itertools.product(*map(range, sizes)))
 
 
+@pytest.mark.slow
 @given(SMALL)
 def test_groups_of_an_axis_cut_the_world(layout: Layout) -> None:
     """Every rank is in one group of each axis, at its own place; ranks ascend with places, as in torch."""

@@ -97,6 +97,7 @@ def elsewhere(
     return bench, link
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_the_loop_does_while_a_trainer_elsewhere_learns_is_to_wait(
     tmp_path: Path, overlap: bool

@@ -76,6 +76,7 @@ def row(evaluation: Evaluation, step: int = 3) -> dict[str, Any]:
     return asyncio.run(evaluate_groups(stage(), evaluation, step))[0]
 
 
+@pytest.mark.slow
 def test_a_fair_coin() -> None:
     """128 prompts, 4 tosses each: pass@1 is 1/2, pass@2 is 3/4, errors are those of means over prompts."""
     figures = row(Evaluation(split="eval", prompts=prompts(128), sampling=SAMPLING, samples=4, k=2))

@@ -65,6 +65,7 @@ def test_a_loss_is_a_fair_bet(gains: list[float], tolerance: float) -> None:
     assert 0 <= low <= mean <= high or len(gains) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "coins", "drift"])
 def test_false_alarms_are_rare(kind: str) -> None:
     """200 runs of 120 looks each, on the boundary of what is tolerated: rows are drawn once for a run and

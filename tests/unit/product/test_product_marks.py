@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +65,7 @@ def test_what_a_judge_likes_for_no_reason_is_found_before_it_is_usual() -> None:
     assert all(found) and np.quantile(found, 0.95) <= 8
 
 
+@pytest.mark.slow
 def test_a_judge_that_knows_what_it_costs_is_left_alone() -> None:
     assert not any(
         alarm_at(seed, share, blind=False, looks=200) for seed in range(5) for share in (0.03, 0.3)

@@ -73,6 +73,7 @@ def test_the_interval_of_h_holds_it_in_nine_of_ten_experiments() -> None:
     assert 0.86 <= held / EXPERIMENTS <= 0.94
 
 
+@pytest.mark.slow
 def test_equal_arms_differ_at_the_nominal_rate_alone() -> None:
     """Two arms of one law on the same problems: 0 is in the interval of their difference."""
     rng, held = np.random.default_rng(6), 0

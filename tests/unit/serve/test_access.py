@@ -236,6 +236,7 @@ IDLE = """
 """
 
 
+@pytest.mark.slow
 def test_idle_connections_do_not_make_a_server_deaf(tmp_path: Path) -> None:
     """1,100 idle connections at a limit of 1,024 descriptors: /health timed out for as long as they stayed,
     with a core in use and 10 MB/s of tracebacks. The longest-waiting ones give way now."""

@@ -290,6 +290,7 @@ def test_it_is_torchs_adamw_to_the_bit() -> None:
     assert idle not in one.state and torch.equal(idle, torch.ones(3))
 
 
+@pytest.mark.slow
 def test_an_optimizer_step_imports_no_compiler() -> None:
     """torch.optim imports torch._dynamo with the first optimizer, a third of a short run's start."""
     program = (

@@ -109,6 +109,7 @@ def test_a_step_by_halves_is_the_step(raw: dict[str, Any], support: bool) -> Non
     assert sum(rows > 14 for rows in calls) <= 4, "what did not fit once is not tried again"
 
 
+@pytest.mark.slow
 def test_a_sequence_alone_that_does_not_fit_ends_the_step() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         trained(DENSE, too_small(10, []))
