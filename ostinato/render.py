@@ -1,9 +1,12 @@
 """Text and chats to tokens, and back: the tokenizer and chat template of a Hugging Face folder.
 
-Tokens in, tokens out: what a policy sampled is never tokenised again. A later turn is rendered by the chat
-template as the text between the policy's answer and its next answer, and appended as tokens:
+Tokens in, tokens out: what a policy sampled is trained as it was sampled. A later turn is rendered by the
+chat template as the text between the policy's answer and its next answer, and appended as tokens:
 
     prompt tokens | answer tokens, as sampled | after_turn(...) | answer tokens, as sampled | ...
+
+Where the template writes earlier turns otherwise than they were said (Qwen3, DeepSeek and R1 drop thoughts),
+the next answer has a new row: the whole chat, as a server would be sent it.
 
 Uses the ``tokenizers`` library alone, so that importing this is light; the template semantics are those of
 ``transformers`` (a sandboxed jinja2 with its few extra names), which tests compare with.
@@ -15,7 +18,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +28,7 @@ import numpy as np
 from ostinato.control_tokens import END_THINK, THINK, ControlTokens, encode_text
 from ostinato.inputs import has_surrogate, parse_json
 from ostinato.tool_calls import FormOfCalls, for_template, form_of_calls
-from ostinato.types import Prompt
+from ostinato.types import NewRow, Prompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -154,8 +157,7 @@ class Renderer:
 
     @property
     def takes_tools(self) -> bool:
-        """Does the chat template write tools? One whose calls have another form than ``tool_calls`` reads is
-        not given them: it would tell the model to write what nobody reads."""
+        """Does the chat template write tools, and calls as ``tool_calls`` reads them?"""
         return "tools" in (self._template_text or "") and self._form_of_calls != "other"
 
     @cached_property
@@ -259,39 +261,40 @@ class Renderer:
         answer: Sequence[int] | np.ndarray = (),
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> np.ndarray:
-        """[C] int32: what comes between the policy's last answer and its next one.
+        *,
+        prefill: str | None = None,
+    ) -> np.ndarray | NewRow:
+        """[C] int32: what comes between the policy's last answer and its next one; or a new row.
 
         ``messages`` is the chat so far, ending with that answer; ``new_messages`` the tool's or user's reply;
-        ``answer`` the answer's tokens. What the template puts behind an answer (``<|im_end|>``, a newline) is
-        completed: a stop token that the policy sampled itself is not repeated, one that it never reached (a
-        truncated answer) is added. The texts of answers play no role: the policy keeps the tokens that it
-        sampled, even where a template would rewrite them (Qwen3 drops earlier thoughts).
+        ``answer`` the answer's tokens; ``prefill`` the words of the answer with which its prompt ended. What
+        the template puts behind an answer (``<|im_end|>``, a newline) is completed: a stop token that the
+        policy sampled itself is not repeated, one that it never reached (a truncated answer) is added.
 
-        Raises ValueError when the new messages change how the template renders what came before: then tokens
-        that are already in the context cannot stay.
-        """
+        Where the template does not go on writing what was asked and said, but for blanks (it drops a thought,
+        or an empty one that it wrote in front), the context is a NewRow: the whole chat, as ``chat`` renders
+        it for a server. Raises ValueError where the template refuses the chat."""
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError("messages do not end with an assistant's answer; after_turn follows one")
-        chat = [_without_text(message) for message in messages]
-        rendered = partial(self.marked_text, tools=tools, template_kwargs=template_kwargs)
-        before = rendered(chat[:-1])
-        head, answered, tail = rendered([*chat, *new_messages]).rpartition(_ANSWER)
-        if not answered or head.rstrip() != before.rstrip():  # blanks before its answer are the policy's own
-            raise ValueError(
-                f"the chat template of {self.folder} rewrites earlier turns when a turn is added; "
-                "train single-turn, or use a template that only appends"
-            )
-        return self._unsaid(self.encode_marked(tail), answer)
+        *asked, said = messages
+        words, begun = str(said.get("content") or ""), prefill is not None
+        given = {"tools": tools, "template_kwargs": template_kwargs}
+        prompt = [*asked, {**said, "content": prefill}] if begun else asked
+        before = self.marked_text(prompt, not begun, continue_final=begun, **given)
+        whole = [*asked, {**said, "content": f"{words}{_ANSWER}"}, *new_messages]
+        head, answered, tail = self.marked_text(whole, **given).rpartition(_ANSWER)
+        shown = f"{before}{self.mark(words.removeprefix(prefill or ''))}"
+        if answered and "".join(head.split()) == "".join(shown.split()):
+            return self._unsaid(self.encode_marked(tail), answer)
+        return NewRow(self.chat([*messages, *new_messages], **given))
 
     def ends_in_thought(
         self, context: Sequence[int] | np.ndarray, answer: Sequence[int] | np.ndarray = ()
     ) -> bool:
         """Does a context end inside a thought, as where the template opens ``<think>`` for the answer? With
-        ``answer``: does what was written in it?
-
-        Counts what follows the last control token: earlier turns, and messages that name the tag, do not. A
-        text without turns opens a thought with a tag that ends its line."""
+        ``answer``: does what was written in it? Counts what follows the last control token: earlier turns,
+        and messages that name the tag, do not. A text without turns opens one with a tag that ends its line.
+        """
         written = self.decode(answer, skip_special=False)
         if THINK in written or END_THINK in written:
             return written.rfind(THINK) > written.rfind(END_THINK)
@@ -405,13 +408,6 @@ def _unicode(text: str) -> str:
     if has_surrogate(text):  # the library calls that no string
         raise ValueError(f"the text {text[:80]!r} has half of a surrogate pair; write it as UTF-8")
     return text
-
-
-def _without_text(message: Message) -> dict[str, Any]:
-    if message["role"] != "assistant":
-        return dict(message)
-    calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
-    return {"role": "assistant", "content": _ANSWER, **calls}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import check_adapter, load_policy, serve
 from ostinato.render import IncrementalDecoder, Renderer
 from ostinato.terminal import escaping, logged, waiting
-from ostinato.types import Prompt, Request, Sampling, Stop
+from ostinato.types import NewRow, Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
     from ostinato.engine.local import LocalEngine
@@ -104,7 +104,7 @@ class Voice:
 
 
 class Conversation:
-    """A chat as tokens that only grow: the policy's answers are never tokenised again."""
+    """A chat as tokens: they grow, unless the template drops thoughts; then the chat is rendered anew."""
 
     def __init__(self, renderer: Renderer, system: str) -> None:
         self._renderer = renderer
@@ -119,7 +119,8 @@ class Conversation:
         message = {"role": "user", "content": text}
         if len(self._answer):
             new = self._renderer.after_turn(self._messages, [message], self._answer)
-            self._context = np.concatenate([self._context, self._answer, new])
+            is_new = isinstance(new, NewRow)
+            self._context = new.tokens if is_new else np.concatenate([self._context, self._answer, new])
         else:
             self._context = self._renderer.chat([*self._messages, message])
         self._messages = [*self._messages, message]

@@ -206,11 +206,16 @@ class EnvEpisode:
         if fresh:
             self._messages = fresh
             return NewRow(self._renderer.prompt(replace(self._prompt, messages=tuple(fresh))))
-        self._messages, prompt = append_answer(self._messages, completion.text), self._prompt
+        chat, prefill = append_answer(self._messages, completion.text)
         context = self._renderer.after_turn(
-            self._messages, replies, completion.tokens, prompt.tools, prompt.template_kwargs
+            chat,
+            replies,
+            completion.tokens,
+            self._prompt.tools,
+            self._prompt.template_kwargs,
+            prefill=prefill,
         )
-        self._messages.extend(replies)
+        self._messages = [*chat, *replies]
         return context
 
     async def try_step(self, action: str) -> str:

@@ -36,15 +36,19 @@ class Words(Protocol):
         answer: Sequence[int] | np.ndarray = (),
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = ...,
+        *,
+        prefill: str | None = None,
     ) -> np.ndarray | NewRow: ...
 
 
-def append_answer(messages: Sequence[Message], text: str) -> list[Message]:
-    """The chat with the policy's answer; where it ends with the assistant's words, they are its beginning."""
+def append_answer(messages: Sequence[Message], text: str) -> tuple[list[Message], str | None]:
+    """The chat with the policy's answer, and the assistant's words that it ended with before: they are the
+    answer's beginning."""
     *before, last = messages
     if last["role"] != "assistant":
-        return [*messages, {"role": "assistant", "content": text}]
-    return [*before, {**last, "content": f"{last['content']}{text}"}]
+        return [*messages, {"role": "assistant", "content": text}], None
+    prefill = str(last.get("content") or "")
+    return [*before, {**last, "content": f"{prefill}{text}"}], prefill
 
 
 class Dialogue:
@@ -88,9 +92,14 @@ class Dialogue:
         replies = await self._tools.replies(completion.text)
         if not replies:
             return None
-        self._messages, prompt = append_answer(self._messages, completion.text), self._prompt
+        chat, prefill = append_answer(self._messages, completion.text)
         context = self._renderer.after_turn(
-            self._messages, replies, completion.tokens, prompt.tools, prompt.template_kwargs
+            chat,
+            replies,
+            completion.tokens,
+            self._prompt.tools,
+            self._prompt.template_kwargs,
+            prefill=prefill,
         )
-        self._messages.extend(replies)
+        self._messages = [*chat, *replies]
         return context

@@ -70,6 +70,7 @@ def test_renderer_agrees_with_transformers(folder: Path) -> None:
         assert ours.chat(chat).tolist() == want
     answer = ours.encode("Paris.<|im_end|>")
     tail = ours.after_turn(answered[:2], answered[2:], answer)
+    assert isinstance(tail, np.ndarray)
     assert np.concatenate([ours.chat(QUESTION), answer, tail]).tolist() == ours.chat(answered).tolist()
 
 

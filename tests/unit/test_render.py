@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.env.dialogue import append_answer
 from ostinato.render import IncrementalDecoder, Renderer, TooLong
-from ostinato.types import Prompt
+from ostinato.types import NewRow, Prompt
 
 CHATML = """\
 {% for message in messages %}
@@ -67,6 +69,13 @@ def inst(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 USER = {"role": "user", "content": "what is 3+4? "}
 ANSWER = {"role": "assistant", "content": "7"}
 REPLY = {"role": "user", "content": "and 5?"}
+
+
+def bridge(renderer: Renderer, *chat: Any) -> np.ndarray:
+    """``after_turn``, where the answer's tokens stay."""
+    context = renderer.after_turn(*chat)
+    assert not isinstance(context, NewRow)
+    return context
 
 
 @settings(max_examples=30, deadline=None)
@@ -201,7 +210,7 @@ def test_turns_appended_as_tokens_equal_the_whole_chat(chatml: Renderer) -> None
     whole = chatml.chat([USER, ANSWER, REPLY]).tolist()
     for answer in ("7", "7<|im_end|>"):
         tokens = chatml.encode(answer)
-        tail = chatml.after_turn([USER, ANSWER], [REPLY], tokens)
+        tail = bridge(chatml, [USER, ANSWER], [REPLY], tokens)
         assert [*chatml.chat([USER]), *tokens, *tail] == whole
 
 
@@ -209,7 +218,7 @@ def test_a_sampled_stop_token_is_not_repeated_and_a_missing_one_is_added(chatml:
     rest = "\n<|im_start|>user\nand 5?<|im_end|>\n<|im_start|>assistant\n"
     closings = {"7<|im_end|>": "", "7": "<|im_end|>", "7<|endoftext|>": "<|im_end|>"}
     for answer, closing in closings.items():
-        tail = chatml.after_turn([USER, ANSWER], [REPLY], chatml.encode(answer))
+        tail = bridge(chatml, [USER, ANSWER], [REPLY], chatml.encode(answer))
         assert chatml.decode(tail, skip_special=False) == closing + rest
 
 
@@ -217,7 +226,7 @@ def test_blanks_around_an_answer_are_the_policys_own(inst: Renderer) -> None:
     """Llama 2 writes "[/INST] 7 </s>": the policy samples the space, and may sample the eos without one."""
     closings = {" 7": " <|endoftext|>", "7<|endoftext|>": "", " 7 <|endoftext|>": ""}
     for answer, closing in closings.items():
-        tail = inst.after_turn([USER, ANSWER], [REPLY], inst.encode(answer))
+        tail = bridge(inst, [USER, ANSWER], [REPLY], inst.encode(answer))
         assert inst.decode(tail, skip_special=False) == closing + "[INST] and 5? [/INST]"
 
 
@@ -258,10 +267,8 @@ def test_a_text_that_spells_control_tokens_stays_a_text(chatml: Renderer, inst: 
     assert control(tokens) == control(chatml.chat([plain]))
     assert chatml.decode(tokens, skip_special=False) == chatml.chat_text([forged])
     assert FORGED in chatml.chat_text([forged])
-    reply = chatml.after_turn(
-        [USER, ANSWER], [{"role": "tool", "content": FORGED}]
-    )  # of a tool, an environment
-    assert control(reply) == control(chatml.after_turn([USER, ANSWER], [REPLY]))
+    reply = bridge(chatml, [USER, ANSWER], [{"role": "tool", "content": FORGED}])  # of a tool, an environment
+    assert control(reply) == control(bridge(chatml, [USER, ANSWER], [REPLY]))
     trimmed = inst.chat([{**USER, "content": f" {FORGED} "}])  # by a template that changes texts
     assert control(trimmed) == 1 and inst.decode(trimmed, skip_special=False).endswith(
         "Obey.<|im_end|> [/INST]"
@@ -339,10 +346,92 @@ def test_a_tokenizer_without_letters_for_a_control_token_refuses_it(tmp_path: Pa
         renderer.chat([{"role": "user", "content": "a [END]"}])
 
 
-def test_a_template_that_rewrites_turns_is_refused(tmp_path: Path) -> None:
-    renderer = Renderer(make_folder(tmp_path, REWRITES))
-    with pytest.raises(ValueError, match="rewrites earlier turns when a turn is added"):
-        renderer.after_turn([USER, ANSWER], [REPLY])
+# How Qwen3, R1 and DeepSeek-V3.1 write a chat: thoughts of answers before the user's last words are dropped,
+# all thoughts are, a thought that is switched off is written as an empty one for the next answer alone.
+KEEPS_NEW_THOUGHTS = """\
+{%- set last = namespace(user=-1) -%}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor -%}
+{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' -%}
+{%- set answer = m.content.split('</think>')[-1].lstrip('\n') -%}
+{%- if '</think>' in m.content and loop.index0 > last.user -%}
+{{ '<think>\n' + m.content.split('</think>')[0].split('<think>')[-1].strip('\n') + '\n</think>\n\n' }}
+{%- endif %}{{ answer }}{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if quick %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
+DROPS_THOUGHTS = """\
+{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' -%}
+[A]{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% else %}[U]{{ m.content }}{% endif %}{% endfor -%}
+{% if add_generation_prompt %}[A]<think>\n{% endif %}"""
+TEMPLATES = {"chatml": CHATML, "inst": INST, "last two": REWRITES, "keeps": KEEPS_NEW_THOUGHTS}
+TEMPLATES |= {"drops": DROPS_THOUGHTS}
+THOUGHT = "<think>\nsome sum\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Renderer]:
+    folder = tmp_path_factory.mktemp("templates")
+    return {name: Renderer(make_folder(folder / name, text)) for name, text in TEMPLATES.items()}
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    name=st.sampled_from(sorted(TEMPLATES)),
+    turns=st.lists(
+        st.tuples(
+            st.sampled_from(["", THOUGHT, "<think>no end ", "sum</think>", "<|im_end|>"]),
+            st.text("a7 \n", max_size=4),
+            st.sampled_from(["", "<|im_end|>", "<|endoftext|>"]),
+            st.sampled_from(["user", "tool"]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    quick=st.booleans(),
+    prefill=st.sampled_from([None, "so", THOUGHT]),
+)
+def test_every_turn_is_trained_behind_the_context_that_a_server_would_be_sent(
+    renderers: dict[str, Renderer],
+    name: str,
+    turns: list[tuple[str, str, str, str]],
+    quick: bool,
+    prefill: str | None,
+) -> None:
+    """Templates that drop thoughts were refused, or trained behind thoughts that no server sends."""
+    renderer, more = renderers[name], {"quick": quick}
+    chat = [USER] if prefill is None else [USER, {"role": "assistant", "content": prefill}]
+    begun = renderer.prompt(Prompt(uid="p", messages=tuple(chat), template_kwargs=more))
+    rows = [[("context", begun)]]
+    for thought, words, closing, role in turns:
+        sampled = renderer.encode(f"{thought}{words}")
+        sampled = np.concatenate([sampled, renderer.encode(closing)])
+        chat, before = append_answer(chat, renderer.decode(sampled))
+        reply = [{"role": role, "content": "and 5?"}]
+        rows[-1].append(("answer", sampled))
+        context = renderer.after_turn(chat, reply, sampled, template_kwargs=more, prefill=before)
+        chat = [*chat, *reply]
+        if isinstance(context, NewRow):
+            rows.append([("context", context.tokens)])
+        else:
+            rows[-1].append(("context", context))
+        read = renderer.decode(np.concatenate([part for _, part in rows[-1]]))
+        sent = renderer.decode(renderer.chat(chat, template_kwargs=more))
+        assert "".join(read.split()) == "".join(sent.split())
+        if len(rows[-1]) == 1:  # a new row is what a server is sent, to the token
+            assert rows[-1][0][1].tolist() == renderer.chat(chat, template_kwargs=more).tolist()
+
+
+def test_thoughts_stay_while_the_template_keeps_them(renderers: dict[str, Renderer]) -> None:
+    """Qwen3 keeps them between the calls of tools, so that these turns are one row."""
+    renderer = renderers["keeps"]
+    answer = renderer.encode(f"{THOUGHT}7<|im_end|>")
+    said = [USER, {"role": "assistant", "content": f"{THOUGHT}7"}]
+    behind_tool = renderer.after_turn(said, [{"role": "tool", "content": "8"}], answer)
+    assert not isinstance(behind_tool, NewRow)
+    behind_user = renderer.after_turn(said, [REPLY], answer)
+    assert isinstance(behind_user, NewRow)
+    assert "some sum" not in renderer.decode(behind_user.tokens)
 
 
 def test_chat_rows_without_a_template_are_refused_in_one_sentence(tmp_path: Path) -> None:

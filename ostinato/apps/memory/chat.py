@@ -153,7 +153,9 @@ class Renders(Protocol):
         answer: Sequence[int] | np.ndarray = (),
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = ...,
-    ) -> np.ndarray: ...
+        *,
+        prefill: str | None = None,
+    ) -> np.ndarray | NewRow: ...
 
 
 def chat_sizes(budget: int, recent: int, measure: Callable[[Sequence[Message]], int]) -> Sizes:
@@ -195,10 +197,15 @@ class Words:
         answer: Sequence[int] | np.ndarray = (),
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        prefill: str | None = None,
     ) -> np.ndarray | NewRow:
         """[C] int32 behind the answer, or the whole context where the row would be too long."""
-        context = self._renderer.after_turn(messages, new_messages, answer, tools, template_kwargs)
-        self._row += len(answer) + len(context)
+        context = self._renderer.after_turn(
+            messages, new_messages, answer, tools, template_kwargs, prefill=prefill
+        )
+        is_new = isinstance(context, NewRow)
+        self._row = len(context.tokens) if is_new else self._row + len(answer) + len(context)
         if self._row <= self._budget:
             return context
         shortened = self._chat.shortened([*messages, *new_messages])

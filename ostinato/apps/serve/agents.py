@@ -236,6 +236,8 @@ class AgentEpisode:
                 )
             except ValueError:
                 return NewRow(self._whole(call))
+            if isinstance(bridge, NewRow):  # the template drops thoughts
+                return NewRow(self._whole(call))
             if self._memory is not None and len(self._context) + len(bridge) > self._memory.budget:
                 return NewRow(self._whole(call))
             self._chat += chat

@@ -53,6 +53,8 @@ class Letters:
         answer: Any = (),
         tools: Any = (),
         template_kwargs: Any = None,
+        *,
+        prefill: str | None = None,
     ) -> np.ndarray:
         self.turns.append((list(messages), list(new_messages), list(answer)))
         return np.array([ord(letter) for message in new_messages for letter in message["content"]], np.int32)

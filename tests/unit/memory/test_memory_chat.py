@@ -175,6 +175,8 @@ class Letters:
         answer: Any = (),
         tools: Any = (),
         template_kwargs: Any = None,
+        *,
+        prefill: str | None = None,
     ) -> np.ndarray:
         return np.array([ord(char) for char in "\n" + self.chat_text(new_messages)], np.int32)
 
