@@ -41,6 +41,13 @@ class Pool(StrEnum):
     ALL = "all"
 
 
+class Rewards(StrEnum):
+    """How the rewards of several functions become one advantage."""
+
+    SUM = "sum"  # their weighted sum is compared
+    APART = "apart"  # each is compared by itself, and the advantages summed (GDPO, arXiv 2601.05242)
+
+
 class Overlong(StrEnum):
     """Which answers have a reward that falls with length."""
 
@@ -89,10 +96,31 @@ def advantages(
     ]
 
 
+def advantages_apart(rewards: Sequence[np.ndarray], weights: Sequence[float]) -> list[np.ndarray]:
+    """Advantages [G] of every completion of a step whose ``rewards``, [K, G] for each prompt, are those of K
+    functions with ``weights`` [K] (GDPO, arXiv 2601.05242, section 3; TRL's "normalize_then_sum").
+
+    Each reward is compared within its prompt, (r - mean) / (std + EPS), so that one of many values does not
+    drown one of two; their weighted sum is divided by the step's deviation in the same way. NaN: the
+    function has no opinion, which leaves its term out; a completion without any verdict leaves as NaN.
+    """
+    sums = []
+    for group in rewards:
+        terms = [
+            weight * (row - _mean(row)) / (_std(row) + EPS)
+            for row, weight in zip(group, weights, strict=True)
+        ]
+        silent = np.isnan(group).all(axis=0)
+        sums.append(np.where(silent, np.nan, np.nansum(terms, axis=0)))
+    step = np.concatenate([*sums, np.zeros(0)])
+    return [(group - _mean(step)) / (_std(step) + EPS) for group in sums]
+
+
 def zero_variance(rewards: np.ndarray) -> bool:
-    """Whether the verdicts of a group [G] are all equal (also when there are fewer than two)."""
-    verdicts = rewards[~np.isnan(rewards)]
-    return len(verdicts) < 2 or bool(np.ptp(verdicts) <= ZERO_SPREAD)
+    """Whether the verdicts of a group, [G] or of each of K functions [K, G], are all equal (also when there
+    are fewer than two)."""
+    rows = [row[~np.isnan(row)] for row in np.atleast_2d(rewards)]
+    return all(len(row) < 2 or bool(np.ptp(row) <= ZERO_SPREAD) for row in rows)
 
 
 def check_choices(baseline: Baseline, scale: Scale, batch_pool: Pool) -> None:

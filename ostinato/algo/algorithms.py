@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ostinato.algo import losses
-from ostinato.algo.advantages import Baseline, Overlong, Pool, Scale, check_choices
+from ostinato.algo.advantages import Baseline, Overlong, Pool, Rewards, Scale, check_choices
 from ostinato.algo.losses import LossTerms
 from ostinato.algo.offpolicy import Correction
 from ostinato.algo.own_loss import OwnLoss, load_loss
@@ -56,6 +56,7 @@ class Algorithm:
     clip_low: float = 0.2  # the ratio is kept above 1 - clip_low ...
     clip_high: float = 0.2  # ... and below 1 + clip_high
     ratio_cap: float = 5.0  # CISPO: absolute cap of the ratio
+    rewards: Rewards = Rewards.SUM  # of several functions: summed, or each compared by itself
     baseline: Baseline = Baseline.GROUP_MEAN
     scale: Scale = Scale.GROUP
     batch_pool: Pool = Pool.KEPT  # scale 'batch': deviation over kept groups, or over all
@@ -290,12 +291,16 @@ def _idle_keys(chosen: Algorithm) -> dict[str, str]:
     loss, correction = f"algo.loss is '{chosen.loss}'", f"algo.correction is '{chosen.correction}'"
     corrects = chosen.correction is not Correction.NONE
     measured = (chosen.reward_coef == 0, "algo.reward_coef is 0")
+    apart = (chosen.rewards is Rewards.APART, "algo.rewards is 'apart', which compares with the group")
     rules = {
         "clip_low": (not clips, loss),
         "clip_high": (not clips, loss),
         "ratio_cap": (chosen.loss is not Loss.CISPO, loss),
-        **dict.fromkeys(("baseline", "scale", "overlong_buffer"), measured),
-        "batch_pool": (chosen.scale is not Scale.BATCH, f"algo.scale is '{chosen.scale}'"),
+        **dict.fromkeys(("rewards", "overlong_buffer"), measured),
+        **dict.fromkeys(("baseline", "scale"), apart if apart[0] else measured),
+        "batch_pool": apart
+        if apart[0]
+        else (chosen.scale is not Scale.BATCH, f"algo.scale is '{chosen.scale}'"),
         "overlong_factor": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
         "overlong_scope": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
         "correction_low": (truncates or not corrects, correction),

@@ -89,7 +89,8 @@ class MemorySection(Section):
 
 class RewardSection(Section):
     """``functions``: built-in names, "module:function" or "file.py:function", with TRL's signature; or
-    "judge:NAME", by a model that compares answers (docs/judge.md).
+    "judge:NAME", by a model that compares answers (docs/judge.md). Their weighted sum is the reward
+    (``algo.rewards = "apart"``: each is compared by itself).
 
     ``isolation``: no network, no files written but in a temporary folder ($TMPDIR), no secrets in the
     environment, no processes left behind (docs/security.md). "auto" does what the machine can and names what
@@ -111,6 +112,13 @@ class RewardSection(Section):
         """The positive weights by function."""
         weights = self.weights or (1.0,) * len(self.functions)
         return {name: weight for name, weight in zip(self.functions, weights, strict=True) if weight > 0}
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """The weights by the names that functions have in metrics: as short as they are different."""
+        short = ["judge" if one.startswith("judge:") else one.rpartition(":")[2] for one in self.functions]
+        names = short if len(set(short)) == len(short) else self.functions
+        return dict(zip(names, self.weights or (1.0,) * len(self.functions), strict=True))
 
     @property
     def full_marks(self) -> float:

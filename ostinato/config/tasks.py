@@ -19,6 +19,7 @@ class OneTask(Section):
     source: RowsName = "arithmetic"
     n_train: Count = 4096  # 0: every row of a file
     params: dict[str, Any] = Field(default_factory=dict)  # of the source
+    columns: dict[str, Any] = Field(default_factory=dict)  # for rewards, in every row that lacks them
     system_prompt: str = ""
     overlong: Literal["refuse", "filter"] = "refuse"  # rows whose prompt leaves no room for an answer
     max_turns: Positive = 1

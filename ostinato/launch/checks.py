@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from ostinato.algo.advantages import check_group_size
+from ostinato.algo.advantages import Baseline, Rewards, check_group_size
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.config import Recipe
 from ostinato.config.sections import RewardSection
@@ -19,7 +19,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.parallel.launch import Place
 from ostinato.parallel.layout import Layout
 from ostinato.render import Renderer
-from ostinato.reward.verify import BUILT_IN, expected_number
+from ostinato.reward.verify import BUILT_IN, READS
 from ostinato.reward.workers import JUDGE
 from ostinato.types import Prompt
 
@@ -30,7 +30,8 @@ def check(recipe: Recipe) -> Algorithm:
     """The algorithm of the recipe, checked against the rest of it."""
     chosen = algorithm(recipe.algo.name, **recipe.algo.overrides)
     try:
-        check_group_size(recipe.rollout.group_size, chosen.baseline, chosen.scale, chosen.drop_zero_variance)
+        baseline = Baseline.GROUP_MEAN if chosen.rewards is Rewards.APART else chosen.baseline
+        check_group_size(recipe.rollout.group_size, baseline, chosen.scale, chosen.drop_zero_variance)
     except ValueError as error:
         raise ValueError(f"rollout.group_size: {error}") from error
     check_ranks(recipe)
@@ -165,18 +166,20 @@ def check_solvable(reward: RewardSection) -> None:
         )
 
 
-def check_answers(reward: RewardSection, prompts: Sequence[Prompt]) -> None:
-    """Raises ValueError naming the first row whose answer the reward ``numeric`` could not compare with."""
-    for prompt in prompts if "numeric" in reward.functions else ():
-        if (answer := prompt.columns.get("answer")) is None:
-            raise ValueError(
-                f"{prompt.where} has no answer for the reward numeric; give it one, or name its "
-                "column in task.params.answer_column"
-            )
-        try:
-            expected_number(str(answer))
-        except ValueError as error:
-            raise ValueError(f"{prompt.where}: {error}") from error
+def check_columns(reward: RewardSection, prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError naming the first row whose column a built-in reward could not judge by."""
+    for function, (column, read) in READS.items():
+        for prompt in prompts if function in reward.functions else ():
+            if (value := prompt.columns.get(column)) is None:
+                name = "task.params.answer_column" if column == "answer" else "[task.columns], for all rows"
+                raise ValueError(
+                    f"{prompt.where} has no {column} for the reward {function}; give it one, or name it in "
+                    f"{name}"
+                )
+            try:
+                read(value)
+            except ValueError as error:
+                raise ValueError(f"{prompt.where}: {error}") from error
 
 
 def several_full_marks(reward: RewardSection) -> Iterator[str]:

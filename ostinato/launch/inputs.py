@@ -12,7 +12,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from ostinato.env.mixture import Mixture, counts, label_prompts
 from ostinato.env.tasks import Rows, add_system_prompt, check_disjoint, load_tasks
 from ostinato.env.tools import resolve_tools
 from ostinato.launch.apps import AgentTasks, load
-from ostinato.launch.checks import check, check_answers, check_solvable, warn_of_control_tokens
+from ostinato.launch.checks import check, check_columns, check_solvable, warn_of_control_tokens
 from ostinato.launch.device_memory import Need, check_room, free_memory, step_need
 from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
@@ -106,7 +106,7 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
     too_long = set[int]()
     for name, rows in of_tasks([*train_prompts, *scored]).items():
-        check_answers(recipe.judges(name), rows)
+        check_columns(recipe.judges(name), rows)
         too_long |= set(map(id, overlong(recipe, rows, renderer, decoder.config.max_positions)))
         if renderer.vocab_size > decoder.config.vocab_size:  # in which few rows, if any, take part
             for row in rows:
@@ -178,6 +178,11 @@ def weights(recipe: Recipe) -> dict[str, float]:
 
 
 def _prompts(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
+    rows = _rows(task, split, seed, n)
+    return [replace(row, columns={**task.columns, **row.columns}) for row in rows] if task.columns else rows
+
+
+def _rows(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
     if task.source != SEEDS:
         return load_tasks(task.source, split, seed, n, task.params, task.system_prompt)
     if n is None:

@@ -88,6 +88,7 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int, peak_flops: f
         watch_s=recipe.pipeline.watch_s,
         seed=recipe.seed,
         solved_at=mark(recipe),
+        reward_weights=recipe.reward.by_name,
         solved_for_good=recipe.rollout.solved_for_good,
         eval_at_start=recipe.eval.at_start,
         checkpoint_every=recipe.trainer.checkpoint_every,

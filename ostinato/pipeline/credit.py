@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
-from ostinato.algo.advantages import Overlong, advantages, overlong_penalty, zero_variance
+from ostinato.algo.advantages import (
+    Overlong,
+    Rewards,
+    advantages,
+    advantages_apart,
+    overlong_penalty,
+    zero_variance,
+)
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import aggregation_weights
 from ostinato.rollout.convert import samples
@@ -40,29 +48,35 @@ def assign(
     min_verdicts: int,
     answer_tokens: int,
     solved_at: float = 1.0,
+    reward_weights: Mapping[str, float] = MappingProxyType({}),
 ) -> Credit:
     """Shape rewards, drop what cannot be learned from, compute advantages and aggregation weights.
 
     ``answer_tokens`` is the longest answer allowed (all turns): the unit of the overlong penalty and of the
-    constant aggregation. ``solved_at`` is the least reward of a solved answer. A sample whose advantage is 0
-    contributes nothing to the gradient unless a KL or entropy term is on; it then still counts in the
-    weights' denominators, but is not computed. Where ``algorithm.reward_coef`` is 0 every episode that was
-    played counts, whatever its verdict.
+    constant aggregation. ``solved_at`` is the least reward of a solved answer. ``reward_weights`` by name are
+    for ``rewards = "apart"``; the penalty is then a reward like the others, of weight 1. A sample whose
+    advantage is 0 contributes nothing to the gradient unless a KL or entropy term is on; it then still counts
+    in the weights' denominators, but is not computed. Where ``algorithm.reward_coef`` is 0 every episode that
+    was played counts, whatever its verdict.
     """
     if not algorithm.reward_coef:
         groups, min_verdicts = [_zero_rewards(group) for group in groups], 1
     drops = [drop_reason(group, min_verdicts) for group in groups]
+    names = list(reward_weights) if algorithm.rewards is Rewards.APART else []
     rewards = [
-        _shape_rewards(group, drop, algorithm, answer_tokens, solved_at)
+        _shape_rewards(group, drop, algorithm, answer_tokens, solved_at, names)
         for group, drop in zip(groups, drops, strict=True)
     ]
-    by_rewards = advantages(
-        rewards,
-        baseline=algorithm.baseline,
-        scale=algorithm.scale,
-        batch_pool=algorithm.batch_pool,
-        drop_zero_variance=algorithm.drop_zero_variance,
-    )
+    if names:
+        by_rewards = advantages_apart(rewards, [*reward_weights.values(), 1.0])
+    else:
+        by_rewards = advantages(
+            [reward[0] for reward in rewards],
+            baseline=algorithm.baseline,
+            scale=algorithm.scale,
+            batch_pool=algorithm.batch_pool,
+            drop_zero_variance=algorithm.drop_zero_variance,
+        )
     values = [algorithm.reward_coef * value for value in by_rewards]
     wasted: Counter[str] = Counter()
     new_samples: list[Sample] = []
@@ -92,10 +106,17 @@ def _zero_rewards(group: Group) -> Group:
 
 
 def _shape_rewards(
-    group: Group, drop: Drop | None, algorithm: Algorithm, answer_tokens: int, solved_at: float
+    group: Group,
+    drop: Drop | None,
+    algorithm: Algorithm,
+    answer_tokens: int,
+    solved_at: float,
+    names: Sequence[str],
 ) -> np.ndarray:
-    """Rewards [G] with the overlong penalty; all NaN for a dropped group: it affects no statistic."""
-    rewards = verdicts(group)
+    """Rewards [1, G] with the overlong penalty; [K + 1, G], those of the K functions ``names`` and the
+    penalty apart, where there are names. All NaN for a dropped group: it affects no statistic."""
+    total = verdicts(group)
+    rewards = np.array([total, *(_verdicts_of(group, name, total) for name in names)])
     if drop is not None:
         return np.full_like(rewards, np.nan)
     lengths = np.array([sampled_tokens(trajectory) for trajectory in group.trajectories])
@@ -105,9 +126,19 @@ def _shape_rewards(
     )
     if algorithm.shuffled:
         address = [group.step, zlib.crc32(group.prompt.uid.encode())]
-        rewards = np.random.default_rng(address).permutation(rewards)
-    spared = (rewards < solved_at) & (algorithm.overlong_scope is Overlong.SOLVED)
-    return rewards + np.where(spared, 0.0, penalty)
+        rewards = np.random.default_rng(address).permutation(rewards, axis=1)
+    spared = (rewards[0] < solved_at) & (algorithm.overlong_scope is Overlong.SOLVED)
+    paid = np.where(spared, 0.0, penalty)
+    if not names:
+        return rewards + paid
+    return np.array([*rewards[1:], np.where(np.isnan(rewards[0]), np.nan, paid)])
+
+
+def _verdicts_of(group: Group, name: str, total: np.ndarray) -> np.ndarray:
+    """[G]: what one function gives; NaN where it has no opinion, and where there is no verdict in all."""
+    parts = [t.reward.parts.get(name) if t.reward is not None else None for t in group.trajectories]
+    values = np.array([np.nan if value is None else value for value in parts], np.float64)
+    return np.where(np.isnan(total), np.nan, values)
 
 
 def _waste_reason(trajectory: Trajectory, drop: Drop | None, algorithm: Algorithm) -> str:

@@ -67,6 +67,7 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
         min_verdicts=min(2, plan.group_size),
         answer_tokens=plan.answer_tokens,
         solved_at=plan.solved_at,
+        reward_weights=plan.reward_weights,
     )
     if not credit.samples:
         return Learned(credit=credit)

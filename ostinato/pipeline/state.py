@@ -58,6 +58,7 @@ class Plan:
     overlap: bool = False  # rollouts go on while the trainer learns, and take up its weights in flight
     seed: int = 0
     solved_at: float = 1.0  # a reward from here on is a solution
+    reward_weights: Mapping[str, float] = field(default_factory=dict)  # of the functions by name
     solved_for_good: float = 0.0  # share of a group's solutions at which its prompt leaves; 0: none ever does
     eval_at_start: bool = True
     checkpoint_every: int = 0

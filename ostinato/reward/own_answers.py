@@ -18,7 +18,9 @@ ROWS = 8  # that are tried, of each task and set
 COMPARING = frozenset(
     {"exact", "numeric", "math_verify", "gym_score", "code_tests"}
 )  # built-in; full marks are 1
-OTHERS = frozenset({"answer_tags", "env", "none"})  # built-in, and judge no answer by the row's
+OTHERS = frozenset(
+    {"answer_tags", "regex", "json_schema", "length", "env", "none"}
+)  # built-in, and judge no answer by the row's
 FULL = 1 - 1e-6
 SOLUTIONS = ("code", "canonical_solution")  # columns of MBPP and HumanEval with code that passes the tests
 SHOWN = 80  # characters of an answer

@@ -18,6 +18,7 @@ import inspect
 import json
 import logging
 import math
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ostinato.inputs import parse_json
 from ostinato.objects import PICKLE, load_object
 from ostinato.reward.answers import (
     answer_texts,
@@ -46,6 +48,7 @@ RewardFunction = Callable[..., Any]
 
 TOLERANCE = 1e-6  # relative, for numbers that are not both integers
 MEMBER_LIMIT_S = 1.0  # of math_verify, per completion
+_FENCED = re.compile(r"```[a-zA-Z]*\n(.*?)```", re.DOTALL)
 RING_AGAIN_S = 0.1  # between repeated alarms, until one has an effect
 VERL_ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth"})
 
@@ -271,6 +274,82 @@ def answer_tags(
     return verdicts
 
 
+def regex(
+    completions: Sequence[Any], pattern: Sequence[str], in_thought: Sequence[bool] | None = None, **_: Any
+) -> list[float]:
+    """1 where what a completion says after thinking has a match of the row's regular expression."""
+    texts, inside = answer_texts(completions, in_thought), in_thought or [False] * len(completions)
+    return [
+        float(not unfinished and compile_pattern(one).search(text) is not None)
+        for text, one, unfinished in zip(texts, pattern, inside, strict=True)
+    ]
+
+
+def json_schema(
+    completions: Sequence[Any], schema: Sequence[Any], in_thought: Sequence[bool] | None = None, **_: Any
+) -> list[float]:
+    """1 where what is said after thinking, or its only fenced block, is JSON of the row's schema."""
+    verdicts = []
+    for text, one in zip(answer_texts(completions, in_thought), schema, strict=True):
+        fences = _FENCED.findall(text)
+        try:
+            value = parse_json((fences[0] if len(fences) == 1 else text).strip())
+        except ValueError:
+            verdicts.append(0.0)
+        else:
+            verdicts.append(float(schema_validator(one).is_valid(value)))
+    return verdicts
+
+
+def length(
+    completions: Sequence[Any], length: Sequence[int], completion_ids: Sequence[Sequence[int]], **_: Any
+) -> list[float]:
+    """1 up to the row's ``length`` in tokens, falling linearly to 0 at twice that."""
+    pairs = zip(completion_ids, length, strict=True)
+    return [min(1.0, max(0.0, 2 - len(ids) / positive_length(most))) for ids, most in pairs]
+
+
+@functools.lru_cache(maxsize=4096)
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Raises ValueError for what is no regular expression."""
+    if not isinstance(pattern, str):
+        raise ValueError(f"pattern is {pattern!r:.80}; give a regular expression, a text")
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"pattern {pattern!r:.80} is no regular expression ({error}); fix it") from error
+
+
+def schema_validator(schema: Any) -> Any:
+    """What tells whether a value is of a JSON schema, an object or its text. Raises ValueError for what is
+    no schema; one that refers to another document is a fault when it is used."""
+    return _schema_validator(schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=256)
+def _schema_validator(text: str) -> Any:
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    try:
+        if not isinstance(schema := parse_json(text), dict):
+            raise ValueError(f"it is a {type(schema).__name__}, not an object")
+        kind = validator_for(schema, default=Draft202012Validator)
+        kind.check_schema(schema)
+    except (ValueError, SchemaError) as error:
+        what = getattr(error, "message", error)
+        raise ValueError(f"schema {text:.80} is no JSON schema ({what}); fix it") from error
+    return kind(schema, registry=Registry())
+
+
+def positive_length(value: Any) -> int:
+    """Raises ValueError for what is no number of tokens."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"length is {value!r:.80}; give a number of tokens, 1 or more")
+    return value
+
+
 def env(completions: Sequence[Any], env_reward: Sequence[float | None], **_: Any) -> list[float | None]:
     """The reward from the environment of ``task.env``; None where the episode has none."""
     return list(env_reward)
@@ -288,10 +367,20 @@ BUILT_IN: dict[str, RewardFunction] = {
     "math_verify": math_verify,
     "gym_score": gym_score,
     "answer_tags": answer_tags,
+    "regex": regex,
+    "json_schema": json_schema,
+    "length": length,
     "code_tests": code_tests,
     "none": none,
 }
-_NEEDS = {"math_verify": "math_verify", "gym_score": "reasoning_gym"}
+_NEEDS = {"math_verify": "math_verify", "gym_score": "reasoning_gym", "json_schema": "jsonschema"}
+# By function: the column that it reads beside the completion, and what refuses a value of it.
+READS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "numeric": ("answer", lambda value: expected_number(str(value))),
+    "regex": ("pattern", compile_pattern),
+    "json_schema": ("schema", schema_validator),
+    "length": ("length", positive_length),
+}
 
 
 def resolve(spec: str) -> RewardFunction:

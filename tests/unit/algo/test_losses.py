@@ -21,6 +21,7 @@ from ostinato.algo.advantages import (
     Pool,
     Scale,
     advantages,
+    advantages_apart,
     check_group_size,
     overlong_penalty,
     zero_variance,
@@ -476,3 +477,47 @@ def test_each_correction_has_the_bounds_of_its_paper() -> None:
     assert mine.overridden == ("correction", "correction_high")
     assert {*BOUNDS} == {*Correction} - {Correction.NONE}
     assert all(low < 1 < high for low, high in BOUNDS.values())
+
+
+def apart_by_loops(rewards: list[np.ndarray], weights: list[float]) -> list[list[float]]:
+    """GDPO one number at a time."""
+
+    def compared(values: list[float]) -> list[float]:
+        known = [value for value in values if not math.isnan(value)]
+        mean = sum(known) / len(known) if known else math.nan
+        spread = math.sqrt(sum((v - mean) ** 2 for v in known) / (len(known) - 1)) if len(known) > 1 else 0
+        return [(value - mean) / (spread + 1e-4) for value in values]
+
+    sums: list[list[float]] = []
+    for group in rewards:
+        columns = [compared(row) for row in group.tolist()]
+        sums.append([])
+        for terms in zip(*columns, strict=True):
+            known = [w * t for w, t in zip(weights, terms, strict=True) if not math.isnan(t)]
+            sums[-1].append(sum(known) if known else math.nan)
+    flat = iter(compared([value for group in sums for value in group]))
+    return [[next(flat) for _ in group] for group in sums]
+
+
+@given(
+    st.integers(1, 3).flatmap(
+        lambda k: st.tuples(
+            st.lists(st.floats(0.1, 3), min_size=k, max_size=k),
+            st.lists(
+                st.integers(2, 5).flatmap(
+                    lambda g: st.lists(
+                        st.lists(st.sampled_from([0.0, 0.5, 1.0, 100.0, math.nan]), min_size=g, max_size=g),
+                        min_size=k,
+                        max_size=k,
+                    )
+                ),
+                max_size=4,
+            ),
+        )
+    )
+)
+def test_rewards_apart_equal_their_loops(drawn: tuple[list[float], list[list[list[float]]]]) -> None:
+    weights, groups = drawn
+    rewards = [np.array(group) for group in groups]
+    for made, want in zip(advantages_apart(rewards, weights), apart_by_loops(rewards, weights), strict=True):
+        np.testing.assert_allclose(made, want, rtol=1e-6, atol=1e-6)

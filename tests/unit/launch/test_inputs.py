@@ -26,14 +26,14 @@ from ostinato.env.rows import read
 from ostinato.every import Every
 from ostinato.launch.checks import (
     check,
-    check_answers,
+    check_columns,
     check_solvable,
     solved_at,
     warn_of_control_tokens,
 )
 from ostinato.launch.evaluations import downstream_prompts, evaluations, rules
 from ostinato.launch.forgetting import answers_of
-from ostinato.launch.inputs import longest_answer, new_interruption, overlong, stage_identity
+from ostinato.launch.inputs import longest_answer, new_interruption, overlong, prompts, stage_identity
 from ostinato.launch.introduction import caveats
 from ostinato.launch.loop import HELD_OUT, TRAINED, check_rows, new_plan
 from ostinato.launch.trainer import new_adapters
@@ -92,11 +92,39 @@ def test_a_mark_that_no_answer_can_reach_is_refused_where_that_is_certain() -> N
 def test_a_row_whose_answer_is_no_number_is_refused_before_the_run() -> None:
     reward = Recipe.parse({"reward": {"functions": ["numeric"]}}).reward
     good, bad = (Prompt(uid=one, text="?", columns={"answer": one}) for one in ("#### 3 1/2", "10^6"))
-    check_answers(reward, [good])
-    check_answers(Recipe().reward, [good, bad])
+    check_columns(reward, [good])
+    check_columns(Recipe().reward, [good, bad])
     for rows in ([good, bad], [Prompt(uid="10^6", text="?")]):
         with pytest.raises(ValueError, match=r"^prompt 10\^6.* answer"):
-            check_answers(reward, rows)
+            check_columns(reward, rows)
+
+
+@pytest.mark.parametrize(
+    ("function", "column", "good", "bad"),
+    [
+        ("regex", "pattern", r"^\d+$", ["(", 7]),
+        ("json_schema", "schema", {"type": "object"}, ["{", {"type": "objekt"}, 7]),
+        ("length", "length", 200, [0, True, "200", 1.5]),
+    ],
+)
+def test_a_pattern_or_a_schema_that_is_none_is_refused_before_the_run(
+    function: str, column: str, good: Any, bad: list[Any]
+) -> None:
+    reward = Recipe.parse({"reward": {"functions": [function]}}).reward
+    check_columns(reward, [Prompt(uid="a", text="?", columns={column: good})])
+    for value in [None, *bad]:
+        columns = {} if value is None else {column: value}
+        with pytest.raises(ValueError, match=f"^prompt b.*{column}"):
+            check_columns(reward, [Prompt(uid="b", text="?", columns=columns)])
+
+
+def test_columns_of_a_task_are_those_of_rows_that_lack_them(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2", "length": 3}\n'
+    )
+    task = {"source": str(tmp_path / "rows.jsonl"), "columns": {"length": 9}, "n_train": 0}
+    rows = prompts(Recipe.parse({"task": task}), "train", None)
+    assert [row.columns["length"] for row in rows] == [9, 3]
 
 
 @pytest.mark.parametrize(

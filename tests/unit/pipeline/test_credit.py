@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import nouns
@@ -30,8 +31,14 @@ def member(reward: float | None, length: int = 4, stop: Stop = Stop.EOS, routed:
     return episode(completion(length, stop=stop, experts=routes[0], prompt_experts=routes[1]), reward=reward)
 
 
-def credit(groups: Sequence[Group], name: str, **overrides: object) -> Credit:
-    return assign(groups, algorithm(name, **overrides), min_verdicts=2, answer_tokens=10)
+def credit(
+    groups: Sequence[Group],
+    name: str,
+    weights: Mapping[str, float] = MappingProxyType({}),
+    **overrides: object,
+) -> Credit:
+    chosen = algorithm(name, **overrides)
+    return assign(groups, chosen, min_verdicts=2, answer_tokens=10, reward_weights=weights)
 
 
 def test_advantages_reach_the_tokens() -> None:
@@ -99,6 +106,23 @@ def test_the_length_penalty_of_scalerl_is_for_solved_answers_alone() -> None:
     everyone = np.array([1, 0.5, 0, -1.5, -2])
     made = credit([group(*answers)], "dapo", **options)
     assert [sample.advantages[-1] for sample in made.samples] == pytest.approx(everyone - everyone.mean())
+
+
+def scored(**parts: float | None) -> Trajectory:
+    given = [value for value in parts.values() if value is not None]
+    reward = Reward(value=sum(given) if given else None, parts=parts)
+    return replace(member(0, 1), reward=reward)
+
+
+def test_rewards_compared_apart_tell_answers_of_one_sum_apart() -> None:
+    """One of form and one of value, each had once: the sum is the same, so nothing was learned."""
+    groups = [group(scored(a=1, b=0), scored(a=0, b=1), scored(a=0, b=1))]
+    assert not credit(groups, "grpo").samples
+    made = credit(groups, "grpo", weights={"a": 1.0, "b": 0.5}, rewards="apart")
+    assert [np.sign(sample.advantages[-1]) for sample in made.samples] == [1, -1, -1]
+    flat = [group(scored(a=1, b=1), scored(a=1, b=1))]
+    drops = credit(flat, "dapo", weights={"a": 1.0, "b": 0.5}, rewards="apart")
+    assert drops.dropped_groups == {"zero_variance": 1}
 
 
 def test_groups_without_variance_keep_their_share_of_the_denominator() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from fractions import Fraction
@@ -19,8 +20,11 @@ from ostinato.reward.verify import (
     answer_tags,
     exact,
     gym_score,
+    json_schema,
+    length,
     math_verify,
     numeric,
+    regex,
     resolve,
 )
 
@@ -477,3 +481,29 @@ def test_a_function_in_verls_form_is_adapted(tmp_path: Path) -> None:
     assert reward(
         completions=chat, answer=["4"] * 2, data_source=["x"] * 2, extra_info=[{"index": 3}] * 2
     ) == [1, 0]
+
+
+def test_a_pattern_is_searched_in_what_is_said_after_thinking() -> None:
+    texts = ["<think>7</think>\nIt is 7.", "<think>7</think> none", "<think>7", "7"]
+    inside = [False, False, True, True]
+    assert regex(texts, pattern=["7"] * 4, in_thought=inside) == [1, 0, 0, 0]
+    assert regex(texts, pattern=[".*"] * 4, in_thought=inside) == [1, 1, 0, 0], (
+        "an unfinished thought says nothing"
+    )
+
+
+@pytest.mark.skipif(find_spec("jsonschema") is None, reason="needs jsonschema")
+def test_json_has_the_schema_of_its_row() -> None:
+    schema = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
+    texts = ['{"n": 1}', 'so:\n```json\n{"n": 2}\n```', '{"n": "1"}', "{", "[" * 9999, '<think>{"n": 1}', ""]
+    assert json_schema(texts, schema=[schema] * 7) == [1, 1, 0, 0, 0, 0, 0]
+    assert json_schema(texts[:1], schema=[json.dumps(schema)]) == [1]
+    with pytest.raises(Exception, match="nresolvable"):  # a fault, never fetched and never a 0
+        json_schema(['{"n": 1}'], schema=[{"$ref": "https://example.org/a.json"}])
+
+
+@given(st.integers(1, 50), st.integers(0, 150))
+def test_length_is_full_up_to_its_mark_and_nothing_at_twice(most: int, tokens: int) -> None:
+    (value,) = length(["a"], length=[most], completion_ids=[[0] * tokens])
+    expected = 1.0 if tokens <= most else 0.0 if tokens >= 2 * most else 1 - (tokens - most) / most
+    assert value == pytest.approx(expected)
