@@ -174,10 +174,10 @@ def walk(model_type: str) -> str:
 
     from ostinato.algo.algorithms import algorithm
     from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+    from ostinato.config import TrainerSection
     from ostinato.hf.factors import init_sites, read_folder, write_folder
     from ostinato.hf.model import TransformersModel
     from ostinato.model.shapes import AdapterSpec
-    from ostinato.train.optimizer import OptimizerSettings
     from ostinato.train.trainer import PolicyTrainer
 
     model = TransformersModel(tiny_model(model_type, **OWN.get(model_type, {})))
@@ -188,7 +188,7 @@ def walk(model_type: str) -> str:
             model,
             init_sites(model.sites, spec, 0, "cpu"),
             algorithm("grpo", correction="token_truncate"),
-            optimizer=OptimizerSettings(lr=1e-3),
+            settings=TrainerSection(lr=1e-3),
             ops=model.ops,
         )
 

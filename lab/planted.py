@@ -16,12 +16,12 @@ import torch
 
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.routing import Cause, Misaligned
+from ostinato.config import TrainerSection
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import NO_EXPERT, Batch, Microbatch, Sample
 
@@ -49,9 +49,8 @@ class Trainers:
             self.decoder,
             policy.detach_copy(),
             self.rules,
-            optimizer=OptimizerSettings(lr=STILL),
+            settings=TrainerSection(lr=STILL, replay=replay),
             temperature=self.temperature,
-            replay=replay,
             measure_every=0,
             ops=self.ops,
         )

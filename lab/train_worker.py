@@ -26,6 +26,7 @@ import torch
 from lab.settings import native_kernels
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import pack
+from ostinato.config import TrainerSection
 from ostinato.engine.local import LocalEngine
 from ostinato.model.hf import load_model
 from ostinato.model.lora import init_adapters
@@ -34,7 +35,6 @@ from ostinato.model.shapes import AdapterSpec
 from ostinato.pipeline.credit import assign
 from ostinato.render import Renderer
 from ostinato.train.accumulate import Accumulator, Adam
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.supervised import row_of, supervised
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Group, Prompt, Request, Reward, Sampling, Trajectory, Turn
@@ -89,7 +89,7 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
         decoder,
         adapters,
         grpo,
-        optimizer=OptimizerSettings(lr=1e-5),
+        settings=TrainerSection(lr=1e-5),
         ops=kernels.training if kernels else TORCH_OPS,
     )
     engine = LocalEngine(decoder, kernels=kernels, decode=renderer.decode, kv_memory_mb=256)

@@ -23,6 +23,7 @@ import ostinato
 from ostinato.algo.advantages import advantages
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.algo.pack import aggregation_weights, pack
+from ostinato.config import TrainerSection
 from ostinato.engine.local import LocalEngine
 from ostinato.env.arithmetic import rows
 from ostinato.model.config import parse_config
@@ -33,7 +34,6 @@ from ostinato.model.shapes import AdapterSpec
 from ostinato.render import Renderer
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import health
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sample, Sampling, Trajectory, Turn
 
@@ -142,7 +142,7 @@ async def train(
 ) -> list[Mapping[str, float]]:
     """The loop. Returns the metrics of every step."""
     adapters = init_adapters(task.decoder.config, AdapterSpec(rank=8, alpha=16), seed)
-    trainer = PolicyTrainer(task.decoder, adapters, algorithm, optimizer=OptimizerSettings(lr=task.lr))
+    trainer = PolicyTrainer(task.decoder, adapters, algorithm, settings=TrainerSection(lr=task.lr))
     engine = LocalEngine(task.decoder, decode=task.decode, kv_memory_mb=64)  # the same base tensors
     engine.publish(trainer.adapters(), version=0)
     version, history = 0, []

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.config import TrainerSection
 from ostinato.engine.local import LocalEngine
 from ostinato.env.arithmetic import Family, rows
 from ostinato.model.config import read_config
@@ -38,8 +39,6 @@ from ostinato.model.packed import PackedAttention
 from ostinato.render import Renderer
 from ostinato.reward.verify import exact
 from ostinato.train.optimizer import (
-    OptimizerSettings,
-    Schedule,
     build_optimizer,
     clip_gradients,
     gradient_norm,
@@ -370,7 +369,7 @@ LOG_EVERY = 20  # steps
 def train(
     decoder: Decoder,
     data: Iterable[Microbatch],
-    settings: OptimizerSettings,
+    settings: TrainerSection,
     log: Callable[[dict[str, object]], None],
     *,
     balance_coef: float = 0.02,
@@ -473,13 +472,13 @@ def main() -> None:
         log(settings | {"crowd": {name: asdict(annotator) for name, annotator in CROWD.items()}})
         decoder = Decoder(read_config(args.out)).init_weights(args.seed)
         total_steps = args.textbook_steps + args.crowd_steps
-        optimizer = OptimizerSettings(
+        optimizer = TrainerSection(
             lr=args.lr,
             betas=(0.9, 0.98),
             weight_decay=0.01,
-            schedule=Schedule.COSINE,
+            schedule="cosine",
             warmup_steps=total_steps // 20,
-            total_steps=total_steps,
+            steps=total_steps,
         )
         train(decoder, corpus(Renderer(args.out), args), optimizer, log, balance_coef=args.balance)
         save_model(in_bf16(decoder), args.out)

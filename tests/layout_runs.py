@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from nouns import drawn
 from torch import Tensor
+from trainer_options import trainer_options
 from worlds import DEEPSEEK, tiny_dense
 
 from ostinato.algo.algorithms import Algorithm, algorithm
@@ -26,7 +27,6 @@ from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.pieces import own_adapters, own_decoders
 from ostinato.parallel.shares import Placement, shares_of
 from ostinato.train.layouts import sharded_trainer
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch
 
@@ -205,4 +205,4 @@ def difference(run: Run, other: Run) -> Difference:
 
 
 def _settings(case: Case) -> dict[str, Any]:
-    return {"optimizer": OptimizerSettings(lr=case.lr), "replay_threshold": 0.0} | case.options
+    return trainer_options(**{"lr": case.lr, "replay_threshold": 0.0} | case.options)

@@ -17,11 +17,11 @@ import itertools
 import json
 import sys
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import torch
 from nouns import drawn
+from trainer_options import trainer_options
 from worlds import VOCAB, tiny_dense, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
@@ -35,7 +35,6 @@ from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import Mesh
 from ostinato.train.layouts import sharded_trainer
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Sample
 
@@ -70,12 +69,11 @@ def prepare(case: str, dtype: torch.dtype, ops: Ops, siblings: int = 2000) -> tu
         for _, b in adapters.tensors.values():  # zeros would leave the A without gradients
             b.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
     batch = batch_of(case, siblings)
-    settings: dict[str, Any] = {"optimizer": OptimizerSettings(lr=1e-2), "ops": ops, "replay_threshold": 0.0}
+    settings = trainer_options(lr=1e-2, ops=ops, replay_threshold=0.0, recompute=case == "full")
     if case == "sharded":
         mesh = Mesh(Layout.parse("1"))
         return sharded_trainer(mesh, [decoder], adapters, algorithm("grpo"), **settings), batch
-    recompute = case == "full"
-    return PolicyTrainer(decoder, adapters, algorithm("grpo"), recompute=recompute, **settings), batch
+    return PolicyTrainer(decoder, adapters, algorithm("grpo"), **settings), batch
 
 
 def digest(trainer: PolicyTrainer, batch: Batch) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 from reference.fake_engine import FakeEngine
 
 from ostinato.algo.algorithms import algorithm
+from ostinato.config import Recipe
 from ostinato.every import Every
 from ostinato.history.rules import DraftStats, Source
 from ostinato.model.flops import FlopModel, Part, Rates
@@ -149,9 +150,26 @@ def bandit(adapters: Any, request: Request, sampled: Sequence[int]) -> np.ndarra
     return adapters
 
 
+KEYS = {
+    "trainer": {"steps", "tokens_per_microbatch", "minibatches", "checkpoint_every"}
+    | {"stop_on_collapse", "stop_on_forgetting"},
+    "rollout": {"prompts_per_step", "group_size", "solved_for_good"},
+    "pipeline": {"staleness", "overlap", "watch_s"},
+    "log": {"trajectories_every"},
+}
+
+
 def plan(**changes: Any) -> Plan:
+    """Of keys of the recipe by their last names, without checks, and other fields of the plan."""
     usual: dict[str, Any] = {"steps": 6, "prompts_per_step": 4, "group_size": 8, "answer_tokens": 2}
-    return Plan(**{**usual, "tokens_per_microbatch": 64, **changes})
+    usual |= {"tokens_per_microbatch": 64, "checkpoint_every": 0, "trajectories_every": 0, **changes}
+    recipe = Recipe()
+    keys = {
+        section: {name: usual.pop(name) for name in names & usual.keys()} for section, names in KEYS.items()
+    }
+    keys["eval"] = {"at_start": usual.pop("eval_at_start", True)}
+    sections = {name: getattr(recipe, name).model_copy(update=own) for name, own in keys.items()}
+    return Plan(recipe=recipe.model_copy(update={**sections, "seed": usual.pop("seed", 0)}), **usual)
 
 
 class Killed(BaseException):

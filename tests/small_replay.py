@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 from nouns import sample_of
+from trainer_options import trainer_options
 from worlds import VOCAB, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.config import TrainerSection
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.train.local import LocalPasses
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import NO_EXPERT, Batch, Sample
 
@@ -33,7 +34,7 @@ RAW = tiny_moe(
     max_position_embeddings=128,
 )
 DENSE = {**RAW, "mlp_only_layers": [0, 1, 2, 3]}
-SLOW = OptimizerSettings(lr=1e-3)
+SLOW = TrainerSection(lr=1e-3)
 GRPO, BYPASS = algorithm("grpo", correction="token_truncate"), algorithm("grpo")
 
 
@@ -99,7 +100,7 @@ def with_experts(samples: list[Sample], experts: list[np.ndarray]) -> list[Sampl
 
 
 def trainer_of(decoder: Decoder, adapters: Adapters | None = None, **options: Any) -> PolicyTrainer:
-    options = {"algorithm": GRPO, "optimizer": SLOW} | options
+    options = trainer_options(**{"algorithm": GRPO, "settings": SLOW} | options)
     return PolicyTrainer(decoder, adapters or adapters_of(decoder), options.pop("algorithm"), **options)
 
 

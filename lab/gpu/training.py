@@ -13,6 +13,7 @@ from lab.gpu.sampling import answers, engine_of, requests, transformers_model
 from lab.gpu.world import DENSE, EXPERTS, Line, Lines, World
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import pack
+from ostinato.config import TrainerSection
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters, init_adapters
@@ -20,7 +21,6 @@ from ostinato.model.ops import TORCH_OPS
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.memory import Training
 from ostinato.pipeline.account import batch_work
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Completion, Request, Sample
 
@@ -56,11 +56,9 @@ def _adapters(decoder: Decoder, world: World) -> Adapters:
 
 def _trainer(world: World, decoder: Decoder, adapters: Adapters, *, recompute: bool = False) -> PolicyTrainer:
     grpo = algorithm("grpo", drop_zero_variance=False)
-    settings = OptimizerSettings(lr=1e-5)
+    settings = TrainerSection(lr=1e-5, recompute=recompute, replay=False)
     ops = TORCH_OPS if world.kernels is None else world.kernels.ops
-    return PolicyTrainer(
-        decoder, adapters, grpo, optimizer=settings, recompute=recompute, replay=False, ops=ops
-    )
+    return PolicyTrainer(decoder, adapters, grpo, settings=settings, ops=ops)
 
 
 def _samples(asked: Sequence[Request], done: Sequence[Completion]) -> list[Sample]:

@@ -20,6 +20,7 @@ from ostinato.config.sections import (
     ForecastSection,
     ModelSection,
     PipelineSection,
+    TrainerSection,
 )
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "ModelSection",
     "PipelineSection",
     "Recipe",
+    "TrainerSection",
     "check_files",
     "dump_toml",
     "find_recipe",

@@ -73,33 +73,6 @@ async def score_exported(
     return row | {"exported": True, "spent": spent_in_steps(state.step, state.totals)}
 
 
-def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int, peak_flops: float = 0.0) -> Plan:
-    """``answer_tokens``: of the longest answer of a turn."""
-    return Plan(
-        steps=recipe.trainer.steps,
-        prompts_per_step=recipe.rollout.prompts_per_step,
-        group_size=recipe.rollout.group_size,
-        answer_tokens=answer_tokens * max(task.max_turns for task in recipe.task.by_name.values()),
-        tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
-        peak_flops=peak_flops,
-        minibatches=recipe.trainer.minibatches,
-        staleness=recipe.pipeline.staleness,
-        overlap=recipe.pipeline.overlap,
-        watch_s=recipe.pipeline.watch_s,
-        seed=recipe.seed,
-        solved_at=mark(recipe),
-        reward_weights=recipe.reward.by_name,
-        solved_for_good=recipe.rollout.solved_for_good,
-        eval_at_start=recipe.eval.at_start,
-        checkpoint_every=recipe.trainer.checkpoint_every,
-        trajectories_every=recipe.log.trajectories_every,
-        budget=new_budget(recipe),
-        stop_on_collapse=recipe.trainer.stop_on_collapse,
-        stop_on_forgetting=recipe.trainer.stop_on_forgetting,
-        flops=flops,
-    )
-
-
 def new_budget(recipe: Recipe) -> Every:
     """What the run may spend until it stops, for good or for now."""
     return Every.parse(recipe.trainer.budget, "trainer.budget").part(recipe.trainer.until)
@@ -147,8 +120,14 @@ def new_loop(
             write_policy(prepared.decoder, trainer.adapters(), prepared.folder, to, recipe.model.path)
 
     return Loop(
-        plan=new_plan(
-            recipe, flops, longest_answer(recipe, prepared.renderer)[0], peak_flops(prepared.decoder)
+        plan=Plan(
+            recipe=recipe,
+            answer_tokens=longest_answer(recipe, prepared.renderer)[0]
+            * max(task.max_turns for task in recipe.task.by_name.values()),
+            solved_at=mark(recipe),
+            budget=new_budget(recipe),
+            flops=flops,
+            peak_flops=peak_flops(prepared.decoder),
         ),
         stage=new_stage(prepared, components.engine, prepared.grader),
         tasks=new_tasks(prepared),

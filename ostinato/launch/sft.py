@@ -32,7 +32,7 @@ from ostinato.launch.machine import record_start
 from ostinato.launch.models import load_decoder
 from ostinato.launch.policy import write_policy
 from ostinato.launch.session import check_steps, new_folder, open_folder
-from ostinato.launch.trainer import new_adapters, optimizer_settings
+from ostinato.launch.trainer import new_adapters
 from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import locked
 from ostinato.model.config import read_config
@@ -169,7 +169,7 @@ class _Course:
         self.step = 0
         self._recipe, self._learner, self._identity = recipe, learner, identity
         self._rows, self._train = train + held_out, len(train)
-        self._settings = optimizer_settings(recipe)
+        self._settings = recipe.trainer
         self._reference = np.zeros((0, 2))  # of all rows, for preferences
         self._digest = hashlib.sha256()
         for row in (row for rows in (self._rows if recipe.sft.loss == "dpo" else train) for row in rows):
@@ -213,7 +213,7 @@ class _Course:
         sums = self._pass(chosen, learn=True)
         adam = Adam(
             lr=settings.lr * lr_factor(settings, self.step),
-            betas=settings.betas,
+            betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
             weight_decay=settings.weight_decay,
             max_grad_norm=settings.max_grad_norm if math.isfinite(settings.max_grad_norm) else 0.0,

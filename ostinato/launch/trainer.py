@@ -28,7 +28,6 @@ from ostinato.parallel.pieces import fresh_adapters, own_adapters, own_decoders
 from ostinato.parallel.placement import read_placement
 from ostinato.parallel.shares import shares_of
 from ostinato.train.layouts import sharded_trainer
-from ostinato.train.optimizer import OptimizerSettings, Schedule
 from ostinato.train.teacher import Teacher
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Microbatch
@@ -122,34 +121,13 @@ def _own_adapters(
     return None
 
 
-def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
-    """AdamW and its schedule."""
-    settings = recipe.trainer
-    beta1, beta2 = settings.betas
-    return OptimizerSettings(
-        lr=settings.lr,
-        betas=(beta1, beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        schedule=Schedule(settings.schedule),
-        warmup_steps=settings.warmup_steps,
-        total_steps=settings.steps,
-    )
-
-
 def _trainer_settings(
     recipe: Recipe, decoder: Base, on_refused: Callable[[Microbatch], None] | None
 ) -> dict[str, Any]:
-    settings = recipe.trainer
     return {
-        "optimizer": optimizer_settings(recipe),
+        "settings": recipe.trainer,
         "temperature": recipe.rollout.temperature,
-        "replay": settings.replay,
-        "replay_threshold": settings.replay_threshold,
         "measure_every": recipe.log.mismatch_every,
-        "recompute": settings.recompute,
-        "max_refused": settings.max_refused_in_a_row,
         "on_refused": on_refused,
         "ops": training_ops(recipe, decoder),
     }

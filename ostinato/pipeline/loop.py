@@ -9,10 +9,10 @@ Randomness is addressed by (seed, round, index of the prompt in the stream, samp
 ``LoopState`` draws what the interrupted one would have drawn; groups that it had already finished are read
 back from the spool. The loop prints nothing: it logs, and calls its ``Observer``.
 
-With ``Plan.overlap`` a step trains in a thread while groups play on, and what it learned is published while
-they do: PipelineRL (arXiv 2509.19128, algorithm 2). The buffer decides what is admitted and trained on. Every
-admitted group is trained on once, dropped by a rule that counts it, or still in flight, even after a kill;
-every step asserts this.
+With ``pipeline.overlap`` a step trains in a thread while groups play on, and what it learned is published
+while they do: PipelineRL (arXiv 2509.19128, algorithm 2). The buffer decides what is admitted and trained on.
+Every admitted group is trained on once, dropped by a rule that counts it, or still in flight, even after a
+kill; every step asserts this.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TRAINER = "trainer"  # the worker that the loop is where it trains itself
 
 @dataclass(kw_only=True)
 class Loop:
-    """A run, assembled. ``await loop.run()`` trains until ``plan.steps`` are done or a signal stops it.
+    """A run, assembled. ``await loop.run()`` trains until ``trainer.steps`` are done or a signal stops it.
 
     ``save`` writes a checkpoint of the trainer and of the state it is given, and returns the step of the
     oldest one that is kept: the spool has what came after it. It is called every ``checkpoint_every`` steps
@@ -87,7 +87,7 @@ class Loop:
     keep: Callable[[int], None] = lambda step: None  # keeps the weights that were scored after a step
 
     def __post_init__(self) -> None:
-        check_group_size(self.plan.group_size, self.algorithm.baseline, self.algorithm.scale)
+        check_group_size(self.plan.recipe.rollout.group_size, self.algorithm.baseline, self.algorithm.scale)
 
     async def run(self) -> Finished:
         """Raises NoTrainableSamples when ``max_empty_steps`` steps in a row had nothing to learn from,
@@ -173,13 +173,13 @@ class Loop:
             finally:
                 await self._feed.close()
             self._checkpoint()
-        ended = Finish.DONE if self.state.step >= self.plan.steps else self._why
+        ended = Finish.DONE if self.state.step >= self.plan.recipe.trainer.steps else self._why
         return Finished(state=self.state, why=ended or Finish.of(self._signals.received))
 
     async def _train(self, signals: StopSignals) -> None:
-        if self.plan.overlap and self.drafting is not None:
+        if self.plan.recipe.pipeline.overlap and self.drafting is not None:
             self.drafting.begin()
-        if self.plan.eval_at_start or self.state.step:
+        if self.plan.recipe.eval.at_start or self.state.step:
             await signals.bounded(self._evaluate())
         if self.forgetting is not None and not self.state.step:
             await signals.bounded(self._scores.remember(self.forgetting))
@@ -187,7 +187,7 @@ class Loop:
             await signals.bounded(self._step())
             if signals.received is None:
                 await signals.bounded(self._evaluate())
-            if self._due(self.plan.checkpoint_every):
+            if self._due(self.plan.recipe.trainer.checkpoint_every):
                 self._checkpoint()
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
                 counted = sum(self.counters, Counter[str]())
@@ -198,11 +198,15 @@ class Loop:
 
     @property
     def _goes_on(self) -> bool:
-        return self.state.step < self.plan.steps and self._signals.received is None and self._why is None
+        return (
+            self.state.step < self.plan.recipe.trainer.steps
+            and self._signals.received is None
+            and self._why is None
+        )
 
     async def _step(self) -> None:
         """Play, learn, publish, report. Nothing after the training awaits: a step happens or it does not."""
-        step, overlap = self.state.step + 1, self.plan.overlap
+        step, overlap = self.state.step + 1, self.plan.recipe.pipeline.overlap
         clock = Clock(step, self._ledger.clock, self.worker)
         self._doing = f"step {step} waits for its groups"
         if self.drafting is not None and not overlap:
@@ -236,16 +240,16 @@ class Loop:
         if self.drafting is None:
             return {}
         # where rollouts go on all the time a drafter has the whole step to work in
-        seconds = clock.read()[0] if self.plan.overlap else clock.seconds["rollout"]
+        seconds = clock.read()[0] if self.plan.recipe.pipeline.overlap else clock.seconds["rollout"]
         drafted = self.drafting.end([item.group for item in ended], self.state.step + 1, seconds)
-        if self.plan.overlap:
+        if self.plan.recipe.pipeline.overlap:
             self.drafting.begin()
         return drafted
 
     async def _learned(self, groups: Sequence[Group], clock: Clock) -> Learned:
         """Train on the groups: in a thread where workers need the event loop meanwhile."""
         self._doing = f"step {self.state.step + 1} is training"
-        if self.plan.overlap or self._ledger.terms.pools:
+        if self.plan.recipe.pipeline.overlap or self._ledger.terms.pools:
             with self._signals.finishing():
                 return await in_thread(lambda: self._learn(groups, clock))
         with self._signals.blocking():
@@ -255,7 +259,7 @@ class Loop:
         prepared = prepare(groups, self.plan, self.algorithm, clock, self.state.version)
         if prepared.batch is None:
             return prepared
-        check_ages(prepared.batch, self.state.step + 1, self.plan.staleness)
+        check_ages(prepared.batch, self.state.step + 1, self.plan.recipe.pipeline.staleness)
         self._between_steps = True
         with clock.doing("train", Kind.TRAIN if self.worker == TRAINER else Kind.WAIT):
             try:
@@ -291,7 +295,7 @@ class Loop:
             totals=add_totals(before.totals, row, self._ledger.terms),
         )
         self._between_steps = False
-        row |= self.state.left(before, len(self.tasks)) if self.plan.solved_for_good else {}
+        row |= self.state.left(before, len(self.tasks)) if self.plan.recipe.rollout.solved_for_good else {}
         row |= self.state.accounted()
         if due.num_anew:
             row["groups/played_anew"] = float(due.num_anew)
@@ -310,7 +314,7 @@ class Loop:
         """In here a wait without progress ends with ``Stalled``."""
         self._doing = "nothing has begun"
         self._dog = Watchdog(
-            self.plan.watch_s,
+            self.plan.recipe.pipeline.watch_s,
             self._signals,
             self.workers.progress,
             lambda: f"{self._doing}; on the way for longest: {self._feed.waiting()}",
@@ -333,7 +337,7 @@ class Loop:
             await self._scores.score(self.state, ended=self._due(0))
 
     def _due(self, every: int) -> bool:
-        ended = self.state.step == self.plan.steps or self._why is not None
+        ended = self.state.step == self.plan.recipe.trainer.steps or self._why is not None
         return ended or (every > 0 and self.state.step % every == 0)
 
     def _checkpoint(self) -> None:

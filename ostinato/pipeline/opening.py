@@ -26,29 +26,29 @@ def new_buffer(
     """The buffer of a run that stands at ``state``."""
 
     def leaving(groups: Sequence[Group], retired: Sequence[str]) -> Sequence[str]:
-        rule = {"share": plan.solved_for_good, "solved_at": plan.solved_at}
+        rule = {"share": plan.recipe.rollout.solved_for_good, "solved_at": plan.solved_at}
         return find_solved(groups, **rule, retired=frozenset(retired))
 
     rounds = Rounds(
         tasks=tasks,
         stage=stage,
         spool=spool,
-        prompts=plan.prompts_per_step,
-        group_size=plan.group_size,
-        seed=plan.seed,
-        staleness=plan.staleness,
+        prompts=plan.recipe.rollout.prompts_per_step,
+        group_size=plan.recipe.rollout.group_size,
+        seed=plan.recipe.seed,
+        staleness=plan.recipe.pipeline.staleness,
     )
     return RolloutBuffer(
         rule=AdmissionRule(
-            prompts=plan.prompts_per_step,
-            staleness=plan.staleness,
-            steps=plan.steps,
-            overlap=plan.overlap,
+            prompts=plan.recipe.rollout.prompts_per_step,
+            staleness=plan.recipe.pipeline.staleness,
+            steps=plan.recipe.trainer.steps,
+            overlap=plan.recipe.pipeline.overlap,
         ),
         rounds=rounds,
         cursor=state.cursor,
         retired=state.retired,
-        leaving=leaving if plan.solved_for_good else None,
+        leaving=leaving if plan.recipe.rollout.solved_for_good else None,
         on_progress=on_progress,
     )
 

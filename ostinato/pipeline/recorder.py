@@ -64,10 +64,10 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
     credit = assign(
         groups,
         algorithm,
-        min_verdicts=min(2, plan.group_size),
+        min_verdicts=min(2, plan.recipe.rollout.group_size),
         answer_tokens=plan.answer_tokens,
         solved_at=plan.solved_at,
-        reward_weights=plan.reward_weights,
+        reward_weights=plan.recipe.reward.by_name,
     )
     if not credit.samples:
         return Learned(credit=credit)
@@ -75,8 +75,8 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
         batch = pack(
             credit.samples,
             credit.weights,
-            tokens_per_microbatch=plan.tokens_per_microbatch,
-            minibatches=plan.minibatches,
+            tokens_per_microbatch=plan.recipe.trainer.tokens_per_microbatch,
+            minibatches=plan.recipe.trainer.minibatches,
             version=version,
         )
     return Learned(credit=credit, batch=batch)
@@ -134,10 +134,10 @@ class StepRecorder:
         row |= {"empty_step": float(batch is None)}
         row |= {"refused_step": float(report is not None and bool(report.skipped))}
         row |= {**(report.metrics if report else {}), **(look.metrics if look else {})}
-        row |= flop_figures(model, flops, groups if self.plan.overlap else fresh)
+        row |= flop_figures(model, flops, groups if self.plan.recipe.pipeline.overlap else fresh)
         row |= self._seconds(clock, row["tokens/sampled"], groups, fresh)
         row |= utilisation(row, self.plan.peak_flops)
-        if self.plan.overlap:  # what has ended since the last row was played since then too
+        if self.plan.recipe.pipeline.overlap:  # what has ended since the last row was played since then too
             now, before = time.perf_counter(), self._row_at
             row["tokens_per_s"] = token_counts(fresh)["sampled"] / (now - before)
             self._row_at = now
@@ -154,7 +154,7 @@ class StepRecorder:
         self.draw(clock.step, spans)
         row |= {"rollout/from_spool": float(sum(item.spooled for item in train_batch.batch)), **counts}
         row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
-        if batch is not None and (self.plan.staleness or self.plan.overlap):
+        if batch is not None and (self.plan.recipe.pipeline.staleness or self.plan.recipe.pipeline.overlap):
             row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(count_ages(batch).items())}
         return row | {**self.workers.extra_metrics(), **counts}  # these have a 0 for what may be counted
 
@@ -177,7 +177,7 @@ class StepRecorder:
         """Busy seconds by pool and part, for the ledger; None where everything is one pool. Otherwise the
         pipeline metrics are added to ``row``."""
         known, seconds = self.ledger.terms.pools, row["step_time"]
-        if not (known or self.plan.overlap):
+        if not (known or self.plan.recipe.pipeline.overlap):
             return None
         pools = known or Counter(pool_of(worker) for worker in {span.worker for span in spans})
         by_pool, self._over = busy_by_pool(spans, self._over, pools, seconds)
@@ -209,8 +209,8 @@ class StepRecorder:
         report, (row, why) = learned.report, self._watched(step, row, learned.look)
         for writer in (self.folder, *self.writers):
             writer.write(step, row)
-        every = self.plan.trajectories_every
-        last = ended or step == self.plan.steps or why is not None
+        every = self.plan.recipe.log.trajectories_every
+        last = ended or step == self.plan.recipe.trainer.steps or why is not None
         if every and (step == 1 or last or step % every == 0):
             self.folder.trajectories.append(*(line for group in groups for line in group_rows(group)))
         if report is not None and report.mismatch is not None:
@@ -232,8 +232,8 @@ class StepRecorder:
             self.folder.watch.append(alarm.to_json())
             what = "collapse" if alarm.collapse else "look"
             logger.warning(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
-        collapsed = self._watch.collapsed and not before and self.plan.stop_on_collapse
-        why = Finish.FORGOT if forgot and self.plan.stop_on_forgetting else None
+        collapsed = self._watch.collapsed and not before and self.plan.recipe.trainer.stop_on_collapse
+        why = Finish.FORGOT if forgot and self.plan.recipe.trainer.stop_on_forgetting else None
         row |= {"watch/collapsed": float(self._watch.collapsed)}
         return row, Finish.COLLAPSED if collapsed else why
 

@@ -83,7 +83,7 @@ class Scores:
         )
         if self.drafting is not None:
             self.drafting.forget(evaluation.prompts)
-            if self.plan.overlap:
+            if self.plan.recipe.pipeline.overlap:
                 self.drafting.begin()
         recorder.draw(step + 1, recorder.new_spans(kept=False))  # no time of a step
         self.failures.see(step, groups, evaluation.name, first=not step)

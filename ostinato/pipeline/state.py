@@ -9,6 +9,7 @@ from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
 
+from ostinato.config import Recipe
 from ostinato.every import NEVER, Every
 from ostinato.failure import NamedFailure
 from ostinato.model.flops import FlopModel
@@ -44,31 +45,16 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The sizes and limits of a run. ``*_every`` counts steps, 0 is never (checkpoints: only at the end)."""
+    """A run's recipe, and what its model makes of it."""
 
-    steps: int
-    prompts_per_step: int
-    group_size: int
+    recipe: Recipe
     answer_tokens: int  # longest answer allowed, all turns together
-    tokens_per_microbatch: int
-    peak_flops: float = 0.0  # FLOP/s of the trainer's device by its data sheet; 0: not known, as of a CPU
-    budget: Every = NEVER  # of training compute: the step that spends it is the last
-    minibatches: int = 1  # optimizer steps per batch, as long as there are as many groups
-    staleness: int = 0  # most steps between the policy that samples a token and the one that trains on it
-    overlap: bool = False  # rollouts go on while the trainer learns, and take up its weights in flight
-    seed: int = 0
     solved_at: float = 1.0  # a reward from here on is a solution
-    reward_weights: Mapping[str, float] = field(default_factory=dict)  # of the functions by name
-    solved_for_good: float = 0.0  # share of a group's solutions at which its prompt leaves; 0: none ever does
-    eval_at_start: bool = True
-    checkpoint_every: int = 0
-    trajectories_every: int = 0
-    max_empty_steps: int = 10  # in a row without anything to learn from
-    stop_on_collapse: bool = False  # end after the step in which the stability watch first reports one
-    stop_on_forgetting: bool = False  # the same of the forgetting watch
-    grace_s: float = 20.0  # for a step, and what is on its way, to end after SIGTERM
-    watch_s: float = 600.0  # without any progress, before the run ends and says what waits for what
+    budget: Every = NEVER  # of training compute: the step that spends it is the last
     flops: FlopModel | None = None  # None: unknown, no FLOPs are reported
+    peak_flops: float = 0.0  # FLOP/s of the trainer's device by its data sheet; 0: not known, as of a CPU
+    max_empty_steps: int = 10  # in a row without anything to learn from
+    grace_s: float = 20.0  # for a step, and what is on its way, to end after SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,13 +25,14 @@ from ostinato.algo.offpolicy import Mismatch
 from ostinato.algo.pack import pack
 from ostinato.algo.routing import sequence_spans
 from ostinato.algo.token_losses import BOUNDS, TokenLoss
+from ostinato.config import TrainerSection
 from ostinato.model.base import Base
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.train.inputs import Inputs, as_inputs
 from ostinato.train.leaves import WholeLeaves, load_state_tensors, state_tensors, trained_parameters
 from ostinato.train.local import LocalPasses
-from ostinato.train.optimizer import OptimizerSettings, build_optimizer, clip_gradients
+from ostinato.train.optimizer import build_optimizer, clip_gradients
 from ostinato.train.passes import Outcome, ScoreOptions, Scores
 from ostinato.types import Microbatch, Sample, Segment
 
@@ -131,7 +132,7 @@ class Accumulator:
         self._leaves = WholeLeaves(trained_parameters(decoder, adapters))
         for leaf in self._leaves.named.values():
             leaf.requires_grad_()
-        self._optimizer = build_optimizer(self._leaves.named.values(), OptimizerSettings(lr=1.0))
+        self._optimizer = build_optimizer(self._leaves.named.values(), TrainerSection())
         self.steps = 0  # of the optimizer
 
     @property

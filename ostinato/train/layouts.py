@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ostinato.algo.algorithms import Algorithm
+from ostinato.config import TrainerSection
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
@@ -37,18 +38,18 @@ def sharded_trainer(
     algorithm: Algorithm,
     *,
     ops: Ops = TORCH_OPS,
+    settings: TrainerSection,
     temperature: float = 1.0,
-    recompute: bool = False,
     placement: Placement | None = None,
     mirror: Decoder | None = None,
-    **settings: Any,
+    **options: Any,
 ) -> PolicyTrainer:
     """The trainer of one rank; all ranks make theirs together, and from then on make the same calls together.
 
     decoders: the chunks that this rank keeps (``shares.shares_of``), unsharded over f: with f in the layout
     they are sharded here, and recompute is on. adapters: of all their layers (``pieces.own_adapters``), or
     None to train the decoders' parameters. placement: which rank keeps which experts, None for contiguous
-    ones. mirror: see ``passes.Backend``; on the first rank. settings: those of ``PolicyTrainer``.
+    ones. mirror: see ``passes.Backend``; on the first rank. settings, options: those of ``PolicyTrainer``.
 
     Raises ValueError for a rank that would have nothing to train, and as ``PolicyTrainer`` does.
     """
@@ -64,7 +65,7 @@ def sharded_trainer(
         adapters,
         ops=sequence_ops(ops, links, rows=_experts(layout, links), pieces=pieces),
         temperature=temperature,
-        recompute=recompute or pieces is not None,
+        recompute=settings.recompute or pieces is not None,
         entropy_grad=algorithm.needs_entropy,
     )
     shapes = _shapes(config, None if adapters is None else adapters.spec)
@@ -79,11 +80,11 @@ def sharded_trainer(
         decoders[0],
         adapters,
         algorithm,
+        settings=settings,
         temperature=temperature,
-        recompute=recompute,
         ops=ops,
         backend=backend,
-        **settings,
+        **options,
     )
 
 

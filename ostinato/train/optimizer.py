@@ -1,59 +1,36 @@
-"""AdamW over fp32 parameters, learning-rate schedules as functions of the step, and gradient clipping."""
+"""AdamW over fp32 parameters, learning-rate schedules as functions of the step, and gradient clipping.
+
+AdamW (arXiv 1711.05101, algorithm 2) as in torch: decay subtracts lr * weight_decay * parameter. Vectors
+(biases, norms) do not decay. ``max_grad_norm=inf`` turns clipping off.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ostinato.config import TrainerSection
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # torch's names of AdamW's state
 
 
-class Schedule(StrEnum):
-    """The shape of the learning rate after warmup."""
-
-    CONSTANT = "constant"
-    LINEAR = "linear"  # to 0 at total_steps
-    COSINE = "cosine"  # to 0 at total_steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW (arXiv 1711.05101, algorithm 2) as in torch: decay subtracts lr * weight_decay * parameter.
-
-    Vectors (biases, norms) do not decay. ``max_grad_norm=inf`` turns clipping off.
-    """
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    schedule: Schedule = Schedule.CONSTANT
-    warmup_steps: int = 0
-    total_steps: int = 0  # of the run; read by the schedules that end
-
-
-def lr_factor(settings: OptimizerSettings, step: int) -> float:
+def lr_factor(settings: TrainerSection, step: int) -> float:
     """The learning rate of step ``step`` (the first is 0) as a share of ``settings.lr``.
 
     Warmup climbs linearly and reaches 1 at step ``warmup_steps - 1``; no step has rate 0, since that
-    would cost as much and learn nothing. Then linear and cosine fall, and would be 0 at ``total_steps``.
+    would cost as much and learn nothing. Then linear and cosine fall, and would be 0 at ``settings.steps``.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
-    if settings.schedule == Schedule.CONSTANT:
+    if settings.schedule == "constant":
         return 1.0
-    span = settings.total_steps - settings.warmup_steps
+    span = settings.steps - settings.warmup_steps
     progress = min(1.0, (step - settings.warmup_steps) / span)
-    return (
-        1.0 - progress if settings.schedule == Schedule.LINEAR else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
+    return 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _is_vector(parameter: Tensor) -> bool:
@@ -111,7 +88,7 @@ class AdamW:
 
 def build_optimizer(
     parameters: Iterable[Tensor],
-    settings: OptimizerSettings,
+    settings: TrainerSection,
     is_vector: Callable[[Tensor], bool] = _is_vector,
 ) -> AdamW:
     """AdamW over ``parameters``, matrices with decay and vectors without, in one fused kernel per group."""

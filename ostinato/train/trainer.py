@@ -27,14 +27,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ostinato.algo.algorithms import Algorithm
-from ostinato.algo.routing import THRESHOLD
+from ostinato.config import TrainerSection
 from ostinato.failure import NamedFailure
 from ostinato.model.base import Base
 from ostinato.model.flops import Work
@@ -44,7 +44,7 @@ from ostinato.model.peft_io import base_fingerprint
 from ostinato.train.inputs import Inputs, as_inputs
 from ostinato.train.leaves import WholeLeaves, load_state_tensors, state_tensors, trained_parameters
 from ostinato.train.local import LocalPasses
-from ostinato.train.optimizer import OptimizerSettings, build_optimizer, clip_gradients, lr_factor, set_lr
+from ostinato.train.optimizer import build_optimizer, clip_gradients, lr_factor, set_lr
 from ostinato.train.passes import Backend, ScoreOptions, batch_objective
 from ostinato.train.replay_guard import ReplayGuard
 from ostinato.train.teacher import Teacher
@@ -59,13 +59,13 @@ class TrainingStopped(NamedFailure):
 class PolicyTrainer:
     """Trains ``adapters`` on a frozen decoder, or with ``adapters=None`` the decoder's own parameters.
 
+    ``settings``: of the optimizer, of replay and its gate (``ReplayGuard``), of ``recompute`` (keep one
+    activation per layer, recompute the rest in backward) and of ``max_refused_in_a_row``.
     ``temperature``: the sampler's, so that log-probabilities are of the distribution that was sampled from.
-    ``recompute``: keep one activation per layer, recompute the rest in backward. ``ops``: arithmetic that has
-    gradients, such as ``model.native.Kernels.training``.
+    ``measure_every``: see ``ReplayGuard``. ``ops``: arithmetic that has gradients, such as
+    ``model.native.Kernels.training``.
 
     ``teacher`` gives ``teacher_logprobs`` to an algorithm with ``needs_teacher``.
-
-    ``replay``, ``replay_threshold`` and ``measure_every``: see ``ReplayGuard``.
 
     An optimizer step whose loss or gradient is not finite is refused: nothing is updated, the report names
     the samples of the microbatches at fault, ``on_refused`` is called with each, and training goes on.
@@ -83,13 +83,9 @@ class PolicyTrainer:
         adapters: Adapters | None,
         algorithm: Algorithm,
         *,
-        optimizer: OptimizerSettings,
+        settings: TrainerSection,
         temperature: float = 1.0,
-        replay: bool | Literal["shuffled"] = True,
-        replay_threshold: float = THRESHOLD,
         measure_every: int = 0,
-        recompute: bool = False,
-        max_refused: int = 3,
         on_refused: Callable[[Microbatch], None] | None = None,
         ops: Ops = TORCH_OPS,
         backend: Backend | None = None,
@@ -101,14 +97,14 @@ class PolicyTrainer:
                 "to measure from; set it to 0 or train an adapter"
             )
         self._decoder, self._adapters, self._algorithm, self._teacher = decoder, adapters, algorithm, teacher
-        self._settings, self._max_refused, self._on_refused = optimizer, max_refused, on_refused
+        self._settings, self._on_refused = settings, on_refused
         self._backend = backend or Backend(
             passes=LocalPasses(
                 decoder,
                 adapters,
                 ops=ops,
                 temperature=temperature,
-                recompute=recompute,
+                recompute=settings.recompute,
                 entropy_grad=algorithm.needs_entropy,
             ),
             leaves=WholeLeaves(trained_parameters(decoder, adapters)),
@@ -119,7 +115,7 @@ class PolicyTrainer:
         for leaf in self._named.values():
             leaf.requires_grad_()  # adapters read from a file do not yet
         vectors = {id(leaf) for name, leaf in self._named.items() if len(self._leaves.shapes[name]) < 2}
-        self._optimizer = build_optimizer(self._named.values(), optimizer, lambda leaf: id(leaf) in vectors)
+        self._optimizer = build_optimizer(self._named.values(), settings, lambda leaf: id(leaf) in vectors)
         self._steps = 0  # calls of step(): what the schedule reads
         self._refused_in_a_row = self._num_rows = 0
         self._flops = decoder.flops(adapters.spec if adapters else None)
@@ -128,8 +124,8 @@ class PolicyTrainer:
             self._passes,
             self._flops,
             device=decoder.device,
-            replay=replay,
-            threshold=replay_threshold,
+            replay=settings.replay,
+            threshold=settings.replay_threshold,
             measure_every=measure_every,
             owner=self._backend.owner,
         )
@@ -165,7 +161,7 @@ class PolicyTrainer:
         the batch (``Totals.passes``); ``passes/measure``: those of ``measure``.
 
         Raises:
-            TrainingStopped: the last ``max_refused`` optimizer steps were all refused.
+            TrainingStopped: the last ``max_refused_in_a_row`` optimizer steps were all refused.
             algo.routing.Misaligned: carried experts are not those of these tokens, or of any tokens at all.
                 No weight has changed, except that a bypass algorithm sees a later minibatch only after it
                 trained on the earlier ones; ``steps_taken`` then says on how many.
@@ -310,7 +306,7 @@ class PolicyTrainer:
         if self._on_refused is not None:
             for microbatch in at_fault:
                 self._on_refused(microbatch)
-        if self._refused_in_a_row >= self._max_refused:
+        if self._refused_in_a_row >= self._settings.max_refused_in_a_row:
             raise TrainingStopped(
                 f"{self._refused_in_a_row} optimizer steps in a row had a loss or gradient that is not "
                 f"finite, the last with samples {', '.join(uids)}; look at these samples and lower trainer.lr"

@@ -18,10 +18,12 @@ from nouns import drawn, group_of
 from reference.scripted import ScriptedDrafter
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from trainer_options import trainer_options
 from worlds import DRAFTS_PAY, KINDS, SIZES, VOCAB, answers
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.config import TrainerSection
 from ostinato.engine.local import LocalEngine
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
@@ -29,14 +31,13 @@ from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.pipeline.account import batch_work, rollout_work, training_flops
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Completion, Group, Request, Sampling, Trajectory, Turn
 
 pytestmark = pytest.mark.slow
 
 aten = torch.ops.aten
-LR = OptimizerSettings(lr=1e-3)
+LR = TrainerSection(lr=1e-3)
 DENSE = {**SIZES, "num_key_value_heads": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**DENSE, "model_type": "llama", "tie_word_embeddings": True},
@@ -131,9 +132,8 @@ def step_ratio(
     """FLOPs of a training step by the profiler, over ours. ``more``: minibatches, keys of the algorithm."""
     minibatches = more.pop("minibatches", 1)
     chosen = algorithm("grpo", **more)
-    trainer = PolicyTrainer(
-        decoder, trained(decoder, spec), chosen, optimizer=LR, recompute=recompute, measure_every=int(measure)
-    )
+    options = trainer_options(settings=LR, recompute=recompute, measure_every=int(measure))
+    trainer = PolicyTrainer(decoder, trained(decoder, spec), chosen, **options)
     batch = batch_of(decoder.config.vocab_size, minibatches=minibatches)
     counted, report = profiled(decoder.config, lambda: trainer.step(batch))
     flops = FlopModel.of(decoder.config, spec, recompute=recompute, entropy_gradient=chosen.needs_entropy)

@@ -31,7 +31,6 @@ from ostinato.parallel.layout import Layout
 from ostinato.parallel.load import expert_loads, rank_loads
 from ostinato.parallel.placement import placed_experts
 from ostinato.train.gate import without_routes
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.totals import balance
 from ostinato.types import Support
 
@@ -93,7 +92,7 @@ HARD: dict[str, dict[str, Any]] = {
     "recompute": {"options": {"recompute": True}},
     "one-microbatch": {"minibatches": 1, "microbatch": 1000},
     "free-routes": {"options": {"replay": False}},
-    "decay": {"way": "full", "options": {"optimizer": OptimizerSettings(lr=3e-3, weight_decay=0.1)}},
+    "decay": {"way": "full", "options": {"lr": 3e-3, "weight_decay": 0.1}},
 }
 
 

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from small_loop import Stream
+from small_loop import plan as plan_of
 from worlds import NATIVE, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
+from ostinato.config import TrainerSection
 from ostinato.engine.local import LocalEngine
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -24,10 +26,9 @@ from ostinato.model.lora import init_adapters
 from ostinato.model.native import BuildError, load
 from ostinato.model.shapes import AdapterSpec
 from ostinato.pipeline.evaluate import Evaluation
-from ostinato.pipeline.loop import Finish, Loop, LoopState, Plan
+from ostinato.pipeline.loop import Finish, Loop, LoopState
 from ostinato.rollout.rollout import RolloutContext
 from ostinato.run import RunFolder
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Completion, Group, Prompt, Reward, Sampling
 
@@ -73,7 +74,7 @@ def build(path: Path, *, steps: int, **plan: Any) -> Loop:
     sizes: dict[str, Any] = {"prompts_per_step": 4, "group_size": 4, "answer_tokens": 12, **plan}
     held_out = [Prompt(uid=f"e{i}", text=str(i)) for i in range(8)]
     return Loop(
-        plan=Plan(
+        plan=plan_of(
             steps=steps,
             tokens_per_microbatch=128,
             checkpoint_every=2,
@@ -83,7 +84,7 @@ def build(path: Path, *, steps: int, **plan: Any) -> Loop:
         ),
         stage=RolloutContext(engine=engine, env=TwoTurns, grader=Even(), sampling=SAMPLING, context_limit=64),
         tasks=Stream(),
-        trainer=PolicyTrainer(decoder, adapters, algorithm("grpo"), optimizer=OptimizerSettings(lr=5e-2)),
+        trainer=PolicyTrainer(decoder, adapters, algorithm("grpo"), settings=TrainerSection(lr=5e-2)),
         algorithm=algorithm("grpo"),
         folder=RunFolder(path),
         state=LoopState(),

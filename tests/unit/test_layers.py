@@ -93,7 +93,7 @@ ARROWS: dict[str, set[str]] = {
     "env": {"types", "protocols", "render", "tool_calls", "control_tokens"},
     "reward": {"types", "protocols", "render", "workers", "observe.timeline"},
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
-    "train": {"types", "protocols", "run", "algo", "model", "parallel", "workers"}
+    "train": {"types", "config", "protocols", "run", "algo", "model", "parallel", "workers"}
     | {"observe.mismatch", "observe.timeline"},
     "hf": {"types", "run", "algo", "model", "engine", "observe.timeline"},
     "pipeline": {"types", "protocols", "config", "every", "run", "routes", "algo"}

@@ -19,13 +19,13 @@ from worlds import KERNELS, answers, tiny_decoder
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.logprobs import Vocabulary, chunked_logprobs, linear_logprobs
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.config import TrainerSection
 from ostinato.engine.local import LocalEngine
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
 from ostinato.model.native import Kernels
 from ostinato.model.shapes import AdapterSpec
 from ostinato.rollout.convert import samples
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Group, Prompt, Request, Sample, Sampling, Stop, Support, Trajectory, Turn
 
@@ -371,7 +371,7 @@ def gap(decoder: Decoder, batch: Batch, temperature: float, *, full: bool = Fals
     adapters = None if full else init_adapters(decoder.config, AdapterSpec(rank=2), 0)
     decoder.trainable(full)
     trainer = PolicyTrainer(
-        decoder, adapters, algorithm("grpo"), optimizer=OptimizerSettings(lr=1e-12), temperature=temperature
+        decoder, adapters, algorithm("grpo"), settings=TrainerSection(lr=1e-12), temperature=temperature
     )
     return dict(trainer.step(batch).metrics)
 
@@ -417,7 +417,7 @@ def test_the_reference_policy_has_the_same_action_space() -> None:
         decoder,
         init_adapters(decoder.config, AdapterSpec(rank=2), 0),
         algorithm("grpo", kl_coef=0.1),
-        optimizer=OptimizerSettings(lr=1e-12),
+        settings=TrainerSection(lr=1e-12),
     )
     (part, *_) = [trainer._guard.inputs(one) for one in batch.microbatches]
     (scored,) = trainer._with_reference([part])

@@ -14,6 +14,8 @@ from small_transformers import OTHERS, SIZES, SPEC, saved, shaken
 transformers = pytest.importorskip("transformers", minversion="5.0")
 peft = pytest.importorskip("peft")
 
+from trainer_options import trainer_options  # noqa: E402
+
 from ostinato.algo.algorithms import algorithm  # noqa: E402
 from ostinato.hf.attention import PackedRows  # noqa: E402
 from ostinato.hf.factors import init_sites, read_folder, write_folder  # noqa: E402
@@ -163,9 +165,8 @@ def test_families_that_our_decoder_has_not(
     torch.testing.assert_close(packed, own, rtol=1e-4, atol=1e-5)
 
     def trainer(recompute: bool = False) -> PolicyTrainer:
-        return PolicyTrainer(
-            model, adapters_of(model), GRPO, optimizer=SLOW, ops=model.ops, recompute=recompute
-        )
+        options = trainer_options(settings=SLOW, ops=model.ops, recompute=recompute)
+        return PolicyTrainer(model, adapters_of(model), GRPO, **options)
 
     first, again = trainer(), trainer(recompute=True)
     for _ in range(2):

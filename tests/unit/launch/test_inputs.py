@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from golden_run import rows_of
-from small_loop import TEN_A_ROW
 from worlds import tiny_dense
 
 from ostinato.algo.advantages import Baseline, Pool, Scale
@@ -35,7 +34,7 @@ from ostinato.launch.evaluations import downstream_prompts, evaluations, rules
 from ostinato.launch.forgetting import answers_of
 from ostinato.launch.inputs import longest_answer, new_interruption, overlong, prompts, stage_identity
 from ostinato.launch.introduction import caveats
-from ostinato.launch.loop import HELD_OUT, TRAINED, check_rows, new_plan
+from ostinato.launch.loop import HELD_OUT, TRAINED, check_rows
 from ostinato.launch.trainer import new_adapters
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -414,17 +413,17 @@ def test_the_off_policy_arm_takes_as_many_optimizer_steps_on_as_many_prompts() -
 
     def steps(recipe: Recipe) -> list[int]:
         """Prompts of each optimizer step of a run in which every group is kept."""
-        plan, rng = new_plan(recipe, TEN_A_ROW, 44), np.random.default_rng(0)
+        rng = np.random.default_rng(0)
         samples = [
             sample_of(group, member, length)
-            for group in range(plan.prompts_per_step)
-            for member, length in enumerate(rng.integers(8, 45, plan.group_size).tolist())
+            for group in range(recipe.rollout.prompts_per_step)
+            for member, length in enumerate(rng.integers(8, 45, recipe.rollout.group_size).tolist())
         ]
         weights = aggregation_weights(samples, check(recipe).aggregation)
-        budget = plan.tokens_per_microbatch
-        batch = pack(samples, weights, tokens_per_microbatch=budget, minibatches=plan.minibatches)
+        budget = recipe.trainer.tokens_per_microbatch
+        batch = pack(samples, weights, tokens_per_microbatch=budget, minibatches=recipe.trainer.minibatches)
         groups = [{uid.partition("#")[0] for one in each for uid in one.uids} for each in batch.minibatches]
-        return plan.steps * [len(each) for each in groups]
+        return recipe.trainer.steps * [len(each) for each in groups]
 
     assert steps(arm) == steps(RECIPE) == RECIPE.trainer.steps * [RECIPE.rollout.prompts_per_step]
     warmed = arm.trainer.warmup_steps * arm.trainer.minibatches

@@ -17,6 +17,7 @@ from worlds import KERNELS, VOCAB, tiny
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import pack
+from ostinato.config import TrainerSection
 from ostinato.engine.local import LocalEngine
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.native import Kernels
@@ -26,7 +27,6 @@ from ostinato.observe.ledger import Ledger, Terms
 from ostinato.observe.timeline import Kind
 from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.threads import in_thread
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.remote import TrainerLink, TrainerServer
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Completion, Request, Sampling, StepReport
@@ -138,9 +138,8 @@ class Both:
             decoder,
             adapters,
             algorithm("grpo"),
-            optimizer=OptimizerSettings(lr=1e-2),
+            settings=TrainerSection(lr=1e-2, replay_threshold=0.0),
             ops=kernels.training if kernels else TORCH_OPS,
-            replay_threshold=0.0,
         )
         self.engine = LocalEngine(decoder, kernels=kernels, kv_memory_mb=8, context_limit=64)
         self.policy = shaken(adapters)

@@ -12,7 +12,6 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from small_loop import (
     Stuck,
     as_saved,
     deterministic,
+    plan,
 )
 
 from ostinato.config import Recipe
@@ -195,7 +195,7 @@ def test_more_staleness_or_less_when_a_run_goes_on(tmp_path: Path) -> None:
         (path / "inflight.jsonl.zst").write_bytes((tmp_path / "inflight.jsonl.zst").read_bytes())
         assert again.run().why is Finish.DONE
         adds_up(again.loop.state)
-        assert max(max(ages) for ages in again.trainer.ages) <= again.loop.plan.staleness
+        assert max(max(ages) for ages in again.trainer.ages) <= again.loop.plan.recipe.pipeline.staleness
 
 
 def test_sigterm_drains_what_runs_into_the_spool(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -291,7 +291,7 @@ def test_a_batch_that_is_too_old_is_refused_by_name(tmp_path: Path) -> None:
     bench = overlapped(tmp_path, steps=9, staleness=3, grader=Lesson())
 
     def on_step(row: Any) -> None:  # behind the back of the feed
-        bench.loop.plan = replace(bench.loop.plan, staleness=0)
+        bench.loop.plan = plan(staleness=0, steps=9, overlap=True)
 
     bench.observer.on_step = on_step
     with pytest.raises(

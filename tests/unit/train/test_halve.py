@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from trainer_options import trainer_options
 from worlds import tiny_dense, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import pack
+from ostinato.config import TrainerSection
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, Factors, init_adapters, padded
@@ -24,13 +26,12 @@ from ostinato.model.packed import PackedAttention, check_segments
 from ostinato.model.shapes import AdapterSpec
 from ostinato.train.halve import halves
 from ostinato.train.inputs import as_inputs
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Sample, Segment, Support
 
 DENSE, MOE = tiny_dense(max_position_embeddings=64), tiny_moe(head_dim=8, max_position_embeddings=64)
 CPU = torch.device("cpu")
-LR = OptimizerSettings(lr=1e-2)
+LR = TrainerSection(lr=1e-2)
 
 
 def samples(vocab: int, moe: Any = None, support: bool = False) -> list[Sample]:
@@ -88,7 +89,8 @@ def trained(raw: dict[str, Any], ops: Ops, steps: int = 1, **changes: Any) -> tu
     decoder = Decoder(parse_config(raw)).init_weights(0)
     targets = ("attn", "experts") if decoder.num_moe_layers else ("attn", "mlp")
     adapters = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8, targets=targets), seed=1)
-    trainer = PolicyTrainer(decoder, adapters, algorithm("grpo"), optimizer=LR, ops=ops, replay_threshold=0)
+    options = trainer_options(settings=LR, ops=ops, replay_threshold=0.0)
+    trainer = PolicyTrainer(decoder, adapters, algorithm("grpo"), **options)
     batch = batch_of(samples(decoder.config.vocab_size, decoder.config.moe, **changes))
     return adapters, [dict(trainer.step(batch).metrics) for _ in range(steps)]
 

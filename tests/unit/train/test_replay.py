@@ -29,11 +29,11 @@ from small_replay import (
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Cause, Misaligned, shared_ids
+from ostinato.config import TrainerSection
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.train.gate import agreement, row_counts
 from ostinato.train.inputs import otherwise_packed
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.types import NO_EXPERT, Batch, Sample
 
 
@@ -187,7 +187,7 @@ def test_the_gate_looks_before_weights_move() -> None:
     decoder = decoder_of()
     adapters = adapters_of(decoder, "attn", "router")
     batch = batch_of(samples_of(decoder, adapters, groups=3), budget=40, minibatches=3)
-    trainer = trainer_of(decoder, adapters, optimizer=OptimizerSettings(lr=0.5))
+    trainer = trainer_of(decoder, adapters, settings=TrainerSection(lr=0.5))
     assert trainer.step(batch).metrics["routing/overlap"] == 1
     parts = [trainer._guard.inputs(microbatch) for microbatch in batch.microbatches]
     natives = [local_passes(trainer).forward(part, adapters)[1] for part in parts]
@@ -265,7 +265,7 @@ def test_what_a_batch_itself_moved_is_no_misalignment(lr: float) -> None:
     decoder = decoder_of()
     adapters = adapters_of(decoder, "attn", "router")
     samples = samples_of(decoder, adapters, groups=6, siblings=1)
-    trainer = trainer_of(decoder, adapters, algorithm=BYPASS, optimizer=OptimizerSettings(lr=lr))
+    trainer = trainer_of(decoder, adapters, algorithm=BYPASS, settings=TrainerSection(lr=lr))
     metrics = trainer.step(batch_of(samples, minibatches=3)).metrics
     assert metrics["optimizer_steps"] == 3 and metrics["routing/overlap"] < 0.9
 
@@ -396,8 +396,8 @@ def test_equal_weights_have_a_ratio_of_exactly_one(minibatches: int) -> None:
     routed = with_experts(samples, [random_experts(sample) for sample in samples])
     batch = batch_of(routed, minibatches=minibatches)
     tight = algorithm("grpo", correction="token_truncate", clip_low=0.0, clip_high=0.0)
-    still = OptimizerSettings(lr=1e-30)
-    options = {"optimizer": still, "replay_threshold": 0.0}
+    still = TrainerSection(lr=1e-30)
+    options = {"settings": still, "replay_threshold": 0.0}
     metrics = trainer_of(decoder, adapters, algorithm=tight, **options).step(batch).metrics
     assert metrics["optimizer_steps"] == minibatches
     assert metrics["clip_ratio/region_mean"] == 0

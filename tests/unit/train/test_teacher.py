@@ -15,20 +15,20 @@ from worlds import KERNELS, VOCAB, adapters_of, tiny_dense, tiny_moe
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.losses import add_teacher_kl
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.config import TrainerSection
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS, Ops
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.teacher import local_teacher
 from ostinato.train.totals import Totals
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Sample
 
 WORLDS = {"dense": tiny_dense(), "moe": tiny_moe(head_dim=8)}
-LR = OptimizerSettings(lr=1e-2)
+LR = TrainerSection(lr=1e-2)
 TEMPERATURE = 0.7
 
 
@@ -51,7 +51,7 @@ def trainer_of(decoder: Decoder, student: Adapters, teacher: Adapters, **options
     ops: Ops = options.pop("ops", TORCH_OPS)
     chosen = algorithm("opd", **options)
     scorer = local_teacher(decoder, teacher, temperature=TEMPERATURE, ops=ops)
-    settings: dict[str, Any] = {"optimizer": LR, "temperature": TEMPERATURE, "ops": ops}
+    settings: dict[str, Any] = {"settings": LR, "temperature": TEMPERATURE, "ops": ops}
     return PolicyTrainer(decoder, student, chosen, teacher=scorer, **settings)
 
 
@@ -122,6 +122,6 @@ def test_gradients_equal_one_sample_at_a_time(name: str) -> None:
 
 def test_it_needs_a_teacher() -> None:
     decoder = decoder_of("dense")
-    trainer = PolicyTrainer(decoder, adapters_of(decoder, 1), algorithm("opd"), optimizer=LR)
+    trainer = PolicyTrainer(decoder, adapters_of(decoder, 1), algorithm("opd"), settings=LR)
     with pytest.raises(ValueError, match=r"algo\.teacher_coef is 1\.0 but teacher_logprobs is None"):
         trainer.step(batch_of(samples_of()))

@@ -23,10 +23,12 @@ from reference.plain_layers import DenseMaskAttention
 from repeated_steps import CASES, prepare
 from small_replay import local_passes
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_options import trainer_options
 from worlds import KERNELS, VOCAB, tiny_dense, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.config import TrainerSection
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -38,7 +40,6 @@ from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.layout import Coords, Layout
 from ostinato.train.inputs import Inputs
 from ostinato.train.leaves import trained_parameters
-from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.sharded import Slice, idle, padding, sliced
 from ostinato.train.totals import Totals
 from ostinato.train.trainer import PolicyTrainer, TrainingStopped
@@ -46,7 +47,7 @@ from ostinato.types import NO_EXPERT, Batch, Microbatch, Sample, Segment
 
 DENSE, MOE = tiny_dense(max_position_embeddings=128), tiny_moe(head_dim=8, max_position_embeddings=128)
 WIDE = tiny_dense(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3)
-LR = OptimizerSettings(lr=1e-2)
+LR = TrainerSection(lr=1e-2)
 
 
 def decoder_of(raw: dict, dtype: torch.dtype = torch.float32, fp32_head: bool = False) -> Decoder:
@@ -132,7 +133,7 @@ def test_packed_gradients_equal_one_sample_at_a_time(
     adapters, samples = None if full else adapters_of(decoder, dtype), samples_of(decoder)
     expected_loss, expected = naive_gradients(decoder, adapters, samples, temperature=0.7, replay=replay)
     options = {"temperature": 0.7, "replay": replay, "recompute": recompute}
-    trainer = PolicyTrainer(decoder, adapters, CISPO, optimizer=LR, **options)
+    trainer = PolicyTrainer(decoder, adapters, CISPO, **trainer_options(settings=LR, **options))
     loss, gradients = trainer_gradients(trainer, batch_of(samples))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert gradients.keys() == expected.keys()
@@ -145,7 +146,7 @@ GRPO = algorithm("grpo", correction="token_truncate")
 
 def trainer_of(decoder: Decoder, **options) -> PolicyTrainer:
     """Without a gate: the experts of ``samples_of`` are random."""
-    options = {"algorithm": GRPO, "optimizer": LR, "replay_threshold": 0.0} | options
+    options = trainer_options(**{"algorithm": GRPO, "settings": LR, "replay_threshold": 0.0} | options)
     return PolicyTrainer(decoder, adapters_of(decoder), options.pop("algorithm"), **options)
 
 
@@ -244,7 +245,7 @@ def test_cutting_a_step_into_microbatches_changes_memory_not_gradients(name: str
 def test_minibatches_are_steps_one_after_the_other() -> None:
     """The twin: a batch of its own for each, with the weights that it has among the others."""
     decoder = decoder_of(DENSE)
-    options = {"algorithm": algorithm("cispo"), "optimizer": LR}
+    options = {"algorithm": algorithm("cispo"), "settings": LR}
     whole = batch_of(samples_of(decoder, groups=5), budget=20, minibatches=2)
     together, apart = trainer_of(decoder, **options), trainer_of(decoder, **options)
     together.step(whole)
@@ -297,7 +298,7 @@ def test_one_refused_minibatch_leaves_the_others_their_step() -> None:
 
 def test_training_stops_after_refusals_in_a_row_only() -> None:
     decoder = decoder_of(DENSE)
-    trainer = trainer_of(decoder, max_refused=2)
+    trainer = trainer_of(decoder, max_refused_in_a_row=2)
     good = batch_of(samples_of(decoder), budget=20)
     bad = poisoned(good, 0, math.nan)
     for batch in (bad, good, bad):
@@ -311,9 +312,8 @@ def test_training_stops_after_refusals_in_a_row_only() -> None:
 def test_restoring_is_bitwise(raw: dict, full: bool) -> None:
     def fresh() -> PolicyTrainer:
         decoder = decoder_of(raw).trainable(full)
-        return PolicyTrainer(
-            decoder, None if full else adapters_of(decoder), GRPO, optimizer=LR, replay_threshold=0.0
-        )
+        settings = trainer_options(settings=LR, replay_threshold=0.0)
+        return PolicyTrainer(decoder, None if full else adapters_of(decoder), GRPO, **settings)
 
     batch = batch_of(samples_of(decoder_of(raw)))
     straight, broken, resumed = (fresh() for _ in range(3))
@@ -332,7 +332,7 @@ def test_kl_is_measured_from_the_base() -> None:
     decoder = decoder_of(MOE)
     options = {"algorithm": algorithm("grpo", kl_coef=0.1), "replay": False}
     fresh = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8, targets=("attn",)), seed=1)
-    base = PolicyTrainer(decoder, fresh, options["algorithm"], optimizer=LR, replay=False)
+    base = PolicyTrainer(decoder, fresh, options["algorithm"], **trainer_options(settings=LR, replay=False))
     batch = batch_of(samples_of(decoder))
     assert base.step(batch).metrics["kl"] == pytest.approx(0, abs=1e-6)
     assert trainer_of(decoder, **options).step(batch).metrics["kl"] > 1e-4
@@ -351,13 +351,13 @@ def test_published_adapters_stay_what_they_were() -> None:
 def test_settings_that_cannot_work_are_refused_by_name() -> None:
     decoder = decoder_of(DENSE)
     with pytest.raises(ValueError, match="nothing is trainable"):
-        PolicyTrainer(decoder, None, GRPO, optimizer=LR)
+        PolicyTrainer(decoder, None, GRPO, settings=LR)
     with pytest.raises(ValueError, match="trainable beside its adapters"):
         trainer_of(decoder_of(DENSE).trainable(True))
     with pytest.raises(ValueError, match=r"algo\.kl_coef"):
-        PolicyTrainer(decoder_of(DENSE).trainable(True), None, algorithm("grpo", kl_coef=0.1), optimizer=LR)
+        PolicyTrainer(decoder_of(DENSE).trainable(True), None, algorithm("grpo", kl_coef=0.1), settings=LR)
     with pytest.raises(ValueError, match=r"model\.dtype"):
-        PolicyTrainer(decoder_of(DENSE, torch.bfloat16).trainable(True), None, GRPO, optimizer=LR)
+        PolicyTrainer(decoder_of(DENSE, torch.bfloat16).trainable(True), None, GRPO, settings=LR)
     with pytest.raises(ValueError, match="no microbatch"):
         trainer_of(decoder).step(Batch(microbatches=(), num_samples=0, num_tokens=0, num_context_tokens=0))
 
@@ -367,7 +367,7 @@ def test_tokens_grow_older_with_every_minibatch() -> None:
     are 0, 1, 2 and 3 steps old when they are learned from; of a batch that is a version old, 4 to 7."""
     decoder = decoder_of(DENSE)
     batch = batch_of(samples_of(decoder, groups=4), budget=1000, minibatches=4)
-    trainer = PolicyTrainer(decoder, adapters_of(decoder), algorithm("cispo"), optimizer=LR)
+    trainer = PolicyTrainer(decoder, adapters_of(decoder), algorithm("cispo"), settings=LR)
     metrics = trainer.step(batch).metrics
     sizes = [sum(len(part.targets) for part in minibatch) for minibatch in batch.minibatches]
     mean = sum(n * size for n, size in enumerate(sizes)) / sum(sizes)
