@@ -29,7 +29,7 @@ from ostinato.apps.scaling.gates import REPORTED
 from ostinato.apps.scaling.noise import CONSERVATIVE, MEASURED, Noise
 from ostinato.apps.scaling.posterior import posterior
 from ostinato.apps.scaling.series import Series, read_csv, series
-from ostinato.axis import Axis
+from ostinato.every import Axis
 
 FIRST = 1500.0  # GPU-hours: the paper leaves out what is before (appendix A.5)
 R0 = 0.40

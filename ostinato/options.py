@@ -6,7 +6,11 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from ostinato.access import Access
 
 Command = Callable[..., None]
 
@@ -38,3 +42,18 @@ def options_of(kind: type[Any], name: str) -> Callable[[Command], Command]:
         return with_options
 
     return decorate
+
+
+Hosts = Annotated[
+    list[str] | None,
+    typer.Option("--allowed-host", metavar="NAME", help="A further name of this server, e.g. of a proxy."),
+]
+Origins = Annotated[
+    list[str] | None,
+    typer.Option("--origin", metavar="URL", help="A web page that may call it (CORS); '*': all."),
+]
+
+
+def access(hosts: list[str] | None, origins: list[str] | None) -> Access:
+    """What the options allow."""
+    return Access(hosts=frozenset(hosts or ()), origins=frozenset(origins or ()))

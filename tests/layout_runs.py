@@ -22,8 +22,8 @@ from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
+from ostinato.parallel.collectives import Mesh
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.pieces import own_adapters, own_decoders
 from ostinato.parallel.shares import Placement, shares_of
 from ostinato.train.layouts import sharded_trainer

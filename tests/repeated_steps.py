@@ -32,8 +32,8 @@ from ostinato.model.lora import init_adapters
 from ostinato.model.native import BuildError, load
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.shapes import AdapterSpec
+from ostinato.parallel.collectives import Mesh
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.mesh import Mesh
 from ostinato.train.layouts import sharded_trainer
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Sample

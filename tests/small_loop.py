@@ -187,7 +187,7 @@ class TellingEngine(FakeEngine):
 
 @dataclass
 class Recorder:
-    """``pipeline.observer.Observer`` of functions."""
+    """``pipeline.state.Observer`` of functions."""
 
     on_step: Callable[[Mapping[str, float]], None]
     on_eval: Callable[[Mapping[str, Any]], None] = lambda row: None
@@ -196,7 +196,7 @@ class Recorder:
 
 @dataclass
 class Elsewhere:
-    """``pipeline.observer.Workers`` of functions."""
+    """``pipeline.state.Workers`` of functions."""
 
     progress: Callable[[], float] = lambda: 0.0
     extra_metrics: Callable[[], Mapping[str, float]] = dict

@@ -13,7 +13,7 @@ from loops import now
 
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
-from ostinato.jobs import Job, Placement, Starts, Worker
+from ostinato.protocols import Job, Placement, Starts, Worker
 from ostinato.rollout.schedule import least_loaded
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling, Stop
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from ostinato.jobs import Job, Placement, Starts, Worker
+from ostinato.protocols import Job, Placement, Starts, Worker
 from ostinato.rollout import schedule
 
 

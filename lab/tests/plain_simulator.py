@@ -13,9 +13,9 @@ from lab.simulator.policies import Policy, placement
 from lab.simulator.queues import Answers
 from lab.simulator.sampler import Cost, Sampler
 from lab.simulator.traces import Stream
-from ostinato.jobs import Job, Worker
 from ostinato.pipeline.buffer import AdmissionRule
 from ostinato.pipeline.rounds import Admission
+from ostinato.protocols import Job, Worker
 
 
 def simulate_plain(setup: Setup, stream: Stream) -> Outcome:

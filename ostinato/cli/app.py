@@ -18,10 +18,10 @@ from typing import Annotated, Any
 import typer
 
 from ostinato import isa
-from ostinato.cli.access import Hosts, Origins, access
 from ostinato.cli.restarts import LOST
 from ostinato.failure import Lost
 from ostinato.launch import RunFailed
+from ostinato.options import Hosts, Origins, access
 
 app = typer.Typer(
     name="ostinato",
@@ -129,7 +129,7 @@ def sft(
     ] = False,
 ) -> None:
     """Train on rows with answers, before RL or instead of it; write a run folder."""
-    from ostinato.cli.sft import sft as command
+    from ostinato.cli.train import sft as command
 
     raise typer.Exit(command(target, overrides or [], preference=preference))
 
@@ -137,7 +137,7 @@ def sft(
 @app.command()
 def resume(run: RunPath, overrides: Overrides = None, restarts: Restarts = 0) -> None:
     """Go on with a run from its last good checkpoint."""
-    from ostinato.cli.sft import resume as command
+    from ostinato.cli.train import resume as command
 
     raise typer.Exit(command(run, overrides or [], restarts))
 
@@ -146,7 +146,7 @@ def resume(run: RunPath, overrides: Overrides = None, restarts: Restarts = 0) ->
 def session(run: RunPath, overrides: Overrides = None, recipe: Annotated[str, typer.Option()] = "") -> None:
     """A session of ``--restarts``: resume the run, or begin it with the recipe."""
     from ostinato.cli.restarts import end_with_supervisor
-    from ostinato.cli.sft import resume as go_on
+    from ostinato.cli.train import resume as go_on
     from ostinato.cli.train import train as begin
     from ostinato.run import RunFolder
 
@@ -317,9 +317,9 @@ def place(
     ] = None,
 ) -> None:
     """Which expert rank keeps which experts, from the routes that a run has recorded."""
-    from ostinato.apps.plan.place import command
+    from ostinato.apps.plan.commands import place_experts
 
-    command(run, ranks, out or run / "placement.json", nodes=nodes, current=current)
+    place_experts(run, ranks, out or run / "placement.json", nodes=nodes, current=current)
 
 
 @app.command()

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from ostinato.axis import Axis
 from ostinato.config.fields import (
     Code,
     Count,
@@ -24,7 +23,7 @@ from ostinato.config.fields import (
     Share,
 )
 from ostinato.config.paths import PathKind
-from ostinato.every import Every
+from ostinato.every import Axis, Every
 
 
 class ModelSection(Section):

@@ -22,13 +22,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from ostinato import jobs
-from ostinato.jobs import Job, Placement
 from ostinato.model.wire import fingerprint, pack
 from ostinato.observe.timeline import Kind, Span
-from ostinato.protocols import Sampler
+from ostinato.protocols import Job, Placement, Sampler
+from ostinato.protocols import Worker as JobWorker
 from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request, Stop
-from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.remote import WorkerKind, WorkerLost
 
 COLLECT_S = 2.0  # the longest that a collect waits where nothing happens: a sign of life
 HEAR_S = 0.02  # from one collect to the next: what ends meanwhile is reported together
@@ -271,10 +270,10 @@ class Worker:
 
     # ---- what it looks like from outside
 
-    def as_job_worker(self) -> jobs.Worker:
+    def as_job_worker(self) -> JobWorker:
         """As placements see it."""
         calls = (*self.calls.values(), *self.dealt)
-        return jobs.Worker(id=self.id, slots=self.slots, jobs=tuple(call.job() for call in calls))
+        return JobWorker(id=self.id, slots=self.slots, jobs=tuple(call.job() for call in calls))
 
     def status(self) -> dict[str, Any]:
         """Times are Unix seconds."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from ostinato.workers import guard
-from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.process import Child, last_lines
+from ostinato.workers.remote import WorkerKind, WorkerLost
 
 if TYPE_CHECKING:
     import httpx2

@@ -36,9 +36,8 @@ from ostinato.reward.remote import GraderLink
 from ostinato.rollout.schedule import placement
 from ostinato.train.remote import TrainerLink
 from ostinato.types import HistoryEntry, Publication
-from ostinato.workers.lost import WorkerLost
 from ostinato.workers.ray_cluster import Cluster, Need, RayRemote
-from ostinato.workers.remote import WorkerFault
+from ostinato.workers.remote import WorkerFault, WorkerLost
 
 AHEAD = 2  # calls that a sampler has for each that it decodes: no place in the batch waits for a message
 GIVE_WAY = 5  # nice: of a core that they share, 3/4 go to the trainer and 1/4 to a sampler

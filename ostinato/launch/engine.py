@@ -38,7 +38,7 @@ from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.model.shapes import ExpertScheme
 from ostinato.render import Renderer
-from ostinato.workers.lost import WorkerLost
+from ostinato.workers.remote import WorkerLost
 
 if TYPE_CHECKING:
     from ostinato.model.cuda import CudaKernels

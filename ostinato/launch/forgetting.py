@@ -12,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ostinato.axis import Axis
 from ostinato.config import Recipe
 from ostinato.env.arithmetic import Family
 from ostinato.env.tasks import load_tasks
-from ostinato.every import Every
+from ostinato.every import Axis, Every
 from ostinato.launch.inputs import RunInputs, sampling_of
 from ostinato.model.flops import FlopModel, Work
 from ostinato.pipeline.forgetting import Forgetting, Question, Scorer, questions_for

@@ -30,7 +30,7 @@ from ostinato.pipeline.account import evaluation_work
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups
 from ostinato.pipeline.loop import Loop, LoopState, Plan
-from ostinato.pipeline.observer import Observer
+from ostinato.pipeline.state import Observer
 from ostinato.protocols import MetricWriter, RestorableTrainer
 from ostinato.run import RunFolder, atomic_folder, to_json
 from ostinato.train.checkpoint import Checkpoint, oldest_step, repair, save_checkpoint

@@ -51,7 +51,7 @@ def follow(place: Place, *, child: bool = False) -> int:
     from ostinato.algo.routing import Misaligned
     from ostinato.launch.trainer import new_sharded_trainer
     from ostinato.parallel.ranks import following
-    from ostinato.workers.lost import WorkerLost
+    from ostinato.workers.remote import WorkerLost
 
     def new_local(text: str, ready: Ready) -> Local:
         import tomllib
@@ -85,7 +85,7 @@ def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTra
     from ostinato.algo.routing import Misaligned
     from ostinato.launch.trainer import new_sharded_trainer, save_refused
     from ostinato.parallel.ranks import Terms, keep_store, leading, meet
-    from ostinato.workers.lost import WorkerLost
+    from ostinato.workers.remote import WorkerLost
 
     recipe, layout = prepared.recipe, Layout.parse(prepared.recipe.parallel.layout)
     layout.refuse(prepared.decoder.config)

@@ -22,8 +22,8 @@ from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import Saved, load_peft, read_peft
 from ostinato.model.share import Share
+from ostinato.parallel.collectives import Mesh
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.pieces import fresh_adapters, own_adapters, own_decoders
 from ostinato.parallel.placement import read_placement
 from ostinato.parallel.shares import shares_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from ostinato.axis import Axis
+from ostinato.every import Axis
 from ostinato.observe.ledger import Summary
 from ostinato.run import RunFolder
 from ostinato.tables import NONE, Table, seconds_text, si

@@ -12,9 +12,8 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.peft_io import fingerprint_of, fingerprint_stride
 from ostinato.model.share import Spans
-from ostinato.parallel.collectives import Collectives, all_gather_ragged
+from ostinato.parallel.collectives import Collectives, Mesh, all_gather_ragged
 from ostinato.parallel.fsdp import Pieces
-from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.shares import OwnedPart, Placement, owned_parts, shares_of
 
 

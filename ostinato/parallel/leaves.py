@@ -23,9 +23,8 @@ from torch import Tensor
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.share import placed, size_of
-from ostinato.parallel.collectives import Collectives
+from ostinato.parallel.collectives import Collectives, Mesh
 from ostinato.parallel.fsdp import Pieces
-from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.pieces import cut, put
 from ostinato.parallel.shares import OwnedPart, Placement, keeps, owned_parts, shares_of, summed_over
 

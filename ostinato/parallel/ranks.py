@@ -25,8 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from ostinato.parallel.launch import CLOSE_S, LOOPBACK, Place
 from ostinato.types import Batch, StepReport
-from ostinato.workers.lost import WorkerKind, WorkerLost
-from ostinato.workers.remote import opened, sealed
+from ostinato.workers.remote import WorkerKind, WorkerLost, opened, sealed
 
 MEET_S = 1800.0  # for all to be there, and to have loaded their part: a large model, cold
 DAY = timedelta(days=1)

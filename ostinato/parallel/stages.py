@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ostinato.parallel.collectives import Collectives, Pending
-from ostinato.parallel.mesh import Mesh
+from ostinato.parallel.collectives import Collectives, Mesh, Pending
 from ostinato.parallel.schedule import Compute, Pass, Receive, Schedule, Send, actions
 
 Part = TypeVar("Part")

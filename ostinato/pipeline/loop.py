@@ -31,18 +31,27 @@ from ostinato.every import spent_in_steps
 from ostinato.observe.ledger import Ledger
 from ostinato.observe.timeline import Kind
 from ostinato.pipeline.account import Clock, add_totals
-from ostinato.pipeline.buffer import TrainBatch
+from ostinato.pipeline.buffer import AdmissionRule, RolloutBuffer, TrainBatch
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.failed import Failures, RewardFails
 from ostinato.pipeline.forgetting import Forgetting
-from ostinato.pipeline.observer import InProcess, Observer, Silent, Workers
-from ostinato.pipeline.opening import new_buffer, recall
 from ostinato.pipeline.recorder import Learned, StepRecorder, check_ages, prepare
+from ostinato.pipeline.rounds import Rounds, find_solved
 from ostinato.pipeline.scores import Scores
 from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog
 from ostinato.pipeline.spool import Spool
-from ostinato.pipeline.state import Finish, Finished, LoopState, Plan, nothing_to_learn
+from ostinato.pipeline.state import (
+    Finish,
+    Finished,
+    InProcess,
+    LoopState,
+    Observer,
+    Plan,
+    Silent,
+    Workers,
+    nothing_to_learn,
+)
 from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
 from ostinato.rollout.rollout import RolloutContext, RolloutResult
 from ostinato.run import RunFolder
@@ -362,3 +371,57 @@ class Loop:
 def set_step(step: int, group: Group) -> Group:
     """The group, with ``step`` set to the step that trains on it."""
     return group if group.step == step else replace(group, step=step)
+
+
+def new_buffer(
+    plan: Plan,
+    state: LoopState,
+    *,
+    tasks: Tasks,
+    stage: RolloutContext,
+    spool: Spool,
+    on_progress: Callable[[], None],
+) -> RolloutBuffer:
+    """The buffer of a run that stands at ``state``."""
+
+    def leaving(groups: Sequence[Group], retired: Sequence[str]) -> Sequence[str]:
+        rule = {"share": plan.recipe.rollout.solved_for_good, "solved_at": plan.solved_at}
+        return find_solved(groups, **rule, retired=frozenset(retired))
+
+    rounds = Rounds(
+        tasks=tasks,
+        stage=stage,
+        spool=spool,
+        prompts=plan.recipe.rollout.prompts_per_step,
+        group_size=plan.recipe.rollout.group_size,
+        seed=plan.recipe.seed,
+        staleness=plan.recipe.pipeline.staleness,
+    )
+    return RolloutBuffer(
+        rule=AdmissionRule(
+            prompts=plan.recipe.rollout.prompts_per_step,
+            staleness=plan.recipe.pipeline.staleness,
+            steps=plan.recipe.trainer.steps,
+            overlap=plan.recipe.pipeline.overlap,
+        ),
+        rounds=rounds,
+        cursor=state.cursor,
+        retired=state.retired,
+        leaving=leaving if plan.recipe.rollout.solved_for_good else None,
+        on_progress=on_progress,
+    )
+
+
+def recall(buffer: RolloutBuffer, state: LoopState, spool: Spool) -> str:
+    """Restore the groups that an earlier process had in flight. Those that the spool does not have are played
+    again in their places by the current policy; prompts that lost groups had retired stay retired. Returns a
+    sentence where that changes the run, else ""."""
+    lost = [one.version for one in buffer.recall(state.ahead, state.step, state.version)]
+    if not (gone := sorted({version for version in lost if version != state.version})):
+        return ""
+    who = f"policy {gone[0]}" if len(gone) == 1 else f"policies {gone[0]} to {gone[-1]}"
+    return (
+        f"step {state.step}: of {len(state.ahead)} groups that were on their way "
+        f"{spool.path.name} does not have {len(lost)}, which {who} sampled; policy "
+        f"{state.version} plays them anew, so this is not quite the run that was interrupted"
+    )

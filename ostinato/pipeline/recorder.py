@@ -36,8 +36,7 @@ from ostinato.pipeline.account import (
 from ostinato.pipeline.buffer import RolloutBuffer, TrainBatch
 from ostinato.pipeline.credit import Credit, assign
 from ostinato.pipeline.forgetting import Look
-from ostinato.pipeline.observer import Observer, Workers
-from ostinato.pipeline.state import Finish, Plan, StalenessViolation
+from ostinato.pipeline.state import Finish, Observer, Plan, StalenessViolation, Workers
 from ostinato.protocols import MetricWriter, Timed
 from ostinato.rollout.health import health, task_figures
 from ostinato.rollout.rollout import RolloutResult

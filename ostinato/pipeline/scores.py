@@ -13,9 +13,8 @@ from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, is_due
 from ostinato.pipeline.failed import Failures
 from ostinato.pipeline.forgetting import Forgetting
-from ostinato.pipeline.observer import Observer
 from ostinato.pipeline.recorder import StepRecorder
-from ostinato.pipeline.state import LoopState, Plan
+from ostinato.pipeline.state import LoopState, Observer, Plan
 from ostinato.rollout.rollout import RolloutContext
 from ostinato.run import MAIN_SET, RunFolder
 

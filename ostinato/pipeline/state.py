@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from signal import SIGTERM, Signals
-from typing import Any
+from typing import Any, Protocol
 
 from ostinato.config import Recipe
 from ostinato.every import NEVER, Every
@@ -134,3 +134,41 @@ def describe_unreadable(counted: Mapping[str, float]) -> str:
         "<tool_call></tool_call>"
         for name in names
     )
+
+
+class Observer(Protocol):
+    """Receives what a run reports, and may end it early."""
+
+    def on_step(self, row: Mapping[str, float], /) -> bool | None:
+        """A row of metrics.jsonl. True ends the run after this step."""
+
+    def on_eval(self, row: Mapping[str, Any], /) -> None:
+        """A row of eval.jsonl."""
+
+    def should_stop(self, step: int, /) -> bool:
+        """After a score of the main set at ``step``: is the rest of the run not worth its compute?"""
+        return False
+
+
+class Workers(Protocol):
+    """The processes and threads that compute for a loop."""
+
+    def progress(self) -> float:
+        """Grows with every token sampled and every microbatch trained on."""
+        return 0.0
+
+    def extra_metrics(self) -> Mapping[str, float]:
+        """More for each row of metrics: of workers, and of what was published."""
+        return {}
+
+    def trainer_consistent(self) -> bool:
+        """Does the trainer still have its last state, to be saved, after a step that failed?"""
+        return False
+
+
+class Silent(Observer):
+    """An observer that shows nothing and never ends a run."""
+
+
+class InProcess(Workers):
+    """The workers of a loop that computes everything itself."""

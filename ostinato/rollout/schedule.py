@@ -24,7 +24,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from ostinato.jobs import Job, Placement, Starts, Worker
+from ostinato.protocols import Job, Placement, Starts, Worker
 
 RANKS = 2  # ranking groups of histopipe: more were worse in every simulation (docs/histopipe.md)
 READ_SHARE = 0.02  # of the sampled tokens: how many prompt tokens may be prefilled again for balance

@@ -15,13 +15,12 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.shapes import AdapterSpec, adapter_shapes
-from ostinato.parallel.collectives import Collectives
+from ostinato.parallel.collectives import Collectives, Mesh
 from ostinato.parallel.experts import ExpertParallel
 from ostinato.parallel.fingerprint import parameter_shapes, sharded_fingerprint
 from ostinato.parallel.fsdp import Pieces
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.leaves import ShardedLeaves
-from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.placement import contiguous, owner_of, slots
 from ostinato.parallel.rows import number_experts, sequence_ops
 from ostinato.parallel.shares import Placement

@@ -26,9 +26,8 @@ from ostinato.model.lora import Adapters
 from ostinato.model.ops import Ops
 from ostinato.model.packed import PackedAttention
 from ostinato.parallel.chunks import Rows, decoder_chunks
-from ostinato.parallel.collectives import Collectives, all_gather_ragged
+from ostinato.parallel.collectives import Collectives, Mesh, all_gather_ragged
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.rows import Ulysses
 from ostinato.parallel.stages import Forward, Stages
 from ostinato.train.gate import row_counts

@@ -35,9 +35,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ostinato.workers.host import BUILD, Host, Place, here
-from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.process import witness
-from ostinato.workers.remote import SLICE_S, Patience, WorkerFault, outcome, sealed
+from ostinato.workers.remote import SLICE_S, Patience, WorkerFault, WorkerKind, WorkerLost, outcome, sealed
 
 HEAD_S = 15  # seconds without an answer of the head, after which it is lost; Ray itself aborts after 60
 STORE_BYTES = 1 << 29  # of shared memory for messages, on a cluster that we start; the rest spills to disk

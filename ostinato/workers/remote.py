@@ -12,12 +12,44 @@ import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
 
-from ostinato.failure import NamedFailure
-from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.failure import Lost, NamedFailure
+
+
+class WorkerKind(StrEnum):
+    """The kinds of workers."""
+
+    SAMPLER = "sampler"
+    TRAINER = "trainer"
+    GRADER = "grader"
+    RANK = "rank"
+    VLLM = "vllm"
+    CLUSTER = "cluster"  # what all workers of a run depend on
+
+    @classmethod
+    def of(cls, name: str) -> WorkerKind:
+        """The kind of a worker from its name: SAMPLER for "sampler-0"."""
+        return cls(name.partition("-")[0])
+
+
+class WorkerLost(Lost):
+    """A worker died, stopped answering, made no progress, could not be reached, or serves what was not
+    published. The message is ``name`` and ``cause``.
+
+    kind: the kind of worker; name: its name, "" if ``cause`` is a whole sentence about one or several;
+    final: no other one can replace it. Only a sampler is ever replaced; all other losses end the run.
+    """
+
+    def __init__(self, kind: WorkerKind, cause: str, name: str = "", final: bool = False) -> None:
+        super().__init__(kind, cause, name, final)  # the same arguments, for pickle
+        self.kind, self.cause, self.name, self.final = kind, cause, name, final
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.cause}".strip()
 
 
 def sealed(value: Any) -> bytes:

@@ -19,9 +19,8 @@ import torch
 from ranks import on_ranks
 from torch import Tensor
 
-from ostinato.parallel.collectives import Collectives
+from ostinato.parallel.collectives import Collectives, Mesh
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.ranks import of_connection
 from ostinato.parallel.schedule import Schedule, in_flight
 from ostinato.parallel.stages import PipelineBroken, Stages

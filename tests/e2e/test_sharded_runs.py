@@ -31,7 +31,7 @@ from ostinato.parallel.launch import local_place
 from ostinato.parallel.ranks import Terms, following, leading, meet
 from ostinato.pipeline.state import LoopState
 from ostinato.types import Batch, StepReport
-from ostinato.workers.lost import WorkerLost
+from ostinato.workers.remote import WorkerLost
 
 pytestmark = pytest.mark.slow
 

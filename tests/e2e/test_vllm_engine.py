@@ -33,7 +33,7 @@ from ostinato.model.named import model_folder
 from ostinato.model.shapes import AdapterSpec
 from ostinato.render import Renderer
 from ostinato.types import Completion
-from ostinato.workers.lost import WorkerLost
+from ostinato.workers.remote import WorkerLost
 
 
 def python_with_vllm() -> str:

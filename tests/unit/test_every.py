@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.apps.scaling.reading import Reading, axis_of
-from ostinato.axis import Axis
 from ostinato.config import Recipe
-from ostinato.every import NEVER, UNITS, Every
+from ostinato.every import NEVER, UNITS, Axis, Every
 from ostinato.observe import ledger
 from ostinato.observe.costs import AXES
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
-LEAVES = {"types", "protocols", "axis", "config", "every", "run", "render", "routes", "jobs", "lock"}
+LEAVES = {"types", "protocols", "config", "every", "run", "render", "routes", "lock"}
 LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability", "observe.bets", "observe.stats"}
 LEAVES |= {"tables"}
 BASE = {
@@ -47,7 +47,7 @@ CORE |= READERS | {"observe.concerns", "observe.samples", "observe.page", "obser
 APPS: dict[str, set[str]] = {
     "apps": set(),
     "apps.interop": set(),
-    "apps.memory": {"apps.serve", "cli"},  # a server in front of others
+    "apps.memory": {"apps.serve"},  # a server in front of others
     "apps.plan": set(),
     "apps.product": {"apps.serve", "cli"},  # what users did with what is served; judges that are served
     "apps.scaling": set(),
@@ -58,7 +58,6 @@ APPS: dict[str, set[str]] = {
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
 ARROWS: dict[str, set[str]] = {
     "types": set(),
-    "axis": set(),
     "access": set(),
     "inputs": set(),
     "objects": {"inputs"},
@@ -67,13 +66,12 @@ ARROWS: dict[str, set[str]] = {
     "failure": set(),
     "threads": set(),
     "files": {"inputs"},
-    "every": {"axis"},
+    "every": set(),
     "isa": set(),
     "terminal": {"inputs"},
     "tables": {"inputs"},
-    "config": {"axis", "every"},
+    "config": {"every"},
     "protocols": {"observe.timeline", "types"},
-    "jobs": set(),
     "routes": {"types"},
     "run": {"types", "routes", "lock"},
     "lock": set(),
@@ -85,14 +83,20 @@ ARROWS: dict[str, set[str]] = {
     "algo": {"types"},
     "workers": set(),  # and Ray, which nothing else imports
     "model": {"types", "run", "compiler", "isa"},
-    "engine": {"observe.timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"}
+    "engine": {"observe.timeline", "types", "protocols", "run", "render", "routes", "algo", "model"}
     | {"isa", "workers"},
-    "parallel": {"axis", "types", "run", "model", "workers"},  # every collective of torch.distributed is here
+    "parallel": {
+        "every",
+        "types",
+        "run",
+        "model",
+        "workers",
+    },  # every collective is here
     "compiler": {"isa"},
     "history": {"types", "protocols", "run", "compiler", "isa", "algo"},
     "env": {"types", "protocols", "render", "tool_calls", "control_tokens"},
     "reward": {"types", "protocols", "render", "workers", "observe.timeline"},
-    "rollout": {"types", "protocols", "jobs", "run", "algo"},
+    "rollout": {"types", "protocols", "run", "algo"},
     "train": {"types", "config", "protocols", "run", "algo", "model", "parallel", "workers"}
     | {"observe.mismatch", "observe.timeline"},
     "hf": {"types", "run", "algo", "model", "engine", "observe.timeline"},
@@ -102,7 +106,7 @@ ARROWS: dict[str, set[str]] = {
     "observe": set(),
     "observe.bets": set(),
     "observe.timeline": set(),
-    "observe.ledger": {"axis", "run"},
+    "observe.ledger": {"every", "run"},
     "observe.stability": set(),
     "observe.mismatch": {"algo"},
     "observe.stats": set(),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ostinato.cli.access import Hosts, Origins, access
+from ostinato.options import Hosts, Origins, access
 from ostinato.terminal import say
 
 app = typer.Typer(

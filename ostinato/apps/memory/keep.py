@@ -17,11 +17,63 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ostinato.apps.memory.allocate import allocate, uniform
+import numpy as np
+
 from ostinato.apps.memory.blocks import LEVELS, Block, MemoryState, Originals, Turn, line
 from ostinato.apps.memory.facts import absolute, day_of, unsupported
 from ostinato.apps.memory.importance import Importance, lexical, spoken_of, static_features
 from ostinato.apps.memory.refill import Refiller, extract
+
+COMPRESSIBILITY = 0.3  # tau as a share of the tokens of the whole
+
+
+def utility(score: float, whole: int, tokens: float | np.ndarray) -> float | np.ndarray:
+    """What ``tokens`` of a block of ``whole`` tokens and importance ``score`` are worth."""
+    return score * -np.expm1(-np.asarray(tokens, np.float64) / (COMPRESSIBILITY * max(whole, 1)))
+
+
+def allocate(
+    scores: Sequence[float], wholes: Sequence[int], options: Sequence[Sequence[int]], room: int
+) -> list[int]:
+    """The index of one option (a number of tokens) for each block, within ``room`` together and worth most.
+
+    Every block needs an option of 0. Between choices that are worth the same to the last bit, the one with
+    more tokens for the earlier block is made. Time and memory: blocks x options x room.
+    """
+    if any(0 not in mine for mine in options) or room < 0:
+        raise ValueError(
+            f"a room of {room} tokens for options {[list(mine) for mine in options]}; each needs a 0"
+        )
+    best = np.zeros(room + 1)  # [c]: of the blocks from the last one back, within c tokens
+    choices: list[np.ndarray] = []
+    for score, whole, mine in reversed(list(zip(scores, wholes, options, strict=True))):
+        worth = np.full((len(mine), room + 1), -np.inf)
+        for k, tokens in enumerate(mine):
+            if tokens <= room:
+                worth[k, tokens:] = best[: room + 1 - tokens] + utility(score, whole, tokens)
+        order = np.argsort([-tokens for tokens in mine], kind="stable")
+        choices.append(order[np.argmax(worth[order], axis=0)])
+        best = worth.max(axis=0)
+    chosen, left = [], room
+    for choice, mine in zip(reversed(choices), options, strict=True):
+        chosen.append(int(choice[left]))
+        left -= mine[chosen[-1]]
+    return chosen
+
+
+def uniform(options: Sequence[Sequence[int]], room: int) -> list[int]:
+    """The same share for all, without regard to importance: the most that fits, for the ablation. Options are
+    in falling order."""
+    levels = max(len(mine) for mine in options) if options else 0
+    for level in range(levels):
+        chosen = [min(level, len(mine) - 1) for mine in options]
+        if sum(mine[k] for mine, k in zip(options, chosen, strict=True)) <= room:
+            return chosen
+    return [len(mine) - 1 for mine in options]
+
+
+__all__ = ["COMPRESSIBILITY", "allocate", "uniform", "utility"]
+
 
 GONE = len(LEVELS) - 1
 SIGHT = 200  # characters of the originals beside a gap that a refiller sees

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ostinato.apps.serve.asker import Name
+from ostinato.apps.serve.calls import Name
 
 MAX_TEXT = 65_536  # characters of a text that a user wrote
 LONGEST_S = 31 * 86_400.0  # of a dwell

@@ -22,8 +22,7 @@ from ostinato.apps.product.actions import action_of
 from ostinato.apps.product.events import Event, Exchange, parse_event
 from ostinato.apps.product.intake import Full, Intake
 from ostinato.apps.product.store import Outcome, Unavailable, open_store
-from ostinato.apps.serve.asker import Asker
-from ostinato.apps.serve.calls import Answer, ApiError, Call
+from ostinato.apps.serve.calls import Answer, ApiError, Asker, Call
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.service import Model, Service
 from ostinato.inputs import parse_json

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ostinato.cli.access import Hosts, Origins, access
 from ostinato.config import Recipe
 from ostinato.launch import NothingToLearn, threads
+from ostinato.options import Hosts, Origins, access
 from ostinato.run import atomic_write
 from ostinato.terminal import Screen, logged, say
 
@@ -61,8 +61,7 @@ def train(
     """SFT on critiques and verdicts, then RL that rewards verdicts which are right in both orders."""
     from ostinato.apps.product.judge_runs import plan
     from ostinato.apps.product.judges import write_spec
-    from ostinato.cli.sft import run
-    from ostinato.cli.train import finish
+    from ostinato.cli.train import finish, run
     from ostinato.launch.session import Outcome, learn
 
     found = plan(rows, overrides or [], template.read_text() if template else "", holdout)

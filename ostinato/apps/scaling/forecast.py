@@ -21,8 +21,8 @@ from ostinato.apps.scaling.decide import Action, Terms, decide
 from ostinato.apps.scaling.gates import FEWEST, REPORTED, Assessment, Standing, assess
 from ostinato.apps.scaling.posterior import Posterior, posterior
 from ostinato.apps.scaling.series import Series, read_run
-from ostinato.axis import Axis
 from ostinato.config import ForecastSection, Recipe
+from ostinato.every import Axis
 from ostinato.observe.rows import abilities_left
 from ostinato.protocols import MetricWriter
 from ostinato.run import MAIN_SET, RunFolder, to_json

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ostinato.apps.scaling.series import Series, read_csv, read_run
-from ostinato.axis import Axis
+from ostinato.every import Axis
 from ostinato.options import options_of
 
 MAGNITUDES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}

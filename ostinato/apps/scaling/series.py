@@ -13,7 +13,7 @@ import numpy as np
 
 from ostinato.apps.scaling.curve import Sigmoid
 from ostinato.apps.scaling.noise import simulate
-from ostinato.axis import Axis
+from ostinato.every import Axis
 from ostinato.observe.ledger import priced, read, spent
 from ostinato.run import RunFolder
 

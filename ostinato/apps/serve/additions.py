@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from starlette.responses import Response
 
-from ostinato.apps.serve.asker import Asker
-from ostinato.apps.serve.calls import Answer, Call, Message
+from ostinato.apps.serve.calls import Answer, Asker, Call, Message
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.served import Served
 from ostinato.apps.serve.service import Model

@@ -29,7 +29,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ostinato.apps.serve import anthropic_messages, openai_responses
 from ostinato.apps.serve.additions import NO_ADDITIONS, Additions
-from ostinato.apps.serve.asker import Asker
 from ostinato.apps.serve.bodies import (
     MOST_MESSAGES,
     ChatBody,
@@ -41,7 +40,7 @@ from ostinato.apps.serve.bodies import (
     checked,
     parsed,
 )
-from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, Usage
+from ostinato.apps.serve.calls import Answer, ApiError, Asker, Call, Piece, Usage
 from ostinato.apps.serve.generate import GenerateBody, generated
 from ostinato.apps.serve.openai_chat import Shape, sse
 from ostinato.apps.serve.server import Handler, guarded, read_body, unless_gone

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ostinato.apps.serve.asker import canary_arm
-from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece
+from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, canary_arm
 from ostinato.apps.serve.grammar import Guide, Guides
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.thread import EngineThread

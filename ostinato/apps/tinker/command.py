@@ -33,8 +33,8 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, n
         recipe, _ = recipe_of(target, *overrides)
         threads.configure(recipe)
         from ostinato.apps.tinker.app import new_app
-        from ostinato.apps.tinker.base import open_work
         from ostinato.apps.tinker.registry import PROTO
+        from ostinato.apps.tinker.work import open_work
 
         with open_work(target, tuple(overrides), state, name) as opened:
             app = new_app(opened.work, opened.registry, key=key)

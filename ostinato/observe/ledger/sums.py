@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ostinato.axis import Axis
+from ostinato.every import Axis
 from ostinato.observe.ledger.rows import Event, Row, Spell, devices_of, end_of, spells
 
 NO_MONEY = "give it one with --price-per-device-hour, or count in device-hours"

@@ -32,9 +32,9 @@ from ostinato.apps.scaling.arms.kept import (
 )
 from ostinato.apps.scaling.curve import Sigmoid
 from ostinato.apps.scaling.series import simulated
-from ostinato.axis import Axis
 from ostinato.cli.app import main
 from ostinato.config import Recipe, dump_toml
+from ostinato.every import Axis
 from ostinato.lock import locked
 from ostinato.observe.rows import RunRows
 from ostinato.run import RunFolder

@@ -28,12 +28,12 @@ from small_pool import (
 )
 
 from ostinato.engine.pool import Call
-from ostinato.jobs import Job, Starts, Worker
 from ostinato.launch.drafts import Seen
 from ostinato.observe.timeline import Kind
+from ostinato.protocols import Job, Starts, Worker
 from ostinato.rollout.schedule import least_loaded, placement
 from ostinato.types import Completion, Request, Sampling
-from ostinato.workers.lost import WorkerLost
+from ostinato.workers.remote import WorkerLost
 
 ONE_LIFE = ("raise", "hang", "deaf", "pause", "freeze", "old", "forget", "twice", "stale", "mute")
 

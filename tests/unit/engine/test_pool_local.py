@@ -16,9 +16,9 @@ from worlds import NATIVE, VOCAB, adapters_of, decode, same, tiny_decoder
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
-from ostinato.jobs import Job, Starts, Worker
 from ostinato.model.wire import fingerprint, unpack
 from ostinato.observe.timeline import Kind
+from ostinato.protocols import Job, Starts, Worker
 from ostinato.rollout.schedule import least_loaded
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling
 from ostinato.workers.remote import opened, sealed

@@ -35,7 +35,7 @@ from ostinato.model.wire import fingerprint
 from ostinato.observe.timeline import Kind
 from ostinato.protocols import Engine
 from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
-from ostinato.workers.lost import WorkerLost
+from ostinato.workers.remote import WorkerLost
 
 
 def choice(**changes: Any) -> dict[str, Any]:

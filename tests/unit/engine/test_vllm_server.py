@@ -26,7 +26,7 @@ from ostinato.engine.vllm_server import (
     post,
 )
 from ostinato.workers import guard
-from ostinato.workers.lost import WorkerLost
+from ostinato.workers.remote import WorkerLost
 
 
 @pytest.mark.parametrize(

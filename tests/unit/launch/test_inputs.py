@@ -19,10 +19,9 @@ from ostinato.algo.advantages import Baseline, Pool, Scale
 from ostinato.algo.algorithms import Anchor, Loss
 from ostinato.algo.offpolicy import Correction
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
-from ostinato.axis import Axis
 from ostinato.config import Recipe, dump_toml
 from ostinato.env.rows import read
-from ostinato.every import Every
+from ostinato.every import Axis, Every
 from ostinato.launch.checks import (
     check,
     check_columns,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.apps.memory.allocate import COMPRESSIBILITY, allocate, uniform, utility
+from ostinato.apps.memory.keep import COMPRESSIBILITY, allocate, uniform, utility
 
 blocks = st.lists(
     st.tuples(st.floats(0.01, 10), st.integers(1, 40), st.sets(st.integers(1, 40), max_size=4)),

@@ -30,7 +30,7 @@ from ostinato.threads import in_thread
 from ostinato.train.remote import TrainerLink, TrainerServer
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Completion, Request, Sampling, StepReport
-from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.remote import WorkerKind, WorkerLost
 
 
 class Restorable(BanditTrainer):

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from reference.fake_engine import FakeEngine
 from small_loop import Bench, IsRight, LoopState
 
-from ostinato.axis import Axis
-from ostinato.every import Every, spent_in_steps
+from ostinato.every import Axis, Every, spent_in_steps
 from ostinato.pipeline.evaluate import (
     Evaluation,
     answer_error,

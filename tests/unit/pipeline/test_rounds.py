@@ -37,8 +37,8 @@ from ostinato.env.tasks import Rows
 from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.credit import assign
 from ostinato.pipeline.loop import Finish, LoopState
+from ostinato.pipeline.rounds import find_solved, places
 from ostinato.pipeline.spool import Spool, address, newest_version
-from ostinato.pipeline.stream import find_solved, places
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
 from ostinato.run import JsonlZst, RunFolder
 from ostinato.types import (

@@ -14,7 +14,7 @@ from plan_world import arrangement, problem
 from typer.testing import CliRunner
 
 from ostinato.apps.plan import launch
-from ostinato.apps.plan.commands import plan_json
+from ostinato.apps.plan.commands import command, plan_json
 from ostinato.apps.plan.fit import (
     FILE,
     IN_TURNS,
@@ -28,7 +28,6 @@ from ostinato.apps.plan.fit import (
     write_factors,
 )
 from ostinato.apps.plan.memory import cache_bytes, memory
-from ostinato.apps.plan.place import command
 from ostinato.apps.plan.problem import Base, Phase, Sampler, Work
 from ostinato.apps.plan.request import PlanRequest
 from ostinato.apps.plan.search import Allowed, Plan

@@ -19,7 +19,7 @@ from ostinato.apps.product.loop import (
     advance,
     position_of,
 )
-from ostinato.apps.serve.asker import canary_arm
+from ostinato.apps.serve.calls import canary_arm
 
 
 def walk(verdicts: list[Verdict]) -> list[Decision]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.jobs import Job, Worker
+from ostinato.protocols import Job, Worker
 from ostinato.rollout.schedule import Policy, lanes, placement, remaining, tiers
 
 LENGTHS = st.one_of(st.floats(1, 5000), st.just(math.inf))

@@ -10,7 +10,7 @@ import pytest
 from small_ledger import a_step, killed_and_resumed, start
 
 from ostinato.apps.scaling.series import read_csv, read_run, require_comparable, series
-from ostinato.axis import Axis
+from ostinato.every import Axis
 from ostinato.run import RunFolder
 
 C, R = [1.0, 2.0, 3.0], [0.5, 0.55, 0.6]

@@ -25,8 +25,17 @@ from ostinato.reward.remote import GraderLink, GraderServer
 from ostinato.train.remote import TrainerLink, TrainerServer
 from ostinato.types import Batch, Group, Microbatch, Reward, StepReport
 from ostinato.workers.host import BUILD, Host, dealt
-from ostinato.workers.lost import WorkerKind, WorkerLost
-from ostinato.workers.remote import Patience, WorkerFault, answer, opened, outcome, refusal, sealed
+from ostinato.workers.remote import (
+    Patience,
+    WorkerFault,
+    WorkerKind,
+    WorkerLost,
+    answer,
+    opened,
+    outcome,
+    refusal,
+    sealed,
+)
 
 
 class Direct:

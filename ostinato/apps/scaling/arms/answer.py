@@ -15,7 +15,7 @@ from ostinato.apps.scaling.ablation import REFERENCE, Ablation, Run, ablate
 from ostinato.apps.scaling.answers import Answer, study_json, study_sentences, study_tables
 from ostinato.apps.scaling.arms.kept import ACTED, Row, series_of
 from ostinato.apps.scaling.fit import PARAMETERS
-from ostinato.axis import Axis
+from ostinato.every import Axis
 from ostinato.tables import NONE, Table, compute_text
 
 

@@ -22,8 +22,8 @@ from ostinato.apps.scaling.arms.jobs import Job, State, check, plan
 from ostinato.apps.scaling.arms.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
 from ostinato.apps.scaling.commands import show
 from ostinato.apps.scaling.reading import amount
-from ostinato.axis import Axis
 from ostinato.config import Recipe, find_recipe
+from ostinato.every import Axis
 from ostinato.inputs import parse_toml
 from ostinato.launch.dtype import resolved
 from ostinato.observe.page import html

@@ -23,7 +23,7 @@ import numpy as np
 
 from ostinato.apps.scaling.ablation import REFERENCE
 from ostinato.apps.scaling.series import Series, read_run
-from ostinato.axis import Axis
+from ostinato.every import Axis
 from ostinato.inputs import parse_json
 from ostinato.observe.rows import RunRows, mean
 from ostinato.observe.stats import number
