@@ -25,10 +25,10 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.shapes import AdapterSpec, ExpertScheme, adapter_shapes
 from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
 from ostinato.parallel import load, placement
-from ostinato.parallel.collectives import Mesh
+from ostinato.parallel.collectives import AXES, Mesh
 from ostinato.parallel.elements import stage_elements
 from ostinato.parallel.fingerprint import parameter_shapes
-from ostinato.parallel.layout import AXES, Layout
+from ostinato.parallel.layout import Layout
 from ostinato.parallel.shares import keeps, owned_parts, shares_of, summed_over
 from ostinato.types import NO_EXPERT
 
