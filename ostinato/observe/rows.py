@@ -126,7 +126,12 @@ class RunRows:
                     self.spans.append(Span.of(row))
                 except (KeyError, ValueError, TypeError):
                     self._files[name] = "timeline.jsonl has rows that are no spans; they are not shown."
-            self._trim()
+            # Keep the last minutes, or merge neighbours of a long timeline.
+            if self.follow:
+                newest = max((span.stop for span in self.spans), default=0.0)
+                self.spans = [span for span in self.spans if span.stop > newest - HORIZON_S][-2 * SPANS :]
+            while len(self.spans) > 2 * SPANS:
+                self.spans, self._grain = coarse(self.spans, self._grain), 2 * self._grain
             self.arrived += [(name, row) for row in rows] if self.follow else []
             return
         if name == "ledger":
@@ -138,14 +143,6 @@ class RunRows:
                     break
         self.logs[name] += rows
         self.arrived += [(name, row) for row in rows] if name == "metrics" else []
-
-    def _trim(self) -> None:
-        """Keep the last minutes, or merge neighbours of a long timeline."""
-        if self.follow:
-            newest = max((span.stop for span in self.spans), default=0.0)
-            self.spans = [span for span in self.spans if span.stop > newest - HORIZON_S][-2 * SPANS :]
-        while len(self.spans) > 2 * SPANS:
-            self.spans, self._grain = coarse(self.spans, self._grain), 2 * self._grain
 
     def _whole(self, path: Path, parse: Any) -> Row:
         """The object in a file; empty where there is none."""

@@ -286,19 +286,16 @@ class RolloutBuffer:
     def _next(self, room: int, finished: int, version: int) -> list[Admission]:
         """New admissions from the stream; empty when every prompt has left it."""
         places = self.rounds.places(self.cursor, self._left, room)
-        new = self._following(places, finished, version)
+        # Admissions of these places.
+        first = len(self._held) + len(self._training) + len(self._lost)
+        new = [
+            Admission(self.rule.round(first + i, finished), place, finished, version)
+            for i, place in enumerate(places)
+        ]
         if new:
             self.cursor = places[-1] + 1
             self._num_admitted += len(new)
         return new
-
-    def _following(self, places: Sequence[int], finished: int, version: int) -> list[Admission]:
-        """Admissions of these places."""
-        first = len(self._held) + len(self._training) + len(self._lost)
-        return [
-            Admission(self.rule.round(first + i, finished), place, finished, version)
-            for i, place in enumerate(places)
-        ]
 
     def _begin(self, admission: Admission) -> None:
         held = self._held[admission.place] = _Held(admission=admission, since=time.perf_counter())

@@ -203,7 +203,8 @@ class ShardedPasses:
         if self._moe_layers and options.native:
             native = self._choices(parts, mine, extras)
         if self._moe_layers and options.margins:
-            margins = self._margins(parts, mine, extras)
+            # [T, L_moe] of every microbatch.
+            margins = self._by_rows(parts, mine, extras, 1, (len(self._moe_layers),), self._wide)
         columns = zip(logprobs, self._counts(parts, mine, extras), native, margins, strict=True)
         return [Scores(logprobs=a, counts=b, native=c, margins=d) for a, b, c, d in columns]
 
@@ -348,10 +349,6 @@ class ShardedPasses:
         widths = (len(self._moe_layers), self._config.moe.top_k)
         found = self._by_rows(parts, mine, extras, 0, widths, torch.int32)  # gloo has no sums of 16 bits
         return [one.to(torch.int16) for one in found]
-
-    def _margins(self, parts: Sequence[Inputs], mine: Sequence[Slice], extras: Any) -> list[Tensor]:
-        """[T, L_moe] of every microbatch."""
-        return self._by_rows(parts, mine, extras, 1, (len(self._moe_layers),), self._wide)
 
     def _by_rows(
         self,

@@ -209,7 +209,10 @@ class Memory:
 
     def restore(self, state: MemoryState, block: Block) -> MemoryState:
         """``block`` (whatever became of it) with its original, at its place; others give way."""
-        restored = self._verbatim(block, state.turns)
+        text = self.originals.get(block.source)
+        restored = replace(
+            block, text=text, tokens=block.whole, level=0, uses=block.uses + 1, used_at=state.turns
+        )
         others = [one for one in state.blocks if one.id != block.id]
         self._check_pins([*others, restored])
         blocks = tuple(sorted([*others, restored], key=lambda one: one.id))
@@ -399,10 +402,6 @@ class Memory:
             return None
         tokens = self._cost(gap.block.speaker, text)
         return replace(gap.block, text=text, level=gap.level, tokens=tokens)
-
-    def _verbatim(self, block: Block, now: int) -> Block:
-        text = self.originals.get(block.source)
-        return replace(block, text=text, tokens=block.whole, level=0, uses=block.uses + 1, used_at=now)
 
     def _check_pins(self, blocks: Sequence[Block]) -> None:
         pinned = sum(block.whole for block in blocks if block.pinned)

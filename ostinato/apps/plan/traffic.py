@@ -94,7 +94,9 @@ class Talk:
             parts.append({("all_to_all", "c"): Sent(2, rows / c * values * self.width * (c - 1) / c / t)})
         if mixture is not None:
             parts += self._experts(rows, mixture.num_experts, mixture.top_k, backward)
-        gathered = self._gathered(moe)
+        # Bytes of one layer's matrices but the routed experts', which lie in pieces over f.
+        elements = layer_elements(self.config, self.adapter, self.layout, moe=moe)
+        gathered = (elements.matrices + elements.routers) * self.weight
         parts.append(ring("all_gather", "f", self.layout.shard, 0 if backward else gathered, not backward))
         if backward and self.adapter is None:
             parts.append(ring("reduce_scatter", "f", self.layout.shard, gathered))
@@ -121,11 +123,6 @@ class Talk:
             size = copies * (2 * row + top_k * (WEIGHT if backward else ID + WEIGHT))
             parts.append({("all_to_all", "e"): Sent(3 if backward else 5, size)})
         return parts
-
-    def _gathered(self, moe: bool) -> float:
-        """Bytes of one layer's matrices but the routed experts', which lie in pieces over f."""
-        elements = layer_elements(self.config, self.adapter, self.layout, moe=moe)
-        return (elements.matrices + elements.routers) * self.weight
 
     def embed(self, rows: float, *, backward: bool = False) -> Traffic:
         """Looking tokens up; the backward where the embedding is trained."""

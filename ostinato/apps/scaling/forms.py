@@ -45,7 +45,8 @@ def fit_form(series: Series, form: Form) -> Law:
         case Form.POSTERIOR:
             parameters, score = _posterior(series)
         case Form.SIGMOID:
-            parameters, score = _sigmoid(series)
+            curve = fit(series).curve
+            parameters, score = {"A": curve.A, "B": curve.B, "C_mid": curve.C_mid}, curve.score
         case Form.SIGMOID_FREE_R0:
             parameters, score = _free_R0(series)
         case Form.POWER:
@@ -62,11 +63,6 @@ def _posterior(series: Series) -> Fitted:
     known = posterior(series, draws=1024, cells=(24, 48))
     medians = {name: float(np.median(getattr(known, name))) for name in ("A", "B", "C_mid")}
     return medians, lambda at: np.median(known.score(at), axis=0)
-
-
-def _sigmoid(series: Series) -> Fitted:
-    curve = fit(series).curve
-    return {"A": curve.A, "B": curve.B, "C_mid": curve.C_mid}, curve.score
 
 
 def _power(series: Series) -> Fitted:

@@ -128,7 +128,9 @@ def _flags(series: Series, fit: Fit) -> list[Flag]:
     """Flags by what was seen, independent of priors."""
     found = []
     n, R = len(series), series.score
-    sd = _scatter(series, fit)
+    # The sd of one evaluation, from neighbours: a collapse must not pass for noise.
+    stderr = 0.0 if series.stderr is None else float(np.median(series.stderr))
+    sd = max(MEASURED.floor, sd_from_steps(fit.residuals, MEASURED.rho), stderr)
     last = max(1, n // 4)  # evaluations that are averaged, at the end and before
     error = math.hypot(sd_of_mean(last, sd, MEASURED.rho), series.R0_stderr)
     means = _means(R, last) - series.R0
@@ -147,12 +149,6 @@ def _flags(series: Series, fit: Fit) -> list[Flag]:
     if runs_z(fit.residuals) < -2.6:
         found.append(Flag.RUNS)
     return found
-
-
-def _scatter(series: Series, fit: Fit) -> float:
-    """The sd of one evaluation, from neighbours: a collapse must not pass for noise."""
-    stderr = 0.0 if series.stderr is None else float(np.median(series.stderr))
-    return max(MEASURED.floor, sd_from_steps(fit.residuals, MEASURED.rho), stderr)
 
 
 def _means(R: np.ndarray, many: int) -> np.ndarray:

@@ -276,14 +276,9 @@ def checked(kind: type[Body], tree: Mapping[str, Any], *within: str) -> Body:
     except ValidationError as error:
         errors = error.errors(include_url=False)
         deepest = max(errors, key=lambda one: len(one["loc"]))  # of a union's, that of the fitting kind
-        names = [*within, *(str(name) for name in deepest["loc"] if not _is_kind(name))]
+        names = [*within, *(str(name) for name in deepest["loc"] if not (name == "str" or "[" in str(name)))]
         if deepest["type"] == "unsupported":
             where = ".".join([*names, deepest.get("ctx", {})["name"]])
             raise ApiError(f"{where} is not supported by this server; leave it out", param=where) from error
         where = ".".join(names)
         raise ApiError(f"{where}: {deepest['msg']}", param=where or None) from error
-
-
-def _is_kind(name: int | str) -> bool:
-    """Is it a kind of a union, in pydantic's name of a place, and no field?"""
-    return name == "str" or "[" in str(name)

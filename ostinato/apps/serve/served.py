@@ -19,7 +19,6 @@ from ostinato.apps.serve.grammar import Guides
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.service import Canary, Limits, Model, Service
 from ostinato.apps.serve.thread import EngineThread
-from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.launch import RunFailed
 from ostinato.launch.models import recipe_of
@@ -100,7 +99,8 @@ def _load(serving: Serving) -> _Loaded:
     engine = serve(replace(policy, adapters=None, step=0))
     runs: dict[str, RunFolder] = {}
     models: dict[str, Model] = {}
-    base = _base_name(policy.recipe)
+    path = policy.recipe.model.path
+    base = Path(path).name if "/" in path and Path(path).exists() else path.removeprefix("asset:")
     created = int(time.time())
     run = recipe_of(serving.target)[1]
     if policy.adapters is not None:
@@ -120,11 +120,6 @@ def _load(serving: Serving) -> _Loaded:
         if run is not None:
             runs[name] = run
     return _Loaded(engine=engine, policy=policy, models=models, runs=runs)
-
-
-def _base_name(recipe: Recipe) -> str:
-    path = recipe.model.path
-    return Path(path).name if "/" in path and Path(path).exists() else path.removeprefix("asset:")
 
 
 async def follow(served: Served) -> None:
