@@ -455,8 +455,11 @@ class Batch:
     @property
     def minibatches(self) -> tuple[tuple[Microbatch, ...], ...]:
         """What each optimizer step learns from, in order."""
-        numbers = sorted({one.minibatch for one in self.microbatches})
-        return tuple(tuple(one for one in self.microbatches if one.minibatch == n) for n in numbers)
+        numbers = sorted({microbatch.minibatch for microbatch in self.microbatches})
+        return tuple(
+            tuple(microbatch for microbatch in self.microbatches if microbatch.minibatch == n)
+            for n in numbers
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ def show(run: Path, step: int, *, prompts: int, answers: int, as_json: bool) -> 
     if as_json:
         say(*map(to_json, episodes))
         return
-    say(f"step {chosen}: {len(groups)} prompts, {sum(len(one['rewards']) for one in groups)} episodes")
+    say(f"step {chosen}: {len(groups)} prompts, {sum(len(group['rewards']) for group in groups)} episodes")
     for episode in episodes:
         say("", *_lines(episode))
 

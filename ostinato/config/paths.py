@@ -104,7 +104,7 @@ def make_absolute(kind: PathKind, text: str, base: Path) -> str:
             is_path = os.path.isfile(base / text)
         case PathKind.REWARD if text.startswith("judge:"):
             judges = text.removeprefix("judge:").split(",")
-            return "judge:" + ",".join(_judge(one.strip(), base) for one in judges)
+            return "judge:" + ",".join(_judge(judge.strip(), base) for judge in judges)
         case PathKind.CODE | PathKind.REWARD:
             where, colon, name = text.rpartition(":")
             return _absolute_path(where, base) + colon + name if where.endswith((".py", PICKLE)) else text

@@ -225,7 +225,9 @@ class Recipe(Section):
                 f"for each of {functions} functions, and 60 for a new process), so a hung one would end the "
                 "run instead of being replaced; raise watch_s or lower timeout_s"
             )
-        if watch <= reward.judge_timeout_s and any(one.startswith("judge:") for one in reward.functions):
+        if watch <= reward.judge_timeout_s and any(
+            function.startswith("judge:") for function in reward.functions
+        ):
             raise ValueError(
                 f"pipeline.watch_s is {watch:g} and reward.judge_timeout_s {reward.judge_timeout_s:g}, so a "
                 "judge that hangs would end the run instead of being counted; raise watch_s"

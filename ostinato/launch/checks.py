@@ -75,7 +75,9 @@ def check_cluster(recipe: Recipe) -> None:
             f"cluster.samplers is {section.samplers}, which needs Ray: pip install 'ostinato[ray]', or set "
             "it to 0 to run in one process"
         )
-    if section.graders and (judges := [one for one in recipe.reward.functions if one.startswith(JUDGE)]):
+    if section.graders and (
+        judges := [function for function in recipe.reward.functions if function.startswith(JUDGE)]
+    ):
         raise ValueError(
             f"cluster.graders is {section.graders} with the reward {judges[0]!r}, which judges on an "
             "engine of the driver; set cluster.graders to 0"

@@ -135,7 +135,7 @@ def _components(
         loop_worker="controller" if link else "trainer",
         pools=pools(recipe),
         lines=[*lines(recipe)],
-        status=lambda: [row | factory.where(row["worker"]) for one in sources for row in one.status()],
+        status=lambda: [row | factory.where(row["worker"]) for source in sources for row in source.status()],
         ready=lambda: _ready(pool, graders),
         end=pool.close,
         trainer_consistent=lambda: link is not None,  # it has the state after the last step

@@ -47,9 +47,9 @@ def new_forgetting(
     about, prompts = questions_of(recipe, count)
     sampling, renderer = sampling_of(recipe, prepared.renderer), prepared.renderer
     if not renderer.has_chat_template:
-        prompts = [_as_text(one) for one in prompts]
+        prompts = [_as_text(prompt) for prompt in prompts]
     return Forgetting(
-        questions=[Question(tokens=renderer.prompt(one), right=_right(one)) for one in prompts],
+        questions=[Question(tokens=renderer.prompt(prompt), right=_right(prompt)) for prompt in prompts],
         about=about,
         sampling=replace(
             sampling, max_tokens=min(sampling.max_tokens, MAX_TOKENS), top_k=0, top_p=1.0, min_p=0.0

@@ -172,9 +172,9 @@ def row_digests(prepared: RunInputs) -> dict[str, str]:
 
 def _digest(prompts: Sequence[Prompt]) -> str:
     found = hashlib.sha256()
-    for one in prompts:
-        shown = [one.text, one.messages, one.tools, one.template_kwargs]
-        found.update(to_json({"row": [one.uid, one.task, *shown, one.columns]}).encode())
+    for prompt in prompts:
+        shown = [prompt.text, prompt.messages, prompt.tools, prompt.template_kwargs]
+        found.update(to_json({"row": [prompt.uid, prompt.task, *shown, prompt.columns]}).encode())
     return found.hexdigest()[:12]
 
 

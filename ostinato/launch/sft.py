@@ -152,7 +152,9 @@ def read_rows(recipe: Recipe, folder: Path) -> tuple[Rows, Rows]:
                 check_tokens(one.tokens, where, renderer, config.vocab_size)
             found.append(tuple(row_of(one.tokens, one.mask) for one in examples))
         chats = [(where, [row.get(name) for name in CHATS]) for where, row in named]
-        chats = [(where, [one for one in columns if not isinstance(one, str)]) for where, columns in chats]
+        chats = [
+            (where, [column for column in columns if not isinstance(column, str)]) for where, columns in chats
+        ]
         warn_of_control_tokens(renderer, chats)
         return found
 

@@ -37,11 +37,11 @@ class Elements:
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(
-            **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         )
 
     def __mul__(self, times: int) -> Elements:
-        return Elements(**{one.name: getattr(self, one.name) * times for one in fields(self)})
+        return Elements(**{field.name: getattr(self, field.name) * times for field in fields(self)})
 
     @property
     def trainable(self) -> int:

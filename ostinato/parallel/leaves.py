@@ -116,7 +116,9 @@ class ShardedLeaves:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         for axis in axes:
             self._links.sum_(flat, axis)
-        for gradient, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+        for gradient, summed in zip(
+            gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+        ):
             gradient.copy_(summed.view_as(gradient))
 
     def _sum_tied(self) -> None:

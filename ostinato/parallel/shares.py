@@ -48,8 +48,8 @@ def _kept(
         return (tuple(range(place * size, (place + 1) * size)),) * len(config.moe.layers)
     kept = tuple(tuple(ranks[place]) for ranks in placement)
     for layer, ranks in enumerate(placement):
-        ids = sorted(expert for one in ranks for expert in one)
-        if ids != list(range(config.moe.num_experts)) or {len(one) for one in ranks} != {size}:
+        ids = sorted(expert for rank in ranks for expert in rank)
+        if ids != list(range(config.moe.num_experts)) or {len(rank) for rank in ranks} != {size}:
             raise ValueError(
                 f"the placement of MoE layer {layer} does not give each of {config.moe.num_experts} experts "
                 f"to one of {layout.expert} ranks, {size} each; make it with placement.placed_experts"

@@ -234,7 +234,7 @@ def tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str
 
 def rollout_work(groups: Iterable[Group]) -> Work:
     """What the engine ran for all episodes of ``groups``."""
-    return sum((trajectory_work(one) for group in groups for one in group.trajectories), Work())
+    return sum((trajectory_work(trajectory) for group in groups for trajectory in group.trajectories), Work())
 
 
 def trajectory_work(trajectory: Trajectory) -> Work:

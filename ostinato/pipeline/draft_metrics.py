@@ -52,7 +52,7 @@ class Drafting:
     def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> dict[str, float]:
         """The metrics of the step, whose rollouts took ``rollout_s``; then its answers are remembered."""
         stats = self.drafter.stats() - self._stats
-        sampled = sum(_num_sampled(one) for answers in _by_prompt(groups).values() for one in answers)
+        sampled = sum(_num_sampled(answer) for answers in _by_prompt(groups).values() for answer in answers)
         row = counts(groups) | figures(stats, sampled, rollout_s)
         row["draft/seconds_saved"] = self.saved_s() - self._saved_s
         return row | self._remember(groups, step)
@@ -66,7 +66,7 @@ class Drafting:
         for uid, answers in kept.items():
             self.store.add(uid, step, answers)
         for uid, completions in _by_prompt(groups).items():
-            self.lengths.observe(uid, [_num_sampled(one) for one in completions], step=step)
+            self.lengths.observe(uid, [_num_sampled(completion) for completion in completions], step=step)
         self.forget(group.prompt for group in groups)
         skipped = {"draft/not_remembered": float(num_skipped)} if num_skipped else {}
         return {
@@ -135,7 +135,12 @@ def _tail(before: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 def counts(groups: Sequence[Group]) -> dict[str, float]:
     """Draft metrics recorded in the answers themselves, including those read back from the spool."""
-    passed = [one for completions in _by_prompt(groups).values() for one in completions if one.passes]
+    passed = [
+        completion
+        for completions in _by_prompt(groups).values()
+        for completion in completions
+        if completion.passes
+    ]
     passes, tokens = sum(one.passes for one in passed), sum(map(_num_sampled, passed))
     drafted, accepted = sum(one.drafted for one in passed), sum(one.accepted for one in passed)
     return {

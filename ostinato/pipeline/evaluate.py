@@ -72,7 +72,9 @@ def digest_prompts(evaluation: Evaluation) -> str:
 
 
 def _prompts(evaluation: Evaluation) -> list[Any]:
-    return [[one.uid, one.text, one.messages, one.columns] for one in evaluation.prompts]  # a task is in uids
+    return [
+        [prompt.uid, prompt.text, prompt.messages, prompt.columns] for prompt in evaluation.prompts
+    ]  # a task is in uids
 
 
 def _digest(tree: Any) -> str:

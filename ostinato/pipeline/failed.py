@@ -38,7 +38,9 @@ class RewardFails(ValueError):
 def failures(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """A row for each reward function that failed for an answer of these groups, sorted by its name."""
     by_function: dict[str, list[tuple[Group, Trajectory, str]]] = {}
-    tasks = Counter(group.prompt.task for group in groups for one in group.trajectories if one.reward)
+    tasks = Counter(
+        group.prompt.task for group in groups for trajectory in group.trajectories if trajectory.reward
+    )
     for group in groups:
         for one in group.trajectories:
             for name, report in one.reward.failed.items() if one.reward else ():

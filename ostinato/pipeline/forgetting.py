@@ -210,7 +210,7 @@ class Forgetting:
             "about": self.about,
             "questions": len(found),
             "right": sum(judged) / len(judged) if judged else None,
-            "rows": [asdict(one) for one in self._rows],
+            "rows": [asdict(row) for row in self._rows],
             "flops": flops,
             "seconds": time.perf_counter() - started,
         }
@@ -230,7 +230,7 @@ class Forgetting:
         answers = {index: answer async for index, answer in engine.generate(requests)}
         work = (completion_work(len(one.tokens), answers[index]) for index, one in enumerate(some))
         rows = [_row_from_answer(one, answers[index]) for index, one in enumerate(some)]
-        return [one if len(one.logprobs) else replace(one, right=False) for one in rows], sum(work, Work())
+        return [row if len(row.logprobs) else replace(row, right=False) for row in rows], sum(work, Work())
 
     def look(self, step: int, totals: Mapping[str, float], batch: Batch) -> Look | None:
         """Score the next rows after the training of ``step`` on ``batch``; ``totals``: of the run before it.

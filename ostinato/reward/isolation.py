@@ -333,14 +333,17 @@ def _libc(name: str, *arguments: object) -> int:
 
 
 def _syscall(number: int, *arguments: object) -> int:
-    longs = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    longs = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
     return _checked(call(ctypes.c_long(number), *longs), f"system call {number}")
 
 
 def _prctl(option: int, *arguments: int | bytes) -> None:
-    longs = [ctypes.c_ulong(one) if isinstance(one, int) else one for one in (*arguments, 0, 0, 0, 0)[:4]]
+    longs = [
+        ctypes.c_ulong(argument) if isinstance(argument, int) else argument
+        for argument in (*arguments, 0, 0, 0, 0)[:4]
+    ]
     _checked(ctypes.CDLL(None, use_errno=True).prctl(option, *longs), f"prctl {option}")
 
 

@@ -65,7 +65,7 @@ class GraderLink:
 
     async def ready(self) -> None:
         """Wait until every worker is built; errors of building one are raised here, before any group."""
-        await asyncio.gather(*(one.call("ready", within_s=self._within_s) for one in self._workers))
+        await asyncio.gather(*(worker.call("ready", within_s=self._within_s) for worker in self._workers))
 
     async def grade(self, group: Group) -> list[Reward]:
         """One Reward per trajectory, in order."""
@@ -104,4 +104,4 @@ def without_routes(group: Group) -> Group:
         turns = [replace(turn, completion=replace(turn.completion, **heavy)) for turn in trajectory.turns]
         return replace(trajectory, turns=tuple(turns))
 
-    return replace(group, trajectories=tuple(stripped(one) for one in group.trajectories))
+    return replace(group, trajectories=tuple(stripped(trajectory) for trajectory in group.trajectories))

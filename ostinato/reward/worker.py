@@ -184,7 +184,7 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any], named: dict[
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return {}
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     taken = {name: value for name, value in offered.items() if takes_all or name in parameters}
     return taken | {name: value for name, value in named.items() if name in parameters}
 
@@ -297,7 +297,9 @@ def _is_own(filename: str) -> bool:
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The innermost frames, without those of this file and of the import system."""
     frames = traceback.extract_tb(error.__traceback__, limit=-MAX_FRAMES)
-    return [one for one in frames if one.filename != __file__ and not one.filename.startswith("<frozen")]
+    return [
+        frame for frame in frames if frame.filename != __file__ and not frame.filename.startswith("<frozen")
+    ]
 
 
 def trace(error: BaseException) -> str:

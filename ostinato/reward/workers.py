@@ -434,7 +434,7 @@ def _sum(of_functions: Iterable[tuple[str, float, Reply]], number: int) -> Rewar
         parts[name] = value
         extra |= {column: values[number] for column, values in reply.extra.items()}
         for metric, values in reply.metrics.items():
-            metrics.setdefault(metric, []).extend(math.nan if one is None else one for one in values)
+            metrics.setdefault(metric, []).extend(math.nan if value is None else value for value in values)
         if fault:
             faults.append(f"{fault}: {name}: {detail}")
             failed[name] = f"{fault}: {detail}\n{reply.trace}".rstrip()

@@ -139,7 +139,9 @@ def unreplayable(microbatches: Sequence[Microbatch], moe: MoEConfig) -> Misalign
     """The error to raise where the experts that microbatches carry cannot be replayed by any model: a buffer
     that was not filled, physical instead of logical ids, partly known rows. It names the sequences; None
     if all can be replayed. Each array is checked once, before any pass."""
-    broken = [(one, fault) for one in microbatches if (fault := _fault(one, slice(None), moe))]
+    broken = [
+        (microbatch, fault) for microbatch in microbatches if (fault := _fault(microbatch, slice(None), moe))
+    ]
     if not broken:
         return None
     uids = [uid for one, _ in broken for uid in _broken_sequences(one, moe)]
@@ -171,14 +173,16 @@ def _fault(microbatch: Microbatch, rows: slice | np.ndarray, moe: MoEConfig) -> 
 
 
 def without_routes(batch: Batch) -> Batch:
-    return replace(batch, microbatches=tuple(replace(one, experts=None) for one in batch.microbatches))
+    return replace(
+        batch, microbatches=tuple(replace(microbatch, experts=None) for microbatch in batch.microbatches)
+    )
 
 
 def coverage(microbatches: Sequence[Microbatch]) -> float:
     """The share of rows whose experts are known."""
     known = sum(
-        int(np.count_nonzero(one.experts[:, 0, 0] != NO_EXPERT))
-        for one in microbatches
-        if one.experts is not None
+        int(np.count_nonzero(microbatch.experts[:, 0, 0] != NO_EXPERT))
+        for microbatch in microbatches
+        if microbatch.experts is not None
     )
-    return known / sum(len(one.tokens) for one in microbatches)
+    return known / sum(len(microbatch.tokens) for microbatch in microbatches)

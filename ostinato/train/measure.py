@@ -65,7 +65,7 @@ def scored(passes: Passes, parts: Sequence[Inputs], *, floor: bool, replay: bool
 
 
 def _logprobs(scores: Sequence[Scores]) -> np.ndarray:
-    return torch.cat([one.logprobs for one in scores if one.logprobs is not None]).cpu().numpy()
+    return torch.cat([score.logprobs for score in scores if score.logprobs is not None]).cpu().numpy()
 
 
 def mismatch_row(scored: Sequence[Scored], layers: Sequence[int]) -> dict[str, Any]:

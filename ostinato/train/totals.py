@@ -68,7 +68,7 @@ def staleness(batch: Batch) -> dict[str, float]:
 def support(batch: Batch) -> dict[str, float]:
     """Mean number of ids in recorded supports, per token that has one, and their bytes per trained token:
     four for an id, four for a count."""
-    supports = [one.support for one in batch.microbatches if one.support is not None]
+    supports = [microbatch.support for microbatch in batch.microbatches if microbatch.support is not None]
     restricted = sum(int(np.count_nonzero(one.counts)) for one in supports)
     if not restricted:
         return {}
@@ -81,7 +81,7 @@ def balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> di
     """How unevenly the experts that the batch carries would load the ranks (``parallel.load``), layer by
     layer of every microbatch, since ranks wait for each other there; empty if it carries none. ``owner``
     [L, E]: the rank that keeps an expert; None: contiguous blocks of experts on ``nominal_ranks`` ranks."""
-    carried = [one.experts for one in batch.microbatches if one.experts is not None]
+    carried = [microbatch.experts for microbatch in batch.microbatches if microbatch.experts is not None]
     if not carried:
         return {}
     loads = np.concatenate([expert_loads(one, moe.num_experts) for one in carried])

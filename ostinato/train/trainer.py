@@ -207,7 +207,10 @@ class PolicyTrainer:
     def score(self, batch: Batch) -> list[np.ndarray]:
         """[R] log-probabilities of the targets of each microbatch, at the sampling temperature, under the
         current policy, which chooses its own experts. Does not train."""
-        parts = [as_inputs(one, self._decoder.device, moe=False, replay=False) for one in batch.microbatches]
+        parts = [
+            as_inputs(microbatch, self._decoder.device, moe=False, replay=False)
+            for microbatch in batch.microbatches
+        ]
         found = self._passes.score(parts, ScoreOptions(as_trained=False))
         return [one.logprobs.float().cpu().numpy() for one in found if one.logprobs is not None]
 

@@ -76,7 +76,7 @@ def numbers(text: str) -> set[str]:
         if sign and text[: match.start() - 1][-1:].strip():
             sign = ""  # a hyphen, or a range
         if any(char.isdecimal() for char in word):
-            found |= {sign + one for one in _numerals(word)}
+            found |= {sign + numeral for numeral in _numerals(word)}
         else:
             found |= {str(n) for n in _spelled(word)}
     return found

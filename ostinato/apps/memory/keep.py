@@ -148,15 +148,15 @@ class Decide(Protocol):
 def best_levels(state: MemoryState, candidates: Sequence[Candidate], room: int) -> Sequence[int]:
     """Those that are worth most."""
     return allocate(
-        [one.score for one in candidates],
-        [one.block.whole for one in candidates],
-        [one.options for one in candidates],
+        [candidate.score for candidate in candidates],
+        [candidate.block.whole for candidate in candidates],
+        [candidate.options for candidate in candidates],
         room,
     )
 
 
 def same_levels(state: MemoryState, candidates: Sequence[Candidate], room: int) -> Sequence[int]:
-    return uniform([one.options for one in candidates], room)
+    return uniform([candidate.options for candidate in candidates], room)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class Memory:
         return self.restore(state, replace(block, pinned=True))
 
     def unpin(self, state: MemoryState, id: int) -> MemoryState:
-        blocks = tuple(replace(one, pinned=False) if one.id == id else one for one in state.blocks)
+        blocks = tuple(replace(block, pinned=False) if block.id == id else block for block in state.blocks)
         return replace(state, blocks=blocks)
 
     def restore(self, state: MemoryState, block: Block) -> MemoryState:
@@ -235,8 +235,8 @@ class Memory:
         day_of(turn.day)
         used = spoken_of(state.blocks, turn.text)
         old = [
-            replace(one, uses=one.uses + 1, used_at=state.turns) if one.id in used else one
-            for one in state.blocks
+            replace(block, uses=block.uses + 1, used_at=state.turns) if block.id in used else block
+            for block in state.blocks
         ]
         pieces = split(turn.text, lambda text: self._verbatim_cost(turn, text) <= self.sizes.piece)
         sources = [self.originals.put(piece) for piece in pieces]
@@ -272,7 +272,7 @@ class Memory:
         these are more."""
         if self.whole is not None:
             return self.whole(state)
-        verbatim = sum(not one.level for one in state.blocks)
+        verbatim = sum(not block.level for block in state.blocks)
         return max(state.tokens, self._count(state.text) + self.sizes.per_block * verbatim)
 
     def recent(self, state: MemoryState) -> set[int]:
@@ -289,7 +289,7 @@ class Memory:
         """The blocks that matter least for their length and age, in that order: ``at_once`` of them, or as
         many more as it takes to free ``need`` tokens."""
         window = self.recent(state) | keep
-        free = [one for one in state.blocks if not one.pinned and one.id not in window]
+        free = [block for block in state.blocks if not block.pinned and block.id not in window]
         ages = [0.5 ** ((state.turns - one.used_at) / self.sizes.half_life) for one in free]
         scores = [score * age for score, age in zip(self.importance(state, free), ages, strict=True)]
         order = range(len(free))
@@ -315,7 +315,7 @@ class Memory:
                 f"{state.tokens} one by one, which the budget of {self.sizes.budget} cannot hold; "
                 "raise it, or use a count that grows with the text"
             )
-        room = max(0, sum(one.block.tokens for one in candidates) - need)
+        room = max(0, sum(candidate.block.tokens for candidate in candidates) - need)
         decide = self.decide or (best_levels if self.parts.allocation else same_levels)
         chosen = self._lowered(candidates, decide(state, candidates, room), room)
         gaps = (
@@ -332,8 +332,8 @@ class Memory:
         found = {gap.block.id: self._filled(gap, next(written)) if gap.budget else None for gap in gaps}
         self.counters["memory/gone"] += sum(block is None for block in found.values())
         self.counters["memory/rewritten"] += sum(block is not None for block in found.values())
-        blocks = (found.get(one.id, one) for one in state.blocks)
-        return replace(state, blocks=tuple(one for one in blocks if one is not None))
+        blocks = (found.get(block.id, block) for block in state.blocks)
+        return replace(state, blocks=tuple(block for block in blocks if block is not None))
 
     def faults(self, gap: Gap, text: str) -> list[str]:
         """Numbers, dates and names of a refill that its original lacks."""

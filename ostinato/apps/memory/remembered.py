@@ -97,7 +97,7 @@ class Remembered:
                 f"there is no session {name!r} in this memory", status=404, code="session_not_found"
             )
         state, _ = found
-        rows = [(one, True) for one in state.blocks] + [
+        rows = [(block, True) for block in state.blocks] + [
             (one, False) for one in self.sessions.gone(name, state)
         ]
         keys = ("id", "turn", "speaker", "day", "level", "tokens", "whole", "pinned", "uses", "text")

@@ -79,9 +79,9 @@ class Sessions:
         """Blocks of a session that are not in its context, the newest first."""
         older = sa.select(BLOCKS.c.body).where(BLOCKS.c.name == name, BLOCKS.c.id < state.next_id)
         rows = self._db.rows(older.order_by(BLOCKS.c.id.desc()).limit(most + len(state.blocks)))
-        present = {one.id for one in state.blocks}
+        present = {block.id for block in state.blocks}
         blocks = (block_from_row(json.loads(body)) for (body,) in rows)
-        return [one for one in blocks if one.id not in present][:most]
+        return [block for block in blocks if block.id not in present][:most]
 
     def block(self, name: str, id: int) -> Block | None:
         """A block of a session as it was when it came."""

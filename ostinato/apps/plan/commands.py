@@ -271,13 +271,13 @@ def _plans(problem: Problem, title: str, plans: Sequence[Plan], first: int = 1) 
 def _memory(problem: Problem, plan: Plan) -> Table:
     table = _table("GB on the fullest GPU", "term", *(str(phase) for phase in plan.memory))
     phases = plan.memory.values()
-    for name in dict.fromkeys(name for one in phases for name in one.terms):
-        sizes = [one.terms.get(name, 0.0) for one in phases]
+    for name in dict.fromkeys(name for phase in phases for name in phase.terms):
+        sizes = [phase.terms.get(name, 0.0) for phase in phases]
         if any(sizes):
             table.add_row(name, *(f"{size / GB:.2f}" if size else "" for size in sizes))
-    table.add_row("total", *(f"{one.total / GB:.2f}" for one in phases))
-    table.add_row("left", *(f"{margin(problem, one) / GB:.2f}" for one in phases))
-    table.add_row("host, a node", *(f"{one.host / GB:.1f}" for one in phases))
+    table.add_row("total", *(f"{phase.total / GB:.2f}" for phase in phases))
+    table.add_row("left", *(f"{margin(problem, phase) / GB:.2f}" for phase in phases))
+    table.add_row("host, a node", *(f"{phase.host / GB:.1f}" for phase in phases))
     return table
 
 
@@ -363,7 +363,7 @@ def place_experts(run: Path, ranks: int, out: Path, *, nodes: int = 1, current: 
             f"{run} has kept routes of {len(routes)} steps; two at least are needed, so train with "
             "log.trajectories_every=1 and trainer.replay on"
         )
-    windows = np.stack([expert_loads(one, config.moe.num_experts) for one in routes])
+    windows = np.stack([expert_loads(route, config.moe.num_experts) for route in routes])
     layers, experts = windows.shape[1:]
     neighbours = contiguous(layers, experts, ranks)
     after = place(windows[::2].sum(0), ranks, nodes=nodes)

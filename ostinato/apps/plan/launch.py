@@ -134,7 +134,7 @@ def _engine_lacks(problem: Problem, arrangement: Arrangement) -> list[str]:
 
 def _comments(sentences: Sequence[str]) -> list[str]:
     wrapper = textwrap.TextWrapper(width=100, subsequent_indent="#   ", break_on_hyphens=False)
-    return [line for one in sentences for line in wrapper.wrap(f"# {one}")]
+    return [line for sentence in sentences for line in wrapper.wrap(f"# {sentence}")]
 
 
 def _adapter(spec: AdapterSpec | None) -> dict[str, object]:

@@ -43,7 +43,7 @@ def lognormal_lengths(
     for _ in range(100):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if sum(lengths(middle)) < mean * number else (low, middle)
-    return tuple(max(1, round(one)) for one in lengths(high))
+    return tuple(max(1, round(length)) for length in lengths(high))
 
 
 def read_lengths(path: Path) -> tuple[int, ...]:

@@ -94,8 +94,10 @@ def search(problem: Problem, clock: Clock, allowed: Allowed | None = None) -> Ra
     if not worlds:
         raise ValueError(_no_world(problem, allowed))
     rankings = [_ranked(problem, clock, allowed, *world) for world in worlds]
-    plans = sorted((plan for one in rankings for plan in one.plans), key=lambda plan: plan.times.total)
-    best = (one for one in rankings if plans and plans[0] in one.plans)
+    plans = sorted(
+        (plan for ranking in rankings for plan in ranking.plans), key=lambda plan: plan.times.total
+    )
+    best = (ranking for ranking in rankings if plans and plans[0] in ranking.plans)
     return replace(next(best, rankings[0]), plans=tuple(plans))
 
 
@@ -131,7 +133,7 @@ def _worlds(problem: Problem, allowed: Allowed) -> Iterator[tuple[int, int, Plac
     if Placement.APART in allowed.placements:
         unit = problem.cluster.per_node if problem.cluster.nodes > 1 else 1
         parts = {max(unit, round(total * share / unit) * unit) for share in (0.25, 0.5, 0.75)}
-        divided += [(one, total - one, Placement.APART) for one in sorted(parts) if 0 < one < total]
+        divided += [(part, total - part, Placement.APART) for part in sorted(parts) if 0 < part < total]
     for train, rollout, placement in divided:
         requested = ((allowed.train_layout, train), (allowed.rollout_layout, rollout))
         if all(layout is None or layout.world == ranks for layout, ranks in requested):
@@ -148,7 +150,7 @@ def _ranked(
     sieves = {Phase.TRAIN: trained, Phase.ROLLOUT: sampled}
     return Ranking(
         plans=tuple(sorted(plans, key=lambda plan: plan.times.total)),
-        tried=sum(one.tried for one in sieves.values()),
+        tried=sum(sieve.tried for sieve in sieves.values()),
         near={phase: one.near for phase, one in sieves.items() if one.near is not None and not one.fit},
         reasons=reasons,
     )

@@ -42,12 +42,12 @@ def assess(gates: Sequence[Gate]) -> Assessment:
     """Passed where every gate is; not without any."""
     ordered = sorted(gates, key=lambda one: one.passed)
     return Assessment(
-        passed=bool(gates) and all(one.passed for one in gates),
+        passed=bool(gates) and all(gate.passed for gate in gates),
         reasons=tuple(
             f"{'passed' if one.passed else 'failed'}: {one.name}: {one.sentence}" for one in ordered
         ),
         failed=tuple(one.name for one in ordered if not one.passed),
-        figures={f"{one.name}/{key}": value for one in gates for key, value in one.figures.items()},
+        figures={f"{gate.name}/{key}": value for gate in gates for key, value in gate.figures.items()},
     )
 
 
@@ -152,7 +152,7 @@ def judge_gates(
         *(_probe(name, verdicts, limits.probe) for name, verdicts in probes.items()),
     ]
     if len(labels) and candidate.probabilities is not None and office and office.probabilities is not None:
-        truth = np.array([one is Choice.A for one in labels], float)
+        truth = np.array([label is Choice.A for label in labels], float)
         interval = calibration_gap(candidate.probabilities, office.probabilities, truth, users)
         gates.append(_calibration(*interval, limits.calibration_margin))
     if len(panel):
@@ -193,9 +193,9 @@ def _calibration(gap: float, low: float, high: float, margin: float) -> Gate:
 
 
 def _consistency(choices: Sequence[Choice], least: float) -> Gate:
-    agreed = sum(one in (Choice.A, Choice.B, Choice.TIE) for one in choices)
+    agreed = sum(choice in (Choice.A, Choice.B, Choice.TIE) for choice in choices)
     share = agreed / len(choices) if choices else 0.0
-    unreadable = sum(one is Choice.UNREADABLE for one in choices)
+    unreadable = sum(choice is Choice.UNREADABLE for choice in choices)
     sentence = f"{share:.1%} of {len(choices)} pairs have one verdict in both orders, {least:.0%} are needed"
     figures = {"share": share, "unreadable": float(unreadable), "n": float(len(choices))}
     return Gate("consistency", share >= least, f"{sentence} ({unreadable} unreadable)", figures)
@@ -212,7 +212,7 @@ def _bank(bank: Mapping[str, Choice], most: float) -> Gate:
 def _probe(name: str, verdicts: Sequence[Choice], most: float) -> Gate:
     if not verdicts:
         return Gate(name, False, "no probe was judged; give some", {"n": 0.0})
-    share = sum(one is Choice.B for one in verdicts) / len(verdicts)
+    share = sum(verdict is Choice.B for verdict in verdicts) / len(verdicts)
     sentence = f"{share:.1%} of {len(verdicts)} probes are won by what adds nothing, at most {most:.0%}"
     return Gate(name, share <= most, sentence, {"share": share, "n": float(len(verdicts))})
 

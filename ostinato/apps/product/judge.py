@@ -98,9 +98,9 @@ class Compared:
     @property
     def fault(self) -> tuple[str, str]:
         """Why there is no verdict, by name and in words."""
-        for one in self.replies:
-            if one.fault:
-                return one.fault, one.detail
+        for reply in self.replies:
+            if reply.fault:
+                return reply.fault, reply.detail
         if self.choice is Choice.INCONSISTENT:
             return "inconsistent", "another verdict where the answers change places"
         return "unreadable", f"no verdict in {self.replies[self.ab is not Choice.UNREADABLE].text[-200:]!r}"
@@ -172,7 +172,7 @@ def question(messages: Chat) -> str:
     """A chat as a judge reads it: its one message, or its turns with their roles."""
     if len(messages) == 1:
         return messages[0]["content"]
-    return "\n".join(f"{one['role']}: {one['content']}" for one in messages)
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def _log_odds(near: Mapping[str, float]) -> float:

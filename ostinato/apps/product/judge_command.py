@@ -110,7 +110,7 @@ def evaluate(
     bench_of = {name: Counter[str]() for name in (judge, *filter(None, [against]))}
     for name, counters in bench_of.items():
         (source,) = sources(name, like=first.spec)
-        rows_of = ((one.chat, one.chosen, one.rejected) for one in pairs)
+        rows_of = ((pair.chat, pair.chosen, pair.rejected) for pair in pairs)
         row = figures(Bench(recipe=recipe, counters=counters).compared(source, rows_of))
         found[name] = {"revision": source.revision, **row, **counters}
     Screen().print(_table(found))

@@ -78,7 +78,7 @@ def _stored(source: str, holdout: float) -> list[Preference]:
             "another answer that is liked where the first was not, and the better of two side by side; a "
             f"thumb alone is none {dict(found.counts) or ''}".rstrip()
         )
-    end = float(np.quantile([one.ts for one in pairs], 1 - holdout)) if holdout else math.inf
+    end = float(np.quantile([pair.ts for pair in pairs], 1 - holdout)) if holdout else math.inf
     parts = split(pairs, (end, end))
     if holdout and not (parts.train and parts.test):  # of a single user all would be on one side
         log.info("pairs        of too few users to hold some of them out: parted by time and prompt alone")
@@ -168,7 +168,7 @@ def _chat(one: Preference, answers: tuple[str, str], spec: Spec) -> list[dict[st
 
 
 def _warm(rows: Sequence[Preference], spec: Spec) -> Iterator[Row]:
-    for chat, right, critique in (order for one in rows for order in _orders(one, spec)):
+    for chat, right, critique in (order for row in rows for order in _orders(row, spec)):
         text = f"{judging.critique_of(critique)}\nVerdict: {right}".lstrip()
         yield {"prompt": chat, "completion": [{"role": "assistant", "content": text}]}
 
@@ -199,9 +199,9 @@ class Plan:
 def plan(source: str, overrides: Sequence[str], template: str, holdout: float) -> Plan:
     """Write the data of both runs beside them. Overrides hold for both, those of ``warm.`` and ``rl.`` for
     one. Raises ValueError for rows and keys that cannot be used."""
-    both = [one for one in overrides if not one.startswith(("warm.", "rl."))]
+    both = [override for override in overrides if not override.startswith(("warm.", "rl."))]
     own = {
-        kind: [one.removeprefix(kind) for one in overrides if one.startswith(kind)]
+        kind: [override.removeprefix(kind) for override in overrides if override.startswith(kind)]
         for kind in ("warm.", "rl.")
     }
     rl = Recipe.load("judge_rl", *both, *own["rl."])

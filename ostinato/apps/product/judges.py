@@ -128,12 +128,12 @@ def _revision(spec: Spec, address: str, adapter: Path | None) -> str:
 
 def pinned(recipe: Recipe) -> Recipe:
     """With its revision behind each judge's name: a resumed run judges as it began, or is refused."""
-    named = {one: one for one in recipe.reward.functions}
+    named = {function: function for function in recipe.reward.functions}
     for function in filter(is_judge, named):
         found = sources(function.removeprefix(JUDGE))
         named[function] = JUDGE + ",".join(f"{one.name}@{one.revision}" for one in found)
     tree = recipe.model_dump(mode="json")
-    tree["reward"]["functions"] = [named[one] for one in recipe.reward.functions]
+    tree["reward"]["functions"] = [named[function] for function in recipe.reward.functions]
     for task in tree["task"]["mix"]:
         task["rewards"] = [named[one] for one in task["rewards"]]
     return Recipe.parse(tree)

@@ -108,7 +108,7 @@ class Tally:
 
 def tally(verdicts: Sequence[tuple[Choice, Choice]], labels: Sequence[Choice]) -> Tally:
     """Of verdicts in the orders (a, b) and (b, a). NaN where nothing was judged."""
-    merged = [both_orders(*one) for one in verdicts]
+    merged = [both_orders(*verdict) for verdict in verdicts]
     n = len(merged)
     single = [one for two in verdicts for one in two if one in (Choice.A, Choice.B)]
     right = sum(one == label for one, label in zip(merged, labels, strict=True))
@@ -147,7 +147,7 @@ def critique_f1(critique: str, reference: str, alike: float = 0.5) -> float:
     """F1 of the claims of a critique against a reference's: two match where their content words have a Dice
     overlap of ``alike``, each claim once. NaN where the reference claims nothing. (RM-NLHF, arXiv
     2601.07349, lets a model match the arguments.)"""
-    ours, theirs = ([_content(one) for one in claims(text)] for text in (critique, reference))
+    ours, theirs = ([_content(claim) for claim in claims(text)] for text in (critique, reference))
     if not theirs:
         return math.nan
     overlap = np.array([[2 * len(a & b) / (len(a) + len(b)) for b in theirs] for a in ours])

@@ -105,7 +105,7 @@ def extract(
     most ``most`` pairs across arms are taken, by a hash that knows neither outcome nor time.
     """
     counts: Counter[str] = Counter()
-    answers = {one.response_id: one for one in exchanges}
+    answers = {exchange.response_id: exchange for exchange in exchanges}
     seen = _seen(answers, events, counts)
     found = [*_edits(seen, least_kept, counts), *_second(seen, counts)]
     found += [*_together(seen, answers, clip, counts), *_apart(seen, now - horizon_s, clip, most, counts)]

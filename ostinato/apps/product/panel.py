@@ -52,7 +52,7 @@ class Panel:
     async def score(self, prompt: Prompt, answers: Sequence[str]) -> list[Score]:
         messages = prompt.messages or ({"role": "user", "content": prompt.text or ""},)
         by_judge = await asyncio.gather(
-            *(self._scores(one, messages, prompt, answers) for one in self._judges)
+            *(self._scores(judge, messages, prompt, answers) for judge in self._judges)
         )
         return [self._together(one) for one in zip(*by_judge, strict=True)]
 
@@ -74,7 +74,7 @@ class Panel:
     def _together(self, verdicts: Sequence[Score]) -> Score:
         values = [value for value, _, _ in verdicts if value is not None]
         if len(values) < len(verdicts):
-            return next(one for one in verdicts if one[0] is None)
+            return next(verdict for verdict in verdicts if verdict[0] is None)
         self._counters["judge/scored"] += 1
         self._counters["judge/variance"] += float(np.var(values))  # type: ignore[assignment]
         return float(np.mean(values)), "", ""

@@ -198,7 +198,10 @@ def rewards(exchanges: Sequence[Exchange], events: Iterable[Event], now: float, 
     by_answer: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         by_answer[event.response_id].append(event)
-    by_user = {one.response_id: _by_user(one, by_answer[one.response_id], table) for one in exchanges}
+    by_user = {
+        exchange.response_id: _by_user(exchange, by_answer[exchange.response_id], table)
+        for exchange in exchanges
+    }
     spent: dict[tuple[str, int], float] = defaultdict(float)
     for one in exchanges:
         if now >= _closes(one, table):
@@ -206,10 +209,10 @@ def rewards(exchanges: Sequence[Exchange], events: Iterable[Event], now: float, 
                 spent[user, int(one.ts // table.cap_window_s)] += abs(amount)
     scales = {key: table.cap / much for key, much in spent.items() if much > table.cap}
     outcomes = {
-        one.response_id: _outcome(
-            one, by_user[one.response_id], len(by_answer[one.response_id]), now, table, scales
+        exchange.response_id: _outcome(
+            exchange, by_user[exchange.response_id], len(by_answer[exchange.response_id]), now, table, scales
         )
-        for one in exchanges
+        for exchange in exchanges
     }
     return Account(
         outcomes=outcomes,

@@ -22,7 +22,7 @@ def both_right(
 
 
 def _reward(replies: Sequence[Mapping[str, str]], right: str, references: Sequence[str]) -> float:
-    texts = [one["content"] for one in replies]
+    texts = [reply["content"] for reply in replies]
     if len(texts) < 2:  # the first answer was cut off
         return 0.0
     ab, ba = (parse_verdict(text) for text in texts)

@@ -250,7 +250,7 @@ def judge(window: Window, terms: Terms) -> Answer:
 
 def compare(windows: Sequence[Window]) -> Answer:
     """Each run against the first: an ablation of one seed an arm."""
-    runs = [Run(arm=one.whole.name, seed=0, series=one.fitted) for one in windows]
+    runs = [Run(arm=window.whole.name, seed=0, series=window.fitted) for window in windows]
     study = ablate(runs, reference=windows[0].whole.name)
     unit = windows[0].unit
     return Answer(result=study_json(study), lead=study_sentences(study), tables=study_tables(study, unit))

@@ -132,7 +132,7 @@ def show(answer: Answer, json_file: Path | None) -> None:
     console = Screen()
     for sentence in answer.lead:
         console.print(sentence, highlight=False, markup=False)
-    for one in answer.tables:
-        console.print(terminal_table(one, console.width))
-        if one.note:
-            console.print(one.note, style="dim", highlight=False, markup=False)
+    for table in answer.tables:
+        console.print(terminal_table(table, console.width))
+        if table.note:
+            console.print(table.note, style="dim", highlight=False, markup=False)

@@ -180,8 +180,8 @@ def rival(choices: Sequence[Choice]) -> Choice | None:
     """
     if not choices:
         return None
-    ours = next(one for one in choices if one.form is Form.POSTERIOR)
-    best = next(one for one in choices if one.form is not Form.SIGMOID)
+    ours = next(choice for choice in choices if choice.form is Form.POSTERIOR)
+    best = next(choice for choice in choices if choice.form is not Form.SIGMOID)
     if best.law is None or not best.error < CLEARLY * ours.error:
         return None
     return best if (best.by_origin[-1] or math.inf) < (ours.by_origin[-1] or math.inf) else None
@@ -192,7 +192,7 @@ def rival_sentence(choices: Sequence[Choice]) -> str:
     best = rival(choices)
     if best is None or best.law is None:
         return ""
-    ours = next(one for one in choices if one.form is Form.POSTERIOR)
+    ours = next(choice for choice in choices if choice.form is Form.POSTERIOR)
     return (
         f"Another law, {best.form}, has predicted this run better ({best.error:.4f} against {ours.error:.4f},"
         f" root mean square); its ceiling is {best.law.parameters.get('A', 1.0):.3f}."

@@ -106,7 +106,7 @@ def gains(arms: Mapping[str, Outcomes], *, draws: int = DRAWS, seed: int = 0) ->
     rng = np.random.default_rng(seed)
     whole = np.full((1, count), 1 / count)
     problems = rng.multinomial(count, whole[0], draws) / count  # [draws, P]
-    none = {n: np.zeros((1, n)) for n in {len(one.post) for one in arms.values()}}
+    none = {n: np.zeros((1, n)) for n in {len(arm.post) for arm in arms.values()}}
     seeds = {n: _seeds(rng, n, draws) for n in sorted(none)}
 
     def drawn(by_problem: np.ndarray, by_seed: Mapping[int, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:

@@ -79,7 +79,7 @@ class Reading:
 
     def given(self) -> list[str]:
         """The options that are not at their default, as they are written."""
-        names = [one.name for one in fields(self) if getattr(self, one.name) not in (one.default, [])]
+        names = [field.name for field in fields(self) if getattr(self, field.name) not in (field.default, [])]
         return ["R0" if name == "r0" else name.replace("_", "-") for name in names]
 
 

@@ -188,7 +188,7 @@ class Door:
     async def judge(self, request: Request) -> Response:
         """Answers to one chat, judged; on servers of ``ostinato judge serve``."""
         body = parsed(_Judge, await self._body(request))
-        messages = [one.plain() for one in body.messages]
+        messages = [message.plain() for message in body.messages]
         assert self._judge is not None
         return JSONResponse(await unless_gone(request, self._judge(messages, body.answers)))
 

@@ -246,13 +246,13 @@ class CompletionBody(Sampled):
             raise ApiError("prompt is an empty list; give at least one prompt", param="prompt")
         return [
             self.call(
-                **({"text": one} if isinstance(one, str) else {"tokens": tuple(one)}),
+                **({"text": prompt} if isinstance(prompt, str) else {"tokens": tuple(prompt)}),
                 max_tokens=16 if self.max_tokens is None else self.max_tokens,
                 logprobs=self.logprobs is not None,
                 top_logprobs=self.logprobs or 0,
                 prompt_logprobs=max((top for top in scored if top is not None), default=None),
             )
-            for one in prompts
+            for prompt in prompts
         ]
 
 

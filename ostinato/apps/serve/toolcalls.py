@@ -73,7 +73,7 @@ def read_equals(
 def _only(tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[str, str]]:
     """(name, (parameter, its type)) of the only tool."""
     functions = [tool.get("function", tool) for tool in tools]
-    fields = [(one.get("parameters") or {}).get("properties") or {} for one in functions]
+    fields = [(function.get("parameters") or {}).get("properties") or {} for function in functions]
     if len(tools) != 1 or len(fields[0]) != 1:
         raise ApiError(
             'task.agent_tool_calls is "equals", which is for one tool with one parameter; the request has '

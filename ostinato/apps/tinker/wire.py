@@ -253,7 +253,7 @@ def sampling_result(
     last: int,
 ) -> Result:
     """``tops``: the emitted events with top tokens, by answer; ``last``: how many prompt tokens to score."""
-    message = pb.SampleResponse(prompt_cache_hit_tokens=max(one.cached_tokens for one in answers))
+    message = pb.SampleResponse(prompt_cache_hit_tokens=max(answer.cached_tokens for answer in answers))
     for answer, emitted in zip(answers, tops, strict=True):
         is_cut = answer.stop in (Stop.LENGTH, Stop.ABORT)
         sequence = message.sequences.add(

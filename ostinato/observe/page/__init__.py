@@ -144,7 +144,7 @@ def state(data: RunRows, samples: Samples) -> dict[str, Any]:
         "tables": {part: [asdict(table) for table in found] for part, found in tables.items()},
         "gap": describe_gap(data),
         "gate": gate(data),
-        "failed": [asdict(one) for one in failed_rewards(data.logs["failed_rewards"])],
+        "failed": [asdict(reward) for reward in failed_rewards(data.logs["failed_rewards"])],
         "evals": [_scored(row) for row in scores["evals"]],
         "greedy": [_scored(row) for row in scores["greedy"]],
         "downstream": {name: [_scored(row) for row in rows] for name, rows in data.downstream.items()},

@@ -147,7 +147,7 @@ def labels(rows: Sequence[Mapping[str, Any]], gold: str) -> list[Choice]:
 
 def _verdicts(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, Any]]) -> Judged:
     """Of the judge of a revision in both orders, A the chosen answer."""
-    own = [one for one in loop.settings.judge.overrides if one.startswith("engine.")]
+    own = [override for override in loop.settings.judge.overrides if override.startswith("engine.")]
     recipe = resolved(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *own))
     (source,) = sources(str(loop.adapter_of(revision)))
     chats = ((one["messages"], one["chosen"], one["rejected"]) for one in rows)

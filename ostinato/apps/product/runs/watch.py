@@ -75,7 +75,7 @@ class Probe:
 
     def row(self) -> dict[str, Any]:
         plain = {"step": self.step, "kl": self.kl, "level": self.level, "actions": dict(self.actions)}
-        return {**plain, "proxy": self.proxy, "gold": self.gold, "pairs": [[*one] for one in self.pairs]}
+        return {**plain, "proxy": self.proxy, "gold": self.gold, "pairs": [[*pair] for pair in self.pairs]}
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Probe:

@@ -71,7 +71,7 @@ def freeze(
 def row(pair: Pair) -> dict[str, Any]:
     """Of a pair as training reads it."""
     return {
-        "messages": [dict(one) for one in pair.messages],
+        "messages": [dict(message) for message in pair.messages],
         "chosen": pair.chosen,
         "rejected": pair.rejected,
         "importance": pair.importance,
@@ -98,7 +98,7 @@ def read_bank(file: Path) -> list[dict[str, Any]]:
 def add_exemplars(file: Path, exemplars: Iterable[Mapping[str, Any]]) -> int:
     """How many were new. Answers that are known are not added again."""
     known = {(one["chosen"], one["rejected"]) for one in read_bank(file)}
-    fresh = {(one["chosen"], one["rejected"]): one for one in exemplars}
+    fresh = {(exemplar["chosen"], exemplar["rejected"]): exemplar for exemplar in exemplars}
     new = [one for key, one in fresh.items() if key not in known]
     if new:
         Jsonl(file).append(*new)

@@ -34,14 +34,14 @@ def answer(of: Compared, budget: str, threshold: float, against: str = "") -> An
     best = max(float(one.post.median) for one in found.values())
     target = {name: one.pre.median + threshold * (best - one.pre.median) for name, one in found.items()}
     reached = {name: compute_to(*mean_course(of.lines, name), target[name]) for name in arms}
-    mine = {name: [one for one in of.lines if one["arm"] == name] for name in arms}
+    mine = {name: [line for line in of.lines if line["arm"] == name] for name in arms}
     lead = [
         f"{len(arms)} arms, {len(of.lines)} runs of {budget} each.",
         *(f"{why}." for why in of.failed),
         *sanity(found, mine),
     ]
     along = "compute" if budget.endswith("interactions") else "played"
-    elsewhere, common = _elsewhere(of.lines), min(one[along][-1] for one in of.lines)
+    elsewhere, common = _elsewhere(of.lines), min(line[along][-1] for line in of.lines)
     same = gains(outcomes(of.lines, lambda one: ends_at(one, along, common)))
     over = per_flop(of.lines, threshold)
     result = {
@@ -53,7 +53,7 @@ def answer(of: Compared, budget: str, threshold: float, against: str = "") -> An
         "same": {"along": along, "amount": common, "arms": {name: asdict(one) for name, one in same.items()}},
         "compute_to": reached,
         "over_first": {name: {k: v and asdict(v) for k, v in one.items()} for name, one in over.items()},
-        "front": [list(points(of.lines)[n][:2]) for n in front([one[:2] for one in points(of.lines)])],
+        "front": [list(points(of.lines)[n][:2]) for n in front([point[:2] for point in points(of.lines)])],
         "runs": of.lines,
     }
     unit = {"compute": "FLOP", "played": "interactions"}[along]
@@ -72,7 +72,7 @@ def _elsewhere(lines: Sequence[Line]) -> dict[str, dict[str, Gain]]:
     return {
         name: gains(outcomes(lines, lambda one, name=name: np.array(one["others"][name])[[0, -1]]))
         for name in lines[0]["others"]
-        if all(one["others"].get(name) for one in lines)
+        if all(line["others"].get(name) for line in lines)
     }
 
 
@@ -93,7 +93,7 @@ def sanity(found: Mapping[str, Gain], mine: Mapping[str, Sequence[Line]]) -> lis
 
 def mean_course(lines: Sequence[Line], arm: str, along: str = "compute") -> tuple[list[float], list[float]]:
     """(mean compute, mean score on the test half) of an arm at each of its scores."""
-    mine = [one for one in lines if one["arm"] == arm]
+    mine = [line for line in lines if line["arm"] == arm]
     count = min(len(one["compute"]) for one in mine)
     compute = np.mean([one[along][:count] for one in mine], axis=0)
     score = np.mean([_scores(one)[:count] for one in mine], axis=0)
@@ -103,7 +103,7 @@ def mean_course(lines: Sequence[Line], arm: str, along: str = "compute") -> tupl
 def per_flop(lines: Sequence[Line], threshold: float) -> dict[str, dict[str, Interval | None]]:
     """By arm: "gain" per FLOP, and FLOP "to" ``threshold`` of the first arm's gain, over those of the first
     arm's run of the same seed. None where a run gains nothing or does not get there."""
-    first, runs = lines[0]["arm"], {(one["arm"], one["seed"]): one for one in lines}
+    first, runs = lines[0]["arm"], {(line["arm"], line["seed"]): line for line in lines}
 
     def figures(arm: str, seed: int) -> tuple[float, float]:
         one, base = runs[arm, seed], _scores(runs[first, seed])
@@ -125,7 +125,7 @@ def _scores(one: Line) -> np.ndarray:
 
 def points(lines: Sequence[Line], along: str = "compute") -> list[tuple[float, float, str]]:
     """(compute, score, arm) of all arms."""
-    arms = dict.fromkeys(one["arm"] for one in lines)
+    arms = dict.fromkeys(line["arm"] for line in lines)
     return [(C, score, arm) for arm in arms for C, score in zip(*mean_course(lines, arm, along), strict=True)]
 
 
