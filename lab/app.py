@@ -32,8 +32,6 @@ BENCHES = {
     "turns": ("turns:Turns", "conversations: what is run again, whether routes are complete, latency"),
     "long-chat": ("long_chat:LongChat", "an answer late in a chat with a memory, beside an early one"),
     "pipeline": ("pipeline:Pipeline", "five ways of using two cores"),
-    "cube": ("cube:Cube", "drafts, HistoPipe and overlap, each on and off: steps per second"),
-    "simulate": ("simulate:Simulate", "placements on simulated samplers, against static and known lengths"),
     "faults": ("faults:Faults", "real runs, hurt at random moments; what is lost"),
     "kills": ("kills:Kills", "one run, killed with -9 and resumed many times, against an undisturbed one"),
     "scaling": ("scaling:Scaling", "forecasts of the end of known runs from their early part"),
@@ -41,7 +39,6 @@ BENCHES = {
         "abilities:Abilities",
         "the forgetting watch: false alarms, planted forgetters, arms, cost",
     ),
-    "memory": ("forgetting.bench:MemoryBench", "accuracy against the budget of a context; what is forgotten"),
     "readme": ("readme:Readme", "write the figures of the README, or check them, from their data"),
 }
 INSTEAD = {
@@ -53,7 +50,6 @@ OF_PROCESSES = {
     "serve",
     "feedback",
     "quickstart",
-    "cube",
     "race",
     "faults",
     "kills",
@@ -64,7 +60,6 @@ OF_PROCESSES = {
     "preferences",
     "abilities",
     "long-chat",
-    "memory",
 }  # nothing here needs threads
 
 

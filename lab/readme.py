@@ -15,7 +15,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from lab.forgetting.bench import page
 from lab.harness import Bench, Result, Say, markdown, option
 from lab.learning import Preferences, WarmStart
 
@@ -318,7 +317,6 @@ BLOCKS: dict[str, Callable[[Data], str]] = {
     "replay": _replay,
     "weights": _weights,
     "scaling": _scaling,
-    "memory": page,
 }
 
 

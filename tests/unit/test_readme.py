@@ -115,7 +115,6 @@ PAGES = [
     "docs/measured.md",
     "docs/guide/sft.md",
     "docs/guide/distillation.md",
-    "lab/studies/2026-11-24-memory-bench/page.md",
 ]
 WANTED = {
     "rollouts": "| 16 | 61 | 40 (ours is 1.53x) | 82 (0.75) |",
