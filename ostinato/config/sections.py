@@ -83,7 +83,6 @@ class MemorySection(Section):
 
     budget: Positive = 1024  # tokens of a context, before the answer
     recent: Count = 0  # of them the newest turns, verbatim; 0: a third
-    importance: File = ""  # weights of ``ostinato.apps.memory.importance``; empty: those by hand
 
 
 class RewardSection(Section):

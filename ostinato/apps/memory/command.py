@@ -41,7 +41,6 @@ def serve(
         str, typer.Option(metavar="extract|model|diffusion:FOLDER", help="Who shortens: docs/memory.md.")
     ] = "extract",
     model: Annotated[str, typer.Option(help="With --refill model: its name there.")] = "",
-    importance: Annotated[Path | None, typer.Option(help="Fitted weights (docs/memory.md).")] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8200,
     allowed_hosts: Hosts = None,
@@ -69,7 +68,7 @@ def serve(
             f"--host {host} can be reached by other machines, which would use your OPENAI_API_KEY; unset it, "
             "or listen on 127.0.0.1"
         )
-    keeping = Keeping(budget=budget, recent=recent, file=file, refill=refill, importance=importance)
+    keeping = Keeping(budget=budget, recent=recent, file=file, refill=refill)
     renderer = Renderer(model_folder(tokenizer)) if tokenizer else None
     with open_memory(keeping, renderer, At(url, model, key)) as kept, bound(host, port) as listening:
         assert kept is not None

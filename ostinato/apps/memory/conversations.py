@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ostinato.apps.memory.blocks import Kept
 from ostinato.apps.memory.chat import Chat, Message, chat_sizes
-from ostinato.apps.memory.importance import Weighted, lexical
 from ostinato.apps.memory.keep import Memory
 from ostinato.apps.memory.refill import At, ByModel, Refiller
 from ostinato.apps.memory.sessions import Sessions
@@ -31,7 +30,6 @@ class Keeping:
     recent: int = 0
     file: Path | None = None  # None: in this process alone
     refill: str = "extract"
-    importance: Path | None = None  # weights that were fitted; None: by hand
 
 
 @contextmanager
@@ -53,7 +51,6 @@ def open_memory(keeping: Keeping | None, renderer: Renderer | None, at: At) -> I
             count=count,
             measure=measure,
             refiller=refiller,
-            importance=importance_of(keeping.importance),
             counters=counters,
         )
 
@@ -71,10 +68,6 @@ def _refiller(name: str, at: At, counters: Counter[str]) -> Refiller | None:
     from ostinato.apps.memory.diffusion import loaded
 
     return loaded(Path(folder))
-
-
-def importance_of(file: Path | None) -> Weighted:
-    return lexical() if file is None else Weighted.load(file)
 
 
 def counted(renderer: Renderer | None) -> tuple[Callable[[str], int], Callable[[Sequence[Message]], int]]:
@@ -101,10 +94,9 @@ def conversations(section: MemorySection, renderer: Renderer, counters: Counter[
     """What makes the memory of an episode. ValueError for a budget in which no chat can be kept."""
     count, measure = counted(renderer)
     sizes = chat_sizes(section.budget, section.recent, measure)
-    weights = importance_of(Path(section.importance) if section.importance else None)
 
     def made() -> Chat:
-        memory = Memory(sizes=sizes, count=count, originals=Kept(), importance=weights, counters=counters)
+        memory = Memory(sizes=sizes, count=count, originals=Kept(), counters=counters)
         return Chat(memory=memory, budget=section.budget, measure=measure)
 
     return made

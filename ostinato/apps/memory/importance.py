@@ -2,20 +2,16 @@
 often it was spoken of since, and of its age: cheap at every turn.
 
     features     [F] of a block now, in the order of FEATURES
-    Weighted     importance as a linear function of them: by hand (LEXICAL), or fitted (``fit``)
-    leave_one_out  what the loss of something rises by when a block is not in the context: what is fitted
+    lexical      importance as a linear function of them, by hand
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -124,67 +120,8 @@ def spoken_of(blocks: Sequence[Block], text: str) -> set[int]:
     return {id for id, mine, figures in theirs if mine & rare or figures & _numbers(text)}
 
 
-@dataclass(frozen=True, slots=True)
-class Weighted:
-    """log(1 + exp(bias + weights . features)): positive, and linear where it is large."""
-
-    weights: tuple[float, ...]  # in the order of FEATURES
-    bias: float = 0.0
-
-    @classmethod
-    def of(cls, named: Mapping[str, float], bias: float = 0.0) -> Weighted:
-        return cls(tuple(named.get(name, 0.0) for name in FEATURES), bias)
-
-    def __call__(self, state: MemoryState, blocks: Sequence[Block]) -> Sequence[float]:
-        scores = features(state, blocks) @ np.array(self.weights) + self.bias
-        return [float(score) for score in np.logaddexp(0.0, scores)]
-
-    def save(self, file: Path) -> None:
-        named = dict(zip(FEATURES, self.weights, strict=True))
-        file.write_text(json.dumps({"bias": self.bias, "weights": named}, indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, file: Path) -> Weighted:
-        """ValueError for what is no such file, or of other features."""
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if set(found["weights"]) != set(FEATURES):
-                raise ValueError(f"its features are {sorted(found['weights'])}")
-            return cls.of(
-                {name: float(value) for name, value in found["weights"].items()}, float(found["bias"])
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{file} holds no weights of importance ({error}); write it with save"
-            ) from error
-
-
-def lexical() -> Weighted:
-    """By hand: facts, plans and changes of mind before small talk."""
-    return Weighted.of(LEXICAL, -1.0)
-
-
-def equal(state: MemoryState, blocks: Sequence[Block]) -> Sequence[float]:
-    """All blocks matter the same."""
-    return [1.0] * len(blocks)
-
-
-def fit(rows: np.ndarray, targets: np.ndarray, ridge: float = 1.0) -> Weighted:
-    """Ridge regression of ``targets`` [n] (rises of a loss), as deviations from their mean in units of their
-    spread, on ``rows`` [n, F] of ``features``."""
-    if len(rows) != len(targets) or not len(rows):
-        raise ValueError(
-            f"{len(rows)} rows of features for {len(targets)} targets; give as many, and at least one"
-        )
-    centre = rows.mean(axis=0)
-    x, y = rows - centre, (targets - targets.mean()) / (targets.std() or 1.0)
-    weights = np.linalg.solve(x.T @ x + ridge * np.eye(x.shape[1]), x.T @ y)
-    return Weighted(tuple(float(w) for w in weights), -float(weights @ centre))
-
-
-def leave_one_out(state: MemoryState, loss: Callable[[str], float]) -> np.ndarray:
-    """[blocks]: the rise of ``loss`` (a function of a context: of what came next, or of answers to probes)
-    when the block is left out."""
-    lines = [block.line for block in state.blocks]
-    whole = loss("".join(lines))
-    return np.array([loss("".join(lines[:k] + lines[k + 1 :])) - whole for k in range(len(lines))])
+def lexical(state: MemoryState, blocks: Sequence[Block]) -> Sequence[float]:
+    """By hand, facts, plans and changes of mind before small talk: log(1 + exp(weights . features - 1)),
+    positive, and linear where it is large."""
+    weights = np.array([LEXICAL.get(name, 0.0) for name in FEATURES])
+    return [float(score) for score in np.logaddexp(0.0, features(state, blocks) @ weights - 1.0)]

@@ -15,7 +15,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -61,20 +60,6 @@ def allocate(
     return chosen
 
 
-def uniform(options: Sequence[Sequence[int]], room: int) -> list[int]:
-    """The same share for all, without regard to importance: the most that fits, for the ablation. Options are
-    in falling order."""
-    levels = max(len(mine) for mine in options) if options else 0
-    for level in range(levels):
-        chosen = [min(level, len(mine) - 1) for mine in options]
-        if sum(mine[k] for mine, k in zip(options, chosen, strict=True)) <= room:
-            return chosen
-    return [len(mine) - 1 for mine in options]
-
-
-__all__ = ["COMPRESSIBILITY", "allocate", "uniform", "utility"]
-
-
 GONE = len(LEVELS) - 1
 SIGHT = 200  # characters of the originals beside a gap that a refiller sees
 
@@ -118,17 +103,6 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Of the algorithm; each can be off, to see what it is worth."""
-
-    mask: bool = True  # off: the oldest first
-    allocation: bool = True  # off: the same share for each masked block
-    refill: bool = True  # off: a masked block stays or goes
-    gate: bool = True  # off: whatever the refiller writes
-    drift_guard: bool = True  # off: from what is in the context, not from the original
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A masked block. Option k is a level and its tokens: the first leaves it as it is, the last drops it."""
 
@@ -136,27 +110,6 @@ class Candidate:
     score: float
     levels: tuple[int, ...]
     options: tuple[int, ...]  # falling
-
-
-class Decide(Protocol):
-    """Which option each candidate gets; they may have ``room`` tokens together. What is over is lowered by
-    the memory and counted (``memory/overspent``)."""
-
-    def __call__(self, state: MemoryState, candidates: Sequence[Candidate], room: int) -> Sequence[int]: ...
-
-
-def best_levels(state: MemoryState, candidates: Sequence[Candidate], room: int) -> Sequence[int]:
-    """Those that are worth most."""
-    return allocate(
-        [candidate.score for candidate in candidates],
-        [candidate.block.whole for candidate in candidates],
-        [candidate.options for candidate in candidates],
-        room,
-    )
-
-
-def same_levels(state: MemoryState, candidates: Sequence[Candidate], room: int) -> Sequence[int]:
-    return uniform([candidate.options for candidate in candidates], room)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,15 +128,13 @@ class Gap:
 @dataclass(slots=True, kw_only=True)
 class Memory:
     """What keeps states of memory: it has no state itself, but for ``counters`` of what it did
-    (``memory/{rewritten,gone,unsupported,too_long,overspent,read,wrote}``, the last two in tokens)."""
+    (``memory/{rewritten,gone,unsupported,too_long,read,wrote}``, the last two in tokens)."""
 
     sizes: Sizes
     count: Callable[[str], int]
     originals: Originals
-    importance: Importance = field(default_factory=lexical)
+    importance: Importance = lexical
     refiller: Refiller | None = None  # None: extracts
-    decide: Decide | None = None  # None: ``best_levels``
-    parts: Parts = field(default_factory=Parts)
     whole: Callable[[MemoryState], int] | None = None  # tokens of a state in the caller's own form
     on_block: Callable[[Block], None] = lambda block: None  # called with every new piece
     counters: Counter[str] = field(default_factory=Counter)
@@ -292,9 +243,7 @@ class Memory:
         free = [block for block in state.blocks if not block.pinned and block.id not in window]
         ages = [0.5 ** ((state.turns - one.used_at) / self.sizes.half_life) for one in free]
         scores = [score * age for score, age in zip(self.importance(state, free), ages, strict=True)]
-        order = range(len(free))
-        if self.parts.mask:
-            order = sorted(order, key=lambda k: (scores[k] / max(1, free[k].tokens), free[k].id))
+        order = sorted(range(len(free)), key=lambda k: (scores[k] / max(1, free[k].tokens), free[k].id))
         found: list[Candidate] = []
         freed = 0
         for k in order:
@@ -316,8 +265,12 @@ class Memory:
                 "raise it, or use a count that grows with the text"
             )
         room = max(0, sum(candidate.block.tokens for candidate in candidates) - need)
-        decide = self.decide or (best_levels if self.parts.allocation else same_levels)
-        chosen = self._lowered(candidates, decide(state, candidates, room), room)
+        chosen = allocate(
+            [candidate.score for candidate in candidates],
+            [candidate.block.whole for candidate in candidates],
+            [candidate.options for candidate in candidates],
+            room,
+        )
         gaps = (
             self._gap(one, k)
             for one, k in zip(candidates, chosen, strict=True)
@@ -345,25 +298,12 @@ class Memory:
     def _candidate(self, block: Block, score: float) -> Candidate:
         """Its levels are those at which there is an extract at least."""
         levels, options, text = [block.level], [block.tokens], self._text(block)
-        for level in range(block.level + 1, GONE if self.parts.refill else 0):
+        for level in range(block.level + 1, GONE):
             tokens = math.ceil(LEVELS[level] * block.whole)
             if self.sizes.least <= tokens < options[-1] and extract(text, self._within(block, tokens)):
                 levels.append(level)
                 options.append(tokens)
         return Candidate(block=block, score=score, levels=(*levels, GONE), options=(*options, 0))
-
-    def _lowered(self, candidates: Sequence[Candidate], chosen: Sequence[int], room: int) -> list[int]:
-        """``chosen``, with less for the first of the candidates until all are within ``room``."""
-        levels = [
-            min(max(0, int(k)), len(one.options) - 1) for one, k in zip(candidates, chosen, strict=True)
-        ]
-        over = sum(one.options[k] for one, k in zip(candidates, levels, strict=True)) - room
-        self.counters["memory/overspent"] += max(0, over)
-        for at, one in enumerate(candidates):
-            while over > 0 and levels[at] < len(one.options) - 1:
-                over -= one.options[levels[at]] - one.options[levels[at] + 1]
-                levels[at] += 1
-        return levels
 
     def _gap(self, one: Candidate, option: int) -> Gap:
         block, get = one.block, self.originals.get
@@ -380,8 +320,7 @@ class Memory:
 
     def _text(self, block: Block) -> str:
         """What is shortened, with absolute dates."""
-        text = self.originals.get(block.source) if self.parts.drift_guard else block.text
-        return absolute(text, day_of(block.day))
+        return absolute(self.originals.get(block.source), day_of(block.day))
 
     def _within(self, block: Block, tokens: int) -> Callable[[str], bool]:
         return lambda text: self._cost(block.speaker, text) <= tokens
@@ -394,11 +333,11 @@ class Memory:
         if text and not fits(text):
             self.counters["memory/too_long"] += 1
             text = ""
-        if text and self.parts.gate and self.faults(gap, text):
+        if text and self.faults(gap, text):
             self.counters["memory/unsupported"] += 1
             text = ""
         text = text or extract(gap.original, fits)
-        if not text or not fits(text) or (self.parts.gate and self.faults(gap, text)):
+        if not text or not fits(text) or self.faults(gap, text):
             return None
         tokens = self._cost(gap.block.speaker, text)
         return replace(gap.block, text=text, level=gap.level, tokens=tokens)

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ostinato.apps.memory.chat import Chat, Message, chat_sizes, digests
-from ostinato.apps.memory.importance import Importance, lexical
 from ostinato.apps.memory.keep import Memory
 from ostinato.apps.memory.refill import Refiller
 from ostinato.apps.memory.sessions import Sessions
@@ -39,7 +38,6 @@ class Remembered:
     count: Callable[[str], int]
     measure: Callable[[Sequence[Message]], int]
     refiller: Refiller | None = None
-    importance: Importance = field(default_factory=lexical)
     counters: Counter[str] = field(default_factory=Counter)
     _locks: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
 
@@ -83,7 +81,6 @@ class Remembered:
             sizes=chat_sizes(self.budget, self.recent, self.measure),
             count=self.count,
             originals=self.sessions,
-            importance=self.importance,
             refiller=self.refiller,
             counters=self.counters,
             on_block=lambda block: self.sessions.add(name, block),

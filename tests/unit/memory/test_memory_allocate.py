@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.apps.memory.keep import COMPRESSIBILITY, allocate, uniform, utility
+from ostinato.apps.memory.keep import COMPRESSIBILITY, allocate, utility
 
 blocks = st.lists(
     st.tuples(st.floats(0.01, 10), st.integers(1, 40), st.sets(st.integers(1, 40), max_size=4)),
@@ -83,14 +83,6 @@ def test_more_importance_never_means_fewer_tokens(found, room: int, which: int, 
         utility(scores[which], wholes[which], after)
     )
     assert after >= before or gain < 1e-9  # beyond the length of the whole a token is worth next to nothing
-
-
-def test_uniform_gives_all_the_same_share() -> None:
-    options = [[40, 20, 10, 5, 0], [80, 40, 20, 10, 0], [7, 0]]
-    assert uniform(options, 127) == [0, 0, 0]
-    assert uniform(options, 62) == [1, 1, 1]
-    assert uniform(options, 3) == [4, 4, 1]
-    assert uniform([], 3) == []
 
 
 def test_a_block_that_cannot_go_is_refused() -> None:

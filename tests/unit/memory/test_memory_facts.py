@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from datetime import date
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ostinato.apps.memory.blocks import Kept, MemoryState, Turn
 from ostinato.apps.memory.facts import absolute, dates, names, numbers, unsupported
-from ostinato.apps.memory.importance import FEATURES, Weighted, features, fit, leave_one_out, lexical
+from ostinato.apps.memory.importance import lexical
 from ostinato.apps.memory.keep import Memory, Sizes
 from ostinato.apps.memory.refill import cleaned, extract, messages, terse
 
@@ -101,7 +99,7 @@ def test_a_request_to_a_model_has_the_original_and_its_answer_is_cleaned() -> No
     assert cleaned('<think>hm</think>\n---\n"Ann is 7."') == "Ann is 7."
 
 
-def test_importance_puts_facts_before_small_talk_and_can_be_fitted(tmp_path: Path) -> None:
+def test_importance_puts_facts_before_small_talk() -> None:
     keeper = Memory(sizes=Sizes(budget=4000, recent=200), count=len, originals=Kept())
     state = MemoryState()
     texts = [
@@ -111,18 +109,5 @@ def test_importance_puts_facts_before_small_talk_and_can_be_fitted(tmp_path: Pat
     ]
     for text in texts * 3:
         state = keeper.append(state, Turn(speaker="user", text=text))
-    scores = lexical()(state, state.blocks[:3])
+    scores = lexical(state, state.blocks[:3])
     assert scores[1] > max(scores[0], scores[2]) and min(scores) > 0
-
-    rises = leave_one_out(state, lambda context: 5.0 - ("Oslo" in context) - 0.1 * len(context) / 1000)
-    assert len(rises) == 9 and (rises > 0).all()
-    targets = np.array([float("Oslo" in one.text) for one in state.blocks])
-    fitted = fit(features(state, state.blocks), targets, ridge=1e-3)
-    assert np.argmax(fitted(state, state.blocks[:3])) == 1
-    fitted.save(tmp_path / "weights.json")
-    assert Weighted.load(tmp_path / "weights.json") == fitted
-    (tmp_path / "weights.json").write_text('{"weights": {"numbers": 1}}')
-    with pytest.raises(ValueError, match="holds no weights of importance"):
-        Weighted.load(tmp_path / "weights.json")
-    with pytest.raises(ValueError, match="0 rows"):
-        fit(np.zeros((0, len(FEATURES))), np.zeros(0))

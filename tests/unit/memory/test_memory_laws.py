@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.apps.memory.blocks import LEVELS, Kept, MemoryState, Turn, block_from_row, line
-from ostinato.apps.memory.keep import Candidate, Gap, Memory, Parts, Sizes, split
+from ostinato.apps.memory.keep import Candidate, Gap, Memory, Sizes, split
 from ostinato.apps.memory.refill import Refiller, extract
 
 COUNTS: dict[str, Callable[[str], int]] = {
@@ -134,11 +134,8 @@ def test_blocks_are_masked_in_a_fixed_order_with_ties_by_id() -> None:
     assert keeper.recent(state) == {3, 4, 5}
 
 
-@pytest.mark.parametrize(
-    "parts", [{}, {"drift_guard": False}, {"mask": False}, {"allocation": False}, {"refill": False}]
-)
-def test_originals_are_there_byte_for_byte_whatever_is_switched_off(parts: dict[str, bool]) -> None:
-    keeper, state = memory(parts=Parts(**parts)), MemoryState()
+def test_originals_are_there_byte_for_byte() -> None:
+    keeper, state = memory(), MemoryState()
     history = [*chat(80), Turn(speaker="user", text="\u00e9\r\n\t \ud800 \u2028" * 30)]
     pieces: dict[int, list[tuple[str, str]]] = {}
     for number, turn in enumerate(history):
@@ -146,7 +143,7 @@ def test_originals_are_there_byte_for_byte_whatever_is_switched_off(parts: dict[
         pieces[number] = [(one.source, one.text) for one in joined.blocks if one.turn == number]
         state = keeper.append(state, turn)
         assert len(state.text) <= SIZES.budget
-    assert keeper.counters["memory/rewritten"] > 0 or not Parts(**parts).refill
+    assert keeper.counters["memory/rewritten"] > 0
     for number, turn in enumerate(history):
         assert "".join(keeper.originals.get(source) for source, _ in pieces[number]) == turn.text
 
@@ -174,20 +171,18 @@ def test_many_compressions_equal_one_from_the_original(text: str, levels: list[i
         assert once == often or not often.blocks  # an earlier level may already have left nothing
 
 
-def test_without_the_drift_guard_compressions_compound() -> None:
+def test_what_is_shortened_is_the_original() -> None:
     seen, sizes = list[str](), Sizes(budget=900, recent=200, piece=160)
 
     def refiller(left: str, original: str, right: str, budget: int) -> str:
         seen.append(original)
         return extracts(left, original, right, budget)
 
-    for guard in (True, False):
-        seen.clear()
-        keeper, state = memory(refiller=refiller, parts=Parts(drift_guard=guard), sizes=sizes), MemoryState()
-        for turn in chat(60):
-            state = keeper.append(state, replace(turn, text=turn.text.replace("yesterday", "there")))
-        assert isinstance(keeper.originals, Kept)
-        assert (set(seen) <= set(keeper.originals.texts.values())) is guard
+    keeper, state = memory(refiller=refiller, sizes=sizes), MemoryState()
+    for turn in chat(60):
+        state = keeper.append(state, replace(turn, text=turn.text.replace("yesterday", "there")))
+    assert isinstance(keeper.originals, Kept) and seen
+    assert set(seen) <= set(keeper.originals.texts.values())
 
 
 false_facts = st.one_of(
@@ -214,8 +209,6 @@ def test_a_planted_number_name_or_date_is_rejected(fact: str, at: int, seed: int
     assert not keeper.faults(gap, " ".join(words)) and keeper.faults(gap, refill)
     kept = keeper.apply(state, [gap], [refill]).blocks[0]
     assert keeper.counters["memory/unsupported"] == 1 and not keeper.faults(gap, kept.text)
-    believed = replace(keeper, parts=Parts(gate=False)).apply(state, [gap], [refill]).blocks[0]
-    assert believed.text == refill
 
 
 @settings(deadline=None, max_examples=60)
@@ -271,21 +264,6 @@ def test_a_block_that_is_gone_comes_back_and_others_give_way() -> None:
     assert MemoryState.from_json(kept.to_json()) == kept
     free = keeper.unpin(kept, gone.id)
     assert not any(one.pinned for one in free.blocks)
-
-
-def test_levels_decided_elsewhere_are_lowered_into_the_room() -> None:
-    """A policy that spends too much costs its overspending, never the budget."""
-    rooms: list[int] = []
-
-    def spendthrift(state: MemoryState, candidates: list[Candidate], room: int) -> list[int]:
-        rooms.append(room)
-        return [0] * len(candidates)
-
-    keeper, state = memory(decide=spendthrift), MemoryState()
-    for turn in chat(30):
-        state = keeper.append(state, turn)
-        assert len(state.text) <= SIZES.budget
-    assert rooms and keeper.counters["memory/overspent"] > 0
 
 
 def test_a_block_that_later_turns_speak_of_is_used() -> None:

@@ -14,7 +14,7 @@ from plan_world import arrangement, problem
 from typer.testing import CliRunner
 
 from ostinato.apps.plan import launch
-from ostinato.apps.plan.commands import command, plan_json
+from ostinato.apps.plan.commands import place_experts, plan_json
 from ostinato.apps.plan.fit import (
     FILE,
     IN_TURNS,
@@ -324,7 +324,7 @@ def straggler(path: Path, routes: list[np.ndarray]) -> float:
 def test_a_placement_and_what_it_is_worth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, routes = run_of(tmp_path / "run")
     out = tmp_path / "placement.json"
-    command(folder.path, 4, out)
+    place_experts(folder.path, 4, out)
     stated = capsys.readouterr().out
     assert "neighbours" in stated and "placed" in stated and f"parallel.placement={out}" in stated
     neighbours = imbalance(loads_of(routes), contiguous(LAYERS, EXPERTS, 4), 4).straggler
@@ -335,8 +335,8 @@ def test_a_placement_in_use_is_judged_beside(tmp_path: Path, capsys: pytest.Capt
     first, _ = run_of(tmp_path / "first")
     later, routes = run_of(tmp_path / "later", drift=0.5)
     here, there = tmp_path / "here", tmp_path / "there"
-    command(first.path, 4, here)
-    command(later.path, 4, there, current=here)
+    place_experts(first.path, 4, here)
+    place_experts(later.path, 4, there, current=here)
     assert straggler(there, routes) < straggler(here, routes)
     assert "current" in capsys.readouterr().out
 
@@ -344,7 +344,7 @@ def test_a_placement_in_use_is_judged_beside(tmp_path: Path, capsys: pytest.Capt
 def test_what_is_no_placement_is_refused(tmp_path: Path) -> None:
     folder, _ = run_of(tmp_path / "run")
     out = tmp_path / "placement.json"
-    command(folder.path, 4, out)
+    place_experts(folder.path, 4, out)
     with pytest.raises(ValueError, match=r"for 4 expert ranks, and the layout has 2; .*--ranks 2"):
         read_placement(out, 2)
     out.write_text("[]")
@@ -352,6 +352,6 @@ def test_what_is_no_placement_is_refused(tmp_path: Path) -> None:
         read_placement(out, 4)
     short, _ = run_of(tmp_path / "short", steps=1)
     with pytest.raises(ValueError, match="two at least"):
-        command(short.path, 4, out)
+        place_experts(short.path, 4, out)
     with pytest.raises(ValueError, match="divisor"):
-        command(folder.path, 3, out)
+        place_experts(folder.path, 3, out)
