@@ -78,7 +78,7 @@ def _filtering(recipe: Recipe) -> Recipe:
 def _counts(
     recipe: Recipe, rows: Sequence[Prompt], held_out: Sequence[Prompt], too_long: int
 ) -> Iterator[str]:
-    sources = ", ".join(task.source for task in recipe.task.by_name.values())
+    sources = ", ".join(task.rows_from for task in recipe.task.by_name.values())
     columns = ", ".join(dict.fromkeys(name for each in rows[:100] for name in each.columns))
     asked = {(each.text, str(each.messages)) for each in rows}
     twice = f", {len(rows) - len(asked)} ask what another asks" if len(asked) < len(rows) else ""

@@ -39,7 +39,7 @@ from ostinato.config.sections import (
     TeacherSection,
     TrainerSection,
 )
-from ostinato.config.tasks import MixedTask, OneTask, TaskSection
+from ostinato.config.tasks import VERIFIERS, MixedTask, OneTask, TaskSection
 from ostinato.inputs import has_surrogate, parse_toml
 
 
@@ -158,6 +158,10 @@ class Recipe(Section):
             raise ValueError(
                 f"an agent has its own environment and tools; of {where}.agent, {where}.agent_command, "
                 f"{where}.agent_url, {where}.env and {where}.tools only one can be given"
+            )
+        if task.agent.startswith(VERIFIERS) and task.source != OneTask().source:
+            raise ValueError(
+                f"{where}.source is {task.source!r} beside {where}.agent {task.agent!r}; leave it out"
             )
         if task.agent_url and not task.agent_url.startswith(("http://", "https://")):
             raise ValueError(f'{where}.agent_url is {task.agent_url!r}; give it as "http://host:8000/path"')

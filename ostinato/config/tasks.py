@@ -11,6 +11,7 @@ from ostinato.config.fields import Code, Count, Names, Positive, Rewards, RowsNa
 from ostinato.config.paths import PathKind
 
 REMOTE = "remote"  # as task.agent: workers elsewhere fetch the rollouts
+VERIFIERS = "verifiers:"  # as task.agent, in front of the id of a taskset of the library verifiers
 
 
 class OneTask(Section):
@@ -25,9 +26,11 @@ class OneTask(Section):
     max_turns: Positive = 1
     tools: Annotated[Names, PathKind.CODE] = ()  # built-in names, "module:function" or "file.py:function"
     env: Code = ""  # an environment of your own, "module:Class", "file.py:Class" (docs/guide/environment.md)
-    env_params: dict[str, Any] = Field(default_factory=dict)  # what the class is made with
+    env_params: dict[str, Any] = Field(
+        default_factory=dict
+    )  # what the class is made with; [env] of verifiers
     memory: bool = False  # contexts of an episode stay within memory.budget (docs/memory.md)
-    agent: Code = ""  # "module:function", "file.py:function" or "remote", with an OpenAI client
+    agent: Code = ""  # "module:function", "file.py:function" (OpenAI client), "verifiers:ID" or "remote"
     agent_command: Annotated[Names, PathKind.WORD] = ()  # the same as a command line
     agent_url: str = ""  # of a service that plays a rollout for each POST
     agent_tool_calls: Literal["json", "equals"] = "json"  # how the model writes them (docs/agents.md)
@@ -36,6 +39,11 @@ class OneTask(Section):
     agent_host: str = "127.0.0.1"  # that agents elsewhere reach; another one needs $OSTINATO_API_KEY
     agent_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any that is free
     agent_address: str = ""  # http://name:port, where agents have another one than host and port
+
+    @property
+    def rows_from(self) -> str:
+        """What the prompts are named by: the source, or the taskset of an agent."""
+        return self.agent if self.agent.startswith(VERIFIERS) else self.source
 
     @property
     def has_agent(self) -> bool:

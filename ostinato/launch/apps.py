@@ -14,6 +14,7 @@ from ostinato.types import Prompt
 
 APPS = {
     "task.agent": "ostinato.apps.serve.agent_tasks:open_agents",
+    "verifiers:": "ostinato.apps.serve.verifiers:VerifiersAgent",
     "task.memory": "ostinato.apps.memory.conversations:conversations",
     "judge:": "ostinato.apps.product.panel:scorers",
     "judge revisions": "ostinato.apps.product.judges:pinned",

@@ -20,11 +20,11 @@ import numpy as np
 
 from ostinato.config import Recipe
 from ostinato.config.paths import without_folders
-from ostinato.config.tasks import OneTask
+from ostinato.config.tasks import VERIFIERS, OneTask
 from ostinato.env.custom import SEEDS, EnvEpisode, new_factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.mixture import Mixture, counts, label_prompts
-from ostinato.env.tasks import Rows, add_system_prompt, check_disjoint, load_tasks
+from ostinato.env.tasks import Rows, add_system_prompt, check_disjoint, check_params, load_tasks
 from ostinato.env.tools import resolve_tools
 from ostinato.launch.apps import AgentTasks, load
 from ostinato.launch.checks import check, check_columns, check_solvable, warn_of_control_tokens
@@ -183,6 +183,10 @@ def _prompts(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt
 
 
 def _rows(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
+    if task.agent.startswith(VERIFIERS):
+        taskset = load(VERIFIERS)(task.agent, task.env_params)
+        check_params(taskset.rows, task.params, task.agent, skip=("split", "n"))
+        return taskset.rows(split, n, **task.params)
     if task.source != SEEDS:
         return load_tasks(task.source, split, seed, n, task.params, task.system_prompt)
     if n is None:

@@ -51,7 +51,9 @@ def introduction(prepared: RunInputs, adapters: Adapters | None) -> Iterator[str
     train, held_out = len(prepared.train_prompts), len(prepared.eval_prompts)
     further = "".join(f", {len(rows)} of {name}" for name, rows in prepared.downstream.items())
     left_out = f"; {prepared.num_overlong} left out as too long" if prepared.num_overlong else ""
-    sources = [f"{name} ({one.source})" if name else one.source for name, one in recipe.task.by_name.items()]
+    sources = [
+        f"{name} ({one.rows_from})" if name else one.rows_from for name, one in recipe.task.by_name.items()
+    ]
     yield f"tasks        {', '.join(sources)}: {train} to train on, {held_out} held out{further}{left_out}"
     if prepared.left_open:
         can = " and ".join(prepared.left_open)

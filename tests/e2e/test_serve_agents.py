@@ -267,3 +267,24 @@ def test_verifiers_evaluates(url: str, folder: Path, tmp_path: Path, client: str
     (found,) = (tmp_path / "out").glob("*/traces.jsonl")
     episodes = [json.loads(line) for line in found.read_text().splitlines()]
     assert len(episodes) == 2 and all(each["ok"] and each["num_output_tokens"] for each in episodes)
+
+
+@pytest.mark.slow  # starts the environment's programs
+def test_an_unmodified_environment_of_verifiers_trains_by_one_key(tmp_path: Path) -> None:
+    if importlib.util.find_spec("verifiers") is None:
+        pytest.skip("needs verifiers")
+    (tmp_path / "ours_v1").mkdir()
+    (tmp_path / "ours_v1" / "__init__.py").write_text(ENVIRONMENT)
+    keys = ["task.agent=verifiers:ours_v1", "task.params.holdout=0.5", 'reward.functions=["env"]']
+    sizes = ["trainer.steps=1", "rollout.prompts_per_step=1", "rollout.group_size=2", "rollout.max_tokens=4"]
+    (tmp_path / "mine.toml").write_text('[model]\npath = "asset:seed-moe"\n')
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "ostinato", "train", "mine.toml", *keys, *sizes],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "held-out pass@1 1.000" in done.stdout + done.stderr, done.stdout + done.stderr

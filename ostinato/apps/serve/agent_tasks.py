@@ -35,7 +35,7 @@ class ServedTasks:
         elif task.agent_url:
             agent = partial(self._server.elsewhere.sent, task.agent_url)
         else:
-            agent = agent_of(task.agent, task.agent_command)
+            agent = agent_of(task.agent, task.agent_command, task.env_params)
 
         def episode(prompt: Prompt) -> Env:
             return AgentEpisode(
@@ -60,7 +60,7 @@ def open_agents(recipe: Recipe, renderer: Renderer) -> ServedTasks:
     tasks = [task for task in recipe.task.by_name.values() if task.has_agent]
     for task in tasks:
         if not task.agent_elsewhere:
-            agent_of(task.agent, task.agent_command)  # or it says why there is none
+            agent_of(task.agent, task.agent_command, task.env_params)  # or it says why there is none
     if not renderer.has_chat_template:
         raise ValueError(f"task.agent needs a chat template, and {renderer.folder} has none")
     task, place = tasks[0], Place()  # the others have the same place

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,18 +33,23 @@ from ostinato.apps.serve.agent_server import Agent, AgentServer, Begun, Event, W
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Message
 from ostinato.apps.serve.elsewhere import MODEL
 from ostinato.apps.serve.openai_chat import message_of
+from ostinato.apps.serve.verifiers import VerifiersAgent
+from ostinato.config.tasks import VERIFIERS
 from ostinato.objects import load_named
 from ostinato.tool_calls import arguments_of, parse_calls
 from ostinato.types import Completion, Emitted, NewRow, Prompt
 
 
-def agent_of(spec: str, command: Sequence[str]) -> Agent:
-    """The agent that a recipe names: a function ("module:function", "file.py:function"), or a command.
+def agent_of(spec: str, command: Sequence[str], params: Mapping[str, Any] = MappingProxyType({})) -> Agent:
+    """The agent that a recipe names: a function ("module:function", "file.py:function"), "verifiers:ID" with
+    its ``params``, or a command.
 
     Raises ValueError if there is no such function.
     """
     if command:
         return lambda base_url, row: _run(command, base_url, row)
+    if spec.startswith(VERIFIERS):
+        return VerifiersAgent(spec, params).play
     return load_named(spec, "task.agent", nearest="agent.py:agent")
 
 

@@ -1,0 +1,90 @@
+"""Environments of the library verifiers, as they are: their tasks are rows, their episodes are agents.
+
+    [task]
+    agent = "verifiers:ID"        # a taskset that verifiers finds: an installed package, a module
+    env_params = {agent = {harness = {id = "bash"}, runtime = {type = "docker"}}}     # its block [env]
+
+A harness reaches the policy by the address of its rollout, as any agent. What is not said of the runtime is
+"subprocess", a process of this machine. The library is imported here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ostinato.apps.serve.elsewhere import MODEL
+from ostinato.config.tasks import VERIFIERS
+from ostinato.env.rows import holdout_mask
+from ostinato.types import Prompt
+
+KEY = "OSTINATO_VERIFIERS_KEY"  # of the variable that the library reads a key from; there is none
+SHOWN = 500  # characters of a task's prompt that a row shows
+
+
+class VerifiersAgent:
+    """The taskset ``id``: its tasks as rows, and the agent that plays them."""
+
+    def __init__(self, spec: str, params: Mapping[str, Any]) -> None:
+        """``spec`` is "verifiers:ID". Raises ValueError where the library, the taskset or its block [env] is
+        not as it should be."""
+        self._spec = spec
+        try:
+            from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"task.agent {spec!r} needs {error.name}; install it: pip install verifiers"
+            ) from error
+        block = {
+            "taskset": {"id": spec.removeprefix(VERIFIERS)},
+            "agent": {"runtime": {"type": "subprocess"}},
+            **params,
+        }
+        try:
+            config = resolve_env_config(block)
+            self._new = lambda: load_environment(
+                config
+            )  # one for each episode: it holds the episode's servers
+            taskset = self._new().taskset
+            if not taskset.bounded:
+                raise ValueError("its taskset is endless; give it a bound in task.env_params.taskset")
+            self.tasks = list(taskset)
+        except Exception as error:  # a user's code, and pydantic's reports of several lines
+            raise ValueError(
+                f"task.agent {spec!r} with {dict(params)} raised {type(error).__name__}: {error}"
+            ) from error
+
+    def rows(self, split: str, n: int | None, *, holdout: float = 0.1) -> list[Prompt]:
+        """The tasks of ``split`` as rows: what is asked, to be shown, and the index."""
+        uids = [f"{self._spec}/{index}" for index in range(len(self.tasks))]
+        held = holdout_mask(uids, holdout)
+        texts = [
+            f"{uid}: {str(task.data.prompt)[:SHOWN]}" for uid, task in zip(uids, self.tasks, strict=True)
+        ]
+        rows = [
+            Prompt(uid=uid, messages=({"role": "user", "content": text},), columns={"index": index})
+            for index, (uid, text) in enumerate(zip(uids, texts, strict=True))
+            if held[index] == (split == "eval")
+        ]
+        if not rows:
+            raise ValueError(
+                f"task.agent {self._spec!r} has {len(held)} tasks, none for {split}; set task.params.holdout"
+            )
+        return rows[:n]
+
+    async def play(self, base_url: str, row: Mapping[str, Any]) -> float:
+        """The agent: plays the task with the index of the row; the sum of its weighted rewards. Raises
+        RuntimeError for an episode that failed."""
+        from verifiers.v1.clients import EvalClientConfig, ModelContext
+
+        env = self._new()
+        client = EvalClientConfig(base_url=base_url, api_key_var=KEY)
+        async with env.serving():
+            (slot,) = env.slots(self.tasks[row["index"]])
+            episode = await env.run_slot(slot, ModelContext(model=MODEL, client=client))
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            raise RuntimeError(
+                "; ".join(f"{error.type}: {error.message}" for error in errors) or "it has failed"
+            )
+        return float(sum(trace.reward for trace in episode.traces))
