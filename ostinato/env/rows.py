@@ -69,6 +69,8 @@ def read(
             raise ValueError(f"{where} has the id {prompt.uid!r} of row {earlier}; make ids unique")
         first_row.setdefault(prompt.uid, number)
         prompts.append(prompt)
+    if not prompts and not has_splits:
+        raise ValueError(f"task.source {source} has no rows; write one object per line")
     _check_answers(prompts)
     contents = list[str]()
     if holdout and not has_splits:

@@ -206,7 +206,7 @@ def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
 
 
 def test_an_empty_or_foreign_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no rows for train"):
+    with pytest.raises(ValueError, match="has no rows; write"):
         read(jsonl(tmp_path / "rows.jsonl"), "train")
     with pytest.raises(ValueError, match=r"use a \.jsonl or \.parquet file"):
         read(jsonl(tmp_path / "rows.csv", "a,b"), "train")
