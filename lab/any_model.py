@@ -189,7 +189,6 @@ def walk(model_type: str) -> str:
             init_sites(model.sites, spec, 0, "cpu"),
             algorithm("grpo", correction="token_truncate"),
             settings=TrainerSection(lr=1e-3),
-            ops=model.ops,
         )
 
     first, second = trainer(), trainer()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ostinato.model.lora import Adapters
+from ostinato.model.named import model_folder
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 
 SIZES: dict[str, Any] = {
@@ -47,6 +49,13 @@ def saved(model_type: str, folder: Path, **own: Any) -> Path:
         if weight.dim() > 1:
             weight.data.copy_(torch.randn(weight.shape, generator=generator) / weight.shape[-1] ** 0.5)
     model.save_pretrained(folder)
+    return folder
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """That of the packaged model beside it."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(model_folder("asset:seed-moe") / name, folder / name)
     return folder
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from ostinato.config import Recipe
 from ostinato.launch.graders import new_grader
 from ostinato.launch.inputs import environment, longest_answer, of_tasks, overlong, prompts
-from ostinato.launch.models import recipe_of
-from ostinato.model.config import read_config
+from ostinato.launch.models import facts_of, recipe_of
 from ostinato.model.named import model_folder
 from ostinato.render import Renderer
 from ostinato.reward.own_answers import FULL, SHOWN, OwnVerdict, spread
@@ -39,7 +38,7 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
     folder = model_folder(recipe.model.path)
     renderer, context = (
         Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs),
-        read_config(folder).max_positions,
+        facts_of(recipe.model, folder).max_positions,
     )
     rows = prompts(recipe, "train", None)
     held_out = _held_out(recipe)

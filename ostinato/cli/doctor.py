@@ -27,6 +27,7 @@ EXTRAS = {
     "hub": ("huggingface_hub",),
     "ray": ("ray",),
     "vllm": ("httpx2",),
+    "transformers": ("transformers",),
     "log": ("tensorboard", "trackio", "wandb"),
 }
 SELF_TEST_S = 2.0
@@ -54,6 +55,7 @@ def doctor(model: str, *, measure: bool) -> int:
         *machine(),
         Finding(name="threads", value=str(choice)),
         *torch_findings(),
+        backend_of(model),
         *extras(),
         *arithmetic(choice, os.environ),
         self_test(),
@@ -91,6 +93,20 @@ def torch_findings() -> Iterator[Finding]:
     yield Finding(name="CUDA device", value=cuda)
     yield Finding(name="on GPUs", value=ON_GPUS)
     yield native()
+
+
+def backend_of(model: str) -> Finding:
+    """What computes ``model`` where a recipe says "auto"."""
+    from ostinato.launch.backend import chosen
+    from ostinato.model.named import local_folder
+
+    if (folder := local_folder(model)) is None:
+        return Finding(name="model.backend", value=f"{model} is not on this machine yet")
+    try:
+        name, why = chosen(folder)
+    except ValueError as error:
+        return Finding(name="model.backend", value=str(error), ok=False)
+    return Finding(name="model.backend", value=f"{name}: {why}".replace("[", r"\["))
 
 
 def native() -> Finding:

@@ -34,14 +34,15 @@ def export(run: Path, to: Path, *, merged: bool, gguf: bool = False, float32: bo
     if float32 and not merged:
         raise ValueError("--float32 is for merged weights; add --merged, or drop it")
     policy = load_policy(str(run))
-    if merged and policy.recipe.model.backend == "transformers":
-        raise ValueError(
-            'model.backend is "transformers", of which the adapter alone is exported; merge it by peft '
-            "(merge_and_unload)"
-        )
     if merged and policy.adapters is not None:
+        from ostinato.model.decoder import Decoder
         from ostinato.model.peft_io import export_merged
 
+        if not isinstance(policy.decoder, Decoder):
+            raise ValueError(
+                'model.backend is "transformers", of which the adapter alone is exported; merge it by peft '
+                "(merge_and_unload)"
+            )
         decoder = policy.decoder.float() if float32 else policy.decoder  # widening is exact
         error = export_merged(decoder, policy.adapters, to, tokenizer_from=policy.folder)
         print(_rounding(error, str(decoder.storage).removeprefix("torch.")))

@@ -18,7 +18,7 @@ from ostinato.terminal import escaping, logged, waiting
 from ostinato.types import NewRow, Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
-    from ostinato.engine.local import LocalEngine
+    from ostinato.launch.engine import AnyEngine
 
 
 def generate(target: str, *, prompt: str, system: str, options: SamplingOptions, adapter: str = "") -> None:
@@ -57,7 +57,7 @@ def _lines(source: TextIO) -> Iterator[str]:
 
 
 async def converse(
-    engine: LocalEngine,
+    engine: AnyEngine,
     renderer: Renderer,
     lines: Iterable[str],
     *,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.cli.report import local_renderer
+from ostinato.config import Recipe
 from ostinato.observe.samples import Samples
 from ostinato.run import RunFolder, to_json
 from ostinato.terminal import say
@@ -38,7 +39,10 @@ def show(run: Path, step: int, *, prompts: int, answers: int, as_json: bool) -> 
     if as_json:
         say(*map(to_json, episodes))
         return
-    say(f"step {chosen}: {len(groups)} prompts, {sum(len(group['rewards']) for group in groups)} episodes")
+    backend = Recipe.load(folder.recipe).model.backend
+    computed = "" if backend == "native" else f", model.backend {backend}"
+    episodes_here = sum(len(group["rewards"]) for group in groups)
+    say(f"step {chosen}: {len(groups)} prompts, {episodes_here} episodes{computed}")
     for episode in episodes:
         say("", *_lines(episode))
 

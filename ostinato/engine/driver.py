@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class Driver:
@@ -31,10 +32,17 @@ class Driver:
         elif loop is not asyncio.get_running_loop():
             raise RuntimeError("the engine is at work in another event loop; make one engine for each loop")
 
-    def start(self) -> None:
-        """After work is added: step until there is none."""
+    @contextmanager
+    def working(self, add: Callable[[], None], drop: Callable[[], None]) -> Iterator[None]:
+        """Steps, from ``add`` on, until there is no work; ``drop`` ends what is left of it at the end."""
+        self.enter()
+        add()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._drive())
+        try:
+            yield
+        finally:
+            drop()
 
     async def _drive(self) -> None:
         try:

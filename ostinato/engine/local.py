@@ -28,7 +28,7 @@ from ostinato.engine.driver import Driver
 from ostinato.engine.model_input import NO_DRAFTS, ModelInput, build_model_input
 from ostinato.engine.paged import KVStore, block_bytes
 from ostinato.engine.postprocess import StepOutput, postprocess, sampling_rows
-from ostinato.engine.requests import Limits, Results, new_completion, new_sequence
+from ostinato.engine.requests import Limits, Results, new_completion, new_sequence, next_of
 from ostinato.engine.routes import RouteStore
 from ostinato.engine.runner import Policies, Runner
 from ostinato.engine.sampler import Drawn
@@ -157,19 +157,15 @@ class LocalEngine:
             new_sequence(request, limits, index=index, results=results, on_tokens=on_tokens)
             for index, request in enumerate(requests)
         ]
-        self._driver.enter()
-        self._scheduler.add(mine)
-        if self.speculation is not None:
-            self.speculation.begin({request.uid for request in requests})
-        self._driver.start()
-        try:
+
+        def add() -> None:
+            self._scheduler.add(mine)
+            if self.speculation is not None:
+                self.speculation.begin({request.uid for request in requests})
+
+        with self._driver.working(add, lambda: self._drop(mine)):
             for _ in mine:
-                result = await results.get()
-                if isinstance(result, BaseException):
-                    raise result
-                yield result
-        finally:
-            self._drop(mine)
+                yield await next_of(results)
 
     def cut(self, requests: Collection[Request]) -> None:
         """End these now, between two passes: they are yielded as ABORT with the tokens sampled so far."""

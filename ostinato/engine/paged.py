@@ -167,10 +167,13 @@ class NativePaged:
     store: KVStore
     rows: Rows
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         keys, values, rows = self.store.key_layers[layer], self.store.value_layers[layer], self.rows
         self.kernels.write_cache(k, v, rows.slots, keys, values)
-        return self.kernels.paged_attention(q, keys, values, rows.tables, rows.sequence, rows.lengths, scale)
+        places = rows.tables, rows.sequence, rows.lengths
+        return self.kernels.paged_attention(q, keys, values, *places, scale, window=window)
 
 
 class TorchPaged:
@@ -182,20 +185,24 @@ class TorchPaged:
         self.tables = rows.tables[:, : (longest + BLOCK - 1) // BLOCK].long()
         self.sequence = rows.sequence.long()
         places = torch.arange(self.tables.shape[1] * BLOCK, device=rows.tables.device)
+        self.before = rows.lengths.unsqueeze(1) - places  # positions that a row is behind, itself 1
         self.seen = (places < rows.lengths.unsqueeze(1))[:, None, None, :]
         # What was left behind a sequence's end may be NaN, and a masked NaN is still NaN in the sum.
         ends = rows.lengths.new_zeros(len(self.tables))
         ends.scatter_reduce_(0, self.sequence, rows.lengths, "amax")
         self.beyond = (places >= ends.unsqueeze(1))[:, None, :, None]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         self.store.write(layer, k, v, self.slots)
         keys, values = self.cached(layer)
+        seen = self.seen if window is None else self.seen & (self.before <= window)[:, None, None, :]
         out = F.scaled_dot_product_attention(
             q.unsqueeze(2),  # every row is a batch of its own: [T, H, 1, Dk]
             keys[self.sequence],
             values[self.sequence],
-            attn_mask=self.seen,
+            attn_mask=seen,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )

@@ -51,6 +51,14 @@ def new_sequence(
     )
 
 
+async def next_of(results: Results) -> tuple[int, Completion]:
+    """The next result, when there is one. Raises what an engine has put in its place."""
+    result = await results.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
 def check(request: Request, limits: Limits) -> None:
     """Raises ValueError for what can never be answered."""
     sampling, length = request.sampling, len(request.tokens)

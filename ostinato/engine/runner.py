@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -250,10 +250,18 @@ class Runner:
         return middle - start, time.perf_counter() - middle
 
 
+class Runs(Protocol):
+    """What runs policies by number."""
+
+    def serve(self, adapters: Adapters | None, policy: int = 0) -> None: ...
+
+    def retire(self, policy: int) -> None: ...
+
+
 class Policies:
     """The policies of ``runner``: numbers by name, versions by number. The policy without a name is 0."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runs) -> None:
         self.numbers: dict[str, int] = {"": 0}
         self.versions: dict[int, int] = {0: 0}
         self._runner, self._next = runner, 1

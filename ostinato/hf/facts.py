@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ostinato.hf.factors import Site
@@ -28,6 +29,20 @@ class ModelFacts:
     moe: MoEConfig | None
     num_heads: int
     head_dim: int
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelFacts:
+        """Of the config.json in ``folder``, without its routers. Raises ValueError where transformers cannot
+        read it."""
+        try:
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ValueError(
+                f"transformers cannot read {folder}: {' '.join(str(error).split())[:300]}"
+            ) from error
+        return cls.of(config.get_text_config(), None)
 
     @classmethod
     def of(cls, config: Any, replay: Replay | None) -> ModelFacts:

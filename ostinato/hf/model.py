@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ostinato.hf.attention import NAME, PackedRows, attention
+from ostinato.hf.attention import NAME, attention
 from ostinato.hf.factors import PreparedSites, Site, find_sites
 from ostinato.hf.facts import ModelFacts, measured
 from ostinato.hf.replay import Replay, attach_replay
@@ -30,6 +30,7 @@ from ostinato.hf.routes import Routes
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Lora
 from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.model.packed import PackedAttention
 from ostinato.model.shapes import AdapterSpec
 from ostinato.types import Segment
 
@@ -87,14 +88,6 @@ class TransformersModel:
     def num_moe_layers(self) -> int:
         return len(self.config.moe.layers) if self.config.moe else 0
 
-    @property
-    def ops(self) -> Ops:
-        """What the trainer is given: only its packed rows are of this model."""
-        return Ops(
-            **{name: getattr(TORCH_OPS, name) for name in TORCH_OPS.__slots__ if name != "attention"},
-            attention=PackedRows,
-        )
-
     def parameters(self) -> Iterator[nn.Parameter]:
         yield from self.model.parameters()
 
@@ -129,7 +122,7 @@ class TransformersModel:
         ops: Ops = TORCH_OPS,
         recompute: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``Decoder.forward``; ``attend`` is a ``PackedRows``."""
+        """As ``Decoder.forward``; ``attend`` is a ``PackedAttention``."""
         factors = adapters.prepared(self.dtype) if adapters is not None else None
         if self.packs:
             return self._run(tokens, positions, attend, factors, routing, recompute)
@@ -149,7 +142,7 @@ class TransformersModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: PackedRows | None,
+        attend: PackedAttention | None,
         factors: PreparedSites | None,
         routing: Tensor | None,
         recompute: bool,
@@ -200,7 +193,7 @@ class TransformersModel:
 
     @contextmanager
     def _checkpointing(
-        self, on: bool, factors: PreparedSites | None, attend: PackedRows | None
+        self, on: bool, factors: PreparedSites | None, attend: PackedAttention | None
     ) -> Iterator[None]:
         """Layers keep their inputs alone. Where backward runs one again, it is under the same factors and
         routes."""
@@ -310,7 +303,7 @@ class TransformersModel:
         AttentionInterface.register(NAME, attention)
         edges = ((0, 7, 0, 0), (7, 12, 0, 7), (12, 15, 0, 7), (15, 21, 0, 0))
         segments = tuple(Segment(start=a, stop=b, prefix_start=c, prefix_stop=d) for a, b, c, d in edges)
-        rows = PackedRows(segments)
+        rows = PackedAttention(segments)
         places = [torch.arange(s.stop - s.start) + s.prefix_stop - s.prefix_start for s in segments]
         tokens, positions = (
             _tokens(self.config.vocab_size, 21).to(self.device),

@@ -24,12 +24,15 @@ from ostinato.algo.noise import uniform
 from ostinato.engine.counters import Busy, Counters
 from ostinato.engine.driver import Driver
 from ostinato.engine.postprocess import text_before
-from ostinato.engine.requests import Limits, Results, new_completion, new_sequence
+from ostinato.engine.requests import Limits, Results, new_completion, new_sequence, next_of
+from ostinato.engine.runner import Policies
 from ostinato.engine.sampler import Drawn, likeliest, sample
 from ostinato.engine.sequences import Sequence as Waiting
 from ostinato.engine.sequences import Settings
 from ostinato.hf.model import TransformersModel
 from ostinato.model.lora import Adapters
+from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.model.wire import check_finite
 from ostinato.observe.timeline import Span
 from ostinato.types import Completion, Emitted, Request, Stop
 
@@ -66,7 +69,7 @@ class Row:
 class Wave:
     """Rows of one length under one policy, and their cache; None where the model has none."""
 
-    policy: str
+    policy: int  # its number
     rows: list[Row]
     cache: Any = None
 
@@ -88,7 +91,8 @@ class TransformersEngine:
     ) -> None:
         self.decoder, self.context_limit, self.counters = model, context_limit, Counters()
         self._decode, self._max_batch, self._busy = decode, max_batch, Busy(name)
-        self._policies: dict[str, tuple[Any, int]] = {"": (None, 0)}
+        self._served: dict[int, Any] = {0: None}  # factors by the policy's number
+        self.policies = Policies(self)
         self._waiting: list[Waiting] = []
         self._waves: list[Wave] = []
         self._driver = Driver(
@@ -98,7 +102,7 @@ class TransformersEngine:
     @property
     def version(self) -> int:
         """The version of the policy without a name."""
-        return self._policies[""][1]
+        return self.policies.versions[0]
 
     @property
     def queue(self) -> tuple[int, int]:
@@ -106,17 +110,34 @@ class TransformersEngine:
         return sum(len(wave.rows) for wave in self._waves), len(self._waiting)
 
     def publish(self, adapters: Adapters | None, version: int, policy: str = "") -> None:
-        """Serve a copy of ``adapters`` (None: the base) from the next step on."""
-        dtype = self.decoder.dtype
-        with torch.no_grad():
-            copy = None if adapters is None else adapters.detach_copy().prepared(dtype)
-        self._policies[policy] = copy, version
+        """See ``LocalEngine.publish``."""
+        self.policies.publish(adapters, version, policy)
+        self.policies.retire(self._in_use)
 
     def withdraw(self, policy: str) -> None:
-        """Stop serving a named policy. Raises ValueError while requests run under it."""
-        if any(wave.policy == policy for wave in self._waves):
-            raise ValueError(f"requests run under the policy {policy!r}; wait for them")
-        del self._policies[policy]
+        """See ``LocalEngine.withdraw``."""
+        self.policies.withdraw(policy)
+        self.policies.retire(self._in_use)
+
+    def serve(self, adapters: Adapters | None, policy: int = 0) -> None:
+        """Run ``policy`` with a copy of ``adapters`` (None: the base). Raises NotFinite, changing nothing."""
+        if adapters is not None:
+            check_finite(adapters)
+        with torch.no_grad():
+            copy = None if adapters is None else adapters.detach_copy().prepared(self.decoder.dtype)
+        self._served[policy] = copy
+
+    def retire(self, policy: int) -> None:
+        """Forget a policy that nothing runs under any more."""
+        del self._served[policy]
+
+    @property
+    def _in_use(self) -> list[int]:
+        return [*(wave.policy for wave in self._waves), *(one.policy for one in self._waiting)]
+
+    def model_of(self, policy: str) -> tuple[TransformersModel, Any, Ops]:
+        """See ``LocalEngine.model_of``; adapters are prepared."""
+        return self.decoder, self._served[self.policies.numbers[policy]], TORCH_OPS
 
     def take_spans(self) -> list[Span]:
         """Spans of the passes since the last call."""
@@ -133,17 +154,9 @@ class TransformersEngine:
             new_sequence(request, limits, index=index, results=results, on_tokens=on_tokens)
             for index, request in enumerate(requests)
         ]
-        self._driver.enter()
-        self._waiting += mine
-        self._driver.start()
-        try:
+        with self._driver.working(lambda: self._waiting.extend(mine), lambda: self._drop(mine)):
             for _ in mine:
-                result = await results.get()
-                if isinstance(result, BaseException):
-                    raise result
-                yield result
-        finally:
-            self._drop(mine)
+                yield await next_of(results)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -163,15 +176,15 @@ class TransformersEngine:
         """Waiting requests of one length and policy as a wave each, the oldest first."""
         room = self._max_batch - self.queue[0]
         taken, self._waiting = self._waiting[:room], self._waiting[room:]
-        groups: dict[tuple[int, str], list[Row]] = {}
+        groups: dict[tuple[int, int], list[Row]] = {}
         for one in taken:
             row = Row(one, one.request.tokens.tolist())
-            groups.setdefault((one.prompt_len, one.request.policy), []).append(row)
+            groups.setdefault((one.prompt_len, one.policy), []).append(row)
         self._waves += [Wave(policy, rows) for (_, policy), rows in groups.items()]
 
     def _advance(self, wave: Wave) -> None:
         """One forward of a wave, and a token for each of its rows."""
-        factors, version = self._policies[wave.policy]
+        factors, version = self._served[wave.policy], self.policies.versions[wave.policy]
         rows = wave.rows
         first = not rows[0].logprobs
         if first:  # equal prompts once
@@ -287,7 +300,7 @@ class TransformersEngine:
             vocab_size=self.decoder.config.vocab_size,
             blocks=self.context_limit,  # no pool of blocks: contexts alone are bounded
             has_text=self._decode is not None,
-            policies=dict.fromkeys(self._policies, 0),
+            policies=self.policies.numbers,
         )
 
     def _fail(self, error: BaseException) -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ostinato.model.cuda import CudaKernels
 
 logger = logging.getLogger(__name__)
+AnyEngine = LocalEngine | TransformersEngine
 PROBE_TOKENS = 48  # of the prompt that policies are proven on
 
 
@@ -160,10 +161,7 @@ def new_engine(
     with drafts from ``memory``. ``need``: what is sampled at once, None where that is not known. ``name`` is
     the worker's in the timeline."""
     if not isinstance(decoder, Decoder):
-        raise ValueError(
-            'model.backend is "transformers", which runs, scores and exports; to serve it, give the exported '
-            "adapter to vLLM"
-        )
+        raise ValueError('model.backend is "transformers", and this needs our own decoder: "native"')
     sampler = sampler_decoder(recipe, decoder, kernels(recipe, decoder))
     return LocalEngine(
         sampler,
@@ -185,7 +183,7 @@ def any_engine(
     memory: Memory | None = None,
     *,
     need: Need | None = None,
-) -> LocalEngine | TransformersEngine:
+) -> AnyEngine:
     """``new_engine``, or the sampler of a model of transformers."""
     if isinstance(decoder, TransformersModel):
         return TransformersEngine(
@@ -239,12 +237,14 @@ def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels |
 def training_ops(recipe: Recipe, decoder: Base) -> Ops:
     """The arithmetic of the trainer. Raises ValueError for a ``model.exact`` that cannot be had here."""
     if isinstance(decoder, TransformersModel):
-        return decoder.ops
+        return TORCH_OPS
     decoder = cast(Decoder, decoder)  # the only other Base
     found = kernels(recipe, decoder)
     if not recipe.model.exact:
         return found.training if found else card_ops(recipe, decoder) or TORCH_OPS
     check_exact(recipe)
+    if decoder.config.window is not None:
+        raise ValueError("model.exact is true, but layers of this model have a window; set it to false")
     if found is None:
         why = f"are of the CPU, not {decoder.device}" if decoder.device.type != "cpu" else "cannot be built"
         raise ValueError(f"model.exact is true, but the kernels that it needs {why}; set it to false")

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato.config import AdapterSection, ModelSection, Recipe, find_recipe
 from ostinato.launch import RunFailed
+from ostinato.launch.backend import chosen
+from ostinato.model.config import read_config
 from ostinato.model.named import is_model_name
 
 if TYPE_CHECKING:
+    from ostinato.model.base import Facts
     from ostinato.model.shapes import AdapterSpec
     from ostinato.model.share import Share
     from ostinato.protocols import RestorableTrainer
@@ -44,6 +47,17 @@ def load_decoder(
     return load_model(
         folder, dtype=dtype, device=device, storage=storage, fp32_head=section.fp32_head, share=share
     )
+
+
+def facts_of(section: ModelSection, folder: Path) -> Facts:
+    """Sizes of the model in ``folder`` by its config.json alone. Raises ValueError for what its backend has
+    not."""
+    name = chosen(folder)[0] if section.backend == "auto" else section.backend
+    if name == "native":
+        return read_config(folder)
+    from ostinato.hf.facts import ModelFacts
+
+    return ModelFacts.read(folder)
 
 
 def device_of(section: ModelSection) -> str:

@@ -15,9 +15,8 @@ from ostinato.launch.models import load_decoder, newest_checkpoint, recipe_of
 from ostinato.model.named import model_folder
 
 if TYPE_CHECKING:
-    from ostinato.engine.local import LocalEngine
+    from ostinato.launch.engine import AnyEngine
     from ostinato.model.base import Base
-    from ostinato.model.decoder import Decoder
     from ostinato.model.lora import Adapters
     from ostinato.render import Renderer
     from ostinato.run import RunFolder
@@ -29,7 +28,7 @@ class Policy:
 
     recipe: Recipe
     folder: Path  # of the base model
-    decoder: Decoder
+    decoder: Base
     adapters: Adapters | None
     renderer: Renderer
     step: int = 0  # training steps behind it
@@ -121,11 +120,11 @@ def trained(recipe: Recipe, run: RunFolder, decoder: Base) -> tuple[int, Adapter
     return checkpoint.step, trainer.adapters()
 
 
-def serve(policy: Policy) -> LocalEngine:
+def serve(policy: Policy) -> AnyEngine:
     """An engine that samples from ``policy``."""
-    from ostinato.launch.engine import new_engine
+    from ostinato.launch.engine import any_engine
 
-    engine = new_engine(policy.recipe, policy.decoder, policy.renderer)
+    engine = any_engine(policy.recipe, policy.decoder, policy.renderer)
     engine.publish(policy.adapters, policy.step)
     return engine
 

@@ -29,13 +29,12 @@ from ostinato.launch.dtype import resolved
 from ostinato.launch.engine import training_ops
 from ostinato.launch.inputs import check_tokens
 from ostinato.launch.machine import record_start
-from ostinato.launch.models import load_decoder
+from ostinato.launch.models import facts_of, load_decoder
 from ostinato.launch.policy import write_policy
 from ostinato.launch.session import check_steps, new_folder, open_folder
 from ostinato.launch.trainer import new_adapters
 from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import locked
-from ostinato.model.config import read_config
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import base_fingerprint
 from ostinato.pipeline.signals import StopSignals, ending
@@ -137,7 +136,7 @@ def read_rows(recipe: Recipe, folder: Path) -> tuple[Rows, Rows]:
     """(to train on, held out). Raises ValueError naming the first row that cannot be trained on."""
     task, turns = recipe.task, recipe.sft.turns
     renderer = Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs)
-    config = read_config(folder)
+    config = facts_of(recipe.model, folder)
     context = config.max_positions
 
     def rows(split: str, n: int | None) -> Rows:

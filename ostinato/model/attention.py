@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ostinato.model.config import RopeConfig, RopeType
 
-# (layer, q [T, H, Dk], k [T, G, Dk], v [T, G, Dv], scale) -> [T, H, Dv]; q, k, v may be strided views
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+# (layer, q [T, H, Dk], k [T, G, Dk], v [T, G, Dv], scale) -> [T, H, Dv]; q, k, v may be strided views. Of a
+# layer with a window it comes last: a row sees so many positions, itself included.
+Attend = Callable[..., Tensor]
 
 
 class ProjectedAttend:
@@ -37,15 +38,21 @@ class ProjectedAttend:
         turns: tuple[Tensor, Tensor],
         scale: float,
     ) -> Tensor:
-        """[T, H, D] of qkv [T, H + 2G, D]; ``norms``: weights [D] of q and k, ``turns``: cos and sin."""
+        """[T, H, D] of qkv [T, H + 2G, D]; ``norms``: weights [D] of q and k, ``turns``: cos and sin.
+        No layer has a window (``ModelConfig.within_window``)."""
         raise NotImplementedError
 
 
 class CausalAttention:
     """All rows are one sequence, each row sees itself and the rows before it."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return sdpa(q, k, v, scale, is_causal=True)
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        if window is None:
+            return sdpa(q, k, v, scale, is_causal=True)
+        near = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        return sdpa(q, k, v, scale, mask=near)
 
 
 def sdpa(

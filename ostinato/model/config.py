@@ -7,7 +7,6 @@ either exactly the one that was trained, or it does not load. No torch here.
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.inputs import parse_json
+from ostinato.model.config_keys import unknown_keys
 from ostinato.model.weight_files import has_own_head
 
 
@@ -36,6 +36,13 @@ class QKNorm(StrEnum):
     NONE = "none"
     HEAD = "head"
     FULL = "full"
+
+
+class Activation(StrEnum):
+    """What the gate of an MLP goes through, by the names of transformers."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
 
 
 class Scoring(StrEnum):
@@ -122,6 +129,14 @@ class ModelConfig:
     initializer_range: float = 0.02
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    activation: Activation = Activation.SILU
+    norm_offset: float = 0.0  # what is added to the weights of norms: 1 where they are stored around 0
+    post_norms: bool = False  # outputs of attention and MLP are normed before they are added
+    embed_scale: float = 1.0
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    local_layers: tuple[int, ...] = ()  # with a window, or a rope of their own
+    local_rope: RopeConfig | None = None  # None: the same
+    window: int | None = None  # positions that a row of a local layer sees, itself included; None: all
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -136,6 +151,16 @@ class ModelConfig:
     @property
     def num_moe_layers(self) -> int:
         return len(self.moe.layers) if self.moe else 0
+
+    def window_of(self, layer: int) -> int | None:
+        return self.window if layer in self.local_layers else None
+
+    @property
+    def within_window(self) -> ModelConfig:
+        """Contexts up to the window, where attention is full attention: for kernels that have no window."""
+        if self.window is None:
+            return self
+        return replace(self, window=None, max_positions=self.window)
 
 
 # Beyond these a size is a slip: the largest models have a tenth of it. Memory is checked against the weights.
@@ -158,6 +183,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
         "sliding_window": 4096,
+    },
+    "gemma3_text": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "attention_bias": False,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "tie_word_embeddings": True,
     },
     "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "max_window_layers": 28},
     "qwen3": {
@@ -201,67 +240,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _ALIASES = {"kimi_k2": "deepseek_v3"}
-_QK_NORM = {"qwen3": QKNorm.HEAD, "qwen3_moe": QKNorm.HEAD, "olmoe": QKNorm.FULL}
-
-# Keys that are read, for every family and by family.
-_UNDERSTOOD = (
-    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
-    " num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act"
-    " initializer_range rope_theta rope_scaling rope_parameters partial_rotary_factor"
-)
-_UNDERSTOOD_BY = {
-    "llama": "attention_bias mlp_bias",
-    "mistral": "sliding_window layer_types",
-    "qwen2": "use_sliding_window sliding_window max_window_layers layer_types",
-    "qwen3": "attention_bias use_sliding_window sliding_window max_window_layers layer_types",
-    "qwen3_moe": "attention_bias use_sliding_window sliding_window max_window_layers decoder_sparse_step"
-    " mlp_only_layers moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob",
-    "mixtral": "sliding_window num_local_experts num_experts num_experts_per_tok",
-    "olmoe": "attention_bias clip_qkv num_experts num_local_experts num_experts_per_tok norm_topk_prob",
-    "deepseek_v3": "attention_bias moe_intermediate_size n_routed_experts num_local_experts n_shared_experts"
-    " num_experts_per_tok n_group topk_group norm_topk_prob routed_scaling_factor first_k_dense_replace"
-    " moe_layer_freq scoring_func topk_method kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim"
-    " qk_head_dim v_head_dim rope_interleave",
-}
-# Keys of training, bookkeeping and the choice of kernels: none of them changes what the decoder computes.
-# Dropout and router jitter act only in pre-training, and multi-token-prediction layers are extra heads.
-_HARMLESS = (
-    "architectures auto_map dtype torch_dtype transformers_version _name_or_path name_or_path use_cache"
-    " _model_name_or_path _commit_hash attention_dropout hidden_dropout"
-    " attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset"
-    " _flash_attn_2_enabled experts_implementation _experts_implementation _experts_implementation_internal"
-    " pretraining_tp"
-    " output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size router_jitter_noise"
-    " num_nextn_predict_layers num_mtp_layers id2label label2id num_labels problem_type return_dict"
-    " tokenizer_class task_specific_params is_llama_config transformers.js_config unsloth_fixed"
-    " unsloth_version model_max_length output_attentions _output_attentions output_hidden_states"
-    " chunk_size_feed_forward finetuning_task prefix sep_token_id torchscript tf_legacy_loss use_bfloat16"
-    " is_decoder tie_encoder_decoder _from_model_config"
-)
-# What transformers' GenerationConfig has: how to sample, of which config.json may hold a copy.
-_SAMPLING = (
-    "max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample"
-    " num_beams use_mtp cache_implementation cache_config max_cache_len temperature top_k top_p min_p top_h"
-    " typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty"
-    " no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id forced_eos_token_id"
-    " remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
-    " sequence_bias token_healing guidance_scale watermarking_config num_return_sequences output_scores"
-    " output_logits return_dict_in_generate pad_token_id bos_token_id eos_token_id"
-    " encoder_no_repeat_ngram_size decoder_start_token_id is_assistant num_assistant_tokens"
-    " num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens"
-    " max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind"
-    " assistant_ensemble_weight speculation_type compile_config disable_compile continuous_batching_config"
-    " low_memory penalty_alpha dola_layers diversity_penalty num_beam_groups constraints force_words_ids"
-    " prefill_chunk_size"
-)
-
-# Words in keys of what a decoder computes, over all families of transformers; and of inputs that are no text.
-_FUNCTION = re.compile(
-    "^(?!.*(?:vision|visual|image|video|audio|speech|mm_)).*(?:"
-    "act|alibi|alpha|att|beta|bias|block|cap|causal|clip|compr|conv|cross|chunk|delta|dim|embed|eps|exp|fac|ff|gat|"
-    "glob|group|head|hid|index|interl|kern|la[tyn]|lin|loc|log|lo|lru|mamba|mask|mla|mlp|moe|multi|norm|par|pat|pos|q|"
-    "rank|rec|res|ro|scal|sh|sin|siz|sli|sof|sp|ss|sta|ste|str|theta|tie|top|win)"
-)
+_QK_NORM = {"gemma3_text": QKNorm.HEAD, "qwen3": QKNorm.HEAD, "qwen3_moe": QKNorm.HEAD, "olmoe": QKNorm.FULL}
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -280,12 +259,6 @@ def read_config(folder: str | Path) -> ModelConfig:
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a {type(raw).__name__}; it must hold a JSON object")
     config = parse_config(raw)
-    if config.max_positions < (longest := raw.get("max_position_embeddings", 0)):
-        warnings.warn(
-            f"{folder}: sliding_window is {config.max_positions}; contexts up to it are computed as the "
-            f"model has them, longer ones (it allows {longest}) are refused",
-            stacklevel=1,
-        )
     if not config.tie_embeddings or not has_own_head(path.parent):
         return config
     warnings.warn(
@@ -317,6 +290,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads is {kv_heads}; it must divide num_attention_heads ({heads})")
     attention_bias = _flag(c, "attention_bias")
+    rope, own = _rope(c), _gemma(c) if family == "gemma3_text" else {}
     return ModelConfig(
         model_type=family,
         vocab_size=_positive(c, "vocab_size"),
@@ -326,10 +300,10 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=_max_positions(c, family),
+        max_positions=_positive(c, "max_position_embeddings"),
         rms_norm_eps=_number(c, "rms_norm_eps", most=1.0, above=0.0),
         tie_embeddings=_flag(c, "tie_word_embeddings"),
-        rope=_rope(c),
+        rope=rope,
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
         mlp_bias=_flag(c, "mlp_bias"),
@@ -338,8 +312,22 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         initializer_range=_number(c, "initializer_range", least=0.0),
         moe=_moe(c, family),
         mla=mla,
+        **_local(c, family),
+        **own,
         raw=dict(raw),
     )
+
+
+def _gemma(c: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 3 has besides (arXiv 2503.19786 section 2)."""
+    return {
+        "activation": Activation(c["hidden_activation"]),
+        "norm_offset": 1.0,
+        "post_norms": True,
+        "embed_scale": _positive(c, "hidden_size") ** 0.5,
+        "attention_scale": _number(c, "query_pre_attn_scalar", above=0.0) ** -0.5,
+        "local_rope": _rope_by_kind(c, "sliding_attention", "rope_local_base_freq"),
+    }
 
 
 def _family(raw: Mapping[str, Any]) -> str:
@@ -356,16 +344,19 @@ def _refuse_unknown(c: Mapping[str, Any], family: str) -> None:
     if c.get("quantization_config"):
         what = f"quantization_config is {c['quantization_config']!r}"
         raise NotNative(f"{what}; quantised weights are not supported, use the model's 16-bit weights")
-    understood = set(f"{_UNDERSTOOD} {_UNDERSTOOD_BY[family]} {_HARMLESS} {_SAMPLING}".split())
-    for key, value in c.items():
-        if key not in understood and value not in (None, False, 0, "", [], {}) and _FUNCTION.search(key):
-            fix = "remove the key from config.json if it does not change what the model computes"
-            raise NotNative(f"{key} is {value!r}, which this decoder does not know for {family}; {fix}")
+    for key in unknown_keys(c, family):
+        fix = "remove the key from config.json if it does not change what the model computes"
+        raise NotNative(f"{key} is {c[key]!r}, which this decoder does not know for {family}; {fix}")
 
 
 def _refuse_unsupported(c: Mapping[str, Any], family: str) -> None:
-    if c["hidden_act"] != "silu":
-        raise NotNative(f"hidden_act is {c['hidden_act']!r}; only 'silu' is supported")
+    gelu = family == "gemma3_text"
+    key, only = ("hidden_activation", "gelu_pytorch_tanh") if gelu else ("hidden_act", "silu")
+    if c[key] != only:
+        raise NotNative(f"{key} is {c[key]!r}; only {only!r} is supported for {family}")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if c.get(key):
+            raise NotNative(f"{key} is {c[key]!r}, which this decoder does not compute")
     if c.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise NotNative(f"partial_rotary_factor is {c['partial_rotary_factor']}; only 1.0 is supported")
     if family != "deepseek_v3":
@@ -375,33 +366,47 @@ def _refuse_unsupported(c: Mapping[str, Any], family: str) -> None:
             raise NotNative(f"{key} is {c[key]!r}; only {only!r} is supported for {family}")
 
 
-def _max_positions(c: Mapping[str, Any], family: str) -> int:
-    """The longest context: within a sliding window attention is full attention, which is what we have."""
-    longest = _positive(c, "max_position_embeddings")
-    return min(longest, _sliding_window(c, family) or longest)
-
-
-def _sliding_window(c: Mapping[str, Any], family: str) -> int | None:
-    """The window that some layer really uses, or None."""
+def _local(c: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The layers of ``local_layers`` and their window."""
+    depth = _positive(c, "num_hidden_layers")
     if family in ("llama", "olmoe", "deepseek_v3"):
-        return None
+        return {}
     window = None if c.get("sliding_window") is None else _positive(c, "sliding_window")
-    if window is None:
-        return None
-    if c.get("layer_types"):
-        return window if "sliding_attention" in c["layer_types"] else None
-    if family in ("mistral", "mixtral"):
-        return window
-    if not c.get("use_sliding_window"):
-        return None
-    first = 0 if family == "qwen3_moe" else _count(c, "max_window_layers")
-    return window if first < _positive(c, "num_hidden_layers") else None
+    if kinds := c.get("layer_types"):
+        known = {"sliding_attention", "full_attention"}
+        if not isinstance(kinds, list) or len(kinds) != depth or not known.issuperset(kinds):
+            raise NotNative(
+                f"layer_types is {kinds!r}; this decoder has {' and '.join(sorted(known))}, for each of "
+                f"{depth} layers"
+            )
+        layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    elif family == "gemma3_text":
+        every = _positive(c, "sliding_window_pattern")
+        layers = tuple(i for i in range(depth) if (i + 1) % every)
+    elif family in ("mistral", "mixtral"):
+        layers = tuple(range(depth))
+    elif c.get("use_sliding_window"):
+        layers = tuple(range(0 if family == "qwen3_moe" else _count(c, "max_window_layers"), depth))
+    else:
+        return {}
+    if window is not None and window >= _positive(c, "max_position_embeddings"):
+        window = None
+    own = family == "gemma3_text"  # a rope, whatever the window
+    return {"local_layers": layers, "window": window} if layers and (own or window) else {}
+
+
+def _rope_by_kind(c: Mapping[str, Any], kind: str, theta: str) -> RopeConfig:
+    """That of the layers of one kind, of which the scaling of old is not."""
+    own = (c.get("rope_parameters") or {}).get(kind)
+    return _rope({**c, "rope_parameters": own, "rope_scaling": None, "rope_theta": c[theta]})
 
 
 def _rope(c: Mapping[str, Any]) -> RopeConfig:
     """transformers obeys ``rope_scaling`` where both forms are given, and then forgets a ``rope_theta`` of
     ``rope_parameters``: what was trained is known only where the two agree."""
     new, old = c.get("rope_parameters"), c.get("rope_scaling")
+    if isinstance(new, Mapping) and "full_attention" in new:  # by kinds of layers
+        new = new["full_attention"]
     rope = _rope_of(c, new or old or {})
     if new and old and _rope_of(c, old) != rope:
         raise ValueError(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ostinato.model.attention import Attend, ProjectedAttend, mla_scale, rope_frequencies
-from ostinato.model.config import ModelConfig, QKNorm
+from ostinato.model.config import Activation, ModelConfig, QKNorm
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import NO_LORA, Adapters, LayerLora, Lora, Prepared, lora_linear, narrow_linear
 from ostinato.model.moe import check_routing
@@ -45,7 +45,7 @@ def _block_again(
     decoder: Decoder, layer: int, block: Block, residual: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``Decoder._block`` of the residual alone, whose norm is computed once more: half of what it keeps."""
-    x = args[-1].rms_norm(residual, block.attn_norm, decoder.config.rms_norm_eps)
+    x = args[-1].rms_norm(residual, decoder.gain(block.attn_norm), decoder.config.rms_norm_eps)
     return decoder._block(layer, block, x, residual, *args)
 
 
@@ -59,6 +59,7 @@ class Decoder(nn.Module):
     norm: nn.Parameter  # [D], before the head
     head: nn.Parameter  # [V, D], absent when tied
     inv_freq: Tensor  # [rotary dim / 2] fp32
+    local_inv_freq: Tensor  # the same of local layers, where theirs differ
 
     def __init__(
         self,
@@ -109,7 +110,11 @@ class Decoder(nn.Module):
         rotary = config.mla.rope_head_dim if config.mla else config.head_dim
         inv_freq, self._rope_factor = rope_frequencies(config.rope, rotary)
         self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
-        self._scale = mla_scale(config.rope, config.head_dim) if config.mla else config.head_dim**-0.5
+        if config.local_rope is not None:
+            local, self._local_factor = rope_frequencies(config.local_rope, rotary)
+            self.register_buffer("local_inv_freq", local.to(device), persistent=False)
+        plain = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self._scale = mla_scale(config.rope, config.head_dim) if config.mla else plain
 
     @property
     def device(self) -> torch.device:
@@ -157,7 +162,8 @@ class Decoder(nn.Module):
 
     def init_weights(self, seed: int) -> Decoder:
         """Values to train from (``weights.fill_initial``)."""
-        fill_initial(self.named_parameters(), self.config.initializer_range, seed)
+        c = self.config
+        fill_initial(self.named_parameters(), c.initializer_range, seed, norm=1.0 - c.norm_offset)
         return self
 
     def forward(
@@ -191,15 +197,17 @@ class Decoder(nn.Module):
             if not routing_checked:
                 check_routing(routing, tokens.shape[0], moe)
         loras = adapters.prepared(self.dtype).layers if adapters is not None else None
-        cos, sin = self.rotations(positions)
+        turns = self.rotations(positions)
+        local = turns if self.config.local_rope is None else self.rotations(positions, local=True)
         if residual is None:
-            residual = ops.embed(tokens, self.embed).to(self.dtype)
-        x = ops.rms_norm(residual, self.blocks[0].attn_norm, self.config.rms_norm_eps)
+            residual = self._embedded(tokens, ops)
+        x = ops.rms_norm(residual, self.gain(self.blocks[0].attn_norm), self.config.rms_norm_eps)
         stream: Tensor = residual
         chosen: list[Tensor] = []
         for layer, block in zip(self.share.layers, self.blocks, strict=True):
             lora = NO_LORA if loras is None else loras[layer]
             given = routing[:, len(chosen)] if routing is not None and isinstance(block.mlp, Moe) else None
+            cos, sin = local if layer in self.config.local_layers else turns
             rest = (cos, sin, attend, lora, given, ops)
             if recompute:
                 x, stream, native = checkpoint(  # type: ignore[misc]
@@ -218,15 +226,28 @@ class Decoder(nn.Module):
         """[R, D] -> [R, V], in fp32 with ``fp32_head``; no adapter is of the head."""
         return ops.linear(hidden, self.head_weight, None, torch.float32 if self.fp32_head else None)
 
-    def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, rotary dim] of all rows, once for all layers; both halves of a head turn alike."""
+    def _embedded(self, tokens: Tensor, ops: Ops) -> Tensor:
+        rows = ops.embed(tokens, self.embed).to(self.dtype)
+        scale = self.config.embed_scale
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
+
+    def gain(self, norm: Tensor) -> Tensor:
+        """What a norm multiplies with."""
+        return norm + self.config.norm_offset if self.config.norm_offset else norm
+
+    def rotations(self, positions: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, rotary dim] of all rows, once for all layers, or all local ones; both halves of
+        a head turn alike."""
         if self.inv_freq.dtype.itemsize < 4:
             raise ValueError(f"dtype was changed to {self.dtype} by .to(); give the dtype when loading")
-        angles = positions.to(self.inv_freq.dtype).unsqueeze(-1) * self.inv_freq
+        inv_freq, factor = (
+            (self.local_inv_freq, self._local_factor) if local else (self.inv_freq, self._rope_factor)
+        )
+        angles = positions.to(inv_freq.dtype).unsqueeze(-1) * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos(), angles.sin()
-        if self._rope_factor != 1.0:
-            cos, sin = cos * self._rope_factor, sin * self._rope_factor
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
         return cos.to(self.dtype), sin.to(self.dtype)
 
     def _block(
@@ -251,21 +272,27 @@ class Decoder(nn.Module):
         if isinstance(block.attn, Attention):
             x = self._attention(layer, block.attn, x, cos, sin, attend, lora, ops)
         else:
-            x = self._latent_attention(layer, block.attn, x, cos, sin, attend, lora, ops)
-        x, residual = ops.add_rms_norm(ops.leave(x), residual, block.mlp_norm, eps)
+            x = _latent_attention(self.local, self._scale, layer, block.attn, x, cos, sin, attend, lora, ops)
+        x = ops.leave(x)
+        if block.attn_out_norm is not None:
+            x = ops.rms_norm(x, self.gain(block.attn_out_norm), eps)
+        x, residual = ops.add_rms_norm(x, residual, self.gain(block.mlp_norm), eps)
         native = None
         if isinstance(block.mlp, Moe):
             x, native = self._moe(block.mlp, x, lora, given, ops)
         else:
             x = self._mlp(block.mlp, x, lora.gate_up, lora.down, ops)
+        if block.mlp_out_norm is not None:
+            x = ops.rms_norm(x, self.gain(block.mlp_out_norm), eps)
         if block.next_norm is None:
             residual = residual + x
             return residual, residual, native
-        x, residual = ops.add_rms_norm(x, residual, block.next_norm, eps)
+        x, residual = ops.add_rms_norm(x, residual, self.gain(block.next_norm), eps)
         return x, residual, native
 
     def _mlp(self, w: Mlp, x: Tensor, gate_up: Lora | None, down: Lora | None, ops: Ops) -> Tensor:
-        hidden = ops.silu_mul(_linear(ops.enter(x), w.gate_up, w.gate_up_bias, gate_up, ops))
+        gated = ops.silu_mul if self.config.activation == Activation.SILU else ops.gelu_mul
+        hidden = gated(_linear(ops.enter(x), w.gate_up, w.gate_up_bias, gate_up, ops))
         return ops.leave(_linear(hidden, w.down, self._once(w.down_bias), down, ops))
 
     def _once(self, bias: Tensor | None) -> Tensor | None:
@@ -286,7 +313,7 @@ class Decoder(nn.Module):
         c = self.local
         heads, both = c.num_heads, c.num_heads + c.num_kv_heads
         qkv = _linear(x, w.qkv, w.qkv_bias, lora.qkv, ops)
-        norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+        norms = None if w.q_norm is None or w.k_norm is None else (self.gain(w.q_norm), self.gain(w.k_norm))
         if norms is not None and c.qk_norm == QKNorm.FULL:
             q, k, v = qkv.split([heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2], dim=-1)
             q, k = ops.rms_norm(q, norms[0], c.rms_norm_eps), ops.rms_norm(k, norms[1], c.rms_norm_eps)
@@ -298,42 +325,10 @@ class Decoder(nn.Module):
             out = attend.project(layer, qkv, norms, c.rms_norm_eps, (cos, sin), self._scale)
         else:
             q, k = _rotated(qkv[:, :both], heads, norms, c.rms_norm_eps, cos, sin, ops)
-            out = attend(layer, q, k, qkv[:, both:], self._scale)
+            window = self.config.window_of(layer)
+            seen = () if window is None else (window,)
+            out = attend(layer, q, k, qkv[:, both:], self._scale, *seen)
         return _linear(out.flatten(1), w.o, self._once(w.o_bias), lora.o, ops)
-
-    def _latent_attention(
-        self,
-        layer: int,
-        w: LatentAttention,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: Attend,
-        lora: LayerLora,
-        ops: Ops,
-    ) -> Tensor:
-        """Multi-head latent attention with keys and values expanded (arXiv 2405.04434 section 2.1)."""
-        mla, heads = self.local.mla, self.local.num_heads
-        assert mla is not None
-        if w.q is not None:
-            q = _linear(x, w.q, None, lora.q, ops)
-        else:
-            assert w.q_a_norm is not None
-            latent = ops.rms_norm(_linear(x, w.q_a, None, lora.q_a, ops), w.q_a_norm, _LATENT_EPS)
-            q = _linear(latent, w.q_b, None, lora.q_b, ops)
-        q_nope, q_rope = q.unflatten(-1, (heads, -1)).split([mla.nope_head_dim, mla.rope_head_dim], dim=-1)
-        kv = _linear(x, w.kv_a, None, lora.kv_a, ops)
-        latent, k_rope = kv.split([mla.kv_lora_rank, mla.rope_head_dim], dim=-1)
-        latent = ops.rms_norm(latent, w.kv_a_norm, _LATENT_EPS)
-        kv = _linear(latent, w.kv_b, None, lora.kv_b, ops).unflatten(-1, (heads, -1))
-        k_nope, v = kv.split([mla.nope_head_dim, mla.v_head_dim], dim=-1)
-        k_rope = k_rope.unsqueeze(1)  # one rotary key for all heads
-        if mla.interleaved:
-            q_rope, k_rope = _split_pairs(q_rope), _split_pairs(k_rope)
-        q = torch.cat((q_nope, ops.rope(q_rope, cos, sin)), dim=-1)
-        k = torch.cat((k_nope, ops.rope(k_rope, cos, sin).expand(-1, heads, -1)), dim=-1)
-        out = attend(layer, q, k, v, self._scale)
-        return _linear(out.flatten(1), w.o, None, lora.o, ops)
 
     def _moe(
         self, w: Moe, x: Tensor, lora: LayerLora, given: Tensor | None, ops: Ops
@@ -349,6 +344,42 @@ class Decoder(nn.Module):
         if w.shared is not None:
             out = out + self._mlp(w.shared, x, lora.shared_gate_up, lora.shared_down, ops)
         return out, native
+
+
+def _latent_attention(
+    config: ModelConfig,
+    scale: float,
+    layer: int,
+    w: LatentAttention,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    attend: Attend,
+    lora: LayerLora,
+    ops: Ops,
+) -> Tensor:
+    """Multi-head latent attention with keys and values expanded (arXiv 2405.04434 section 2.1)."""
+    mla, heads = config.mla, config.num_heads
+    assert mla is not None
+    if w.q is not None:
+        q = _linear(x, w.q, None, lora.q, ops)
+    else:
+        assert w.q_a_norm is not None
+        latent = ops.rms_norm(_linear(x, w.q_a, None, lora.q_a, ops), w.q_a_norm, _LATENT_EPS)
+        q = _linear(latent, w.q_b, None, lora.q_b, ops)
+    q_nope, q_rope = q.unflatten(-1, (heads, -1)).split([mla.nope_head_dim, mla.rope_head_dim], dim=-1)
+    kv = _linear(x, w.kv_a, None, lora.kv_a, ops)
+    latent, k_rope = kv.split([mla.kv_lora_rank, mla.rope_head_dim], dim=-1)
+    latent = ops.rms_norm(latent, w.kv_a_norm, _LATENT_EPS)
+    kv = _linear(latent, w.kv_b, None, lora.kv_b, ops).unflatten(-1, (heads, -1))
+    k_nope, v = kv.split([mla.nope_head_dim, mla.v_head_dim], dim=-1)
+    k_rope = k_rope.unsqueeze(1)  # one rotary key for all heads
+    if mla.interleaved:
+        q_rope, k_rope = _split_pairs(q_rope), _split_pairs(k_rope)
+    q = torch.cat((q_nope, ops.rope(q_rope, cos, sin)), dim=-1)
+    k = torch.cat((k_nope, ops.rope(k_rope, cos, sin).expand(-1, heads, -1)), dim=-1)
+    out = attend(layer, q, k, v, scale)
+    return _linear(out.flatten(1), w.o, None, lora.o, ops)
 
 
 def _linear(x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | None, ops: Ops) -> Tensor:

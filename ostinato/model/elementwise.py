@@ -51,6 +51,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up of the two halves, gelu by tanh: [T, 2F] -> [T, F]. GEGLU, arXiv 2002.05202."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()

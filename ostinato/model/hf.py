@@ -45,6 +45,13 @@ def load_model(
     Raises ValueError as ``fill`` does, and for an unsupported config.
     """
     config = read_config(folder)
+    if torch.device(device).type != "cpu":  # its kernels have no window
+        config = config.within_window
+        if config.max_positions < config.raw.get("max_position_embeddings", 0):
+            warnings.warn(
+                f"{folder}: sliding_window is {config.max_positions}; longer contexts are refused on a GPU",
+                stacklevel=2,
+            )
     kinds: dict[str, Any] = {"dtype": dtype, "storage": storage, "share": share}
     check_sizes(Decoder(config, device="meta", **kinds), folder)
     decoder = Decoder(config, device=device, fp32_head=fp32_head, **kinds)

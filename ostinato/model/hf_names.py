@@ -129,7 +129,12 @@ def _vectors(block: Block) -> Iterator[tuple[str, str, Tensor]]:
     """(name in a checkpoint, name in the decoder, weight) of a layer's norms and correction bias."""
     attn = block.attn
     yield "input_layernorm.weight", "attn_norm", block.attn_norm
-    yield "post_attention_layernorm.weight", "mlp_norm", block.mlp_norm
+    if block.attn_out_norm is None or block.mlp_out_norm is None:
+        yield "post_attention_layernorm.weight", "mlp_norm", block.mlp_norm
+    else:
+        yield "post_attention_layernorm.weight", "attn_out_norm", block.attn_out_norm
+        yield "pre_feedforward_layernorm.weight", "mlp_norm", block.mlp_norm
+        yield "post_feedforward_layernorm.weight", "mlp_out_norm", block.mlp_out_norm
     norms = (
         {"q_norm": attn.q_norm, "k_norm": attn.k_norm}
         if isinstance(attn, Attention)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.model.attention import Attend
-from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
+from ostinato.model.elementwise import add_rms_norm, gelu_mul, rms_norm, rope, silu_mul
 from ostinato.model.gemm import Gemm
 from ostinato.model.moe import ExpertLora, experts, route
 from ostinato.model.packed import PackedAttention
@@ -48,6 +48,7 @@ class Ops:
     route: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (logits [T, E], moe, bias, given): see moe.route
     experts: Callable[[Tensor, Tensor, Tensor, Weight, Weight, ExpertLora | None], Tensor]  # see moe.experts
     gemm: Gemm  # under autograd; ``linear`` is the product outside of it
+    gelu_mul: Callable[[Tensor], Tensor] = gelu_mul  # the same with another gate
     # what one of several ranks does besides (``parallel``); alone these are identities
     embed: Callable[[Tensor, Tensor], Tensor] = F.embedding  # (tokens [T], weight [V, D]) -> own rows
     enter: Callable[[Tensor], Tensor] = same  # own rows -> all that a linear map with cut outputs reads

@@ -70,14 +70,58 @@ class PackedAttention:
     def __init__(self, segments: tuple[Segment, ...], forward: Forward | None = None) -> None:
         check_segments(segments)
         self._forward = forward
-        self.num_rows = segments[-1].stop
+        self.segments, self.num_rows = segments, segments[-1].stop
+        self.longest = max(s.stop - s.start + s.prefix_stop - s.prefix_start for s in segments)
         self.parts = _own_parts(segments) + _prefix_parts(segments)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q [T, H, Dk], k [T, Hkv, Dk], v [T, Hkv, Dv] -> [T, H, Dv]. The layer's number plays no role."""
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """q [T, H, Dk], k [T, Hkv, Dk], v [T, Hkv, Dv] -> [T, H, Dv]. The layer's number plays no role. A
+        window that is shorter than a sequence is computed from all pairs. Raises ValueError where such a one
+        meets ``forward``."""
         if len(q) != self.num_rows:
             raise ValueError(f"q has {len(q)} rows for segments of {self.num_rows}; take both from one batch")
+        if window is not None and window < self.longest:
+            if self._forward is not None:
+                raise ValueError(f"model.exact is true, but a layer sees {window} positions; set it to false")
+            return of_all_pairs(self.segments, q, k, v, scale, window)
         return _Attention.apply(q, k, v, self.parts, scale, self._forward)  # type: ignore[return-value]
+
+
+def of_all_pairs(
+    segments: tuple[Segment, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What ``PackedAttention`` returns, segment by segment in plain torch: also with a window, with scores
+    that go through softcap * tanh(score / softcap), and with sinks [H], keys whose values are 0."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    outs = []
+    for one in segments:
+        before, own = one.prefix_stop - one.prefix_start, one.stop - one.start
+        skipped = max(0, before - window + 1) if window is not None else 0  # out of sight of all rows
+        rows, prefix = slice(one.start, one.stop), slice(one.prefix_start + skipped, one.prefix_stop)
+        keys, values = (torch.cat((x[prefix], x[rows])) for x in (k, v))
+        places = torch.arange(before, before + own, device=q.device).unsqueeze(1)
+        behind = places - torch.arange(skipped, before + own, device=q.device)
+        hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+        queries = q[rows].unflatten(1, (k.shape[1], -1))
+        scores = torch.einsum("nhgd,mhd->hgnm", queries, keys).to(wide) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            column = sinks.to(wide).view(k.shape[1], -1, 1, 1).expand(-1, -1, own, 1)
+            scores = torch.cat((scores, column), dim=-1)
+        shares = scores.softmax(dim=-1)[..., : len(keys)].to(v.dtype)
+        outs.append(torch.einsum("hgnm,mhd->nhgd", shares, values).flatten(1, 2))
+    return torch.cat(outs)
 
 
 def check_segments(segments: tuple[Segment, ...]) -> None:

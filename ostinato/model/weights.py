@@ -141,6 +141,8 @@ class Block:
     next_norm: (
         Tensor | None
     )  # of the next layer, or the final one: fused with the residual add; None: elsewhere
+    attn_out_norm: Tensor | None = None  # of the outputs, before they are added
+    mlp_out_norm: Tensor | None = None
 
 
 def new_block(c: ModelConfig, new: New, layer: int, next_norm: Tensor | None) -> Block:
@@ -166,6 +168,8 @@ def new_block(c: ModelConfig, new: New, layer: int, next_norm: Tensor | None) ->
         mlp_norm=new(f"{name}.mlp_norm", c.hidden_size),
         mlp=mlp,
         next_norm=next_norm,
+        attn_out_norm=new(f"{name}.attn_out_norm", c.hidden_size) if c.post_norms else None,
+        mlp_out_norm=new(f"{name}.mlp_out_norm", c.hidden_size) if c.post_norms else None,
     )
 
 
@@ -262,13 +266,13 @@ def _plain(weight: Weight) -> Tensor:
 
 
 @torch.no_grad()
-def fill_initial(named: Iterable[tuple[str, Tensor]], std: float, seed: int) -> None:
-    """Initial values of parameters: normal(0, std), norms 1, biases 0; the same on any device."""
+def fill_initial(named: Iterable[tuple[str, Tensor]], std: float, seed: int, *, norm: float = 1.0) -> None:
+    """Initial values of parameters: normal(0, std), norms ``norm``, biases 0; the same on any device."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in named:
         leaf = name.rpartition(".")[2]
         if leaf.endswith("norm"):
-            parameter.fill_(1.0)
+            parameter.fill_(norm)
         elif leaf.endswith("bias"):
             parameter.zero_()
         else:

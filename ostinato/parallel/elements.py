@@ -56,7 +56,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     biased += [f"mlp.{name}" for name in ("gate", "up", "down") if config.mlp_bias]
     shapes = dict(linears)
     shapes |= {f"{name}.bias": linears[name][-2:-1] for name in biased if name in linears}
-    shapes |= {"attn_norm": (config.hidden_size,), "mlp_norm": (config.hidden_size,)}
+    norms = ("attn_norm", "mlp_norm", *(("attn_out_norm", "mlp_out_norm") if config.post_norms else ()))
+    shapes |= dict.fromkeys(norms, (config.hidden_size,))
     if config.qk_norm != QKNorm.NONE:
         per_head = config.qk_norm == QKNorm.HEAD
         shapes["attn.q_norm"] = (config.head_dim if per_head else linears["attn.q"][0],)

@@ -83,11 +83,13 @@ class Ulysses:
     def __init__(self, inner: Attend, links: Collectives) -> None:
         self._inner, self._links = inner, links
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         """q [T / c, H, Dk], k [T / c, G, Dk], v [T / c, G, Dv] -> [T / c, H, Dv]."""
         parts = self._links.size("c")
         if parts == 1:
-            return self._inner(layer, q, k, v, scale)
+            return self._inner(layer, q, k, v, scale, *([] if window is None else [window]))
         rows, sizes = len(q), (q.shape[1] * q.shape[2], k.shape[1] * k.shape[2], v.shape[1] * v.shape[2])
         # one exchange for all three: each rank's heads of q, k and v beside each other
         by_rank = torch.cat(
@@ -106,6 +108,7 @@ class Ulysses:
             own_k.unflatten(-1, (-1, k.shape[2])),
             own_v.unflatten(-1, (-1, v.shape[2])),
             scale,
+            *([] if window is None else [window]),
         )
         back = self._links.all_to_all(out.flatten(1).contiguous(), counts, counts, "c")
         heads = back.unflatten(0, (parts, rows)).transpose(0, 1)

@@ -78,7 +78,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama-llama3": ("Llama", {"head_dim": 24, "rope_parameters": LLAMA3}),
-    "mistral": ("Mistral", {"sliding_window": 16}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "sliding_window": 6,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": ("Qwen2", {"rope_parameters": {k: v for k, v in YARN.items() if "mscale" not in k}}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
@@ -99,7 +113,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3"]
+    "kind", ["Llama", "Mistral", "Gemma3Text", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3"]
 )
 def test_keys_of_bookkeeping_and_sampling_do_not_matter(kind: str) -> None:
     """config.json files with keys that transformers itself has written (``_commit_hash``, a temperature) were
@@ -117,7 +131,7 @@ def reference(name: str) -> Any:
     kind, extra = CASES[name]
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **extra})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key or key.endswith("bias"):
@@ -198,7 +212,6 @@ def test_bfloat16_stays_close() -> None:
 # peft 0.21 looks for the keys of rank_pattern among modules only, though it applies them to parameters.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*_pattern keys did not match any targeted module:RuntimeWarning",
-    "ignore:.*sliding_window is 16:UserWarning",
 )
 MIXTURES = ("qwen3_moe-mixed", "mixtral", "olmoe", "deepseek_v3")
 ALL = ("attn", "mlp", "shared", "experts")
@@ -208,7 +221,7 @@ def make_base(family: str, folder: Path, seed: int = 0) -> Decoder:
     kind, extra = CASES[family]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **extra, "initializer_range": 0.1})
-    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+    getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).save_pretrained(folder)
     return load_model(folder)
 
 

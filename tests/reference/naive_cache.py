@@ -15,11 +15,15 @@ class NaiveCache:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k))
             v = torch.cat((self.values[layer], v))
         self.keys[layer], self.values[layer] = k, v
         rows, total = q.shape[0], k.shape[0]
         mask = torch.ones(rows, total, dtype=torch.bool, device=q.device).tril(total - rows)
+        if window is not None:
+            mask = mask.triu(total - rows - window + 1)
         return sdpa(q, k, v, scale, mask=mask)

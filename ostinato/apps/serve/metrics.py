@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ostinato.engine.local import LocalEngine
+from ostinato.launch.engine import AnyEngine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -42,15 +43,17 @@ class Metrics:
             "ostinato_policies", "Newer policies of runs that learn", ["outcome"], registry=registry
         )
 
-    def watch(self, engine: LocalEngine) -> None:
+    def watch(self, engine: AnyEngine) -> None:
         """Add the engine's queue, cache and counters, read at the time of each scrape."""
-        for name, help_, read in (
+        readings = [
             ("running_sequences", "Sequences in the batch", lambda: engine.queue[0]),
             ("waiting_sequences", "Sequences that wait for a slot", lambda: engine.queue[1]),
-            ("kv_blocks_free", "KV blocks free or evictable", lambda: engine.free_blocks),
             ("engine_passes", "Passes of the model", lambda: engine.counters.steps),
             ("preemptions", "Sequences that lost their blocks", lambda: engine.counters.preempted),
-        ):
+        ]
+        if isinstance(engine, LocalEngine):
+            readings.append(("kv_blocks_free", "KV blocks free or evictable", lambda: engine.free_blocks))
+        for name, help_, read in readings:
             Gauge(f"ostinato_{name}", help_, registry=self._registry).set_function(read)
 
     def show(

@@ -19,8 +19,8 @@ from ostinato.apps.serve.grammar import Guides
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.service import Canary, Limits, Model, Service
 from ostinato.apps.serve.thread import EngineThread
-from ostinato.engine.local import LocalEngine
 from ostinato.launch import RunFailed
+from ostinato.launch.engine import AnyEngine
 from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import Policy, load_adapter, load_policy, newest, serve
 from ostinato.model.decoder import Decoder
@@ -66,7 +66,7 @@ def open_service(serving: Serving) -> Iterator[Served]:
     """
     loaded: list[_Loaded] = []
 
-    def make() -> LocalEngine:
+    def make() -> AnyEngine:
         loaded.append(_load(serving))
         return loaded[0].engine
 
@@ -87,7 +87,7 @@ def open_service(serving: Serving) -> Iterator[Served]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loaded:
-    engine: LocalEngine
+    engine: AnyEngine
     policy: Policy
     models: dict[str, Model]
     runs: dict[str, RunFolder]
@@ -208,7 +208,7 @@ async def _serve_product(served: Served, facts: Mapping[str, Any], published: se
     service.canary = canary and Canary(of=PRODUCT, name=arms[-1][0], share=share, round=facts["round"])
 
 
-def _published(engine: LocalEngine, *, adapters: Adapters, version: int, name: str) -> None:
+def _published(engine: AnyEngine, *, adapters: Adapters, version: int, name: str) -> None:
     engine.publish(adapters, version, name)
 
 

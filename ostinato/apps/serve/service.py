@@ -18,8 +18,8 @@ from ostinato.apps.serve.grammar import Guide, Guides
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.thread import EngineThread
 from ostinato.apps.serve.toolcalls import TextStream, read_calls
-from ostinato.engine.local import LocalEngine
 from ostinato.inputs import has_surrogate
+from ostinato.launch.engine import AnyEngine
 from ostinato.model.generation import SamplingDefaults
 from ostinato.render import Renderer, TooLong
 from ostinato.train.accumulate import prompt_scores
@@ -275,7 +275,7 @@ class Service:
             return None
         tokens = await self.tokens(call)
 
-        def score(engine: LocalEngine) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+        def score(engine: AnyEngine) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
             decoder, adapters, ops = engine.model_of(model.policy)
             return prompt_scores(decoder, adapters, tokens, top, ops)
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
-from ostinato.engine.local import LocalEngine
+from ostinato.launch.engine import AnyEngine
 from ostinato.types import Completion, Emitted, Request
 
 T = TypeVar("T")
@@ -46,12 +46,12 @@ class _Post:
 class EngineThread:
     """Runs the engine that ``make`` makes, in the same thread, until ``close``. Raises what ``make`` does."""
 
-    def __init__(self, make: Callable[[], LocalEngine]) -> None:
+    def __init__(self, make: Callable[[], AnyEngine]) -> None:
         self._loop, self._post = asyncio.new_event_loop(), _Post()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._thread.start()
 
-        async def begin() -> LocalEngine:
+        async def begin() -> AnyEngine:
             return make()
 
         try:
@@ -93,7 +93,7 @@ class EngineThread:
             limit.cancel()
             running.cancel()
 
-    async def call(self, function: Callable[[LocalEngine], T]) -> T:
+    async def call(self, function: Callable[[AnyEngine], T]) -> T:
         """Run ``function`` between two passes, as the engine is not thread-safe; returns its result."""
 
         async def run() -> T:

@@ -329,8 +329,13 @@ def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = 
 
     def make() -> LocalEngine:
         policy = load_policy(target, *overrides)
-        loaded.append((policy, serve(replace(policy, adapters=None, step=0))))
-        return loaded[0][1]
+        engine = serve(replace(policy, adapters=None, step=0))
+        if not isinstance(engine, LocalEngine):
+            raise ValueError(
+                'model.backend is "transformers", and the Tinker API needs our own decoder: "native"'
+            )
+        loaded.append((policy, engine))
+        return engine
 
     state.mkdir(parents=True, exist_ok=True)
     with (

@@ -42,7 +42,7 @@ _SIGNATURES = {
     "rope": "plppplll",
     "silu_mul": "ppll",
     "write_cache": "plplpppllll",
-    "paged_attention": "plppplpppp" + "lllll" + "d",
+    "paged_attention": "plppplpppp" + "llllll" + "d",
 }
 _PLAIN = {
     "sample": "plppppppppp" + "l",
@@ -382,9 +382,11 @@ def _paged_attention(functions: dict[str, Callable[..., None]]) -> Callable[...,
         lengths: Tensor,
         scale: float,
         lse: Tensor | None = None,
+        window: int | None = None,
     ) -> Tensor:
-        """q [T, H, Dk]; row t sees the first lengths[t] positions of the blocks tables[sequence[t]] -> [T,
-        H, Dv]. ``lse`` [T, H] fp32 gets the log of the sum of the exponentials of its scores.
+        """q [T, H, Dk]; row t sees the first lengths[t] positions of the blocks tables[sequence[t]], of these
+        the last ``window`` -> [T, H, Dv]. ``lse`` [T, H] fp32 gets the log of the sum of the exponentials of
+        its scores.
         """
         rows, heads, width = q.shape
         if q.stride(2) != 1 or q.stride(1) != width:
@@ -406,6 +408,7 @@ def _paged_attention(functions: dict[str, Callable[..., None]]) -> Callable[...,
             values.shape[1],
             width,
             values.shape[3],
+            window or 0,
             scale,
         )
         return out

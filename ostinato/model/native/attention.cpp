@@ -80,7 +80,8 @@ template <int Q> inline void block_scores(const bf16* q, const bf16* keys, long 
 template <class T> struct Heads {
   const T *q, *keys, *values;  // keys and values: of this head in block 0
   const int32_t* table;
-  long n, Dk, Dv, key_stride, value_stride;  // elements from block to block
+  long from, n;  // positions from to n - 1 are seen
+  long Dk, Dv, key_stride, value_stride;  // elements from block to block
   float scale;
   float* p;  // [Q, room] probabilities
   long room;
@@ -95,17 +96,18 @@ inline void fetch(const void* from, long bytes) {
 
 // p[i] = softmax(scale * q[i] keys^T), normalised. Fetches the values on the way.
 template <class T, int Q> inline void weigh_positions(const Heads<T>& a) {
-  const long blocks = (a.n + BLOCK - 1) / BLOCK;
+  const long blocks = (a.n + BLOCK - 1) / BLOCK, begin = a.from / BLOCK;
   vec top[Q], s[Q][VECTORS];
   for (int i = 0; i < Q; i++) top[i] = splat(-INFINITY);
-  for (long b = 0; b < blocks; b++) {
+  for (long b = begin; b < blocks; b++) {
     if (b + 1 < blocks) fetch(a.keys + a.table[b + 1] * a.key_stride, a.Dk * BLOCK * sizeof(T));
     fetch(a.values + a.table[b] * a.value_stride, a.Dv * BLOCK * sizeof(T));
     block_scores<Q>(a.q, a.keys + a.table[b] * a.key_stride, a.Dk, s);
     for (int i = 0; i < Q; i++)
       for (int v = 0; v < VECTORS; v++) {
         const long at = b * BLOCK + v * LANES;
-        const vec scaled = first_lanes_or_low(s[i][v] * a.scale, a.n - at);
+        vec scaled = first_lanes_or_low(s[i][v] * a.scale, a.n - at);
+        if (at < a.from) scaled = without_first_lanes(scaled, a.from - at);
         store(a.p + i * a.room + at, scaled);
         top[i] = max(top[i], scaled);
       }
@@ -114,14 +116,14 @@ template <class T, int Q> inline void weigh_positions(const Heads<T>& a) {
     float* p = a.p + i * a.room;
     const float peak = max_lane(top[i]);
     vec total{};
-    for (long at = 0; at < blocks * BLOCK; at += LANES) {
+    for (long at = begin * BLOCK; at < blocks * BLOCK; at += LANES) {
       const vec e = exp(load(p + at) - peak);
       store(p + at, e);
       total = total + e;
     }
     const float mass = lane_sum(total), inverse = 1.0f / mass;
     if (a.lse) a.lse[i] = peak + std::log(mass);
-    for (long at = 0; at < blocks * BLOCK; at += LANES) store(p + at, load(p + at) * inverse);
+    for (long at = begin * BLOCK; at < blocks * BLOCK; at += LANES) store(p + at, load(p + at) * inverse);
   }
 }
 
@@ -129,9 +131,10 @@ template <class T, int Q> inline void weigh_positions(const Heads<T>& a) {
 // loaded and widened once for all i.
 template <class T, int Q, int COUNT> inline void weigh_features(const Heads<T>& a, long d) {
   vec acc[Q][COUNT] = {};
-  for (long first = 0; first < a.n; first += BLOCK) {
-    const T* v = a.values + a.table[first / BLOCK] * a.value_stride + d;
-    for (long j = first; j < std::min(a.n, first + BLOCK); j++, v += a.Dv)
+  for (long first = a.from / BLOCK * BLOCK; first < a.n; first += BLOCK) {
+    const long own = std::max(a.from, first);
+    const T* v = a.values + a.table[first / BLOCK] * a.value_stride + (own - first) * a.Dv + d;
+    for (long j = own; j < std::min(a.n, first + BLOCK); j++, v += a.Dv)
       for (int k = 0; k < COUNT; k++) {
         const vec value = load(v + k * LANES);
         for (int i = 0; i < Q; i++) acc[i][k] += a.p[i * a.room + j] * value;
@@ -148,7 +151,7 @@ template <class T, int Q> inline void weigh_values(const Heads<T>& a) {
   for (; d < a.Dv; d++)
     for (int i = 0; i < Q; i++) {
       float acc = 0;
-      for (long j = 0; j < a.n; j++)
+      for (long j = a.from; j < a.n; j++)
         acc += a.p[i * a.room + j] * to_float(a.values[a.table[j / BLOCK] * a.value_stride + j % BLOCK * a.Dv + d]);
       store1(a.out + i * a.Dv + d, acc);
     }
@@ -162,13 +165,14 @@ template <class T, int Q> void attend_heads(const Heads<T>& a) {
 // All query heads of key-value head h of row t.
 template <class T> void attend(const Attention<T>& a, long t, long h, std::vector<float>& p) {
   const Cache<T>& c = a.cache;
+  const long from = a.window ? std::max(0L, a.lengths[t] - a.window) : 0;
   const long G = a.H / c.Hkv, room = (a.lengths[t] + BLOCK - 1) / BLOCK * BLOCK;
   constexpr long most = 4;  // query heads at once
   if (long(p.size()) < most * room) p.resize(most * room);
   for (long g = 0; g < G;) {
     const long count = std::min(most, G - g), head = h * G + g;
     const Heads<T> heads{a.q + t * a.ldq + head * c.Dk, c.keys + h * c.Dk * BLOCK, c.values + h * BLOCK * c.Dv,
-                         a.tables + a.sequence[t] * a.ldt, a.lengths[t], c.Dk, c.Dv, c.Hkv * c.Dk * BLOCK,
+                         a.tables + a.sequence[t] * a.ldt, from, a.lengths[t], c.Dk, c.Dv, c.Hkv * c.Dk * BLOCK,
                          c.Hkv * BLOCK * c.Dv, a.scale, p.data(), room, a.out + (t * a.H + head) * c.Dv,
                          a.lse ? a.lse + t * a.H + head : nullptr};
     switch (count) {
@@ -222,9 +226,9 @@ INSTANCES(bf16)
   }                                                                                                                   \
   void paged_attention_##SUFFIX(const T* q, long ldq, const T* keys, const T* values, const int32_t* tables,          \
                                 long ldt, const int32_t* sequence, const int32_t* lengths, T* out, float* lse,        \
-                                long n, long H, long Hkv, long Dk, long Dv, double scale) {                           \
+                                long n, long H, long Hkv, long Dk, long Dv, long window, double scale) {              \
     const Cache<T> cache{const_cast<T*>(keys), const_cast<T*>(values), Hkv, Dk, Dv};                                  \
-    const Attention<T> a{q, ldq, cache, tables, ldt, sequence, lengths, out, n, H, float(scale), lse};                \
+    const Attention<T> a{q, ldq, cache, tables, ldt, sequence, lengths, out, n, H, float(scale), lse, window};        \
     _Pragma("omp parallel") attend_share(a);                                                                          \
   }
 

@@ -29,6 +29,7 @@ template <class T> struct Attention {
   long T_, H;
   float scale;
   float* lse = nullptr;  // [T, H] log of the sum of exp(scaled scores), for the backward of training; or null
+  long window = 0;  // and of these the last so many; 0: all
 };
 
 // The calling thread's share of rows and key-value heads.

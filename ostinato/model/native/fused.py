@@ -2,7 +2,8 @@
 
 The twin is ``Decoder.forward`` with the single kernels; every number is the same, bit for bit, because both
 are made of the same compiled functions (see step.cpp). What the step does not know (latent attention, clipped
-queries, routing by sigmoid, other devices) has no ``FusedStep``, and the caller takes the twin.
+queries, routing by sigmoid, what Gemma has besides, other devices) has no ``FusedStep``; the caller takes the
+twin.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ostinato.model.config import QKNorm, Scoring
+from ostinato.model.config import Activation, QKNorm, Scoring
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import NO_LORA, LayerLora, Lora, Prepared
 from ostinato.model.moe import ExpertLora
@@ -65,6 +66,7 @@ class _Layer(ctypes.Structure):
         *_pointers("attn_norm", "mlp_norm", "next_norm", "q_norm", "k_norm"),
         *[(name, _Linear) for name in ("qkv", "o", "gate_up", "down", "router")],
         *_pointers("experts"),
+        *_longs("window"),
     ]
 
 
@@ -111,6 +113,8 @@ class FusedStep:
             self._kept.layer(block, [NO_LORA if one is None else one.layers[i] for one in policies])
             for i, block in enumerate(decoder.blocks)
         ]
+        for index, layer in enumerate(layers):
+            layer.window = config.window_of(index) or 0
         self._layers = (_Layer * len(layers))(*layers)
         moe = config.moe
         self._model = _Model(
@@ -291,6 +295,9 @@ def supported(decoder: Decoder) -> bool:
         and decoder.dtype in _SUFFIX
         and config.mla is None
         and config.clip_qkv is None
+        and config.activation == Activation.SILU
+        and not (config.norm_offset or config.post_norms or config.attention_scale or config.local_rope)
+        and config.embed_scale == 1.0
         and routed
         and decoder.inv_freq.shape[0] * 2 == config.head_dim
         and all(parameter.is_contiguous() for parameter in decoder.parameters())

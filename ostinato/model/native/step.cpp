@@ -28,6 +28,7 @@ struct Layer {
   Linear gate_up, down;  // the MLP, or the shared expert; out is 0 without
   Linear router;         // out is 0 in a dense layer
   const Experts* experts;  // [policies], the same weights with the adapters of each; null in a dense layer
+  long window;  // positions that a row sees, itself included; 0: all
 };
 struct Model {
   const Layer* layers;
@@ -222,7 +223,7 @@ template <class T> class Pass {
     cache_keys(layer, cache);
 #pragma omp barrier
     attend_share(Attention<T>{q, model.H * model.Dk, cache, batch.tables, batch.ldt, batch.sequence, batch.lengths,
-                              attended, batch.T_, model.H, float(model.scale)});
+                              attended, batch.T_, model.H, float(model.scale), nullptr, layer.window});
 #pragma omp barrier
     product_and_low(layer.o, attended, y);
 #pragma omp barrier

@@ -157,6 +157,13 @@ inline float max_lane(vec v) {
   return m;
 #endif
 }
+// v with -inf in its first n lanes.
+inline vec without_first_lanes(vec v, long n) {
+  static const int32_t order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  veci lane;
+  memcpy(&lane, order, sizeof lane);
+  return select(lane < int32_t(std::min(n, long(LANES))), splat(-INFINITY), v);
+}
 // The first n lanes of v, -inf in the others.
 inline vec first_lanes_or_low(vec v, long n) {
   static const int32_t order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -17,13 +17,13 @@ peft = pytest.importorskip("peft")
 from trainer_options import trainer_options  # noqa: E402
 
 from ostinato.algo.algorithms import algorithm  # noqa: E402
-from ostinato.hf.attention import PackedRows  # noqa: E402
 from ostinato.hf.factors import init_sites, read_folder, write_folder  # noqa: E402
 from ostinato.hf.model import TransformersModel, load  # noqa: E402
 from ostinato.model.decoder import Decoder  # noqa: E402
 from ostinato.model.hf import load_model  # noqa: E402
 from ostinato.model.hf_names import hf_module  # noqa: E402
 from ostinato.model.lora import Adapters, init_adapters  # noqa: E402
+from ostinato.model.packed import PackedAttention  # noqa: E402
 from ostinato.model.peft_io import write_peft  # noqa: E402
 from ostinato.model.shapes import AdapterSpec  # noqa: E402
 from ostinato.train.inputs import as_inputs  # noqa: E402
@@ -32,7 +32,11 @@ from ostinato.train.passes import ScoreOptions, batch_objective  # noqa: E402
 from ostinato.train.trainer import PolicyTrainer  # noqa: E402
 from ostinato.types import Segment  # noqa: E402
 
-KNOWN_TO_BOTH = ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral", "olmoe")
+KNOWN_TO_BOTH = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral", "olmoe")
+WINDOWS = {
+    "mistral": {"sliding_window": 6},
+    "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2},
+}
 
 
 def trained(adapters: Adapters) -> Adapters:
@@ -54,7 +58,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Both]:
 
     def of(model_type: str) -> Both:
         if model_type not in made:
-            folder = saved(model_type, tmp_path_factory.mktemp(model_type))
+            folder = saved(model_type, tmp_path_factory.mktemp(model_type), **WINDOWS.get(model_type, {}))
             decoder = load_model(folder, dtype=torch.float32)
             native = shaken(init_adapters(decoder.config, SPEC, seed=1))
             write_peft(native, folder / "adapter")
@@ -67,11 +71,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Both]:
 
 
 def passes_of(base: Any, adapters: Adapters, **options: Any) -> LocalPasses:
-    ops = {"ops": base.ops} if isinstance(base, TransformersModel) else {}
     from ostinato.model.ops import TORCH_OPS
 
     settings = {"ops": TORCH_OPS, "temperature": 0.8, "recompute": False, "entropy_grad": False}
-    return LocalPasses(base, adapters, **{**settings, **ops, **options})
+    return LocalPasses(base, adapters, **{**settings, **options})
 
 
 @pytest.mark.parametrize("model_type", KNOWN_TO_BOTH)
@@ -140,7 +143,7 @@ class SampledBy:
         self.model, self.logits = model, model.logits
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Any, **given: Any) -> Any:
-        rows = PackedRows((Segment(start=0, stop=len(tokens)),))
+        rows = PackedAttention((Segment(start=0, stop=len(tokens)),))
         return self.model(tokens, positions, rows, **given)
 
 
@@ -165,7 +168,7 @@ def test_families_that_our_decoder_has_not(
     torch.testing.assert_close(packed, own, rtol=1e-4, atol=1e-5)
 
     def trainer(recompute: bool = False) -> PolicyTrainer:
-        options = trainer_options(settings=SLOW, ops=model.ops, recompute=recompute)
+        options = trainer_options(settings=SLOW, recompute=recompute)
         return PolicyTrainer(model, adapters_of(model), GRPO, **options)
 
     first, again = trainer(), trainer(recompute=True)
@@ -188,7 +191,7 @@ def test_families_that_our_decoder_has_not(
     read = read_folder(tmp_path, model.sites, "cpu")
     assert all(torch.equal(read.leaves()[name], leaf) for name, leaf in learned.leaves().items())  # type: ignore[union-attr]
     tokens = torch.arange(11) * 7 % SIZES["vocab_size"]
-    rows = PackedRows((Segment(start=0, stop=11),))
+    rows = PackedAttention((Segment(start=0, stop=11),))
     with torch.no_grad():
         ours = model.logits(model(tokens, torch.arange(11), rows, adapters=learned)[0])
         plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

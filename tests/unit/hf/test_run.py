@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_transformers import OTHERS, saved
+from small_transformers import OTHERS, saved, with_tokenizer
 
 pytest.importorskip("transformers", minversion="5.0")
 peft = pytest.importorskip("peft")
@@ -20,15 +19,10 @@ from ostinato.launch.backend import chosen, with_backend  # noqa: E402
 from ostinato.launch.session import learn, resume  # noqa: E402
 from ostinato.model.named import model_folder  # noqa: E402
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = saved("gemma2", tmp_path_factory.mktemp("gemma2"), **OTHERS["gemma2"])
-    for name in TOKENIZER:
-        shutil.copy(model_folder("asset:seed-moe") / name, folder / name)
-    return folder
+    return with_tokenizer(saved("gemma2", tmp_path_factory.mktemp("gemma2"), **OTHERS["gemma2"]))
 
 
 def recipe_of(folder: Path, runs: Path, steps: int, **keys: Any) -> Recipe:

@@ -17,10 +17,10 @@ from small_transformers import OTHERS, SPEC, saved, shaken
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from ostinato.hf.attention import PackedRows
 from ostinato.hf.factors import init_sites
 from ostinato.hf.model import TransformersModel, load
 from ostinato.hf.sampler import TransformersEngine
+from ostinato.model.packed import PackedAttention
 from ostinato.types import NO_EXPERT, Segment
 
 VOCAB = 384
@@ -34,7 +34,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def scored(model: TransformersModel, policy: Any, tokens: np.ndarray) -> np.ndarray:
     ids = torch.from_numpy(tokens.astype(np.int64))
-    rows = PackedRows((Segment(start=0, stop=len(ids)),))
+    rows = PackedAttention((Segment(start=0, stop=len(ids)),))
     with torch.no_grad():
         hidden, _ = model(ids, torch.arange(len(ids)), rows, adapters=policy)
         log_p = model.logits(hidden).log_softmax(-1)
@@ -67,7 +67,7 @@ def test_routes_are_those_of_the_forward_of_training(subject: Subject, model: Tr
             continue
         assert answer.experts is not None and answer.prompt_experts is not None
         whole = torch.from_numpy(np.concatenate([request.tokens, answer.tokens]).astype(np.int64))
-        rows = PackedRows((Segment(start=0, stop=len(whole)),))
+        rows = PackedAttention((Segment(start=0, stop=len(whole)),))
         with torch.no_grad():
             _, native = model(whole, torch.arange(len(whole)), rows, adapters=subject.policies[0])
         assert native is not None

@@ -204,32 +204,31 @@ def test_a_config_that_is_no_config_is_refused(tmp_path: Path, text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "longest"),
+    ("changes", "windows"),
     [
-        ({"model_type": "mistral", "sliding_window": 32}, 32),
-        ({"model_type": "mistral", "sliding_window": None}, 128),
-        ({"model_type": "mistral"}, 128),  # transformers' own window, 4096, is longer
-        ({"model_type": "mistral", "max_position_embeddings": 8192}, 4096),
+        ({"model_type": "mistral", "sliding_window": 32}, [32] * 4),
+        ({"model_type": "mistral", "sliding_window": None}, [None] * 4),
+        ({"model_type": "mistral"}, [None] * 4),  # transformers' own window, 4096, is longer
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, [4096] * 4),
         (
             {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
-            32,
+            [32] * 4,
         ),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2},
-            32,
+            [None, None, 32, 32],
         ),
-        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32}, 128),
-        ({"model_type": "qwen3", "sliding_window": 32, "layer_types": ["sliding_attention"] * 4}, 32),
-        ({"model_type": "qwen3", "sliding_window": 32, "layer_types": ["full_attention"] * 4}, 128),
+        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32}, [None] * 4),
+        ({"model_type": "qwen3", "sliding_window": 32, "layer_types": ["sliding_attention"] * 4}, [32] * 4),
+        ({"model_type": "qwen3", "sliding_window": 32, "layer_types": ["full_attention"] * 4}, [None] * 4),
+        (
+            {"model_type": "gemma3_text", "sliding_window": 32, "sliding_window_pattern": 2},
+            [32, None, 32, None],
+        ),
     ],
 )
-def test_a_window_is_the_longest_context(changes: dict[str, Any], longest: int) -> None:
-    """Models with a sliding window were refused; within it they compute what full attention does."""
-    assert parse_config({**SMALL, "max_position_embeddings": 128, **changes}).max_positions == longest
-
-
-def test_a_window_shorter_than_the_context_is_said(tmp_path: Path) -> None:
-    window = {**SMALL, "model_type": "mistral", "max_position_embeddings": 128, "sliding_window": 32}
-    (tmp_path / "config.json").write_text(json.dumps(window))
-    with pytest.warns(UserWarning, match="sliding_window is 32"):
-        assert read_config(tmp_path).max_positions == 32
+def test_windows_of_layers(changes: dict[str, Any], windows: list[int | None]) -> None:
+    """Models with a sliding window were refused, later only contexts beyond it."""
+    config = parse_config({**SMALL, "max_position_embeddings": 128, "num_hidden_layers": 4, **changes})
+    assert [config.window_of(layer) for layer in range(4)] == windows
+    assert config.within_window.max_positions == next(filter(None, windows), config.max_positions)

@@ -47,6 +47,11 @@ OLMOE = {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 3, "num
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 64},
     "qwen2": {"model_type": "qwen2"},
+    "mistral": {
+        "model_type": "mistral",
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3_moe": {**QWEN_MOE, "norm_topk_prob": True},
     "qwen3_moe_raw": {**QWEN_MOE, "norm_topk_prob": False, "num_key_value_heads": 1, "head_dim": 128},

@@ -72,11 +72,16 @@ def run(attend, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> list[Tenso
     heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
     dims=st.sampled_from([(8, 8), (24, 16), (8, 16)]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
+    window=st.sampled_from([None, 1, 3, 8]),
 )
-def test_packed_equals_dense_mask(segments, heads, dims, dtype) -> None:
+def test_packed_equals_dense_mask(segments, heads, dims, dtype, window) -> None:
     inputs = random_inputs(segments[-1].stop, heads, dims, dtype)
     packed, mask = PackedAttention(segments), dense_mask(segments)
-    got = run(lambda q, k, v: packed(0, q, k, v, 0.4), *inputs)
+    if window is not None:
+        lengths = [(s, s.prefix_stop - s.prefix_start, s.stop - s.start) for s in segments]
+        places = torch.cat([torch.arange(before, before + own) for _, before, own in lengths])
+        mask = mask & (places[:, None] - places[None, :] < window)
+    got = run(lambda q, k, v: packed(0, q, k, v, 0.4, window), *inputs)
     want = run(lambda q, k, v: dense_attention(mask, q, k, v, 0.4), *inputs)
     tolerance = 1e-10 if dtype == torch.float64 else 2e-5
     for one, other in zip(got, want, strict=True):

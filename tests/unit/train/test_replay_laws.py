@@ -31,7 +31,8 @@ from ostinato.algo.routing import Cause, Misaligned, require_aligned
 from ostinato.engine.local import LocalEngine
 from ostinato.hf.routes import Routes
 from ostinato.model.attention import CausalAttention
-from ostinato.model.config import _UNDERSTOOD_BY, MoEConfig, Scoring
+from ostinato.model.config import MoEConfig, Scoring
+from ostinato.model.config_keys import _UNDERSTOOD_BY
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
 from ostinato.model.moe import route

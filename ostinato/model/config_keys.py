@@ -1,0 +1,78 @@
+"""Which keys of a ``config.json`` are read, and which others change what a decoder computes. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Keys that are read, for every family and by family.
+_UNDERSTOOD = (
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    " num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act"
+    " initializer_range rope_theta rope_scaling rope_parameters partial_rotary_factor"
+)
+_UNDERSTOOD_BY = {
+    "llama": "attention_bias mlp_bias",
+    "mistral": "sliding_window layer_types",
+    "gemma3_text": "attention_bias sliding_window sliding_window_pattern _sliding_window_pattern layer_types"
+    " query_pre_attn_scalar hidden_activation rope_local_base_freq attn_logit_softcapping"
+    " final_logit_softcapping use_bidirectional_attention",
+    "qwen2": "use_sliding_window sliding_window max_window_layers layer_types",
+    "qwen3": "attention_bias use_sliding_window sliding_window max_window_layers layer_types",
+    "qwen3_moe": "attention_bias use_sliding_window sliding_window max_window_layers decoder_sparse_step"
+    " mlp_only_layers moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob",
+    "mixtral": "sliding_window num_local_experts num_experts num_experts_per_tok",
+    "olmoe": "attention_bias clip_qkv num_experts num_local_experts num_experts_per_tok norm_topk_prob",
+    "deepseek_v3": "attention_bias moe_intermediate_size n_routed_experts num_local_experts n_shared_experts"
+    " num_experts_per_tok n_group topk_group norm_topk_prob routed_scaling_factor first_k_dense_replace"
+    " moe_layer_freq scoring_func topk_method kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim"
+    " qk_head_dim v_head_dim rope_interleave",
+}
+# Keys of training, bookkeeping and the choice of kernels: none of them changes what the decoder computes.
+# Dropout and router jitter act only in pre-training, and multi-token-prediction layers are extra heads.
+_HARMLESS = (
+    "architectures auto_map dtype torch_dtype transformers_version _name_or_path name_or_path use_cache"
+    " _model_name_or_path _commit_hash attention_dropout hidden_dropout"
+    " attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset"
+    " _flash_attn_2_enabled experts_implementation _experts_implementation _experts_implementation_internal"
+    " pretraining_tp"
+    " output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size router_jitter_noise"
+    " num_nextn_predict_layers num_mtp_layers id2label label2id num_labels problem_type return_dict"
+    " tokenizer_class task_specific_params is_llama_config transformers.js_config unsloth_fixed"
+    " unsloth_version model_max_length output_attentions _output_attentions output_hidden_states"
+    " chunk_size_feed_forward finetuning_task prefix sep_token_id torchscript tf_legacy_loss use_bfloat16"
+    " is_decoder tie_encoder_decoder _from_model_config"
+)
+# What transformers' GenerationConfig has: how to sample, of which config.json may hold a copy.
+_SAMPLING = (
+    "max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample"
+    " num_beams use_mtp cache_implementation cache_config max_cache_len temperature top_k top_p min_p top_h"
+    " typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty"
+    " no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id forced_eos_token_id"
+    " remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
+    " sequence_bias token_healing guidance_scale watermarking_config num_return_sequences output_scores"
+    " output_logits return_dict_in_generate pad_token_id bos_token_id eos_token_id"
+    " encoder_no_repeat_ngram_size decoder_start_token_id is_assistant num_assistant_tokens"
+    " num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens"
+    " max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind"
+    " assistant_ensemble_weight speculation_type compile_config disable_compile continuous_batching_config"
+    " low_memory penalty_alpha dola_layers diversity_penalty num_beam_groups constraints force_words_ids"
+    " prefill_chunk_size"
+)
+
+# Words in keys of what a decoder computes, over all families of transformers; and of inputs that are no text.
+_FUNCTION = re.compile(
+    "^(?!.*(?:vision|visual|image|video|audio|speech|mm_)).*(?:"
+    "act|alibi|alpha|att|beta|bias|block|cap|causal|clip|compr|conv|cross|chunk|delta|dim|embed|eps|exp|fac|ff|gat|"
+    "glob|group|head|hid|index|interl|kern|la[tyn]|lin|loc|log|lo|lru|mamba|mask|mla|mlp|moe|multi|norm|par|pat|pos|q|"
+    "rank|rec|res|ro|scal|sh|sin|siz|sli|sof|sp|ss|sta|ste|str|theta|tie|top|win)"
+)
+
+
+def unknown_keys(c: Mapping[str, Any], family: str) -> Iterator[str]:
+    """Those that are set, that are not read for ``family``, and whose names say that they change it."""
+    read = set(f"{_UNDERSTOOD} {_UNDERSTOOD_BY[family]} {_HARMLESS} {_SAMPLING}".split())
+    for key, value in c.items():
+        if key not in read and value not in (None, False, 0, "", [], {}) and _FUNCTION.search(key):
+            yield key
