@@ -14,6 +14,9 @@ PYTEST := $(BIN)/python -m pytest tests/e2e tests/unit lab/tests --dist loadfile
 CORES  := $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.physicalcpu); echo $$((n < 8 ? n : 8)))
 MORE   := $(shell echo $$(($(CORES) * 3 / 2)))
 
+# Most of the tests' processes import the package: what one has compiled the next one reads, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help quickstart test test-slow test-all test-lab lint docs format bench gpu-check gpu-wheels clean
 
 help:

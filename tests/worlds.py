@@ -227,3 +227,8 @@ def native_choice(logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> list[s
 def siblings(decoder: Decoder, prompt: int, answers: list[int], seed: int) -> list[Sample]:
     """Of one prompt, whose routes they share, each with routes of its own; the last row unknown."""
     return drawn(np.random.default_rng(seed), VOCAB, prompt, answers, moe=moe_of(decoder), group=seed % 2)
+
+
+def lab(*values: Any) -> list[Any]:
+    """Further kinds of what a test parametrises, which make test-lab runs and CI does not."""
+    return [pytest.param(value, marks=pytest.mark.lab) for value in values]

@@ -271,9 +271,21 @@ def test_a_policy_that_has_diverged_is_named_and_scores_nothing(
     ("fault", "last_row", "last_checkpoint"),
     [
         pytest.param(("open", "/inflight.jsonl.zst$", 9, "kill"), 2, 2, id="while rolling out"),
-        pytest.param(("open", "/metrics.jsonl$", 3, "kill"), 2, 2, id="after training, before the report"),
+        pytest.param(
+            ("open", "/metrics.jsonl$", 3, "kill"),
+            2,
+            2,
+            id="after training, before the report",
+            marks=pytest.mark.lab,
+        ),
         pytest.param(("open", ".step-00000004.", 3, "kill"), 4, 2, id="inside a checkpoint"),
-        pytest.param(("os.rename", "/step-00000004$", 1, "kill"), 4, 2, id="before it gets its name"),
+        pytest.param(
+            ("os.rename", "/step-00000004$", 1, "kill"),
+            4,
+            2,
+            id="before it gets its name",
+            marks=pytest.mark.lab,
+        ),
     ],
 )
 def test_kill_9_then_resume_is_as_if_nothing_had_happened(
@@ -321,6 +333,7 @@ def test_kill_9_then_resume_is_as_if_nothing_had_happened(
             2,
             2,
             id="rollouts in flight",
+            marks=pytest.mark.lab,
         ),
         pytest.param(
             ("tempfile.mkstemp", "adapter/.ostinato_adapter", 1, "fill"),
@@ -328,6 +341,7 @@ def test_kill_9_then_resume_is_as_if_nothing_had_happened(
             5,
             5,
             id="adapter",
+            marks=pytest.mark.lab,
         ),
     ],
 )

@@ -19,7 +19,7 @@ from reference.scripted import ScriptedDrafter
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from trainer_options import trainer_options
-from worlds import DRAFTS_PAY, KINDS, SIZES, VOCAB, answers
+from worlds import DRAFTS_PAY, KINDS, SIZES, VOCAB, answers, lab
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -151,7 +151,7 @@ SPECS: dict[str, AdapterSpec | None] = {
 }
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("recompute", [False, *lab(True)], ids=["keep", "recompute"])
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("family", [*FAMILIES, "narrow-values"])
 def test_a_training_step_of_every_family(family: str, spec: str, recompute: bool) -> None:

@@ -15,6 +15,8 @@ import pytest
 from commands import ended, rows, tiny_recipe
 from serving import server
 
+pytestmark = pytest.mark.slow
+
 KEYS = {
     **{"trainer.steps": 2, "trainer.checkpoint_every": 1, "rollout.prompts_per_step": 2, "task.n_train": 64},
     **{"rollout.max_tokens": 12, "engine.threads": 1, "engine.kv_memory_mb": 32, "trainer.lr": 1e-3},

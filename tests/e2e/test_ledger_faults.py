@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from commands import ROOT, environment
+from worlds import lab
 
 from ostinato.observe.ledger import Event, Ledger, read, spent, summary
 from ostinato.run import RunFolder
@@ -100,7 +101,7 @@ def torn_at_random(folder: Path, chance: random.Random) -> None:
         file.write(b'{"event":"step","session":1,"step":'[: chance.randrange(36)])
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *lab(2)])
 def test_killed_three_times_the_sums_are_what_was_really_done(tmp_path: Path, seed: int) -> None:
     folder, chance, kills = tmp_path / "run", random.Random(seed), 3
     folder.mkdir()

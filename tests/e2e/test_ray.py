@@ -232,7 +232,7 @@ def test_the_loss_of_ray_itself_ends_the_run_by_name(tmp_path: Path, program: st
     arguments = command(tmp_path, *endless, "cluster.samplers=1")
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as driver:
         try:
-            until = time.monotonic() + 120
+            until = time.monotonic() + 300
             while not any(file.read_bytes().count(b"\n") >= 3 for file in tmp_path.glob("*/metrics.jsonl")):
                 assert time.monotonic() < until and driver.poll() is None
                 time.sleep(0.1)

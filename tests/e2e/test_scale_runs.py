@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import LIMIT_S, command, environment, only_run, rows, run, tiny_recipe
+from commands import LIMIT_S, command, ended, environment, only_run, rows, run, tiny_recipe
 
 from lab.same_run import same
 from ostinato.observe.rows import RunRows
@@ -205,7 +205,7 @@ def test_ctrl_c_and_the_same_command_again(tmp_path: Path) -> None:
     assert [arm["arm"] for arm in json.loads(result.read_text())["arms"]] == ["the recipe", "DAPO"]
 
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.jsonl")}
-    assert subprocess.run(again, env=environment, capture_output=True, timeout=400).returncode == 0
+    assert ended(tmp_path, *again[3:]) == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.jsonl")} == before
     lines = [json.loads(line) for line in kept.read_text().splitlines()]
     assert [(line["arm"], line["seed"], line["ended"]) for line in lines] == [

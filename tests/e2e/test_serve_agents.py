@@ -24,7 +24,7 @@ from serving import At, server
 
 pytest.importorskip("llguidance")
 MODEL = "qwen-like"
-pytestmark = pytest.mark.filterwarnings("ignore")  # of clients, which are not ours to fix
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of clients, which are not ours to fix
 
 
 class Point(BaseModel):
@@ -123,7 +123,6 @@ def test_instructor_gets_a_type_by_its_default_mode(url: str) -> None:
     assert isinstance(point, Point)
 
 
-@pytest.mark.slow
 def test_inspect_ai_evaluates_with_a_tool(url: str, tmp_path: Path) -> None:
     inspect_ai = pytest.importorskip("inspect_ai")
     from inspect_ai.dataset import Sample
@@ -160,7 +159,6 @@ def test_inspect_ai_evaluates_with_a_tool(url: str, tmp_path: Path) -> None:
     assert all(any(m.role == "tool" for m in sample.messages) for sample in log.samples)
 
 
-@pytest.mark.slow
 def test_lm_eval_has_the_log_likelihoods_of_transformers(at: At, folder: Path) -> None:
     lm_eval = pytest.importorskip("lm_eval")
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -234,7 +232,6 @@ __all__ = ["OursHarness", "OursTaskset"]
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("client", ["eval", "train"])
 def test_verifiers_evaluates(url: str, folder: Path, tmp_path: Path, client: str) -> None:
     """Its client for evaluation relays chats; the one for training sends tokens to /inference/v1/generate."""

@@ -34,6 +34,7 @@ import tinker_probe  # noqa: E402
 from tinker import types  # noqa: E402
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     # connections of the SDK's pool that the server has closed, idle or by its end, are dropped with their
@@ -387,7 +388,6 @@ def test_the_page_names_every_public_method_of_the_sdk() -> None:
     assert {(client, name) for client, names in rows for name in re.findall(r"`(\w+)`", names)} == of_sdk
 
 
-@pytest.mark.slow
 def test_every_public_method_works_or_not_as_the_page_says(server: Server) -> None:
     assert of_the_page() == tinker_probe.table(tinker_probe.probe(server.url))
 
@@ -401,7 +401,6 @@ def of_the_page() -> str:
 # ---- a server that ends
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "pause_s"),
     [
@@ -416,7 +415,7 @@ def test_a_server_that_is_ended_loses_nothing(tmp_path: Path, ends: str, pause_s
     running.start()
     service = tinker.ServiceClient(base_url=running.url, api_key=KEY)
     rng = np.random.default_rng(0)
-    rows = [[datum(rng.integers(20, 200, 60).tolist()) for _ in range(n)] for n in (8, 8, 400)]
+    rows = [[datum(rng.integers(20, 200, 60).tolist()) for _ in range(n)] for n in (8, 8, 200)]
 
     def loop(client: Any, disturbed: bool) -> bytes:
         sampler = client.save_weights_and_get_sampling_client().result()
@@ -477,7 +476,6 @@ def test_a_base_has_the_name_that_scripts_say(tmp_path: Path) -> None:
     running.end()
 
 
-@pytest.mark.slow
 def test_the_recipe_runs(server: Server) -> None:
     given = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY}
     options = ["--steps", "2", "--groups", "4", "--group-size", "4"]
