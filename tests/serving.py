@@ -13,7 +13,7 @@ from ostinato.access import STRICT, Access
 from ostinato.apps.memory import refill
 from ostinato.apps.memory.conversations import Keeping, open_memory
 from ostinato.apps.product.feedback import open_feedback
-from ostinato.apps.product.panel import judged_by
+from ostinato.apps.product.panel import new_verdict_route
 from ostinato.apps.serve.additions import Additions
 from ostinato.apps.serve.app import new_app
 from ostinato.apps.serve.served import Served, Serving, open_service
@@ -52,7 +52,7 @@ def server(
         bound("127.0.0.1", 0) as listening,
         contextlib.ExitStack() as stack,
     ):
-        judged, url = judged_by(judge, served) if judge else None, address(listening)
+        judged, url = new_verdict_route(judge, served) if judge else None, address(listening)
         itself = refill.At(f"{url}/v1", key=key)
         remembered = stack.enter_context(open_memory(memory, served.service.renderer, itself))
         added = Additions(feedback=kept, judge=judged, memory=remembered)

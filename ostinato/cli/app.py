@@ -221,14 +221,14 @@ def serve(
     ] = "extract",
 ) -> None:
     """Serve a policy at an OpenAI-compatible address, with a chat page; a run's while it learns."""
-    from ostinato.apps.serve.command import Address, named_adapters
+    from ostinato.apps.serve.command import Address, parse_adapters
     from ostinato.apps.serve.command import serve as command
     from ostinato.cli.serve import additions
 
     command(
         target,
         overrides or [],
-        named_adapters(adapters or []),
+        parse_adapters(adapters or []),
         Address(host=host, port=port, key=api_key, access=access(allowed_hosts, origins)),
         name=name,
         limits={"sequences": max_sequences, "max_tokens": max_tokens, "timeout_s": timeout_s},

@@ -213,6 +213,3 @@ class Words:
         self._row = len(tokens)
         self._chat.memory.counters["memory/rows"] += 1
         return NewRow(tokens)
-
-
-__all__ = ["NOTE", "Chat", "Message", "Renders", "Words", "chat_sizes", "digests", "form", "text_of"]

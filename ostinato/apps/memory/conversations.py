@@ -41,7 +41,7 @@ def open_memory(keeping: Keeping | None, renderer: Renderer | None, at: At) -> I
         return
     from ostinato.apps.memory.remembered import Remembered
 
-    counters, (count, measure) = Counter[str](), counted(renderer)
+    counters, (count, measure) = Counter[str](), counts_of(renderer)
     refiller = _refiller(keeping.refill, at, counters)
     with closing(Sessions(keeping.file)) as sessions:
         yield Remembered(
@@ -65,12 +65,14 @@ def _refiller(name: str, at: At, counters: Counter[str]) -> Refiller | None:
         raise ValueError(
             f'the refiller of a memory is {name!r}; use "extract", "model" or "diffusion:FOLDER"'
         )
-    from ostinato.apps.memory.diffusion import loaded
+    from ostinato.apps.memory.diffusion import load_refiller
 
-    return loaded(Path(folder))
+    return load_refiller(Path(folder))
 
 
-def counted(renderer: Renderer | None) -> tuple[Callable[[str], int], Callable[[Sequence[Message]], int]]:
+def counts_of(
+    renderer: Renderer | None,
+) -> tuple[Callable[[str], int], Callable[[Sequence[Message]], int]]:
     """(tokens of a text, tokens of messages) by a tokenizer and its chat template; without one a token for
     every three bytes, and four for each message."""
 
@@ -92,7 +94,7 @@ Conversations = Callable[[], Chat]
 
 def conversations(section: MemorySection, renderer: Renderer, counters: Counter[str]) -> Conversations:
     """What makes the memory of an episode. ValueError for a budget in which no chat can be kept."""
-    count, measure = counted(renderer)
+    count, measure = counts_of(renderer)
     sizes = chat_sizes(section.budget, section.recent, measure)
 
     def made() -> Chat:

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ostinato.apps.memory.refill import cleaned, messages
+from ostinato.apps.memory.refill import clean_answer, messages
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def infilled(
-    logits: Callable[[list[int]], Tensor], canvas: Sequence[int], mask: int, passes: int
-) -> list[int]:
+def infill(logits: Callable[[list[int]], Tensor], canvas: Sequence[int], mask: int, passes: int) -> list[int]:
     """``canvas`` with a token in the place of each ``mask``, in at most ``passes`` passes of ``logits``
     (of the canvas, [canvas, V]): in each an equal share of the masks, those of which it is surest, ties from
     the left."""
@@ -50,12 +48,12 @@ class ByDiffusion:
 
     def __call__(self, left: str, original: str, right: str, budget: int) -> str:
         prompt = self._prompt(messages(left, original, right, budget))
-        canvas = infilled(
+        canvas = infill(
             lambda canvas: self._logits(prompt, canvas), [self.mask] * budget, self.mask, self.passes
         )
         ends = {*self.tokenizer.all_special_ids}
         end = next((at for at, token in enumerate(canvas) if token in ends), len(canvas))
-        return cleaned(self.tokenizer.decode(canvas[:end]))
+        return clean_answer(self.tokenizer.decode(canvas[:end]))
 
     def _prompt(self, chat: list[dict[str, str]]) -> list[int]:
         if self.tokenizer.chat_template:
@@ -73,7 +71,7 @@ class ByDiffusion:
         return found[first : first + len(canvas)]
 
 
-def loaded(folder: Path, passes: int = 16) -> ByDiffusion:
+def load_refiller(folder: Path, passes: int = 16) -> ByDiffusion:
     """The checkpoint in ``folder``, with the Python code that its config.json names, if any: these models
     bring their own. ValueError for one without a mask token, and where transformers is missing."""
     try:
@@ -102,6 +100,3 @@ def loaded(folder: Path, passes: int = 16) -> ByDiffusion:
     model = kind.from_pretrained(folder, config=config, dtype="auto", **own).eval()
     shift = int(given.get("model_type", "").lower().startswith("dream"))
     return ByDiffusion(model=model, tokenizer=tokenizer, mask=mask, passes=passes, shift=shift)
-
-
-__all__ = ["ByDiffusion", "infilled", "loaded"]

@@ -14,18 +14,18 @@ from collections.abc import Iterator
 from datetime import date, timedelta
 
 
-def listed(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     return text.split()
 
 
-MONTHS = listed("january february march april may june july august september october november december")
-DAYS = listed("monday tuesday wednesday thursday friday saturday sunday")
-_UNITS = listed(
+MONTHS = words_of("january february march april may june july august september october november december")
+DAYS = words_of("monday tuesday wednesday thursday friday saturday sunday")
+_UNITS = words_of(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen nineteen"
 )
-_TENS = listed("twenty thirty forty fifty sixty seventy eighty ninety")
-_ORDINALS = listed(
+_TENS = words_of("twenty thirty forty fifty sixty seventy eighty ninety")
+_ORDINALS = words_of(
     "zeroth first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth "
     "fourteenth fifteenth sixteenth seventeenth eighteenth nineteenth"
 )
@@ -35,7 +35,7 @@ _ORDINAL = {word: n for n, word in enumerate(_ORDINALS) if n > 3}  # "second" an
 
 # Words that begin a sentence, or are written large wherever they stand, and name nobody.
 PLAIN = frozenset(
-    listed(
+    words_of(
         """
         a about after again all also although always am an and another any are as ask at be because before
         both but by can could did do does each either else even every everyone everything few finally
@@ -78,7 +78,7 @@ def numbers(text: str) -> set[str]:
         if any(char.isdecimal() for char in word):
             found |= {sign + numeral for numeral in _numerals(word)}
         else:
-            found |= {str(n) for n in _spelled(word)}
+            found |= {str(n) for n in _spell(word)}
     return found
 
 
@@ -101,7 +101,7 @@ def _plain_number(text: str) -> str:
     return re.sub(r"^0+(?=\d)", "", text)
 
 
-def _spelled(word: str) -> Iterator[int]:
+def _spell(word: str) -> Iterator[int]:
     tens, hyphen, unit = word.partition("-")
     if hyphen and SPELLED.get(tens, 0) in range(20, 100) and (unit in _UNITS or unit in _ORDINALS):
         yield SPELLED[tens] + (_UNITS if unit in _UNITS else _ORDINALS).index(unit)
@@ -148,7 +148,7 @@ def _parts(word: str) -> Iterator[str]:
     yield from (part for part in re.split(r"['\u2019.\-&]", word) if part and not part.isdecimal())
 
 
-def unsupported(refill: str, original: str, also: str = "") -> list[str]:
+def find_unsupported(refill: str, original: str, also: str = "") -> list[str]:
     """Numbers, dates and names of ``refill`` that occur neither in ``original`` nor in ``also`` (a speaker, a
     date that was resolved), sorted. A date is supported by one that says the same and may say more."""
     source = f"{original}\n{also}"
@@ -185,7 +185,7 @@ def day_of(text: str) -> date | None:
         raise ValueError(f"the date of a turn is {text!r}; write it as 2023-05-08") from None
 
 
-def written(day: date) -> str:
+def format_day(day: date) -> str:
     return f"{day.day} {MONTHS[day.month - 1].capitalize()} {day.year}"
 
 
@@ -194,18 +194,18 @@ def absolute(text: str, day: date | None) -> str:
 
     What cannot be one day is put beside the day instead: "last week" is "the week before 8 May 2023".
     """
-    return text if day is None else _RELATIVE.sub(lambda match: _resolved(match, day), text)
+    return text if day is None else _RELATIVE.sub(lambda match: _resolve(match, day), text)
 
 
-def _resolved(match: re.Match[str], day: date) -> str:
-    given, at = match.groupdict(), written(day)
+def _resolve(match: re.Match[str], day: date) -> str:
+    given, at = match.groupdict(), format_day(day)
     try:
         if given["yester"]:
             return _near(given["yester"].lower(), day)
         if given["count"]:
-            return _counted(given["count"], given["unit"].lower(), day, -1) or match[0]
+            return _count_back(given["count"], given["unit"].lower(), day, -1) or match[0]
         if given["ahead"]:
-            return _counted(given["ahead"], given["later"].lower(), day, 1) or match[0]
+            return _count_back(given["ahead"], given["later"].lower(), day, 1) or match[0]
     except OverflowError:  # before the year 1, or after 9999
         return match[0]
     side, what = given["side"].lower(), given["what"].lower()
@@ -224,18 +224,15 @@ def _near(phrase: str, day: date) -> str:
     step = steps.get(phrase, {"yesterday": -1, "tomorrow": 1}.get(phrase.split()[0], 0))
     part = "night" if phrase in ("last night", "tonight") else phrase.rpartition(" ")[2]
     part = part if part in ("morning", "afternoon", "evening", "night") else ""
-    return f"the {part} of {written(day + timedelta(step))}" if part else written(day + timedelta(step))
+    return f"the {part} of {format_day(day + timedelta(step))}" if part else format_day(day + timedelta(step))
 
 
-def _counted(count: str, unit: str, day: date, sign: int) -> str:
+def _count_back(count: str, unit: str, day: date, sign: int) -> str:
     count = " ".join(count.lower().split())
     n = int(count) if count.isdecimal() else _ONE[count]
     if n and unit == "day":
-        return written(day + timedelta(sign * n))
+        return format_day(day + timedelta(sign * n))
     several = count if n != 1 else "one"
     if sign < 0:
-        return f"{several} {unit}{'s' * (n != 1)} before {written(day)}"
-    return f"{several} {unit}{'s' * (n != 1)} after {written(day)}"
-
-
-__all__ = ["absolute", "dates", "day_of", "listed", "names", "numbers", "unsupported", "words", "written"]
+        return f"{several} {unit}{'s' * (n != 1)} before {format_day(day)}"
+    return f"{several} {unit}{'s' * (n != 1)} after {format_day(day)}"

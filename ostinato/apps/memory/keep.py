@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ostinato.apps.memory.blocks import LEVELS, Block, MemoryState, Originals, Turn, line
-from ostinato.apps.memory.facts import absolute, day_of, unsupported
+from ostinato.apps.memory.facts import absolute, day_of, find_unsupported
 from ostinato.apps.memory.importance import Importance, lexical, spoken_of, static_features
 from ostinato.apps.memory.refill import Refiller, extract
 
@@ -282,7 +282,7 @@ class Memory:
         """With ``texts`` in the gaps that have a budget, in order, where they fit and say nothing that the
         original does not; else with extracts, and where not even these fit without the block."""
         written = iter(texts)
-        found = {gap.block.id: self._filled(gap, next(written)) if gap.budget else None for gap in gaps}
+        found = {gap.block.id: self._fill(gap, next(written)) if gap.budget else None for gap in gaps}
         self.counters["memory/gone"] += sum(block is None for block in found.values())
         self.counters["memory/rewritten"] += sum(block is not None for block in found.values())
         blocks = (found.get(block.id, block) for block in state.blocks)
@@ -291,7 +291,7 @@ class Memory:
     def faults(self, gap: Gap, text: str) -> list[str]:
         """Numbers, dates and names of a refill that its original lacks."""
         also = f"{gap.original}\n{gap.block.speaker}"
-        return unsupported(text, self.originals.get(gap.block.source), also)
+        return find_unsupported(text, self.originals.get(gap.block.source), also)
 
     # -- how
 
@@ -325,7 +325,7 @@ class Memory:
     def _within(self, block: Block, tokens: int) -> Callable[[str], bool]:
         return lambda text: self._cost(block.speaker, text) <= tokens
 
-    def _filled(self, gap: Gap, text: str) -> Block | None:
+    def _fill(self, gap: Gap, text: str) -> Block | None:
         fits = self._within(gap.block, gap.budget)
         self.counters["memory/read"] += sum(map(self._count, (gap.left, gap.original, gap.right)))
         text = " ".join(text.split())

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ostinato.apps.memory.facts import MONTHS, PLAIN, dates, listed, names, numbers
+from ostinato.apps.memory.facts import MONTHS, PLAIN, dates, names, numbers, words_of
 
 _SENTENCE = re.compile(r"[^.!?\n]*(?:[.!?](?=\S)[^.!?\n]*)*[.!?]*\n*\s*")
 FILLER = frozenset(
-    listed(
+    words_of(
         """
         a an the well really just so very quite hey oh wow um uh actually basically literally that there
         is are was were am be been being do does did have has had to also then it's i'm you know like of
@@ -122,7 +122,7 @@ def messages(left: str, original: str, right: str, budget: int) -> list[dict[str
     ]
 
 
-def cleaned(answer: str) -> str:
+def clean_answer(answer: str) -> str:
     """Of a chat model: without a thought, the dashes, quotation marks around it, and blanks."""
     text = answer.rpartition("</think>")[2].strip().strip("-").strip()
     return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] == '"' else text
@@ -138,7 +138,7 @@ class ByModel:
 
     def __call__(self, left: str, original: str, right: str, budget: int) -> str:
         try:
-            return cleaned(self.chat(messages(left, original, right, budget), budget))
+            return clean_answer(self.chat(messages(left, original, right, budget), budget))
         except (OSError, ValueError, LookupError, TypeError):  # of the network, or no such answer
             self.counters["memory/failed"] += 1
             return ""

@@ -90,6 +90,3 @@ class Sessions:
 
     def close(self) -> None:
         self._db.close()
-
-
-__all__ = ["Sessions"]

@@ -43,13 +43,13 @@ class Upstream:
         given = body.get("metadata")
         session = given.get("session_id") if isinstance(given, dict) else ""
         name, body["messages"] = await self._remembered.shortened(str(session or ""), messages)
-        return await self._passed(request, "/chat/completions", json.dumps(body).encode(), {NAMED: name})
+        return await self._pass_on(request, "/chat/completions", json.dumps(body).encode(), {NAMED: name})
 
     async def other(self, request: Request) -> Response:
         path = request.url.path.removeprefix("/v1") + (f"?{request.url.query}" if request.url.query else "")
-        return await self._passed(request, path, await read_body(request), {})
+        return await self._pass_on(request, path, await read_body(request), {})
 
-    async def _passed(self, request: Request, path: str, body: bytes, named: Mapping[str, str]) -> Response:
+    async def _pass_on(self, request: Request, path: str, body: bytes, named: Mapping[str, str]) -> Response:
         headers = {name: value for name, value in request.headers.items() if name in KEPT}
         if self._key and not {"authorization", "x-api-key"} & headers.keys():
             headers["authorization"] = f"Bearer {self._key}"

@@ -25,7 +25,16 @@ from ostinato.apps.plan.fit import app as fit_app
 from ostinato.apps.plan.memory import kv_values, limit, margin
 from ostinato.apps.plan.problem import Phase, Placement, Problem, known_models
 from ostinato.apps.plan.request import Options, PlanRequest, ask, plan_options
-from ostinato.apps.plan.search import Plan, Ranking, binding, distinct, resized, search, smallest, why_lost
+from ostinato.apps.plan.search import (
+    Plan,
+    Ranking,
+    describe_limit,
+    distinct,
+    resize,
+    search,
+    smallest,
+    why_lost,
+)
 from ostinato.apps.plan.time import refit_bytes, step_traffic
 from ostinato.parallel.elements import stage_elements
 from ostinato.parallel.gpus import GB
@@ -105,13 +114,13 @@ def _answer(request: PlanRequest, *, least: bool) -> tuple[Ranking, PlanRequest]
         if fewest is None:
             gpu = problem.cluster.gpu.name
             raise ValueError(f"{problem.model.name} fits on no cluster of up to 1024 {gpu}")
-        problem = replace(problem, cluster=resized(problem.cluster, fewest.plans[0].arrangement.num_gpus))
+        problem = replace(problem, cluster=resize(problem.cluster, fewest.plans[0].arrangement.num_gpus))
         ranking = fewest
     else:
         ranking = search(problem, request.clock, request.allowed)
         if not ranking.plans:
             raise ValueError(nothing_fits(problem, ranking))
-    plans = tuple(sorted(ranking.plans, key=lambda one: bool(launch.lacking(problem, one.arrangement))))
+    plans = tuple(sorted(ranking.plans, key=lambda one: bool(launch.list_lacks(problem, one.arrangement))))
     return replace(ranking, plans=plans), replace(request, problem=problem)
 
 
@@ -170,7 +179,7 @@ def cost(problem: Problem, plan: Plan) -> float:
 
 def shown(problem: Problem, ranking: Ranking, top: int) -> tuple[list[Plan], int]:
     """``top`` plans that Ostinato can start, and as many of the others; how many can be started."""
-    ready = [plan for plan in ranking.plans if not launch.lacking(problem, plan.arrangement)]
+    ready = [plan for plan in ranking.plans if not launch.list_lacks(problem, plan.arrangement)]
     first = distinct(ready, top)
     return first + distinct(ranking.plans[len(ready) :], top), len(first)
 
@@ -199,7 +208,7 @@ def answer(problem: Problem, plan: Plan) -> Iterator[str]:
         f"[bold]{memory.total / GB:.1f} of {limit(problem) / GB:.1f} GB[/bold] of the fullest GPU, "
         f"{margin(problem, memory) / GB:.1f} left"
     )
-    if lacks := launch.lacking(problem, a):
+    if lacks := launch.list_lacks(problem, a):
         yield f"Ostinato can start none of these plans: it lacks {'; '.join(lacks)}"
 
 
@@ -219,7 +228,7 @@ def print_answer(console: Console, request: PlanRequest, ranking: Ranking, top: 
     problem, (plans, ready) = request.problem, shown(request.problem, ranking, top)
     for line in answer(problem, plans[0]):
         console.print(line)
-    console.print(f"[bold]binding[/bold] {binding(problem, plans[0])}")
+    console.print(f"[bold]binding[/bold] {describe_limit(problem, plans[0])}")
     if ready:
         console.print(_plans(problem, "plans", plans[:ready]))
     if plans[ready:]:
@@ -227,7 +236,7 @@ def print_answer(console: Console, request: PlanRequest, ranking: Ranking, top: 
     numbers: dict[str, list[str]] = {}
     for number, plan in enumerate(plans[1:], start=2):
         console.print(f"{number} is {why_lost(plans[0], plan)}")
-        for reason in launch.lacking(problem, plan.arrangement):
+        for reason in launch.list_lacks(problem, plan.arrangement):
             numbers.setdefault(reason, []).append(str(number))
     for reason, of in numbers.items():
         console.print(f"{', '.join(of)}: Ostinato lacks {reason}")
@@ -305,7 +314,7 @@ def as_json(request: PlanRequest, ranking: Ranking, top: int) -> dict[str, Any]:
             plan_json(request, plan) | {"why_not": "" if plan is plans[0] else why_lost(plans[0], plan)}
             for plan in plans
         ],
-        "binding": binding(problem, plans[0]),
+        "binding": describe_limit(problem, plans[0]),
         "not_possible": {str(base): why for base, why in ranking.reasons.items()},
         "tried": ranking.tried,
     }
@@ -324,7 +333,7 @@ def plan_json(request: PlanRequest, plan: Plan) -> dict[str, Any]:
         "layouts": {phase.value: str(a.setup(phase).layout) for phase in Phase},
         "placement": str(a.placement),
         "base": str(a.base),
-        "lacks": launch.lacking(problem, a),
+        "lacks": launch.list_lacks(problem, a),
         "microbatch": a.train.microbatch,
         "recompute": a.train.recompute,
         "sequences": a.rollout.sequences,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tomli_w import dumps
 
 from ostinato.apps.plan.layouts import LOCAL, engine_layout, vllm_flags
-from ostinato.apps.plan.memory import cache_bytes, mapped
+from ostinato.apps.plan.memory import cache_bytes, maps_once
 from ostinato.apps.plan.problem import Arrangement, Base, Placement, Problem
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
@@ -28,7 +28,7 @@ def ostinato(problem: Problem, arrangement: Arrangement) -> str:
     train = arrangement.train
     lines = [f"trainer {train.layout}, sampler {arrangement.rollout.layout}, {arrangement.placement}{base}"]
     lines.append("model.path is the name that was planned; give the folder of the weights")
-    lines += [f"not in Ostinato yet: {one}" for one in lacking(problem, arrangement)]
+    lines += [f"not in Ostinato yet: {one}" for one in list_lacks(problem, arrangement)]
     command = _torchrun(problem, train.layout) + " -m ostinato train plan.toml"
     return "\n".join([*_comments(lines), f"# {command}", "", dumps(sections(problem, arrangement))])
 
@@ -59,9 +59,9 @@ def sections(problem: Problem, arrangement: Arrangement) -> dict[str, dict[str, 
     return recipe
 
 
-def lacking(problem: Problem, arrangement: Arrangement) -> list[str]:
+def list_lacks(problem: Problem, arrangement: Arrangement) -> list[str]:
     """What the plan has and Ostinato has not."""
-    return [*_lacking(problem, arrangement), *_engine_lacks(problem, arrangement)]
+    return [*_trainer_lacks(problem, arrangement), *_engine_lacks(problem, arrangement)]
 
 
 def _engine(problem: Problem, arrangement: Arrangement) -> dict[str, object]:
@@ -86,7 +86,7 @@ def _copy(problem: Problem) -> str:
     return "" if problem.precision.sampler == held else COPIES.get(problem.precision.sampler, "")
 
 
-def _lacking(problem: Problem, arrangement: Arrangement) -> list[str]:
+def _trainer_lacks(problem: Problem, arrangement: Arrangement) -> list[str]:
     """What the trainer cannot, and what it cannot together with the sampler."""
     precision, lacks = problem.precision, list[str]()
     if precision.base not in (DType.BF16, DType.FP32):
@@ -104,7 +104,7 @@ def _lacking(problem: Problem, arrangement: Arrangement) -> list[str]:
         lacks.append(f"one command for trainer and sampler apart (the sampler has {ranks} GPUs): {where}")
     elif arrangement.base == Base.SWAPPED:
         lacks.append("a base that waits in host memory: trainer and sampler both keep theirs on the GPUs")
-    elif arrangement.base == Base.SHARED and not mapped(problem, arrangement.train, arrangement.rollout):
+    elif arrangement.base == Base.SHARED and not maps_once(problem, arrangement.train, arrangement.rollout):
         lacks.append("one copy of the base on GPUs for trainer and sampler: each keeps its own")
     return lacks
 

@@ -132,7 +132,7 @@ def shares_base(problem: Problem, train: Setup, rollout: Setup) -> str:
     """Why trainer and sampler cannot read one copy of the base; empty where they can.
 
     By the tensors they can where every GPU of the sampler needs a part of what the trainer keeps there, in an
-    engine that reads those of others. Which one does is another question (``mapped``).
+    engine that reads those of others. Which one does is another question (``maps_once``).
     """
     a, b, precision = train.layout, as_kept(rollout.layout), problem.precision
     if problem.adapter is None:
@@ -152,7 +152,7 @@ def shares_base(problem: Problem, train: Setup, rollout: Setup) -> str:
     return ""
 
 
-def mapped(problem: Problem, train: Setup, rollout: Setup) -> bool:
+def maps_once(problem: Problem, train: Setup, rollout: Setup) -> bool:
     """Does Ostinato hold one copy for both? Its own engine does, in the process that trains; vLLM keeps its
     own weights."""
     one_process = train.layout.world == rollout.layout.world == 1

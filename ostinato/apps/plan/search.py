@@ -93,7 +93,7 @@ def search(problem: Problem, clock: Clock, allowed: Allowed | None = None) -> Ra
     worlds = list(_worlds(problem, allowed))
     if not worlds:
         raise ValueError(_no_world(problem, allowed))
-    rankings = [_ranked(problem, clock, allowed, *world) for world in worlds]
+    rankings = [_rank(problem, clock, allowed, *world) for world in worlds]
     plans = sorted(
         (plan for ranking in rankings for plan in ranking.plans), key=lambda plan: plan.times.total
     )
@@ -140,7 +140,7 @@ def _worlds(problem: Problem, allowed: Allowed) -> Iterator[tuple[int, int, Plac
             yield train, rollout, placement
 
 
-def _ranked(
+def _rank(
     problem: Problem, clock: Clock, allowed: Allowed, train: int, rollout: int, placement: Placement
 ) -> Ranking:
     """Plans of one way to divide the GPUs."""
@@ -263,7 +263,7 @@ def _pairs(
                 continue
             lag = allowed.lag if placement == Placement.APART else 0
             pair = Arrangement(train=one.setup, rollout=other.setup, base=base, placement=placement, lag=lag)
-            setup = _seated(problem, pair, one.memory)
+            setup = _seat(problem, pair, one.memory)
             if setup is None:
                 continue
             if setup not in priced:
@@ -286,7 +286,7 @@ def _partners(train: list[Candidate], base: Base) -> list[Candidate]:
     return list({one.setup: one for one in (*train[:BREADTH], *leanest)}.values())
 
 
-def _seated(problem: Problem, pair: Arrangement, trained: Memory) -> Setup | None:
+def _seat(problem: Problem, pair: Arrangement, trained: Memory) -> Setup | None:
     """The sampler's setup with as many sequences as its cache has room for; None where the pair does not
     fit."""
     bare = replace(pair, rollout=replace(pair.rollout, sequences=0))
@@ -327,7 +327,7 @@ def _plan(problem: Problem, clock: Clock, arrangement: Arrangement) -> Plan | No
     return Plan(arrangement=arrangement, memory=memory, times=clock.step(problem, arrangement))
 
 
-def binding(problem: Problem, plan: Plan) -> str:
+def describe_limit(problem: Problem, plan: Plan) -> str:
     """What limits a plan: the phase and terms that fill the GPU, and what takes most of the time."""
     phase, times = plan.fullest(), plan.times
     full = plan.memory[phase]
@@ -365,7 +365,7 @@ def distinct(plans: Iterable[Plan], number: int) -> list[Plan]:
     return list(best.values())[:number]
 
 
-def resized(cluster: Cluster, number: int) -> Cluster:
+def resize(cluster: Cluster, number: int) -> Cluster:
     """The same nodes, so many that they have ``number`` GPUs; of less than a node its share of the host."""
     per_node = min(number, cluster.per_node)
     host = cluster.host_memory / cluster.per_node * per_node
@@ -385,7 +385,7 @@ def smallest(
     for number in (*divisors(per_node), *(per_node * count for count in nodes)):
         if number > most or weights > number * limit(problem):
             continue  # not even the weights, cut evenly
-        here = replace(problem, cluster=resized(problem.cluster, number))
+        here = replace(problem, cluster=resize(problem.cluster, number))
         if any(_worlds(here, allowed)) and (ranking := search(here, clock, allowed)).plans:
             return ranking
     return None

@@ -64,13 +64,13 @@ class Roofline:
             terms = rollout_seconds(problem, setup, self.efficiency)
         else:
             terms = train_seconds(problem, setup, self.efficiency, backward=phase == Phase.TRAIN)
-        return self._fitted(phase, terms)
+        return self._scale(phase, terms)
 
     def step(self, problem: Problem, arrangement: Arrangement) -> Times:
         """All of an RL step."""
         terms = {phase.value: self.phase(problem, phase, arrangement.setup(phase)) for phase in Phase}
-        terms["refit"] = self._fitted("refit", refit_seconds(problem, arrangement, self.efficiency))
-        terms["switch"] = self._fitted("switch", switch_seconds(problem, arrangement, self.efficiency))
+        terms["refit"] = self._scale("refit", refit_seconds(problem, arrangement, self.efficiency))
+        terms["switch"] = self._scale("switch", switch_seconds(problem, arrangement, self.efficiency))
         sums = {name: sum(parts.values()) for name, parts in terms.items()}
         overlapped = 0.0
         if arrangement.placement == Placement.APART and arrangement.lag > 0:
@@ -79,7 +79,7 @@ class Roofline:
         spread = math.sqrt(sum((SPREAD.get(name, 0.3) * s) ** 2 for name, s in sums.items())) / whole
         return Times(terms=terms, low=1 / (1 + spread), high=1 + spread, overlapped=overlapped)
 
-    def _fitted(self, phase: str, terms: Mapping[str, float]) -> dict[str, float]:
+    def _scale(self, phase: str, terms: Mapping[str, float]) -> dict[str, float]:
         factor = self.factors.get(phase, 1.0)
         return {term: s * factor for term, s in terms.items() if s}
 

@@ -74,6 +74,3 @@ def _is_question(text: str) -> bool:
     sentences = [found for each in _SENTENCE.findall(text) if (found := each.strip())]
     questions = [sentence.endswith("?") for sentence in sentences]
     return bool(questions) and questions[-1] and 2 * sum(questions) >= len(questions)
-
-
-__all__ = ["CALL_MARKS", "action_of"]

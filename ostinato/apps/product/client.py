@@ -122,6 +122,3 @@ class Feedback:
         self.counts["refused"] += len(refused)
         self.refusals.extend(refused)
         return True
-
-
-__all__ = ["Feedback"]

@@ -30,7 +30,7 @@ LONGER_BY = 1.25
 NUMBERS = re.compile(r"\d(?:[\d+*/%=.,-]*\d)?")
 
 
-def standardised(difference: np.ndarray, scale: float, bound: float = 4.0) -> np.ndarray:
+def standardise(difference: np.ndarray, scale: float, bound: float = 4.0) -> np.ndarray:
     """Observations for ``Bets``: differences over ``bound`` deviations ``scale``, which was measured before.
     Valid where the noise is symmetric, or nothing is beyond the bound."""
     if not scale > 0:

@@ -134,6 +134,3 @@ class Exchange:
     tenant: str = ""
     arm: str = ""  # of an experiment, as canary or control
     propensity: float = 1.0  # with which this policy was chosen
-
-
-__all__ = ["Action", "Event", "Exchange", "Exposure", "Kind", "parse_event"]

@@ -214,6 +214,3 @@ def open_feedback(where: str, service: Service) -> Iterator[Feedback | None]:
         yield Feedback(intake, service.metrics, service.renderer)
     finally:
         intake.close()
-
-
-__all__ = ["Feedback", "open_feedback"]

@@ -84,7 +84,7 @@ class PolicyLimits:
     fewest: int = 20
 
 
-def paired(
+def compare_pairs(
     one: np.ndarray, other: np.ndarray | float, clusters: Sequence[str] | None = None
 ) -> tuple[float, float, int]:
     """(mean difference, its standard error over clusters, clusters). Values that are NaN on a side are a
@@ -113,7 +113,7 @@ def _places(clusters: Sequence[str] | None, n: int) -> np.ndarray:
 def not_worse(
     name: str, found: tuple[float, float, int], margin: float, fewest: int, what: str = "the one in office"
 ) -> Gate:
-    """Is the difference of ``paired`` above - margin with a confidence of 95 %?"""
+    """Is the difference of ``compare_pairs`` above - margin with a confidence of 95 %?"""
     gap, error, many = found
     low, high = gap - Z95 * error, gap + Z95 * error
     figures = {"gap": gap, "low": low, "high": high, "clusters": float(many)}
@@ -144,7 +144,7 @@ def judge_gates(
     against, what, margin = limits.first, f"an accuracy of {limits.first:g}", 0.0
     if office is not None:
         against, what, margin = office.right(labels), "the judge in office", limits.accuracy_margin
-    found = paired(candidate.right(labels), against, users)
+    found = compare_pairs(candidate.right(labels), against, users)
     gates = [
         not_worse("accuracy", found, margin, limits.fewest, what),
         _consistency(candidate.choices, limits.consistency),
@@ -156,7 +156,7 @@ def judge_gates(
         interval = calibration_gap(candidate.probabilities, office.probabilities, truth, users)
         gates.append(_calibration(*interval, limits.calibration_margin))
     if len(panel):
-        found = paired(np.asarray(panel, float), limits.panel)
+        found = compare_pairs(np.asarray(panel, float), limits.panel)
         gates.append(not_worse("panel", found, 0.0, limits.fewest, f"an agreement of {limits.panel:g}"))
     return assess(gates)
 
@@ -225,9 +225,10 @@ def policy_gates(
     users: Sequence[str] | None = None,
     limits: PolicyLimits | None = None,
 ) -> Assessment:
-    """Of a candidate policy. ``ability``: ``paired`` scores of each held-out task, candidate less the policy
-    in office. ``panel``: verdicts of gold in both orders, A the candidate's answer; a tie is half a win, one
-    without a verdict is a loss. ``kl``: nats a token from the policy in office, behind training."""
+    """Of a candidate policy. ``ability``: ``compare_pairs`` of the scores of each held-out task, candidate
+    less the policy in office. ``panel``: verdicts of gold in both orders, A the candidate's answer; a tie is
+    half a win, one without a verdict is a loss. ``kl``: nats a token from the policy in office,
+    behind training."""
     limits = limits or PolicyLimits()
     wins = [{Choice.A: 1.0, Choice.TIE: 0.5}.get(one, 0.0) for one in panel]
     inside = math.isfinite(kl) and kl <= limits.kl
@@ -237,7 +238,7 @@ def policy_gates(
             for name, found in ability.items()
         ),
         not_worse(
-            "panel", paired(np.array(wins), 0.5, users), limits.panel_margin, limits.fewest, "one half"
+            "panel", compare_pairs(np.array(wins), 0.5, users), limits.panel_margin, limits.fewest, "one half"
         ),
         Gate("kl", inside, f"{kl:.3g} nats a token of a budget of {limits.kl:g}", {"nats": kl}),
     ]

@@ -175,6 +175,3 @@ class Intake:
                 self._waiting -= len(each.events)
         for each in batch:
             each.future.set_exception(error)
-
-
-__all__ = ["Full", "Intake"]

@@ -183,17 +183,3 @@ def _log_odds(near: Mapping[str, float]) -> float:
     least = min(near.values())
     a, b = (math.log(max(near.get(label, least), 1e-30)) for label in LABELS)
     return a - b
-
-
-__all__ = [
-    "LABELS",
-    "Cache",
-    "Chat",
-    "Compared",
-    "Judge",
-    "Reply",
-    "Score",
-    "Spec",
-    "Writer",
-    "question",
-]

@@ -21,7 +21,7 @@ from ostinato.apps.product import judging
 from ostinato.apps.product.judge import Compared, Spec, question
 from ostinato.apps.product.judges import write_spec
 from ostinato.apps.product.judging import Choice
-from ostinato.apps.product.pairs import deduplicated, extract, split
+from ostinato.apps.product.pairs import deduplicate, extract, split
 from ostinato.apps.product.store import open_store
 from ostinato.config import Recipe
 from ostinato.env.rows import messages, raw_rows
@@ -55,7 +55,7 @@ def preferences(source: str, holdout: float = 0.0) -> list[Preference]:
     critique: a text with {chosen} and {rejected} for the letters, or two texts. Or the pairs that a store of
     feedback shows, the last ``holdout`` of which are "eval". ValueError by row."""
     if source.startswith(("postgresql://", "postgres://")) or Path(source).suffix in STORES:
-        return _stored(source, holdout)
+        return _read_store(source, holdout)
     rows, _ = raw_rows(check_source(source), "train", "", 0.0)
     found = [_preference(row, f"row {number} of {source}") for number, row in rows]
     if not found:
@@ -63,7 +63,7 @@ def preferences(source: str, holdout: float = 0.0) -> list[Preference]:
     return found
 
 
-def _stored(source: str, holdout: float) -> list[Preference]:
+def _read_store(source: str, holdout: float) -> list[Preference]:
     """Of answers and events that may be trained on; no user and no prompt is on both sides."""
     if "://" not in source and not Path(source).is_file():
         raise ValueError(f"there is no store {source}; give the one of ostinato serve --feedback")
@@ -71,7 +71,7 @@ def _stored(source: str, holdout: float) -> list[Preference]:
         joined = list(store.joined())
     events = [event for one in joined for event in one.events]
     found = extract([one.exchange for one in joined], events, time.time())
-    pairs, repeated = deduplicated(found.pairs, math.inf)
+    pairs, repeated = deduplicate(found.pairs, math.inf)
     if not pairs:
         raise ValueError(
             f"{len(events)} events on {len(joined)} answers in {source} show no pair: an edit is one, "

@@ -145,6 +145,3 @@ def position_of(rows: Sequence[Mapping[str, Any]]) -> Position:
 
 def _position(document: Mapping[str, Any]) -> Position:
     return Position(**{**document, "stage": Stage(document["stage"])})
-
-
-__all__ = ["Decision", "Finding", "Position", "Stage", "Verdict", "advance", "position_of"]

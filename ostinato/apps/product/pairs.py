@@ -242,7 +242,7 @@ def _pair(
     )
 
 
-def deduplicated(pairs: Iterable[Pair], cap: float) -> tuple[list[Pair], Mapping[str, int]]:
+def deduplicate(pairs: Iterable[Pair], cap: float) -> tuple[list[Pair], Mapping[str, int]]:
     """Of each user and couple of texts the newest pair alone; the pairs of one user together weigh at most
     ``cap`` (their weights are scaled down). Second: how many were repeated, and how many users capped."""
     newest: dict[tuple[str, str, frozenset[str]], Pair] = {}

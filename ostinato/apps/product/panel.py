@@ -137,10 +137,10 @@ def judge_of(name: str, served: Served, address: str, key: str) -> Iterator[Addi
     """POST /v1/judge of a server, by the judge ``name`` on the base that is served."""
     from ostinato.apps.serve.additions import Additions
 
-    yield Additions(judge=judged_by(name, served))
+    yield Additions(judge=new_verdict_route(name, served))
 
 
-def judged_by(name: str, served: Served) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]:
+def new_verdict_route(name: str, served: Served) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]:
     """What POST /v1/judge answers to messages and answers, by a judge on the base that is served."""
     (source,) = sources(name)
     renderer, limits, thread = served.service.renderer, served.service.limits, served.thread

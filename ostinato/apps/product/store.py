@@ -382,6 +382,3 @@ def _exchange(row: Any) -> Exchange:
 
 def _array(data: bytes | None, dtype: str) -> np.ndarray:
     return np.frombuffer(data or b"", dtype)
-
-
-__all__ = ["Joined", "Outcome", "Patient", "Store", "Unavailable", "open_store"]

@@ -17,9 +17,9 @@ def words(text: str) -> list[str]:
 def distance(one: list[str], other: list[str]) -> int:
     """Levenshtein distance: the fewest words inserted, deleted or replaced. O(n m) in what lies between the
     first and the last difference, a row at a time."""
-    head = _shared(one, other)
+    head = _count_shared(one, other)
     one, other = one[head:], other[head:]
-    tail = _shared(one[::-1], other[::-1])
+    tail = _count_shared(one[::-1], other[::-1])
     one, other = one[: len(one) - tail], other[: len(other) - tail]
     codes: dict[str, int] = {}
     a, b = (
@@ -34,7 +34,7 @@ def distance(one: list[str], other: list[str]) -> int:
     return int(row[-1])
 
 
-def _shared(one: list[str], other: list[str]) -> int:
+def _count_shared(one: list[str], other: list[str]) -> int:
     """How many words both begin with."""
     differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
@@ -51,6 +51,3 @@ def only_adds(before: str, after: str) -> bool:
     """Whether ``after`` has all words of ``before`` in their order, and more: an addition, no correction."""
     rest = iter(words(after))
     return len(words(after)) > len(words(before)) and all(word in rest for word in words(before))
-
-
-__all__ = ["distance", "only_adds", "similarity", "words"]

@@ -30,6 +30,3 @@ def _reward(replies: Sequence[Mapping[str, str]], right: str, references: Sequen
     known = [one for one in f1 if not math.isnan(one)]  # NaN: the reference claims nothing
     process = 0.5 + 0.5 * sum(known) / len(known) if known else 1.0
     return verdict_reward(ab, ba, Choice(right), process)
-
-
-__all__ = ["both_right"]

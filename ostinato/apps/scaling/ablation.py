@@ -137,15 +137,15 @@ def ablate(
     rng = np.random.default_rng(seed)
     arms = [_alone(name, pairs) for name, pairs in by_arm.items()]
     common = _common(runs, {arm.name for arm in arms if arm.ranked})
-    arms = _reached(arms, common, rng, draws)
+    arms = _score_at(arms, common, rng, draws)
     ranked = [arm for arm in arms if arm.ranked]
     tau = spreads([[_own(one) for one in arm.known] for arm in ranked], rng, draws)
-    own = {arm.name: pooled([_own(one) for one in arm.known], tau, rng) for arm in ranked}
+    own = {arm.name: pool([_own(one) for one in arm.known], tau, rng) for arm in ranked}
     shared_A = float(np.mean(own[reference]["A"])) if reference in own else None
     tail = FAMILY / (2 * max(1, len(names) - 1))
     shared = {} if shared_A is None else _at_shared(ranked, own, shared_A, rng)
     return Ablation(
-        arms=tuple(_judged(arm, own, shared, reference, tail) for arm in arms),
+        arms=tuple(_judge(arm, own, shared, reference, tail) for arm in arms),
         common=common,
         shared_A=shared_A,
         tail=tail,
@@ -192,7 +192,7 @@ def _common(runs: Sequence[Run], ranked: Set[str]) -> float:
     return min(float(run.series.compute[-1]) for run in chosen)
 
 
-def _reached(arms: Sequence[Arm], common: float, rng: np.random.Generator, draws: int) -> list[Arm]:
+def _score_at(arms: Sequence[Arm], common: float, rng: np.random.Generator, draws: int) -> list[Arm]:
     """The arms with their scores around compute ``common``, as measured: no curve is in it, so it holds for
     runs that collapsed. One that did not get there has the score where its shortest run is. An arm that is
     not ranked does not add to the spread between seeds of the others, and has its own."""
@@ -240,7 +240,7 @@ def spreads(groups: Sequence[Sequence[Draws]], rng: np.random.Generator, n: int)
     }
 
 
-def pooled(seeds: Sequence[Draws], tau: Draws, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def pool(seeds: Sequence[Draws], tau: Draws, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Draws of m of every parameter: the mean over seeds, which are independent, and its error by tau."""
     root = math.sqrt(len(seeds))
     return {
@@ -278,10 +278,10 @@ def _at_shared(
     near = [arm for arm in ranked if arm.steep and abs(float(np.median(own[arm.name]["A"])) - A) <= FLOOR]
     found = {arm.name: [at_ceiling(one, A) for one in arm.known] for arm in near}
     tau = spreads(list(found.values()), rng, len(ranked[0].known[0].A))
-    return {name: pooled(each, tau, rng) for name, each in found.items()}
+    return {name: pool(each, tau, rng) for name, each in found.items()}
 
 
-def _judged(
+def _judge(
     arm: Arm, own: Mapping[str, Draws], shared: Mapping[str, Draws], reference: str, tail: float
 ) -> Arm:
     """``arm`` with its intervals, and compared where it and the recipe are ranked."""

@@ -87,13 +87,13 @@ def goes_on(row: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> str
 def look(recipe: Recipe, run: RunFolder, step: int) -> dict[str, Any]:
     """The row of forecast.jsonl after the evaluation at ``step``, from the folder of the run alone."""
     terms = recipe.forecast
-    about: dict[str, Any] = {"step": step, "axis": terms.axis, "counted": counted(terms.axis)}
+    about: dict[str, Any] = {"step": step, "axis": terms.axis, "counted": unit_name(terms.axis)}
     try:
         series = read_run(run.path, terms.axis, MAIN_SET, compute=lambda row: compute_of(row, recipe))
         steps = read_run(run.path, Axis.STEPS, MAIN_SET).compute
     except ValueError as error:  # no score before training, or the set has changed since
         unknown = dict.fromkeys(("compute", "score", "R0", "budget"))
-        row = {**unknown, "n": 0, "gate": Standing.NOT_IDENTIFIED, **_nothing(str(error))}
+        row = {**unknown, "n": 0, "gate": Standing.NOT_IDENTIFIED, **_empty_row(str(error))}
         return about | row | {"failed": True}
     budget = terms.budget
     if not budget and len(series):  # the share of steps first: at the last of them it is exactly 1
@@ -130,7 +130,7 @@ def compute_of(row: Mapping[str, Any], recipe: Recipe) -> float:
     return spent / 3600 if axis is Axis.HOURS else spent
 
 
-def counted(axis: Axis) -> str:
+def unit_name(axis: Axis) -> str:
     """What the forecasts of a run count in, as distinct from the ledger's axis of the same name."""
     if axis in (Axis.HOURS, Axis.DEVICE_HOURS, Axis.MONEY):
         return f"{axis} of steps alone"
@@ -147,7 +147,7 @@ def outlook(series: Series, budget: float, terms: ForecastSection) -> dict[str, 
     head = {"compute": now, "score": score, "R0": series.R0, "n": len(series), "budget": budget}
     if now is None or len(series) < FEWEST:
         reason = f"{len(series)} of the {FEWEST} evaluations that a curve takes"
-        return head | {"gate": Standing.NOT_IDENTIFIED, **_nothing(reason)}
+        return head | {"gate": Standing.NOT_IDENTIFIED, **_empty_row(reason)}
     known = posterior(series)
     assessment = assess(known)
     left = budget > now
@@ -158,11 +158,11 @@ def outlook(series: Series, budget: float, terms: ForecastSection) -> dict[str, 
     row = {
         "gate": assessment.standing,
         "reasons": [assessment.reason, *assessment.flags, *([rival] if rival else [])],
-        "A": _shown(known.A, assessment),
-        "B": _shown(known.B, assessment) if assessment.steep else None,
-        "C_mid": _shown(known.C_mid, assessment) if assessment.steep else None,
-        "at_budget": None if ahead is None else _shown(ahead, assessment),
-        "gain": _shown(known.gain(now, budget), assessment) if left else None,
+        "A": _quantiles(known.A, assessment),
+        "B": _quantiles(known.B, assessment) if assessment.steep else None,
+        "C_mid": _quantiles(known.C_mid, assessment) if assessment.steep else None,
+        "at_budget": None if ahead is None else _quantiles(ahead, assessment),
+        "gain": _quantiles(known.gain(now, budget), assessment) if left else None,
         "curve": _curve(known, assessment, max(now, budget)),
     }
     sentence = "; ".join([_sentence({**head, **row}, verdict, terms), *([rival] if rival else [])])
@@ -178,12 +178,12 @@ def metrics(row: Mapping[str, Any]) -> dict[str, float]:
     return found | {"forecast/identified": IDENTIFIED[Standing(row["gate"])]}
 
 
-def _nothing(reason: str) -> dict[str, Any]:
+def _empty_row(reason: str) -> dict[str, Any]:
     empty = dict.fromkeys(("A", "B", "C_mid", "at_budget", "gain", "curve"))
     return {"reasons": [reason], **empty, "verdict": NO_FORECAST, "sentence": f"none yet: {reason}"}
 
 
-def _shown(draws: np.ndarray, assessment: Assessment) -> list[float | None] | None:
+def _quantiles(draws: np.ndarray, assessment: Assessment) -> list[float | None] | None:
     """[q05, q50, q95], as far as they may be reported."""
     if (found := assessment.shown(draws)) is None:
         return None
@@ -207,7 +207,7 @@ def _sentence(row: Mapping[str, Any], verdict: str, terms: ForecastSection) -> s
         return f"{row['gate']}: {row['reasons'][0]}"
     words = "provisionally " if row["gate"] == Standing.PROVISIONAL else ""
     ceiling = f"{words}A {_span(row['A'])}"
-    budget = f"{compute_text(row['budget'])} {counted(terms.axis)}"
+    budget = f"{compute_text(row['budget'])} {unit_name(terms.axis)}"
     if row["at_budget"] is None:
         return f"{ceiling}; the budget of {budget} is spent"
     advice = ADVICE[Action(verdict)]

@@ -78,7 +78,7 @@ def _power(series: Series) -> Fitted:
         A, D = np.where(A > 1, 1.0, A), np.where(A > 1, at_bound, D)
         return A, D, ((R - A[:, None] + D[:, None] * p) ** 2).sum(-1)
 
-    log_B = _refined(lambda grid: solve(grid)[2], math.log(0.01), math.log(B_RANGE[1]))
+    log_B = _refine(lambda grid: solve(grid)[2], math.log(0.01), math.log(B_RANGE[1]))
     A, D, _ = (float(x[0]) for x in solve(np.array([log_B])))
     B = math.exp(log_B)
     return {"A": A, "B": B, "D": D * C[0] ** B}, lambda at: A - D * (np.asarray(at) / C[0]) ** -B
@@ -134,7 +134,7 @@ def _two_levels(S: np.ndarray, R: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
     return tuple(np.take_along_axis(x, which, 0)[0] for x in (R0, A, sse))  # type: ignore[return-value]
 
 
-def _refined(sse: Callable[[np.ndarray], np.ndarray], low: float, high: float, rounds: int = 12) -> float:
+def _refine(sse: Callable[[np.ndarray], np.ndarray], low: float, high: float, rounds: int = 12) -> float:
     """The minimum of a function of one variable by grids of 41, each around the best of the last."""
     first, last, best = low, high, low
     for _ in range(rounds):

@@ -100,7 +100,7 @@ def log_between(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return top + np.log(-np.expm1(np.minimum(log_ndtr(low) - top, -1e-300)))
 
 
-def truncated(low: np.ndarray, high: np.ndarray, u: np.ndarray) -> np.ndarray:
+def truncated_quantile(low: np.ndarray, high: np.ndarray, u: np.ndarray) -> np.ndarray:
     """The quantile ``u`` (in (0, 1)) of the normal restricted to [low, high]."""
     right = low + high > 0
     low, high = np.where(right, -high, low), np.where(right, -low, high)

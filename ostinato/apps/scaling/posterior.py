@@ -17,7 +17,7 @@ import numpy as np
 
 from ostinato.apps.scaling import curve
 from ostinato.apps.scaling.fit import B_RANGE, PARAMETERS, Fit, fit
-from ostinato.apps.scaling.noise import CONSERVATIVE, Noise, log_between, simulate, truncated, whiten
+from ostinato.apps.scaling.noise import CONSERVATIVE, Noise, log_between, simulate, truncated_quantile, whiten
 from ostinato.apps.scaling.series import Series
 
 LEVEL = 0.9  # of all intervals by default
@@ -207,7 +207,7 @@ class _Grid:
         q = self._quadratic(log_B, log_C_mid)
         mean, width = q.sy / q.ss, 1 / np.sqrt(q.ss)
         high = 1 - self.series.R0
-        z = truncated(-mean / width, (high - mean) / width, rng.random(len(log_B)))
+        z = truncated_quantile(-mean / width, (high - mean) / width, rng.random(len(log_B)))
         gain = np.clip(mean + width * z, 0, high)
         se = math.sqrt(q.se2)
         variance = 1 / (1 + q.se2 * q.pp)

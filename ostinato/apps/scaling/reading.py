@@ -141,7 +141,7 @@ def _refuse(reading: Reading, names: Sequence[str], why: str) -> None:
 
 def read_one(source: Path, reading: Reading) -> Window:
     """The series that is meant, and its window."""
-    found = _chosen(source, reading)
+    found = _choose(source, reading)
     if len(found) != 1:
         known = ", ".join(repr(one.name) for one in found)
         raise ValueError(f"{source} has {len(found)} series; choose one with --series: {known}")
@@ -150,13 +150,13 @@ def read_one(source: Path, reading: Reading) -> Window:
 
 def read_several(sources: Sequence[Path], reading: Reading) -> list[Window]:
     """All series that are meant, two at least."""
-    found = [window(source, one, reading) for source in sources for one in _chosen(source, reading)]
+    found = [window(source, one, reading) for source in sources for one in _choose(source, reading)]
     if len(found) < 2:
         raise ValueError(f"{sources[0]} has one series; name another run, or two series of a file")
     return found
 
 
-def _chosen(source: Path, reading: Reading) -> list[Series]:
+def _choose(source: Path, reading: Reading) -> list[Series]:
     """Those that --series names, in its order, or all."""
     found = read_all(source, reading)
     by_name = {one.name: one for one in found}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ostinato.apps.serve.bodies import ACCOUNTS, MOST_MESSAGES, Strict, checked
+from ostinato.apps.serve.bodies import ACCOUNTS, MOST_MESSAGES, Strict, check_body
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.apps.serve.grammar import call_grammar
 from ostinato.apps.serve.openai_chat import sse
@@ -123,7 +123,7 @@ def _plain(message: _Message) -> Iterator[dict[str, Any]]:
         if block.type == "tool_result":
             result = block.content or ""
             if not isinstance(result, str):
-                result = _text([checked(Block, part, "messages") for part in result])
+                result = _text([check_body(Block, part, "messages") for part in result])
             yield {"role": "tool", "content": result, "tool_call_id": block.tool_use_id}
     thought = "".join(block.thinking for block in message.content if block.type == "thinking")
     text = "".join(block.text for block in message.content if block.type == "text")

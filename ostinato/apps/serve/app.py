@@ -37,11 +37,11 @@ from ostinato.apps.serve.bodies import (
     Id,
     Lenient,
     Sampled,
-    checked,
+    check_body,
     parsed,
 )
 from ostinato.apps.serve.calls import Answer, ApiError, Asker, Call, Piece, Usage
-from ostinato.apps.serve.generate import GenerateBody, generated
+from ostinato.apps.serve.generate import GenerateBody, generation
 from ostinato.apps.serve.openai_chat import Shape, sse
 from ostinato.apps.serve.server import Handler, guarded, read_body, unless_gone
 from ostinato.apps.serve.service import Model, Service
@@ -86,7 +86,7 @@ class Door:
         parts = await self._parts(calls, model, id_, body)
         if body.stream:
             return await _stream(parts, shape.events)
-        answers = await _collected(request, parts)
+        answers = await _collect(request, parts)
         scored = [(await self._service.prompt_scores(call, model), call.n) for call in calls]
         scores = [each for each, n in scored for _ in range(n)]
         ordered = [answers[index] for index in sorted(answers)]
@@ -102,7 +102,7 @@ class Door:
         parts = await self._parts([call], model, id_, body)
         if body.stream:
             return await _stream(parts, shape.events)
-        answers = await _collected(request, parts)
+        answers = await _collect(request, parts)
         return JSONResponse(shape.whole([answers[0]]))
 
     async def generate(self, request: Request) -> Response:
@@ -110,8 +110,8 @@ class Door:
         body = parsed(GenerateBody, await self._body(request))
         call, id_ = await self._assigned(body.to_call(), body), _id("gen")
         parts = await self._parts([call], self._service.model(call.model), id_, body)
-        answers = await _collected(request, parts)
-        return JSONResponse(generated(id_, call, [answers[index] for index in sorted(answers)]))
+        answers = await _collect(request, parts)
+        return JSONResponse(generation(id_, call, [answers[index] for index in sorted(answers)]))
 
     async def messages(self, request: Request) -> Response:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
@@ -120,7 +120,7 @@ class Door:
         parts = await self._parts([call], model, f"msg_{id_}", body)
         if body.stream:
             return await _stream(parts, lambda parts: anthropic_messages.events(id_, model.name, parts))
-        answers = await _collected(request, parts)
+        answers = await _collect(request, parts)
         return JSONResponse(anthropic_messages.message(id_, model.name, [answers[0]]))
 
     async def count_tokens(self, request: Request) -> Response:
@@ -163,7 +163,7 @@ class Door:
         if len(calls) == 1:
             return one(calls[0], requests[0], 0)
         firsts = accumulate(map(len, requests[:-1]), initial=0)
-        return _merged([one(*each) for each in zip(calls, requests, firsts, strict=True)])
+        return _merge_events([one(*each) for each in zip(calls, requests, firsts, strict=True)])
 
     # ---- the rest
 
@@ -197,7 +197,7 @@ class Door:
         body = parsed(_Tokenize, await self._body(request))
         if body.messages is not None:
             chat = {"messages": body.messages, **(body.model_extra or {})}
-            tokens = await self._service.tokens(checked(ChatBody, chat).to_call())
+            tokens = await self._service.tokens(check_body(ChatBody, chat).to_call())
         else:
             tokens = await self._service.encoded(body.prompt)
         limit = self._service.limits.context
@@ -321,7 +321,7 @@ async def _after(first: tuple[int, Piece | Answer], parts: Parts) -> Parts:
         yield part
 
 
-async def _collected(request: Request, parts: Parts) -> dict[int, Answer]:
+async def _collect(request: Request, parts: Parts) -> dict[int, Answer]:
     """The answers by number. If the client hangs up, all stops and ClientDisconnect is raised."""
 
     async def collect() -> dict[int, Answer]:
@@ -331,7 +331,7 @@ async def _collected(request: Request, parts: Parts) -> dict[int, Answer]:
     return await unless_gone(request, collect())
 
 
-async def _merged(streams: list[Parts]) -> Parts:
+async def _merge_events(streams: list[Parts]) -> Parts:
     """The parts of all streams, as they arrive."""
     send, receive = anyio.create_memory_object_stream[tuple[int, Piece | Answer] | BaseException](1024)
 

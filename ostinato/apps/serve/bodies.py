@@ -265,10 +265,10 @@ def parsed(kind: type[Body], data: bytes) -> Body:
     tree = json_of(data, surrogates=True)
     if not isinstance(tree, dict):
         raise ApiError(f"the body is a {type(tree).__name__}; send a JSON object")
-    return checked(kind, tree)
+    return check_body(kind, tree)
 
 
-def checked(kind: type[Body], tree: Mapping[str, Any], *within: str) -> Body:
+def check_body(kind: type[Body], tree: Mapping[str, Any], *within: str) -> Body:
     """``tree``, a part ``within`` a body, validated. Raises ApiError 400, which names the first invalid
     field."""
     try:

@@ -31,7 +31,7 @@ class Address:
     drain_s: float = 30.0
 
 
-def named_adapters(given: Sequence[str]) -> dict[str, str]:
+def parse_adapters(given: Sequence[str]) -> dict[str, str]:
     """NAME=PATH, NAME=PATH, ... Raises ValueError for anything else."""
     pairs = [text.partition("=") for text in given]
     for text, (name, _, path) in zip(given, pairs, strict=True):

@@ -40,7 +40,7 @@ class GenerateBody(Strict):
         return replace(call, model=self.model)
 
 
-def generated(id_: str, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
+def generation(id_: str, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
     """The response; in log-probabilities tokens have the text ``token_id:42``."""
     choices = []
     for index, answer in enumerate(answers):

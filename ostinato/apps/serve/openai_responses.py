@@ -16,7 +16,7 @@ from ostinato.apps.serve.bodies import (
     Options,
     Part,
     Strict,
-    checked,
+    check_body,
     text_of,
 )
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, Usage
@@ -98,10 +98,10 @@ class ResponsesBody(Strict):
         if isinstance(self.input, str):
             yield {"role": "user", "content": self.input}
             return
-        yield from _merged(_message(item) for item in self.input)
+        yield from _merge(_message(item) for item in self.input)
 
 
-def _merged(messages: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _merge(messages: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Merges an answer's text and its calls, which are separate items, into one message."""
     last: dict[str, Any] | None = None
     for message in messages:
@@ -130,7 +130,7 @@ class _Item(Strict):
 def _message(item: Mapping[str, Any]) -> dict[str, Any]:
     if (kind := item.get("type", "message")) not in ("message", "function_call", "function_call_output"):
         raise ApiError(f"input items of type {kind!r} are not supported by this server", param="input")
-    one = checked(_Item, item, "input")
+    one = check_body(_Item, item, "input")
     if one.type == "message":
         return {"role": "system" if one.role == "developer" else one.role, "content": text_of(one.content)}
     if one.type == "function_call":

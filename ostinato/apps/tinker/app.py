@@ -26,10 +26,10 @@ from ostinato.apps.tinker.wire import (
     Body,
     SampleBody,
     Seq,
-    parsed,
+    parse_body,
     sequence_ids,
     training_request,
-    unpacked,
+    unpack_body,
 )
 from ostinato.apps.tinker.work import SAMPLER, Work
 
@@ -91,7 +91,7 @@ class Door:
         return JSONResponse({"session_id": id, "type": "create_session"})
 
     async def heartbeat(self, request: Request) -> Response:
-        session = self._registry.require(SESSION, parsed(SessionBody, await _body(request)).session_id)
+        session = self._registry.require(SESSION, parse_body(SessionBody, await _body(request)).session_id)
         if session.get("finished"):
             return _refusal("this session has finished", 410)
         return JSONResponse({"type": "session_heartbeat"})
@@ -120,13 +120,13 @@ class Door:
 
     async def create_model(self, request: Request) -> Response:
         data = await _body(request)
-        body = parsed(CreateBody, data)
+        body = parse_body(CreateBody, data)
         self._registry.require(SESSION, body.session_id)
         return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "create_model", data)
 
     async def load_weights(self, request: Request) -> Response:
         data = await _body(request)
-        body = parsed(LoadBody, data)
+        body = parse_body(LoadBody, data)
         if body.session_id is not None and body.model_seq_id is not None:
             self._registry.require(SESSION, body.session_id)
             return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "load_weights", data)
@@ -135,7 +135,7 @@ class Door:
         return self._of_model(body.model_id, body.seq_id, "load_weights", data)
 
     async def forward_backward(self, request: Request) -> Response:
-        data = unpacked(await _body(request), request.headers.get("content-encoding", ""))
+        data = unpack_body(await _body(request), request.headers.get("content-encoding", ""))
         message = training_request(data)
         return self._of_model(message.model_id, message.seq_id, "forward_backward", data)
 
@@ -144,7 +144,7 @@ class Door:
 
         async def handler(request: Request) -> Response:
             data = await _body(request)
-            body = parsed(SeqBody, data)
+            body = parse_body(SeqBody, data)
             return self._of_model(body.model_id, body.seq_id, kind, data)
 
         return handler
@@ -162,7 +162,7 @@ class Door:
 
     async def asample(self, request: Request) -> Response:
         data = await _body(request)
-        body = parsed(SampleBody, data)
+        body = parse_body(SampleBody, data)
         if self._futures.sampling >= MOST_SAMPLING:
             return _refusal(f"{MOST_SAMPLING} samples are under way; try again later", 429)
         if body.sampling_session_id is not None:
@@ -178,7 +178,7 @@ class Door:
 
     async def retrieve(self, request: Request) -> Response:
         """The result; 408 while it is pending, 410 if the request is unknown or its result was dropped."""
-        body = parsed(FutureBody, await _body(request))
+        body = parse_body(FutureBody, await _body(request))
         stored = await self._futures.result(body.request_id, POLL_S)
         if stored is None or (stored.state != PENDING and stored.result is None):
             return _refusal(f"the request {body.request_id} is not known here; submit it again", 410)
@@ -191,13 +191,13 @@ class Door:
         return Response(stored.result, media_type=stored.media)
 
     async def cancel(self, request: Request) -> Response:
-        self._futures.cancel(parsed(FutureBody, await _body(request)).request_id)
+        self._futures.cancel(parse_body(FutureBody, await _body(request)).request_id)
         return Response(status_code=204)
 
     # ---- models and samplers
 
     async def get_info(self, request: Request) -> Response:
-        id = parsed(ModelBody, await _body(request)).model_id
+        id = parse_body(ModelBody, await _body(request)).model_id
         base, rank = self._work.base, self._work.models.spec(id).rank
         data = {"arch": base.decoder.config.model_type, "model_name": base.name, "tokenizer_id": base.path}
         lora = {"is_lora": True, "lora_rank": rank}
@@ -206,12 +206,12 @@ class Door:
         )
 
     async def unload_model(self, request: Request) -> Response:
-        id = parsed(ModelBody, await _body(request)).model_id
+        id = parse_body(ModelBody, await _body(request)).model_id
         await self._work.models.release(id)
         return JSONResponse({"request_id": id, "model_id": id, "type": "unload_model"})
 
     async def create_sampler(self, request: Request) -> Response:
-        body = parsed(SamplerBody, await _body(request))
+        body = parse_body(SamplerBody, await _body(request))
         self._registry.require(SESSION, body.session_id)
         if body.model_path is None:
             self._work.models.check_base(body.base_model or "")

@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from ostinato.apps.serve.server import Handler, read_body
 from ostinato.apps.tinker.models import MODEL
 from ostinato.apps.tinker.registry import NotFound, Registry, UserError
-from ostinato.apps.tinker.wire import Body, Seconds, Seq, parsed
+from ostinato.apps.tinker.wire import Body, Seconds, Seq, parse_body
 from ostinato.apps.tinker.work import CHECKPOINT, SAMPLER, Work
 
 LATEST = 253402300799.0  # the end of the year 9999, after which there are no dates
@@ -81,7 +81,7 @@ class Listings:
         return Response(status_code=204)
 
     async def ttl(self, request: Request) -> Response:
-        seconds = parsed(TtlBody, await read_body(request)).ttl_seconds
+        seconds = parse_body(TtlBody, await read_body(request)).ttl_seconds
         expires = None if seconds is None else datetime.now(UTC).timestamp() + seconds
         path = self._path(request)
         self._work.folder_of(path)
@@ -107,7 +107,7 @@ class Listings:
         return FileResponse(file)
 
     async def weights_info(self, request: Request) -> Response:
-        path = parsed(PathBody, await read_body(request)).tinker_path
+        path = parse_body(PathBody, await read_body(request)).tinker_path
         self._work.folder_of(path)
         model = self._registry.require(CHECKPOINT, path)["model"]
         lora = (self._registry.get(MODEL, model) or {}).get("lora", {})
@@ -117,7 +117,7 @@ class Listings:
 
     async def copy(self, request: Request) -> Response:
         """Copy a checkpoint to the run that is named, or to a new one."""
-        body = parsed(CopyBody, await read_body(request))
+        body = parse_body(CopyBody, await read_body(request))
         if body.session_id is not None:
             self._registry.require("session", body.session_id)
         given = request.headers.get("x-idempotency-key", "") or secrets.token_hex(8)

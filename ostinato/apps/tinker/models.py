@@ -22,7 +22,7 @@ from ostinato.apps.serve.thread import EngineThread
 from ostinato.apps.tinker.records import Record, Start
 from ostinato.apps.tinker.registry import FAILED, Registry, Stored, UserError
 from ostinato.apps.tinker.samplers import Base, identity, spec_of
-from ostinato.apps.tinker.wire import Body, Seq, loss_of, parsed, rows_of, training_request
+from ostinato.apps.tinker.wire import Body, Seq, loss_of, parse_body, rows_of, training_request
 from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.train.accumulate import Accumulator, Adam, Scored, drained
@@ -113,7 +113,7 @@ class Models:
     async def get(self, id: str) -> Model:
         """The model, loaded if necessary. Raises NotFound for one that was never created."""
         if id not in self._models:
-            self._models[id] = await self._thread.call(lambda _: self._taken_up(id))
+            self._models[id] = await self._thread.call(lambda _: self._load(id))
         return self._models[id]
 
     async def release(self, id: str) -> None:
@@ -126,7 +126,7 @@ class Models:
 
     async def create(self, stored: Stored) -> None:
         """A model with new adapters. Without a seed from the client, it is derived from the model's id."""
-        body = parsed(CreateBody, stored.body or b"")
+        body = parse_body(CreateBody, stored.body or b"")
         self.check_base(body.base_model)
         _check_optimizer(body.optimizer_config)
         config = body.lora_config or LoraBody(rank=32)
@@ -148,7 +148,7 @@ class Models:
 
     async def load(self, stored: Stored) -> None:
         """Load a checkpoint into a model, or as a new model (seq 0)."""
-        body = parsed(LoadBody, stored.body or b"")
+        body = parse_body(LoadBody, stored.body or b"")
         folder = self._find(body.path)
         if not (folder / "spec.json").is_file():
             raise UserError(f"{body.path} is for sampling; load what save_state has saved")
@@ -206,7 +206,7 @@ class Models:
                 work = model.trained.pieces(rows, loss, learn=not message.forward_only)
                 return work if message.forward_only else model.record.counted(rows, work)
             case "optim_step":
-                given = parsed(OptimBody, stored.body or b"").adam_params
+                given = parse_body(OptimBody, stored.body or b"").adam_params
                 if given is None:
                     raise UserError("optim_step has no adam_params; this server trains with AdamW alone")
                 adam = Adam(
@@ -222,7 +222,7 @@ class Models:
                 model.record.stepped(taken, time.perf_counter() - began)
                 return taken
             case "load_weights":
-                body = parsed(LoadBody, stored.body or b"")
+                body = parse_body(LoadBody, stored.body or b"")
                 trained = model.trained
                 checkpoint = load_checkpoint(
                     self._find(body.path), identity=identity(self._base, trained.adapters.spec)
@@ -236,7 +236,7 @@ class Models:
                 model.is_clean, model.saved_at = True, 0.0  # a snapshot is due: the checkpoint may be deleted
         return None
 
-    def _taken_up(self, id: str) -> Model:
+    def _load(self, id: str) -> Model:
         """The model restored from its last snapshot and the requests after it."""
         document = self._registry.require(MODEL, id)
         spec, config = spec_of(document["spec"]), self._base.decoder.config
@@ -244,7 +244,7 @@ class Models:
         trained = Accumulator(self._base.decoder, adapters, ops=self._base.ops)
         snapshot = load_checkpoint(self._snapshots(id), identity=identity(self._base, spec))
         taken = snapshot.state.get("taken", snapshot.state["steps"]) if snapshot else 0
-        model = Model(id, trained, self._recorded(id, document, taken), taken)
+        model = Model(id, trained, self._open_record(id, document, taken), taken)
         if snapshot is not None:
             model.trained.restore(snapshot.tensors)
             model.trained.steps = snapshot.state["steps"]
@@ -287,7 +287,7 @@ class Models:
         self._snapshot(model, now=True)
         model.record.close(why)
 
-    def _recorded(self, id: str, document: dict[str, Any], step: int) -> Record:
+    def _open_record(self, id: str, document: dict[str, Any], step: int) -> Record:
         adapter = {name: document["spec"][name] for name in ("rank", "alpha")}
         recipe = {"name": slug(id), "model": {"path": self._base.path}, "adapter": adapter}
         return Record(

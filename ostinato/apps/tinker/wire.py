@@ -36,7 +36,7 @@ Seq = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as SQLite has them
 Seconds = Annotated[int, Field(ge=0, le=100 * 365 * 24 * 3600)]  # until a checkpoint expires
 
 
-def parsed(form: type[B], body: bytes) -> B:
+def parse_body(form: type[B], body: bytes) -> B:
     """The validated body. Raises UserError, which names the first invalid field."""
     try:
         return form.model_validate_json(body or b"{}")
@@ -46,7 +46,7 @@ def parsed(form: type[B], body: bytes) -> B:
         raise UserError(f"{where}: {first['msg']}") from error
 
 
-def unpacked(body: bytes, encoding: str) -> bytes:
+def unpack_body(body: bytes, encoding: str) -> bytes:
     """The body with its ``Content-Encoding`` decoded."""
     if encoding in ("", "identity"):
         return body

@@ -25,7 +25,7 @@ from ostinato.apps.tinker.wire import (
     SampleBody,
     Seconds,
     Seq,
-    parsed,
+    parse_body,
     sampling_result,
     training_result,
 )
@@ -103,7 +103,7 @@ class Work:
     # ---- checkpoints: tinker://model/kind/name
 
     async def _save(self, stored: Stored) -> Result:
-        body = parsed(SaveBody, stored.body or b"")
+        body = parse_body(SaveBody, stored.body or b"")
         model = await self.models.get(stored.owner)
         spec = model.trained.adapters.spec
 
@@ -117,22 +117,22 @@ class Work:
             )
             save_checkpoint(folder, checkpoint)
 
-        path = await self._written(stored, body, "weights", write)
+        path = await self._write(stored, body, "weights", write)
         return Result.of({"path": path, "type": "save_weights"})
 
     async def _save_for_sampler(self, stored: Stored) -> Result:
-        body = parsed(SaveBody, stored.body or b"")
+        body = parse_body(SaveBody, stored.body or b"")
         model = await self.models.get(stored.owner)
         kind = {"type": "save_weights_for_sampler"}
         if body.path is not None:
-            path = await self._written(stored, body, "sampler_weights", self._peft(model.trained.adapters))
+            path = await self._write(stored, body, "sampler_weights", self._peft(model.trained.adapters))
             return Result.of({"path": path, **kind})
         session = self._registry.require(MODEL, stored.owner)["session"]
         id = f"{session}:sample:{body.sampling_session_seq_id}"
         shared = body.kind == "inflight"
         policy = f"{stored.owner}:inflight" if shared else id
         folder = self._folder / "samplers" / slug(policy)
-        await self._thread.call(lambda _: _replaced(folder, self._peft(model.trained.adapters)))
+        await self._thread.call(lambda _: _replace_folder(folder, self._peft(model.trained.adapters)))
         await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
         document = {"policy": policy, "folder": self._name(folder), "path": None, "model": stored.owner}
         document["steps"] = model.trained.steps
@@ -140,18 +140,18 @@ class Work:
         return Result.of({"sampling_session_id": id, **kind})
 
     async def _save_external(self, stored: Stored) -> Result:
-        body = parsed(SaveBody, stored.body or b"")
+        body = parse_body(SaveBody, stored.body or b"")
         if body.age_encryption_recipients:
             raise UserError("age_encryption_recipients are not supported; files are on your own disk")
         model = await self.models.get(stored.owner)
-        path = await self._written(stored, body, "external_weights", self._peft(model.trained.adapters))
+        path = await self._write(stored, body, "external_weights", self._peft(model.trained.adapters))
         size = self._registry.require(CHECKPOINT, path)["size"]
         return Result.of({"path": path, "size_bytes": size, "type": "save_weights_external"})
 
     def _peft(self, adapters: Adapters) -> Callable[[Path], None]:
         return lambda folder: save_peft(adapters, self.base.decoder, folder, base_name=self.base.path)
 
-    async def _written(self, stored: Stored, body: SaveBody, kind: str, write: Callable[[Path], None]) -> str:
+    async def _write(self, stored: Stored, body: SaveBody, kind: str, write: Callable[[Path], None]) -> str:
         """Write a checkpoint to disk and to the registry. Returns its path."""
         name = body.path or f"{stored.seq:06d}"
         if not NAME.fullmatch(name):
@@ -163,7 +163,7 @@ class Work:
         if before is not None and not body.overwrite:
             raise UserError(f"{path} exists; choose another name, or overwrite=True where that is offered")
         folder = self._folder / "checkpoints" / slug(stored.owner) / kind / name
-        await self._thread.call(lambda _: _replaced(folder, write))
+        await self._thread.call(lambda _: _replace_folder(folder, write))
         document = {
             "request": stored.id,
             "model": stored.owner,
@@ -198,7 +198,7 @@ class Work:
         copied = f"tinker://{run}/{kind}/{name}"
         if self._registry.get(CHECKPOINT, copied) is None:
             folder = self._folder / "checkpoints" / slug(run) / kind / name
-            _replaced(folder, lambda temporary: shutil.copytree(source, temporary, dirs_exist_ok=True))
+            _replace_folder(folder, lambda temporary: shutil.copytree(source, temporary, dirs_exist_ok=True))
             document = self._registry.require(CHECKPOINT, path)
             changed = {"folder": self._name(folder), "request": "", "expires": expires}
             self._registry.put(CHECKPOINT, copied, {**document, **changed}, owner=run)
@@ -221,7 +221,7 @@ class Work:
 
     async def _sample(self, stored: Stored) -> Result:
         """Answer k has the seed (seed, k); without a seed, one is derived from the request's id."""
-        body = parsed(SampleBody, stored.body or b"")
+        body = parse_body(SampleBody, stored.body or b"")
         document, adapters = await self._policy(body)
         tokens = body.tokens()
         if not 1 <= body.num_samples <= 1024:
@@ -303,7 +303,7 @@ class Work:
                 self._registry.delete(SAMPLER, id)
 
 
-def _replaced(folder: Path, write: Callable[[Path], object]) -> None:
+def _replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Write a folder atomically, replacing one of the same name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as temporary:

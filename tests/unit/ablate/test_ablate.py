@@ -322,7 +322,7 @@ def flat(row: dict[str, Any], at: float, noise: float = 0.004) -> dict[str, Any]
 
 
 def result_of(rows: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
-    return answer.answer(answer.compared(rows, Axis.FLOPS)).result
+    return answer.answer(answer.compare_runs(rows, Axis.FLOPS)).result
 
 
 # -- the same questions
@@ -380,7 +380,7 @@ def test_a_run_that_died_early_does_not_pull_the_others_down(n: int, shown: str)
     dead = arms["a | pipe"]
     assert dead["reached_at"] == rows[-1]["compute"]["flops"][-1]
     assert dead["reached"]["median"] == pytest.approx(float(np.mean(rows[-1]["score"][-1:])), abs=0.06)
-    lines = answer.answer(answer.compared(rows, Axis.FLOPS)).tables[0].rows
+    lines = answer.answer(answer.compare_runs(rows, Axis.FLOPS)).tables[0].rows
     assert [line[5].endswith(shown) for line in lines] == [False, False, True]
 
 
@@ -410,7 +410,7 @@ def test_parts_that_never_act_are_shown(tmp_path: Path, capsys: pytest.CaptureFi
     assert done.value.code == 0
     found = json.loads(capsys.readouterr().out)
     assert found["arms"][1]["acted"] == [{"clip_ratio/region_mean": 0.0}] * 2
-    acted = answer.answer(answer.compared(rows, Axis.FLOPS)).tables[-1]
+    acted = answer.answer(answer.compare_runs(rows, Axis.FLOPS)).tables[-1]
     assert list(acted.head) == ["capped", "clipped", "interrupted", "updates old"]
     assert [tuple(cells) for _, *cells in acted.rows] == [("<0.01%", "-", "3.00%", "8"), ("-", "0", "-", "-")]
 

@@ -25,7 +25,7 @@ from ostinato.apps.scaling.arms.compare import (
     sweep,
 )
 from ostinato.apps.scaling.arms.compared import answer, curves, per_flop
-from ostinato.apps.scaling.arms.jobs import Job, State, done
+from ostinato.apps.scaling.arms.jobs import Job, State, has_ended
 from ostinato.config import dump_toml
 from ostinato.run import RunFolder
 
@@ -57,7 +57,7 @@ def play(jobs: Sequence[Job], right: Callable[[Job, float, int], int]) -> list[S
     """Runs of 20 problems, 4 answers each, go on to their share of the budget; of the answers to a problem
     ``right(job, share, problem)`` are right."""
     for one in jobs:
-        if done(one):
+        if has_ended(one):
             continue
         run = RunFolder(one.folder)
         if not run.recipe.exists():

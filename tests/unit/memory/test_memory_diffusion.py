@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato.apps.memory.blocks import Kept, MemoryState, Turn
-from ostinato.apps.memory.diffusion import ByDiffusion, infilled, loaded
-from ostinato.apps.memory.facts import unsupported
+from ostinato.apps.memory.diffusion import ByDiffusion, infill, load_refiller
+from ostinato.apps.memory.facts import find_unsupported
 from ostinato.apps.memory.keep import Memory, Sizes
 
 MASK, VOCABULARY = 2, 9
@@ -32,7 +32,7 @@ def random_logits(canvas: list[int]) -> Tensor:
 @given(canvas=st.lists(st.integers(0, VOCABULARY - 1), max_size=8), passes=st.integers(0, 10))
 def test_a_canvas_is_filled_in_so_many_passes_the_surest_first(canvas: list[int], passes: int) -> None:
     seen: list[list[int]] = []
-    filled = infilled(lambda now: (seen.append([*now]), random_logits(now))[1], canvas, MASK, passes)
+    filled = infill(lambda now: (seen.append([*now]), random_logits(now))[1], canvas, MASK, passes)
     masks = canvas.count(MASK)
     assert len(seen) == min(passes, masks)
     assert all(new == old for new, old in zip(filled, canvas, strict=True) if old != MASK)
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkpoint_refills_behind_the_gate(folder: Path) -> None:
-    refiller, draw = loaded(folder, passes=3), random.Random(1)
+    refiller, draw = load_refiller(folder, passes=3), random.Random(1)
     assert (refiller.mask, refiller.shift) == (2, 0)
     texts = {
         refiller("Ann met Bob", "Ann saw 17 boats in Rome", "", budget) for budget in range(9) for _ in "ab"
@@ -91,11 +91,11 @@ def test_a_checkpoint_refills_behind_the_gate(folder: Path) -> None:
         originals[n] = text
         assert count(state.text) <= 60
     assert keeper.counters["memory/unsupported"] > 0 and any(one.level for one in state.blocks)
-    assert not any(unsupported(one.text, originals[one.turn], one.speaker) for one in state.blocks)
+    assert not any(find_unsupported(one.text, originals[one.turn], one.speaker) for one in state.blocks)
 
 
 def test_logits_of_the_token_behind_are_shifted(folder: Path) -> None:
-    plain = loaded(folder)
+    plain = load_refiller(folder)
 
     class Behind:
         device = torch.device("cpu")
@@ -110,11 +110,11 @@ def test_logits_of_the_token_behind_are_shifted(folder: Path) -> None:
 
 def test_what_is_no_masked_diffusion_model_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no checkpoint"):
-        loaded(tmp_path)
+        load_refiller(tmp_path)
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = tmp_path / "tokenizer_config.json"
     kept = {key: value for key, value in json.loads(config.read_text()).items() if key != "mask_token"}
     config.write_text(json.dumps(kept))
     with pytest.raises(ValueError, match="is a model without a mask token"):
-        loaded(tmp_path)
+        load_refiller(tmp_path)

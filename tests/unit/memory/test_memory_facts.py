@@ -7,10 +7,10 @@ from datetime import date
 import pytest
 
 from ostinato.apps.memory.blocks import Kept, MemoryState, Turn
-from ostinato.apps.memory.facts import absolute, dates, names, numbers, unsupported
+from ostinato.apps.memory.facts import absolute, dates, find_unsupported, names, numbers
 from ostinato.apps.memory.importance import lexical
 from ostinato.apps.memory.keep import Memory, Sizes
-from ostinato.apps.memory.refill import cleaned, extract, messages, terse
+from ostinato.apps.memory.refill import clean_answer, extract, messages, terse
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_names_are_words_with_capitals_that_begin_no_ordinary_sentence() -> None
     ],
 )
 def test_what_an_original_does_not_support(refill: str, original: str, found: list[str]) -> None:
-    assert unsupported(refill, original) == found
+    assert find_unsupported(refill, original) == found
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_request_to_a_model_has_the_original_and_its_answer_is_cleaned() -> No
     chat = messages("before", "ORIGINAL", "", 20)
     assert "ORIGINAL" in chat[1]["content"] and "14 words" in chat[1]["content"]
     assert "After it" not in chat[1]["content"]
-    assert cleaned('<think>hm</think>\n---\n"Ann is 7."') == "Ann is 7."
+    assert clean_answer('<think>hm</think>\n---\n"Ann is 7."') == "Ann is 7."
 
 
 def test_importance_puts_facts_before_small_talk() -> None:

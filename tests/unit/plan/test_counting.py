@@ -16,7 +16,7 @@ from worlds import KINDS, SIZES
 from ostinato.apps.plan.cluster import Efficiency, Ring, parse_cluster
 from ostinato.apps.plan.commands import question
 from ostinato.apps.plan.layouts import engine_layout, layouts, refuse
-from ostinato.apps.plan.memory import mapped, tokens_in_flight
+from ostinato.apps.plan.memory import maps_once, tokens_in_flight
 from ostinato.apps.plan.problem import (
     Base,
     Phase,
@@ -339,9 +339,9 @@ def test_a_step_of_decoding_reads_what_is_kept() -> None:
 
 def test_one_copy_is_mapped_by_the_local_engine_in_the_process_that_trains() -> None:
     cpu, one, four = problem(gpus="1xcpu"), arrangement("1", "1"), arrangement("d4e4", "d4")
-    assert mapped(local(cpu), one.train, one.rollout)
-    assert not mapped(cpu, one.train, one.rollout)
-    assert not mapped(local(problem(gpus="4xcpu")), four.train, four.rollout)
+    assert maps_once(local(cpu), one.train, one.rollout)
+    assert not maps_once(cpu, one.train, one.rollout)
+    assert not maps_once(local(problem(gpus="4xcpu")), four.train, four.rollout)
 
 
 # ---- bytes that a plan says a rank sends: nothing alone, and the laws by which they grow

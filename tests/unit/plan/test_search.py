@@ -177,7 +177,7 @@ def test_a_layout_that_cannot_be_is_refused(requested: dict[str, str], words: st
 @pytest.mark.slow
 def test_pairs_that_cannot_win_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first that fit say when to stop, and all pairs together find nothing better."""
-    seen, seated = [0], planning._seated
+    seen, seated = [0], planning._seat
 
     def counted(*given: Any) -> Any:
         seen[0] += 1

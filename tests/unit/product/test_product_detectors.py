@@ -14,7 +14,7 @@ from ostinato.apps.product.detectors import (
     Knee,
     divergence,
     exchange_rate,
-    standardised,
+    standardise,
     watch_rate,
 )
 from ostinato.observe.bets import STAKES, Alarm, Bets, grown
@@ -99,7 +99,7 @@ def hacked(draw: np.random.Generator, runs: int, onset: int, n: int = 16) -> np.
     steps = np.arange(STEPS // 2)[:, None]
     proxy = 0.5 + draw.standard_normal((runs, len(steps), n))
     gold = np.where(steps < onset, 0.5, -0.5) + draw.standard_normal((runs, len(steps), n))
-    return standardised(divergence(proxy, gold, rate=1.0), scale=math.hypot(0.5, 1.0))
+    return standardise(divergence(proxy, gold, rate=1.0), scale=math.hypot(0.5, 1.0))
 
 
 @pytest.mark.parametrize(("onset", "within"), [(0, 12), (100, 16), (400, 18)])
@@ -135,7 +135,7 @@ def test_bets_count_what_they_cut_and_refuse_what_is_not_finite() -> None:
     with pytest.raises(ValueError, match="x: an observation is not finite"):
         state.update([math.nan])
     with pytest.raises(ValueError, match="scale is 0"):
-        standardised(np.ones(2), 0)
+        standardise(np.ones(2), 0)
     huge, alarm = state.update(np.ones(5000))
     assert alarm is not None and math.isfinite(huge.evidence)
     assert huge.update([1.0]) == (huge, None)

@@ -17,9 +17,9 @@ from ostinato.apps.product.gates import (
     PolicyLimits,
     assess,
     calibration_gap,
+    compare_pairs,
     judge_gates,
     not_worse,
-    paired,
     policy_gates,
 )
 from ostinato.apps.product.judging import Choice, calibration_error, probability
@@ -108,13 +108,13 @@ def test_the_calibration_gap_equals_its_slow_twin() -> None:
 
 def test_the_paired_error_by_hand() -> None:
     one, other = np.array([1.0, 0, 1, 1]), np.array([0.0, 0, 1, 0])
-    gap, error, many = paired(one, other)
+    gap, error, many = compare_pairs(one, other)
     assert (gap, many) == (0.5, 4)
     assert error == pytest.approx(np.std(one - other, ddof=1) / 2)
-    gap, error, many = paired(one, other, ["a", "a", "b", "b"])
+    gap, error, many = compare_pairs(one, other, ["a", "a", "b", "b"])
     sums = [0.5 - 0.5, -0.5 + 0.5]
     assert many == 2 and error == pytest.approx(math.sqrt(2 * sum(s * s for s in sums)) / 4)
-    assert paired(np.ones(3), 0.5, ["a"] * 3)[1] == math.inf
+    assert compare_pairs(np.ones(3), 0.5, ["a"] * 3)[1] == math.inf
 
 
 def test_a_policy_worse_by_the_margin_passes_in_at_most_one_of_twenty_gates() -> None:
@@ -124,7 +124,7 @@ def test_a_policy_worse_by_the_margin_passes_in_at_most_one_of_twenty_gates() ->
     for _ in range(runs):
         own = np.repeat(draw.normal(0, 0.2, 40), 5)
         difference = own + draw.normal(0, 0.3, 200) - 0.03
-        passed += not_worse("x", paired(difference, 0.0, users), 0.03, 20).passed
+        passed += not_worse("x", compare_pairs(difference, 0.0, users), 0.03, 20).passed
     assert passed / runs <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs)
 
 
@@ -149,6 +149,6 @@ def test_nothing_measured_is_no_pass() -> None:
     found = judge_gates(Judged(choices=[]), None, [], bank={}, probes={}, limits=JudgeLimits())
     assert not found.passed and {*found.failed} == {"accuracy", "consistency"}
     with pytest.raises(ValueError, match="not finite"):
-        paired(np.array([math.nan]), 0.5)
+        compare_pairs(np.array([math.nan]), 0.5)
     with pytest.raises(ValueError, match="clusters has 1 names for 2 rows"):
-        paired(np.ones(2), 0.5, ["a"])
+        compare_pairs(np.ones(2), 0.5, ["a"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.apps.product.detectors import LONGER, Bets, marks_of, of_mark, side, standardised, usual_marks
+from ostinato.apps.product.detectors import LONGER, Bets, marks_of, of_mark, side, standardise, usual_marks
 
 texts = st.text(alphabet="ab1 #", max_size=12)
 verdicts = st.sampled_from([1.0, 0.0, -1.0, math.nan])
@@ -54,7 +54,7 @@ def alarm_at(seed: int, share: float, blind: bool, looks: int) -> int:
         gold = worth[0] - worth[1] + rng.normal(0, 0.4, 128)
         preferred, lost = of_mark(np.sign(liked[0] - liked[1]), gold, pairs, "great")
         likes, _ = likes.update(preferred)
-        costs, _ = costs.update(standardised(lost if preferred.sum() > 0 else lost[:0], 1.0))
+        costs, _ = costs.update(standardise(lost if preferred.sum() > 0 else lost[:0], 1.0))
         if likes.alarmed and costs.alarmed:
             return number
     return 0

@@ -14,7 +14,7 @@ from ostinato.apps.product.events import Event, Exchange, Exposure, Kind
 from ostinato.apps.product.pairs import (
     Pair,
     Source,
-    deduplicated,
+    deduplicate,
     extract,
     leaks,
     split,
@@ -182,17 +182,17 @@ some_pairs = st.lists(
 
 @given(some_pairs, st.floats(0.5, 5))
 def test_one_user_weighs_no_more_than_the_cap(pairs: list[Pair], cap: float) -> None:
-    kept, counts = deduplicated(pairs, cap)
+    kept, counts = deduplicate(pairs, cap)
     for user in {one.user for one in pairs}:
         own = [one for one in kept if one.user == user]
         assert math.fsum(one.importance for one in own) <= cap + 1e-9
         assert len({(one.prompt, frozenset((one.chosen, one.rejected))) for one in own}) == len(own)
     assert counts["repeated"] == len(pairs) - len(kept)
-    assert deduplicated(kept, cap * (1 + 1e-9))[0] == kept
+    assert deduplicate(kept, cap * (1 + 1e-9))[0] == kept
 
 
 def test_who_changes_their_mind_counts_once_by_the_last() -> None:
-    kept, counts = deduplicated([pair("a", "b", ts=2.0), pair("b", "a", ts=3.0), pair("a", "b", ts=1.0)], 10)
+    kept, counts = deduplicate([pair("a", "b", ts=2.0), pair("b", "a", ts=3.0), pair("a", "b", ts=1.0)], 10)
     assert [(one.chosen, one.rejected) for one in kept] == [("b", "a")] and counts["repeated"] == 2
 
 

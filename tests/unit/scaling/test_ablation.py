@@ -21,7 +21,7 @@ from ostinato.apps.scaling.ablation import (
     ablate,
     at_ceiling,
     judge,
-    pooled,
+    pool,
     spread,
 )
 from ostinato.apps.scaling.curve import Sigmoid, score
@@ -193,7 +193,7 @@ def test_intervals_of_two_seeds_hold(tau: float) -> None:
         for mean, error in zip(means, errors, strict=True):
             seeds = [{"A": m + e * rng.standard_normal(1000)} for m, e in zip(mean, error, strict=True)]
             some = [each | {"B": each["A"], "C_mid": each["A"]} for each in seeds]
-            m = pooled(some, dict.fromkeys(SPREAD, drawn), rng)["A"]
+            m = pool(some, dict.fromkeys(SPREAD, drawn), rng)["A"]
             low, high = np.quantile(m, [0.05, 0.95])
             hits.append(low <= 0.6 <= high)
     assert 0.87 <= np.mean(hits) <= 0.97

@@ -24,7 +24,7 @@ from ostinato.apps.scaling.noise import (
     sd_from_steps,
     sd_of_mean,
     simulate,
-    truncated,
+    truncated_quantile,
     whiten,
 )
 from ostinato.apps.scaling.posterior import PRIOR, Interval, _Grid, interval, posterior
@@ -355,7 +355,7 @@ def test_log_between(low: float, width: float) -> None:
 
 @given(st.floats(-50, 50), st.floats(0.01, 5), st.floats(0.001, 0.999))
 def test_truncated_stays_inside_and_is_a_quantile(low: float, width: float, u: float) -> None:
-    z = float(truncated(np.array([low]), np.array([low + width]), np.array([u]))[0])
+    z = float(truncated_quantile(np.array([low]), np.array([low + width]), np.array([u]))[0])
     assert low <= z <= low + width
     if abs(low) < 5:
         below = log_between(np.array(low), np.array(z)) if z > low else -np.inf

@@ -89,17 +89,17 @@ def _plan(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
 
 def gates(loop: ProductLoop, at: Position) -> Finding:
     """The candidate beside the judge in office, on the window's test part and on the hack bank."""
-    return _assessed(loop, at, read_part(loop.round_folder(at) / "window", "test"))
+    return _assess(loop, at, read_part(loop.round_folder(at) / "window", "test"))
 
 
 def shadow(loop: ProductLoop, at: Position) -> Finding:
     """The same two on pairs that users decided after the window."""
     wait_for(loop, at, loop.settings.judge.shadow_pairs)
     pairs, _ = decided(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
-    return _assessed(loop, at, [row(pair) for pair in pairs])
+    return _assess(loop, at, [row(pair) for pair in pairs])
 
 
-def _assessed(loop: ProductLoop, at: Position, rows: Sequence[Mapping[str, Any]]) -> Finding:
+def _assess(loop: ProductLoop, at: Position, rows: Sequence[Mapping[str, Any]]) -> Finding:
     settings = loop.settings.judge
     candidate = _verdicts(loop, at.candidate, rows)
     bank = read_bank(loop.bank)

@@ -189,6 +189,3 @@ def unless_stopped(run: Path, why: str) -> None:
     process does the stage again, which goes on from the last checkpoint."""
     if why not in ("done", "solved", "spent", "enough"):
         raise RunFailed(f"the run in {run} ended as {why}; ostinato product run goes on with it")
-
-
-__all__ = ["Exhausted", "Live", "Polled", "ProductLoop", "Work", "again", "digest", "wait_for"]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ostinato.apps.product.gates import paired, policy_gates
+from ostinato.apps.product.gates import compare_pairs, policy_gates
 from ostinato.apps.product.judging import Choice
 from ostinato.apps.product.loop import Finding, Position, Stage, Verdict
 from ostinato.apps.product.rewards import rewards
 from ostinato.apps.product.runs import judge
 from ostinato.apps.product.runs.loop import Exhausted, ProductLoop, Work, again, unless_stopped
-from ostinato.apps.product.runs.watch import MARKED, Probe, Watch, answers, preferred, probe
+from ostinato.apps.product.runs.watch import MARKED, Probe, Watch, answers, prefer, probe
 from ostinato.apps.product.runs.window import add_exemplars
 from ostinato.config import Recipe
 from ostinato.launch import NothingToLearn
@@ -35,7 +35,7 @@ def train(loop: ProductLoop, at: Position) -> Finding:
     recipe = policy_recipe(loop, at, folder)
     path = again(folder, recipe.name)
     while True:
-        step = _looked(path)
+        step = _last_look(path)
         if path is not None and step:
             run = RunFolder.open(path)
             reasons, figures = alarms(loop, run), {"steps": step, "kl": _kl(run, step) or 0.0}
@@ -57,7 +57,7 @@ def train(loop: ProductLoop, at: Position) -> Finding:
         look(loop, at, recipe, RunFolder.open(path), step)
 
 
-def _looked(run: Path | None) -> int:
+def _last_look(run: Path | None) -> int:
     """The step of the last look."""
     return max((row["step"] for row in Jsonl(run / PROBES).rows()), default=0) if run else 0
 
@@ -88,12 +88,12 @@ def office_of(loop: ProductLoop, revision: str) -> str:
 def look(loop: ProductLoop, at: Position, recipe: Recipe, run: RunFolder, step: int) -> None:
     """Measure at ``step`` beside the policy of some looks before; the first look is of the policy in office
     beside itself."""
-    log, kept, office = Jsonl(run.path / PROBES), _kept(run, step), office_of(loop, at.policy)
+    log, kept, office = Jsonl(run.path / PROBES), _keep_look(run, step), office_of(loop, at.policy)
     if not any(log.rows()):
         log.append(_probe(loop, at, recipe, office, office, 0, None).row())
     steps = [row["step"] for row in log.rows()]
     before = steps[max(0, len(steps) - loop.settings.policy.behind)]
-    beside = str(_kept(run, before)) if before else office
+    beside = str(_keep_look(run, before)) if before else office
     log.append(_probe(loop, at, recipe, str(kept), beside, step, _kl(run, step)).row())
 
 
@@ -115,7 +115,7 @@ def alarms(loop: ProductLoop, run: RunFolder) -> list[str]:
     return found
 
 
-def _kept(run: RunFolder, step: int) -> Path:
+def _keep_look(run: RunFolder, step: int) -> Path:
     """A copy of the run's adapter of ``step``, the last one or that of a look before."""
     folder = run.path / "looks" / f"{step:06d}"
     if not folder.exists():
@@ -131,7 +131,7 @@ def _probe(
     n = settings.policy.probe * (4 if step == 0 else 1)
     both = (adapter, 2 * step + 1), (beside, 2 * step + 2)
     ours, theirs = answers(recipe, both, settings.gold, n, prompts=step + 1)
-    proxy = preferred(recipe, str(loop.adapter_of(at.judge)), ours, theirs)
+    proxy = prefer(recipe, str(loop.adapter_of(at.judge)), ours, theirs)
     return probe(step, kl, ours, theirs, proxy)
 
 
@@ -160,7 +160,7 @@ def gates(loop: ProductLoop, at: Position) -> Finding:
     golds = zip(*scored(settings.gold), strict=True)
     panel = [Choice.A if a > b else Choice.B if a < b else Choice.TIE for a, b in golds]
     found = policy_gates(
-        {name: paired(*scored(name)) for name in settings.policy.ability},
+        {name: compare_pairs(*scored(name)) for name in settings.policy.ability},
         panel,
         _kl(RunFolder.open(run), settings.policy.steps) or 0.0,
         limits=settings.policy.limits,

@@ -105,6 +105,3 @@ def read_settings(file: Path, *overrides: str) -> ProductSettings:
         return ProductSettings.model_validate(tree)
     except ValidationError as error:
         raise ValueError(f"{file}: {explain(error, ProductSettings, 'a product')}") from None
-
-
-__all__ = ["ProductSettings", "read_settings"]

@@ -28,7 +28,7 @@ from ostinato.apps.product.detectors import (
     exchange_rate,
     of_mark,
     side,
-    standardised,
+    standardise,
     usual_marks,
     watch_rate,
 )
@@ -124,10 +124,10 @@ def answers(
         )
     ]
     with prepare(each[0], training=False) as prepared:
-        return [_answered(replace(prepared, recipe=one), bool(gold)) for one in each]
+        return [_answer(replace(prepared, recipe=one), bool(gold)) for one in each]
 
 
-def _answered(prepared: RunInputs, scored: bool) -> Answers:
+def _answer(prepared: RunInputs, scored: bool) -> Answers:
     from ostinato.launch.engine import new_engine
     from ostinato.launch.inputs import new_stage
     from ostinato.launch.loop import new_evaluations
@@ -153,7 +153,7 @@ def chat(prompt: Prompt) -> Messages:
     return prompt.messages or ({"role": "user", "content": prompt.text or ""},)
 
 
-def preferred(recipe: Recipe, judge: str, ours: Answers, theirs: Answers) -> np.ndarray:
+def prefer(recipe: Recipe, judge: str, ours: Answers, theirs: Answers) -> np.ndarray:
     """[n] 1 where the judge prefers ``ours``, -1 ``theirs``, 0 neither; NaN where it has no verdict."""
     (source,) = sources(judge)
     rows = zip(ours.messages, ours.texts, theirs.texts, strict=True)
@@ -227,7 +227,7 @@ class Watch:
         for mark, likes, costs in self.marked:
             liked, lost = of_mark(seen.proxy, seen.gold, seen.texts, mark)
             lost = lost if liked.sum() > 0 else lost[:0]  # not what it preferred some looks ago
-            one, other = likes.update(liked), costs.update(standardised(lost, self.scale))
+            one, other = likes.update(liked), costs.update(standardise(lost, self.scale))
             marked.append((mark, one[0], other[0]))
             new = one[1] or other[1]
             alarms += [new] if new is not None and one[0].alarmed and other[0].alarmed else []
@@ -238,7 +238,7 @@ class Watch:
         match one:
             case Bets():
                 apart = divergence(seen.proxy[known], seen.gold[known], self.rate)
-                return one.update(standardised(apart, self.scale))
+                return one.update(standardise(apart, self.scale))
             case Knee():
                 if not seen.kl or seen.kl <= 0 or not seen.level or not seen.level[1]:
                     return one, None
@@ -247,6 +247,3 @@ class Watch:
                 return one.update((seen.kl, gain, error))
             case Cusum():
                 return one.update((seen.actions.get(one.name, 0), sum(seen.actions.values())))
-
-
-__all__ = ["Answers", "Probe", "Watch", "answers", "chat", "preferred", "probe"]

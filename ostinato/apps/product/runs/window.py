@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ostinato.apps.product.pairs import Pair, deduplicated, extract, leaks, split
+from ostinato.apps.product.pairs import Pair, deduplicate, extract, leaks, split
 from ostinato.apps.product.rewards import Table
 from ostinato.apps.product.runs.settings import CollectSettings
 from ostinato.apps.product.store import Patient, Store
@@ -32,7 +32,7 @@ def decided(
     found = extract(
         exchanges, (event for one in joined for event in one.events), now, horizon_s=table.horizon_s
     )
-    pairs, dropped = deduplicated((pair for pair in found.pairs if since <= pair.ts < now), table.cap)
+    pairs, dropped = deduplicate((pair for pair in found.pairs if since <= pair.ts < now), table.cap)
     return pairs, {**found.counts, **dropped}
 
 
@@ -103,6 +103,3 @@ def add_exemplars(file: Path, exemplars: Iterable[Mapping[str, Any]]) -> int:
     if new:
         Jsonl(file).append(*new)
     return len(new)
-
-
-__all__ = ["PARTS", "add_exemplars", "decided", "freeze", "read_bank", "read_part", "row"]

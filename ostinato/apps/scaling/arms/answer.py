@@ -30,7 +30,7 @@ class Compared:
     left_out: Sequence[str] = ()  # runs that are too short, in words
 
 
-def compared(rows: Sequence[Row], axis: Axis, first: float = 0.0) -> Compared:
+def compare_runs(rows: Sequence[Row], axis: Axis, first: float = 0.0) -> Compared:
     """Raises ValueError in words for runs that do not compare; those too short for a fit are left out."""
     require_same_questions(rows)
     runs = [
@@ -68,7 +68,7 @@ def _name(row: Row) -> str:
 def answer(of: Compared, notes: Sequence[str] = ()) -> Answer:
     """``notes`` come first."""
     lead = [*notes, *sentences(of)]
-    tables = [*study_tables(of.found, of.axis.unit), *_acted(of.found, of.rows)]
+    tables = [*study_tables(of.found, of.axis.unit), *_acts_table(of.found, of.rows)]
     return Answer(result=as_json(of) | {"notes": lead}, lead=lead, tables=tables)
 
 
@@ -101,7 +101,7 @@ def sentences(of: Compared) -> list[str]:
     return lines + study_sentences(of.found)
 
 
-def _acted(found: Ablation, rows: Sequence[Row]) -> list[Table]:
+def _acts_table(found: Ablation, rows: Sequence[Row]) -> list[Table]:
     """How often the parts of each arm did something: one that never does cannot make a difference."""
     each = {arm.name: [row["acted"] for row in rows if row["arm"] == arm.name] for arm in found.arms}
     names = [name for name in ACTED if any(name in one for some in each.values() for one in some)]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ostinato.apps.scaling.answers import Answer
 from ostinato.apps.scaling.arms import jobs as arms
-from ostinato.apps.scaling.arms.answer import answer, compared
+from ostinato.apps.scaling.arms.answer import answer, compare_runs
 from ostinato.apps.scaling.arms.compare import compare as race
 from ostinato.apps.scaling.arms.compare import parse_budget, read_arms
 from ostinato.apps.scaling.arms.compared import answer as answer_of
@@ -99,7 +99,7 @@ def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> 
     out = study.out or Path(base.log.dir) / f"{base.name}-ablate"
     seeds = range(base.seed, base.seed + (study.seeds or 2))
     jobs = plan(source, overrides, seeds=seeds, arms=study.arms, out=out, workers=study.workers)
-    states = finished(jobs, study, out, output.json_file)
+    states = finish_jobs(jobs, study, out, output.json_file)
     failed = [state for state in states if state.what == "failed"]
     notes = [f"{state.job.folder.name} failed: {state.error}." for state in failed]
     done = [state.job.folder for state in states if state.what == "done"]
@@ -123,7 +123,7 @@ def compare(source: Path, study: Study, output: Output) -> int:
         raise ValueError(f"--against is {against!r}; use one of the arms of {source}: {'; '.join(file.arms)}")
     out = study.out or Path("runs") / f"{source.stem}-compare"
     seeds = range(study.seeds or 3)
-    raced = race(file, terms, seeds, out, lambda jobs: finished(jobs, study, out, output.json_file))
+    raced = race(file, terms, seeds, out, lambda jobs: finish_jobs(jobs, study, out, output.json_file))
     answered = answer_of(raced, study.budget, file.threshold, against)
     show(answered, output.json_file)
     write_page(output.page or out / "compare.html", source.stem, answered, curves(raced.lines))
@@ -141,14 +141,14 @@ def show_fits(rows: Sequence[Row], notes: Sequence[str], output: Output) -> None
     axis, first = Axis(output.axis), amount(output.cut, "--cut") if output.cut else 0.0
     if output.kept is not None:
         write_kept(output.kept, rows)
-    show(answer(compared(rows, axis, first), notes), output.json_file)
+    show(answer(compare_runs(rows, axis, first), notes), output.json_file)
 
 
 def screen(json_file: Path | None) -> Console:
     return Screen(sys.stderr if str(json_file) == "-" else sys.stdout)
 
 
-def finished(jobs: Sequence[Job], study: Study, out: Path, json_file: Path | None) -> list[State]:
+def finish_jobs(jobs: Sequence[Job], study: Study, out: Path, json_file: Path | None) -> list[State]:
     """Let all jobs run that have not ended; ends with exit code 130 on Ctrl-C. ValueError for those that
     cannot run."""
     check(jobs)

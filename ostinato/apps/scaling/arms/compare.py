@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, ValidationError
 
-from ostinato.apps.scaling.arms.jobs import Job, State, arm_recipe, as_run, done
+from ostinato.apps.scaling.arms.jobs import Job, State, arm_recipe, as_run, has_ended
 from ostinato.apps.scaling.arms.kept import prompts, slug
 from ostinato.apps.scaling.gain import Outcomes
 from ostinato.config import Recipe, resolve_paths
@@ -121,13 +121,13 @@ def job(file: ArmsFile, name: str, lr: float, seed: int, budget: Budget, out: Pa
     return Job(arm=name, seed=seed, folder=out / folder, recipe=as_run(recipe, folder, seed, out, None))
 
 
-def validated(one: Job) -> np.ndarray | None:
+def validation_scores(one: Job) -> np.ndarray | None:
     """Share of right answers to each problem of the validation half, where so much of the budget was spent as
     the job is for, or at an earlier end. None for a run that has not come so far."""
     points, trainer = course(one.folder, MAIN_SET), one.recipe.trainer
     budget = Every.parse(trainer.budget, "trainer.budget").part(trainer.until)
     there = [each for spent, each in points if budget.share(spent) >= 1]
-    there += [each for _, each in points[-1:] if done(one)]
+    there += [each for _, each in points[-1:] if has_ended(one)]
     return there[0][1::2] if there else None
 
 
@@ -147,9 +147,9 @@ def sweep(
     states = list[State]()
     for share in RUNGS:
         going = [job(file, name, lr, seed, budget, out, share) for name in swept for lr in left[name]]
-        states += run([one for one in going if validated(one) is None])
+        states += run([one for one in going if validation_scores(one) is None])
         for name in swept:
-            some = {one.recipe.trainer.lr: validated(one) for one in going if one.arm == name}
+            some = {one.recipe.trainer.lr: validation_scores(one) for one in going if one.arm == name}
             scores = {lr: each for lr, each in some.items() if each is not None}
             swept[name] |= {lr: [*swept[name][lr], float(each.mean())] for lr, each in scores.items()}
             order = sorted(scores, key=lambda lr: (-scores[lr].mean(), lr))
@@ -166,7 +166,7 @@ def course(folder: Path, name: str) -> list[tuple[Mapping[str, float], np.ndarra
 def line(one: Job, control: str) -> dict[str, Any] | None:
     """A finished run as plain numbers: what tables are made of. None where it has not ended."""
     points = course(one.folder, MAIN_SET)
-    if not done(one):
+    if not has_ended(one):
         return None
     folder = RunFolder(one.folder)
     rows = [*folder.metrics.rows()]

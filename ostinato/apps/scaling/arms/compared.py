@@ -58,11 +58,11 @@ def answer(of: Compared, budget: str, threshold: float, against: str = "") -> An
     }
     unit = {"compute": "FLOP", "played": "interactions"}[along]
     tables = [
-        _gained(found, mine, reached, threshold),
+        _gains_table(found, mine, reached, threshold),
         _less(found, over, threshold),
-        *(_changed(f"Not trained: {name}", arms, "All of its problems.") for name, arms in elsewhere.items()),
-        _changed(f"All arms at an equal {compute_text(common)} {unit}", same, OTHER),
-        _spent(mine, of),
+        *(_changes(f"Not trained: {name}", arms, "All of its problems.") for name, arms in elsewhere.items()),
+        _changes(f"All arms at an equal {compute_text(common)} {unit}", same, OTHER),
+        _spending_table(mine, of),
     ]
     return Answer(result=result, lead=lead, tables=[table for table in tables if table.rows])
 
@@ -153,7 +153,7 @@ def _curve(title: str, every: Sequence[tuple[float, float, str]], along: str) ->
 COLORS = ("--ink", "--blue", "--teal", "--orange", "--purple", "--red", "--grey", "--gold", "--pink")
 
 
-def _gained(
+def _gains_table(
     found: Mapping[str, Gain],
     mine: Mapping[str, Sequence[Line]],
     reached: Mapping[str, float],
@@ -180,7 +180,7 @@ def _gained(
     return Table(title="Arm", head=head, rows=rows, note=NOTE)
 
 
-def _changed(title: str, found: Mapping[str, Gain], note: str) -> Table:
+def _changes(title: str, found: Mapping[str, Gain], note: str) -> Table:
     rows = [
         (
             name,
@@ -214,7 +214,7 @@ def _less(
     )
 
 
-def _spent(mine: Mapping[str, Sequence[Line]], of: Compared) -> Table:
+def _spending_table(mine: Mapping[str, Sequence[Line]], of: Compared) -> Table:
     parts, rows = ("sample", "train", "measure"), []
     head = ("lr", "sweep, validation half", "steps", "interactions", *parts, "seconds")
     for name, some in mine.items():

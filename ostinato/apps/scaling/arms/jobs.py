@@ -54,7 +54,7 @@ def plan(
     and noise. Raises ValueError in words for arms that are not there, change nothing, or are no recipes.
     """
     base = Recipe.load(source, *overrides)
-    chosen = _chosen(base, source, arms)
+    chosen = _choose_arms(base, source, arms)
     made: dict[str, tuple[str, Recipe]] = {}
     for name, own in {REFERENCE: (), **chosen}.items():
         found = slug(name)
@@ -78,7 +78,7 @@ def plan(
     ]
 
 
-def _chosen(base: Recipe, source: str | Path, arms: Sequence[str]) -> Mapping[str, Sequence[str]]:
+def _choose_arms(base: Recipe, source: str | Path, arms: Sequence[str]) -> Mapping[str, Sequence[str]]:
     known = base.ablate.arms
     if not known:
         raise ValueError(
@@ -230,10 +230,10 @@ def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | Non
 
 
 def _state(job: Job) -> State:
-    return State(job=job, what="done" if done(job) else "waiting", step=_steps(job.folder))
+    return State(job=job, what="done" if has_ended(job) else "waiting", step=_steps(job.folder))
 
 
-def done(job: Job) -> bool:
+def has_ended(job: Job) -> bool:
     """It has ended, and not for now, at a smaller share of its budget than the job's."""
     run, budget = RunFolder(job.folder), Every.parse(job.recipe.trainer.budget, "trainer.budget")
     end, score = (next(backwards(log), {}) for log in (run.ledger, run.eval))

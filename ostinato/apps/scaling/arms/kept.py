@@ -96,7 +96,7 @@ def keep(folder: Path, measure: Measure = MEASURE) -> dict[str, Any]:
         "overrides": overrides,
         "held_out": one.held_out,
         "prompts": prompts(RunFolder(folder), measure.split),
-        "judged": judged(data),
+        "judged": scoring_rule(data),
         **asdict(measure),
         "R0": one.R0,
         "R0_stderr": one.R0_stderr,
@@ -118,7 +118,7 @@ def prompts(run: RunFolder, split: str) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def judged(data: RunRows) -> str:
+def scoring_rule(data: RunRows) -> str:
     """What turns answers into scores, as JSON."""
     keys = ("functions", "weights", "solved_at")
     return json.dumps({key: data.setting(f"reward.{key}") for key in keys}, default=str)
