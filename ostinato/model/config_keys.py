@@ -10,7 +10,7 @@ from typing import Any
 _UNDERSTOOD = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
     " num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act"
-    " initializer_range rope_theta rope_scaling rope_parameters partial_rotary_factor"
+    " initializer_range quantization_config rope_theta rope_scaling rope_parameters partial_rotary_factor"
 )
 _UNDERSTOOD_BY = {
     "llama": "attention_bias mlp_bias",
@@ -68,6 +68,17 @@ _FUNCTION = re.compile(
     "glob|group|head|hid|index|interl|kern|la[tyn]|lin|loc|log|lo|lru|mamba|mask|mla|mlp|moe|multi|norm|par|pat|pos|q|"
     "rank|rec|res|ro|scal|sh|sin|siz|sli|sof|sp|ss|sta|ste|str|theta|tie|top|win)"
 )
+
+
+def float8_blocks(c: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of weights in float8, each with a scale (DeepSeek-V3, arXiv 2412.19437
+    section 3.3); None where there are none, and for other forms of quantised weights."""
+    form = c.get("quantization_config")
+    size = form.get("weight_block_size") if isinstance(form, Mapping) else None
+    is_known = isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)
+    if not isinstance(form, Mapping) or form.get("quant_method") != "fp8" or not is_known:
+        return None
+    return (size[0], size[1]) if size else None
 
 
 def unknown_keys(c: Mapping[str, Any], family: str) -> Iterator[str]:

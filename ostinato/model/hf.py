@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,11 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ostinato.files import remedy
-from ostinato.model.config import read_config
+from ostinato.model.config import ModelConfig, read_config
+from ostinato.model.config_keys import float8_blocks
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf_names import Stored, canonical, hf_tensors, is_extra_layer, is_redundant, stored
 from ostinato.model.share import Share, blocks, is_whole
-from ostinato.model.weight_files import INDEX, SINGLE, weight_files
+from ostinato.model.weight_files import EMBEDDING, HEAD, INDEX, SINGLE, weight_files
 from ostinato.run import atomic_write
 
 # Files that travel with the weights: tokenizer, chat template, generation defaults.
@@ -72,9 +75,10 @@ def fill(decoder: Decoder, folder: str | Path) -> int:
     expected = stored(decoder)
     missing = {name for name, one in expected.items() if name in one.covers}
     others: list[str] = []
-    read = 0
+    read, files = 0, weight_files(folder)
+    scales = _Scales(files, config)
     with torch.no_grad():
-        for path, listed in weight_files(folder).items():
+        for path, listed in files.items():
             if listed and not any(canonical(name, config) in expected for name in listed):
                 others += listed
                 continue
@@ -82,9 +86,11 @@ def fill(decoder: Decoder, folder: str | Path) -> int:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     one = expected.get(canonical(name, config))
                     if one is None:
-                        others.append(name)
+                        if name == HEAD and path.suffix == ".bin":  # of others config.py has looked
+                            _check_tied(file, path)
+                        others += [] if scales.has(name) else [name]
                         continue
-                    read += _copy(one, file, name, path)
+                    read += _copy(one, file, name, path, scales)
                     missing -= one.covers
     _report(decoder, folder, sorted(missing), others)
     return read
@@ -139,6 +145,14 @@ def _check_missing(folder: Path, missing: list[str]) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    if path.suffix == ".bin":
+        try:
+            yield _Pickled(torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True))
+        except (UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is truncated or no pickle of tensors alone; download the model as safetensors"
+            ) from error
+        return
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -148,10 +162,85 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def _copy(one: Stored, file: Any, name: str, path: Path) -> int:
+class _Pickled:
+    """Tensors by name, with the methods of a safetensors file."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def get_slice(self, name: str) -> _Shaped:
+        return _Shaped(self._tensors[name])
+
+
+class _Shaped:
+    """A tensor with the methods of a slice of a safetensors file."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, where: Any) -> Tensor:
+        return self._tensor[where]
+
+
+class _Scales:
+    """Those of blocks in float8, wherever they lie among ``files``."""
+
+    def __init__(self, files: Iterable[Path], config: ModelConfig) -> None:
+        self._blocks = float8_blocks(config.raw)
+        self._files: dict[str, Path] = {}
+        for path in files if self._blocks else ():
+            with _opened(path) as file:
+                self._files |= {name: path for name in file.keys() if name.endswith("_scale_inv")}  # noqa: SIM118
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def widened(self, name: str, codes: Tensor, path: Path) -> Tensor:
+        """codes [N, K] times their scales, fp32. Raises ValueError without scales of their shape."""
+        scale_name = f"{name}_scale_inv"
+        if self._blocks is None or scale_name not in self._files:
+            raise ValueError(f"{name} in {path} is {codes.dtype} and has no {scale_name}; use a 16-bit model")
+        with _opened(self._files[scale_name]) as file:
+            scale = file.get_tensor(scale_name).float()
+        (rows, columns), (n, k) = self._blocks, codes.shape
+        if tuple(scale.shape) != (-(-n // rows), -(-k // columns)):
+            raise ValueError(
+                f"{scale_name} has shape {list(scale.shape)}, which does not fit {list(codes.shape)} in "
+                f"blocks of {rows} by {columns}; download the model again"
+            )
+        spread = scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+        return codes.float() * spread
+
+
+def _check_tied(file: Any, path: Path) -> None:
+    """Raises ValueError for a head that is not the embedding that config.json calls it."""
+    names = set(file.keys())
+    if EMBEDDING not in names or not torch.equal(file.get_tensor(HEAD), file.get_tensor(EMBEDDING)):
+        raise ValueError(
+            f"{path} has a {HEAD} that is not the embedding, and config.json has tie_word_embeddings true; "
+            "set it to false"
+        )
+
+
+def _copy(one: Stored, file: Any, name: str, path: Path, scales: _Scales) -> int:
     """The part of a tensor that is kept, to where it goes; how many bytes of the file that is."""
     found = file.get_slice(name)
     _check_shape(one, found, name, path)
+    if scales.has(f"{name}_scale_inv"):
+        codes = file.get_tensor(name)
+        found = scales.widened(name, codes, path)
+        for there, here in blocks(one.spans):
+            one.view[here].copy_(found[there])
+        return codes.nbytes
     if is_whole(one.spans, one.shape):
         return _cast(file.get_tensor(name), one.view, name, path)
     return sum(_cast(found[there], one.view[here], name, path) for there, here in blocks(one.spans))
@@ -216,7 +305,8 @@ def save_model(
 def _config_json(decoder: Decoder) -> dict[str, Any]:
     """The config as it was read, with the dtype that the weights now have."""
     raw = dict(decoder.config.raw)
-    raw.pop("torch_dtype", None)
+    for key in ("torch_dtype", "quantization_config"):  # what is written has the dtype of the weights
+        raw.pop(key, None)
     if decoder.config.is_untied:
         raw["tie_word_embeddings"] = False
     return raw | {"dtype": str(decoder.storage).removeprefix("torch.")}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ostinato.inputs import parse_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLE = "pytorch_model.bin"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 _BLOCK = 1 << 24
@@ -16,8 +17,14 @@ _BLOCK = 1 << 24
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
     """The safetensors files of a Hugging Face folder, and the tensors that an index lists for each; without
-    an index, none. Raises ValueError where a file is missing, and where two sets of weights are there."""
+    an index, none. Pickles of torch (``pytorch_model.bin``) where there are no others. Raises ValueError
+    where a file is missing, and where two sets of weights are there."""
     index = folder / INDEX
+    if not index.is_file() and not (folder / SINGLE).is_file():
+        if (pickles := folder / f"{PICKLE}.index.json").is_file():
+            index = pickles
+        elif (folder / PICKLE).is_file():
+            return {folder / PICKLE: []}
     if not index.is_file():
         listed: dict[Path, list[str]] = {folder / SINGLE: []}
     else:
@@ -28,13 +35,7 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
             )
     for path in listed:
         if not path.is_file():
-            pickled = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
-            raise ValueError(
-                f"{folder} has {pickled[0]} and no {path.name}, and pickles are not read; write the model "
-                "again by transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
-                if pickled
-                else f"{path} does not exist; download the model again, as safetensors"
-            )
+            raise ValueError(f"{path} does not exist; download the model again, as safetensors")
     return listed
 
 

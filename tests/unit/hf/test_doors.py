@@ -28,6 +28,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     answers = {"role": "assistant", "content": "7"}
     chats = [[{"role": "user", "content": f"{n} + 1 ="}, answers] for n in range(16)]
     (place / "rows.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in chats))
+    prompts = [{"prompt": [chat[0]], "answer": "7"} for chat in chats]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
     keys = {
         "model.path": folder,
         "model.fp32_head": "false",
@@ -81,8 +83,9 @@ def test_it_answers_and_is_measured(run: Path, capsys: pytest.CaptureFixture[str
     options = SamplingOptions(max_tokens=3, temperature=0.0, top_p=None, seed=0)
     chat = [{"role": "user", "content": "3 + 1 ="}]
     assert answer(str(run), [chat, chat], options)[0].startswith("7")
-    data(str(run), ["task.source=arithmetic"], model="", row=1)
-    evaluate(str(run), ['reward.functions=["exact"]', "rollout.max_tokens=2", "task.source=arithmetic"])
+    source = f"task.source={run.parent / 'prompts.jsonl'}"
+    data(str(run), [source], model="", row=1)
+    evaluate(str(run), [source, 'reward.functions=["exact"]', "rollout.max_tokens=2"])
     assert "pass@1" in capsys.readouterr().out
 
 

@@ -128,11 +128,56 @@ def test_old_shards_beside_a_newer_file_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_weights_in_pickles_are_named_as_such(tmp_path: Path) -> None:
-    """A folder with ``pytorch_model.bin`` alone was told to download a file that its author never made."""
-    save_model(tiny("llama"), tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*save_pretrained"):
+def same_logits(one: Decoder, other: Decoder) -> bool:
+    return torch.equal(one.logits(hidden(one)), other.logits(hidden(other)))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickles_of_tensors_are_read_and_others_are_not(zipped: bool, tmp_path: Path) -> None:
+    """A folder with ``pytorch_model.bin`` alone was refused. Nothing but tensors is taken from a pickle."""
+    decoder, path = tiny("llama"), tmp_path / "pytorch_model.bin"
+    save_model(decoder, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
+    assert same_logits(load_model(tmp_path), decoder)
+    torch.save({**tensors, "lm_head.weight": Path("x")}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ValueError, match="no pickle of tensors alone"):
+        load_model(tmp_path)
+
+
+def test_blocks_of_float8_are_widened(tmp_path: Path) -> None:
+    """As DeepSeek-V3 publishes its weights: codes, and a scale per block."""
+    decoder, blocks = tiny("llama"), (16, 24)
+    save_model(decoder, tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, wide = load_file(file), {}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors[name]
+        scale = torch.empty(*(-(-size // block) for size, block in zip(weight.shape, blocks, strict=True)))
+        codes, exact = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                here = slice(i * 16, i * 16 + 16), slice(j * 24, j * 24 + 24)
+                scale[i, j] = weight[here].abs().max() / 448
+                codes[here] = (weight[here] / scale[i, j]).to(torch.float8_e4m3fn)
+                exact[here] = codes[here].float() * scale[i, j]
+        wide[name] = exact
+        tensors |= {name: codes, f"{name}_scale_inv": scale}
+    save_file(tensors, file)
+    form = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": blocks}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": form}))
+    read = load_model(tmp_path)
+    save_model(read, tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(saved[name], weight) for name, weight in wide.items())
+    assert "quantization_config" not in (tmp_path / "again" / "config.json").read_text()
+    assert same_logits(load_model(tmp_path / "again"), read)
+    ours, theirs = (one.logits(hidden(one)) for one in (read, decoder))
+    assert 0 < (ours - theirs).norm() < 0.1 * theirs.norm()
+    del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="up_proj"):
         load_model(tmp_path)
 
 
