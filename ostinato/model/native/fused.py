@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ostinato.model.config import Activation, QKNorm, Scoring
+from ostinato.model.config import ModelConfig, MoEConfig, QKNorm
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import NO_LORA, LayerLora, Lora, Prepared
 from ostinato.model.moe import ExpertLora
@@ -283,22 +284,33 @@ class _Kept:
         return layer
 
 
+# What the step computes by, and what changes no pass. A field that is not here stands at its default, or the
+# decoder computes: a family that is added is never computed without what is new in it.
+_READ = {
+    ModelConfig: "model_type vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads "
+    "head_dim max_positions rms_norm_eps tie_embeddings rope qkv_bias o_bias mlp_bias qk_norm "
+    "initializer_range moe local_layers window raw",
+    MoEConfig: "num_experts top_k intermediate_size layers norm_topk scaling topk_groups "
+    "shared_intermediate_size",
+    Block: "attn_norm attn mlp_norm mlp next_norm",
+}
+
+
+def reads(value: Any, of: type) -> bool:
+    """Whether the step reads all that ``value``, an object ``of`` a type of ``_READ``, says of a model."""
+    names = frozenset(_READ[of].split())
+    return all(getattr(value, f.name) == f.default for f in fields(value) if f.name not in names)
+
+
 def supported(decoder: Decoder) -> bool:
     """Whether ``FusedStep`` computes this decoder."""
     config = decoder.config
-    moe = config.moe
-    routed = moe is None or (
-        moe.scoring == Scoring.SOFTMAX and moe.num_groups == 1 and not moe.correction_bias
-    )
     return (
         decoder.device.type == "cpu"
         and decoder.dtype in _SUFFIX
-        and config.mla is None
-        and config.clip_qkv is None
-        and config.activation == Activation.SILU
-        and not (config.norm_offset or config.post_norms or config.attention_scale or config.local_rope)
-        and config.embed_scale == 1.0
-        and routed
+        and reads(config, ModelConfig)
+        and (config.moe is None or reads(config.moe, MoEConfig))
+        and all(reads(block, Block) for block in decoder.blocks)
         and decoder.inv_freq.shape[0] * 2 == config.head_dim
         and all(parameter.is_contiguous() for parameter in decoder.parameters())
     )

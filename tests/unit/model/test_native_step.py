@@ -4,7 +4,7 @@ family that it knows, with and without adapters, whatever stands in the batch.""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,10 +15,11 @@ from torch import Tensor
 from worlds import DEEPSEEK, VOCAB, adapters_of, tiny_dense
 
 from ostinato.engine.paged import BLOCK, KVStore, NativePaged, Rows
-from ostinato.model.config import parse_config
+from ostinato.model.config import _DEFAULTS, ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Prepared
 from ostinato.model.native import FusedStep, Kernels
+from ostinato.model.native.fused import reads
 from ostinato.model.quantise import Weights, quantise
 from ostinato.model.shapes import ROLES, ExpertScheme
 
@@ -84,6 +85,23 @@ def model(
 def adapters(decoder: Decoder, scheme: ExpertScheme, targets: tuple[str, ...], rank: int) -> Prepared:
     found = adapters_of(decoder, 1, 0.3, rank=rank, targets=targets, expert_scheme=scheme)
     return found.detach_copy().prepared(decoder.dtype)
+
+
+def test_a_family_that_is_added_is_not_computed_without_what_is_new_in_it() -> None:
+    """What the step does not know was a list: a field that it had never heard of counted as known, and the
+    sampler was another model than the trainer, without a word."""
+    config = parse_config({**COMMON, **FAMILIES["qwen3"]})
+    assert reads(config, ModelConfig)
+    later = make_dataclass(
+        "Later", [("unrotated", tuple[int, ...], ())], bases=(ModelConfig,), frozen=True, kw_only=True
+    )
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    assert reads(later(**values), ModelConfig) and not reads(later(**values, unrotated=(1,)), ModelConfig)
+    compared = {family["model_type"] for family in FAMILIES.values()}
+    others = {"gemma3_text", "deepseek_v3"}  # which the decoder computes
+    assert compared | others == set(_DEFAULTS), (
+        "a new family is compared here, or is one that the step refuses"
+    )
 
 
 class Twins:
@@ -224,7 +242,11 @@ def test_steps_alternate_and_grow_without_sharing_state(kernels: Kernels) -> Non
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
 
 
-@pytest.mark.parametrize("unknown", [LATENT, {**OLMOE, "clip_qkv": 5.0}], ids=["latent attention", "clipped"])
+@pytest.mark.parametrize(
+    "unknown",
+    [LATENT, {**OLMOE, "clip_qkv": 5.0}, {"model_type": "gemma3_text"}],
+    ids=["latent attention", "clipped", "gemma"],
+)
 def test_what_the_step_does_not_know_it_leaves_to_the_twin(kernels: Kernels, unknown: dict[str, Any]) -> None:
     assert kernels.fused(model(unknown), [None]) is None
     assert isinstance(kernels.fused(model(OLMOE), [None]), FusedStep)
