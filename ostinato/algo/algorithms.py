@@ -319,6 +319,7 @@ def _parse_value(key: str, value: Any) -> Any:
         if value not in choices:
             named = f"that is an algo.name, known: {', '.join(choices)}"
             hint = named if value in NAMED else _nearest(str(value), choices)
+            hint += ', or one of your own, "file.py:function"' if key == "loss" else ""
             raise ValueError(f"algo.{key} is {value!r}; {hint}")
         return type(default)(value)
     if isinstance(default, bool):

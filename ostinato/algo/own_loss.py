@@ -52,7 +52,9 @@ class OwnLoss(str):
         loss, stats = result if isinstance(result, tuple) else (result, {})
         for name, values in {"its loss": loss, **stats}.items():
             if not isinstance(values, Tensor) or values.shape != new_logprobs.shape:
-                shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                shape = (
+                    list(values.shape) or "a scalar" if isinstance(values, Tensor) else type(values).__name__
+                )
                 raise ValueError(
                     f"algo.loss {str(self)!r}: {name} is {shape}; return one value per token, "
                     f"{list(new_logprobs.shape)}, neither weighted nor averaged"
@@ -75,7 +77,8 @@ def _check(loss: OwnLoss) -> None:
         raise
     except Exception as error:  # a user's code
         raise ValueError(
-            f"algo.loss {str(loss)!r} raised {type(error).__name__}: {error}, on three tokens; fix it"
+            f"algo.loss {str(loss)!r} raised {type(error).__name__}: {error}, on three tokens; it is "
+            "called as loss(new_logprobs, old_logprobs, advantages, sample_idx=.., num_samples=..)"
         ) from error
     if not torch.isfinite(values).all():
         raise ValueError(

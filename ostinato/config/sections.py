@@ -273,9 +273,7 @@ class AlgoSection(Section):
 
     model_config = ConfigDict(extra="allow")
     name: str = "grpo"
-    loss: Code = (
-        ""  # clipped, sequence_clipped, cispo, reinforce, or "file.py:function"; "": that of the name
-    )
+    loss: Code = ""  # clipped, sequence_clipped, cispo, reinforce or "file.py:function"; "": the name's
 
     @property
     def overrides(self) -> dict[str, Any]:

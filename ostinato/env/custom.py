@@ -219,16 +219,17 @@ class EnvEpisode:
         return context
 
     async def try_step(self, action: str) -> str:
-        """One step of an environment that is open, before a run. Returns what it raises, "" for nothing: not
-        every action is one. Raises TypeError or ValueError for a result that no action could mend."""
+        """One step of an environment that is open, before a run. Returns a warning, or "": not every action
+        is one. Raises TypeError or ValueError for a result that no action could mend."""
         assert self._env is not None
         inspect.signature(self._env.step).bind(action)
         try:
             result = await self._call("step", partial(self._env.step, action))
         except Exception as error:  # a user's code
-            return f"{type(error).__name__}: {error}"
-        _read_step(result)
-        return ""
+            return f"raised {type(error).__name__}: {error}, on a first answer"
+        *_, over = _read_step(result)
+        is_cut = self._turns_left == 1 and not over
+        return "goes on after a first answer, and task.max_turns is 1, so it never replies" if is_cut else ""
 
     async def close(self) -> None:
         """Close the environment; later calls do nothing."""

@@ -62,7 +62,7 @@ class PriceList:
             self._left -= 1
             price, first = self.lookup(int(requested[1])), int(requested[1]) == self._item and not self._found
             self._found, reward = self._found or first, 0.3 if first else 0.0
-            return ("none" if price is None else str(price)), reward, False, False, {"lookups": 1}
+            return ("none" if price is None else str(price)), reward, False, False, {}
         numbers = _NUMBER.findall(action)
         right = bool(numbers) and int(numbers[-1]) == self._prices[self._item - 1]
         return "", 0.7 if right and self._found else 0.0, True, False, {}

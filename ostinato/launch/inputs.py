@@ -279,9 +279,9 @@ async def _tokens_of(env: Env, row: Prompt, tries: bool) -> int:
     try:
         length = len(await first_context(env))
         if tries and isinstance(env, EnvEpisode):
-            error = await env.try_step(str(row.columns.get("answer") or "I do not know."))
-            if error:
-                log.warning(f"the environment of {row.where} raised on a first answer: {error}")
+            warning = await env.try_step(str(row.columns.get("answer") or "I do not know."))
+            if warning:
+                log.warning(f"the environment of {row.where} {warning}")
         return length
     finally:
         await close_env(env)

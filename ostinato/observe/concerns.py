@@ -20,6 +20,7 @@ from ostinato.observe.stats import difference, estimate, number
 ZERO_VARIANCE_SHARE = 0.5  # of groups: half of the sampling taught nothing
 # Rounding alone may send a single token to another expert, and its probability off by a factor of e: a k3 of
 # e - 2. Means are judged over so many tokens that one such token does not raise them above K3_NATS.
+# In a run of fewer tokens, five such tokens together raise it.
 MISMATCH_TOKENS = (math.e - 2) / K3_NATS
 ESS_LEFT = 0.9
 COVERED = 0.999  # of trained rows, with a recorded route
@@ -131,6 +132,13 @@ def _signal(rows: Sequence[Row]) -> Iterator[Concern]:
 
 def _mismatch(rows: Sequence[Row]) -> Iterator[Concern]:
     k3, at = max(_pooled(rows, "sampling/kl_k3"), default=(0.0, 0))
+    if not at:
+        few = [
+            row for row in rows if number(row, "sampling/kl_k3") is not None and number(row, "tokens/trained")
+        ]
+        tokens = sum(row["tokens/trained"] for row in few)
+        nats = sum(row["sampling/kl_k3"] * row["tokens/trained"] for row in few)
+        k3, at = (nats / tokens, int(few[-1]["step"])) if nats > 5 * (math.e - 2) else (k3, at)
     if k3 > K3_NATS:
         reached = f"KL (k3) reached {k3:.2g} nats per token at step {at}; up to {K3_NATS:g} is rounding"
         yield Concern(Level.LOOK, f"Sampler and trainer disagree: {reached}.", "gap")

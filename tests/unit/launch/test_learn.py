@@ -73,6 +73,19 @@ def test_a_step_in_which_every_reward_skips_every_answer_ends_the_run(tmp_path: 
         learn(**SMALL, data=ROWS, reward=skip, log={"dir": str(tmp_path)})
 
 
+def test_an_environment_whose_replies_nobody_reads_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """task.max_turns is 1 unless it is set, and the run said nothing."""
+
+    class GoesOn(Talks):
+        def step(self, said: str) -> Any:
+            return "go on", 1.0, False, False, {}
+
+    learn(**SMALL, data=ROWS, env=GoesOn, reward="env", log={"dir": str(tmp_path)})
+    assert "task.max_turns is 1" in caplog.text
+
+
 def test_an_environment_may_have_rows_of_plain_text(tmp_path: Path) -> None:
     """They were refused: "give exactly one of text and messages"."""
     outcome = learn(

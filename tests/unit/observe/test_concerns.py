@@ -177,6 +177,14 @@ def test_a_mean_over_few_tokens_raises_no_alarm() -> None:
     assert len(concerns(rows_of(metrics=many, evals=GAINED))) == 2
 
 
+def test_a_short_run_whose_sampler_computes_another_model_says_so() -> None:
+    """0.27 nats in 128 tokens are no five flipped experts; nothing was said below 718 tokens."""
+    wrong = [row(n, tokens__trained=64.0, sampling__kl_k3=0.27) for n in (1, 2)]
+    assert any("disagree" in concern.text for concern in concerns(rows_of(metrics=wrong)))
+    one = [row(n, tokens__trained=64.0, sampling__kl_k3=0.011 * (n == 1)) for n in (1, 2)]
+    assert not any("disagree" in concern.text for concern in concerns(rows_of(metrics=one)))
+
+
 def test_the_most_serious_comes_first() -> None:
     alarm = {"step": 44, "since": 40, "rule": "tail", "collapse": True, "sentence": "F(2) is 0.15"}
     failed = {"step": 2, "part": "train", "function": "graded", "count": 16, "detail": "KeyError"}
