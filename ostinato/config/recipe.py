@@ -287,9 +287,10 @@ def find_recipe(path: str | Path) -> Path:
     if file.is_file():
         return file
     recipes = {f.stem: f for folder in _recipe_folders() for f in sorted(folder.glob("*.toml"))}
-    if file.name == str(path) and file.stem in recipes and file.suffix in ("", ".toml"):
-        return recipes[file.stem]
-    near = difflib.get_close_matches(file.stem, recipes, n=1, cutoff=0.5)
+    name = str(path).removesuffix(".toml")  # "laptop-1.5b" has a dot of its own
+    if name in recipes:
+        return recipes[name]
+    near = difflib.get_close_matches(Path(name).name, recipes, n=1, cutoff=0.5)
     fix = (
         f"did you mean {near[0]}?"
         if near

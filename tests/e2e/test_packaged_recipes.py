@@ -26,10 +26,23 @@ FIRST = {  # what has to be given or made first, and its sentence says so
     "judge_sft": "task.source",
     "judge_rl": "task.source",
     "smollm2_vllm": "engine.python",
+    "chat-judge": "JUDGE",
+}
+ROWS = '{"prompt": "What is 1 + 1?", "answer": "2"}\n{"prompt": "What is 1 + 2?", "answer": "3"}\n'
+TESTED = "".join(
+    f'{{"text": "{k}.", "code": "def f(): return {k}", "test_list": ["assert f() == {k}"]}}\n' for k in (1, 2)
+)
+OWN = {  # to begin with: a model and rows of the user's are named by keys
+    "math": ROWS,
+    "code": TESTED,
+    "agent": ROWS,
+    "laptop-1.5b": ROWS,
+    "one-gpu": ROWS,
+    "chat-judge": ROWS,
 }
 NAMES = sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))
 AGENTS = ("guess_agent", "price_agent", "pydantic_agent")
-EVERYDAY = ("opd", "dpo", "judge_rl")
+EVERYDAY = ("opd", "dpo", "judge_rl", "math")
 
 
 @pytest.mark.parametrize(
@@ -43,6 +56,14 @@ def test_a_packaged_recipe_comes_to_its_first_step_or_says_what_it_needs(
     "pairs" is neither a source nor a file: neither said what to make first."""
     kind = KIND.get(name, "train")
     arguments = (kind, name, *STEP, *QUICK, *SMALL[kind])
+    if name in OWN:
+        (tmp_path / "rows.jsonl").write_text(OWN[name])
+        own = (
+            "model.path=asset:seed-moe",
+            "task.source=rows.jsonl",
+            "task.params={holdout = 0.5, chat = true}",
+        )
+        arguments += (*own, "model.device=cpu", "model.dtype=float32")
     if name in AGENTS:  # clients of theirs stay open until their process ends
         done = subprocess.run(
             command(*arguments), cwd=tmp_path, env=environment(), capture_output=True, text=True

@@ -12,7 +12,7 @@ from ostinato.apps.serve.agents import AgentEpisode, ChatMemory, agent_of
 from ostinato.apps.serve.elsewhere import Place
 from ostinato.apps.serve.server import key_for
 from ostinato.config import Recipe
-from ostinato.config.tasks import REMOTE, OneTask
+from ostinato.config.tasks import REMOTE, VERIFIERS, OneTask
 from ostinato.protocols import Env
 from ostinato.render import Renderer
 from ostinato.types import Prompt
@@ -37,13 +37,16 @@ class ServedTasks:
         else:
             agent = agent_of(task.agent, task.agent_command, task.env_params)
 
+        waits = task.agent.startswith(VERIFIERS)  # for its place among those that play
+        silence_s = task.agent_wait_s if waits else task.agent_silence_s
+
         def episode(prompt: Prompt) -> Env:
             return AgentEpisode(
                 self._server,
                 agent,
                 prompt,
                 max_calls=task.max_turns,
-                silence_s=task.agent_silence_s,
+                silence_s=silence_s,
                 counters=counters,
                 queued=task.agent == REMOTE,
                 chat=new_memory() if new_memory else None,

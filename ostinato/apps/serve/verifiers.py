@@ -10,6 +10,7 @@ A harness reaches the policy by the address of its rollout, as any agent. What i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ from ostinato.env.rows import holdout_mask
 from ostinato.types import Prompt
 
 KEY = "OSTINATO_VERIFIERS_KEY"  # of the variable that the library reads a key from; there is none
+AT_ONCE = (
+    16  # episodes: each starts a server and clients of its own, some tenths of a second of the processor
+)
 SHOWN = 500  # characters of a task's prompt that a row shows
 
 
@@ -28,7 +32,7 @@ class VerifiersAgent:
     def __init__(self, spec: str, params: Mapping[str, Any]) -> None:
         """``spec`` is "verifiers:ID". Raises ValueError where the library, the taskset or its block [env] is
         not as it should be."""
-        self._spec = spec
+        self._spec, self._places = spec, asyncio.Semaphore(AT_ONCE)
         try:
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
         except ModuleNotFoundError as error:
@@ -79,7 +83,7 @@ class VerifiersAgent:
 
         env = self._new()
         client = EvalClientConfig(base_url=base_url, api_key_var=KEY)
-        async with env.serving():
+        async with self._places, env.serving():
             (slot,) = env.slots(self.tasks[row["index"]])
             episode = await env.run_slot(slot, ModelContext(model=MODEL, client=client))
         if not episode.ok:
