@@ -35,9 +35,7 @@ class OneTask(Section):
     agent_url: str = ""  # of a service that plays a rollout for each POST
     agent_tool_calls: Literal["json", "equals"] = "json"  # how the model writes them (docs/agents.md)
     agent_silence_s: Annotated[float, Field(gt=0)] = 60.0  # between two calls of an agent
-    agent_wait_s: Annotated[float, Field(gt=0)] = (
-        600.0  # for a worker to fetch a rollout ("remote"); between calls of verifiers
-    )
+    agent_wait_s: Annotated[float, Field(gt=0)] = 600.0  # to be fetched ("remote"); calls of verifiers
     agent_host: str = "127.0.0.1"  # that agents elsewhere reach; another one needs $OSTINATO_API_KEY
     agent_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any that is free
     agent_address: str = ""  # http://name:port, where agents have another one than host and port

@@ -131,6 +131,25 @@ class Samples:
         return {**_prompt(rows[0]), "answers": [_answer(row, self._pieces) for row in rows]}
 
 
+def held_out_pairs(evals: Sequence[Row]) -> list[dict[str, Any]]:
+    """The answers to the same held-out prompts at the first and the last of ``evals`` that recorded some, as
+    ``Samples.pairs`` gives them."""
+    rows = [row for row in evals if row.get("answers")]
+    if len(rows) < 2:
+        return []
+    first, last = ({str(one["uid"]): one for one in row["answers"]} for row in (rows[0], rows[-1]))
+    steps = {"before": rows[0]["step"], "after": rows[-1]["step"]}
+    return [
+        {
+            "same": True,
+            "before": {**one, "step": steps["before"]},
+            "after": {**last[uid], "step": steps["after"]},
+        }
+        for uid, one in first.items()
+        if uid in last
+    ]
+
+
 def spread(n: int) -> list[int]:
     """0 to n - 1: the ends, then the middle, then the middles of the halves ...
 

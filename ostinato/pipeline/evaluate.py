@@ -26,6 +26,8 @@ from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResu
 from ostinato.run import MAIN_SET, to_json
 from ostinato.types import Group, Prompt, Sampling
 
+SHOWN = 4  # prompts of the main set whose first answers are in a row
+SHOWN_CHARACTERS = 2000  # of each prompt and answer
 EVAL_STEP = 0  # training steps count from 1, so no training token shares its noise with an evaluation
 
 
@@ -128,9 +130,26 @@ async def evaluate_groups(
     groups = [item.group for item in played]
     judged = [values[np.isfinite(values)] for values in map(verdicts, groups)]
     about["each"] = [[len(one), int((one >= evaluation.solved_at).sum())] for one in judged]
+    if evaluation.name == MAIN_SET:
+        about["answers"] = [first_answer(group) for group in groups[:SHOWN]]
     by_task = {name: task_score(score(own, evaluation)) for name, own in groups_by_task(groups).items()}
     about |= {"tasks": by_task} if by_task else {}
     return {**about, **score(groups, evaluation), "seconds": seconds}, groups
+
+
+def first_answer(group: Group) -> dict[str, Any]:
+    """What a row of eval.jsonl shows of a prompt: what is asked, and the first answer with its reward."""
+    prompt, trajectory = group.prompt, group.trajectories[0]
+    asked = prompt.text if prompt.messages is None else prompt.messages[-1].get("content")
+    text = "\n".join(turn.completion.text for turn in trajectory.turns)
+    reward = None if trajectory.reward is None else trajectory.reward.value
+    return {
+        "uid": prompt.uid,
+        "prompt": str(asked or "")[:SHOWN_CHARACTERS],
+        "text": text[:SHOWN_CHARACTERS],
+        "reward": reward,
+        "stop": str(trajectory.stop),
+    }
 
 
 def task_score(row: Mapping[str, Any]) -> dict[str, Any]:

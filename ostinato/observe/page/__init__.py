@@ -38,7 +38,7 @@ from ostinato.observe.figures import (
 from ostinato.observe.gap import compare_arms, describe_gap, gate, measured
 from ostinato.observe.ledger import summary
 from ostinato.observe.rows import Row, RunRows, by_step, thinned
-from ostinato.observe.samples import Samples
+from ostinato.observe.samples import Samples, held_out_pairs
 from ostinato.observe.stats import estimate, number
 from ostinato.observe.timeline import Usage, fewer, pool_of, together, usages
 from ostinato.render import Renderer
@@ -153,7 +153,7 @@ def state(data: RunRows, samples: Samples) -> dict[str, Any]:
         "alarms": data.logs["watch"],
         "idle": idle,
         "steps": steps_of(data.logs["ledger"])[-MARKS:],
-        "pairs": samples.pairs(),
+        "pairs": held_out_pairs(scores["evals"]) or samples.pairs(),
         "recipe": data.recipe_text,
         "max_grad_norm": data.setting("trainer.max_grad_norm"),
         "solved_at": solved_at(data),
@@ -163,7 +163,8 @@ def state(data: RunRows, samples: Samples) -> dict[str, Any]:
 def _scored(row: Row) -> dict[str, Any]:
     """A row of eval.jsonl, with the intervals of its scores."""
     found = {name: score for name in ("pass@1", "pass@k") if (score := estimate(row, name))}
-    return {**row, "intervals": {name: score.interval for name, score in found.items()}}
+    kept = {name: value for name, value in row.items() if name != "answers"}
+    return {**kept, "intervals": {name: score.interval for name, score in found.items()}}
 
 
 def _short(row: Row) -> dict[str, float | None]:

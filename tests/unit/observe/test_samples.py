@@ -16,7 +16,7 @@ from golden_run import answer, byte_renderer, golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.observe.samples import TOKENS_PER_ANSWER, Pieces, Samples, spread
+from ostinato.observe.samples import TOKENS_PER_ANSWER, Pieces, Samples, held_out_pairs, spread
 from ostinato.render import Renderer
 from ostinato.run import JsonlZst, group_rows
 from ostinato.types import Group, Prompt, Trajectory, Turn
@@ -176,3 +176,15 @@ def test_pieces_join_to_the_text(text: str, tokenizer: Renderer) -> None:
     tokens: Sequence[int] = [int(token) for token in tokenizer.encode(text)]
     pieces = Pieces(tokenizer).split(tokens)
     assert len(pieces) == len(tokens) and "".join(pieces) == text
+
+
+def test_the_same_held_out_prompts_stand_before_and_after() -> None:
+    """Training prompts of the first step seldom come again, so the page showed answers to others."""
+
+    def row(step: int, *texts: str) -> dict[str, Any]:
+        return {"step": step, "answers": [{"uid": str(k), "text": text} for k, text in enumerate(texts)]}
+
+    assert held_out_pairs([row(0, "a")]) == held_out_pairs([{"step": 0}, row(5, "b")]) == []
+    (one, two) = held_out_pairs([row(0, "a", "b"), {"step": 2}, row(4, "x", "y"), row(9, "c", "d")])
+    assert one["same"] and (one["before"]["text"], one["after"]["text"]) == ("a", "c")
+    assert (two["before"]["step"], two["after"]["step"], two["after"]["text"]) == (0, 9, "d")
