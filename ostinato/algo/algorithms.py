@@ -224,6 +224,30 @@ def algorithm(name: str, **overrides: Any) -> Algorithm:
     return chosen
 
 
+def _policy_term(
+    algorithm: Algorithm,
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    samples: tuple[Tensor, int],  # of each token, and how many there are
+    correction: Tensor | None,
+) -> LossTerms:
+    per_token = (new_logprobs, old_logprobs, advantages, weights)
+    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    match algorithm.loss:
+        case Loss.CLIPPED:
+            return losses.clipped(*per_token, **clip, correction=correction)
+        case Loss.SEQUENCE_CLIPPED:
+            return losses.sequence_clipped(*per_token, *samples, **clip, correction=correction)
+        case Loss.CISPO:
+            return losses.cispo(*per_token, ratio_cap=algorithm.ratio_cap, correction=correction)
+        case Loss.REINFORCE:
+            return losses.reinforce(new_logprobs, advantages, weights, correction=correction)
+        case OwnLoss():
+            return losses.own_loss_terms(algorithm.loss, *per_token, *samples, correction=correction)
+
+
 def policy_loss(
     algorithm: Algorithm,
     new_logprobs: Tensor,
@@ -253,21 +277,8 @@ def policy_loss(
         advantages, distilled = losses.add_teacher_kl(
             advantages, new_logprobs, teacher_logprobs, algorithm.teacher_coef
         )
-    head = (new_logprobs, old_logprobs, advantages, weights)
-    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
-    match algorithm.loss:
-        case Loss.CLIPPED:
-            terms = losses.clipped(*head, **clip, correction=correction)
-        case Loss.SEQUENCE_CLIPPED:
-            terms = losses.sequence_clipped(*head, sample_idx, num_samples, **clip, correction=correction)
-        case Loss.CISPO:
-            terms = losses.cispo(*head, ratio_cap=algorithm.ratio_cap, correction=correction)
-        case Loss.REINFORCE:
-            terms = losses.reinforce(new_logprobs, advantages, weights, correction=correction)
-        case OwnLoss():
-            terms = losses.own_loss_terms(
-                algorithm.loss, *head, sample_idx, num_samples, correction=correction
-            )
+    per_token = (new_logprobs, old_logprobs, advantages, weights)
+    terms = _policy_term(algorithm, *per_token, (sample_idx, num_samples), correction)
     total, stats = terms.total, terms.stats | distilled
     if algorithm.needs_reference:
         if ref_logprobs is None:
