@@ -22,6 +22,7 @@ from worlds import adapters_of, tiny_decoder
 
 from ostinato.apps.serve.served import renew
 from ostinato.launch.policy import load_policy, serve
+from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model
 from ostinato.model.named import ASSETS
 from ostinato.model.peft_io import save_peft
@@ -224,11 +225,10 @@ def test_greedy_answers_show_the_probabilities_by_which_they_were_chosen(client:
 
 
 def test_adapters_are_served_by_name_in_one_batch(tmp_path: Any) -> None:
-    policy = load_policy("asset:seed-moe", "model.dtype=float32")
+    decoder = load_policy("asset:seed-moe", "model.dtype=float32").decoder
+    assert isinstance(decoder, Decoder)
     for seed in (1, 2):
-        save_peft(
-            adapters_of(policy.decoder, seed, 0.1, rank=seed * 4), policy.decoder, tmp_path / f"a{seed}"
-        )
+        save_peft(adapters_of(decoder, seed, 0.1, rank=seed * 4), decoder, tmp_path / f"a{seed}")
     adapters = {f"a{seed}": str(tmp_path / f"a{seed}") for seed in (1, 2)}
     with server(adapters=adapters) as at, openai.OpenAI(base_url=f"{at.url}/v1", api_key="x") as client:
         names = [model.id for model in client.models.list()]
@@ -242,9 +242,10 @@ def test_adapters_are_served_by_name_in_one_batch(tmp_path: Any) -> None:
 
 def test_a_policy_that_is_not_finite_is_refused_counted_and_the_old_one_goes_on(tmp_path: Any) -> None:
     """It ended the task that follows the run: nothing newer was served any more, without a message."""
-    policy = load_policy("asset:seed-moe", "model.dtype=float32")
-    first, broken, good = (adapters_of(policy.decoder, seed, 0.1, rank=4) for seed in (1, 2, 3))
-    save_peft(first, policy.decoder, tmp_path / "learns")
+    decoder = load_policy("asset:seed-moe", "model.dtype=float32").decoder
+    assert isinstance(decoder, Decoder)
+    first, broken, good = (adapters_of(decoder, seed, 0.1, rank=4) for seed in (1, 2, 3))
+    save_peft(first, decoder, tmp_path / "learns")
     next(iter(broken.parameters())).data.view(-1)[0] = math.nan
     with (
         server(adapters={"learns": str(tmp_path / "learns")}) as at,
@@ -332,7 +333,7 @@ def test_clients_that_hang_up_free_their_sequences_at_once(at: At, client: Any) 
 
 
 async def _running(at: At) -> int:
-    return await at.served.thread.call(lambda engine: len(engine.under_way()))
+    return await at.served.thread.call(lambda engine: len(engine.under_way()))  # pyright: ignore
 
 
 def test_too_many_sequences_are_told_when_to_come_back() -> None:
