@@ -141,7 +141,7 @@ def install(site: Path) -> str:
 
 
 def parts() -> tuple[Part, ...]:
-    from lab.gpu import runs, sampling, training, twins
+    from lab.gpu import exact, runs, sampling, training, twins
 
     return (
         Part(name="ceilings", limit_s=25, run=twins.ceilings),
@@ -150,6 +150,7 @@ def parts() -> tuple[Part, ...]:
         Part(name="contract", limit_s=50, run=sampling.contract),
         Part(name="transformers", limit_s=30, run=sampling.same_logprobs),
         Part(name="agreement", limit_s=40, run=training.agreement),
+        Part(name="exact", limit_s=50, run=exact.exact),
         Part(name="sampling", limit_s=150, run=sampling.dense),
         Part(name="training", limit_s=120, run=training.dense),
         Part(name="expert sampling", limit_s=40, run=sampling.experts),

@@ -37,7 +37,7 @@ def contract(world: World) -> Lines:
 
     config = parse_config({**DENSE, **TINY, "initializer_range": 0.3})
     decoder = Decoder(config).init_weights(0).to(world.device)
-    policies = _adapters(decoder, 1, 0.3), _adapters(decoder, 2, 0.3)
+    policies = new_adapters(decoder, 1, 0.3), new_adapters(decoder, 2, 0.3)
 
     def score(adapters: Adapters, tokens: np.ndarray) -> np.ndarray:
         ids = torch.from_numpy(tokens.astype(np.int64)).to(world.device)
@@ -83,7 +83,7 @@ def kernels_proven(world: World) -> Lines:
         yield Line(name=line, value=float(found is not None and found.graph is not None), bar=1, note=why)
 
 
-def _adapters(decoder: Decoder, seed: int, size: float = 0.0, rank: int = 8) -> Adapters:
+def new_adapters(decoder: Decoder, seed: int, size: float = 0.0, rank: int = 8) -> Adapters:
     moe = decoder.config.moe is not None
     spec = AdapterSpec(rank=rank, alpha=2.0 * rank, targets=("attn", "experts") if moe else ("attn", "mlp"))
     adapters = init_adapters(decoder.config, spec, seed, decoder.device)
@@ -98,7 +98,7 @@ def _adapters(decoder: Decoder, seed: int, size: float = 0.0, rank: int = 8) -> 
 
 def decoding(world: World, decoder: Decoder, cases: Sequence[tuple[int, int]], name: str) -> Lines:
     """Passes in which every sequence has one row, beside what has to be read from memory for them."""
-    layers, adapters = decoder.config.num_layers, _adapters(decoder, 0, rank=world.sizes.rank)
+    layers, adapters = decoder.config.num_layers, new_adapters(decoder, 0, rank=world.sizes.rank)
     most = max(rows * (context // BLOCK + 1) for rows, context in cases)
     for label, kernels in world.engines.items():
         by_position = kernels is not None
@@ -171,7 +171,7 @@ def engine_of(world: World, decoder: Decoder, tokens: int, context: int) -> Loca
     engine = LocalEngine(
         decoder, kernels=world.captured, kv_memory_mb=(size >> 20) + 1, context_limit=context
     )
-    engine.publish(_adapters(decoder, 0, rank=world.sizes.rank), 0)
+    engine.publish(new_adapters(decoder, 0, rank=world.sizes.rank), 0)
     return engine
 
 

@@ -17,7 +17,7 @@ from ostinato.config import TrainerSection
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters, init_adapters
-from ostinato.model.ops import TORCH_OPS
+from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.memory import Training
 from ostinato.pipeline.account import batch_work
@@ -29,11 +29,11 @@ def agreement(world: World) -> Lines:
     """KL of sampler and trainer on what the sampler drew, at the shape of 8B with few layers."""
     for name, raw in (("dense", DENSE), ("experts", EXPERTS)):
         decoder = world.decoder(world.raw(raw, layers=2 if world.dry else 8))
-        trainer = _trainer(world, decoder, _adapters(decoder, world))
+        trainer = new_trainer(world, decoder, _adapters(decoder, world))
         lengths = [8 if world.dry else 64] * 16
         asked = requests(decoder.config.vocab_size, 4, 24, lengths)
         done = answers(engine_of(world, decoder, 16 * 128, 256), asked)
-        batch = _batch(_samples(asked, done), world.sizes.rows)
+        batch = batch_of(samples_of(asked, done), world.sizes.rows)
         scored = trainer.score(batch)
         ratios = np.concatenate(
             [s - m.logprobs for s, m in zip(scored, batch.microbatches, strict=True)]
@@ -54,14 +54,16 @@ def _adapters(decoder: Decoder, world: World) -> Adapters:
     return init_adapters(decoder.config, spec, 0, decoder.device)
 
 
-def _trainer(world: World, decoder: Decoder, adapters: Adapters, *, recompute: bool = False) -> PolicyTrainer:
+def new_trainer(
+    world: World, decoder: Decoder, adapters: Adapters, *, recompute: bool = False, ops: Ops | None = None
+) -> PolicyTrainer:
     grpo = algorithm("grpo", drop_zero_variance=False)
     settings = TrainerSection(lr=1e-5, recompute=recompute, replay=False)
-    ops = TORCH_OPS if world.kernels is None else world.kernels.ops
+    ops = ops or (TORCH_OPS if world.kernels is None else world.kernels.ops)
     return PolicyTrainer(decoder, adapters, grpo, settings=settings, ops=ops)
 
 
-def _samples(asked: Sequence[Request], done: Sequence[Completion]) -> list[Sample]:
+def samples_of(asked: Sequence[Request], done: Sequence[Completion]) -> list[Sample]:
     groups = {uid: index for index, uid in enumerate(dict.fromkeys(one.uid for one in asked))}
     return [
         _sample(request.tokens, one.tokens, one.logprobs, groups[request.uid], index)
@@ -96,7 +98,7 @@ def _random(vocab: int, prompts: int, group: int, before: int, behind: int) -> l
     return found
 
 
-def _batch(samples: Sequence[Sample], rows: int, *, share: bool = True) -> Batch:
+def batch_of(samples: Sequence[Sample], rows: int, *, share: bool = True) -> Batch:
     total = sum(int(one.loss_mask.sum()) for one in samples)
     weights = [one.loss_mask.astype(np.float32) / total for one in samples]
     return pack(samples, weights, tokens_per_microbatch=rows, share_prompts=share)
@@ -123,8 +125,8 @@ def _measured(
 ) -> Lines:
     """Utilisation and memory of one step."""
     world.free()
-    batch, adapters = _batch(samples, rows), _adapters(decoder, world)
-    trainer, seconds = _trainer(world, decoder, adapters, recompute=recompute), [0.0]
+    batch, adapters = batch_of(samples, rows), _adapters(decoder, world)
+    trainer, seconds = new_trainer(world, decoder, adapters, recompute=recompute), [0.0]
 
     def work() -> None:
         seconds[0] = _step_s(world, trainer, batch)
@@ -171,10 +173,12 @@ def dense(world: World) -> Lines:
     short = _random(vocab, sizes.answers // 8, 8, 2 * sizes.short, sizes.short)
     yield from _measured(world, decoder, "short answers", short, rows, 0.30, recompute=False)
     shared = _random(vocab, 2, 16, 4 * part // 8, part // 8)
-    trainer = _trainer(world, decoder, _adapters(decoder, world))
-    apart, together = (_step_s(world, trainer, _batch(shared, rows, share=share)) for share in (False, True))
+    trainer = new_trainer(world, decoder, _adapters(decoder, world))
+    apart, together = (
+        _step_s(world, trainer, batch_of(shared, rows, share=share)) for share in (False, True)
+    )
     yield Line(name="sharing of prompts", value=apart / together, unit="x", bar=2.5, speed=True)
-    ours = _step_s(world, trainer, _batch(whole, rows))
+    ours = _step_s(world, trainer, batch_of(whole, rows))
     del trainer
     world.free()
     theirs = _peft_step_s(world, transformers_model(decoder, raw), whole)

@@ -19,9 +19,9 @@ from torch import Tensor
 from ostinato.engine.paged import KVStore, Places, Rows, TritonPaged
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Prepared
-from ostinato.model.ops import Ops
 
 if TYPE_CHECKING:
+    from ostinato.model.cuda import CudaKernels
     from ostinato.model.cuda.graphs import Graph
 
 MOST_ROWS = 256  # of a graph; with more, the card takes longer than the host needs to launch
@@ -75,8 +75,10 @@ class Pass:
 class Captured:
     """The layers of ``decoder`` on ``store`` in graphs that ``graph`` makes."""
 
-    def __init__(self, decoder: Decoder, store: KVStore, ops: Ops, graph: Callable[[], Graph]) -> None:
-        self._decoder, self._store, self._ops, self._graph = decoder, store, ops, graph
+    def __init__(
+        self, decoder: Decoder, store: KVStore, kernels: CudaKernels, graph: Callable[[], Graph]
+    ) -> None:
+        self._decoder, self._store, self._kernels, self._graph = decoder, store, kernels, graph
         self._group = decoder.local.num_heads // decoder.kv_shape[0]
         self._buffers: dict[int, Buffers] = {}
         self._passes: dict[tuple[int, int, int], Pass] = {}
@@ -110,12 +112,13 @@ class Captured:
 
         tokens, positions, slots = buffers.wide[:, :rows]
         sequence, lengths, first, count = buffers.narrow[:, :rows]
-        attend = TritonPaged(self._store, Rows(slots, buffers.tables, sequence, lengths), Tiles(first, count))
+        places, tiles = Rows(slots, buffers.tables, sequence, lengths), Tiles(first, count)
+        attend = TritonPaged(self._store, places, tiles, exact=self._kernels.exact).attend
         captured = Pass(self._graph())
 
         def work() -> None:
             captured.hidden, captured.routing = self._decoder.forward(
-                tokens, positions, attend, adapters=prepared, ops=self._ops
+                tokens, positions, attend, adapters=prepared, ops=self._kernels.ops
             )
 
         captured.graph.capture(work)

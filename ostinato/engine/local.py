@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -190,6 +191,14 @@ class LocalEngine:
     def queue(self) -> tuple[int, int]:
         """Sequences that run and that wait for a slot, to be read from any thread."""
         return len(self._scheduler.table), len(self._scheduler.waiting)
+
+    def lent(self) -> AbstractContextManager[None]:
+        """A time without memory for keys and values, which a training step on this GPU may have; where there
+        are requests they keep theirs."""
+        if len(self._scheduler):
+            return nullcontext()
+        self._scheduler.cache.forget()
+        return self._runner.store.lent()
 
     @property
     def free_blocks(self) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ostinato.engine.cache import BLOCK
-from ostinato.model.attention import ProjectedAttend
+from ostinato.model.attention import Attend, ProjectedAttend
 from ostinato.model.native import Kernels
 from ostinato.model.packed import kernel_for, merge
 
@@ -51,7 +53,21 @@ class KVStore:
     value_layers: tuple[Tensor, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key_layers, self.value_layers = self.keys.unbind(0), self.values.unbind(0)
+        self._put(self.keys, self.values)
+
+    def _put(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.key_layers, self.value_layers = keys.unbind(0), values.unbind(0)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """In here the memory is free; behind it there are zeros, maybe elsewhere."""
+        sizes, dtype, device = (self.keys.shape, self.values.shape), self.keys.dtype, self.keys.device
+        self._put(self.keys.new_empty(0), self.values.new_empty(0))
+        try:
+            yield
+        finally:
+            self._put(*(_zeros(size, dtype, device) for size in sizes))
 
     @classmethod
     def allocate(
@@ -219,11 +235,19 @@ class TritonPaged(ProjectedAttend):
     rows of any kind.
 
     A row's result depends on no other row. Needs a store by position. ``tiles``: which rows share a tile, for
-    the query heads of a key head; from the owners of the rows where it is None.
+    the query heads of a key head; from the owners of the rows where it is None. ``exact``: by the kernels
+    that the trainer has, one after the other.
     """
 
-    def __init__(self, store: KVStore, rows: Rows, tiles: Tiles | None = None) -> None:
-        self.store, self.rows, self._tiles = store, rows, tiles
+    def __init__(
+        self, store: KVStore, rows: Rows, tiles: Tiles | None = None, *, exact: bool = False
+    ) -> None:
+        self.store, self.rows, self._tiles, self._exact = store, rows, tiles, exact
+
+    @property
+    def attend(self) -> Attend:
+        """What the decoder is given: with ``exact`` one that it hands normed and rotated heads."""
+        return self.__call__ if self._exact else self
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         from ostinato.model.cuda import paged
@@ -252,7 +276,7 @@ class TritonPaged(ProjectedAttend):
         keys, values, rows = self.store.key_layers[layer], self.store.value_layers[layer], self.rows
         if self._tiles is None:
             self._tiles = paged.Tiles.of(rows.on_host()[0], q.shape[1] // keys.shape[2], q.device)
-        few = len(self._tiles.first) * keys.shape[2] < FEW_PROGRAMS
+        few = not self._exact and len(self._tiles.first) * keys.shape[2] < FEW_PROGRAMS
         return paged.paged_attention(
             q, keys, values, rows.tables, rows.sequence, rows.lengths, self._tiles, scale, parallel=few
         )

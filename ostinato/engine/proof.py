@@ -24,7 +24,7 @@ from ostinato.model.cuda import CudaKernels, paged
 from ostinato.model.cuda.proof import fault
 from ostinato.model.decoder import Decoder
 from ostinato.model.moe import ExpertLora
-from ostinato.model.ops import TORCH_OPS
+from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.weights import Attention, Moe
 from ostinato.types import Sampling
 
@@ -66,6 +66,10 @@ def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
         lambda: ops.add_lora(y.clone(), x, a, b, 0.5),
         lambda: TORCH_OPS.add_lora(y.clone(), x, a, b, 0.5),
     )
+    if kernels.exact:
+        few = _drawn(decoder, 24, c.hidden_size) / c.hidden_size**0.5
+        yield "linear", lambda: ops.linear(x, few), lambda: TORCH_OPS.linear(x, few)
+        yield "linear of rows alone", lambda: _alone(ops, x, few), lambda: torch.ones(1, device=x.device)
     yield from _attention_cases(decoder)
     yield "draw", lambda: _drawn_apart(decoder, kernels), lambda: torch.ones(1, device=decoder.device)
     moe, block = decoder.config.moe, next((b.mlp for b in decoder.blocks if isinstance(b.mlp, Moe)), None)
@@ -136,6 +140,12 @@ def _attention_cases(decoder: Decoder) -> Iterator[Case]:
         return torch.cat((*turned, parts[2]), dim=1)
 
     yield "project", stored, normed
+
+
+def _alone(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
+    """1 where every row's product is, in every bit, what it is among the others; else 2."""
+    apart = torch.cat([ops.linear(row, weight) for row in x.split(1)])
+    return torch.tensor([1.0 if torch.equal(ops.linear(x, weight), apart) else 2.0], device=x.device)
 
 
 def _drawn(decoder: Decoder, *shape: int, seed: int = 0) -> Tensor:

@@ -63,7 +63,7 @@ class Runner:
         self._ops = kernels.ops if kernels else TORCH_OPS
         self._captured: Captured | None = None
         if kernels is not None and not isinstance(kernels, Kernels) and kernels.graph is not None:
-            self._captured = Captured(decoder, store, kernels.ops, kernels.graph)
+            self._captured = Captured(decoder, store, kernels, kernels.graph)
         self._has_loaded = False  # all weights, into the decoder
         self._policies: dict[int, Served] = {}
         self.serve(None)
@@ -155,7 +155,7 @@ class Runner:
         if isinstance(self._kernels, Kernels):
             return NativePaged(self._kernels, self.store, rows)
         if self._kernels is not None:
-            return TritonPaged(self.store, rows)
+            return TritonPaged(self.store, rows, exact=self._kernels.exact).attend
         return (
             GpuPaged(self.store, rows) if self.decoder.device.type == "cuda" else TorchPaged(self.store, rows)
         )

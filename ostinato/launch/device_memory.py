@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from ostinato.parallel.gpus import SHEETS, gpu_named, peak
 from ostinato.parallel.memory import DType, Precision, Training
 
 if TYPE_CHECKING:
+    from ostinato.model.base import Base
     from ostinato.model.decoder import Decoder
 
 logger = logging.getLogger(__name__)
@@ -100,21 +101,22 @@ def vllm_kv_memory_mb(recipe: Recipe, decoder: Decoder, need: Need | None) -> in
     if recipe.engine.kv_memory_mb != "auto" or decoder.device.type != "cuda":
         return kv_memory_mb(recipe, decoder, need)
     weights = sum(weight.numel() * weight.element_size() for weight in decoder.parameters()) >> 20
-    if lends_memory(recipe, decoder):  # activations of a step come where keys and values were
-        trained = sum(size for name, size in terms(recipe, decoder.config).items() if name in TRAINED)
-        room = (_room_mb(recipe, decoder, trains=False) or 0) - (int(trained) >> 20)
-        wanted = kv_memory_mb(recipe, decoder, need and replace(need, trains=False))
-    else:
-        room = _room_mb(recipe, decoder, trains=True) or 0
-        wanted = kv_memory_mb(recipe, decoder, need)
-    return max(LEAST_MB, min(wanted, room - weights))
+    room = (_room_mb(recipe, decoder, trains=True) or 0) - weights
+    return max(LEAST_MB, min(kv_memory_mb(recipe, decoder, need), room))
 
 
-def lends_memory(recipe: Recipe, decoder: Decoder) -> bool:
-    """Does a vLLM server that the run starts give the memory of its keys and values to each training step?
-    Not on a CPU, nor while answers go on (``pipeline.staleness``)."""
-    there = decoder.device.type == "cuda" and not recipe.engine.address
-    return there and recipe.pipeline.staleness == 0 and not recipe.pipeline.overlap
+def lends_memory(recipe: Recipe, decoder: Base) -> bool:
+    """Does a sampler that the run starts on the trainer's GPU give the memory of its keys and values to each
+    training step? Not on a CPU."""
+    return decoder.device.type == "cuda" and _lends(recipe)
+
+
+def _lends(recipe: Recipe) -> bool:
+    """Not while answers go on (``pipeline.staleness``), nor elsewhere."""
+    here = (
+        not recipe.engine.address and not recipe.cluster.samplers and recipe.model.backend != "transformers"
+    )
+    return here and recipe.pipeline.staleness == 0 and not recipe.pipeline.overlap
 
 
 def free_share(decoder: Decoder) -> float:
@@ -134,9 +136,10 @@ def _room_mb(recipe: Recipe, decoder: Decoder, *, trains: bool) -> int | None:
 
         free = torch.cuda.mem_get_info(decoder.device)[0] - KEPT
         if trains:
-            free -= sum(
-                size for name, size in terms(recipe, decoder.config).items() if name != "base weights"
-            )
+            sizes = terms(recipe, decoder.config)
+            lends = _lends(recipe)  # activations of a step come where keys and values were
+            beside = TRAINED if lends else sizes.keys() - {"base weights"}
+            free -= sum(size for name, size in sizes.items() if name in beside)
         return max(0, int(free)) >> 20
     free = host_memory()
     here = max(1, recipe.cluster.samplers)  # that may share this host
@@ -172,12 +175,15 @@ def terms(recipe: Recipe, config: ModelConfig) -> dict[str, float]:
 def check_room(recipe: Recipe, config: ModelConfig, free: float) -> None:
     """Raises RunFailed where what no key of the trainer makes smaller, with the fewest keys and values, takes
     more than the ``free`` bytes of a GPU without weights yet. Warns where only activations do: a microbatch
-    that does not fit is halved. By estimate; one trainer that has all of the model."""
+    that does not fit is halved. Keys and values that are lent to a step are not there beside its activations.
+    By estimate; one trainer that has all of the model."""
     given = 0 if recipe.cluster.samplers or recipe.engine.backend == "vllm" else recipe.engine.kv_memory_mb
     cache = float((LEAST_MB if given == "auto" else given) << 20)
     sizes = terms(recipe, config)
     fixed = sum(size for name, size in sizes.items() if name == "base weights" or name in TRAINED)
-    needed, least = sum(sizes.values()) + cache + KEPT, fixed + cache + KEPT
+    activations = sum(sizes.values()) - fixed
+    least = fixed + cache + KEPT
+    needed = fixed + KEPT + (max(activations, cache) if _lends(recipe) else activations + cache)
     if needed > free:
         said = f"{out_of_memory(recipe, config)}; {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} free"
         if least > free:

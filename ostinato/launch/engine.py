@@ -225,10 +225,13 @@ def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels |
     if not _runs_triton(recipe, decoder):
         return None
     from ostinato.engine.proof import proven
-    from ostinato.model.cuda import CudaKernels
+    from ostinato.model.cuda import CUDA_OPS, EXACT_OPS, CudaKernels
     from ostinato.model.cuda.graphs import cuda_graphs
 
-    found, why = proven(decoder, CudaKernels(graph=cuda_graphs()))
+    exact = recipe.model.exact
+    found, why = proven(decoder, CudaKernels(EXACT_OPS if exact else CUDA_OPS, cuda_graphs(), exact))
+    if found is None and exact:
+        raise ValueError(f"model.exact is true, but {why}; set it to false")
     if why:
         _warn_once(why)
     return found
@@ -245,10 +248,27 @@ def training_ops(recipe: Recipe, decoder: Base) -> Ops:
     check_exact(recipe)
     if decoder.config.window is not None:
         raise ValueError("model.exact is true, but layers of this model have a window; set it to false")
+    if decoder.device.type == "cuda":
+        return exact_card_ops(recipe, decoder)
     if found is None:
-        why = f"are of the CPU, not {decoder.device}" if decoder.device.type != "cpu" else "cannot be built"
-        raise ValueError(f"model.exact is true, but the kernels that it needs {why}; set it to false")
+        raise ValueError("model.exact is true, but its kernels cannot be built; set it to false")
     return found.exact
+
+
+def exact_card_ops(recipe: Recipe, decoder: Decoder) -> Ops:
+    """``model.exact`` on a card. Raises ValueError where it cannot be had there, in one sentence."""
+    moe = decoder.config.moe
+    if moe is not None and moe.num_groups > 1:
+        raise ValueError("model.exact is true with a router of groups, which no kernel has; set it to false")
+    if not _runs_triton(recipe, decoder):
+        raise ValueError(f"model.exact is true, but Triton does not run on {decoder.device}; set it to false")
+    from ostinato.model.cuda import exact_training
+    from ostinato.model.cuda.proof import proven
+
+    ops, faults = proven(decoder, exact_training())
+    if faults:
+        raise ValueError(f"model.exact is true, but {faults[0].partition(';')[0]}; set it to false")
+    return ops
 
 
 def card_ops(recipe: Recipe, decoder: Decoder) -> Ops | None:

@@ -40,6 +40,8 @@ def open_components(
             yield prepared, held.enter_context(_sampling_by_vllm(prepared, trainer, folder))
             return
         engine = any_engine(recipe, decoder, prepared.renderer, memory, need=rollout_need(prepared))
+        if isinstance(engine, LocalEngine) and lends_memory(recipe, decoder):
+            trainer = LentTrainer(trainer, engine.lent)
         yield (
             prepared,
             RunComponents(

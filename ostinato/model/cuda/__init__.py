@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ostinato.model.cuda import paged, products
 from ostinato.model.cuda.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ostinato.model.cuda.graphs import Graph
 from ostinato.model.cuda.mixture import experts, route
+from ostinato.model.cuda.sampling import score
 from ostinato.model.cuda.scoring import score_
 from ostinato.model.cuda.varlen import VarlenAttention
+from ostinato.model.exact import BLOCK, Blocks, exact_ops
 from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.types import Segment
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -49,10 +54,61 @@ CUDA_OPS = replace(
 )
 
 
+# of the sampler with ``model.exact``: what a row gets depends on that row alone
+EXACT_OPS = replace(
+    CUDA_OPS,
+    linear=products.linear,
+    add_lora=products.add_lora,
+    experts=partial(experts, fixed=True),
+    score=score,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class CudaKernels:
     """What an engine is given to run on these kernels; as on a CPU on those of ``model.native.Kernels``.
-    ``graph`` makes what small passes are captured in; None: they are launched kernel by kernel."""
+    ``graph`` makes what small passes are captured in; None: they are launched kernel by kernel. ``exact``: a
+    kernel is the trainer's too, and the same for any number of rows, where a faster one would do."""
 
     ops: Ops = CUDA_OPS
     graph: Callable[[], Graph] | None = None
+    exact: bool = False
+
+
+class BlockAttention:
+    """(q, k, v, scale) -> (out, log-sum-exp) of the rows of a microbatch by the sampler's kernel, on rows in
+    blocks (``VarlenAttention``)."""
+
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
+        self._blocks = Blocks(segments)
+        self._memory: tuple[Tensor, Tensor] | None = None  # of one layer
+        self._places: tuple[Tensor, ...] = ()  # on the device
+        self._tiles: paged.Tiles | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        where, heads = self._blocks, k.shape[1]
+        if self._memory is None or self._tiles is None:
+            shape = where.count, BLOCK, heads
+            self._memory = k.new_zeros(*shape, k.shape[2]), v.new_zeros(*shape, v.shape[2])
+            host = where.writers, where.slots, where.tables, where.sequence, where.lengths
+            self._places = tuple(x.to(q.device) for x in host)
+            self._tiles = paged.Tiles.of(where.sequence.numpy(), q.shape[1] // heads, q.device)
+        writers, slots, tables, sequence, lengths = self._places
+        k, v = (x.index_select(0, writers) for x in (k, v))
+        paged.write_cache(k, v, slots, *self._memory)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        keys, values = self._memory
+        out = paged.paged_attention(
+            q, keys, values, tables, sequence, lengths, self._tiles, scale, lse, parallel=False
+        )
+        return out, lse
+
+
+def exact_training() -> Ops:
+    """Of the trainer with ``model.exact``: the forward of EXACT_OPS, bit for bit."""
+    return exact_ops(
+        EXACT_OPS,
+        CUDA_OPS,
+        products.add_nt,
+        lambda segments: VarlenAttention(segments, BlockAttention(segments)),
+    )

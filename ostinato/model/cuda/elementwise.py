@@ -1,8 +1,9 @@
 """The memory-bound functions of a decoder in Triton, forward and backward: one launch each.
 
 The twins are in ``model/elementwise.py``, with the same signatures. Everything between a load and a store is
-fp32. A row is reduced by one program in an order that depends on its width alone, so its result does not
-depend on the other rows. float64, which only tests of gradients use, takes the twin.
+fp32. A row is reduced by one program in an order that depends on its width alone, and what is compiled does
+not know how many rows there are, so its result does not depend on the others. float64, which only tests of
+gradients use, takes the twin.
 
 T rows, K width, H heads, D head dim, F width of an MLP.
 """
@@ -154,7 +155,7 @@ def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -
     return out, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _normalise_kernel(
     x, residual, weight, out, total, outer, inner, added_outer, added_inner, heads, count, width, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -230,7 +231,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _rotate_kernel(
     x, cos, sin, out, outer, inner, turn_stride, heads, count, half, sign,
     ROWS: tl.constexpr, HALF: tl.constexpr,

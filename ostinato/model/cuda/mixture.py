@@ -2,7 +2,7 @@
 
 Nothing is read from the card. Rows are sorted by expert in one launch; a program of a grouped product has an
 expert and some of its columns, and walks the rows of the expert, of which only the card knows the number.
-The twins are ``model.moe.route`` and ``experts``, which prefill, replay and training take.
+The twins are ``model.moe.route`` and ``experts``, which prefill and training take.
 
 T rows, D hidden size, F width of an expert, E experts, K experts per row, S = T * K pairs, R rank.
 """
@@ -11,6 +11,7 @@ T rows, D hidden size, F width of an expert, E experts, K experts per row, S = T
 # A kernel is no function of Python: its types are Triton's.
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from ostinato.model import moe as twin
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.cuda.elementwise import silu_mul
+from ostinato.model.cuda.products import linear
 from ostinato.model.moe import ExpertLora
 from ostinato.model.weights import Weight
 
@@ -36,23 +38,26 @@ def route(
     logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``moe.route`` in one launch; equal scores go to the expert with the smaller number."""
-    if given is not None or moe.num_groups > 1 or torch.is_grad_enabled() or logits.dtype != torch.float32:
+    if moe.num_groups > 1 or torch.is_grad_enabled() or logits.dtype != torch.float32:
         return twin.route(logits, moe, bias, given)
     ids = torch.empty(len(logits), moe.top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(len(logits), moe.top_k, dtype=torch.float32, device=logits.device)
+    chosen = ids if given is None else torch.empty_like(ids)
+    replayed = ids if given is None else given.long().contiguous()
     if len(logits):
         _route_kernel[(len(logits),)](
-            logits, logits if bias is None else bias, ids, weights, logits.stride(0), moe.num_experts,
-            moe.top_k, moe.scaling, SIGMOID=moe.scoring == Scoring.SIGMOID, BIAS=bias is not None,
+            logits, logits if bias is None else bias, replayed, ids, chosen, weights, given is not None,
+            logits.stride(0), moe.num_experts, moe.top_k, moe.scaling,
+            SIGMOID=moe.scoring == Scoring.SIGMOID, BIAS=bias is not None,
             RENORMALISE=moe.norm_topk, E=triton.next_power_of_2(moe.num_experts),
             K=triton.next_power_of_2(moe.top_k), num_warps=1,
         )  # fmt: skip
-    return ids, weights, ids
+    return ids, weights, chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["is_given"])
 def _route_kernel(
-    logits, bias, ids, weights, stride, num_experts, top_k, scaling,
+    logits, bias, given, ids, native, weights, is_given, stride, num_experts, top_k, scaling,
     SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALISE: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -72,8 +77,11 @@ def _route_kernel(
     chosen = tl.zeros([K], tl.float32)
     for k in range(top_k):
         best = tl.min(tl.where(ranking == tl.max(ranking), expert, E))
-        tl.store(ids + row * top_k + k, best.to(tl.int64))
-        chosen = tl.where(rank == k, tl.sum(tl.where(expert == best, scores, 0.0)), chosen)
+        replayed = tl.load(given + row * top_k + k, mask=is_given != 0, other=-1).to(tl.int32)
+        taken = tl.where(replayed >= 0, replayed, best)
+        tl.store(native + row * top_k + k, best.to(tl.int64))
+        tl.store(ids + row * top_k + k, taken.to(tl.int64))
+        chosen = tl.where(rank == k, tl.sum(tl.where(expert == taken, scores, 0.0)), chosen)
         ranking = tl.where(expert == best, float("-inf"), ranking)
     if RENORMALISE:
         chosen = chosen / (tl.sum(chosen) + 1e-20)
@@ -126,11 +134,18 @@ class Update(NamedTuple):
 
 
 def grouped(
-    x: Tensor, weight: Tensor, pairs: Sorted, rows: int, update: Update | None = None, *, gated: bool = False
+    x: Tensor,
+    weight: Tensor,
+    pairs: Sorted,
+    rows: int,
+    update: Update | None = None,
+    *,
+    gated: bool = False,
+    fixed: bool = False,
 ) -> Tensor:
     """[S, N] by place: x times weight[e]^T of [E, N, D], plus ``update``. x is [T, D] by row, with K as
     ``rows``, or [S, D] by place, with 0. ``gated``: silu of the first half of the columns times the second,
-    [S, N / 2].
+    [S, N / 2]. ``fixed``: tiles do not depend on the number of pairs.
     """
     assert x.stride(1) == 1 and weight.is_contiguous()
     num_experts, size, inputs = weight.shape
@@ -139,7 +154,7 @@ def grouped(
     low, low_by_row, b, scale = update or Update(x, False, x, 0.0)
     rank = b.shape[-1] if update else 0
     assert not update or (low.stride(1) == 1 and b.stride(-1) == 1 and b.stride(-2) == rank)
-    few = count <= 16 * num_experts
+    few = not fixed and count <= 16 * num_experts
     _grouped_kernel[(num_experts, triton.cdiv(columns, BLOCK_N))](
         x, weight, low, b, out, pairs.order, pairs.spans, x.stride(0), low.stride(0),
         b.stride(0) if b.dim() == 3 else 0, num_experts, inputs, columns, rank, scale,
@@ -176,10 +191,10 @@ def _grouped_kernel(
                 source + depth[None, :], mask=filled[:, None] & (depth[None, :] < inputs), other=0.0
             )
             mask = here[None, :] & (depth[:, None] < inputs)
-            right = tl.load(own + depth[:, None], mask=mask, other=0.0)
+            right = tl.load(own + depth[:, None], mask=mask, other=0.0).to(left.dtype)
             result = tl.dot(left, right, result, input_precision="ieee")
             if GATED:
-                right = tl.load(second + depth[:, None], mask=mask, other=0.0)
+                right = tl.load(second + depth[:, None], mask=mask, other=0.0).to(left.dtype)
                 factor = tl.dot(left, right, factor, input_precision="ieee")
         if RANK > 0:
             depth = tl.arange(0, RANK)
@@ -221,20 +236,33 @@ def _combine_kernel(rows, places, weights, out, top_k, columns, BLOCK: tl.conste
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, lora: ExpertLora | None = None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    lora: ExpertLora | None = None,
+    *,
+    fixed: bool = False,
 ) -> Tensor:
-    """``moe.experts`` of a sampler's pass, in 4 launches, or 6 with adapters."""
+    """``moe.experts`` of a sampler's pass, in 4 launches, or 6 with adapters; of rows of any number where
+    tiles are ``fixed``, so that a row's result depends on no other one."""
     plain = isinstance(gate_up, Tensor) and isinstance(down, Tensor) and gate_up.dtype == x.dtype
-    if not plain or torch.is_grad_enabled() or not 0 < len(x) <= MOST_ROWS or x.dtype == torch.float64:
+    if not fixed and (
+        not plain or torch.is_grad_enabled() or not 0 < len(x) <= MOST_ROWS or x.dtype == torch.float64
+    ):
         return twin.experts(x, ids, weights, gate_up, down, lora, gate=silu_mul)
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "codes are not exact"
     top_k, pairs = ids.shape[1], sort(ids, len(gate_up))
+    product = partial(grouped, pairs=pairs, fixed=fixed)
     if lora is None:
-        act = grouped(x, gate_up, pairs, top_k, gated=True)
-        return combine(grouped(act, down, pairs, 0), pairs.places, weights)
+        act = product(x, gate_up, rows=top_k, gated=True)
+        return combine(product(act, down, rows=0), pairs.places, weights)
     a = lora.gate_up_a
     shared = a.dim() == 2
-    low = F.linear(x, a) if shared else grouped(x, a, pairs, top_k)
-    act = grouped(x, gate_up, pairs, top_k, Update(low, shared, lora.gate_up_b, lora.scale), gated=True)
-    low = grouped(act, lora.down_a, pairs, 0)
-    rows = grouped(act, down, pairs, 0, Update(low, False, lora.down_b, lora.scale))
+    once = linear if fixed else F.linear
+    low = once(x, a) if shared else product(x, a, rows=top_k)
+    act = product(x, gate_up, rows=top_k, update=Update(low, shared, lora.gate_up_b, lora.scale), gated=True)
+    low = product(act, lora.down_a, rows=0)
+    rows = product(act, down, rows=0, update=Update(low, False, lora.down_b, lora.scale))
     return combine(rows, pairs.places, weights)

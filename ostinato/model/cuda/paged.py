@@ -168,12 +168,13 @@ def paged_attention(
     lengths: Tensor,
     tiles: Tiles,
     scale: float,
+    lse: Tensor | None = None,
     *,
     parallel: bool,
 ) -> Tensor:
     """[T, H, Dv]: row t of q [T, H, Dk] over the first ``lengths[t]`` positions of the blocks in
-    ``tables[sequence[t]]``. ``parallel``: a program for each split, else one for all splits of a tile; the
-    result is the same."""
+    ``tables[sequence[t]]``. ``parallel``: a program for each split, else one for all splits of a tile, which
+    leaves the log-sum-exps in ``lse`` [T, H] fp32; the result is the same."""
     heads, kv_heads = q.shape[1], keys.shape[2]
     key_dim, value_dim = keys.shape[3], values.shape[3]
     assert q.stride(2) == 1 and heads % kv_heads == 0
@@ -183,7 +184,8 @@ def paged_attention(
         parts = q.new_empty(splits, len(q), heads, value_dim, dtype=torch.float32)
         lses = q.new_empty(splits, len(q), heads, dtype=torch.float32)
     else:
-        parts = lses = out
+        lses = q.new_empty(len(q), heads, dtype=torch.float32) if lse is None else lse
+        parts = lses
     group = heads // kv_heads
     rows, padded = rows_of_tile(group), triton.next_power_of_2(group)
     if len(q):
@@ -249,7 +251,7 @@ def _weights(lse, part_lse):
     return union, tl.exp(lse - union), tl.exp(part_lse - union)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "table_row"])
 def _attention_kernel(
     queries, keys, values, tables, sequence, lengths, tile_first, tile_count, out, parts, lses, scale,
     q_row, q_head, table_row, num_rows, heads, kv_heads, group, key_dim, value_dim,
@@ -301,9 +303,10 @@ def _attention_kernel(
             lse = tl.where(first == 0, part_lse, tl.where(first < length, union, lse))
             result = result * weight[:, None] + part * part_weight[:, None]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+        tl.store(lses + row.to(tl.int64) * heads + query_head, lse, mask=ours)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge_kernel(
     parts, lses, lengths, out, num_rows, heads, value_dim, SPLIT: tl.constexpr, VALUE: tl.constexpr
 ):

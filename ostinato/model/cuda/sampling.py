@@ -35,20 +35,34 @@ def cut_off(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, m
     return cuts
 
 
-def draw(logits: Tensor, temperature: Tensor, cuts: Tensor, u: Tensor) -> Tensor:
+def draw(
+    logits: Tensor, temperature: Tensor, cuts: Tensor, u: Tensor, targets: Tensor | None = None
+) -> Tensor:
     """[3, B] float64, to be read at once: tokens, and log-probabilities and edges of float32, as
     ``engine.sampler.Drawn`` has them, of logits [B, V] float32 or bfloat16 at ``u`` [B] float64 in (0, 1),
-    over scaled logits of at least ``cuts`` [B]. Nothing is read back here."""
+    over scaled logits of at least ``cuts`` [B]; or of the ``targets`` [B] int64 in place of a draw. Nothing
+    is read back here."""
     count, size = logits.shape
     device = logits.device
     out = torch.empty(3, count, dtype=torch.float64, device=device)
     masses = torch.empty(count, triton.cdiv(size, CHUNK), dtype=torch.float64, device=device)
+    given = torch.empty_like(u, dtype=torch.int64) if targets is None else targets
     if count:
         _draw_kernel[(count,)](
-            logits, temperature, cuts, u, out, masses,
+            logits, temperature, cuts, u, given, out, masses, targets is not None,
             logits.stride(0), masses.stride(0), count, size, CHUNK=CHUNK,
         )  # fmt: skip
     return out
+
+
+def score(logits: Tensor, temperature: float, targets: Tensor) -> Tensor:
+    """[n] float32: the log-probabilities that the sampler gives ``targets`` [n], by its own kernel, of logits
+    [n, V] float32 that are -inf where its filters keep nothing (``Ops.score``)."""
+    heat, cuts, u = (
+        torch.full((len(logits),), value, dtype=dtype, device=logits.device)
+        for value, dtype in ((temperature, torch.float32), (-torch.inf, torch.float32), (0.5, torch.float64))
+    )
+    return draw(logits, heat, cuts, u, targets)[1].float()
 
 
 @triton.jit
@@ -133,9 +147,9 @@ def _cut_kernel(logits, temperature, top_k, top_p, min_p, cuts, stride, size, CH
     tl.store(cuts + index, cut)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["is_given", "count"])
 def _draw_kernel(
-    logits, temperature, cuts, u, out, masses, stride, mass_stride, count, size,
+    logits, temperature, cuts, u, targets, out, masses, is_given, stride, mass_stride, count, size,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
@@ -165,12 +179,15 @@ def _draw_kernel(
         before = tl.where(here, running, before)
         running += mass
         done = tl.where(here & (running > target), 1, done)
+    given = tl.load(targets + index, mask=is_given != 0, other=-1).to(tl.int32)
+    chosen = tl.where(given >= 0, given // CHUNK * CHUNK, chosen)
     column = chosen + tl.arange(0, CHUNK)
     z = _scaled(row, column, size, inverse)
     mass = tl.where(z >= cut, tl.exp(z - peak), 0.0).to(tl.float64)
     cumulative = before + tl.cumsum(mass, axis=0)
     token = chosen + tl.sum((cumulative <= target).to(tl.int32))
     token = tl.minimum(token, tl.max(tl.where(mass > 0, column, chosen)))
+    token = tl.where(given >= 0, given, token)
     own = tl.sum(tl.where(column == token, mass, 0.0))
     logit = tl.sum(tl.where(column == token, z - peak, 0.0))
     edge = (tl.sum(tl.where(column == token, cumulative, 0.0)) - own) / total

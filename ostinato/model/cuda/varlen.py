@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ostinato.model.packed import PackedAttention, check_segments
+from ostinato.model.packed import Forward, PackedAttention, check_segments
 from ostinato.types import Segment
 
 WIDEST = 256  # head dimension
@@ -108,21 +108,23 @@ class Tiles:
 
 
 class VarlenAttention:
-    """``Attend`` for the rows of one microbatch, as ``PackedAttention``."""
+    """``Attend`` for the rows of one microbatch, as ``PackedAttention``, also in what ``forward`` is."""
 
-    def __init__(self, segments: tuple[Segment, ...]) -> None:
+    def __init__(self, segments: tuple[Segment, ...], forward: Forward | None = None) -> None:
         check_segments(segments)
         self._segments, self._tiles = segments, dict[tuple[Any, ...], Tiles]()
+        self._forward = forward
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [T, H, Dk], k [T, G, Dk], v [T, G, Dv] -> [T, H, Dv]. The layer's number plays no role."""
         width = max(q.shape[2], v.shape[2])
         if q.dtype == torch.float64 or width > WIDEST:
-            return PackedAttention(self._segments)(layer, q, k, v, scale)
+            return PackedAttention(self._segments, self._forward)(layer, q, k, v, scale)
         if len(q) != (rows := self._segments[-1].stop):
             raise ValueError(f"q has {len(q)} rows for segments of {rows}; take both from one batch")
         shape = Shape.of(width, q.element_size())
-        return _Attention.apply(q, k, v, scale, shape, partial(self._of, device=q.device))  # type: ignore[return-value]
+        tiles_of = partial(self._of, device=q.device)
+        return _Attention.apply(q, k, v, scale, shape, tiles_of, self._forward)  # type: ignore[return-value]
 
     def _of(self, rows: int, keys: int, device: torch.device) -> Tiles:
         """Made once for all layers."""
@@ -142,8 +144,14 @@ class _Attention(torch.autograd.Function):
         scale: float,
         shape: Shape,
         tiles_of: Callable[[int, int], Tiles],
+        forward: Forward | None,
     ) -> Tensor:
         q, k, v = (_by_rows(x) for x in (q, k, v))
+        ctx.scale, ctx.shape, ctx.tiles_of = scale, shape, tiles_of
+        if forward is not None:
+            out, lse = forward(q, k, v, scale)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
         block = shape.forward
         tiles, heads = tiles_of(block.queries, shape.of_keys.keys), q.shape[1]
         out = q.new_empty(*q.shape[:2], v.shape[2])
@@ -153,7 +161,6 @@ class _Attention(torch.autograd.Function):
             heads // k.shape[1], **_widths(k, v), **block.launch,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.shape, ctx.tiles_of = scale, shape, tiles_of
         return out
 
     @staticmethod
@@ -173,7 +180,7 @@ class _Attention(torch.autograd.Function):
             q, k, v, lse, grad, delta, grads[1], grads[2], tiles.keys, tiles.readers, tiles.starts, ctx.scale,
             *strides, heads, groups, heads // groups, **widths, **keys.launch,
         )  # fmt: skip
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def _by_rows(x: Tensor) -> Tensor:

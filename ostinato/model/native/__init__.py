@@ -18,17 +18,20 @@ import torch
 from torch import Tensor
 
 from ostinato.model.decoder import Decoder
+from ostinato.model.exact import exact_ops
 from ostinato.model.gemm import Gemm
 from ostinato.model.lora import Prepared
 from ostinato.model.moe import experts as torch_experts
+from ostinato.model.native.blocks import BlockAttention
 from ostinato.model.native.build import BuildError, load_library
-from ostinato.model.native.exact import exact_ops
 from ostinato.model.native.experts import native_experts, native_route
 from ostinato.model.native.fused import FusedStep, supported
 from ostinato.model.native.matrix import FORMATS
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.ops import linear as torch_linear
+from ostinato.model.packed import PackedAttention
 from ostinato.model.weights import Quantised, Weight
+from ostinato.types import Segment
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
@@ -69,7 +72,7 @@ class Kernels:
 
     ops: Ops  # for inference
     training: Ops  # under autograd: torch's, with our matrix products
-    exact: Ops  # under autograd: the forward of ``ops``, bit for bit (``native.exact``)
+    exact: Ops  # under autograd: the forward of ``ops``, bit for bit (``model.exact``)
     write_cache: Callable[..., None]
     paged_attention: Callable[..., Tensor]
     sample: Callable[..., None]
@@ -99,10 +102,14 @@ def load() -> Kernels:
     )
     training = replace(TORCH_OPS, gemm=gemm, experts=partial(torch_experts, gemm=gemm))
     write_cache, paged_attention = _write_cache(functions), _paged_attention(functions)
+
+    def attention(segments: tuple[Segment, ...]) -> PackedAttention:
+        return PackedAttention(segments, BlockAttention(segments, write_cache, paged_attention))
+
     return Kernels(
         ops=ops,
         training=training,
-        exact=exact_ops(ops, training, _add_nt(functions), write_cache, paged_attention),
+        exact=exact_ops(ops, training, _add_nt(functions), attention),
         write_cache=write_cache,
         paged_attention=paged_attention,
         sample=_sample(functions),

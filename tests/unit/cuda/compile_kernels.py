@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ostinato.model.cuda import elementwise, mixture, paged, sampling, scoring, varlen
+from ostinato.model.cuda import elementwise, mixture, paged, products, sampling, scoring, varlen
 
 POINTERS = {
     "*bf16": "x residual out total grad direct cos sin gate_up queries keys values k v"
@@ -27,7 +27,7 @@ POINTERS = {
     "*fp32": "parts lses logprobs edges cuts temperature top_p min_p scores weights bias lse deltas",
     "*fp64": "u masses",
     "*i32": "tables sequence lengths tile_first tile_count order places spans tiles readers starts",
-    "*i64": "slots tokens targets ids",
+    "*i64": "slots tokens targets ids given native",
     "fp32": "eps scale sign scaling",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
@@ -96,6 +96,18 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, str]]] = [
     ("combine", mixture._combine_kernel, {"BLOCK": mixture.COLUMNS}, {}),
     ("score", scoring._score_kernel, {"CHUNK": scoring.CHUNK}, {"logits": "*fp32"}),
 ]
+# of ``model.exact``
+ROWS_BF16 = {"bias": "*bf16", "rows": "i32"}
+PRODUCT = {"BIAS": False, "EVEN": True, "M": products.ROWS, "N": products.COLUMNS, "num_stages": 4}
+PRODUCTS = (
+    ("exact product", {"ADD": False, "D": products.DEPTHS[2]}, ROWS_BF16),
+    ("exact product, added", {"ADD": True, "D": products.DEPTHS[2]}, ROWS_BF16),
+    (
+        "exact product, float32",
+        {"ADD": False, "D": products.DEPTHS[4]},
+        ROWS_BF16 | dict.fromkeys(("x", "weight", "bias", "out"), "*fp32"),
+    ),
+)
 # Of the trainer's attention: products on the tensor cores, with the blocks that a card runs.
 BLOCKS = varlen.Shape.of(128, 2)
 VARLEN = (
@@ -107,19 +119,24 @@ HEADS_OF_128 = {"KEY_DIM": 128, "VALUE_DIM": 128, "KEY": 128, "VALUE": 128}
 
 
 def needs(
-    kernel: Any, constants: dict[str, Any], types: dict[str, str], capability: int, warps: int = 4
+    kernel: Any,
+    constants: dict[str, Any],
+    types: dict[str, str],
+    capability: int,
+    warps: int = 4,
+    aligned: bool = False,
 ) -> dict[str, int]:
     """Registers of a thread, bytes of a thread that spill, bytes of shared memory of a program."""
     known, launch = TYPES | types, {"num_warps": warps, "num_stages": constants.pop("num_stages", 3)}
     signature = {
         name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names
     }
-    aligned = {  # as a launch finds them: addresses and the strides of rows and heads
+    facts = {  # as a launch finds them: addresses and the strides of rows and heads
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if warps != 4 and (signature[name].startswith("*") or name.endswith(("_row", "_head")))
+        if (aligned or warps != 4) and (signature[name].startswith("*") or name.endswith(("_row", "_head")))
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=facts)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -138,4 +155,6 @@ if __name__ == "__main__":
         constants = HEADS_OF_128 | blocks.launch
         warps = constants.pop("num_warps")
         found[name] = needs(kernel, constants, {"out": "*bf16"}, capability, warps)
+    for name, constants, types in PRODUCTS:
+        found[name] = needs(products._product_kernel, PRODUCT | constants, types, capability, aligned=True)
     print(json.dumps(found))

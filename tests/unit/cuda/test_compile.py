@@ -27,6 +27,7 @@ def test_no_kernel_spills(capability: int) -> None:
     needs = json.loads(found.stdout)
     print(found.stdout)
     assert needs and {name for name, need in needs.items() if need["spills"]} == set()
-    tiled = {name: need for name, need in needs.items() if name.startswith("packed attention")}
-    assert len(tiled) == 3 and all(need["shared"] <= 96 << 10 for need in tiled.values())  # what any has
+    products = ("packed attention", "exact product")
+    tiled = {name: need for name, need in needs.items() if name.startswith(products)}
+    assert len(tiled) == 6 and all(need["shared"] <= 96 << 10 for need in tiled.values())  # what any has
     assert all(need["shared"] <= 48 << 10 for name, need in needs.items() if name not in tiled)

@@ -83,7 +83,7 @@ def anew(ours: Runner) -> Runner:
     forward = ours.forward
 
     def fresh(*args: Any) -> tuple[Tensor, Tensor | None]:
-        ours._captured = Captured(ours.decoder, ours.store, CUDA_OPS, Again)  # type: ignore[arg-type]
+        ours._captured = Captured(ours.decoder, ours.store, CudaKernels(), Again)  # type: ignore[arg-type]
         for served in ours._policies.values():
             if served.adapters is not None:
                 served.prepared = served.adapters.prepared(ours.decoder.dtype)

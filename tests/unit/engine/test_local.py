@@ -335,3 +335,28 @@ def test_an_error_in_a_step_reaches_every_caller() -> None:
         return await asyncio.gather(*(one(i) for i in range(3)), return_exceptions=True)
 
     assert [str(e) for e in asyncio.run(ask())] == ["out of memory"] * 3
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_memory_that_was_lent_comes_back_empty(kernels: Kernels | None) -> None:
+    """As around a training step on the sampler's GPU: the answers behind it are those of a new engine."""
+    ours, store = (made := engine(kernels)), made._runner.store
+    size = store.num_bytes
+    answers(ours, REQUESTS)
+    with pytest.raises(ZeroDivisionError), ours.lent():
+        assert store.num_bytes == 0
+        raise ZeroDivisionError
+    assert store.num_bytes == size
+    for one, other in zip(answers(ours, REQUESTS), answers(engine(kernels), REQUESTS), strict=True):
+        same(one, other)
+
+
+def test_requests_keep_their_memory() -> None:
+    async def lend() -> int:
+        ours = engine(None)
+        async for _ in ours.generate([request(5, 0, max_tokens=1), request(9, 1, max_tokens=40)]):
+            with ours.lent():
+                return ours._runner.store.num_bytes
+        return 0
+
+    assert asyncio.run(lend()) > 0

@@ -68,7 +68,18 @@ def test_what_is_played_ahead_is_needed_too() -> None:
     assert three.prompts == 3 * one.prompts
 
 
-def test_a_server_lends_its_memory_only_where_no_answer_goes_on() -> None:
+def test_a_lent_pool_is_not_beside_activations(caplog: pytest.LogCaptureFixture) -> None:
+    """Qwen3-8B whose pool takes what the activations of a step take too: one after the other they fit."""
+    config, keys = find_model("qwen3-8b").config, ("model.dtype=bfloat16", "rollout.max_tokens=4096")
+    keys = (*keys, "trainer.tokens_per_microbatch=8192", "engine.kv_memory_mb=40000")
+    check_room(Recipe.load("quickstart", *keys), config, CARD)
+    assert caplog.text == ""
+    check_room(Recipe.load("quickstart", *keys, "pipeline.staleness=1"), config, CARD)
+    assert "are needed" in caplog.text
+
+
+def test_a_sampler_lends_its_memory_only_where_no_answer_goes_on() -> None:
+    assert lends_memory(Recipe.load("quickstart"), SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
     recipe = Recipe.load("quickstart", "engine.backend=vllm")
     decoder: Any = SimpleNamespace(device=torch.device("cuda"), config=tiny_decoder().config)
     assert lends_memory(recipe, decoder)

@@ -9,22 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exactness import WORLDS, check_equal, parts_of, passes_of, sampled, samples_of
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from worlds import DEEPSEEK, KINDS, NATIVE, SIZES, VOCAB, adapters_of, answers, tiny_dense
+from worlds import DEEPSEEK, KINDS, NATIVE, SIZES, VOCAB, adapters_of, tiny_dense
 
-from ostinato.algo.pack import pack
-from ostinato.engine.local import LocalEngine
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters
 from ostinato.model.named import model_folder
-from ostinato.model.ops import Ops
-from ostinato.train.inputs import Inputs, as_inputs
-from ostinato.train.local import LocalPasses
-from ostinato.train.passes import ScoreOptions
-from ostinato.types import Completion, Request, Sample, Sampling
+from ostinato.model.native import Kernels
+from ostinato.types import Request, Sampling
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="no compiler")
 
@@ -49,115 +44,23 @@ def model(name: str, dtype: torch.dtype, scheme: str) -> tuple[Decoder, Adapters
     return decoder, adapters_of(decoder, 2, size, targets=targets, expert_scheme=scheme)
 
 
-def sampled(
-    decoder: Decoder, adapters: Adapters, requests: list[Request], max_batch: int
-) -> list[Completion]:
-    engine = LocalEngine(decoder, kernels=NATIVE, kv_memory_mb=8, max_batch=max_batch, context_limit=256)
-    engine.publish(adapters, 1)
-    return answers(engine, requests)
-
-
-def samples_of(requests: list[Request], found: list[Completion], groups: list[int]) -> list[Sample]:
-    samples = []
-    for number, (request, done, group) in enumerate(zip(requests, found, groups, strict=True)):
-        prompt, total = len(request.tokens), len(request.tokens) + len(done.tokens)
-        zeros, mask = np.zeros(prompt, np.float32), np.arange(total) >= prompt
-        experts = None
-        if done.experts is not None and done.prompt_experts is not None:
-            experts = np.concatenate([done.prompt_experts, done.experts])
-        support = None
-        if done.support is not None:
-            support = type(done.support).concatenate([done.support.whole(prompt), done.support])
-        samples.append(
-            Sample(
-                tokens=np.concatenate([request.tokens, done.tokens]).astype(np.int32),
-                loss_mask=mask,
-                logprobs=np.concatenate([zeros, done.logprobs]),
-                advantages=mask.astype(np.float32),
-                versions=np.where(mask, 1, -1).astype(np.int32),
-                group=group,
-                prompt_len=prompt,
-                uid=str(number),
-                experts=experts,
-                support=support,
-            )
-        )
-    return samples
-
-
-def parts_of(samples: list[Sample], budget: int, *, moe: bool, replay: bool) -> list[Inputs]:
-    weights = [sample.loss_mask.astype(np.float64) for sample in samples]
-    batch = pack(samples, weights, tokens_per_microbatch=budget, version=1)
-    return [as_inputs(one, torch.device("cpu"), moe=moe, replay=replay) for one in batch.microbatches]
-
-
-def passes_of(decoder: Decoder, adapters: Adapters, ops: Ops, **changes: Any) -> LocalPasses:
-    options = {"temperature": 1.0, "recompute": False, "entropy_grad": False, **changes}
-    return LocalPasses(decoder, adapters, ops=ops, **options)
-
-
-def exact() -> Ops:
+def kernels() -> Kernels:
     assert NATIVE is not None
-    return NATIVE.exact
-
-
-WORLDS = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
-        "scheme": st.sampled_from(["shared_outer", "per_expert"]),
-        "groups": st.lists(
-            st.tuples(st.integers(1, 40), st.lists(st.integers(1, 24), min_size=1, max_size=4)),
-            min_size=1,
-            max_size=4,
-        ),
-        "seed": st.integers(0, 99),
-        "max_batch": st.integers(1, 6),
-        "budget": st.sampled_from([65, 90, 400]),
-        "temperature": st.sampled_from([1.0, 0.7, 1.5]),
-        "filters": st.sampled_from([{}, {}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05, "top_k": 9}]),
-        "replay": st.booleans(),
-        "recompute": st.booleans(),
-    }
-)
-
-
-def check_equal(name: str, world: dict[str, Any]) -> None:
-    decoder, adapters = model(name, world["dtype"], world["scheme"])
-    rng = np.random.default_rng(world["seed"])
-    vocab = decoder.config.vocab_size
-    requests, groups = [], []
-    for group, (prompt, lengths) in enumerate(world["groups"]):
-        tokens = rng.integers(0, vocab, prompt).astype(np.int32)
-        for sibling, length in enumerate(lengths):
-            sampling = Sampling(temperature=world["temperature"], max_tokens=length, **world["filters"])
-            requests.append(Request(tokens=tokens, sampling=sampling, seed=(world["seed"], group, sibling)))
-            groups.append(group)
-    samples = samples_of(requests, sampled(decoder, adapters, requests, world["max_batch"]), groups)
-    passes = passes_of(
-        decoder, adapters, exact(), temperature=world["temperature"], recompute=world["recompute"]
-    )
-    moe = decoder.config.moe is not None
-    for part in parts_of(samples, world["budget"], moe=moe, replay=world["replay"]):
-        for as_trained in (True, False):
-            (scores,) = passes.score([part], ScoreOptions(as_trained=as_trained, native=moe))
-            assert scores.logprobs is not None
-            assert torch.equal(scores.logprobs, part.behaviour)
-            if moe and part.carried is not None and scores.native is not None:
-                known = part.carried[..., :1] >= 0
-                assert bool(((scores.native == part.carried) | ~known).all())
+    return NATIVE
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=6, deadline=None)
 @given(world=WORLDS)
 def test_every_row_has_the_samplers_log_probability(name: str, world: dict[str, Any]) -> None:
-    check_equal(name, world)
+    check_equal(*model(name, world["dtype"], world["scheme"]), world, kernels(), kernels().exact)
 
 
 @settings(max_examples=5, deadline=None)
 @given(world=WORLDS)
 def test_every_row_of_seed_moe_has_too(world: dict[str, Any]) -> None:
-    check_equal("seed-moe", {**world, "budget": 400})
+    decoder, adapters = model("seed-moe", world["dtype"], world["scheme"])
+    check_equal(decoder, adapters, {**world, "budget": 400}, kernels(), kernels().exact)
 
 
 @pytest.mark.parametrize("name", ["qk-norm", "softmax-renormalised", "sigmoid-bias-groups", "latent"])
@@ -171,12 +74,11 @@ def test_gradients_are_those_of_training(name: str, scheme: str) -> None:
     requested = [
         Request(tokens=p, sampling=Sampling(max_tokens=9), seed=(0, k)) for k, p in enumerate(prompts)
     ]
-    samples = samples_of(requested, sampled(decoder, adapters, requested, 4), [0, 0, 1])
+    samples = samples_of(requested, sampled(decoder, adapters, requested, 4, kernels()), [0, 0, 1])
     moe = decoder.config.moe is not None
     (part,) = parts_of(samples, 400, moe=moe, replay=True)
     found = []
-    assert NATIVE is not None
-    for ops in (NATIVE.training, NATIVE.exact):
+    for ops in (kernels().training, kernels().exact):
         for leaf in adapters.parameters():
             leaf.requires_grad_().grad = None
         passes = passes_of(decoder, adapters, ops)

@@ -1,10 +1,9 @@
 """The forward of training on the kernels that sample: bit for bit the sampler's numbers, with gradients.
 
-What a sampler's kernel makes of a row depends on that row alone (docs/kernels.md), so a packed microbatch
-gives every row what the sampler gave it, in whatever batch that was. Each operation is a pair: the forward is
-the sampler's, the backward that of the training kernels, at the same inputs. Attention reads the rows in
-blocks like those of the sampler's cache; a prompt lies there once for its siblings, but for the block in
-which it ends.
+What a sampler's kernel makes of a row depends on that row alone (docs/kernels.md, docs/gpu.md), so a packed
+microbatch gives every row what the sampler gave it, in whatever batch that was. Each operation is a pair: the
+forward is the sampler's, the backward that of the training kernels, at the same inputs. Attention reads the
+rows in blocks like those of the sampler's cache (``Blocks``).
 """
 
 from __future__ import annotations
@@ -19,21 +18,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ostinato.model.attention import Attend
 from ostinato.model.config import MoEConfig
 from ostinato.model.moe import ExpertLora
 from ostinato.model.ops import Ops
-from ostinato.model.packed import PackedAttention
 from ostinato.model.weights import Weight
 from ostinato.types import Segment
 
-BLOCK = 16  # positions, as attention.h has it
+BLOCK = 16  # positions, as in the sampler's cache
 Function = Callable[..., Any]
 
 
 def exact_ops(
-    fast: Ops, slow: Ops, add_nt: Function, write_cache: Function, paged_attention: Function
+    fast: Ops, slow: Ops, add_nt: Function, attention: Callable[[tuple[Segment, ...]], Attend]
 ) -> Ops:
-    """``slow``, which has gradients, with the forward of ``fast``."""
+    """``slow``, which has gradients, with the forward of ``fast``; a function that is in both has both.
+    ``add_nt``: ``Gemm.add`` of the sampler; ``attention``: ``Ops.attention`` by the sampler's kernel."""
 
     def linear(
         x: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -41,13 +41,6 @@ def exact_ops(
         if not torch.is_grad_enabled() or not isinstance(weight, Tensor):
             return fast.linear(x, weight, bias, out_dtype)
         return _Linear.apply(x, weight, bias, out_dtype, fast.linear, slow.gemm.nn)  # type: ignore[return-value]
-
-    def normed(of_fast: Function, of_slow: Function) -> Function:
-        def norm(*args: Any) -> Any:
-            *tensors, eps = args
-            return _paired(lambda *x: of_fast(*x, eps), lambda *x: of_slow(*x, eps), *tensors)
-
-        return norm
 
     def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         def run(of: Function, y: Tensor, *factors: Tensor) -> Tensor:
@@ -76,17 +69,29 @@ def exact_ops(
     return replace(
         slow,
         linear=linear,
-        rms_norm=normed(fast.rms_norm, slow.rms_norm),
-        add_rms_norm=normed(fast.add_rms_norm, slow.add_rms_norm),
-        rope=lambda x, cos, sin: _paired(fast.rope, slow.rope, x, cos, sin),
-        silu_mul=lambda x: _paired(fast.silu_mul, slow.silu_mul, x),
+        rms_norm=_both(fast.rms_norm, slow.rms_norm, 1),
+        add_rms_norm=_both(fast.add_rms_norm, slow.add_rms_norm, 1),
+        rope=_both(fast.rope, slow.rope),
+        silu_mul=_both(fast.silu_mul, slow.silu_mul),
         add_lora=add_lora,
         route=route,
         experts=experts,
         gemm=replace(slow.gemm, nt=fast.linear, thin=fast.linear, add=add_nt),
-        attention=lambda segments: PackedAttention(segments, _Blocks(segments, write_cache, paged_attention)),
+        attention=attention,
         score=fast.score,
     )
+
+
+def _both(fast: Function, slow: Function, constants: int = 0) -> Function:
+    """The pair of two functions, whose last arguments are ``constants`` numbers."""
+    if fast is slow:
+        return fast
+
+    def pair(*args: Any) -> Any:
+        tensors, rest = args[: len(args) - constants], args[len(args) - constants :]
+        return _paired(lambda *x: fast(*x, *rest), lambda *x: slow(*x, *rest), *tensors)
+
+    return pair
 
 
 def _paired(fast: Function, slow: Function, *inputs: Tensor) -> Any:
@@ -128,16 +133,14 @@ class _Linear(torch.autograd.Function):
         return ctx.nn(grad, wide).to(ctx.dtype), None, None, None, None, None
 
 
-class _Blocks:
+class Blocks:
     """The rows of a microbatch in blocks: every segment has a table of those of its prefix that are full, and
-    behind them blocks of its own, which begin with what is left of the prefix."""
+    behind them blocks of its own, which begin with what is left of the prefix. So a prompt lies there once
+    for its siblings, but for the block in which it ends."""
 
-    def __init__(
-        self, segments: tuple[Segment, ...], write_cache: Function, paged_attention: Function
-    ) -> None:
-        self._write, self._attend = write_cache, paged_attention
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
         self._rows: list[np.ndarray] = []  # whose keys and values go into the blocks, -1 for none
-        self._count = 0
+        self.count = 0
         prefixes: dict[tuple[int, int], np.ndarray] = {}
         tables = []
         for one in segments:
@@ -151,35 +154,19 @@ class _Blocks:
             tables.append(np.concatenate([prefixes[prefix], own]))
         rows = np.concatenate(self._rows)
         slots = np.flatnonzero(rows >= 0)
-        self._slots, self._writers = torch.from_numpy(slots), torch.from_numpy(rows[slots])
+        self.slots, self.writers = torch.from_numpy(slots), torch.from_numpy(rows[slots])
         table = np.zeros((len(tables), max(map(len, tables))), np.int32)
         for to, blocks in zip(table, tables, strict=True):
             to[: len(blocks)] = blocks
-        self._tables = torch.from_numpy(table)
+        self.tables = torch.from_numpy(table)
         sizes = [one.stop - one.start for one in segments]
-        self._sequence = torch.from_numpy(np.repeat(np.arange(len(segments), dtype=np.int32), sizes))
+        self.sequence = torch.from_numpy(np.repeat(np.arange(len(segments), dtype=np.int32), sizes))
         seen = [np.arange(one.stop - one.start) + one.prefix_stop - one.prefix_start + 1 for one in segments]
-        self._lengths = torch.from_numpy(np.concatenate(seen).astype(np.int32))
-        self._memory: tuple[Tensor, Tensor] | None = None  # of one layer
+        self.lengths = torch.from_numpy(np.concatenate(seen).astype(np.int32))
 
     def _blocks(self, rows: np.ndarray) -> np.ndarray:
         """New blocks for ``rows``, by number."""
         count = -(-len(rows) // BLOCK)
         self._rows.append(np.concatenate([rows, np.full(count * BLOCK - len(rows), -1)]))
-        self._count += count
-        return np.arange(self._count - count, self._count)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        if self._memory is None:
-            pair, (heads, width) = 2 if k.dtype == torch.bfloat16 else 1, k.shape[1:]
-            shape = self._count, heads
-            self._memory = (
-                k.new_zeros(*shape, width // pair, BLOCK, pair),
-                v.new_zeros(*shape, BLOCK, v.shape[2]),
-            )
-        keys, values = self._memory
-        k, v = (x.index_select(0, self._writers) for x in (k, v))
-        self._write(k, v, self._slots, keys, values)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        out = self._attend(q, keys, values, self._tables, self._sequence, self._lengths, scale, lse)
-        return out, lse
+        self.count += count
+        return np.arange(self.count - count, self.count)

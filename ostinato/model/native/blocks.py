@@ -1,0 +1,40 @@
+"""The trainer's attention by the sampler's kernel, on rows in blocks: of ``model.exact`` on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.model.exact import BLOCK, Blocks
+from ostinato.types import Segment
+
+Function = Callable[..., Any]
+
+
+class BlockAttention:
+    """(q, k, v, scale) -> (out, log-sum-exp) of the rows of a microbatch (``PackedAttention``)."""
+
+    def __init__(
+        self, segments: tuple[Segment, ...], write_cache: Function, paged_attention: Function
+    ) -> None:
+        self._write, self._attend, self._blocks = write_cache, paged_attention, Blocks(segments)
+        self._memory: tuple[Tensor, Tensor] | None = None  # of one layer
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        where = self._blocks
+        if self._memory is None:
+            pair, (heads, width) = 2 if k.dtype == torch.bfloat16 else 1, k.shape[1:]
+            shape = where.count, heads
+            self._memory = (
+                k.new_zeros(*shape, width // pair, BLOCK, pair),
+                v.new_zeros(*shape, BLOCK, v.shape[2]),
+            )
+        keys, values = self._memory
+        k, v = (x.index_select(0, where.writers) for x in (k, v))
+        self._write(k, v, where.slots, keys, values)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        out = self._attend(q, keys, values, where.tables, where.sequence, where.lengths, scale, lse)
+        return out, lse
