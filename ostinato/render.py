@@ -118,9 +118,10 @@ class Renderer:
         """[P] int32: the context of turn 0, with what the tokenizer puts before plain text (a bos token).
         A chat that ends with the assistant's words is continued: they are the beginning of the answer."""
         text = (prompt.text, prompt.messages, prompt.tools, prompt.template_kwargs)
-        if self._last_prompt is None or self._last_prompt[0] != text:  # siblings have the same
-            self._last_prompt = text, self._prompt_tokens(prompt)
-        return self._last_prompt[1].copy()
+        last = self._last_prompt  # siblings have the same; another thread may replace it
+        if last is None or last[0] != text:
+            last = self._last_prompt = text, self._prompt_tokens(prompt)
+        return last[1].copy()
 
     def _prompt_tokens(self, prompt: Prompt) -> np.ndarray:
         if prompt.messages is not None:
@@ -299,9 +300,10 @@ class Renderer:
         if THINK in written or END_THINK in written:
             return written.rfind(THINK) > written.rfind(END_THINK)
         tokens = np.asarray(context)
-        if self._last_thought is None or not np.array_equal(self._last_thought[0], tokens):  # as in prompt
-            self._last_thought = tokens, self._opens_thought(tokens)
-        return self._last_thought[1]
+        last = self._last_thought  # as in prompt
+        if last is None or not np.array_equal(last[0], tokens):
+            last = self._last_thought = tokens, self._opens_thought(tokens)
+        return last[1]
 
     def _opens_thought(self, tokens: np.ndarray) -> bool:
         last = int(max(np.flatnonzero(np.isin(tokens, list(self._control.ids.values()))), default=-1))

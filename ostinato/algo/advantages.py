@@ -107,13 +107,17 @@ def advantages_apart(rewards: Sequence[np.ndarray], weights: Sequence[float]) ->
     sums = []
     for group in rewards:
         terms = [
-            weight * (row - _mean(row)) / (_std(row) + EPS)
+            weight * (np.where(np.isnan(row), np.nan, 0.0) if zero_variance(row) else _standardise(row))
             for row, weight in zip(group, weights, strict=True)
         ]
         silent = np.isnan(group).all(axis=0)
         sums.append(np.where(silent, np.nan, np.nansum(terms, axis=0)))
     step = np.concatenate([*sums, np.zeros(0)])
     return [(group - _mean(step)) / (_std(step) + EPS) for group in sums]
+
+
+def _standardise(row: np.ndarray) -> np.ndarray:
+    return (row - _mean(row)) / (_std(row) + EPS)
 
 
 def zero_variance(rewards: np.ndarray) -> bool:

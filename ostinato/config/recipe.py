@@ -275,6 +275,9 @@ class Recipe(Section):
                 if has_surrogate([section, key, value]):  # bytes of a command line that are no UTF-8
                     name = f"{section}.{key}".rstrip(".")
                     raise ValueError(f"{name!r} is {value!r}, which is not UTF-8; give it another name")
+        memory = tree.get("memory")
+        if isinstance(memory, Mapping) and memory.get("importance") == "":  # recipes of older runs have it
+            tree = {**tree, "memory": {key: value for key, value in memory.items() if key != "importance"}}
         try:
             return cls.model_validate(tree)
         except ValidationError as error:

@@ -82,7 +82,7 @@ class Captured:
         self._group = decoder.local.num_heads // decoder.kv_shape[0]
         self._buffers: dict[int, Buffers] = {}
         self._passes: dict[tuple[int, int, int], Pass] = {}
-        self._keys = 0  # where the store's memory was
+        self._memory = (0, 0)  # where keys and values were
 
     def forget(self, policy: int) -> None:
         """Drop the graphs of a policy: its tensors are others from now on."""
@@ -92,8 +92,8 @@ class Captured:
         self, policy: int, prepared: Prepared | None, tokens: np.ndarray, positions: np.ndarray, where: Places
     ) -> tuple[Tensor, Tensor | None]:
         """``Decoder.forward`` of a pass of at most MOST_ROWS rows, the caller's to keep."""
-        if self._keys != self._store.keys.data_ptr():
-            self._passes, self._keys = {}, self._store.keys.data_ptr()
+        if self._memory != (memory := (self._store.keys.data_ptr(), self._store.values.data_ptr())):
+            self._passes, self._memory = {}, memory
         rows = 1 << (len(tokens) - 1).bit_length()
         blocks = max(TABLE, 1 << (int(where.seen.max()) - 1).bit_length() >> 4)
         if (buffers := self._buffers.get(blocks)) is None:

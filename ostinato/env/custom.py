@@ -17,6 +17,7 @@ a reward of 0; that of a tool is its reply.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import inspect
 from collections import Counter
@@ -222,7 +223,8 @@ class EnvEpisode:
         """One step of an environment that is open, before a run. Returns a warning, or "": not every action
         is one. Raises TypeError or ValueError for a result that no action could mend."""
         assert self._env is not None
-        inspect.signature(self._env.step).bind(action)
+        with contextlib.suppress(ValueError):  # of a callable without a signature
+            inspect.signature(self._env.step).bind(action)
         try:
             result = await self._call("step", partial(self._env.step, action))
         except Exception as error:  # a user's code
@@ -240,7 +242,7 @@ class EnvEpisode:
 
 def _read_step(result: Any) -> tuple[str | list[Message], float, bool]:
     """(reply, reward, is the episode over) of what ``step`` returns. Raises TypeError or ValueError."""
-    if not isinstance(result, tuple) or len(result) < 4:
+    if not isinstance(result, tuple | list) or len(result) < 4:
         raise TypeError(f"step() gives {result!r:.80}; return (reply, reward, terminated, truncated, info)")
     reply, reward, ended, cut, *_ = result
     is_chat = isinstance(reply, list | tuple)

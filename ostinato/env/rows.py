@@ -93,6 +93,18 @@ def to_chat(prompt: Prompt) -> Prompt:
     return replace(prompt, text=None, messages=({"role": "user", "content": prompt.text},))
 
 
+def with_columns(rows: Sequence[Prompt], columns: Mapping[str, Any]) -> list[Prompt]:
+    """Rows with those of ``columns`` (``task.columns``) that they lack, or that are null in them. Raises
+    ValueError for a name that rollouts give to rewards."""
+    if chosen := RESERVED & columns.keys():
+        raise ValueError(f"task.columns has {min(chosen)!r}, which the rollout gives to rewards; rename it")
+
+    def lacking(row: Prompt) -> dict[str, Any]:
+        return {name: value for name, value in columns.items() if row.columns.get(name) is None}
+
+    return [replace(row, columns={**row.columns, **lacking(row)}) for row in rows] if columns else [*rows]
+
+
 def prompt_from_row(row: Row, where: str, prompt_column: str = "", answer_column: str = "") -> Prompt:
     """One row -> one Prompt; ``where`` names it in the ValueError that a bad row raises."""
     if chosen := RESERVED & row.keys():

@@ -10,6 +10,7 @@ from dataclasses import replace
 from ostinato.config import DownstreamSection, Recipe
 from ostinato.config.paths import without_folders
 from ostinato.env.mixture import label_prompts
+from ostinato.env.rows import with_columns
 from ostinato.env.tasks import check_disjoint, load_tasks
 from ostinato.every import NEVER, Every
 from ostinato.pipeline.evaluate import Evaluation
@@ -29,8 +30,10 @@ def downstream_prompts(recipe: Recipe, trained_on: Sequence[Prompt]) -> dict[str
 
 def _prompts(recipe: Recipe, section: DownstreamSection, trained_on: Sequence[Prompt]) -> list[Prompt]:
     name = section.task or next(iter(recipe.task.by_name))
-    seed, system = recipe.task.seed, recipe.task.by_name[name].system_prompt
-    prompts = load_tasks(section.source, section.split, seed, section.n or None, section.params, system)
+    seed, task = recipe.task.seed, recipe.task.by_name[name]
+    n, params = section.n or None, section.params
+    rows = load_tasks(section.source, section.split, seed, n, params, task.system_prompt)
+    prompts = with_columns(rows, task.columns)
     if section.source in {task.source for task in recipe.task.by_name.values()}:
         check_disjoint(trained_on, prompts)
     return label_prompts(prompts, name)

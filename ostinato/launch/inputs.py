@@ -12,7 +12,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from ostinato.config.tasks import VERIFIERS, OneTask
 from ostinato.env.custom import SEEDS, EnvEpisode, new_factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.mixture import Mixture, counts, label_prompts
+from ostinato.env.rows import with_columns
 from ostinato.env.tasks import Rows, add_system_prompt, check_disjoint, check_params, load_tasks
 from ostinato.env.tools import resolve_tools
 from ostinato.launch.apps import AgentTasks, load
@@ -178,8 +179,7 @@ def weights(recipe: Recipe) -> dict[str, float]:
 
 
 def _prompts(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
-    rows = _rows(task, split, seed, n)
-    return [replace(row, columns={**task.columns, **row.columns}) for row in rows] if task.columns else rows
+    return with_columns(_rows(task, split, seed, n), task.columns)
 
 
 def _rows(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
@@ -380,7 +380,11 @@ def stage_identity(recipe: Recipe) -> str:
         del tree["model"]["chat_template_kwargs"]
     if tree["model"]["backend"] != "transformers":
         del tree["model"]["backend"]  # the same
-    kept = [one.pop("memory") for one in (tree["task"], *tree["task"].get("mix", ()))]
+    tasks = (tree["task"], *tree["task"].get("mix", ()))
+    for one in tasks:
+        if not one["columns"]:
+            del one["columns"]
+    kept = [one.pop("memory") for one in tasks]
     reward, weights, rollout = tree["reward"], tree["engine"]["weights"], tree["rollout"]
     keys = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
     interruption = [rollout[key] for key in keys]

@@ -16,10 +16,11 @@ from typing import Any
 from ostinato.rollout.health import failure
 from ostinato.rollout.rollout import fault_name
 from ostinato.run import RunFolder
-from ostinato.types import Group, Trajectory
+from ostinato.types import Group, Reward, Trajectory
 
 TRAIN = "train"  # ``part`` of a training step; its other values are names of evaluation sets
 MAX_SHOWN = 1000  # characters of a completion
+PATIENCE = 3  # steps of skipped answers alone
 SKIPPED = "skipped"  # the reason of a reward without a value to which every function gave None
 
 logger = logging.getLogger(__name__)
@@ -75,11 +76,11 @@ class Failures:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._logged = set[tuple[str, ...]]()
+        self._graded, self._skipped = False, 0
 
     def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, first: bool = False) -> None:
         """Record the failures in the answers of ``part`` at ``step``. Raises RewardFails where they are the
-        ``first`` answers and a function failed for all of them, once that is recorded too; or, in training,
-        where all functions skipped all of them (None)."""
+        ``first`` answers and a function failed for all of them, once that is recorded too."""
         rows = failures(groups)
         stopped = first and any(row["count"] == row["of"] for row in rows)
         if rows:
@@ -88,14 +89,19 @@ class Failures:
         if stopped:
             what = f"the evaluation of the set {part}" if part != TRAIN else "training"
             refuse(rows, f"{what} at step {step}")
-        rewards = [one.reward for group in groups for one in group.trajectories if one.reward]
-        if first and part == TRAIN and rewards and all(reward.reason == SKIPPED for reward in rewards):
-            raise RewardFails(
-                f"no reward function gave a number to any of the {len(rewards)} answers of training at step "
-                f"{step}: each returned None, a skip; return a number, or give the rows what it needs",
-                f"functions: {', '.join(rewards[0].parts)}",
-            )
         self._log(step, groups)
+
+    def check_graded(self, rewards: Sequence[Reward | None], done: bool) -> None:
+        """Raises RewardFails where every answer of the run so far, ``rewards`` of this step's among them, was
+        skipped (None) by all functions, at the end (``done``) or after PATIENCE steps."""
+        self._skipped += 1
+        self._graded |= any(reward is None or reward.reason != SKIPPED for reward in rewards)
+        if not self._graded and (done or self._skipped >= PATIENCE):
+            raise RewardFails(
+                f"no reward function gave a number to any answer of training in {self._skipped} steps: each "
+                "returned None, a skip; return a number, or give the rows what it needs",
+                f"the last {len(rewards)} answers are in the run's samples (ostinato show)",
+            )
 
     def _log(self, step: int, groups: Sequence[Group]) -> None:
         """Each kind of failure once, in its own words (a skip has none); the rows count them all."""

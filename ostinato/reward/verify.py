@@ -294,10 +294,14 @@ def json_schema(
         fences = _FENCED.findall(text)
         try:
             value = parse_json((fences[0] if len(fences) == 1 else text).strip())
+            json.dumps(value, allow_nan=False)  # NaN and Infinity are Python's
         except ValueError:
             verdicts.append(0.0)
-        else:
+            continue
+        try:
             verdicts.append(float(schema_validator(one).is_valid(value)))
+        except OverflowError:  # of a number that no float holds, by multipleOf
+            verdicts.append(0.0)
     return verdicts
 
 

@@ -40,9 +40,9 @@ class VerifiersAgent:
                 f"task.agent {spec!r} needs {error.name}; install it: pip install verifiers"
             ) from error
         block = {
-            "taskset": {"id": spec.removeprefix(VERIFIERS)},
-            "agent": {"runtime": {"type": "subprocess"}},
             **params,
+            "taskset": {"id": spec.removeprefix(VERIFIERS), **params.get("taskset", {})},
+            "agent": {"runtime": {"type": "subprocess"}, **params.get("agent", {})},
         }
         try:
             config = resolve_env_config(block)
@@ -61,10 +61,8 @@ class VerifiersAgent:
     def rows(self, split: str, n: int | None, *, holdout: float = 0.1) -> list[Prompt]:
         """The tasks of ``split`` as rows: what is asked, to be shown, and the index."""
         uids = [f"{self._spec}/{index}" for index in range(len(self.tasks))]
-        held = holdout_mask(uids, holdout)
-        texts = [
-            f"{uid}: {str(task.data.prompt)[:SHOWN]}" for uid, task in zip(uids, self.tasks, strict=True)
-        ]
+        prompts = [str(task.data.prompt) for task in self.tasks]
+        held, texts = holdout_mask(prompts, holdout), [prompt[:SHOWN] for prompt in prompts]
         rows = [
             Prompt(uid=uid, messages=({"role": "user", "content": text},), columns={"index": index})
             for index, (uid, text) in enumerate(zip(uids, texts, strict=True))

@@ -521,3 +521,9 @@ def test_rewards_apart_equal_their_loops(drawn: tuple[list[float], list[list[lis
     rewards = [np.array(group) for group in groups]
     for made, want in zip(advantages_apart(rewards, weights), apart_by_loops(rewards, weights), strict=True):
         np.testing.assert_allclose(made, want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_step_of_equal_rewards_has_no_advantage_apart() -> None:
+    """Rounding was left: 1e-8, which AdamW makes as large as any other gradient."""
+    flat = [np.repeat([[a], [b]], 4, axis=1) for a, b in ((0.1, 0.7), (0.3, 0.9), (0.1, 0.7))]
+    assert all((group == 0).all() for group in advantages_apart(flat, [1.0, 1.0]))

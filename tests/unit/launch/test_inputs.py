@@ -20,7 +20,7 @@ from ostinato.algo.algorithms import Anchor, Loss
 from ostinato.algo.offpolicy import Correction
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.config import Recipe, dump_toml
-from ostinato.env.rows import read
+from ostinato.env.rows import read, with_columns
 from ostinato.every import Axis, Every
 from ostinato.launch.checks import (
     check,
@@ -176,6 +176,7 @@ def test_keys_of_replay_are_said_to_do_nothing_where_nothing_is_routed() -> None
 def test_what_changes_the_groups_changes_the_stage() -> None:
     """A resumed run takes up groups of the same stage only; how long it trains is no part of that."""
     usual = stage_identity(Recipe())
+    assert usual == "57e09a01dcd8", "groups of older runs are not found: see stage_identity"
     for section, keys in (
         ("model", {"path": "x"}),
         ("model", {"fp32_head": True}),
@@ -191,6 +192,24 @@ def test_what_changes_the_groups_changes_the_stage() -> None:
     )
     assert stage_identity(longer) == usual
     assert stage_identity(Recipe.parse(tomllib.loads(dump_toml(Recipe())))) == usual
+
+
+def test_a_recipe_of_an_older_run_is_read() -> None:
+    """Each run folder has all keys: one that is gone must not make runs unreadable that never used it."""
+    tree = tomllib.loads(dump_toml(Recipe()))
+    tree["memory"]["importance"] = ""
+    assert Recipe.parse(tree) == Recipe()
+
+
+def test_columns_of_a_task_fill_what_rows_lack() -> None:
+    """A null, as parquet has where other rows have a value, beat the column of the task."""
+    rows = [
+        Prompt(uid=str(n), text="?", columns=columns)
+        for n, columns in enumerate(({}, {"length": None}, {"length": 3}))
+    ]
+    assert [row.columns["length"] for row in with_columns(rows, {"length": 20})] == [20, 20, 3]
+    with pytest.raises(ValueError, match="in_thought"):
+        with_columns(rows, {"in_thought": True})
 
 
 def interrupting(**rollout: Any) -> Recipe:

@@ -498,6 +498,14 @@ def test_json_has_the_schema_of_its_row() -> None:
     texts = ['{"n": 1}', 'so:\n```json\n{"n": 2}\n```', '{"n": "1"}', "{", "[" * 9999, '<think>{"n": 1}', ""]
     assert json_schema(texts, schema=[schema] * 7) == [1, 1, 0, 0, 0, 0, 0]
     assert json_schema(texts[:1], schema=[json.dumps(schema)]) == [1]
+    sizes = [
+        "1e308",
+        "NaN",
+        "Infinity",
+        "1e400",
+        "0.5",
+    ]  # none may raise; only JSON is paid
+    assert json_schema(sizes, schema=[{"type": "number", "multipleOf": 0.01}] * 5)[1:] == [0, 0, 0, 1]
     with pytest.raises(Exception, match="nresolvable"):  # a fault, never fetched and never a 0
         json_schema(['{"n": 1}'], schema=[{"$ref": "https://example.org/a.json"}])
 
