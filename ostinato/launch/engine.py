@@ -30,6 +30,7 @@ from ostinato.launch.device_memory import Need, free_share, kv_memory_mb, lends_
 from ostinato.launch.drafts import Memory
 from ostinato.launch.models import adapter_spec
 from ostinato.model.base import Base
+from ostinato.model.config import Activation
 from ostinato.model.decoder import Decoder
 from ostinato.model.native import Kernels
 from ostinato.model.native import load as load_kernels
@@ -248,6 +249,11 @@ def training_ops(recipe: Recipe, decoder: Base) -> Ops:
     check_exact(recipe)
     if decoder.config.window is not None:
         raise ValueError("model.exact is true, but layers of this model have a window; set it to false")
+    if decoder.config.activation != Activation.SILU:
+        raise ValueError(
+            f"model.exact is true, but the activation of this model is {decoder.config.activation}, which "
+            "has no kernel; set it to false"
+        )
     if decoder.device.type == "cuda":
         return exact_card_ops(recipe, decoder)
     if found is None:

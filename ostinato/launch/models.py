@@ -54,7 +54,8 @@ def facts_of(section: ModelSection, folder: Path) -> Facts:
     not."""
     name = chosen(folder)[0] if section.backend == "auto" else section.backend
     if name == "native":
-        return read_config(folder)
+        config = read_config(folder)
+        return config if device_of(section) == "cpu" else config.within_window
     from ostinato.hf.facts import ModelFacts
 
     return ModelFacts.read(folder)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm_proof import Verdict
@@ -19,6 +20,8 @@ from ostinato.launch.ranks import open_trainer
 from ostinato.protocols import RestorableTrainer
 from ostinato.rollout.rollout import first_context
 from ostinato.types import Batch, StepReport
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -88,7 +91,7 @@ class LentTrainer:
         self, trainer: RestorableTrainer, lent: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
         self._trainer, self._lent = trainer, lent
-        self.adapters, self.score, self.identity = trainer.adapters, trainer.score, trainer.identity
+        self.adapters, self.identity = trainer.adapters, trainer.identity
         self.tensors, self.counters, self.restore = trainer.tensors, trainer.counters, trainer.restore
 
     @property
@@ -96,9 +99,15 @@ class LentTrainer:
         return self._trainer.progress
 
     def step(self, batch: Batch) -> StepReport:
+        return self._in_lent_memory(lambda: self._trainer.step(batch))
+
+    def score(self, batch: Batch) -> Sequence[Any]:
+        return self._in_lent_memory(lambda: self._trainer.score(batch))
+
+    def _in_lent_memory(self, work: Callable[[], T]) -> T:
         with self._lent():
             try:
-                return self._trainer.step(batch)
+                return work()
             finally:
                 free_cached_memory()
 

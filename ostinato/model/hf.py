@@ -23,7 +23,7 @@ from ostinato.model.config_keys import float8_blocks
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf_names import Stored, canonical, hf_tensors, is_extra_layer, is_redundant, stored
 from ostinato.model.share import Share, blocks, is_whole
-from ostinato.model.weight_files import EMBEDDING, HEAD, INDEX, SINGLE, weight_files
+from ostinato.model.weight_files import HEAD, INDEX, SINGLE, weight_files
 from ostinato.run import atomic_write
 
 # Files that travel with the weights: tokenizer, chat template, generation defaults.
@@ -74,25 +74,29 @@ def fill(decoder: Decoder, folder: str | Path) -> int:
     folder, config = Path(folder), decoder.config
     expected = stored(decoder)
     missing = {name for name, one in expected.items() if name in one.covers}
-    others: list[str] = []
+    others, heads = list[str](), dict[Path, Tensor]()
     read, files = 0, weight_files(folder)
     scales = _Scales(files, config)
     with torch.no_grad():
         for path, listed in files.items():
-            if listed and not any(canonical(name, config) in expected for name in listed):
-                others += listed
+            has_head = HEAD in listed and path.suffix == ".bin" and config.tie_embeddings
+            if listed and not has_head and not any(canonical(name, config) in expected for name in listed):
+                others += [name for name in listed if not scales.has(name)]
                 continue
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     one = expected.get(canonical(name, config))
                     if one is None:
-                        if name == HEAD and path.suffix == ".bin":  # of others config.py has looked
-                            _check_tied(file, path)
+                        if name == HEAD and path.suffix == ".bin" and config.tie_embeddings:
+                            heads[path] = file.get_tensor(HEAD)  # of other files config.py has looked
                         others += [] if scales.has(name) else [name]
                         continue
                     read += _copy(one, file, name, path, scales)
                     missing -= one.covers
     _report(decoder, folder, sorted(missing), others)
+    for path, head in heads.items():
+        if decoder.embed is not None:
+            _check_tied(head, decoder.embed, path)
     return read
 
 
@@ -147,11 +151,12 @@ def _check_missing(folder: Path, missing: list[str]) -> None:
 def _opened(path: Path) -> Iterator[Any]:
     if path.suffix == ".bin":
         try:
-            yield _Pickled(torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True))
+            tensors = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
         except (UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
             raise ValueError(
                 f"{path} is truncated or no pickle of tensors alone; download the model as safetensors"
             ) from error
+        yield _Pickled(tensors)
         return
     try:
         with safe_open(path, framework="pt") as file:
@@ -221,10 +226,9 @@ class _Scales:
         return codes.float() * spread
 
 
-def _check_tied(file: Any, path: Path) -> None:
+def _check_tied(head: Tensor, embedding: Tensor, path: Path) -> None:
     """Raises ValueError for a head that is not the embedding that config.json calls it."""
-    names = set(file.keys())
-    if EMBEDDING not in names or not torch.equal(file.get_tensor(HEAD), file.get_tensor(EMBEDDING)):
+    if head.shape != embedding.shape or not torch.equal(head.to(embedding), embedding):
         raise ValueError(
             f"{path} has a {HEAD} that is not the embedding, and config.json has tie_word_embeddings true; "
             "set it to false"

@@ -112,7 +112,7 @@ def of_all_pairs(
         behind = places - torch.arange(skipped, before + own, device=q.device)
         hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
         queries = q[rows].unflatten(1, (k.shape[1], -1))
-        scores = torch.einsum("nhgd,mhd->hgnm", queries, keys).to(wide) * scale
+        scores = torch.einsum("nhgd,mhd->hgnm", queries.to(wide), keys.to(wide)) * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(hidden, -torch.inf)

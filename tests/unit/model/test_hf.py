@@ -146,6 +146,26 @@ def test_pickles_of_tensors_are_read_and_others_are_not(zipped: bool, tmp_path: 
         load_model(tmp_path)
 
 
+def test_a_tied_head_may_lie_in_another_pickle_than_the_embedding(tmp_path: Path) -> None:
+    """It was looked for in the head's own file alone, and the advice was to say that it is not tied."""
+    decoder = tiny("llama")
+    save_model(decoder, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    embedding = "model.embed_tokens.weight"
+    for head in (tensors[embedding].clone(), tensors[embedding] + 1):
+        parts = {"a.bin": {**tensors}, "b.bin": {"lm_head.weight": head}}
+        for name, part in parts.items():
+            torch.save(part, tmp_path / name)
+        index = {"weight_map": {tensor: name for name, part in parts.items() for tensor in part}}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        if torch.equal(head, tensors[embedding]):
+            assert same_logits(load_model(tmp_path), decoder)
+        else:
+            with pytest.raises(ValueError, match="tie_word_embeddings true"):
+                load_model(tmp_path)
+
+
 def test_blocks_of_float8_are_widened(tmp_path: Path) -> None:
     """As DeepSeek-V3 publishes its weights: codes, and a scale per block."""
     decoder, blocks = tiny("llama"), (16, 24)
