@@ -16,7 +16,7 @@ from typing import Any
 from ostinato.rollout.health import failure
 from ostinato.rollout.rollout import fault_name
 from ostinato.run import RunFolder
-from ostinato.types import Group, Reward, Trajectory
+from ostinato.types import Group, Trajectory
 
 TRAIN = "train"  # ``part`` of a training step; its other values are names of evaluation sets
 MAX_SHOWN = 1000  # characters of a completion
@@ -91,12 +91,13 @@ class Failures:
             refuse(rows, f"{what} at step {step}")
         self._log(step, groups)
 
-    def check_graded(self, rewards: Sequence[Reward | None], done: bool) -> None:
-        """Raises RewardFails where every answer of the run so far, ``rewards`` of this step's among them, was
-        skipped (None) by all functions, at the end (``done``) or after PATIENCE steps."""
+    def check_graded(self, groups: Sequence[Group], step: int, steps: int, reward_coef: float) -> None:
+        """Raises RewardFails where every answer of training since the run was begun or resumed was skipped
+        (None) by all functions, after PATIENCE steps or at the last one; never where ``reward_coef`` is 0."""
         self._skipped += 1
+        rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
         self._graded |= any(reward is None or reward.reason != SKIPPED for reward in rewards)
-        if not self._graded and (done or self._skipped >= PATIENCE):
+        if reward_coef and not self._graded and (step == steps or self._skipped >= PATIENCE):
             raise RewardFails(
                 f"no reward function gave a number to any answer of training in {self._skipped} steps: each "
                 "returned None, a skip; return a number, or give the rows what it needs",

@@ -224,9 +224,7 @@ class Loop:
             due = await self._feed.batch(self.state.step, self.state.version)
         groups = [set_step(step, item.group) for item in due.batch]
         self._failures.see(step, groups, first=step == 1)
-        if self.algorithm.reward_coef:
-            rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
-            self._failures.check_graded(rewards, done=step == self.plan.recipe.trainer.steps)
+        self._failures.check_graded(groups, step, self.plan.recipe.trainer.steps, self.algorithm.reward_coef)
         learned = await self._learned(groups, clock)
         version = self.state.version
         if learned.report is not None:
