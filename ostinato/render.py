@@ -251,8 +251,7 @@ class Renderer:
         return ControlTokens(self.tokenizer)
 
     def spelled_control(self, contents: Any) -> str:
-        """The first control token that messages, tools, ... spell; "" if none does. It reaches the model as a
-        text."""
+        """The first control token that messages, tools, ... spell, as a text; "" if none does."""
         return self._control.spelled(contents)
 
     def after_turn(
@@ -300,8 +299,7 @@ class Renderer:
         if THINK in written or END_THINK in written:
             return written.rfind(THINK) > written.rfind(END_THINK)
         tokens = np.asarray(context)
-        last = self._last_thought  # as in prompt
-        if last is None or not np.array_equal(last[0], tokens):
+        if (last := self._last_thought) is None or not np.array_equal(last[0], tokens):  # as in prompt
             last = self._last_thought = tokens, self._opens_thought(tokens)
         return last[1]
 
