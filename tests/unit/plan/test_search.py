@@ -183,7 +183,7 @@ def test_pairs_that_cannot_win_are_not_looked_at(monkeypatch: pytest.MonkeyPatch
         seen[0] += 1
         return seated(*given)
 
-    monkeypatch.setattr(planning, "_seated", counted)
+    monkeypatch.setattr(planning, "_seat", counted)
     case, allowed = question("qwen3-30b-a3b", "16xH100-80"), Allowed(bases=(Base.SHARED,))
     found, few = search(case, Roofline(), allowed), seen[0]
     monkeypatch.setattr(planning, "FINAL", 10**9)
