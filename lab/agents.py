@@ -21,8 +21,8 @@ from lab.harness import Bench, Result, Say, columns, option
 from lab.paired import alternate
 from lab.settings import Clock, faster_dtype, folder_of
 from lab.turns import FullMarks, Patient, prefill
-from ostinato.engine.local import LocalEngine
 from ostinato.env.custom import EnvEpisode, seeds
+from ostinato.launch.engine import AnyEngine
 from ostinato.launch.policy import load_policy, serve
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
 from ostinato.types import Group, Prompt, Sampling
@@ -94,7 +94,7 @@ class Agents(Bench):
         trajectories = [t for group in played["agent"] for t in group.trajectories]
         return pair.figures() | {"episodes": len(trajectories), "prefill": prefill(trajectories)}
 
-    def _play(self, engine: LocalEngine, env: Callable[[Prompt], Any], stop: tuple[int, ...]) -> list[Group]:
+    def _play(self, engine: AnyEngine, env: Callable[[Prompt], Any], stop: tuple[int, ...]) -> list[Group]:
         engine.publish(None, engine.version + 1)  # forgets the prefix tree
         stage = RolloutContext(
             engine=Patient(engine),

@@ -147,14 +147,16 @@ class InProcess:
     def __init__(self, model: str, seed: int) -> None:
         from ostinato.launch.engine import training_ops
         from ostinato.launch.policy import load_policy, serve
+        from ostinato.model.decoder import Decoder
         from ostinato.model.lora import init_adapters
         from ostinato.model.shapes import AdapterSpec
         from ostinato.train.accumulate import Accumulator
 
         policy = load_policy(model, "model.dtype=float32")
+        assert isinstance(policy.decoder, Decoder)
         self._engine, self._decoder, self._seed = serve(policy), policy.decoder, seed
         spec = AdapterSpec(rank=RANK, alpha=32.0, targets=("attn", "mlp", "shared", "experts"))
-        adapters = init_adapters(policy.decoder.config, spec, seed)
+        adapters = init_adapters(self._decoder.config, spec, seed)
         self._trained = Accumulator(policy.decoder, adapters, ops=training_ops(policy.recipe, policy.decoder))
 
     def step(self, number: int) -> None:

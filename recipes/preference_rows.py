@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ostinato.engine.local import LocalEngine
 from ostinato.env.tasks import load_tasks
+from ostinato.launch.engine import AnyEngine
 from ostinato.launch.policy import load_policy, serve
 from ostinato.render import Renderer
 from ostinato.reward.verify import exact
@@ -23,7 +23,7 @@ ANSWERS = 8
 TOGETHER = 64  # prompts
 
 
-def answered(engine: LocalEngine, renderer: Renderer, prompts: list[Prompt], seed: int) -> list[list[str]]:
+def answered(engine: AnyEngine, renderer: Renderer, prompts: list[Prompt], seed: int) -> list[list[str]]:
     """The texts of ``ANSWERS`` answers to each prompt, at temperature 1."""
     sampling = Sampling(max_tokens=48, stop_tokens=renderer.stop_tokens)
     requests = [

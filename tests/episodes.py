@@ -9,7 +9,7 @@ from typing import Any
 
 from ostinato.apps.serve.agent_server import AgentServer
 from ostinato.apps.serve.agents import AgentEpisode
-from ostinato.engine.local import LocalEngine
+from ostinato.launch.engine import AnyEngine
 from ostinato.launch.policy import serve
 from ostinato.render import Renderer
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, rollout_group
@@ -28,7 +28,7 @@ class World:
 
     def __init__(self, policy: Any, server: AgentServer) -> None:
         self.policy = policy
-        self.engine: LocalEngine = serve(policy)
+        self.engine: AnyEngine = serve(policy)
         self.renderer: Renderer = policy.renderer
         self.server, self.counters = server, Counter[str]()
 

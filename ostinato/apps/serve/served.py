@@ -23,7 +23,7 @@ from ostinato.launch import RunFailed
 from ostinato.launch.engine import AnyEngine
 from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import Policy, load_adapter, load_policy, newest, serve
-from ostinato.model.decoder import Decoder
+from ostinato.model.base import Base
 from ostinato.model.generation import sampling_defaults
 from ostinato.model.lora import Adapters
 from ostinato.model.wire import NotFinite
@@ -54,7 +54,7 @@ class Served:
 
     service: Service
     thread: EngineThread
-    decoder: Decoder
+    decoder: Base
     runs: Mapping[str, RunFolder]  # by the name under which their newest policies are served
 
 

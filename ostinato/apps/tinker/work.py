@@ -356,7 +356,7 @@ def _base(target: str, policy: Policy, engine: LocalEngine, name: str) -> Base:
         name=name or place,
         path=place,
         aliases=frozenset({name or place, place, path, target, str(policy.folder), str(folder), folder.name}),
-        decoder=policy.decoder,
+        decoder=engine.decoder,
         renderer=policy.renderer,
         ops=training_ops(policy.recipe, policy.decoder),
         context=engine.context_limit,
