@@ -172,8 +172,17 @@ def ray_started(hosts: Hosts, folder: Path) -> Iterator[dict[str, str]]:
         for i, role in enumerate((head, further)):
             log = folder / f"ray{i}.log"
             where = [f"--node-ip-address={hosts.address(i)}", "--object-store-memory=200000000"]
-            processes.append(hosts.start(i, [*begin, *role, *where], log, reported))
-            until(lambda log=log: log.exists() and "Ray runtime started" in log.read_text(), 120, folder)
+
+            def has_begun(log: Path = log) -> bool:
+                return log.exists() and "Ray runtime started" in log.read_text()
+
+            for _ in range(3):  # on a busy machine Ray gives up on its own daemon, after 30 s
+                process = hosts.start(i, [*begin, *role, *where], log, reported)
+                processes.append(process)
+                until(lambda process=process: has_begun() or process.poll() is not None, 120, folder)
+                if has_begun():
+                    break
+            assert has_begun(), logs(folder)
         yield reported
     finally:
         hosts.clear()
