@@ -9,7 +9,7 @@ from typing import Any
 
 from ostinato.apps.serve.agent_server import AgentServer
 from ostinato.apps.serve.agents import AgentEpisode
-from ostinato.launch.engine import AnyEngine
+from ostinato.engine.local import LocalEngine
 from ostinato.launch.policy import serve
 from ostinato.render import Renderer
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, rollout_group
@@ -28,7 +28,9 @@ class World:
 
     def __init__(self, policy: Any, server: AgentServer) -> None:
         self.policy = policy
-        self.engine: AnyEngine = serve(policy)
+        engine = serve(policy)
+        assert isinstance(engine, LocalEngine)
+        self.engine = engine
         self.renderer: Renderer = policy.renderer
         self.server, self.counters = server, Counter[str]()
 
