@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ostinato.env.dialogue import Words, append_answer
+from ostinato.env.dialogue import Words, continue_chat
 from ostinato.env.rows import to_chat
 from ostinato.env.tools import Message, Toolbox, call_in_time
 from ostinato.inputs import has_surrogate
@@ -207,16 +207,9 @@ class EnvEpisode:
         if fresh:
             self._messages = fresh
             return NewRow(self._renderer.prompt(replace(self._prompt, messages=tuple(fresh))))
-        chat, prefill = append_answer(self._messages, completion.text)
-        context = self._renderer.after_turn(
-            chat,
-            replies,
-            completion.tokens,
-            self._prompt.tools,
-            self._prompt.template_kwargs,
-            prefill=prefill,
+        self._messages, context = continue_chat(
+            self._renderer, self._prompt, self._messages, completion, replies
         )
-        self._messages = [*chat, *replies]
         return context
 
     async def try_step(self, action: str) -> str:

@@ -51,6 +51,21 @@ def append_answer(messages: Sequence[Message], text: str) -> tuple[list[Message]
     return [*before, {**last, "content": f"{prefill}{text}"}], prefill
 
 
+def continue_chat(
+    renderer: Words,
+    prompt: Prompt,
+    messages: Sequence[Message],
+    completion: Completion,
+    replies: Sequence[Message],
+) -> tuple[list[Message], np.ndarray | NewRow]:
+    """(the chat with the answer and the replies to it, the context [C] int32 of the next answer)."""
+    chat, prefill = append_answer(messages, completion.text)
+    context = renderer.after_turn(
+        chat, replies, completion.tokens, prompt.tools, prompt.template_kwargs, prefill=prefill
+    )
+    return [*chat, *replies], context
+
+
 class Dialogue:
     """One episode on ``prompt``, of at most ``max_turns`` answers.
 
@@ -92,14 +107,7 @@ class Dialogue:
         replies = await self._tools.replies(completion.text)
         if not replies:
             return None
-        chat, prefill = append_answer(self._messages, completion.text)
-        context = self._renderer.after_turn(
-            chat,
-            replies,
-            completion.tokens,
-            self._prompt.tools,
-            self._prompt.template_kwargs,
-            prefill=prefill,
+        self._messages, context = continue_chat(
+            self._renderer, self._prompt, self._messages, completion, replies
         )
-        self._messages = [*chat, *replies]
         return context

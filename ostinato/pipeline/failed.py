@@ -76,7 +76,7 @@ class Failures:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._logged = set[tuple[str, ...]]()
-        self._graded, self._skipped = False, 0
+        self._skipped = 0  # steps of this session
 
     def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, first: bool = False) -> None:
         """Record the failures in the answers of ``part`` at ``step``. Raises RewardFails where they are the
@@ -92,12 +92,12 @@ class Failures:
         self._log(step, groups)
 
     def check_graded(self, groups: Sequence[Group], step: int, steps: int, reward_coef: float) -> None:
-        """Raises RewardFails where every answer of training since the run was begun or resumed was skipped
-        (None) by all functions, after PATIENCE steps or at the last one; never where ``reward_coef`` is 0."""
-        self._skipped += 1
+        """Raises RewardFails where every answer of the first PATIENCE steps, or of all ``steps`` if there are
+        fewer, was skipped (None) by all functions; never where ``reward_coef`` is 0, nor in a run that was
+        resumed, which may have had others."""
         rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
-        self._graded |= any(reward is None or reward.reason != SKIPPED for reward in rewards)
-        if reward_coef and not self._graded and (step == steps or self._skipped >= PATIENCE):
+        self._skipped += bool(rewards) and all(reward and reward.reason == SKIPPED for reward in rewards)
+        if reward_coef and self._skipped == step == min(PATIENCE, steps):
             raise RewardFails(
                 f"no reward function gave a number to any answer of training in {self._skipped} steps: each "
                 "returned None, a skip; return a number, or give the rows what it needs",

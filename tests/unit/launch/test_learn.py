@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ostinato import learn
-from ostinato.pipeline.failed import RewardFails
+from ostinato.pipeline.failed import Failures, RewardFails
+from ostinato.run import RunFolder
+from ostinato.types import Reward
 
 ROWS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(40)]
 SMALL: dict[str, Any] = {
@@ -72,6 +75,22 @@ def test_a_run_in_which_every_reward_skips_every_answer_ends_by_name(tmp_path: P
     """It was done, with exit code 0, and had learned nothing. A first step may be so by chance."""
     with pytest.raises(RewardFails, match=f"in {min(steps, 3)} steps: each returned None"):
         learn(**{**SMALL, "trainer": {"steps": steps}}, data=ROWS, reward=skip, log={"dir": str(tmp_path)})
+
+
+def test_a_resumed_run_is_not_ended_by_skips(tmp_path: Path) -> None:
+    """Answers of its earlier steps may have been graded, which this session has not seen."""
+
+    def step(number: int, value: float | None) -> None:
+        reward = Reward(value=value, reason="skipped" if value is None else "")
+        group: Any = SimpleNamespace(trajectories=[SimpleNamespace(reward=reward)])
+        failures.check_graded([group], number, 5, 1.0)
+
+    failures = Failures(RunFolder(tmp_path))
+    for number in (3, 4, 5):
+        step(number, None)
+    failures = Failures(RunFolder(tmp_path))
+    for number, value in enumerate((None, 1.0, None, None, None), 1):
+        step(number, value)
 
 
 def test_an_environment_whose_replies_nobody_reads_is_named(
