@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
@@ -22,7 +23,7 @@ class PathKind(StrEnum):
     FILE = "file"  # always
     ROWS = "rows"  # unless a source by name: arithmetic, seeds, gym:NAME, hf:NAME
     MODEL = "model"  # unless asset:NAME, smollm2-135m or owner/name of the hub
-    CODE = "code"  # file.py:name, or file.pkl:name
+    CODE = "code"  # file.py:name, or file.pkl:name; mcp:COMMAND, words of which may be files
     REWARD = "reward"  # as code, or judge:MODEL,MODEL@REVISION
     PROGRAM = "program"  # with a slash; else a command of the PATH
     WORD = "word"  # of a command line, where there is such a file
@@ -30,7 +31,7 @@ class PathKind(StrEnum):
     OVERRIDE = "override"  # key=value, whose value may be any of these
 
 
-_FOLDERS = re.compile(r"(^|[:,])/(?:[^/,:@]*/)*")  # of /a/rows.jsonl, /a/file.py:name, judge:/a/x@2,/b/y
+_FOLDERS = re.compile(r"(^|[:, ])/(?:[^/,:@]*/)*")  # of /a/rows.jsonl, /a/file.py:name, judge:/a/x@2,/b/y
 Change = Callable[[str, PathKind, str], str]  # (dotted key, kind, text) -> text
 
 
@@ -105,6 +106,11 @@ def make_absolute(kind: PathKind, text: str, base: Path) -> str:
         case PathKind.REWARD if text.startswith("judge:"):
             judges = text.removeprefix("judge:").split(",")
             return "judge:" + ",".join(_judge(judge.strip(), base) for judge in judges)
+        case PathKind.CODE if text.startswith("mcp:"):
+            if "://" in text:
+                return text
+            command = shlex.split(text.removeprefix("mcp:"))
+            return "mcp:" + shlex.join(make_absolute(PathKind.WORD, word, base) for word in command)
         case PathKind.CODE | PathKind.REWARD:
             where, colon, name = text.rpartition(":")
             return _absolute_path(where, base) + colon + name if where.endswith((".py", PICKLE)) else text

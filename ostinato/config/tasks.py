@@ -24,7 +24,7 @@ class OneTask(Section):
     system_prompt: str = ""
     overlong: Literal["refuse", "filter"] = "refuse"  # rows whose prompt leaves no room for an answer
     max_turns: Positive = 1
-    tools: Annotated[Names, PathKind.CODE] = ()  # built-in names, "module:function" or "file.py:function"
+    tools: Annotated[Names, PathKind.CODE] = ()  # "calculator", "file.py:function", "mcp:COMMAND or URL"
     env: Code = ""  # an environment of your own, "module:Class", "file.py:Class" (docs/guide/environment.md)
     env_params: dict[str, Any] = Field(
         default_factory=dict

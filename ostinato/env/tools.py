@@ -19,6 +19,7 @@ from functools import cached_property
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ostinato.env import mcp_tools
 from ostinato.inputs import replace_surrogates
 from ostinato.objects import load_named
 from ostinato.threads import end_python, in_thread
@@ -86,6 +87,8 @@ class Toolbox:
             text = str(await call_in_time(tool, arguments, self._tool_timeout_s))
         except TimeoutError:
             return self._error("timeout", f"{call.name} gave no result in {self._tool_timeout_s:g} s.")
+        except mcp_tools.ToolLost:
+            raise
         except Exception as error:  # a user's code: the policy reads its failure
             return self._error("raised", f"{call.name}: {type(error).__name__}: {error}")
         if len(text) > MAX_REPLY_CHARS:
@@ -132,8 +135,10 @@ async def call_in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: floa
 
 
 def schema_of(name: str, tool: Tool) -> dict[str, Any]:
-    """``tool`` as a function of OpenAI's API: a JSON schema of its signature, described by its docstring (the
-    first paragraph, and of ``Args:`` the lines ``name: what it is``)."""
+    """``tool`` as a function of OpenAI's API: its attribute ``schema``, else a JSON schema of its signature,
+    described by its docstring (the first paragraph, and of ``Args:`` the lines ``name: what it is``)."""
+    if hasattr(tool, "schema"):
+        return dict(tool.schema)
     try:
         hints = get_type_hints(tool)
     except Exception:  # a user's code: an annotation may name what is not there
@@ -229,11 +234,21 @@ BUILT_IN: dict[str, Tool] = {"calculator": calculator}
 
 
 def resolve_tools(specs: Sequence[str]) -> dict[str, Tool]:
-    """Tools by name: a built-in (``calculator``), ``module:function`` or ``path.py:function``.
+    """Tools by name: a built-in (``calculator``), ``module:function``, ``path.py:function``, and all those of
+    an MCP server ("mcp:COMMAND", "mcp:https://..."), which is started.
 
     Raises ValueError with one sentence.
     """
-    return {spec.rpartition(":")[2]: BUILT_IN.get(spec) or _import_tool(spec) for spec in specs}
+    tools = dict[str, Tool]()
+    for spec in specs:
+        if spec.startswith(mcp_tools.PREFIX):
+            new: Mapping[str, Tool] = mcp_tools.McpServer(spec).tools
+        else:
+            new = {spec.rpartition(":")[2]: BUILT_IN.get(spec) or _import_tool(spec)}
+        if twice := sorted(tools.keys() & new):
+            raise ValueError(f"task.tools has {twice[0]!r} twice, the second time from {spec!r}; drop one")
+        tools |= new
+    return tools
 
 
 def _import_tool(spec: str) -> Tool:
