@@ -80,7 +80,8 @@ def kernels_proven(world: World) -> Lines:
         from ostinato.engine.proof import proven
 
         found, why = proven(world.decoder(world.raw(raw, layers=1)), world.captured)
-        yield Line(name=line, value=float(found is not None and found.graph is not None), bar=1, note=why)
+        whole = found is not None and found.graph is not None and found.mixes
+        yield Line(name=line, value=float(whole), bar=1, note=why)
 
 
 def new_adapters(decoder: Decoder, seed: int, size: float = 0.0, rank: int = 8) -> Adapters:

@@ -2,8 +2,9 @@
 
 A pass of up to MOST_ROWS rows is filled up to a power of two. A row that fills up has the first row's token,
 sees one position of the first sequence, and stores nothing; its result is dropped. There is a graph for each
-(policy, rows, blocks of a table), captured when it is first needed. What differs between two passes, and the
-factors of adapters, is written into memory that stays: ``fill`` and ``overwrite``.
+(policy, rows, blocks of a table), captured when it is first needed; a pass with rows of several policies has
+SEVERAL for the policy. What differs between two passes, and the factors of adapters, is written into memory
+that stays: ``fill`` and ``overwrite``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,23 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 256  # of a graph; with more, the card takes longer than the host needs to launch
 TABLE = 32  # blocks of the smallest table: 512 positions, a split of attention
+SEVERAL = -1  # in the place of a policy's number
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Adapters of several policies (``lora.stacked``) with room for ``size`` of them, and whose each row is
+    ([T] int32), rows of one beside each other."""
+
+    prepared: Prepared
+    size: int
+    owners: np.ndarray
+
+
+def mixes(decoder: Decoder, kernels: CudaKernels) -> bool:
+    """Whether a pass may have rows of several policies: not with ``exact``, whose products a trainer shares,
+    nor over weights of fewer bits than rows have, whose experts have no kernel."""
+    return kernels.mixes and not kernels.exact and not decoder.quantised and decoder.storage == decoder.dtype
 
 
 class Buffers:
@@ -33,22 +51,34 @@ class Buffers:
 
     def __init__(self, blocks: int, device: torch.device) -> None:
         self.wide = torch.zeros(3, MOST_ROWS, dtype=torch.int64, device=device)
-        self.narrow = torch.zeros(4, MOST_ROWS, dtype=torch.int32, device=device)
+        self.narrow = torch.zeros(7, MOST_ROWS, dtype=torch.int32, device=device)
         self.tables = torch.zeros(MOST_ROWS, blocks, dtype=torch.int32, device=device)
 
-    def fill(self, rows: int, group: int, tokens: np.ndarray, positions: np.ndarray, where: Places) -> None:
-        """Tokens, positions and places of T rows, filled up to ``rows``; ``group``: query heads of a key
-        head."""
+    def fill(
+        self,
+        rows: int,
+        group: int,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        where: Places,
+        owners: np.ndarray | None,
+    ) -> None:
+        """Tokens, positions, places and policies of T rows, filled up to ``rows``; ``group``: query heads
+        of a key head."""
         from ostinato.model.cuda.paged import cut_tiles
 
         count = len(tokens)
-        wide, narrow = np.zeros((3, rows), np.int64), np.zeros((4, rows), np.int32)
+        wide, narrow = np.zeros((3, rows), np.int64), np.zeros((7, rows), np.int32)
         wide[0], wide[2], narrow[1] = tokens[0], -1, 1
         wide[:, :count] = tokens, positions, where.slots
         starts = np.diff(where.owners, prepend=-1) != 0
         narrow[0, :count], narrow[1, :count] = np.cumsum(starts) - 1, where.seen
         tiles = cut_tiles(narrow[0], group)
-        narrow[2:, : tiles.shape[1]] = tiles  # those behind have no rows
+        narrow[2:4, : tiles.shape[1]] = tiles  # those behind have no rows
+        if owners is not None:
+            narrow[4, :count], narrow[4, count:] = owners, owners[-1]
+            tiles = cut_tiles(narrow[4], 1)
+            narrow[5:, : tiles.shape[1]] = tiles
         tables = where.tables[where.owners[starts]]
         padded = np.zeros((len(tables), self.tables.shape[1]), np.int32)
         padded[:, : tables.shape[1]] = tables[:, : padded.shape[1]]
@@ -89,36 +119,48 @@ class Captured:
         self._passes = {key: one for key, one in self._passes.items() if key[0] != policy}
 
     def forward(
-        self, policy: int, prepared: Prepared | None, tokens: np.ndarray, positions: np.ndarray, where: Places
+        self,
+        policy: int,
+        adapters: Prepared | Mixed | None,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        where: Places,
     ) -> tuple[Tensor, Tensor | None]:
-        """``Decoder.forward`` of a pass of at most MOST_ROWS rows, the caller's to keep."""
+        """``Decoder.forward`` of a pass of at most MOST_ROWS rows, the caller's to keep; ``policy``: its
+        number, or SEVERAL."""
         if self._memory != (memory := (self._store.keys.data_ptr(), self._store.values.data_ptr())):
             self._passes, self._memory = {}, memory
         rows = 1 << (len(tokens) - 1).bit_length()
         blocks = max(TABLE, 1 << (int(where.seen.max()) - 1).bit_length() >> 4)
         if (buffers := self._buffers.get(blocks)) is None:
             buffers = self._buffers[blocks] = Buffers(blocks, self._decoder.device)
-        buffers.fill(rows, self._group, tokens, positions, where)
+        owners = adapters.owners if isinstance(adapters, Mixed) else None
+        buffers.fill(rows, self._group, tokens, positions, where, owners)
         key = (policy, rows, blocks)
         if (one := self._passes.get(key)) is None:
-            one = self._passes[key] = self._capture(prepared, buffers, rows)
+            one = self._passes[key] = self._capture(adapters, buffers, rows)
         one.graph.replay()
         assert one.hidden is not None
         routing = None if one.routing is None else one.routing[: len(tokens)].clone()
         return one.hidden[: len(tokens)].clone(), routing
 
-    def _capture(self, prepared: Prepared | None, buffers: Buffers, rows: int) -> Pass:
-        from ostinato.model.cuda.paged import Tiles
+    def _capture(self, adapters: Prepared | Mixed | None, buffers: Buffers, rows: int) -> Pass:
+        from ostinato.model.cuda import mixed_ops
+        from ostinato.model.cuda.paged import TILE_M, Tiles
 
         tokens, positions, slots = buffers.wide[:, :rows]
-        sequence, lengths, first, count = buffers.narrow[:, :rows]
+        sequence, lengths, first, count, owners, owner_first, owner_count = buffers.narrow[:, :rows]
+        ops, prepared = self._kernels.ops, adapters.prepared if isinstance(adapters, Mixed) else adapters
+        if isinstance(adapters, Mixed):
+            most = min(rows, -(-rows // TILE_M) + adapters.size - 1)  # tiles, however the policies share rows
+            ops = mixed_ops(ops, owners, Tiles(owner_first[:most], owner_count[:most]))
         places, tiles = Rows(slots, buffers.tables, sequence, lengths), Tiles(first, count)
         attend = TritonPaged(self._store, places, tiles, exact=self._kernels.exact).attend
         captured = Pass(self._graph())
 
         def work() -> None:
             captured.hidden, captured.routing = self._decoder.forward(
-                tokens, positions, attend, adapters=prepared, ops=self._kernels.ops
+                tokens, positions, attend, adapters=prepared, ops=ops
             )
 
         captured.graph.capture(work)

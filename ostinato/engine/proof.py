@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ostinato.engine.cache import BLOCK
+from ostinato.engine.captured import mixes
 from ostinato.engine.paged import KVStore, Places
 from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import sample, sample_torch
 from ostinato.engine.sequences import Settings
 from ostinato.model.attention import sdpa
-from ostinato.model.cuda import CudaKernels, paged
+from ostinato.model.cuda import CudaKernels, mixed_ops, paged
 from ostinato.model.cuda.proof import fault
 from ostinato.model.decoder import Decoder
 from ostinato.model.moe import ExpertLora
@@ -36,6 +37,7 @@ LENGTHS = (600, 17, 40)  # positions of three sequences: more than a split of at
 def proven(decoder: Decoder, kernels: CudaKernels) -> tuple[CudaKernels | None, str]:
     """What of ``kernels`` gives the numbers of torch on the decoder's device, and in one sentence what does
     not; "" where all does."""
+    said = ""
     with torch.inference_mode():
         for name, ours, twin in _cases(decoder, kernels):
             if why := fault(ours, twin, decoder.dtype):
@@ -45,7 +47,11 @@ def proven(decoder: Decoder, kernels: CudaKernels) -> tuple[CudaKernels | None, 
         plain = replace(kernels, graph=None)
         if why := fault(lambda: _passes(decoder, kernels), lambda: _passes(decoder, plain), decoder.dtype):
             return plain, f"CUDA graphs are not used: a captured pass {why}"
-    return kernels, ""
+        for name, ours, twin in _mixed_cases(decoder, kernels) if mixes(decoder, kernels) else ():
+            if not said and (why := fault(ours, twin, decoder.dtype)):
+                kernels = replace(kernels, mixes=False)
+                said = f"{name} of several policies in Triton {why}; each policy has passes of its own"
+    return kernels, said
 
 
 def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
@@ -83,15 +89,49 @@ def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
     )
     ids, weights, _ = TORCH_OPS.route(logits, moe, bias)
     ids, gate_up, down = ids % moe.here, block.gate_up, block.down
-    width, size, rank = gate_up.shape[1], c.hidden_size, 8
-    shapes = (2 * rank, size), (moe.here, width, 2 * rank), (moe.here, rank, width // 2), (size, rank)
-    factors = ExpertLora(*(_drawn(decoder, *shape) / shape[-1] ** 0.5 for shape in shapes), scale=0.5)
+    factors = _expert_factors(decoder, block)
     for name, lora in (("experts", None), ("experts with adapters", factors)):
         yield (
             name,
             lambda lora=lora: ops.experts(x, ids, weights, gate_up, down, lora),
             lambda lora=lora: TORCH_OPS.experts(x, ids, weights, gate_up, down, lora),
         )
+
+
+def _mixed_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
+    """Of rows of two policies, in the order of the second and the first."""
+    c, device = decoder.local, decoder.device
+    owners = np.repeat(np.array([1, 0], np.int32), (2, ROWS - 2))
+    x, y = _drawn(decoder, ROWS, c.hidden_size), _drawn(decoder, ROWS, c.hidden_size, seed=1)
+    a, b = _drawn(decoder, 2, 16, c.hidden_size) / c.hidden_size**0.5, _drawn(decoder, 2, c.hidden_size, 16)
+    ops = mixed_ops(kernels.ops, torch.from_numpy(owners).to(device), paged.Tiles.of(owners, 1, device))
+
+    def apart(call: Callable[[slice, int], Tensor]) -> Tensor:
+        return torch.cat((call(slice(0, 2), 1), call(slice(2, ROWS), 0)))
+
+    yield (
+        "add_lora",
+        lambda: ops.add_lora(y.clone(), x, a, b, 0.5),
+        lambda: apart(lambda rows, p: TORCH_OPS.add_lora(y[rows], x[rows], a[p], b[p], 0.5)),
+    )
+    moe, block = decoder.config.moe, next((b.mlp for b in decoder.blocks if isinstance(b.mlp, Moe)), None)
+    if moe is None or block is None:
+        return
+    each = _expert_factors(decoder, block), _expert_factors(decoder, block, seed=1)
+    both = ExpertLora(*map(torch.stack, zip(each[0][:4], each[1][:4], strict=True)), scale=0.5)
+    ids, weights, _ = TORCH_OPS.route(_drawn(decoder, ROWS, moe.num_experts).float(), moe, None)
+    ids, stored = ids % moe.here, (block.gate_up, block.down)
+    yield (
+        "experts",
+        lambda: ops.experts(x, ids, weights, *stored, both),
+        lambda: apart(lambda rows, p: TORCH_OPS.experts(x[rows], ids[rows], weights[rows], *stored, each[p])),
+    )
+
+
+def _expert_factors(decoder: Decoder, block: Moe, *, seed: int = 0) -> ExpertLora:
+    (count, width, size), rank = block.gate_up.shape, 8
+    shapes = (2 * rank, size), (count, width, 2 * rank), (count, rank, width // 2), (size, rank)
+    return ExpertLora(*(_drawn(decoder, *shape, seed=seed) / shape[-1] ** 0.5 for shape in shapes), scale=0.5)
 
 
 def _attention_cases(decoder: Decoder) -> Iterator[Case]:

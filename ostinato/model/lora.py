@@ -178,6 +178,41 @@ class Prepared:
         )
 
 
+@torch.no_grad()
+def stacked(policies: Sequence[Adapters | None], config: ModelConfig, dtype: torch.dtype) -> Prepared:
+    """The adapters of P policies (None: the base) as one: factors [P, ...] with zeros up to the largest rank,
+    and for what a policy does not adapt; scales are in B."""
+    layers = []
+    for layer in range(config.num_layers):
+        each = [NO_LORA if one is None else _prepare_layer(one, layer, torch.float32) for one in policies]
+        names = [field.name for field in fields(LayerLora)]
+        layers.append(LayerLora(**{n: _stacked([getattr(one, n) for one in each], dtype) for n in names}))
+    return Prepared(tuple(layers))
+
+
+def _stacked(loras: Sequence[Lora | ExpertLora | None], dtype: torch.dtype) -> Any:
+    """Of one stored matrix, or of the experts of a layer."""
+    some = next((one for one in loras if one is not None), None)
+    if some is None:
+        return None
+
+    def joined(name: str) -> Tensor:
+        factors = [None if one is None else getattr(one, name) for one in loras]
+        dim = -2 if name.endswith("a") else -1  # of the rank
+        widest = max((f for f in factors if f is not None), key=Tensor.dim)  # a shared one is each expert's
+        shape = list(widest.shape)
+        shape[dim] = max(f.shape[dim] for f in factors if f is not None)
+        whole = widest.new_zeros(len(loras), *shape, dtype=dtype)
+        for own, one, factor in zip(whole, loras, factors, strict=True):
+            if one is not None and factor is not None:
+                own.narrow(dim, 0, factor.shape[dim]).copy_(factor if dim == -2 else factor * one.scale)
+        return whole
+
+    if isinstance(some, Lora):
+        return Lora(joined("a"), joined("b"), 1.0)
+    return ExpertLora(*map(joined, ExpertLora._fields[:4]), scale=1.0)
+
+
 NO_LORA = LayerLora()
 RANKS = 8  # a multiple that a card's grouped products need: rows of 16 bytes
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ostinato.model.attention import Attend
 from ostinato.model.elementwise import add_rms_norm, gelu_mul, rms_norm, rope, silu_mul
 from ostinato.model.gemm import Gemm
-from ostinato.model.moe import ExpertLora, experts, route
+from ostinato.model.moe import experts, route
 from ostinato.model.packed import PackedAttention
 from ostinato.model.weights import Block, Quantised, Weight
 from ostinato.types import Segment
@@ -46,7 +46,7 @@ class Ops:
     silu_mul: Callable[[Tensor], Tensor]  # gate_up [T, 2F] -> [T, F]
     add_lora: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]  # (y, x, a, b, scale) -> y + update
     route: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (logits [T, E], moe, bias, given): see moe.route
-    experts: Callable[[Tensor, Tensor, Tensor, Weight, Weight, ExpertLora | None], Tensor]  # see moe.experts
+    experts: Callable[..., Tensor]  # (x [T, D], ids, weights [T, K], gate_up, down, lora): see moe.experts
     gemm: Gemm  # under autograd; ``linear`` is the product outside of it
     gelu_mul: Callable[[Tensor], Tensor] = gelu_mul  # the same with another gate
     # what one of several ranks does besides (``parallel``); alone these are identities

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.model.cuda import paged, products
+from ostinato.model.cuda import paged, policies, products
 from ostinato.model.cuda.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ostinato.model.cuda.graphs import Graph
 from ostinato.model.cuda.mixture import experts, route
@@ -68,11 +68,23 @@ EXACT_OPS = replace(
 class CudaKernels:
     """What an engine is given to run on these kernels; as on a CPU on those of ``model.native.Kernels``.
     ``graph`` makes what small passes are captured in; None: they are launched kernel by kernel. ``exact``: a
-    kernel is the trainer's too, and the same for any number of rows, where a faster one would do."""
+    kernel is the trainer's too, and the same for any number of rows, where a faster one would do. ``mixes``:
+    a captured pass may have rows of several policies."""
 
     ops: Ops = CUDA_OPS
     graph: Callable[[], Graph] | None = None
     exact: bool = False
+    mixes: bool = True
+
+
+def mixed_ops(ops: Ops, owners: Tensor, tiles: paged.Tiles) -> Ops:
+    """``ops`` for adapters of several policies (``lora.stacked``): the place of a row's own is in ``owners``
+    [T] int32, and ``tiles`` has rows of one in each."""
+    return replace(
+        ops,
+        add_lora=partial(policies.add_lora, owners=owners, tiles=tiles),
+        experts=partial(ops.experts, owners=owners),
+    )
 
 
 class BlockAttention:

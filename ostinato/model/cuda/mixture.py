@@ -94,6 +94,7 @@ class Sorted(NamedTuple):
     order: Tensor  # [S] int32: the pair at each place
     places: Tensor  # [S] int32: the place of each pair
     spans: Tensor  # [2, E] int32: the first place of each expert, and the one behind its last
+    policies: int = 1  # P: where there are several, "expert" e * P + p is expert e for the rows of policy p
 
 
 def sort(ids: Tensor, num_experts: int) -> Sorted:
@@ -143,12 +144,13 @@ def grouped(
     gated: bool = False,
     fixed: bool = False,
 ) -> Tensor:
-    """[S, N] by place: x times weight[e]^T of [E, N, D], plus ``update``. x is [T, D] by row, with K as
-    ``rows``, or [S, D] by place, with 0. ``gated``: silu of the first half of the columns times the second,
-    [S, N / 2]. ``fixed``: tiles do not depend on the number of pairs.
+    """[S, N] by place: x times weight[e]^T of [E, N, D], or weight[p, e]^T of [P, E, N, D], plus ``update``.
+    x is [T, D] by row, with K as ``rows``, or [S, D] by place, with 0. ``gated``: silu of the first half of
+    the columns times the second, [S, N / 2]. ``fixed``: tiles do not depend on the number of pairs.
     """
-    assert x.stride(1) == 1 and weight.is_contiguous()
-    num_experts, size, inputs = weight.shape
+    size, inputs = weight.shape[-2:]
+    num_experts = pairs.spans.shape[1]
+    assert x.stride(1) == weight.stride(-1) == 1 and weight.stride(-2) == inputs
     count, columns = len(pairs.order), size // 2 if gated else size
     out = x.new_empty(count, columns)
     low, low_by_row, b, scale = update or Update(x, False, x, 0.0)
@@ -156,8 +158,8 @@ def grouped(
     assert not update or (low.stride(1) == 1 and b.stride(-1) == 1 and b.stride(-2) == rank)
     few = not fixed and count <= 16 * num_experts
     _grouped_kernel[(num_experts, triton.cdiv(columns, BLOCK_N))](
-        x, weight, low, b, out, pairs.order, pairs.spans, x.stride(0), low.stride(0),
-        b.stride(0) if b.dim() == 3 else 0, num_experts, inputs, columns, rank, scale,
+        x, weight, low, b, out, pairs.order, pairs.spans, x.stride(0), low.stride(0), *_strides(weight),
+        *_strides(b), num_experts, pairs.policies, inputs, columns, rank, scale,
         K=rows, LOW_K=rows if low_by_row else 0, GATED=gated,
         RANK=max(16, triton.next_power_of_2(rank)) if rank else 0, M=16 if few else 64, N=BLOCK_N,
         D=BLOCK_K if few else BLOCK_K // 2,
@@ -165,18 +167,25 @@ def grouped(
     return out
 
 
+def _strides(factor: Tensor) -> tuple[int, int]:
+    """From a policy to the next, and from an expert: of [P, E, N, R], of [E, N, R], of [N, R] for all."""
+    policy, expert = (0, 0, *factor.stride()[:-2])[-2:]
+    return policy, expert
+
+
 @triton.jit
 def _grouped_kernel(
-    x, weight, low, b, out, order, spans, x_row, low_row, b_expert, num_experts, inputs, columns, rank, scale,
+    x, weight, low, b, out, order, spans, x_row, low_row, w_policy, w_expert, b_policy, b_expert, num_experts,
+    policies, inputs, columns, rank, scale,
     K: tl.constexpr, LOW_K: tl.constexpr, GATED: tl.constexpr, RANK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(0)
+    number = tl.program_id(0)
     column = tl.program_id(1) * N + tl.arange(0, N)
     here = column < columns
-    first, last = tl.load(spans + expert), tl.load(spans + num_experts + expert)
-    height = columns * 2 if GATED else columns
-    own = weight + expert.to(tl.int64) * height * inputs + column[None, :] * inputs
+    first, last = tl.load(spans + number), tl.load(spans + num_experts + number)
+    expert, policy = (number // policies).to(tl.int64), (number % policies).to(tl.int64)
+    own = weight + policy * w_policy + expert * w_expert + column[None, :] * inputs
     second = own + columns * inputs  # of the gate and its factor
     for start in range(first, last, M):
         place = start + tl.arange(0, M)
@@ -201,7 +210,7 @@ def _grouped_kernel(
             source = low + (pair // LOW_K if LOW_K > 0 else place).to(tl.int64)[:, None] * low_row
             left = tl.load(source + depth[None, :], mask=filled[:, None] & (depth[None, :] < rank), other=0.0)
             mask = here[None, :] & (depth[:, None] < rank)
-            up = b + expert.to(tl.int64) * b_expert + column[None, :] * rank + depth[:, None]
+            up = b + policy * b_policy + expert * b_expert + column[None, :] * rank + depth[:, None]
             result += scale * tl.dot(left, tl.load(up, mask=mask, other=0.0), input_precision="ieee")
             if GATED:
                 right = tl.load(up + columns * rank, mask=mask, other=0.0)
@@ -244,16 +253,25 @@ def experts(
     lora: ExpertLora | None = None,
     *,
     fixed: bool = False,
+    owners: Tensor | None = None,
 ) -> Tensor:
     """``moe.experts`` of a sampler's pass, in 4 launches, or 6 with adapters; of rows of any number where
-    tiles are ``fixed``, so that a row's result depends on no other one."""
+    tiles are ``fixed``, so that a row's result depends on no other one. With ``owners`` [T] int32 the factors
+    are those of several policies, [P, ...], and each row has those of its own, in 7 launches."""
     plain = isinstance(gate_up, Tensor) and isinstance(down, Tensor) and gate_up.dtype == x.dtype
     if not fixed and (
         not plain or torch.is_grad_enabled() or not 0 < len(x) <= MOST_ROWS or x.dtype == torch.float64
     ):
         return twin.experts(x, ids, weights, gate_up, down, lora, gate=silu_mul)
     assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "codes are not exact"
-    top_k, pairs = ids.shape[1], sort(ids, len(gate_up))
+    top_k, num_experts = ids.shape[1], len(gate_up)
+    if owners is None or lora is None:
+        pairs = sort(ids, num_experts)
+    else:
+        policies = len(lora.down_a)
+        numbers = torch.add(owners.unsqueeze(1), ids, alpha=policies)
+        pairs = sort(numbers, num_experts * policies)._replace(policies=policies)
+        lora = ExpertLora(*(_by_expert(factor, num_experts) for factor in lora[:4]), scale=lora.scale)
     product = partial(grouped, pairs=pairs, fixed=fixed)
     if lora is None:
         act = product(x, gate_up, rows=top_k, gated=True)
@@ -266,3 +284,8 @@ def experts(
     low = product(act, lora.down_a, rows=0)
     rows = product(act, down, rows=0, update=Update(low, False, lora.down_b, lora.scale))
     return combine(rows, pairs.places, weights)
+
+
+def _by_expert(factor: Tensor, num_experts: int) -> Tensor:
+    """[P, E, N, R], without a copy, of such a one or of [P, N, R] for all experts."""
+    return factor if factor.dim() == 4 else factor.unsqueeze(1).expand(-1, num_experts, -1, -1)

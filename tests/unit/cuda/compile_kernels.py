@@ -19,14 +19,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ostinato.model.cuda import elementwise, mixture, paged, products, sampling, scoring, varlen
+from ostinato.model.cuda import elementwise, mixture, paged, policies, products, sampling, scoring, varlen
 
 POINTERS = {
     "*bf16": "x residual out total grad direct cos sin gate_up queries keys values k v"
-    " qkv q_norm k_norm low b rows weight grads slopes key_slopes value_slopes",
+    " qkv q_norm k_norm low a b y rows weight grads slopes key_slopes value_slopes",
     "*fp32": "parts lses logprobs edges cuts temperature top_p min_p scores weights bias lse deltas",
     "*fp64": "u masses",
-    "*i32": "tables sequence lengths tile_first tile_count order places spans tiles readers starts",
+    "*i32": "tables sequence lengths tile_first tile_count order places spans tiles readers starts owners",
     "*i64": "slots tokens targets ids given native",
     "fp32": "eps scale sign scaling",
 }
@@ -94,6 +94,19 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, str]]] = [
         for rows in (16, 64)
     ),
     ("combine", mixture._combine_kernel, {"BLOCK": mixture.COLUMNS}, {}),
+    # adapters of several policies, rank 32
+    (
+        "adapters of several policies, down",
+        policies._down_kernel,
+        {"M": paged.TILE_M, "R": 32, "D": policies.DEPTH, "SPAN": policies.SPAN},
+        {"rows": "i32"},
+    ),
+    (
+        "adapters of several policies, up",
+        policies._up_kernel,
+        {"M": paged.TILE_M, "R": 32, "N": policies.COLUMNS},
+        {"rows": "i32"},
+    ),
     ("score", scoring._score_kernel, {"CHUNK": scoring.CHUNK}, {"logits": "*fp32"}),
 ]
 # of ``model.exact``

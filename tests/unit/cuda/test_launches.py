@@ -16,7 +16,7 @@ from torch import Tensor
 from worlds import DRAFTS_PAY, adapters_of, same, tiny_dense, tiny_moe
 
 from ostinato.engine.cache import KVCache
-from ostinato.engine.captured import Captured
+from ostinato.engine.captured import SEVERAL, Captured
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.paged import KVStore, Places, TritonPaged
 from ostinato.engine.runner import Runner
@@ -44,6 +44,22 @@ def places(seen: list[int], counts: list[int], order: int = 0) -> Places:
     return Places(slots, tables, owners, ends.astype(np.int32))
 
 
+def launched_of_two(raw: dict[str, Any], layers: int) -> Launches:
+    """Of a pass with rows of two policies, by a graph that runs anew."""
+    ours = runner(raw, Again, layers)
+    for number in (0, 1):
+        ours.serve(adapters_of(ours.decoder, number), number)
+    where = places([20, 3, 41], [1, 1, 1])
+
+    def pass_() -> None:
+        ours.forward(np.arange(3), where.seen.astype(np.int64) - 1, where, [(1, 0, 1), (0, 1, 3)])
+
+    pass_()  # stacks the factors
+    with Launches() as launches:
+        pass_()
+    return launches
+
+
 def launched(raw: dict[str, Any], layers: int, adapted: bool) -> Launches:
     decoder, device = made(raw, layers), torch.device("cpu")
     store = KVStore.allocate(layers, 16, decoder.kv_shape, decoder.dtype, device, by_position=True)
@@ -68,6 +84,14 @@ def test_launches_of_a_layer_and_nothing_is_read_back(raw: dict[str, Any], adapt
     assert not many.reads
 
 
+@pytest.mark.parametrize(("raw", "most"), [(DENSE, 18), (EXPERTS, 20)], ids=["dense", "mixture"])
+def test_two_policies_are_one_pass(raw: dict[str, Any], most: int) -> None:
+    """Passes of their own were 36 and 38 launches a layer, and two graphs."""
+    few, many = (launched_of_two(raw, layers) for layers in (1, 2))
+    assert len(many.names) - len(few.names) == most
+    assert not many.reads
+
+
 # graphs
 
 
@@ -84,6 +108,7 @@ def anew(ours: Runner) -> Runner:
 
     def fresh(*args: Any) -> tuple[Tensor, Tensor | None]:
         ours._captured = Captured(ours.decoder, ours.store, CudaKernels(), Again)  # type: ignore[arg-type]
+        ours._stacked, ours._is_stacked = None, False
         for served in ours._policies.values():
             if served.adapters is not None:
                 served.prepared = served.adapters.prepared(ours.decoder.dtype)
@@ -93,9 +118,9 @@ def anew(ours: Runner) -> Runner:
     return ours
 
 
-def runner(raw: dict[str, Any], graph: Callable[[], Any]) -> Runner:
-    decoder = made(raw, 1)
-    store = KVStore.allocate(1, 16, decoder.kv_shape, decoder.dtype, decoder.device, by_position=True)
+def runner(raw: dict[str, Any], graph: Callable[[], Any], layers: int = 1) -> Runner:
+    decoder = made(raw, layers)
+    store = KVStore.allocate(layers, 16, decoder.kv_shape, decoder.dtype, decoder.device, by_position=True)
     return Runner(decoder, CudaKernels(graph=graph), store)
 
 
@@ -135,6 +160,42 @@ def test_a_captured_pass_is_the_one_that_is_not_captured() -> None:
     """Rows that fill up the batch change nothing, and the keys that were stored are the same."""
     for ours, theirs in zip(passes(runner(DENSE, Again)), passes(runner(DENSE, None)), strict=True):  # type: ignore[arg-type]
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("raw", [DENSE, EXPERTS], ids=["dense", "mixture"])
+def test_a_pass_of_several_policies_is_a_pass_of_each(raw: dict[str, Any]) -> None:
+    """By one graph, whatever is published between: adapters of another rank and of other targets, and the
+    base; of a third policy there has to be room for four."""
+    graphs: list[Recorded] = []
+
+    def recorded() -> Recorded:
+        graphs.append(Recorded())
+        return graphs[-1]
+
+    ours, theirs = runner(raw, recorded), runner(raw, None)  # type: ignore[arg-type]
+    attention = adapters_of(ours.decoder, 2, rank=2, targets=("attn",))
+    steps = [
+        (
+            {0: adapters_of(ours.decoder, 1), 1: attention},
+            [3, 1],
+        ),
+        ({0: adapters_of(ours.decoder, 3)}, [1, 2]),
+        ({1: None}, [2, 2]),
+        ({2: adapters_of(ours.decoder, 4)}, [1, 1, 1]),
+    ]
+    for number, (published, counts) in enumerate(steps):
+        for policy, adapters in published.items():
+            ours.serve(adapters, policy)
+            theirs.serve(adapters, policy)
+        where = places([20, 9, 41][: len(counts)], counts, number)
+        ends = np.cumsum(counts).tolist()
+        spans = [(len(counts) - 1 - i, a, b) for i, (a, b) in enumerate(zip([0, *ends], ends, strict=False))]
+        tokens, positions = np.arange(ends[-1]) * 7 + number, where.seen.astype(np.int64) - 1
+        found, wanted = (one.forward(tokens, positions, where, spans) for one in (ours, theirs))
+        torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-5)
+        assert found[1] is None or (wanted[1] is not None and torch.equal(found[1], wanted[1]))
+    assert [graph.replays for graph in graphs] == [3, 1]
 
 
 def answered(graph: Callable[[], Any]) -> tuple[list[Completion], LocalEngine]:
@@ -182,4 +243,4 @@ def test_answers_by_graphs_are_those_of_passes_of_which_nothing_is_kept() -> Non
     assert {1, 2} <= {*np.concatenate([one.versions for one in done]).tolist()}
     assert ours.counters.preempted and 0 < ours.counters.accepted < ours.counters.drafted
     assert ours._runner._captured is not None
-    assert any(key[0] for key in ours._runner._captured._passes)  # of the other policy too
+    assert any(key[0] == SEVERAL for key in ours._runner._captured._passes)

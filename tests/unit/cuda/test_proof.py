@@ -19,7 +19,7 @@ from ostinato.engine import proof
 from ostinato.engine.proof import proven
 from ostinato.launch.engine import sampler_kernels
 from ostinato.model.config import parse_config
-from ostinato.model.cuda import CUDA_OPS, CudaKernels
+from ostinato.model.cuda import CUDA_OPS, CudaKernels, policies
 from ostinato.model.cuda.graphs import cuda_graphs
 from ostinato.model.decoder import Decoder
 
@@ -77,6 +77,16 @@ class Idle:
 def test_without_graphs_that_replay_the_kernels_stay() -> None:
     found, why = proven(DENSE.to(DEVICE), CudaKernels(graph=Idle))
     assert found == CudaKernels() and why.startswith("CUDA graphs are not used: a captured pass differs")
+
+
+@pytest.mark.slow
+def test_without_kernels_for_several_policies_each_has_passes_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policies, "add_lora", broken)
+    found, why = proven(DENSE.to(DEVICE), CudaKernels(graph=graphs()))
+    assert found is not None and found.graph is not None and not found.mixes
+    assert why.startswith("add_lora of several policies in Triton fails (RuntimeError: PTX")
 
 
 def test_kernels_are_not_launched_on_another_card(
