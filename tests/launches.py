@@ -9,11 +9,20 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 READS = ("_local_scalar_dense", "bincount", "nonzero", "unique", "is_nonzero")  # each waits for the card
+COPIES = {
+    Tensor.cpu,
+    Tensor.tolist,
+    Tensor.item,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+}  # and these
 ALLOCATIONS = (
     "empty",
     "empty_like",
@@ -34,7 +43,7 @@ def kernels(seen: Callable[[str, Launch], None]) -> Iterator[None]:
 
     def launched(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
         def again() -> None:
-            with _disable_current_modes():
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
                 launch(self, *args, **kwargs)
 
         again()
@@ -44,21 +53,37 @@ def kernels(seen: Callable[[str, Launch], None]) -> Iterator[None]:
         yield
 
 
+class Copies(TorchFunctionMode):
+    """The names of the methods that copy to the host: on a CPU they are no operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in COPIES:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 class Launches(TorchDispatchMode):
     """The names of all that a card would be given inside, in order; views and allocations are no launches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self._copies = Copies()
         self._kernels = kernels(lambda name, _: self.names.append(name))
 
     def __enter__(self) -> Launches:
         self._kernels.__enter__()
+        self._copies.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
+        self._copies.__exit__(*args)
         self._kernels.__exit__(*args)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +101,8 @@ class Launches(TorchDispatchMode):
 
     @property
     def reads(self) -> list[str]:
-        return [name for name in self.names if name in READS]
+        """What waits for the card."""
+        return [name for name in self.names if name in READS] + self._copies.names
 
 
 class Recorded(TorchDispatchMode):

@@ -13,7 +13,7 @@ from engine_contract import collected
 from launches import Launches, Recorded
 from reference.scripted import ScriptedDrafter
 from torch import Tensor
-from worlds import DRAFTS_PAY, adapters_of, same, tiny_dense, tiny_moe
+from worlds import DRAFTS_PAY, adapters_of, answers, same, tiny_dense, tiny_moe
 
 from ostinato.engine.cache import KVCache
 from ostinato.engine.captured import SEVERAL, Captured
@@ -82,6 +82,24 @@ def test_launches_of_a_layer_and_nothing_is_read_back(raw: dict[str, Any], adapt
     few, many = (launched(raw, layers, adapted) for layers in (1, 2))
     assert len(many.names) - len(few.names) == most
     assert not many.reads
+
+
+@pytest.mark.parametrize(("raw", "reads"), [(DENSE, 1), (EXPERTS, 2)], ids=["dense", "mixture"])
+def test_a_step_reads_its_tokens_and_routes_alone(raw: dict[str, Any], reads: int) -> None:
+    """Schedule, pass, draw and what comes after, of a prompt and then of a token."""
+    engine, seen = LocalEngine(made(raw, 1), kernels=CudaKernels(), kv_memory_mb=1, context_limit=64), []
+    engine.publish(adapters_of(engine.decoder), 1)
+    step = engine._driver._step
+
+    def counted() -> None:
+        with Launches() as launches:
+            step()
+        seen.append(launches.reads)
+
+    engine._driver._step = counted
+    tokens = np.arange(5, dtype=np.int32)
+    answers(engine, [Request(tokens=tokens, sampling=Sampling(max_tokens=2, top_k=3), seed=(0,))])
+    assert seen == [["cpu"] * reads] * 2
 
 
 @pytest.mark.parametrize(("raw", "most"), [(DENSE, 18), (EXPERTS, 20)], ids=["dense", "mixture"])

@@ -22,7 +22,7 @@ from ostinato.model.cuda import CUDA_OPS, scoring
 from ostinato.model.cuda.proof import proven
 from ostinato.model.cuda.varlen import Blocks, Shape
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Factors
+from ostinato.model.lora import Adapters, Factors, Prepared
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.train.inputs import Inputs, as_inputs
 from ostinato.train.local import LocalPasses
@@ -100,6 +100,28 @@ def test_launches_of_a_layer_and_nothing_is_read_back(raw: dict[str, Any], ahead
     counts = [len(more.names) - len(less.names) for less, more in zip(few, many, strict=True)]
     assert counts == [ahead, behind]
     assert not many[0].reads and not many[1].reads
+
+
+@pytest.mark.parametrize("raw", [DENSE, EXPERTS], ids=["dense", "mixture"])
+def test_a_step_reads_nothing_back_and_prepares_factors_once(
+    raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss, statistics and recomputing included, for two microbatches."""
+    decoder, prepared = made(raw, 1), list[Adapters]()
+    adapters, prepare = adapters_of(decoder), Adapters.prepared
+
+    def counted(ours: Adapters, dtype: torch.dtype) -> Prepared:
+        prepared.append(ours)
+        return prepare(ours, dtype)
+
+    monkeypatch.setattr(Adapters, "prepared", counted)
+    for leaf in adapters.leaves().values():
+        leaf.requires_grad_()
+    passes = LocalPasses(decoder, adapters, ops=CUDA_OPS, temperature=0.8, recompute=True, entropy_grad=False)
+    parts = [part_of(decoder.config.vocab_size, answers) for answers in (1, 2)]
+    with Launches() as launches:
+        passes.train(parts, batch_objective(algorithm("grpo"), 3), 1.0)
+    assert launches.reads == [] and prepared == [adapters]
 
 
 @pytest.mark.parametrize("answers", [1, 5])
