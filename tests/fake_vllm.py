@@ -25,16 +25,21 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.shapes import AdapterSpec
 
+STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
+
 
 def read_peft(folder: Path, decoder: Decoder) -> Adapters:
-    """A PEFT adapter of a dense model, read as PEFT would."""
+    """A PEFT adapter, read as PEFT would; of experts one factor is shared, as vLLM takes it."""
     about = json.loads((folder / "adapter_config.json").read_text())
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():
         where, part = name.removeprefix("base_model.model.model.layers.").split(".lora_")
         name = where.replace("self_attn", "attn").removesuffix("_proj")
+        if ".mlp.experts." in name:
+            layer, _, stack = name.partition(".mlp.experts.")
+            name, tensor = f"{layer}.experts.{STACKS[stack]}", tensor[0] if len(tensor) == 1 else tensor
         pairs.setdefault(f"layers.{name}", {})[part[0]] = tensor
-    spec = AdapterSpec(rank=about["r"], alpha=about["lora_alpha"], targets=("attn", "mlp"))
+    spec = AdapterSpec(rank=about["r"], alpha=about["lora_alpha"], targets=("attn", "mlp", "experts"))
     return Adapters(spec, {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}, decoder.config)
 
 

@@ -17,7 +17,7 @@ import torch
 from engine_contract import CONTRACT, Subject, collected
 from fake_vllm import FakeVllm, decode
 from reference.fake_engine import FakeEngine
-from worlds import VOCAB, adapters_of, tiny_dense
+from worlds import VOCAB, adapters_of, tiny_dense, tiny_moe
 
 from ostinato.engine import vllm as vllm_engine
 from ostinato.engine import vllm_served
@@ -207,6 +207,33 @@ def test_a_kind_of_adapter_that_is_ignored_is_named_before_any_work(
     server.ignored = kind
     with pytest.raises(WorkerLost, match=f"does not apply the adapters of {kind}: policy 0 is refused"):
         new_engine(server, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["attn.v", "experts.down"])
+def test_of_a_mixture_an_ignored_kind_is_named_too(tmp_path: Path, kind: str) -> None:
+    """Before any work, by the canary, and at a publish, by factors that are as small as early in a run."""
+    raw = tiny_moe(num_hidden_layers=1, max_position_embeddings=64, initializer_range=0.3)
+    decoder = Decoder(parse_config(raw)).init_weights(0)
+    spec: dict[str, Any] = {"rank": 2, "alpha": 8.0, "targets": ("attn", "experts")}
+    policy = adapters_of(decoder, 1, 0.05, **spec)
+
+    def start(server: FakeVllm) -> VllmEngine:
+        return VllmEngine(
+            server, decoder, folder=tmp_path, probe=PROBE, silence_s=5.0, spec=AdapterSpec(**spec)
+        )
+
+    deaf, sound = FakeVllm(decoder), FakeVllm(decoder)
+    deaf.ignored = kind
+    with pytest.raises(WorkerLost, match=f"does not apply the adapters of {kind}: policy 0"):
+        start(deaf)
+    engine = start(sound)
+    try:
+        engine.publish(policy, 1)
+        sound.ignored = kind
+        with pytest.raises(WorkerLost, match=f"does not apply the adapters of {kind}: policy 2"):
+            engine.publish(policy, 2)
+    finally:
+        engine.close()
 
 
 def test_a_kind_of_adapter_that_is_ignored_later_is_named_at_its_publish(
