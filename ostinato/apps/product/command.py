@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -34,16 +32,21 @@ def run(
     rounds: Annotated[int, typer.Option(min=1, help="End after so many, counted from the first.")] = 10**9,
 ) -> None:
     """Work the loop, stage by stage, from where its journal ends."""
-    from ostinato.apps.product.runs.loop import Polled, ProductLoop
+    from ostinato.apps.product.runs.loop import ProductLoop
     from ostinato.apps.product.runs.policy import STAGES
     from ostinato.apps.product.runs.settings import read_settings
-    from ostinato.apps.product.store import Patient, open_store
+    from ostinato.apps.product.store import open_store
+    from ostinato.database import Unavailable
+    from ostinato.launch import RunFailed
     from ostinato.lock import locked
 
     found = read_settings(settings, *(overrides or []))
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder), closing(Patient(partial(open_store, found.store))) as store:
-        ProductLoop(found, folder, store, Polled(found.collect.look_s), STAGES).run(rounds)
+    try:
+        with locked(folder), open_store(found.store) as store:
+            ProductLoop(found, folder, store, STAGES).run(rounds)
+    except Unavailable as error:
+        raise RunFailed(f"{error}; once it does, the same command goes on from the last decision") from error
 
 
 @app.command("status")

@@ -21,10 +21,11 @@ from starlette.responses import Response
 from ostinato.apps.product.actions import action_of
 from ostinato.apps.product.events import Event, Exchange, parse_event
 from ostinato.apps.product.intake import Full, Intake
-from ostinato.apps.product.store import Outcome, Unavailable, open_store
+from ostinato.apps.product.store import Outcome, open_store
 from ostinato.apps.serve.calls import Answer, ApiError, Asker, Call
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.service import Model, Service
+from ostinato.database import Unavailable
 from ostinato.inputs import parse_json
 from ostinato.render import Renderer
 

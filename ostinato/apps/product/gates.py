@@ -1,6 +1,6 @@
 """Gates of a candidate judge and of a candidate policy: measurements in, a decision with its reasons out.
 
-"Not worse" is shown, not assumed: the lower end of an interval of the paired difference to the one in office
+"Not worse" is shown, not assumed: the lower end of an interval of the paired difference to the current one
 has to be above minus the margin, so too little data does not pass. Rows of one user are one cluster.
 """
 
@@ -67,7 +67,7 @@ class Judged:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeLimits:
     first: float = 0.5  # the accuracy that the first judge has to be above
-    accuracy_margin: float = 0.03  # by which accuracy may be lower than that of the judge in office
+    accuracy_margin: float = 0.03  # by which accuracy may be lower than that of the current judge
     calibration_margin: float = 0.05  # by which the calibration error may be higher
     consistency: float = 0.9
     bank: float = 0.0  # the share of the known exploits against which the honest answer need not win
@@ -80,7 +80,7 @@ class JudgeLimits:
 class PolicyLimits:
     ability_margin: float = 0.03  # of the score of each held-out task
     panel_margin: float = 0.05  # below a win rate of one half
-    kl: float = 0.5  # nats a token to the policy in office
+    kl: float = 0.5  # nats a token to the current policy
     fewest: int = 20
 
 
@@ -111,7 +111,7 @@ def _places(clusters: Sequence[str] | None, n: int) -> np.ndarray:
 
 
 def not_worse(
-    name: str, found: tuple[float, float, int], margin: float, fewest: int, what: str = "the one in office"
+    name: str, found: tuple[float, float, int], margin: float, fewest: int, what: str = "the current one"
 ) -> Gate:
     """Is the difference of ``compare_pairs`` above - margin with a confidence of 95 %?"""
     gap, error, many = found
@@ -125,7 +125,7 @@ def not_worse(
 
 def judge_gates(
     candidate: Judged,
-    office: Judged | None,
+    current: Judged | None,
     labels: Sequence[Choice],
     *,
     users: Sequence[str] | None = None,
@@ -134,7 +134,7 @@ def judge_gates(
     panel: Sequence[bool] = (),
     limits: JudgeLimits | None = None,
 ) -> Assessment:
-    """Of a candidate judge on pairs behind its training in time, beside the one in office on the same (None:
+    """Of a candidate judge on pairs behind its training in time, beside the current one on the same (None:
     there is none yet, and it has to be better than ``limits.first``).
 
     ``bank``: of every known exploit the verdict of both orders, A the honest answer. ``probes``: "length" and
@@ -142,8 +142,8 @@ def judge_gates(
     """
     limits = limits or JudgeLimits()
     against, what, margin = limits.first, f"an accuracy of {limits.first:g}", 0.0
-    if office is not None:
-        against, what, margin = office.right(labels), "the judge in office", limits.accuracy_margin
+    if current is not None:
+        against, what, margin = current.right(labels), "the current judge", limits.accuracy_margin
     found = compare_pairs(candidate.right(labels), against, users)
     gates = [
         not_worse("accuracy", found, margin, limits.fewest, what),
@@ -151,9 +151,9 @@ def judge_gates(
         _bank(bank, limits.bank),
         *(_probe(name, verdicts, limits.probe) for name, verdicts in probes.items()),
     ]
-    if len(labels) and candidate.probabilities is not None and office and office.probabilities is not None:
+    if len(labels) and candidate.probabilities is not None and current and current.probabilities is not None:
         truth = np.array([label is Choice.A for label in labels], float)
-        interval = calibration_gap(candidate.probabilities, office.probabilities, truth, users)
+        interval = calibration_gap(candidate.probabilities, current.probabilities, truth, users)
         gates.append(_calibration(*interval, limits.calibration_margin))
     if len(panel):
         found = compare_pairs(np.asarray(panel, float), limits.panel)
@@ -163,13 +163,13 @@ def judge_gates(
 
 def calibration_gap(
     candidate: np.ndarray,
-    office: np.ndarray,
+    current: np.ndarray,
     truth: np.ndarray,
     users: Sequence[str] | None = None,
     draws: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float, float]:
-    """(calibration error of the candidate less that of the one in office, 5 % and 95 % quantiles of it over
+    """(calibration error of the candidate less that of the current one, 5 % and 95 % quantiles of it over
     bootstrapped users): both on the same draws, which is what makes it paired."""
     places = _places(users, len(truth))
     many = int(places.max()) + 1
@@ -177,7 +177,7 @@ def calibration_gap(
     weight = np.concatenate((np.ones((1, many)), count))  # the first draw is the sample itself
     sizes = weight @ np.bincount(places, minlength=many)
     errors = []
-    for p in (candidate, office):
+    for p in (candidate, current):
         bins, gaps = calibration_gaps(p, truth)
         table = np.zeros((many, int(bins.max()) + 1))
         np.add.at(table, (places, bins), gaps)
@@ -188,7 +188,7 @@ def calibration_gap(
 
 
 def _calibration(gap: float, low: float, high: float, margin: float) -> Gate:
-    sentence = f"error {gap:+.3f} to the judge in office ({low:+.3f} to {high:+.3f}; at most {margin:+g})"
+    sentence = f"error {gap:+.3f} to the current judge ({low:+.3f} to {high:+.3f}; at most {margin:+g})"
     return Gate("calibration", high <= margin, sentence, {"gap": gap, "low": low, "high": high})
 
 
@@ -226,8 +226,8 @@ def policy_gates(
     limits: PolicyLimits | None = None,
 ) -> Assessment:
     """Of a candidate policy. ``ability``: ``compare_pairs`` of the scores of each held-out task, candidate
-    less the policy in office. ``panel``: verdicts of gold in both orders, A the candidate's answer; a tie is
-    half a win, one without a verdict is a loss. ``kl``: nats a token from the policy in office,
+    less the current policy. ``panel``: verdicts of gold in both orders, A the candidate's answer; a tie is
+    half a win, one without a verdict is a loss. ``kl``: nats a token from the current policy,
     behind training."""
     limits = limits or PolicyLimits()
     wins = [{Choice.A: 1.0, Choice.TIE: 0.5}.get(one, 0.0) for one in panel]

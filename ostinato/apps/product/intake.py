@@ -15,7 +15,8 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from ostinato.apps.product.events import Event, Exchange
-from ostinato.apps.product.store import Outcome, Store, Unavailable
+from ostinato.apps.product.store import Outcome, Store
+from ostinato.database import Unavailable
 
 log = logging.getLogger(__name__)
 BATCH = 512  # events, and exchanges, of one commit

@@ -26,7 +26,7 @@ class Stage(StrEnum):
     FREEZE = "freeze"  # the window of feedback, written down
     JUDGE = "judge"  # a candidate is trained on it
     JUDGE_GATES = "judge_gates"
-    SHADOW = "shadow"  # the candidate beside the judge in office, on feedback that came later
+    SHADOW = "shadow"  # the candidate beside the current judge, on feedback that came later
     POLICY = "policy"  # RL with the judge of the round, watched
     POLICY_GATES = "policy_gates"
     CANARY = "canary"  # a share of traffic
@@ -49,7 +49,7 @@ class Position:
 
     round: int = 0
     stage: Stage = Stage.COLLECT
-    judge: str = ""  # the revision in office; "": none yet
+    judge: str = ""  # the current revision; "": none yet
     policy: str = ""  # "": the base
     candidate: str = ""  # of the judge up to shadow, of the policy from there on
     cleared: str = ""  # the candidate that its gates of this round have let through

@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ostinato.apps.product.events import Action, Event, Exchange
-from ostinato.database import KEY, Database, Unavailable, open_database, sa
+from ostinato.database import KEY, Database, open_database, sa
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
 PAGE = 256  # rows that are read at a time
 FOREVER = float("inf")
 NO_CONSENT, PERSONAL = 1, 2  # bits of ``held``
@@ -264,48 +260,6 @@ class Store:
         """What was deleted is not left in SQLite's log either."""
         if self._db.in_file:
             self._db.command("PRAGMA wal_checkpoint(TRUNCATE)")
-
-
-class Patient:
-    """What a loop that outlives its database reads: each call is made again, on a new connection and every
-    ``again_s`` seconds, until the store answers. The first is opened at once, and its errors are raised."""
-
-    def __init__(self, reach: Callable[[], Store], again_s: float = 2.0) -> None:
-        self._reach, self._again_s = reach, again_s
-        self._store: Store | None = reach()
-
-    def watermark(self) -> int:
-        return self._read(lambda store: store.watermark())
-
-    def joined(
-        self,
-        since: float = 0.0,
-        until: float = FOREVER,
-        *,
-        upto: int | None = None,
-        horizon_s: float = FOREVER,
-    ) -> list[Joined]:
-        """As ``Store.joined``, whole."""
-        return self._read(lambda store: [*store.joined(since, until, upto=upto, horizon_s=horizon_s)])
-
-    def _read(self, call: Callable[[Store], T]) -> T:
-        logged = False
-        while True:
-            try:
-                if self._store is None:
-                    self._store = self._reach()
-                return call(self._store)
-            except Unavailable as error:
-                if not logged:
-                    log.warning("%s; tried again every %g s", error, self._again_s)
-                logged = True
-                self.close()
-                time.sleep(self._again_s)
-
-    def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
-        self._store = None
 
 
 def open_store(where: str | Path) -> Store:

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ostinato.apps.scaling.ablation import ENOUGH, FAMILY, FLOOR, Ablation, Arm, Run, Verdict, ablate
-from ostinato.apps.scaling.decide import Terms, decide, forecast, reach
-from ostinato.apps.scaling.forms import ORIGINS, Choice, choose, rival_sentence
+from ostinato.apps.scaling.decide import Terms, decide, forecast, reach, rival
 from ostinato.apps.scaling.gates import REPORTED, Assessment, assess
 from ostinato.apps.scaling.posterior import Interval, Posterior, posterior
 from ostinato.apps.scaling.reading import Window
@@ -84,9 +83,10 @@ class Known:
     def name(self) -> str:
         return self.window.whole.name
 
-    def laws(self) -> list[Choice]:
-        """Other laws beside the posterior, where there is a point estimate to compare them with."""
-        return choose(self.window.fitted) if self.ranked else []
+    def rival(self) -> str:
+        """What is said where a line in ln C predicted better; empty without a point estimate."""
+        line = rival(self.window.fitted) if self.ranked else None
+        return "" if line is None else line.sentence
 
     def parameters(self) -> dict[str, Interval | None]:
         """As far as they may be reported: no median of B and C_mid where they are the prior's."""
@@ -129,28 +129,15 @@ class Known:
 
 
 def fit(window: Window) -> Answer:
-    """The curve, the interval of its ceiling, and other laws."""
+    """The curve, the interval of its ceiling, and whether a line would have predicted better."""
     known = Known.of(window)
-    forms, least = known.laws(), known.posterior.fit
+    least, other = known.posterior.fit, known.rival()
     unknown = () if known.assessment.steep else ("B", "C_mid")
-
-    def reported(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: None if name in unknown else value for name, value in parameters.items()}
-
-    curve = reported({"A": least.curve.A, "B": least.curve.B, "C_mid": least.curve.C_mid})
-    laws = [
-        {
-            "form": one.form,
-            "error": one.error,
-            "by_origin": dict(zip(map(str, ORIGINS), one.by_origin, strict=False)),
-            "parameters": one.law and reported(one.law.parameters),
-        }
-        for one in forms
-    ]
+    curve = {name: None if name in unknown else getattr(least.curve, name) for name in ("A", "B", "C_mid")}
     squares = curve | {"sse": least.sse, "sd": least.residual_sd} if known.ranked else None
     return Answer(
-        result=known.as_json() | {"least_squares": squares, "laws": laws},
-        lead=[*known.sentences(), *filter(None, [rival_sentence(forms)])],
+        result=known.as_json() | {"least_squares": squares, "rival": other or None},
+        lead=[*known.sentences(), *filter(None, [other])],
         tables=[_parameters(known, curve if known.ranked else {})],
     )
 
@@ -184,7 +171,7 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
     known = Known.of(window)
     scores = [forecast(known.posterior, C) for C in at]
     reached = [reach(known.posterior, T) for T in targets]
-    now, unit, rival = float(window.fitted.compute[-1]), window.unit, rival_sentence(known.laws())
+    now, unit, other = float(window.fitted.compute[-1]), window.unit, known.rival()
     rows = []
     for one in scores:
         gain = known.assessment.shown(known.posterior.gain(now, one.compute))
@@ -212,10 +199,10 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
             {"target": one.target, "probability": one.probability, "compute": _json(one.compute)}
             for one in reached
         ],
-        "rival": rival or None,
+        "rival": other or None,
     }
     return Answer(
-        result=known.as_json() | result, lead=[*known.sentences(), *filter(None, [rival])], tables=tables
+        result=known.as_json() | result, lead=[*known.sentences(), *filter(None, [other])], tables=tables
     )
 
 

@@ -152,7 +152,7 @@ async def renew(served: Served, name: str, load: Callable[[], tuple[int, Adapter
 
 
 async def follow_product(served: Served, folder: Path) -> None:
-    """Serve the policy in office and the canary of a product's loop as the model PRODUCT, first of all, until
+    """Serve the current policy and the canary of a product's loop as the model PRODUCT, first of all, until
     it is cancelled; the base where no loop has begun. What the loop cannot give is counted, logged once, and
     what was served goes on."""
     outcomes, seen, logged, published = served.service.metrics.policies, "", "", {BASE}

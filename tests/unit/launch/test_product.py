@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ostinato.apps.product.loop import Finding, Position, Stage, Verdict, advanc
 from ostinato.apps.product.rewards import read_table
 from ostinato.apps.product.runs import judge
 from ostinato.apps.product.runs.judge import freeze_window, labels
-from ostinato.apps.product.runs.loop import Exhausted, ProductLoop, digest
+from ostinato.apps.product.runs.loop import ProductLoop, Work, digest
 from ostinato.apps.product.runs.settings import CollectSettings, ProductSettings, read_settings
 from ostinato.apps.product.runs.watch import MARKED, Probe, Watch
 from ostinato.apps.product.runs.window import add_exemplars, decided, freeze, read_bank, read_part
@@ -97,7 +97,7 @@ def of_rows(completions, answer, **columns):
 
 def test_the_gates_of_a_judge_may_go_by_gold_instead_of_clicks(tmp_path: Path) -> None:
     """Users accept an exploit while it is rare, so a judge that had unlearned it agreed less with clicks than
-    the one in office, and its gates dropped it."""
+    the current one, and its gates dropped it."""
     (tmp_path / "gold.py").write_text(GOLD)
     texts = [("a good answer, in many words", "short"), ("short", "a long one"), ("what?", "a"), ("aa", "bb")]
     chat = [{"role": "user", "content": "question"}]
@@ -137,7 +137,7 @@ def test_what_comes_late_is_in_the_next_window(
     live._number = 40
     fill(store, range(30))
     work = WORK | {Stage.FREEZE: freeze_window}
-    loop = ProductLoop(settings, tmp_path / "product", store, live, work)
+    loop = ProductLoop(settings, tmp_path / "product", store, work, live.now, live.wait)
     loop.step()
     live._number = 30  # the clock, LATENESS_S and a second behind the last choice that is there
     loop.step()
@@ -162,17 +162,20 @@ class Once:
     """A product from which more pairs come a few times."""
 
     def __init__(self, store: Store, batches: int) -> None:
-        self._store, self._left, self._number = store, batches, 0
+        self.store, self._left, self._number = store, batches, 0
 
     def now(self) -> float:
         return 1e9 + self._number + 1 + LATENESS_S  # behind the last choice, before the next one
 
-    def wait(self, at: Position) -> bool:
+    def wait(self) -> None:
         if not self._left:
-            return False
-        fill(self._store, range(self._number, self._number + 6))
+            raise EOFError
+        fill(self.store, range(self._number, self._number + 6))
         self._left, self._number = self._left - 1, self._number + 6
-        return True
+
+
+def new_loop(settings: ProductSettings, folder: Path, live: Once, work: Mapping[Stage, Work]) -> ProductLoop:
+    return ProductLoop(settings, folder, live.store, work, live.now, live.wait)
 
 
 def made(name: str):
@@ -215,14 +218,14 @@ def test_a_killed_loop_goes_on_where_its_journal_ends(
     def killed(loop: ProductLoop, at: Position) -> Finding:
         raise KeyboardInterrupt
 
-    loop = ProductLoop(settings, folder, store, Once(store, 2), WORK | {Stage.POLICY: killed})
+    loop = new_loop(settings, folder, Once(store, 2), WORK | {Stage.POLICY: killed})
     with pytest.raises(KeyboardInterrupt):
         loop.run(1)
-    again = ProductLoop(settings, folder, store, Once(store, 0), WORK)
+    again = new_loop(settings, folder, Once(store, 0), WORK)
     assert again.at == loop.at and again.at.stage is Stage.POLICY and again.at.judge
     again.run(1)
     assert again.at.policy and again.at.stage is Stage.COLLECT
-    with pytest.raises(Exhausted, match="no more feedback comes"):
+    with pytest.raises(EOFError):
         again.run(2)
 
 
@@ -244,7 +247,7 @@ def test_a_judge_that_rl_cannot_teach_is_its_warm_start_or_none(
     settings = read_settings(tmp_path / "product.toml", f"judge.warm={str(warm).lower()}")
     folder = tmp_path / "product"
     folder.mkdir()
-    loop = ProductLoop(settings, folder, store, Once(store, 0), WORK | {Stage.JUDGE: judge.train})
+    loop = new_loop(settings, folder, Once(store, 0), WORK | {Stage.JUDGE: judge.train})
     at = Position(round=1, stage=Stage.JUDGE)
     freeze(loop.round_folder(at) / "window", store, loop.table, CollectSettings(), 0.0, 2e9)
     found = judge.train(loop, at)
@@ -269,7 +272,7 @@ def test_what_is_served_follows_the_journal_and_a_roll_back_is_the_same_bytes(
         served.append((loop.folder / "serving.json").read_text())
         return Finding(verdict=Verdict.FAILED if at.round == 2 else Verdict.PASSED)
 
-    loop = ProductLoop(settings, folder, store, Once(store, 9), WORK | {Stage.CANARY: canary})
+    loop = new_loop(settings, folder, Once(store, 9), WORK | {Stage.CANARY: canary})
     loop.run(1)
     first = loop.at.policy
     adapter = loop.adapter_of(first)
@@ -338,7 +341,7 @@ def test_a_proxy_that_leaves_gold_behind_and_questions_that_become_usual_are_fou
 
 
 @pytest.mark.slow
-def test_an_office_that_was_measured_once_gives_the_knee_no_false_alarms() -> None:
+def test_a_level_that_was_measured_once_gives_the_knee_no_false_alarms() -> None:
     """Its error is in every look's gain alike."""
     quiet, found = probes(1, 256, 0.4), 0
     for seed in range(200):

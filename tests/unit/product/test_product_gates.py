@@ -32,9 +32,9 @@ WORSE = Judged(choices=[one if i % 2 else one.swapped for i, one in enumerate(LA
 PROBES = {"length": [A] * 20, "format": [A] * 19 + [B]}
 
 
-def judged(candidate: Judged = GOOD, office: Judged | None = GOOD, **changes: object) -> Assessment:
+def judged(candidate: Judged = GOOD, current: Judged | None = GOOD, **changes: object) -> Assessment:
     given = {"users": USERS, "bank": {"verbose": A}, "probes": PROBES, "panel": [True] * 19 + [False]}
-    return judge_gates(candidate, office, LABELS, **{**given, **changes})  # type: ignore[arg-type]
+    return judge_gates(candidate, current, LABELS, **{**given, **changes})  # type: ignore[arg-type]
 
 
 def test_the_same_judge_passes_and_says_why() -> None:
@@ -47,8 +47,8 @@ def test_the_same_judge_passes_and_says_why() -> None:
 @pytest.mark.parametrize(
     ("changes", "name", "says"),
     [
-        ({"candidate": WORSE}, "accuracy", "to the judge in office"),
-        ({"candidate": WORSE, "office": None}, "accuracy", "to an accuracy of 0.5"),
+        ({"candidate": WORSE}, "accuracy", "to the current judge"),
+        ({"candidate": WORSE, "current": None}, "accuracy", "to an accuracy of 0.5"),
         ({"users": ["one"] * 200}, "accuracy", "1 users or rows, fewer than 20"),
         ({"bank": {"verbose": A, "flattery": B}}, "bank", "does not win 1 of 2 known exploits: flattery"),
         ({"bank": {"rubric": Choice.INCONSISTENT}}, "bank", "rubric"),
@@ -82,11 +82,11 @@ def test_overconfidence_is_stopped() -> None:
     odds = draw.normal(0, 1.5, 200)
     labels = [A if one else B for one in draw.random(200) < probability(odds)]
     choices = [A if one > 0 else B for one in odds]
-    office = Judged(choices=choices, probabilities=probability(odds))
+    current = Judged(choices=choices, probabilities=probability(odds))
     sure = Judged(choices=choices, probabilities=probability(6 * odds))
     given = {"users": USERS, "bank": {}, "probes": {}}
-    assert judge_gates(office, office, labels, **given).passed  # type: ignore[arg-type]
-    found = judge_gates(sure, office, labels, **given)  # type: ignore[arg-type]
+    assert judge_gates(current, current, labels, **given).passed  # type: ignore[arg-type]
+    found = judge_gates(sure, current, labels, **given)  # type: ignore[arg-type]
     assert found.failed == ("calibration",)
 
 

@@ -12,7 +12,8 @@ from product_rows import event, exchange
 
 from ostinato.apps.product.events import Event, Exchange, Kind
 from ostinato.apps.product.intake import Full, Intake
-from ostinato.apps.product.store import Outcome, Store, Unavailable, open_store
+from ostinato.apps.product.store import Outcome, Store, open_store
+from ostinato.database import Unavailable
 
 
 class Gate:

@@ -18,7 +18,8 @@ from postgres import Cluster, cluster, found
 from product_rows import event, exchange
 
 from ostinato.apps.product.events import Event, Exchange, Kind
-from ostinato.apps.product.store import Joined, Outcome, Patient, Store, Unavailable, open_store
+from ostinato.apps.product.store import Joined, Outcome, Store, open_store
+from ostinato.database import Unavailable
 
 ACCEPTED, REPEATED, CONFLICT, EXPIRED = Outcome
 Place = Callable[[], str]
@@ -257,42 +258,6 @@ def test_a_store_of_a_newer_program_is_refused(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(ValueError, match="schema 2"):
         open_store(tmp_path / "f.db")
-
-
-class Cut:
-    """A store whose connection is gone."""
-
-    def __init__(self) -> None:
-        self.closed = False
-
-    def watermark(self) -> int:
-        raise Unavailable("the store does not answer (cut)")
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_a_loop_waits_for_its_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`ostinato product run` used to end with a traceback when PostgreSQL was started again beneath it."""
-    cut, down = Cut(), [True, True, False]
-
-    def reach() -> Any:
-        if len(down) == 3 and not cut.closed:
-            return cut
-        if down.pop(0):
-            raise Unavailable("the store does not answer (gone)")
-        return open_store(tmp_path / "f.db")
-
-    with open_store(tmp_path / "f.db") as store:
-        store.write([rated("a")], [exchange("r", 1000.0)])
-    patient = Patient(reach, again_s=0.0)
-    assert patient.watermark() == 2 and cut.closed and not down
-    assert plain(iter(patient.joined())) == [("r", ["a"])]
-    assert len(caplog.messages) == 1 and "(cut); tried again" in caplog.messages[0]
-    patient.close()
-    down.append(True)
-    with pytest.raises(ConnectionError, match="gone"):  # at the start it is said at once
-        Patient(reach)
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from lab.scaling import oracles, published
 from ostinato.apps.scaling.curve import Sigmoid, compute_for
 from ostinato.apps.scaling.fit import fit
-from ostinato.apps.scaling.forms import Form, choose, fit_form
 from ostinato.apps.scaling.noise import (
     CONSERVATIVE,
     Noise,
@@ -185,56 +184,6 @@ def sorted_like(found: dict[str, Series]) -> list[float]:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
         printed = {f"{row['figure']} {row['series']}": float(row["published_A"]) for row in rows}
     return [printed[name] for name in found]
-
-
-# ---- other laws
-
-
-@pytest.mark.parametrize("form", [form for form in Form if form is not Form.POSTERIOR])
-def test_every_form_comes_back_from_its_own_curve(form: Form) -> None:
-    C = np.linspace(500, 20_000, 20)
-    truth = {
-        Form.SIGMOID: ({"A": 0.61, "B": 1.92, "C_mid": 2542.0}, SCALERL.score(C)),
-        Form.SIGMOID_FREE_R0: ({"R0": 0.4, "A": 0.61, "B": 1.92, "C_mid": 2542.0}, SCALERL.score(C)),
-        Form.POWER: ({"A": 0.7, "B": 0.5, "D": 6.0}, 0.7 - 6.0 * C**-0.5),
-        Form.LOG_ERROR: ({"k": 0.2, "E": 1.0}, 1 - np.exp(1.0 - 0.2 * np.log(C))),
-    }[form]
-    law = fit_form(series("own", C, truth[1], R0=0.4), form)
-    assert dict(law.parameters) == pytest.approx(truth[0], rel=1e-3)
-    np.testing.assert_allclose(law.score(C), truth[1], atol=1e-5)
-
-
-def test_the_form_that_foretells_best_comes_first() -> None:
-    """The sigmoid predicts a curve that saturates; a law without a ceiling, one that has none."""
-    C = np.linspace(500, 15_000, 30)
-    noise = simulated(SCALERL, C, seed=1).score - SCALERL.score(C)
-    saturating = series("saturating", C, SCALERL.score(C) + noise, R0=0.4)
-    endless = series("endless", C, 1 - np.exp(1.0 - 0.2 * np.log(C)) + noise / 4, R0=0.05)
-    assert choose(saturating)[0].form in (Form.SIGMOID, Form.SIGMOID_FREE_R0)
-    assert choose(endless)[0].form in (Form.LOG_ERROR, Form.POWER)  # of which it is the case A = 1
-    assert {one.error for one in choose(saturating.take(slice(4)))} == {math.inf}  # nothing to predict
-
-
-def test_a_form_that_cannot_be_fitted_is_last() -> None:
-    C = np.linspace(500, 15_000, 20)
-    perfect = series("perfect", C, np.minimum(1.0, 0.5 + C / 20_000), R0=0.4)
-    last = choose(perfect)[-1]
-    assert (last.form, last.law, last.error) == (Form.LOG_ERROR, None, math.inf)
-
-
-def test_a_sigmoid_that_comes_last_is_one_that_was_not_identified_yet() -> None:
-    """The paper's run until 8k GPU-hours: by its rolling-origin error the sigmoid was the worst of the laws.
-    Most of that is the first origin, at 1.5 C_mid, where least squares puts the ceiling at 1 (the
-    prior on B takes a third of the error); from the next origin on it is better than the power law."""
-    by = ("figure", "series")
-    runs = read_csv(published("scalerl_points.csv"), compute="gpu_hours", score="pass_rate", by=by, R0=0.4)
-    run = next(one for one in runs if one.name == "Fig2 ScaleRL").between(1500, 8000)
-    found = {choice.form: choice for choice in choose(run)}
-    assert list(found)[-1] is Form.SIGMOID
-    first, *later = zip(*(found[form].by_origin for form in (Form.SIGMOID, Form.POWER)), strict=True)
-    assert first[0] > 2 * first[1]
-    assert all(sigmoid < power for sigmoid, power in later)
-    assert found[Form.POSTERIOR].by_origin[0] < 0.7 * first[0]
 
 
 # ---- what is known of a curve: the posterior beside its slow twin, and its two cross-checks

@@ -81,20 +81,20 @@ def follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Service, T
 def test_what_is_served_follows_the_loop(follows: Any) -> None:
     """The canary comes and goes; a folder that cannot be read is counted, and what was served goes on."""
     found, thread, follow = follows
-    office = {"revision": "a1", "adapter": "a"}
+    current = {"revision": "a1", "adapter": "a"}
     canary = {"revision": "b2", "adapter": "b", "share": 0.3}
 
     def seen(text: str) -> tuple[list[str], Canary | None]:
         follow(text)
         return [name for name in found.models if name.startswith(PRODUCT)], found.canary
 
-    first = seen(json.dumps({"round": 1, "policy": office, "canary": canary}))
+    first = seen(json.dumps({"round": 1, "policy": current, "canary": canary}))
     assert first[0] == [PRODUCT, "product-canary"] and first[1] is not None and first[1].share == 0.3
     assert next(iter(found.models)) == PRODUCT  # who names none gets it
     assert (found.models["product-canary"].revision, found.models[PRODUCT].propensity) == ("b2", 0.7)
     assert seen("no JSON") == first
     assert b'ostinato_policies_total{outcome="refused"}' in found.metrics.text()
-    assert seen(json.dumps({"round": 2, "policy": office})) == ([PRODUCT], None)
+    assert seen(json.dumps({"round": 2, "policy": current})) == ([PRODUCT], None)
     assert set(thread.published) == {"a1", "b2"}
 
 

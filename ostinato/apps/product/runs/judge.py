@@ -76,8 +76,8 @@ def _rows(loop: ProductLoop, at: Position) -> list[dict[str, Any]]:
 
 def _plan(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
     settings = loop.settings
-    office = loop.adapter_of(at.judge)
-    begin = str(office) if office else settings.judge.base
+    current = loop.adapter_of(at.judge)
+    begin = str(current) if current else settings.judge.base
     given = (f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}")
     given += (f"{'warm' if settings.judge.warm else 'rl'}.adapter.path={begin}",) if begin else ()
     template = settings.judge.template.read_text(encoding="utf-8") if settings.judge.template else ""
@@ -88,7 +88,7 @@ def _plan(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
 
 
 def gates(loop: ProductLoop, at: Position) -> Finding:
-    """The candidate beside the judge in office, on the window's test part and on the hack bank."""
+    """The candidate beside the current judge, on the window's test part and on the hack bank."""
     return _assess(loop, at, read_part(loop.round_folder(at) / "window", "test"))
 
 

@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from ostinato.apps.product.loop import Decision, Finding, Position, Stage, advance, position_of
 from ostinato.apps.product.rewards import Table, read_table
 from ostinato.apps.product.runs.settings import ProductSettings
 from ostinato.apps.product.runs.window import decided
-from ostinato.apps.product.store import Patient, Store
+from ostinato.apps.product.store import Store
 from ostinato.files import atomic_write
 from ostinato.launch import RunFailed
 from ostinato.run import Jsonl, atomic_folder
@@ -31,52 +30,25 @@ from ostinato.run import Jsonl, atomic_folder
 log = logging.getLogger(__name__)
 
 
-class Live(Protocol):
-    """The product that goes on while the loop works."""
-
-    def now(self) -> float:
-        """Event time up to which feedback has come in, seconds since 1970."""
-        ...
-
-    def wait(self, at: Position) -> bool:
-        """Until there may be more feedback; False: there will be none."""
-        ...
-
-
-class Polled:
-    """A product that others serve: the clock, and a look every so many seconds."""
-
-    def __init__(self, look_s: float) -> None:
-        self._look_s = look_s
-
-    def now(self) -> float:
-        return time.time()
-
-    def wait(self, at: Position) -> bool:
-        time.sleep(self._look_s)
-        return True
-
-
-class Exhausted(RunFailed):
-    """No more feedback comes, and a stage needs more."""
-
-
 Work = Callable[["ProductLoop", Position], Finding]
 
 
 class ProductLoop:
-    """The loop in ``folder``. ``work``: what each stage does; ``collect`` is done here."""
+    """The loop in ``folder``. ``work``: what each stage does; ``collect`` is done here. ``now``: event time
+    up to which feedback has come in; ``wait``: until there may be more of it."""
 
     def __init__(
         self,
         settings: ProductSettings,
         folder: Path,
-        store: Store | Patient,
-        live: Live,
+        store: Store,
         work: Mapping[Stage, Work],
+        now: Callable[[], float] = time.time,
+        wait: Callable[[], None] | None = None,
     ) -> None:
         folder = folder.absolute()  # servers elsewhere read the paths in serving.json
-        self.settings, self.folder, self.store, self.live = settings, folder, store, live
+        self.settings, self.folder, self.store, self.now = settings, folder, store, now
+        self.wait = wait or (lambda: time.sleep(settings.collect.look_s))
         self.table: Table = read_table(settings.rewards)
         self.bank = folder / "bank.jsonl"
         self._work = {Stage.COLLECT: collect, **work}
@@ -92,7 +64,7 @@ class ProductLoop:
         found = self._work[before.stage](self, before)
         after, what = advance(before, found)
         found = replace(found, figures={**found.figures, "seconds": time.monotonic() - start})
-        decision = Decision(ts=self.live.now(), before=before, finding=found, after=after, what=what)
+        decision = Decision(ts=self.now(), before=before, finding=found, after=after, what=what)
         self._journal.append(decision.row())
         self.at = after
         self._publish()
@@ -106,7 +78,7 @@ class ProductLoop:
 
     def until(self) -> float:
         """Where a window may end: what comes later than ``lateness_s`` behind its event belongs to none."""
-        return self.live.now() - self.table.lateness_s
+        return self.now() - self.table.lateness_s
 
     # ---- folders
 
@@ -132,12 +104,12 @@ class ProductLoop:
         return folder
 
     def _publish(self) -> None:
-        """serving.json: the policy in office, and the canary where there is one."""
-        at, office = self.at, self.adapter_of(self.at.policy)
+        """serving.json: the current policy, and the canary where there is one."""
+        at, current = self.at, self.adapter_of(self.at.policy)
         begun = self.settings.policy.base and str(Path(self.settings.policy.base).absolute())
         facts = {
             "round": at.round,
-            "policy": {"revision": at.policy, "adapter": str(office or begun) or None},
+            "policy": {"revision": at.policy, "adapter": str(current or begun) or None},
         }
         if at.stage is Stage.CANARY:
             canary = self.adapter_of(at.candidate)
@@ -164,7 +136,7 @@ def collect(loop: ProductLoop, at: Position) -> Finding:
 
 
 def wait_for(loop: ProductLoop, at: Position, needed: int) -> tuple[int, dict[str, int]]:
-    """Pairs decided since the last window, once there are as many as needed. Exhausted where none come."""
+    """Pairs decided since the last window, once there are as many as needed."""
     known = -1
     while True:
         pairs, counts = decided(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
@@ -173,10 +145,7 @@ def wait_for(loop: ProductLoop, at: Position, needed: int) -> tuple[int, dict[st
         if len(pairs) != known:
             log.info(f"round {at.round}   {at.stage:<13} {len(pairs)} of {needed} pairs so far")
         known = len(pairs)
-        if not loop.live.wait(at):
-            raise Exhausted(
-                f"stage {at.stage} has {len(pairs)} of {needed} pairs, and no more feedback comes"
-            )
+        loop.wait()
 
 
 def again(folder: Path, name: str) -> Path | None:

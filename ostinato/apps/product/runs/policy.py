@@ -17,7 +17,7 @@ from ostinato.apps.product.judging import Choice
 from ostinato.apps.product.loop import Finding, Position, Stage, Verdict
 from ostinato.apps.product.rewards import rewards
 from ostinato.apps.product.runs import judge
-from ostinato.apps.product.runs.loop import Exhausted, ProductLoop, Work, again, unless_stopped
+from ostinato.apps.product.runs.loop import ProductLoop, Work, again, unless_stopped
 from ostinato.apps.product.runs.watch import MARKED, Probe, Watch, answers, prefer, probe
 from ostinato.apps.product.runs.window import add_exemplars
 from ostinato.config import Recipe
@@ -25,12 +25,12 @@ from ostinato.launch import NothingToLearn
 from ostinato.launch.session import learn, resume
 from ostinato.run import Jsonl, RunFolder, atomic_folder
 
-KL = ("opd/reverse_kl", "kl")  # metrics of the distance to the policy in office, nats a token
+KL = ("opd/reverse_kl", "kl")  # metrics of the distance to the current policy, nats a token
 PROBES = "probes.jsonl"  # of a run: its looks
 
 
 def train(loop: ProductLoop, at: Position) -> Finding:
-    """RL pinned to the judge in office. An alarm ends it, and its exemplars go into the hack bank."""
+    """RL pinned to the current judge. An alarm ends it, and its exemplars go into the hack bank."""
     settings, folder = loop.settings.policy, loop.round_folder(at) / "policy"
     recipe = policy_recipe(loop, at, folder)
     path = again(folder, recipe.name)
@@ -63,20 +63,20 @@ def _last_look(run: Path | None) -> int:
 
 
 def policy_recipe(loop: ProductLoop, at: Position, folder: Path) -> Recipe:
-    """Of the round: the judge as its reward; it begins with the policy in office, and stays near it by
+    """Of the round: the judge as its reward; it begins with the current policy, and stays near it by
     algo.teacher_coef, where the recipe has one."""
     settings = loop.settings
-    office = office_of(loop, at.policy)
+    current = adapter_path(loop, at.policy)
     given = [f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}"]
     given += [f'reward.functions=["judge:{loop.adapter_of(at.judge)}"]']
-    if office:
-        given += [f"adapter.path={office}", f"teacher.adapter={office}"]
+    if current:
+        given += [f"adapter.path={current}", f"teacher.adapter={current}"]
     else:
         given.append(f"teacher.model={settings.model}")
     return Recipe.load(settings.policy.recipe, *given, *settings.policy.overrides)
 
 
-def office_of(loop: ProductLoop, revision: str) -> str:
+def adapter_path(loop: ProductLoop, revision: str) -> str:
     """The adapter of a policy; "" for the model itself."""
     folder = loop.adapter_of(revision)
     return str(folder) if folder else loop.settings.policy.base
@@ -86,14 +86,14 @@ def office_of(loop: ProductLoop, revision: str) -> str:
 
 
 def look(loop: ProductLoop, at: Position, recipe: Recipe, run: RunFolder, step: int) -> None:
-    """Measure at ``step`` beside the policy of some looks before; the first look is of the policy in office
+    """Measure at ``step`` beside the policy of some looks before; the first look is of the current policy
     beside itself."""
-    log, kept, office = Jsonl(run.path / PROBES), _keep_look(run, step), office_of(loop, at.policy)
+    log, kept, current = Jsonl(run.path / PROBES), _keep_look(run, step), adapter_path(loop, at.policy)
     if not any(log.rows()):
-        log.append(_probe(loop, at, recipe, office, office, 0, None).row())
+        log.append(_probe(loop, at, recipe, current, current, 0, None).row())
     steps = [row["step"] for row in log.rows()]
     before = steps[max(0, len(steps) - loop.settings.policy.behind)]
-    beside = str(_keep_look(run, before)) if before else office
+    beside = str(_keep_look(run, before)) if before else current
     log.append(_probe(loop, at, recipe, str(kept), beside, step, _kl(run, step)).row())
 
 
@@ -136,7 +136,7 @@ def _probe(
 
 
 def _kl(run: RunFolder, step: int) -> float | None:
-    """Of the last step, to the policy in office."""
+    """Of the last step, to the current policy."""
     last = next((row for row in run.metrics.rows() if row["step"] == step), {})
     return next((last[name] for name in KL if name in last), None)
 
@@ -145,11 +145,11 @@ def _kl(run: RunFolder, step: int) -> float | None:
 
 
 def gates(loop: ProductLoop, at: Position) -> Finding:
-    """The candidate beside the policy in office: held-out ability, gold, the distance between them."""
+    """The candidate beside the current policy: held-out ability, gold, the distance between them."""
     settings, run = loop.settings, again(loop.round_folder(at) / "policy", "")
     assert run is not None
     recipe = policy_recipe(loop, at, run.parent)
-    both = (str(loop.adapter_of(at.candidate)), 0), (office_of(loop, at.policy), 0)
+    both = (str(loop.adapter_of(at.candidate)), 0), (adapter_path(loop, at.policy), 0)
 
     def scored(function: str) -> tuple[np.ndarray, np.ndarray]:
         found = answers(recipe, both, function, settings.policy.gate_prompts, prompts=0)
@@ -176,26 +176,22 @@ def canary(loop: ProductLoop, at: Position) -> Finding:
         arms = _arms(loop, at)
         if len(arms["canary"]) >= settings.answers and len(arms["control"]) >= 2:
             break
-        if not loop.live.wait(at):
-            raise Exhausted(
-                f"the canary of round {at.round} has {len(arms['canary'])} of {settings.answers} decided "
-                "rewards, and no more feedback comes"
-            )
+        loop.wait()
     means = {arm: float(np.mean(values)) for arm, values in arms.items()}
     spread = sum(float(np.var(values, ddof=1)) / len(values) for values in arms.values()) ** 0.5
     gap = means["canary"] - means["control"]
     figures = {"canary": means["canary"], "control": means["control"], "gap": gap, "stderr": spread}
     worse = gap + 1.645 * spread < -settings.worse
     reason = (
-        f"mean reward by users {means['canary']:.3f} of the candidate, {means['control']:.3f} of the policy "
-        f"in office (difference {gap:+.3f}, standard error {spread:.3f})"
+        f"mean reward by users {means['canary']:.3f} of the candidate, {means['control']:.3f} of the "
+        f"current policy (difference {gap:+.3f}, standard error {spread:.3f})"
     )
     return Finding(verdict=Verdict.FAILED if worse else Verdict.PASSED, reasons=(reason,), figures=figures)
 
 
 def _arms(loop: ProductLoop, at: Position) -> dict[str, list[float]]:
-    """Decided rewards since the candidate's first answer: its own, and those of the policy in office."""
-    now, found = loop.live.now(), {"canary": list[float](), "control": list[float]()}
+    """Decided rewards since the candidate's first answer: its own, and those of the current policy."""
+    now, found = loop.now(), {"canary": list[float](), "control": list[float]()}
     joined = list(loop.store.joined(since=at.frozen, until=now, horizon_s=loop.table.horizon_s))
     since = min((one.exchange.ts for one in joined if one.exchange.revision == at.candidate), default=now)
     joined = [one for one in joined if one.exchange.ts >= since]

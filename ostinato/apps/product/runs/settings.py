@@ -54,7 +54,7 @@ class PolicySettings(_Section):
     overrides: tuple[str, ...] = ()
     steps: Positive = 60
     look_every: Positive = 5  # steps between two looks of the detectors
-    behind: Positive = 2  # looks back, to the policy that a look compares with; first the one in office
+    behind: Positive = 2  # looks back, to the policy that a look compares with; first the current one
     limits: PolicyLimits = PolicyLimits()
     gate_prompts: Positive = 128  # for ability and gold at the gates
     probe: Positive = 64  # prompts of a look: answered afresh by the policy that learns and by the other

@@ -1,10 +1,10 @@
 """What the detectors see of a policy that is trained: fresh answers of it and of what it was before.
 
     Probe   n new prompts, one answer of the policy that learns and of what it was some looks before (first:
-            the one in office); who is better by the judge, by how much by gold
+            the current one); who is better by the judge, by how much by gold
     Watch   the detectors, fed every probe so far: the same after a kill as without one
 
-Beside the policy in office what was gained at first would hide what is lost behind it. Successive looks at
+Beside the current policy what was gained at first would hide what is lost behind it. Successive looks at
 one policy would share prompts and noise, which no bet may: each look has its own, of both policies.
 """
 
@@ -181,19 +181,19 @@ def probe(step: int, kl: float | None, ours: Answers, theirs: Answers, proxy: np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """Detectors that have been calibrated on the policy in office. ``rate``: gold per proxy; ``scale``: the
+    """Detectors that have been calibrated on the current policy. ``rate``: gold per proxy; ``scale``: the
     deviation of gold between two of its answers; both 0 without gold: then only actions are counted.
-    ``office``: its level."""
+    ``current``: its level."""
 
     detectors: tuple[Detector, ...]
     marked: tuple[tuple[str, Bets, Bets], ...] = ()  # a mark: is it preferred, does it cost gold?
     rate: float = 0.0
     scale: float = 0.0
-    office: tuple[float, float] = (0.0, 0.0)
+    current: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def of(cls, quiet: Probe, cases: int, counted: Sequence[str], looks: int, false_alarms: float) -> Watch:
-        """``quiet``: two answers of the policy in office compared, ``cases`` of which were counted. The
+        """``quiet``: two answers of the current policy compared, ``cases`` of which were counted. The
         chance of a false alarm in all ``looks`` is at most ``false_alarms``, a quarter for each kind."""
         share = false_alarms / 4
         found: list[Detector] = [
@@ -213,7 +213,7 @@ class Watch:
             marked=marked,
             rate=exchange_rate(quiet.proxy[known], quiet.gold[known]),
             scale=float(np.std(quiet.gold[known])),
-            office=quiet.level or (0.0, 0.0),
+            current=quiet.level or (0.0, 0.0),
         )
 
     def update(self, seen: Probe) -> tuple[Watch, list[Alarm]]:
@@ -243,7 +243,7 @@ class Watch:
                 if not seen.kl or seen.kl <= 0 or not seen.level or not seen.level[1]:
                     return one, None
                 mean, error = seen.level
-                gain, error = mean - self.office[0], math.hypot(error, self.office[1])
+                gain, error = mean - self.current[0], math.hypot(error, self.current[1])
                 return one.update((seen.kl, gain, error))
             case Cusum():
                 return one.update((seen.actions.get(one.name, 0), sum(seen.actions.values())))

@@ -13,7 +13,7 @@ from typing import Any
 from ostinato.apps.product.pairs import Pair, deduplicate, extract, leaks, split
 from ostinato.apps.product.rewards import Table
 from ostinato.apps.product.runs.settings import CollectSettings
-from ostinato.apps.product.store import Patient, Store
+from ostinato.apps.product.store import Store
 from ostinato.files import atomic_write
 from ostinato.inputs import parse_json
 from ostinato.run import Jsonl, atomic_folder, to_json
@@ -22,7 +22,7 @@ PARTS = ("train", "validation", "test")
 
 
 def decided(
-    store: Store | Patient, table: Table, since: float, now: float, upto: int
+    store: Store, table: Table, since: float, now: float, upto: int
 ) -> tuple[list[Pair], dict[str, int]]:
     """Pairs that were decided in [since, now) by event time, from rows up to the watermark ``upto``; and
     counts of what gave none. One user's pairs weigh at most ``table.cap`` together."""
@@ -42,7 +42,7 @@ def read_part(window: Path, part: str) -> list[dict[str, Any]]:
 
 
 def freeze(
-    folder: Path, store: Store | Patient, table: Table, settings: CollectSettings, since: float, now: float
+    folder: Path, store: Store, table: Table, settings: CollectSettings, since: float, now: float
 ) -> dict[str, Any]:
     """Write the window [since, now) as a whole; one that stands in ``folder`` is read, not made again. Its
     facts: since, until, upto (the watermark), counts, table (its revision).
