@@ -106,7 +106,14 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
-    "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "head_dim": 8},
+    "dots1": {
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": TOP_K,
+        "head_dim": 8,
+    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8},
 }
 # of issue 39, and those that our decoder has

@@ -71,6 +71,7 @@ def shaken(adapters: Adapters) -> Adapters:
 OTHERS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 8},
     "gpt_oss": {**EXPERTS, "sliding_window": 6},
+    "minimax": {**EXPERTS, "layer_types": ["linear_attention", "full_attention"]},  # a cache of its own
     "granite": {"logits_scaling": 3.0},
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"],

@@ -39,6 +39,7 @@ class Score(StrEnum):
     SIGMOID = "sigmoid"
     SQRT_SOFTPLUS = "sqrt_softplus"  # DeepSeek-V4
     IDENTITY = "identity"  # what the router calls logits are probabilities: Gemma 4
+    SPARSE_MIXER = "sparse_mixer"  # Phi-3.5-MoE: one expert after another (arXiv 2409.12136 section 2.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,9 @@ class WeightRule:
     def weights(self, logits: Tensor, ids: Tensor, router: nn.Module) -> Tensor:
         """Weights [N, K] of experts ``ids`` [N, K] from live logits [N, M], in the dtype of the scores."""
         values = logits.float() if self.fp32 else logits
-        if self.gather_first:
+        if self.score is Score.SPARSE_MIXER:
+            weights = sparse_mixer(values, ids, getattr(router, _BAND))
+        elif self.gather_first:
             weights = _SCORES[self.score](values.gather(1, ids))
         else:
             weights = _SCORES[self.score](values).gather(1, ids)
@@ -88,6 +91,22 @@ _SCORES: dict[Score, Callable[[Tensor], Tensor]] = {
     Score.SQRT_SOFTPLUS: lambda x: F.softplus(x).sqrt(),
     Score.IDENTITY: lambda x: x,
 }
+_BAND = "router_jitter_noise"  # of the routers of sparse mixers
+
+
+def sparse_mixer(logits: Tensor, ids: Tensor, noise: float) -> Tensor:
+    """Weights [N, K]: each expert's softmax among those not chosen before it whose logits lie within a band
+    of 2 ``noise`` below the largest, relative to the larger of the two. The expert itself is always among
+    them, as it is where the router chose it for being the largest."""
+    weights, left = [], logits
+    for column in ids.split(1, dim=-1):
+        with torch.no_grad():
+            best = left.max(dim=-1, keepdim=True).values
+            outside = (best - logits) / logits.abs().clamp(min=best) > 2 * noise
+            outside.scatter_(-1, column, False)
+        weights.append(left.masked_fill(outside, -torch.inf).softmax(dim=-1).gather(-1, column))
+        left = left.scatter(-1, column, -torch.inf)
+    return torch.cat(weights, dim=-1)
 
 
 class Slots(NamedTuple):
@@ -147,7 +166,9 @@ def _rules(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> I
     dtypes = (True,) if logits.dtype == torch.float32 else (True, False)
     # 1e-20 stands for all that fp32 does not distinguish from 0; lfm2_moe adds 1e-6
     for score, first, fp32, norm in product(Score, (False, True), dtypes, (None, 1e-20, 1e-6)):
-        if score is Score.IDENTITY and first:
+        if first and score in (Score.IDENTITY, Score.SPARSE_MIXER):
+            continue
+        if score is Score.SPARSE_MIXER and (norm is not None or not hasattr(router, _BAND)):
             continue
         for name in _per_expert(router, logits.shape[1]):
             plain = WeightRule(score=score, gather_first=first, fp32=fp32, norm=norm, per_expert=name)

@@ -200,7 +200,7 @@ class TransformersEngine:
         if first and len(ids) < len(rows):
             logits = logits[owners]
             if wave.cache is not None:
-                wave.cache.reorder_cache(torch.tensor(owners, device=logits.device))
+                _choose_rows(wave.cache, torch.tensor(owners, device=logits.device))
         if routes is not None:
             for row, owner in zip(rows, owners, strict=True):
                 row.routes = [*row.routes, routes[owner]] if wave.cache is not None else [routes[owner]]
@@ -269,7 +269,7 @@ class TransformersEngine:
         if len(kept) < len(wave.rows):
             wave.rows = [wave.rows[place] for place in kept]
             if kept and wave.cache is not None:
-                wave.cache.reorder_cache(torch.tensor(kept, device=logits.device))
+                _choose_rows(wave.cache, torch.tensor(kept, device=logits.device))
 
     def _finish(self, row: Row, stop: Stop) -> None:
         sequence = row.sequence
@@ -319,11 +319,19 @@ class TransformersEngine:
             if len(kept) < len(wave.rows):
                 wave.rows = [wave.rows[place] for place in kept]
                 if kept and wave.cache is not None:
-                    wave.cache.reorder_cache(torch.tensor(kept, device=self.decoder.device))
+                    _choose_rows(wave.cache, torch.tensor(kept, device=self.decoder.device))
         self._waves = [wave for wave in self._waves if wave.rows]
 
     def _drop_all(self) -> None:
         self._waiting, self._waves = [], []
+
+
+def _choose_rows(cache: Any, rows: Tensor) -> None:
+    """Put ``rows`` of a cache in the place of its rows. MiniMax's has the states of its linear layers in a
+    list of its own, which its class does not reorder; an entry of a layer without one is an empty list."""
+    cache.reorder_cache(rows)
+    if states := getattr(cache, "linear_cache", None):
+        cache.linear_cache = [one[rows] if isinstance(one, Tensor) else one for one in states]
 
 
 def _emitted(drawn: Drawn, place: int, row: Row, version: int) -> Emitted:

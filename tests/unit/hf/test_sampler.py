@@ -26,7 +26,7 @@ from ostinato.types import NO_EXPERT, Segment
 VOCAB = 384
 
 
-@pytest.fixture(scope="module", params=["gpt_oss", "qwen3_5_text"])
+@pytest.fixture(scope="module", params=["gpt_oss", "qwen3_5_text", "minimax"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TransformersModel:
     folder: Path = saved(request.param, tmp_path_factory.mktemp(request.param), **OTHERS[request.param])
     return load(folder, dtype=torch.float32, device="cpu")
