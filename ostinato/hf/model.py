@@ -27,10 +27,12 @@ from ostinato.hf.facts import ModelFacts, measured
 from ostinato.hf.replay import Replay, attach_replay
 from ostinato.hf.routers import UnsupportedRouter
 from ostinato.hf.routes import Routes
+from ostinato.model.config_keys import quantisation_of
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Lora
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
+from ostinato.model.published import Weights
 from ostinato.model.shapes import AdapterSpec
 from ostinato.types import Segment
 
@@ -360,12 +362,27 @@ def load(folder: Path, *, dtype: torch.dtype, device: str) -> TransformersModel:
     """The model in ``folder``. Raises ValueError, in one sentence, for one that transformers cannot load
     by its own code, and for one that cannot be trained exactly."""
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ValueError(MISSING) from error
+    given: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        raw = config.to_dict()
+        if quantisation_of(raw) is not None:
+            weights = Weights(folder, raw)
+            del config.quantization_config
+            plain = dict(weights.tensors(dtype))
+            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            model, about = kind.from_pretrained(None, config=config, state_dict=plain, **given)
+        else:
+            model, about = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **given)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         said = " ".join(str(error).split())[:300]
         raise ValueError(f"transformers cannot load {folder}: {said}") from error
+    if lacking := sorted(about["missing_keys"]):
+        raise ValueError(
+            f"{folder} lacks {len(lacking)} tensors of {type(model).__name__}, the first is {lacking[0]}; "
+            "download the model again"
+        )
     return TransformersModel(torch.nn.Module.to(model, device))

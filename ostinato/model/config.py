@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.inputs import parse_json
-from ostinato.model.config_keys import float8_blocks, unknown_keys
+from ostinato.model.config_keys import quantisation_of, unknown_keys
 from ostinato.model.weight_files import has_own_head
 
 
@@ -341,9 +341,7 @@ def _family(raw: Mapping[str, Any]) -> str:
 
 def _refuse_unknown(c: Mapping[str, Any], family: str) -> None:
     """A key that is set, that is not understood, and whose name says that it changes what is computed."""
-    if c.get("quantization_config") and float8_blocks(c) is None:
-        what = f"quantization_config is {c['quantization_config']!r}"
-        raise NotNative(f"{what}; quantised weights are not supported, use the model's 16-bit weights")
+    quantisation_of(c)
     for key in unknown_keys(c, family):
         fix = "remove the key from config.json if it does not change what the model computes"
         raise NotNative(f"{key} is {c[key]!r}, which this decoder does not know for {family}; {fix}")

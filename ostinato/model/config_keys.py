@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 # Keys that are read, for every family and by family.
@@ -70,15 +71,72 @@ _FUNCTION = re.compile(
 )
 
 
-def float8_blocks(c: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of the blocks of weights in float8, each with a scale (DeepSeek-V3, arXiv 2412.19437
-    section 3.3); None where there are none, and for other forms of quantised weights."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantisation:
+    """How quantised weights are written, by ``quantization_config``."""
+
+    method: str  # of model.published.FORMS
+    bits: int = 4
+    blocks: tuple[int, int] = (0, 0)  # fp8: rows and columns that share a scale
+    zero_shift: int = 0  # gptq: what its files leave out of zeros
+
+
+def quantisation_of(c: Mapping[str, Any]) -> Quantisation | None:
+    """Of a config.json; None for plain weights. Raises ValueError, naming what is not understood."""
     form = c.get("quantization_config")
-    size = form.get("weight_block_size") if isinstance(form, Mapping) else None
-    is_known = isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)
-    if not isinstance(form, Mapping) or form.get("quant_method") != "fp8" or not is_known:
+    if not form:
         return None
-    return (size[0], size[1]) if size else None
+    if not isinstance(form, Mapping):
+        raise ValueError(f"quantization_config is {form!r}; config.json needs an object there")
+    method: Any = form.get("quant_method")
+    bits: Any = form.get("bits", form.get("w_bit", 4))
+    known: dict[str, Any] = {}
+    match method:
+        case "fp8":
+            size: Any = form.get("weight_block_size")
+            known["weight_block_size"] = (
+                isinstance(size, list | tuple)
+                and len(size) == 2
+                and all(type(n) is int and n > 0 for n in size)
+            )
+            found = Quantisation(method=method, blocks=tuple(size) if known["weight_block_size"] else (0, 0))
+        case "compressed-tensors":
+            groups = form.get("config_groups") or {}
+            weights = [one.get("weights") or {} for one in groups.values()]
+            number: set[Any] = {one.get("num_bits") for one in weights}
+            known["format"] = form.get("format") == "pack-quantized" and all(
+                one.get("format") in (None, "pack-quantized") for one in groups.values()
+            )
+            known["config_groups"] = (
+                len(number) == 1
+                and number <= {4, 8}
+                and all(one.get("type", "int") == "int" for one in weights)
+            )
+            known["transform_config"] = not form.get("transform_config")  # maps of their own between layers
+            known["sparsity_config"] = (form.get("sparsity_config") or {}).get("format", "dense") == "dense"
+            found = Quantisation(method=method, bits=number.pop() if known["config_groups"] else 0)
+        case "gptq":
+            layout = form.get("checkpoint_format", "gptq")
+            known |= {"bits": bits in (2, 4, 8), "checkpoint_format": layout in ("gptq", "gptq_v2")}
+            found = Quantisation(method=method, bits=bits, zero_shift=int(layout == "gptq"))
+        case "awq":
+            known |= {"bits": bits == 4, "version": str(form.get("version", "gemm")).lower() == "gemm"}
+            known["backend"] = form.get("backend", "autoawq") in ("autoawq", "auto")
+            found = Quantisation(method=method)
+        case "mxfp4":
+            found = Quantisation(method=method)
+        case _:
+            known["quant_method"] = False
+            found = None
+    for key, is_known in known.items():
+        if not is_known:
+            raise ValueError(
+                f"quantization_config has {key} = {form.get(key)!r}"
+                + (f" with quant_method {method!r}" if key != "quant_method" else "")
+                + "; what is read is fp8 in blocks, compressed-tensors pack-quantized, gptq, awq gemm "
+                "and mxfp4; use the model in one of these forms, or its 16-bit weights"
+            )
+    return found
 
 
 def unknown_keys(c: Mapping[str, Any], family: str) -> Iterator[str]:

@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ostinato.files import remedy
-from ostinato.model.config import ModelConfig, read_config
-from ostinato.model.config_keys import float8_blocks
+from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf_names import Stored, canonical, hf_tensors, is_extra_layer, is_redundant, stored
+from ostinato.model.published import Tensors, Weights
 from ostinato.model.share import Share, blocks, is_whole
-from ostinato.model.weight_files import HEAD, INDEX, SINGLE, weight_files
+from ostinato.model.weight_files import HEAD, INDEX, SINGLE
 from ostinato.run import atomic_write
 
 # Files that travel with the weights: tokenizer, chat template, generation defaults.
@@ -66,7 +62,8 @@ def fill(decoder: Decoder, folder: str | Path) -> int:
     """Copy the weights in a Hugging Face folder (single or sharded safetensors) into ``decoder``.
 
     Of a tensor that a share keeps in part, that part alone is read, of others nothing; a file in which the
-    index lists none of its own is not opened. Returns the bytes of the tensors and parts that were read.
+    index lists none of its own is not opened. Returns the bytes of what was read, of
+    quantised weights once widened.
 
     Raises ValueError, in one sentence, for a missing, unexpected or misshapen tensor, and a truncated file.
     Tensors that a share does not keep may be missing: the rank that keeps them will say so.
@@ -75,23 +72,22 @@ def fill(decoder: Decoder, folder: str | Path) -> int:
     expected = stored(decoder)
     missing = {name for name, one in expected.items() if name in one.covers}
     others, heads = list[str](), dict[Path, Tensor]()
-    read, files = 0, weight_files(folder)
-    scales = _Scales(files, config)
+    read, weights = 0, Weights(folder, config.raw)
     with torch.no_grad():
-        for path, listed in files.items():
+        for path, listed in weights.files.items():
             has_head = HEAD in listed and path.suffix == ".bin" and config.tie_embeddings
             if listed and not has_head and not any(canonical(name, config) in expected for name in listed):
-                others += [name for name in listed if not scales.has(name)]
+                others += listed
                 continue
-            with _opened(path) as file:
+            with weights.opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     one = expected.get(canonical(name, config))
                     if one is None:
                         if name == HEAD and path.suffix == ".bin" and config.tie_embeddings:
                             heads[path] = file.get_tensor(HEAD)  # of other files config.py has looked
-                        others += [] if scales.has(name) else [name]
+                        others.append(name)
                         continue
-                    read += _copy(one, file, name, path, scales)
+                    read += _copy(one, file, name, path)
                     missing -= one.covers
     _report(decoder, folder, sorted(missing), others)
     for path, head in heads.items():
@@ -108,10 +104,11 @@ def check_sizes(empty: Decoder, folder: str | Path) -> None:
     """
     expected = stored(empty)
     missing = {name for name, one in expected.items() if name in one.covers}
-    for path, listed in weight_files(Path(folder)).items():
+    weights = Weights(Path(folder), empty.config.raw)
+    for path, listed in weights.files.items():
         if listed and not any(canonical(name, empty.config) in expected for name in listed):
             continue
-        with _opened(path) as file:
+        with weights.opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 if one := expected.get(canonical(name, empty.config)):
                     _check_shape(one, file.get_slice(name), name, path)
@@ -147,85 +144,6 @@ def _check_missing(folder: Path, missing: list[str]) -> None:
         )
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    if path.suffix == ".bin":
-        try:
-            tensors = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
-        except (UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
-            raise ValueError(
-                f"{path} is truncated or no pickle of tensors alone; download the model as safetensors"
-            ) from error
-        yield _Pickled(tensors)
-        return
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path} is truncated or not a safetensors file ({error}); download it again"
-        ) from error
-
-
-class _Pickled:
-    """Tensors by name, with the methods of a safetensors file."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def keys(self) -> Iterable[str]:
-        return self._tensors.keys()
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def get_slice(self, name: str) -> _Shaped:
-        return _Shaped(self._tensors[name])
-
-
-class _Shaped:
-    """A tensor with the methods of a slice of a safetensors file."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, where: Any) -> Tensor:
-        return self._tensor[where]
-
-
-class _Scales:
-    """Those of blocks in float8, wherever they lie among ``files``."""
-
-    def __init__(self, files: Iterable[Path], config: ModelConfig) -> None:
-        self._blocks = float8_blocks(config.raw)
-        self._files: dict[str, Path] = {}
-        for path in files if self._blocks else ():
-            with _opened(path) as file:
-                self._files |= {name: path for name in file.keys() if name.endswith("_scale_inv")}  # noqa: SIM118
-
-    def has(self, name: str) -> bool:
-        return name in self._files
-
-    def widened(self, name: str, codes: Tensor, path: Path) -> Tensor:
-        """codes [N, K] times their scales, fp32. Raises ValueError without scales of their shape."""
-        scale_name = f"{name}_scale_inv"
-        if self._blocks is None or scale_name not in self._files:
-            raise ValueError(f"{name} in {path} is {codes.dtype} and has no {scale_name}; use a 16-bit model")
-        with _opened(self._files[scale_name]) as file:
-            scale = file.get_tensor(scale_name).float()
-        (rows, columns), (n, k) = self._blocks, codes.shape
-        if tuple(scale.shape) != (-(-n // rows), -(-k // columns)):
-            raise ValueError(
-                f"{scale_name} has shape {list(scale.shape)}, which does not fit {list(codes.shape)} in "
-                f"blocks of {rows} by {columns}; download the model again"
-            )
-        spread = scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
-        return codes.float() * spread
-
-
 def _check_tied(head: Tensor, embedding: Tensor, path: Path) -> None:
     """Raises ValueError for a head that is not the embedding that config.json calls it."""
     if head.shape != embedding.shape or not torch.equal(head.to(embedding), embedding):
@@ -235,16 +153,10 @@ def _check_tied(head: Tensor, embedding: Tensor, path: Path) -> None:
         )
 
 
-def _copy(one: Stored, file: Any, name: str, path: Path, scales: _Scales) -> int:
+def _copy(one: Stored, file: Tensors, name: str, path: Path) -> int:
     """The part of a tensor that is kept, to where it goes; how many bytes of the file that is."""
     found = file.get_slice(name)
     _check_shape(one, found, name, path)
-    if scales.has(f"{name}_scale_inv"):
-        codes = file.get_tensor(name)
-        found = scales.widened(name, codes, path)
-        for there, here in blocks(one.spans):
-            one.view[here].copy_(found[there])
-        return codes.nbytes
     if is_whole(one.spans, one.shape):
         return _cast(file.get_tensor(name), one.view, name, path)
     return sum(_cast(found[there], one.view[here], name, path) for there, here in blocks(one.spans))

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from worlds import DEEPSEEK
 
-from ostinato.model import hf
+from ostinato.model import published
 from ostinato.model.config import ModelConfig, QKNorm, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import fill, load_model, save_model
@@ -165,7 +165,7 @@ def test_bytes_read_are_those_kept(
         with safe_open(path, framework=framework) as file:
             yield Counted(file, chosen)
 
-    monkeypatch.setattr(hf, "safe_open", counting)
+    monkeypatch.setattr(published, "safe_open", counting)
     config, folder = config_of(family), folders(family)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     read = kept = 0
