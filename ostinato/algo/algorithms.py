@@ -33,6 +33,13 @@ class Loss(StrEnum):
     REINFORCE = "reinforce"
 
 
+class Reference(StrEnum):
+    """The policy from which ``kl_coef`` measures."""
+
+    BASE = "base"  # the model without an adapter
+    START = "start"  # what the run began with: adapter.path
+
+
 class Anchor(StrEnum):
     """Which policy's log-probabilities are the denominator of the ratio new / old."""
 
@@ -71,6 +78,7 @@ class Algorithm:
     correction_low: float = 0.0
     correction_high: float = 2.0
     kl_coef: float = 0.0  # of k3 to the reference policy
+    kl_reference: Reference = Reference.BASE
     teacher_coef: float = 0.0  # of log p(teacher) - log p(policy) in the advantage of a token
     reward_coef: float = 1.0  # of the advantage by rewards; 0: rewards are measured only
     entropy_coef: float = 0.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ostinato.algo.algorithms import Algorithm, Anchor, Loss
+from ostinato.algo.algorithms import Algorithm, Anchor, Loss, Reference
 from ostinato.algo.offpolicy import Correction
 from ostinato.config import Recipe
 from ostinato.hf.model import TransformersModel
@@ -86,8 +86,11 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
     if idle and not moe:
         names = " and ".join(f"trainer.{key}" for key in idle)
         yield f"{names} change nothing: {recipe.model.path} has no mixture of experts"
-    if recipe.adapter.path and chosen.needs_reference:
-        yield f"algo.kl_coef = {chosen.kl_coef} measures from the base model, not from adapter.path"
+    if recipe.adapter.path and chosen.needs_reference and chosen.kl_reference is Reference.BASE:
+        yield (
+            f"algo.kl_coef = {chosen.kl_coef} measures from the base model, not from adapter.path; "
+            'algo.kl_reference = "start" does'
+        )
     if chosen.loss is Loss.REINFORCE and recipe.trainer.minibatches > 1:
         yield (
             f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "

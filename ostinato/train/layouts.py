@@ -25,7 +25,7 @@ from ostinato.parallel.placement import contiguous, owner_of, slots
 from ostinato.parallel.rows import number_experts, sequence_ops
 from ostinato.parallel.shares import Placement
 from ostinato.train.leaves import trained_parameters
-from ostinato.train.passes import Backend
+from ostinato.train.passes import Backend, reference_of
 from ostinato.train.sharded import ShardedPasses
 from ostinato.train.trainer import PolicyTrainer
 
@@ -62,6 +62,7 @@ def sharded_trainer(
         links,
         decoders,
         adapters,
+        reference=reference_of(adapters, algorithm),
         ops=sequence_ops(ops, links, rows=_experts(layout, links), pieces=pieces),
         temperature=temperature,
         recompute=settings.recompute or pieces is not None,

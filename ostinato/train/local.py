@@ -26,6 +26,7 @@ T = TypeVar("T", Outcome, Scores)
 
 class LocalPasses:
     """``train.passes.Passes`` of one process. ``entropy_grad``: the loss needs the entropy's gradient.
+    ``reference``: adapters of the reference policy; None: the base.
     ``splits``: a microbatch that does not fit the device is computed by halves, as its objective allows."""
 
     def __init__(
@@ -33,6 +34,7 @@ class LocalPasses:
         decoder: Base,
         adapters: Adapters | None,
         *,
+        reference: Adapters | None = None,
         ops: Ops,
         temperature: float,
         recompute: bool,
@@ -41,7 +43,7 @@ class LocalPasses:
     ) -> None:
         self._decoder, self._adapters, self._ops = decoder, adapters, ops
         self._temperature, self._recompute, self._entropy_grad = temperature, recompute, entropy_grad
-        self._splits, self._is_adding = splits, False
+        self._splits, self._is_adding, self._reference = splits, False, reference
         self._too_large, self._halved = sys.maxsize, 0
         self.progress = 0.0
 
@@ -57,7 +59,7 @@ class LocalPasses:
         return outcomes
 
     def score(self, parts: Sequence[Inputs], options: ScoreOptions) -> list[Scores]:
-        adapters = self._adapters if options.adapted else None
+        adapters = self._reference if options.reference else self._adapters
         with torch.set_grad_enabled(options.as_trained):
             prepared = adapters.prepared(self._decoder.dtype) if adapters else None
 

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.algo.algorithms import Algorithm, policy_loss
+from ostinato.algo.algorithms import Algorithm, Reference, policy_loss
 from ostinato.algo.logprobs import Matmul
 from ostinato.algo.offpolicy import Mismatch, importance_weights, mismatch
 from ostinato.model.base import Base
 from ostinato.model.config import MoEConfig
 from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
 from ostinato.model.moe import margins
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.train.gate import row_counts
@@ -62,7 +63,7 @@ class ScoreOptions:
     may multiply in another order, and a ratio that should be 1 would be 1 only up to rounding.
     """
 
-    adapted: bool = True  # False: the base
+    reference: bool = False  # by what the KL is measured from: the base, or the adapters at the start
     as_trained: bool = True
     logprobs: bool = True
     native: bool = False
@@ -99,6 +100,12 @@ class Backend:
     fingerprint: Callable[[], str]  # of the frozen weights of the whole model
     owner: np.ndarray | None = None  # [MoE layers, experts]: the expert rank that keeps an expert; None: one
     mirror: Decoder | None = None  # where all parameters are trained: a whole model for samplers
+
+
+def reference_of(adapters: Adapters | None, algorithm: Algorithm) -> Adapters | None:
+    """A copy of the adapters that a run begins with, where its KL is measured from them."""
+    is_start = algorithm.needs_reference and algorithm.kl_reference is Reference.START
+    return adapters.detach_copy() if adapters is not None and is_start else None
 
 
 def counted(part: Inputs, native: Tensor | None) -> Tensor | None:

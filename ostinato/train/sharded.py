@@ -132,8 +132,8 @@ class ShardedPasses:
     """``train.passes.Passes`` of one rank.
 
     ``decoders``: the chunks of the model that this rank keeps, in order of depth, with ``adapters`` of all of
-    them; ``ops``: of a rank (``parallel.rows.sequence_ops``), with gradients. ``entropy_grad``: the
-    objective uses the gradient of the entropy.
+    them, and of the ``reference`` policy, None for the base; ``ops``: of a rank (``parallel.rows.sequence_ops``),
+    with gradients. ``entropy_grad``: the objective uses the gradient of the entropy.
     """
 
     def __init__(
@@ -143,13 +143,14 @@ class ShardedPasses:
         decoders: Sequence[Decoder],
         adapters: Adapters | None,
         *,
+        reference: Adapters | None = None,
         ops: Ops,
         temperature: float,
         recompute: bool,
         entropy_grad: bool,
     ) -> None:
         self._mesh, self._links, self._decoders, self._ops = mesh, links, decoders, ops
-        self._adapters = adapters
+        self._adapters, self._reference = adapters, reference
         self._temperature, self._recompute, self._entropy_grad = temperature, recompute, entropy_grad
         self._layout, self._at = mesh.layout, mesh.coords
         config = decoders[0].config
@@ -237,7 +238,7 @@ class ShardedPasses:
         gaps: list[Tensor] = []
         run = decoder_chunks(
             dict(zip(self._stages.chunks, self._decoders, strict=True)),
-            self._adapters if options.adapted else None,
+            self._reference if options.reference else self._adapters,
             _rows,
             ops=watching(self._ops, gaps) if options.margins else self._ops,
             recompute=self._recompute,

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.algo.algorithms import Algorithm
+from ostinato.algo.algorithms import Algorithm, Reference
 from ostinato.config import TrainerSection
 from ostinato.failure import NamedFailure
 from ostinato.model.base import Base
@@ -45,7 +45,7 @@ from ostinato.train.inputs import Inputs, as_inputs
 from ostinato.train.leaves import WholeLeaves, load_state_tensors, state_tensors, trained_parameters
 from ostinato.train.local import LocalPasses
 from ostinato.train.optimizer import build_optimizer, clip_gradients, lr_factor, set_lr
-from ostinato.train.passes import Backend, ScoreOptions, batch_objective
+from ostinato.train.passes import Backend, ScoreOptions, batch_objective, reference_of
 from ostinato.train.replay_guard import ReplayGuard
 from ostinato.train.teacher import Teacher
 from ostinato.train.totals import Totals, staleness, support
@@ -102,6 +102,7 @@ class PolicyTrainer:
             passes=LocalPasses(
                 decoder,
                 adapters,
+                reference=reference_of(adapters, algorithm),
                 ops=ops,
                 temperature=temperature,
                 recompute=settings.recompute,
@@ -252,9 +253,9 @@ class PolicyTrainer:
         ]
 
     def _with_reference(self, parts: Sequence[Inputs]) -> list[Inputs]:
-        """The parts with ``reference``: scored by the model without adapters, choosing its own experts."""
+        """The parts with ``reference``: scored by ``algo.kl_reference``, choosing its own experts."""
         free = [replace(part, routing=None, carried=None) for part in parts]
-        found = self._passes.score(free, ScoreOptions(adapted=False, as_trained=False))
+        found = self._passes.score(free, ScoreOptions(reference=True, as_trained=False))
         return [replace(part, reference=one.logprobs) for part, one in zip(parts, found, strict=True)]
 
     def _update(
@@ -288,7 +289,9 @@ class PolicyTrainer:
         parts = minibatch
         if self._algorithm.needs_reference:
             parts = self._with_reference(minibatch)
-            totals.extra_flops += sum(self._flops.base(part.work) for part in minibatch)
+            is_base = self._algorithm.kl_reference is Reference.BASE
+            cost = self._flops.base if is_base else self._flops.forward
+            totals.extra_flops += sum(cost(part.work) for part in minibatch)
         if self._teacher is not None:
             parts, flops = self._teacher.score(parts)
             totals.extra_flops += flops

@@ -338,6 +338,18 @@ def test_kl_is_measured_from_the_base() -> None:
     assert trainer_of(decoder, **options).step(batch).metrics["kl"] > 1e-4
 
 
+def test_kl_is_measured_from_the_start() -> None:
+    """Of adapters that a run begins with: 0 in its first step, and after a resume from where it was."""
+    decoder = decoder_of(MOE)
+    options = {"algorithm": algorithm("grpo", kl_coef=0.1, kl_reference="start"), "replay": False}
+    trainer, again = trainer_of(decoder, **options), trainer_of(decoder, **options)
+    batch = batch_of(samples_of(decoder))
+    assert trainer.step(batch).metrics["kl"] == pytest.approx(0, abs=1e-6)
+    again.restore({name: t.clone() for name, t in trainer.tensors().items()}, trainer.counters())
+    later = trainer.step(batch).metrics["kl"]
+    assert later > 1e-6 and again.step(batch).metrics["kl"] == later
+
+
 def test_published_adapters_stay_what_they_were() -> None:
     decoder = decoder_of(DENSE)
     trainer = trainer_of(decoder)
