@@ -132,8 +132,8 @@ class ShardedPasses:
     """``train.passes.Passes`` of one rank.
 
     ``decoders``: the chunks of the model that this rank keeps, in order of depth, with ``adapters`` of all of
-    them, and of the ``reference`` policy, None for the base; ``ops``: of a rank (``parallel.rows.sequence_ops``),
-    with gradients. ``entropy_grad``: the objective uses the gradient of the entropy.
+    them, and of the ``reference`` policy, None for the base; ``ops``: of a rank, with gradients
+    (``parallel.rows.sequence_ops``). ``entropy_grad``: the objective uses the gradient of the entropy.
     """
 
     def __init__(
