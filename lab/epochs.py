@@ -100,7 +100,7 @@ def record(recipe: Recipe, model: Model, epochs: int, say: Say) -> list[Step]:
             engine=engine,
             env=environment(recipe, renderer, Counter()),
             grader=grader,
-            sampling=sampling_of(recipe, renderer),
+            sampling=sampling_of(recipe.rollout, renderer),
             context_limit=decoder.config.max_positions,
         )
         for step in range(1, steps + 1):

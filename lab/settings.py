@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ostinato import isa
 from ostinato.config import Recipe
 from ostinato.engine.threads import logical_cores
-from ostinato.launch.threads import CACHES
+from ostinato.launch.machine import CACHES
 
 if TYPE_CHECKING:
     from ostinato.model.native import Kernels

@@ -52,7 +52,11 @@ class Access:
         if origin and not {"*", origin} & self.origins and urlsplit(origin).netloc != host:
             return 403, f"requests of the web page {origin!r} are refused; allow it: --origin"
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method in ("POST", "PUT", "PATCH", "DELETE") and _has_body(headers) and kind not in self.types:
+        if (
+            method in ("POST", "PUT", "PATCH", "DELETE")
+            and ("transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != "")
+            and kind not in self.types
+        ):
             return 415, f"the body is {kind or 'of no type'}; send it as Content-Type: {min(self.types)}"
         return None
 
@@ -71,7 +75,3 @@ def _name_in(host: str) -> str | None:
 
 
 STRICT = Access()  # no further names, no pages
-
-
-def _has_body(headers: Mapping[str, str]) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""

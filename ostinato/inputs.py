@@ -45,14 +45,15 @@ def parse_toml(text: str) -> dict[str, Any]:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        level = [item for one in level if isinstance(one, dict | list) for item in _items(one)]
+        level = [
+            item
+            for one in level
+            if isinstance(one, dict | list)
+            for item in (one.values() if isinstance(one, dict) else one)
+        ]
         if not level:
             return False
     return True
-
-
-def _items(one: dict[str, Any] | list[Any]) -> Any:
-    return one.values() if isinstance(one, dict) else one
 
 
 def has_surrogate(value: Any) -> bool:

@@ -45,7 +45,11 @@ def locked(folder: Path) -> Iterator[None]:
             raise Locked(_refusal(folder, file.read())) from None
         except OSError as error:  # of some network file systems
             logger.warning(f"{path} cannot be locked ({error}): another process may write there too")
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
+        holder = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": (datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")),
+        }
         file.truncate(0)
         file.write(json.dumps(holder).encode())
         try:
@@ -76,10 +80,6 @@ def is_held(folder: Path) -> bool | None:
     except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None
     return True
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def _refusal(folder: Path, content: bytes) -> str:

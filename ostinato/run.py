@@ -239,7 +239,7 @@ class JsonlZst:
             return
         with self.path.open("rb") as file:
             end, size = 0, file.seek(0, os.SEEK_END)
-            while end < size and (frame := self._frame(file, end)) is not None:
+            while end < size and (frame := self.frame(file, end)) is not None:
                 end, content = frame
                 yield end, content
             if end == size:
@@ -248,13 +248,13 @@ class JsonlZst:
             rest = file.read()
             at = rest.find(_ZSTD, 1)
             while at > 0:
-                if self._frame(file, end + at) is not None:
+                if self.frame(file, end + at) is not None:
                     raise ValueError(f"{self.path} is damaged in its bytes {end} to {end + at}; {_AWAY}")
                 at = rest.find(_ZSTD, at + 1)
             if cutting:
                 logger.warning(f"{self.path}: its last {size - end} bytes are no whole rows and are cut off")
 
-    def _frame(self, file: BinaryIO, start: int, block: int = 1 << 13) -> tuple[int, bytes] | None:
+    def frame(self, file: BinaryIO, start: int, block: int = 1 << 13) -> tuple[int, bytes] | None:
         """(offset behind it, its content) of the frame that begins at ``start``; None where there is none, or
         a part of one. Raises ValueError for one that grows beyond all logs."""
         import zstandard

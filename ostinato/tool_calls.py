@@ -133,7 +133,7 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
 
 def with_instructions(messages: Sequence[Message], tools: Sequence[str]) -> list[dict[str, Any]]:
     """The chat with a system message that says how to call ``tools``, one line per tool."""
-    instructions, chat = _INSTRUCTIONS.format(tools="\n".join(tools)), [dict(one) for one in messages]
+    instructions, chat = _INSTRUCTIONS.format(tools="\n".join(tools)), [dict(message) for message in messages]
     if chat and chat[0]["role"] == "system":
         instructions = f"{chat.pop(0)['content']}\n\n{instructions}"
     return [{"role": "system", "content": instructions}, *chat]

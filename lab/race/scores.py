@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ostinato.launch import threads
-from ostinato.launch.dtype import resolved
+from ostinato.launch.machine import configure_threads, resolve_auto
 from ostinato.launch.models import recipe_of
 
 if TYPE_CHECKING:
@@ -36,17 +35,17 @@ def main() -> None:
 
 def rows(task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     recipe, _ = recipe_of(task["recipe"], *task["overrides"])
-    threads.configure(recipe)
-    recipe = resolved(recipe)
+    configure_threads(recipe)
+    recipe = resolve_auto(recipe)
     from ostinato.launch.engine import new_engine
     from ostinato.launch.inputs import new_stage, prepare
     from ostinato.launch.loop import new_evaluations
     from ostinato.pipeline.evaluate import evaluate_groups
 
-    with prepare(recipe, training=False) as prepared:
-        engine = new_engine(recipe, prepared.decoder, prepared.renderer)
-        stage, evaluation = new_stage(prepared, engine, prepared.grader), new_evaluations(prepared)[0]
-        policies = ours(recipe, prepared.decoder, task) if task["run"] else theirs(prepared.decoder, task)
+    with prepare(recipe, training=False) as inputs:
+        engine = new_engine(recipe, inputs.decoder, inputs.renderer)
+        stage, evaluation = new_stage(inputs, engine, inputs.grader), new_evaluations(inputs)[0]
+        policies = ours(recipe, inputs.decoder, task) if task["run"] else theirs(inputs.decoder, task)
         for version, (step, adapters) in enumerate([(0, None), *policies]):
             engine.publish(adapters, version)
             yield asyncio.run(evaluate_groups(stage, evaluation, step))[0]

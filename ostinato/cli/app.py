@@ -11,9 +11,10 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +23,10 @@ from ostinato.cli.restarts import LOST
 from ostinato.failure import Lost
 from ostinato.launch import RunFailed
 from ostinato.options import Hosts, Origins, access
+
+if TYPE_CHECKING:
+    from ostinato.apps.serve.additions import Additions, OpenAdditions
+    from ostinato.apps.serve.served import Served
 
 app = typer.Typer(
     name="ostinato",
@@ -223,7 +228,6 @@ def serve(
     """Serve a policy at an OpenAI-compatible address, with a chat page; a run's while it learns."""
     from ostinato.apps.serve.command import Address, parse_adapters
     from ostinato.apps.serve.command import serve as command
-    from ostinato.cli.serve import additions
 
     command(
         target,
@@ -526,3 +530,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say(*getattr(error, "__notes__", ()), f"ostinato: {' '.join(str(error).splitlines())}", error=True)
         lost = isinstance(error.__cause__, Lost)
         sys.exit(2 if isinstance(error, ValueError) else LOST if lost else 1)
+
+
+def additions(feedback: str, budget: int, file: Path, refill: str) -> OpenAdditions:
+    """``feedback``: the store, "" for none; ``budget``: tokens of a session's messages, 0 for no memory,
+    which ``file`` keeps and ``refill`` shortens (docs/memory.md)."""
+
+    @contextmanager
+    def opened(served: Served, address: str, key: str) -> Iterator[Additions]:
+        from ostinato.apps.memory.conversations import Keeping, open_memory
+        from ostinato.apps.memory.refill import At
+        from ostinato.apps.product.feedback import open_feedback
+        from ostinato.apps.serve.additions import Additions
+
+        keeping = Keeping(budget=budget, file=file, refill=refill) if budget else None
+        itself = At(f"{address}/v1", key=key)
+        with (
+            open_feedback(feedback, served.service) as store,
+            open_memory(keeping, served.service.renderer, itself) as memory,
+        ):
+            yield Additions(feedback=store, memory=memory)
+
+    return opened

@@ -108,7 +108,7 @@ def _lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context
 
     lengths = sorted(asyncio.run(measure()))
     of = "" if len(chosen) == len(rows) else f" of {len(chosen)} of them"
-    longest, keys = longest_answer(recipe, renderer)
+    longest, keys = longest_answer(recipe.rollout, renderer)
     median = lengths[len(lengths) // 2]
     return (
         f"length       prompts{of} have {lengths[0]} to {lengths[-1]} tokens (median {median}); "

@@ -97,13 +97,13 @@ def torch_findings() -> Iterator[Finding]:
 
 def backend_of(model: str) -> Finding:
     """What computes ``model`` where a recipe says "auto"."""
-    from ostinato.launch.backend import chosen
+    from ostinato.launch.machine import choose_backend
     from ostinato.model.named import local_folder
 
     if (folder := local_folder(model)) is None:
         return Finding(name="model.backend", value=f"{model} is not on this machine yet")
     try:
-        name, why = chosen(folder)
+        name, why = choose_backend(folder)
     except ValueError as error:
         return Finding(name="model.backend", value=str(error), ok=False)
     return Finding(name="model.backend", value=f"{name}: {why}".replace("[", r"\["))

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 from ostinato.config import check_files
-from ostinato.launch import threads
-from ostinato.launch.dtype import resolved
+from ostinato.launch.machine import configure_threads, resolve_auto
 from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import check_adapter, initial_adapters, trained
 from ostinato.launch.progress import Row, interval
@@ -29,24 +28,24 @@ def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
     recipe, run = recipe_of(target, "engine.weights=model", *overrides)
     check_adapter(run, adapter)
     check_files(recipe)
-    threads.configure(recipe)
-    recipe = resolved(recipe)
+    configure_threads(recipe)
+    recipe = resolve_auto(recipe)
     from ostinato.launch.engine import any_engine
     from ostinato.launch.inputs import new_stage, prepare, rollout_need
     from ostinato.launch.loop import new_evaluations
     from ostinato.pipeline.evaluate import evaluate_groups as measure
     from ostinato.pipeline.failed import failures, refuse
 
-    with prepare(recipe, training=False) as prepared:
-        decoder = prepared.decoder
+    with prepare(recipe, training=False) as inputs:
+        decoder = inputs.decoder
         step, adapters = trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)
-        engine = any_engine(recipe, prepared.decoder, prepared.renderer, need=rollout_need(prepared))
+        engine = any_engine(recipe, inputs.decoder, inputs.renderer, need=rollout_need(inputs))
         engine.publish(adapters, step)
-        stage = new_stage(prepared, engine, prepared.grader)
-        for warning in prepared.warnings:
+        stage = new_stage(inputs, engine, inputs.grader)
+        for warning in inputs.warnings:
             say(f"warning: {warning}")
         weights = "" if recipe.engine.weights == "model" else f", {recipe.engine.weights} weights"
-        for evaluation in new_evaluations(prepared):
+        for evaluation in new_evaluations(inputs):
             row, groups = asyncio.run(measure(stage, evaluation, step))
             refuse(failures(groups), f"the evaluation of the set {evaluation.name}")
             of = {MAIN_SET: f"{row['split']} split", GREEDY_SET: f"{row['split']} split, greedy"}

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
-from ostinato.launch import threads
-from ostinato.launch.answers import SamplingOptions
+from ostinato.launch.machine import configure_threads
 from ostinato.launch.models import recipe_of
-from ostinato.launch.policy import check_adapter, load_policy, serve
+from ostinato.launch.policy import SamplingOptions, check_adapter, load_policy, serve
 from ostinato.render import IncrementalDecoder, Renderer
 from ostinato.terminal import escaping, logged, waiting
 from ostinato.types import NewRow, Prompt, Request, Sampling, Stop
@@ -26,7 +25,7 @@ def generate(target: str, *, prompt: str, system: str, options: SamplingOptions,
     recipe, run = recipe_of(target)
     check_adapter(run, adapter)
     with logged("ostinato.engine.threads", error=True), logged("ostinato.compiler", error=True):
-        threads.configure(recipe)
+        configure_threads(recipe)
         with logged("ostinato.terminal", error=True), waiting(f"loading {recipe.model.path}"):
             policy = load_policy(target, adapter=adapter)
             engine = serve(policy)

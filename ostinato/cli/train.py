@@ -8,7 +8,7 @@ from pathlib import Path
 from ostinato.cli.report import write_report
 from ostinato.cli.restarts import session_of, supervise
 from ostinato.config import Recipe, find_recipe
-from ostinato.launch import threads
+from ostinato.launch.machine import configure_threads
 from ostinato.launch.ranks import follow, followed
 from ostinato.launch.session import Outcome, learn
 from ostinato.launch.session import resume as resume_run
@@ -96,7 +96,7 @@ def resume(path: Path, overrides: Sequence[str], restarts: int = 0) -> int:
 @logged()
 def run(recipe: Recipe, path: Path | None, ended: Callable[[Path], None] = lambda folder: None) -> int:
     """Train in a new folder or in ``path``, and call ``ended`` with it. Returns the exit code."""
-    threads.configure(recipe)
+    configure_threads(recipe)
     from ostinato.launch.sft import supervise
 
     try:

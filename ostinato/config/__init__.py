@@ -7,7 +7,7 @@ needs no model is checked here; ``launch.checks.check`` checks the rest (algorit
 >>> recipe = Recipe.load("recipes/quickstart.toml", "trainer.steps=10", "algo.name=dapo")
 """
 
-from ostinato.config.paths import check_files
+from ostinato.config.fields import check_files
 from ostinato.config.recipe import Recipe, dump_toml, find_recipe, override, resolve_paths
 from ostinato.config.sections import (
     AdapterSection,

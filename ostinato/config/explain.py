@@ -63,7 +63,9 @@ def _sentence(fault: Any, model: Model, what: str) -> str:
     if fault["type"] == "missing":
         entry = f"every {_dotted(loc[:-2], model)} section names its own" if len(loc) > 2 else "add it"
         return f"{field} is missing; {entry}"
-    if (union := "eval.every" if _is_schedule(loc) else field) in _UNIONS:  # pydantic reports each branch
+    if (
+        union := "eval.every" if (loc[:2] == ["eval", "downstream"] and loc[3:4] == ["every"]) else field
+    ) in _UNIONS:  # pydantic reports each branch
         fix = _UNIONS[union]
     elif fault["type"] in ("literal_error", "enum"):
         fix = f"use one of {fault['ctx']['expected'].replace(' or ', ', ')}"
@@ -113,10 +115,6 @@ def _sections(model: Model, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
         section, several = _section_of(field.annotation)
         if section is not None and not several:
             yield from _sections(section, (*path, name))
-
-
-def _is_schedule(loc: Sequence[str]) -> bool:
-    return loc[:2] == ["eval", "downstream"] and loc[3:4] == ["every"]
 
 
 def _unknown_key(loc: Sequence[str], model: Model, what: str) -> str:

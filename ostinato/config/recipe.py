@@ -14,8 +14,7 @@ from pydantic import ValidationError, model_validator
 from tomli_w import dumps
 
 from ostinato.config.explain import explain
-from ostinato.config.fields import Seed
-from ostinato.config.paths import PathKind, make_absolute, map_paths
+from ostinato.config.fields import PathKind, Seed, make_absolute, map_paths
 from ostinato.config.sections import (
     AblateSection,
     AdapterSection,
@@ -41,6 +40,14 @@ from ostinato.config.sections import (
 )
 from ostinato.config.tasks import VERIFIERS, MixedTask, OneTask, TaskSection
 from ostinato.inputs import has_surrogate, parse_toml
+
+# Keys that are no more, with the value that every run has now.
+FORMER = {
+    "memory.importance": "",
+    "reward.judge_cache": 65_536,
+    "cluster.share_weights": True,
+    "trainer.max_refused_in_a_row": 5,
+}
 
 
 class Recipe(Section):
@@ -253,7 +260,7 @@ class Recipe(Section):
     def load(cls, source: str | Path | Mapping[str, Any], *overrides: str) -> Recipe:
         """Read a recipe file, a packaged recipe by name, or its tree as a mapping, and apply
         ``section.key=value`` overrides. Relative paths begin at the folder of the file, in overrides and
-        mappings at the current one (``config.paths``).
+        mappings at the current one (``config.fields``).
 
         Raises ValueError, with one sentence, for whatever is missing, misspelt or of the wrong type.
         """
@@ -275,9 +282,12 @@ class Recipe(Section):
                 if has_surrogate([section, key, value]):  # bytes of a command line that are no UTF-8
                     name = f"{section}.{key}".rstrip(".")
                     raise ValueError(f"{name!r} is {value!r}, which is not UTF-8; give it another name")
-        memory = tree.get("memory")
-        if isinstance(memory, Mapping) and memory.get("importance") == "":  # recipes of older runs have it
-            tree = {**tree, "memory": {key: value for key, value in memory.items() if key != "importance"}}
+        tree = {  # recipes of older runs have these keys
+            section: {key: value for key, value in keys.items() if FORMER.get(f"{section}.{key}") != value}
+            if isinstance(keys, Mapping)
+            else keys
+            for section, keys in tree.items()
+        }
         try:
             return cls.model_validate(tree)
         except ValidationError as error:

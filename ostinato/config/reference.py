@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import ast
 import io
-import re
 import tokenize
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
 from ostinato.config.recipe import Recipe
 from ostinato.config.sections import AlgoSection, DownstreamSection, Section
-from ostinato.config.tasks import MixedTask, TaskSection
+from ostinato.config.tasks import MixedTask, OneTask
 
 ALGO = Path(__file__).parent.parent / "algo"
 HEAD = """# All recipe keys
@@ -32,63 +32,71 @@ section below is a table of it. On the command line a key is written with its se
 A relative path to what is read (rows, models, adapters, `file.py:name`) begins at the folder of the recipe's
 file, on the command line at the current one. `log.dir`, which is written to, begins at the current folder.
 """
+ALGORITHM = """Keys beside `name`; the defaults are those of `grpo`. Every other name changes some of them,
+and a `correction` brings its own bounds: the tables `NAMED` and `BOUNDS` in `ostinato/algo/algorithms.py`.
+"""
+TOP = "Top level"
 NAMES = {"str": "string", "float": "number", "int": "integer", "bool": "boolean"}
 BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
 
 
+Key = tuple[str, str, str, str]  # name, type, default, comment
+
+
 def reference() -> str:
     """The whole page."""
-    here = Path(__file__).parent
-    sections, tasks, recipe = (
-        comments_of((here / name).read_text(encoding="utf-8"))
-        for name in ("sections.py", "tasks.py", "recipe.py")
-    )
-    comments = sections | tasks
-    fields = Recipe.model_fields
-    plain = {name: field for name, field in fields.items() if not _is_section(field)}
-    parts = [HEAD, "## Top level\n", _table(plain, recipe["Recipe"])]
-    for name, field in fields.items():
-        if _is_section(field):
-            section = typing.cast(type[Section], field.annotation)
-            parts += _section(f"[{name}]", section, comments)
-            if section is AlgoSection:
-                parts += [_algorithm()]
-            if section is TaskSection:
-                parts += _section("[[task.mix]]", MixedTask, comments, own=True)
-            if name == "eval":
-                parts += _section("[eval.downstream.NAME]", DownstreamSection, comments)
+    parts = [HEAD]
+    for title, text, keys in sections():
+        lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]
+        for name, kind, default, comment in keys:
+            cells = (f"`{name}`", kind, f"`{default}`" if default else "", comment)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts += [f"## {title}\n"] if title else []
+        parts += [*([text] if text else []), "\n".join(lines) + "\n"]
     return "\n".join(parts)
 
 
 def find_keys(pattern: str) -> Iterator[str]:
     """A line for each key whose name or description has ``pattern``. Raises ValueError where none has."""
-    section, number = "", 0
-    for line in reference().splitlines():
-        if line.startswith("## "):
-            section = line.removeprefix("## ").strip("[]")
-        if not line.startswith("| `"):
-            continue
-        cells = re.split(r"(?<!\\)\|", line.strip()[1:-1])
-        name, kind, default, comment = (cell.replace("`", "").strip() for cell in cells)
-        key = name if section == "Top level" else f"{section}.{name}"
-        text = f"{key}  ({kind}; {default or '-'})  {comment}".rstrip()
-        if pattern.lower() in text.lower():
-            number += 1
-            yield text
+    number, section = 0, ""
+    for title, _, keys in sections():
+        section = title.strip("[]") if title else section
+        for name, kind, default, comment in keys:
+            key = name if section == TOP else f"{section}.{name}"
+            text = f"{key}  ({kind}; {default or '-'})  {comment}".replace("`", "").rstrip()
+            if pattern.lower() in text.lower():
+                number += 1
+                yield text
     if not number:
         raise ValueError(f"no key of a recipe has {pattern!r} in its name or description; see ostinato keys")
 
 
-def _section(
-    title: str, section: type[Section], comments: Mapping[str, Mapping[str, str]], *, own: bool = False
-) -> list[str]:
-    """Its part of the page; ``own``: without the keys of the class above it."""
-    described = {
-        key: text for one in reversed(section.__mro__) for key, text in comments.get(one.__name__, {}).items()
-    }
-    above = section.__mro__[1].model_fields if own else {}
-    fields = {key: field for key, field in section.model_fields.items() if key not in above}
-    return [f"## {title}\n", _text(section), _table(fields, described)]
+def sections() -> Iterator[tuple[str, str, list[Key]]]:
+    """(title, text, keys) of each table of the page; a title of "" goes on with the section before."""
+    here, fields = Path(__file__).parent, Recipe.model_fields
+    comments: dict[str, dict[str, str]] = {}
+    for name in ("sections.py", "tasks.py", "recipe.py"):
+        comments |= comments_of((here / name).read_text(encoding="utf-8"))
+
+    def table(title: str, section: type[Section], above: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        described = {
+            k: v for one in reversed(section.__mro__) for k, v in comments.get(one.__name__, {}).items()
+        }
+        lines = [line.strip() for line in (section.__doc__ or "").strip().splitlines()]
+        text = "\n".join(lines).replace("``", "`").replace("<", "&lt;") + "\n"
+        own = {name: field for name, field in section.model_fields.items() if name not in above}
+        return title, text, _keys(own, described)
+
+    yield TOP, "", _keys({n: f for n, f in fields.items() if not _is_section(f)}, comments["Recipe"])
+    for name, field in fields.items():
+        if _is_section(field):
+            yield table(f"[{name}]", typing.cast(type[Section], field.annotation))
+        if name == "algo":
+            yield "", ALGORITHM, [key for key in algorithm_keys() if key[0] not in AlgoSection.model_fields]
+        if name == "task":
+            yield table("[[task.mix]]", MixedTask, OneTask.model_fields)
+        if name == "eval":
+            yield table("[eval.downstream.NAME]", DownstreamSection)
 
 
 def comments_of(source: str) -> dict[str, dict[str, str]]:
@@ -109,7 +117,7 @@ def comments_of(source: str) -> dict[str, dict[str, str]]:
     }
 
 
-def algorithm_keys() -> Iterator[tuple[str, str, str, str]]:
+def algorithm_keys() -> Iterator[Key]:
     """(key, type, default, comment) of every key that ``[algo]`` takes beside its name."""
     source = (ALGO / "algorithms.py").read_text(encoding="utf-8")
     comments = comments_of(source)["Algorithm"]
@@ -143,37 +151,22 @@ def _choices() -> dict[str, dict[str, str]]:
     return choices
 
 
-def _algorithm() -> str:
-    head = """Keys beside `name`; the defaults are those of `grpo`. Every other name changes some of them,
-and a `correction` brings its own bounds: the tables `NAMED` and `BOUNDS` in `ostinato/algo/algorithms.py`.
-"""
-    rows = (row for row in algorithm_keys() if row[0] not in AlgoSection.model_fields)
-    return f"{head}\n{_rows(rows)}"
-
-
-def _table(fields: Mapping[str, FieldInfo], comments: Mapping[str, str]) -> str:
-    return _rows((name, _type(field), _default(field), comments[name]) for name, field in fields.items())
-
-
-def _rows(rows: typing.Iterable[tuple[str, str, str, str]]) -> str:
-    lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]
-    for name, kind, default, comment in rows:
-        cells = (f"`{name}`", kind, f"`{default}`" if default else "", comment)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _text(section: type[Section]) -> str:
-    lines = [line.strip() for line in (section.__doc__ or "").strip().splitlines()]
-    return "\n".join(lines).replace("``", "`").replace("<", "&lt;") + "\n"
+def _keys(fields: Mapping[str, FieldInfo], comments: Mapping[str, str]) -> list[Key]:
+    keys = []
+    for name, field in fields.items():
+        default = "" if field.is_required() else _toml(field.get_default(call_default_factory=True))
+        limits = [
+            words.format(f"{limit:g}")
+            for metadata in field.metadata
+            for bound, words in BOUNDS.items()
+            if (limit := getattr(metadata, bound, None)) is not None
+        ]
+        keys.append((name, ", ".join([_kind(field.annotation), *limits]), default, comments[name]))
+    return keys
 
 
 def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-
-
-def _default(field: FieldInfo) -> str:
-    return "" if field.is_required() else _toml(field.get_default(call_default_factory=True))
 
 
 def _toml(value: Any) -> str:
@@ -184,16 +177,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
     return str(value)
-
-
-def _type(field: FieldInfo) -> str:
-    limits = [
-        words.format(f"{limit:g}")
-        for metadata in field.metadata
-        for name, words in BOUNDS.items()
-        if (limit := getattr(metadata, name, None)) is not None
-    ]
-    return ", ".join([_kind(field.annotation), *limits])
 
 
 def _kind(annotation: Any) -> str:

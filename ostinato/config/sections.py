@@ -15,6 +15,7 @@ from ostinato.config.fields import (
     Floats,
     ModelName,
     Names,
+    PathKind,
     Positive,
     Program,
     Rewards,
@@ -22,7 +23,6 @@ from ostinato.config.fields import (
     Section,
     Share,
 )
-from ostinato.config.paths import PathKind
 from ostinato.every import Axis, Every
 
 
@@ -103,7 +103,6 @@ class RewardSection(Section):
     isolation: Literal["auto", "off", "strict"] = "auto"
     judge_pairs: Literal["ring", "all"] = "ring"  # of siblings, pairwise: two for each answer, or all
     judge_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # per group; others wait for the same engine
-    judge_cache: Count = 65_536  # judgements that are kept, in memory
 
     @property
     def positive(self) -> dict[str, float]:
@@ -114,7 +113,10 @@ class RewardSection(Section):
     @property
     def by_name(self) -> dict[str, float]:
         """The weights by the names that functions have in metrics: as short as they are different."""
-        short = ["judge" if one.startswith("judge:") else one.rpartition(":")[2] for one in self.functions]
+        short = [
+            "judge" if function.startswith("judge:") else function.rpartition(":")[2]
+            for function in self.functions
+        ]
         names = short if len(set(short)) == len(short) else self.functions
         return dict(zip(names, self.weights or (1.0,) * len(self.functions), strict=True))
 
@@ -237,7 +239,6 @@ class ClusterSection(Section):
     gpus_per_sampler: Annotated[float, Field(ge=0)] = 0.0
     gpus_per_trainer: Annotated[float, Field(ge=0)] = 0.0
     pin: bool = False  # each worker to cores of its own, as if these were a device
-    share_weights: bool = True  # workers of a host map one copy of the base
     start_s: Annotated[float, Field(gt=0)] = 300.0  # for a worker to be ready
     silence_s: Annotated[float, Field(gt=0)] = 60.0  # without a sign of life, before a worker is replaced
     max_restarts: Count = 5  # of a sampler in a row, without an answer in between
@@ -300,7 +301,6 @@ class TrainerSection(Section):
     recompute: bool = False  # trade a second forward for the activations' memory
     checkpoint_every: Count = 50  # 0: only at the end and on SIGTERM
     keep_checkpoints: Positive = 2
-    max_refused_in_a_row: Positive = 5
     stop_on_collapse: bool = False  # end the run when the stability watch says that it has collapsed
     stop_on_forgetting: bool = False  # end it when the forgetting watch raises an alarm
 

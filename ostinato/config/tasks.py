@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ostinato.config.fields import Code, Count, Names, Positive, Rewards, RowsName, Section, Seed
-from ostinato.config.paths import PathKind
+from ostinato.config.fields import Code, Count, Names, PathKind, Positive, Rewards, RowsName, Section, Seed
 
 REMOTE = "remote"  # as task.agent: workers elsewhere fetch the rollouts
 VERIFIERS = "verifiers:"  # as task.agent, in front of the id of a taskset of the library verifiers

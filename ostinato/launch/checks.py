@@ -9,12 +9,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from ostinato.algo.advantages import Baseline, Rewards, check_group_size
-from ostinato.algo.algorithms import Algorithm, algorithm
-from ostinato.config import Recipe
-from ostinato.config.sections import RewardSection
+from ostinato.algo.algorithms import Algorithm, Anchor, Loss, Reference, algorithm
+from ostinato.algo.offpolicy import Correction
+from ostinato.config import AdapterSection, Recipe
+from ostinato.config.sections import ParallelSection, RewardSection
 from ostinato.engine.vllm_adapters import experts_of
 from ostinato.engine.vllm_answers import COLDEST
-from ostinato.launch.models import adapter_spec, device_of
+from ostinato.launch.machine import device_of
+from ostinato.launch.models import adapter_spec
 from ostinato.model.decoder import Decoder
 from ostinato.parallel.launch import Place
 from ostinato.parallel.layout import Layout
@@ -34,7 +36,7 @@ def check(recipe: Recipe) -> Algorithm:
         check_group_size(recipe.rollout.group_size, baseline, chosen.scale, chosen.drop_zero_variance)
     except ValueError as error:
         raise ValueError(f"rollout.group_size: {error}") from error
-    check_ranks(recipe)
+    check_ranks(recipe.parallel)
     if recipe.model.exact:
         check_exact(recipe)
     if recipe.cluster.samplers:
@@ -102,12 +104,12 @@ def check_cluster(recipe: Recipe) -> None:
         )
 
 
-def check_ranks(recipe: Recipe) -> None:
+def check_ranks(section: ParallelSection) -> None:
     """Raises ValueError where torchrun has started other ranks than the layout has."""
-    layout, place = Layout.parse(recipe.parallel.layout), Place.of(os.environ)
+    layout, place = Layout.parse(section.layout), Place.of(os.environ)
     if place is not None and place.world != layout.world:
         raise ValueError(
-            f'parallel.layout is "{recipe.parallel.layout}", of {layout.world} in all, but torchrun has '
+            f'parallel.layout is "{section.layout}", of {layout.world} in all, but torchrun has '
             f"started {place.world} ranks (WORLD_SIZE); start {layout.world}, or choose another layout"
         )
 
@@ -133,14 +135,14 @@ def check_vllm(recipe: Recipe) -> None:
             )
 
 
-def check_model(recipe: Recipe, decoder: Decoder) -> None:
+def check_model(section: AdapterSection, decoder: Decoder) -> None:
     """The same, of what the model has to be known for."""
     if decoder.config.is_untied:
         raise ValueError(
             "tie_word_embeddings is true in the model's config.json, and vLLM leaves out the lm_head.weight "
             "that is there beside it; set the key to false"
         )
-    experts_of(decoder.config, adapter_spec(recipe.adapter))
+    experts_of(decoder.config, adapter_spec(section))
 
 
 ROUNDING = 1e-6  # of sums of weighted rewards
@@ -205,3 +207,99 @@ def warn_of_control_tokens(renderer: Renderer, chats: Sequence[tuple[str, Any]])
             f"{len(found)} of {len(chats)} rows spell a control token in a message, the first {token!r} in "
             f"{where}; the model reads its letters (docs/security.md)"
         )
+
+
+def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[str]:
+    """What is allowed and is not exact, or not what it seems, one sentence each."""
+    rollout, settings = recipe.rollout, recipe.trainer
+    filters = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
+    if used := " and ".join(f"rollout.{name}" for name, on in filters.items() if on):
+        yield (
+            f"{used} cut what is sampled from: log-probabilities, entropy and gradients are over the tokens "
+            "that were kept, which are recorded with each (sampling/support_mean, sampling/support_bytes)"
+        )
+    yield from several_full_marks(recipe.reward)
+    yield from _of_weights(recipe)
+    if recipe.engine.backend == "vllm":
+        yield from notes(recipe)
+    if rollout.interrupt_after:
+        yield (
+            f"rollout.interrupt_after = {list(rollout.interrupt_after)} bounds answers, with "
+            f"rollout.answer_tokens = {rollout.answer_tokens}; rollout.max_tokens is not used"
+        )
+    usual = type(settings).model_fields
+    idle = [key for key in ("replay", "replay_threshold") if getattr(settings, key) != usual[key].default]
+    if idle and not moe:
+        names = " and ".join(f"trainer.{key}" for key in idle)
+        yield f"{names} change nothing: {recipe.model.path} has no mixture of experts"
+    if recipe.adapter.path and chosen.needs_reference and chosen.kl_reference is Reference.BASE:
+        yield (
+            f"algo.kl_coef = {chosen.kl_coef} measures from the base model, not from adapter.path; "
+            'algo.kl_reference = "start" does'
+        )
+    if chosen.loss is Loss.REINFORCE and recipe.trainer.minibatches > 1:
+        yield (
+            f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
+            "all but the first learn off-policy without a correction"
+        )
+    yield from _of_workers(recipe)
+    first = recipe.pipeline.staleness + 1
+    if 5 * first > settings.steps and first > 1:
+        yield (
+            f"pipeline.staleness is {first - 1}: the first {first} of {settings.steps} batches are all "
+            "sampled by the policy of the beginning"
+        )
+    if recipe.pipeline.staleness and uncorrected(chosen):
+        yield (
+            f"pipeline.staleness is {recipe.pipeline.staleness}, and nothing in {chosen.name} as it is set "
+            "corrects for the policy that sampled: batches are trained on as if they were fresh"
+        )
+
+
+def _of_workers(recipe: Recipe) -> Iterator[str]:
+    """What does nothing where the recipe has it."""
+    place, workers = recipe.pipeline.placement, recipe.cluster.samplers
+    usual = type(recipe.pipeline).model_fields["placement"].default
+    if place != usual and workers < 2:
+        yield f'pipeline.placement = "{place}" changes nothing with {workers or "no"} cluster.samplers'
+    if recipe.pipeline.overlap and not recipe.pipeline.staleness:
+        yield (
+            "pipeline.overlap with pipeline.staleness 0 is the synchronous loop: nothing overlaps; set "
+            "pipeline.staleness to 1 or 2"
+        )
+
+
+def uncorrected(chosen: Algorithm) -> bool:
+    """Does no ratio of this algorithm see the policy that sampled?"""
+    blind = chosen.loss is Loss.REINFORCE or chosen.anchor is Anchor.TRAINER
+    return blind and chosen.correction is Correction.NONE
+
+
+def _of_weights(recipe: Recipe) -> Iterator[str]:
+    """What follows from engine.weights."""
+    weights = recipe.engine.weights
+    if weights == "model":
+        return
+    if not own_weights(recipe):
+        yield f'engine.weights = "{weights}" changes nothing: the model is in bfloat16 already'
+        return
+    yield (
+        f'engine.weights = "{weights}": the sampler is not quite the policy that is trained; sampling/* in '
+        "the metrics says how far it is, and held-out scores are the sampler's, but for one of the exported "
+        "policy at the end of the run"
+    )
+
+
+def own_weights(recipe: Recipe) -> bool:
+    """Does the sampler compute with weights that are not the trainer's (``model.quantise``)?"""
+    same = ("model", "bf16") if recipe.model.dtype == "bfloat16" else ("model",)
+    return recipe.engine.weights not in same
+
+
+def notes(recipe: Recipe) -> Iterator[str]:
+    """What is not as with the engine in this process, one sentence each."""
+    yield "vLLM's noise is its own: the same run samples other tokens the next time"
+    if recipe.draft.enabled:
+        yield "draft.enabled changes nothing: vLLM drafts as engine.server_args say (docs/vllm_drafter.md)"
+    if recipe.model.fp32_head and recipe.model.dtype != "float32":
+        yield "model.fp32_head is of the trainer alone: vLLM computes logits in model.dtype"

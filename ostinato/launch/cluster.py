@@ -17,20 +17,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ostinato.config import Recipe, dump_toml
+from ostinato.config import ClusterSection, Recipe, dump_toml
 from ostinato.engine.pool import EnginePool, adapters_only
 from ostinato.engine.serve import SamplerLink
 from ostinato.history.store import History
 from ostinato.launch import RunFailed
-from ostinato.launch.components import RunComponents
 from ostinato.launch.drafts import Memory, Seen
 from ostinato.launch.engine import kernels
 from ostinato.launch.inputs import RunInputs
+from ostinato.launch.loop import RunComponents
 from ostinato.launch.ranks import open_trainer
 from ostinato.model.decoder import Decoder
 from ostinato.model.shared import own_folder, sweep
 from ostinato.model.wire import fingerprint_weights, pack_weights
-from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.protocols import RestorableTrainer, Sampler
 from ostinato.reward.remote import GraderLink
 from ostinato.rollout.schedule import placement
@@ -47,15 +46,15 @@ IMPORT_S = 60.0  # that a child of a grader may take to import the reward functi
 
 @contextlib.contextmanager
 def clustered(
-    prepared: RunInputs, folder: Path, memory: Memory | None, workers: str
+    inputs: RunInputs, folder: Path, memory: Memory | None, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
     """Start or join Ray and open the workers of the recipe, made by the functions of the module ``workers``;
     all of it has ended when the context does.
 
     Raises ValueError where no Ray answers or the workers do not fit.
     """
-    recipe, section = prepared.recipe, prepared.recipe.cluster
-    kernels(recipe, prepared.decoder)  # compiled once, here, and not by every worker at once
+    recipe, section = inputs.recipe, inputs.recipe.cluster
+    kernels(recipe.engine, inputs.decoder)  # compiled once, here, and not by every worker at once
     sweep()  # copies of the base that a killed run left behind
     with contextlib.ExitStack() as held:
         opened = Cluster.open(
@@ -71,28 +70,24 @@ def clustered(
             cluster=held.enter_context(opened), recipe=recipe, folder=folder, workers=workers
         )
         if section.remote_trainer:
-            trainer = link = _started(factory.trainer)
+            try:
+                trainer = link = factory.trainer()
+            except (WorkerLost, WorkerFault) as error:
+                raise RunFailed(f"the trainer's worker could not be started: {error}") from error
             held.callback(link.close)
         else:
-            trainer, link = held.enter_context(open_trainer(prepared, folder)), None
+            trainer, link = held.enter_context(open_trainer(inputs, folder)), None
         publication = adapters_only
         if recipe.adapter.kind == "full":
-            publication = held.enter_context(all_weights(prepared.decoder))
+            publication = held.enter_context(all_weights(inputs.decoder))
         graders = factory.graders() if section.graders else None
         if graders is not None:
             held.callback(graders.close)
-            prepared.grader.close()
-            prepared = replace(prepared, grader=graders)
+            inputs.grader.close()
+            inputs = replace(inputs, grader=graders)
         pool = factory.pool(memory, publication)
-        yield prepared, _components(factory, pool, trainer, link, graders, memory)
+        yield inputs, _components(factory, pool, trainer, link, graders, memory)
     sweep()
-
-
-def _started(new_trainer: Callable[[], TrainerLink]) -> TrainerLink:
-    try:
-        return new_trainer()
-    except (WorkerLost, WorkerFault) as error:
-        raise RunFailed(f"the trainer's worker could not be started: {error}") from error
 
 
 @contextlib.contextmanager
@@ -121,30 +116,29 @@ def _components(
     graders: GraderLink | None,
     memory: Memory | None,
 ) -> RunComponents:
-    recipe = factory.recipe
+    recipe, shared = factory.recipe, SharedHistory(memory.history, pool) if memory else None
+
+    async def ready() -> None:  # all of them, at the same time
+        await asyncio.gather(pool.ready(), *([graders.ready()] if graders else []))
+
     sources = [pool, *([link] if link else []), *([graders] if graders else [])]
     return RunComponents(
         trainer=trainer,
         engine=pool,
         memory=memory,
-        drafting=drafting(memory, pool) if memory else None,
+        drafting=memory.drafting(shared, shared.saved_s) if memory and shared else None,
         counters=[pool.counters],
         extra_metrics=lambda: pool_metrics(pool),
         tokens_sampled=lambda: sum(pool.work.get(name, 0) for name in ("decoded", "prefilled")),
         span_sources=sources,
         loop_worker="controller" if link else "trainer",
-        pools=pools(recipe),
-        lines=[*lines(recipe)],
+        pools=pools(recipe.cluster),
+        lines=[*lines(recipe.cluster)],
         status=lambda: [row | factory.where(row["worker"]) for source in sources for row in source.status()],
-        ready=lambda: _ready(pool, graders),
+        ready=ready,
         end=pool.close,
         trainer_consistent=lambda: link is not None,  # it has the state after the last step
     )
-
-
-async def _ready(pool: EnginePool, graders: GraderLink | None) -> None:
-    """All of them, at the same time."""
-    await asyncio.gather(pool.ready(), *([graders.ready()] if graders else []))
 
 
 def places(recipe: Recipe) -> list[Need]:
@@ -168,9 +162,8 @@ def places(recipe: Recipe) -> list[Need]:
     return [*trainer, *samplers, *(Need(name=f"grader-{i}", cpus=cpus) for i in range(section.graders))]
 
 
-def lines(recipe: Recipe) -> Iterator[str]:
+def lines(section: ClusterSection) -> Iterator[str]:
     """Who works where, for a person."""
-    section = recipe.cluster
     threads = f"{section.cpus_per_worker} thread{'s' * (section.cpus_per_worker > 1)} each"
     where = f"the Ray at {section.address}" if section.address else "a Ray of its own on this machine"
     kinds = [(section.samplers, "sampler"), (section.graders, "grader"), (section.remote_trainer, "trainer")]
@@ -182,9 +175,8 @@ def lines(recipe: Recipe) -> Iterator[str]:
         yield f"             this process: the loop and the {' and the '.join(here)}"
 
 
-def pools(recipe: Recipe) -> dict[str, int]:
+def pools(section: ClusterSection) -> dict[str, int]:
     """Devices by pool, for the ledger: GPUs where workers have some, otherwise the places of the workers."""
-    section = recipe.cluster
     if section.gpus_per_sampler or section.gpus_per_trainer:
         samplers = math.ceil(section.samplers * section.gpus_per_sampler)
         return {"samplers": max(1, samplers), "trainer": max(1, math.ceil(section.gpus_per_trainer))}
@@ -261,18 +253,6 @@ class WorkerFactory:
 # ---- drafts
 
 
-def drafting(memory: Memory, pool: EnginePool) -> Drafting:
-    """The accounts of drafts that the samplers verify, each from a memory of its own: what is remembered
-    here is sent to them with the next policy."""
-    history = memory.history
-    return Drafting(
-        store=SharedHistory(history, pool),
-        lengths=history.lengths,
-        drafter=memory.drafter,
-        saved_s=lambda: pool.work.get("seconds_without", 0.0) - pool.work.get("seconds", 0.0),
-    )
-
-
 class SharedHistory:
     """``pipeline.draft_metrics.Store``: adds to the history, and sends the same to the samplers."""
 
@@ -286,6 +266,10 @@ class SharedHistory:
     @property
     def num_bytes(self) -> int:
         return self._history.num_bytes
+
+    def saved_s(self) -> float:
+        """Seconds that drafts have saved so far, on all samplers."""
+        return self._pool.work.get("seconds_without", 0.0) - self._pool.work.get("seconds", 0.0)
 
     def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:
         self._history.add(uid, step, pasts)

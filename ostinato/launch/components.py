@@ -1,81 +1,121 @@
-"""Who does the work of a run: a trainer, an engine and a grader, in this process or over a cluster.
-
-The loop is the same for all; only what stands behind its protocols differs.
-"""
+"""Trainer, engine and grader of a run, opened for a context: in this process, by vLLM, or over a cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ostinato.engine.local import LocalEngine
+from ostinato.engine.vllm_proof import Verdict
+from ostinato.launch.device_memory import free_cached_memory, gpu_figures, lends_memory
 from ostinato.launch.drafts import Memory
-from ostinato.pipeline.draft_metrics import Drafting
-from ostinato.pipeline.loop import Finish, Finished, Loop
-from ostinato.pipeline.signals import Abandoned, StopSignals
-from ostinato.protocols import Engine, RestorableTrainer, Timed
+from ostinato.launch.engine import any_engine, vllm_engine
+from ostinato.launch.inputs import RunInputs, environment, rollout_need
+from ostinato.launch.loop import RunComponents
+from ostinato.launch.ranks import open_trainer
+from ostinato.protocols import RestorableTrainer
+from ostinato.rollout.rollout import first_context
+from ostinato.types import Batch, StepReport
 
-STATUS_S = 1.0  # between two writings of workers.json
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunComponents:
-    """``ready`` is awaited before the loop begins, ``end`` when it has ended, both in its event loop. The
-    loop's ``Workers`` are these."""
+@contextlib.contextmanager
+def open_components(
+    inputs: RunInputs, folder: Path, memory: Memory | None, workers: str
+) -> Iterator[tuple[RunInputs, RunComponents]]:
+    """The components of the recipe, and the inputs they work with, until the context ends.
+    ``folder`` is of the run, ``workers`` the module that makes those of a cluster."""
+    if inputs.recipe.cluster.samplers:
+        from ostinato.launch.cluster import clustered
 
-    trainer: RestorableTrainer
-    engine: Engine
-    memory: Memory | None = None
-    drafting: Drafting | None = None
-    counters: Sequence[Counter[str]] = ()  # beside those of the grader and the tools
-    extra_metrics: Callable[[], Mapping[str, float]] = dict
-    tokens_sampled: Callable[[], float] = lambda: 0.0  # grows while the engine gets on
-    span_sources: Sequence[Timed] = ()  # what is at work beside the loop
-    loop_worker: str = "trainer"  # what the loop's own time is drawn as
-    pools: Mapping[str, int] = field(default_factory=dict)  # devices by pool; empty: one process does it all
-    lines: Sequence[str] = ()  # who works where, for a person
-    status: Callable[[], Sequence[Mapping[str, Any]]] | None = None  # rows of workers.json
-    trainer_consistent: Callable[[], bool] = lambda: False
-    ready: Callable[[], Coroutine[Any, Any, None]] | None = None
-    end: Callable[[], Awaitable[None]] | None = None
-
-    def progress(self) -> float:
-        return self.tokens_sampled() + self.trainer.progress
-
-    async def run(self, loop: Loop, folder: Path) -> Finished:
-        """Run ``loop``; meanwhile workers.json in ``folder`` has the state of the workers."""
-        writing = (
-            asyncio.create_task(_keep_writing(folder / "workers.json", self.status)) if self.status else None
+        with clustered(inputs, folder, memory, workers) as found:
+            yield found
+        return
+    recipe, decoder = inputs.recipe, inputs.decoder
+    with contextlib.ExitStack() as held:
+        trainer = held.enter_context(open_trainer(inputs, folder))
+        if recipe.engine.backend == "vllm":
+            yield inputs, held.enter_context(_sampling_by_vllm(inputs, trainer, folder))
+            return
+        engine = any_engine(recipe, decoder, inputs.renderer, memory, need=rollout_need(inputs))
+        if isinstance(engine, LocalEngine) and lends_memory(recipe, decoder):
+            trainer = LentTrainer(trainer, engine.lent)
+        drafting = None
+        if memory is not None and isinstance(engine, LocalEngine):
+            counted = engine.counters
+            drafting = memory.drafting(memory.history, lambda: counted.seconds_without - counted.seconds)
+        yield (
+            inputs,
+            RunComponents(
+                trainer=trainer,
+                engine=engine,
+                memory=memory,
+                drafting=drafting,
+                extra_metrics=lambda: gpu_figures(decoder),
+                tokens_sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
+                span_sources=(engine,),
+            ),
         )
-        try:
-            if self.ready is not None:
-                with StopSignals(0.0, at_once=True) as signals, contextlib.suppress(Abandoned):
-                    await signals.bounded(self.ready())
-                if signals.received is not None:
-                    return Finished(state=loop.state, why=Finish.of(signals.received))
-            return await loop.run()
-        finally:
-            if writing is not None and self.status is not None:
-                writing.cancel()
-                _write(folder / "workers.json", self.status())  # before they end: what did the work
-            if self.end is not None:
-                await self.end()
 
 
-async def _keep_writing(path: Path, status: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-    while True:
-        _write(path, status())
-        await asyncio.sleep(STATUS_S)
+@contextlib.contextmanager
+def _sampling_by_vllm(inputs: RunInputs, trainer: RestorableTrainer, folder: Path) -> Iterator[RunComponents]:
+    """Components without drafts; what policies were proven by is in each row of metrics."""
+    recipe, renderer = inputs.recipe, inputs.renderer
+    prompt = asyncio.run(first_context(environment(recipe, renderer)(inputs.train_prompts[0])))
+    with vllm_engine(
+        recipe,
+        inputs.decoder,
+        renderer,
+        model=inputs.folder,
+        prompt=prompt,
+        folder=folder / "vllm",
+        need=rollout_need(inputs),
+    ) as engine:
+        yield RunComponents(
+            trainer=LentTrainer(trainer, engine.lent) if lends_memory(recipe, inputs.decoder) else trainer,
+            engine=engine,
+            extra_metrics=lambda: proof_row(engine.take_verdict()) | gpu_figures(inputs.decoder),
+            tokens_sampled=lambda: engine.signs,
+            span_sources=(engine,),
+        )
 
 
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Not flushed to the disk: the rows are of now, and gone with the process."""
-    aside = path.with_name(f".{path.name}")
-    with contextlib.suppress(OSError):  # a full disk is reported by the loop
-        aside.write_text(json.dumps(list(rows)))
-        aside.replace(path)
+class LentTrainer:
+    """``trainer`` with the memory of the sampler on its GPU in each step: ``lent`` is the time of that."""
+
+    def __init__(
+        self, trainer: RestorableTrainer, lent: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self._trainer, self._lent = trainer, lent
+        self.adapters, self.identity = trainer.adapters, trainer.identity
+        self.tensors, self.counters, self.restore = trainer.tensors, trainer.counters, trainer.restore
+
+    @property
+    def progress(self) -> float:
+        return self._trainer.progress
+
+    def step(self, batch: Batch) -> StepReport:
+        return self._in_lent_memory(lambda: self._trainer.step(batch))
+
+    def score(self, batch: Batch) -> Sequence[Any]:
+        return self._in_lent_memory(lambda: self._trainer.score(batch))
+
+    def _in_lent_memory(self, work: Callable[[], T]) -> T:
+        with self._lent():
+            try:
+                return work()
+            finally:
+                free_cached_memory()
+
+
+def proof_row(verdict: Verdict | None) -> dict[str, float]:
+    """In the row of the step in which a policy was judged, and in no other one."""
+    if verdict is None:
+        return {}
+    row = {"k3": verdict.k3, "k3_version": verdict.version, "k3_tokens": verdict.tokens}
+    return {f"publish/{name}": float(value) for name, value in row.items()}

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from ostinato.config import Recipe
 from ostinato.launch import RunFailed
-from ostinato.launch.models import adapter_spec, device_of
+from ostinato.launch.machine import device_of
+from ostinato.launch.models import adapter_spec
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.named import model_folder
 from ostinato.parallel.gpus import SHEETS, gpu_named, peak

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.lengths import Lengths
 from ostinato.history.rules import Rules
 from ostinato.history.store import History
+from ostinato.pipeline.draft_metrics import Drafting, Store
 from ostinato.types import Completion, Request
 
 LOOKED_AT = 4  # most epochs that the drafter looks at
@@ -33,6 +35,11 @@ class Memory:
     def expect(self, request: Request) -> float:
         """See ``expected``."""
         return expected(self.history.lengths, request)
+
+    def drafting(self, store: Store, saved_s: Callable[[], float]) -> Drafting:
+        """The accounts of drafts, and what remembers the answers for the next ones."""
+        lengths, drafter = self.history.lengths, self.drafter
+        return Drafting(store=store, lengths=lengths, drafter=drafter, saved_s=saved_s)
 
 
 class Seen:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from ostinato.config import Recipe
+from ostinato.config import EngineSection, Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm import MOST_OPEN, SLOTS, VllmEngine
 from ostinato.engine.vllm_adapters import experts_of
@@ -49,15 +49,6 @@ AnyEngine = LocalEngine | TransformersEngine
 PROBE_TOKENS = 48  # of the prompt that policies are proven on
 
 
-def notes(recipe: Recipe) -> Iterator[str]:
-    """What is not as with the engine in this process, one sentence each."""
-    yield "vLLM's noise is its own: the same run samples other tokens the next time"
-    if recipe.draft.enabled:
-        yield "draft.enabled changes nothing: vLLM drafts as engine.server_args say (docs/vllm_drafter.md)"
-    if recipe.model.fp32_head and recipe.model.dtype != "float32":
-        yield "model.fp32_head is of the trainer alone: vLLM computes logits in model.dtype"
-
-
 @contextlib.contextmanager
 def vllm_engine(
     recipe: Recipe,
@@ -74,7 +65,7 @@ def vllm_engine(
 
     Raises ValueError for a server that cannot do it, and RunFailed for one that is not there.
     """
-    check_model(recipe, decoder)
+    check_model(recipe.adapter, decoder)
     cluster, returned = recipe.cluster, _returned(recipe, decoder)
     server = _server(recipe, decoder, model, folder, need)
     where = recipe.engine.address or f"started here, its log {folder / 'server.log'}"
@@ -163,7 +154,7 @@ def new_engine(
     the worker's in the timeline."""
     if not isinstance(decoder, Decoder):
         raise ValueError('model.backend is "transformers", and this needs our own decoder: "native"')
-    sampler = sampler_decoder(recipe, decoder, kernels(recipe, decoder))
+    sampler = sampler_decoder(recipe.engine, decoder, kernels(recipe.engine, decoder))
     return LocalEngine(
         sampler,
         kernels=sampler_kernels(recipe, sampler),
@@ -197,9 +188,9 @@ def any_engine(
     return new_engine(recipe, decoder, renderer, memory, need=need)
 
 
-def sampler_decoder(recipe: Recipe, decoder: Decoder, kernels: Kernels | None) -> Decoder:
+def sampler_decoder(section: EngineSection, decoder: Decoder, kernels: Kernels | None) -> Decoder:
     """What the engine samples from (``engine.weights``); what a copy costs is logged."""
-    weights = Weights(recipe.engine.weights)
+    weights = Weights(section.weights)
     sampler = quantise(decoder, weights)
     if sampler is not decoder:
         own, model = (size / 1e6 for size in (own_bytes(sampler, decoder), own_bytes(decoder)))
@@ -208,9 +199,9 @@ def sampler_decoder(recipe: Recipe, decoder: Decoder, kernels: Kernels | None) -
     return sampler
 
 
-def kernels(recipe: Recipe, decoder: Decoder) -> Kernels | None:
-    """The native kernels if the recipe has them; None, for torch, and a warning if they cannot be built."""
-    if not recipe.engine.native or decoder.device.type != "cpu":
+def kernels(section: EngineSection, decoder: Decoder) -> Kernels | None:
+    """The native kernels if the section has them; None, for torch, and a warning if they cannot be built."""
+    if not section.native or decoder.device.type != "cpu":
         return None
     try:
         return load_kernels()
@@ -222,8 +213,8 @@ def kernels(recipe: Recipe, decoder: Decoder) -> Kernels | None:
 def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels | None:
     """What the engine runs on: on a GPU the kernels in Triton, where there is Triton and they are proven."""
     if decoder.device.type != "cuda":
-        return kernels(recipe, decoder)
-    if not _runs_triton(recipe, decoder):
+        return kernels(recipe.engine, decoder)
+    if not _runs_triton(recipe.engine, decoder):
         return None
     from ostinato.engine.proof import proven
     from ostinato.model.cuda import CUDA_OPS, EXACT_OPS, CudaKernels
@@ -243,9 +234,9 @@ def training_ops(recipe: Recipe, decoder: Base) -> Ops:
     if isinstance(decoder, TransformersModel):
         return TORCH_OPS
     decoder = cast(Decoder, decoder)  # the only other Base
-    found = kernels(recipe, decoder)
+    found = kernels(recipe.engine, decoder)
     if not recipe.model.exact:
-        return found.training if found else card_ops(recipe, decoder) or TORCH_OPS
+        return found.training if found else card_ops(recipe.engine, decoder) or TORCH_OPS
     check_exact(recipe)
     if decoder.config.window is not None:
         raise ValueError("model.exact is true, but layers of this model have a window; set it to false")
@@ -255,18 +246,18 @@ def training_ops(recipe: Recipe, decoder: Base) -> Ops:
             "has no kernel; set it to false"
         )
     if decoder.device.type == "cuda":
-        return exact_card_ops(recipe, decoder)
+        return exact_card_ops(recipe.engine, decoder)
     if found is None:
         raise ValueError("model.exact is true, but its kernels cannot be built; set it to false")
     return found.exact
 
 
-def exact_card_ops(recipe: Recipe, decoder: Decoder) -> Ops:
+def exact_card_ops(section: EngineSection, decoder: Decoder) -> Ops:
     """``model.exact`` on a card. Raises ValueError where it cannot be had there, in one sentence."""
     moe = decoder.config.moe
     if moe is not None and moe.num_groups > 1:
         raise ValueError("model.exact is true with a router of groups, which no kernel has; set it to false")
-    if not _runs_triton(recipe, decoder):
+    if not _runs_triton(section, decoder):
         raise ValueError(f"model.exact is true, but Triton does not run on {decoder.device}; set it to false")
     from ostinato.model.cuda import exact_training
     from ostinato.model.cuda.proof import proven
@@ -277,9 +268,9 @@ def exact_card_ops(recipe: Recipe, decoder: Decoder) -> Ops:
     return ops
 
 
-def card_ops(recipe: Recipe, decoder: Decoder) -> Ops | None:
+def card_ops(section: EngineSection, decoder: Decoder) -> Ops | None:
     """The kernels of a card, as far as they are proven, where the decoder is on one and there is Triton."""
-    if decoder.device.type != "cuda" or not _runs_triton(recipe, decoder):
+    if decoder.device.type != "cuda" or not _runs_triton(section, decoder):
         return None
     from ostinato.model.cuda import CUDA_OPS
     from ostinato.model.cuda.proof import proven
@@ -290,9 +281,9 @@ def card_ops(recipe: Recipe, decoder: Decoder) -> Ops | None:
     return ops
 
 
-def _runs_triton(recipe: Recipe, decoder: Decoder) -> bool:
+def _runs_triton(section: EngineSection, decoder: Decoder) -> bool:
     """On the card of the decoder."""
-    if not recipe.engine.native or importlib.util.find_spec("triton") is None:
+    if not section.native or importlib.util.find_spec("triton") is None:
         return False
     if decoder.device.index in (None, torch.cuda.current_device()):  # where Triton launches
         return True
@@ -310,4 +301,4 @@ def _warn_once(sentence: str) -> None:
 def shares(recipe: Recipe) -> bool:
     """Do all workers of a host map one copy of the base?"""
     cluster = recipe.cluster
-    return bool(cluster.samplers) and cluster.share_weights and recipe.adapter.kind == "lora"
+    return bool(cluster.samplers) and sys.platform == "linux" and recipe.adapter.kind == "lora"

@@ -34,18 +34,16 @@ PLAIN = (
 )
 
 
-def new_forgetting(
-    prepared: RunInputs, trainer: Scorer, run: RunFolder, flops: FlopModel
-) -> Forgetting | None:
+def new_forgetting(inputs: RunInputs, trainer: Scorer, run: RunFolder, flops: FlopModel) -> Forgetting | None:
     """None where the recipe has none, and for a run that is too short to afford one."""
-    recipe, section = prepared.recipe, prepared.recipe.forgetting
+    recipe, section = inputs.recipe, inputs.recipe.forgetting
     budget = Every.parse(recipe.trainer.budget, "trainer.budget")
     answers = answers_of(recipe, budget, flops)
     count = questions_for(round(answers * section.share / USUAL_SHARE)) if section.enabled else 0
     if not count:
         return None
     about, prompts = questions_of(recipe, count)
-    sampling, renderer = sampling_of(recipe, prepared.renderer), prepared.renderer
+    sampling, renderer = sampling_of(recipe.rollout, inputs.renderer), inputs.renderer
     if not renderer.has_chat_template:
         prompts = [_as_text(prompt) for prompt in prompts]
     return Forgetting(

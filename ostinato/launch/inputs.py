@@ -11,39 +11,42 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from ostinato.algo.algorithms import Algorithm
 from ostinato.config import Recipe
-from ostinato.config.paths import without_folders
-from ostinato.config.tasks import VERIFIERS, OneTask
+from ostinato.config.fields import without_folders
+from ostinato.config.sections import RolloutSection
+from ostinato.config.tasks import VERIFIERS, OneTask, TaskSection
 from ostinato.env.custom import SEEDS, EnvEpisode, new_factory, seeds
-from ostinato.env.dialogue import Dialogue
+from ostinato.env.dialogue import Dialogue, Words
 from ostinato.env.mixture import Mixture, counts, label_prompts
 from ostinato.env.rows import with_columns
 from ostinato.env.tasks import Rows, add_system_prompt, check_disjoint, check_params, load_tasks
 from ostinato.env.tools import resolve_tools
-from ostinato.launch.apps import AgentTasks, load
 from ostinato.launch.checks import check, check_columns, check_solvable, warn_of_control_tokens
 from ostinato.launch.device_memory import Need, check_room, free_memory, step_need
 from ostinato.launch.engine import shares
-from ostinato.launch.evaluations import downstream_prompts
 from ostinato.launch.graders import new_grader
-from ostinato.launch.models import device_of, load_decoder
-from ostinato.launch.teacher import check_teacher
+from ostinato.launch.machine import device_of
+from ostinato.launch.models import load_decoder
+from ostinato.launch.trainer import check_teacher
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.protocols import Engine, Env, Grader, Tasks
 from ostinato.render import Renderer
 from ostinato.reward.own_answers import spread, warnings_of
-from ostinato.reward.workers import JUDGE
+from ostinato.reward.workers import JUDGE, WorkerGrader
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.rollout import RolloutContext, close_env, first_context
+from ostinato.run import MAIN_SET
 from ostinato.types import Prompt, Sampling
 
 log = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class RunInputs:
     """What a run or an evaluation is played with."""
 
     recipe: Recipe
+    algorithm: Algorithm
     folder: Path  # of the base model
     decoder: Decoder
     renderer: Renderer
@@ -94,78 +98,108 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     renderer = Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs)
     if training:
         check_teacher(recipe, algorithm, renderer)
-    train_prompts = prompts(recipe, "train", None) if training else []
-    eval_prompts = prompts(recipe, recipe.eval.split, recipe.eval.n)
-    if training and recipe.eval.split == "eval":
-        check_disjoint(*(_fixed(recipe, rows) for rows in (train_prompts, eval_prompts)))
-    downstream = downstream_prompts(recipe, train_prompts)
-    scored = [*eval_prompts, *(prompt for each in downstream.values() for prompt in each)]
-    warn_of_control_tokens(renderer, [(row.where, row.messages) for row in (*train_prompts, *eval_prompts)])
+    train, scored = read_sets(recipe, training)
+    warn_of_control_tokens(renderer, [(row.where, row.messages) for row in (*train, *scored[MAIN_SET])])
     free = free_memory(device_of(recipe.model)) if training and not recipe.parallel.sharded else None
     if free is not None and recipe.model.backend == "native":
         check_room(recipe, read_config(folder), free)
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
     too_long = set[int]()
-    for name, rows in of_tasks([*train_prompts, *scored]).items():
+    for name, rows in of_tasks([row for each in (train, *scored.values()) for row in each]).items():
         check_columns(recipe.judges(name), rows)
         too_long |= set(map(id, overlong(recipe, rows, renderer, decoder.config.max_positions)))
         if renderer.vocab_size > decoder.config.vocab_size:  # in which few rows, if any, take part
             for row in rows:
                 check_tokens(renderer.prompt(row), row.where, renderer, decoder.config.vocab_size)
-    train_prompts, eval_prompts = (_without(too_long, rows) for rows in (train_prompts, eval_prompts))
-    downstream = {name: _without(too_long, rows) for name, rows in downstream.items()}
+    train, *left = (_without(too_long, rows) for rows in (train, *scored.values()))
+    scored = dict(zip(scored, left, strict=True))
     counters = Counter[str]()
     judged = any(function.startswith(JUDGE) for function in recipe.reward.functions)
     judges = load("judge:")(recipe, decoder, folder, counters) if judged else {}
     grader = new_grader(recipe, judges, counters)
-
-    def encode(text: str) -> list[int]:
-        return renderer.encode(text).tolist()
-
     try:
-        sets = [train_prompts, eval_prompts, *downstream.values()]
-        each_task = [rows for each in sets for rows in of_tasks(each).values()]
-        found = [warning for rows in each_task for warning in grader.check(rows[0], encode)]
-        for rows in each_task:
-            found += warnings_of(grader.own_verdicts(spread(rows), encode))
+        warnings = try_rewards(grader, [train, *scored.values()], renderer)
+        agents = _open_agents(recipe, renderer)
     except BaseException:
         grader.close()
         raise
     return RunInputs(
         recipe=recipe,
-        agents=_agents(recipe, renderer),
+        algorithm=algorithm,
         folder=folder,
         decoder=decoder,
         renderer=renderer,
         grader=grader,
-        train_prompts=train_prompts,
-        eval_prompts=eval_prompts,
-        downstream=downstream,
+        train_prompts=train,
+        eval_prompts=scored.pop(MAIN_SET),
+        downstream=scored,
+        agents=agents,
         num_overlong=len(too_long),
         left_open=grader.left_open,
-        warnings=list({warning.partition("\n")[0]: warning for warning in found}.values()),
+        warnings=warnings,
     )
 
 
-def _agents(recipe: Recipe, renderer: Renderer) -> AgentTasks | None:
+def read_sets(recipe: Recipe, training: bool) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    """(the prompts to train on, none unless ``training``; those of each set that is scored, the main one
+    first). Raises ValueError for what cannot be read, and for a set that shares prompts with the first."""
+    train = prompts(recipe, "train", None) if training else []
+    held_out = prompts(recipe, recipe.eval.split, recipe.eval.n)
+    if training and recipe.eval.split == "eval":
+        fixed = {name for name, task in recipe.task.by_name.items() if task.source != SEEDS}
+        # of "seeds" the text is the same in every game
+        check_disjoint(*([row for row in rows if row.task in fixed] for rows in (train, held_out)))
+    return train, {MAIN_SET: held_out, **downstream_prompts(recipe, train)}
+
+
+def downstream_prompts(recipe: Recipe, train: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """The prompts of each downstream set by name. Raises ValueError, with the name, for what cannot be read,
+    and for a set of the training's own source that shares prompts with ``train``."""
+    sets, tasks, seed = dict[str, list[Prompt]](), recipe.task.by_name, recipe.task.seed
+    for name, section in recipe.eval.downstream.items():
+        of = section.task or next(iter(tasks))
+        n, system = section.n or None, tasks[of].system_prompt
+        try:
+            rows = load_tasks(section.source, section.split, seed, n, section.params, system)
+            sets[name] = label_prompts(with_columns(rows, tasks[of].columns), of)
+            if section.source in {task.source for task in tasks.values()}:
+                check_disjoint(train, sets[name])
+        except ValueError as error:
+            raise ValueError(f"eval.downstream.{name}: {error}") from error
+    return sets
+
+
+def try_rewards(grader: WorkerGrader, sets: Iterable[Sequence[Prompt]], renderer: Renderer) -> list[str]:
+    """Call every reward on a row of each task, and on own answers of rows. (warnings, each of them once)."""
+
+    def encode(text: str) -> list[int]:
+        return renderer.encode(text).tolist()
+
+    tasks = [rows for prompts in sets for rows in of_tasks(prompts).values()]
+    warnings = [warning for rows in tasks for warning in grader.check(rows[0], encode)]
+    for rows in tasks:
+        warnings += warnings_of(grader.own_verdicts(spread(rows), encode))
+    return list({warning.partition("\n")[0]: warning for warning in warnings}.values())
+
+
+def _open_agents(recipe: Recipe, renderer: Renderer) -> AgentTasks | None:
     if not any(task.has_agent for task in recipe.task.by_name.values()):
         return None
     try:
-        open_agents = load("task.agent")
+        return load("task.agent")(recipe, renderer)
     except ModuleNotFoundError as error:
         raise ValueError(f'agents need {error.name}; install it: pip install "ostinato[serve]"') from None
-    return open_agents(recipe, renderer)
 
 
 def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
     """``n`` prompts, of a mixture by its weights; None: ``n_train`` of each task, all rows of a file where
     that is 0. Raises ValueError, for a task of a mixture with its name."""
     section, found = recipe.task, list[Prompt]()
-    sizes = {} if n is None else counts(weights(recipe), section.seed, n)
+    sizes = {} if n is None else counts(weights(recipe.task), section.seed, n)
     for name, task in section.by_name.items():
         try:
-            rows = _prompts(task, split, section.seed, sizes.get(name, task.n_train or None))
-            found += label_prompts(rows, name)
+            rows = _rows(task, split, section.seed, sizes.get(name, task.n_train or None))
+            found += label_prompts(with_columns(rows, task.columns), name)
         except ValueError as error:
             if not name:
                 raise
@@ -173,13 +207,9 @@ def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
     return found
 
 
-def weights(recipe: Recipe) -> dict[str, float]:
+def weights(section: TaskSection) -> dict[str, float]:
     """Of the tasks by name."""
-    return {one.name: one.weight for one in recipe.task.mix} or {"": 1.0}
-
-
-def _prompts(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
-    return with_columns(_rows(task, split, seed, n), task.columns)
+    return {one.name: one.weight for one in section.mix} or {"": 1.0}
 
 
 def _rows(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
@@ -196,16 +226,11 @@ def _rows(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
     return [add_system_prompt(row, task.system_prompt) for row in rows] if task.system_prompt else rows
 
 
-def _fixed(recipe: Recipe, rows: Sequence[Prompt]) -> list[Prompt]:
-    """Without those of "seeds", whose text is the same in every game."""
-    return [row for row in rows if recipe.task.by_name[row.task].source != SEEDS]
-
-
-def new_tasks(prepared: RunInputs) -> Tasks:
+def new_tasks(inputs: RunInputs) -> Tasks:
     """The stream of prompts that the run trains on."""
-    seed, by_task = prepared.recipe.task.seed, of_tasks(prepared.train_prompts)
+    seed, by_task = inputs.recipe.task.seed, of_tasks(inputs.train_prompts)
     streams = {name: Rows(rows, seed=seed) for name, rows in by_task.items()}
-    return streams[""] if "" in streams else Mixture(streams, weights(prepared.recipe), seed=seed)
+    return streams[""] if "" in streams else Mixture(streams, weights(inputs.recipe.task), seed=seed)
 
 
 def of_tasks(rows: Sequence[Prompt]) -> dict[str, list[Prompt]]:
@@ -232,7 +257,7 @@ def overlong(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context
     byte or more, so only long prompts are rendered.
 
     Raises ValueError naming the first of another task."""
-    longest, keys = longest_answer(recipe, renderer)
+    longest, keys = longest_answer(recipe.rollout, renderer)
     room = context - longest
     if room < 1:
         raise ValueError(
@@ -297,17 +322,16 @@ def check_tokens(tokens: np.ndarray, where: str, renderer: Renderer, vocab_size:
         )
 
 
-def longest_answer(recipe: Recipe, renderer: Renderer) -> tuple[int, str]:
+def longest_answer(section: RolloutSection, renderer: Renderer) -> tuple[int, str]:
     """(tokens of the longest answer of a turn, the keys that say so)."""
-    interruption = new_interruption(recipe, renderer)
+    interruption = new_interruption(section, renderer)
     if interruption is None:
-        return recipe.rollout.max_tokens, "rollout.max_tokens"
+        return section.max_tokens, "rollout.max_tokens"
     return interruption.most_tokens, "rollout.interrupt_after and rollout.answer_tokens"
 
 
-def new_interruption(recipe: Recipe, renderer: Renderer) -> Interruption | None:
+def new_interruption(rollout: RolloutSection, renderer: Renderer) -> Interruption | None:
     """When thinking is interrupted; None where it never is (no rollout.interrupt_after)."""
-    rollout = recipe.rollout
     if not rollout.interrupt_after:
         return None
     phrase = renderer.encode(rollout.interrupt_phrase)
@@ -334,31 +358,30 @@ def _bytes(prompt: Prompt) -> int:
     return len(json.dumps([prompt.messages, prompt.tools], ensure_ascii=False, default=str).encode())
 
 
-def rollout_need(prepared: RunInputs) -> Need:
+def rollout_need(inputs: RunInputs) -> Need:
     """What a step of training samples at once. A token of a prompt is taken for two bytes or more."""
-    recipe = prepared.recipe
-    prompts = [*prepared.train_prompts, *prepared.eval_prompts]
+    recipe = inputs.recipe
+    prompts = [*inputs.train_prompts, *inputs.eval_prompts]
     longest = max(map(_bytes, prompts), default=0) // 2 + TEMPLATE
-    return step_need(recipe, longest_answer(recipe, prepared.renderer)[0], longest)
+    return step_need(recipe, longest_answer(recipe.rollout, inputs.renderer)[0], longest)
 
 
-def new_stage(prepared: RunInputs, engine: Engine, grader: Grader) -> RolloutContext:
-    recipe = prepared.recipe
+def new_stage(inputs: RunInputs, engine: Engine, grader: Grader) -> RolloutContext:
+    recipe = inputs.recipe
     return RolloutContext(
         engine=engine,
-        env=environment(recipe, prepared.renderer, prepared.tool_counters, prepared.agents),
+        env=environment(recipe, inputs.renderer, inputs.tool_counters, inputs.agents),
         grader=grader,
-        sampling=sampling_of(recipe, prepared.renderer),
-        context_limit=prepared.decoder.config.max_positions,
-        interruption=new_interruption(recipe, prepared.renderer),
+        sampling=sampling_of(recipe.rollout, inputs.renderer),
+        context_limit=inputs.decoder.config.max_positions,
+        interruption=new_interruption(recipe.rollout, inputs.renderer),
         identity=stage_identity(recipe),
-        ends_in_thought=prepared.renderer.ends_in_thought,
+        ends_in_thought=inputs.renderer.ends_in_thought,
     )
 
 
-def sampling_of(recipe: Recipe, renderer: Renderer) -> Sampling:
+def sampling_of(rollout: RolloutSection, renderer: Renderer) -> Sampling:
     """How the answers of training are drawn."""
-    rollout = recipe.rollout
     return Sampling(
         temperature=rollout.temperature,
         top_k=rollout.top_k,
@@ -384,7 +407,7 @@ def stage_identity(recipe: Recipe) -> str:
     for one in tasks:
         if not one["columns"]:
             del one["columns"]
-    kept = [one.pop("memory") for one in tasks]
+    kept = [task.pop("memory") for task in tasks]
     reward, weights, rollout = tree["reward"], tree["engine"]["weights"], tree["rollout"]
     keys = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
     interruption = [rollout[key] for key in keys]
@@ -427,3 +450,36 @@ def _episodes(
         return Dialogue(prompt, words, tools=tools, max_turns=turns, counters=counters)
 
     return episode
+
+
+APPS = {
+    "task.agent": "ostinato.apps.serve.agent_tasks:open_agents",
+    "verifiers:": "ostinato.apps.serve.verifiers:VerifiersAgent",
+    "task.memory": "ostinato.apps.memory.conversations:conversations",
+    "judge:": "ostinato.apps.product.panel:scorers",
+    "judge revisions": "ostinato.apps.product.judges:pinned",
+    "forecast": "ostinato.apps.scaling.forecast:new_forecaster",
+}
+
+
+class EpisodeMemory(Protocol):
+    """What keeps the contexts of one episode within a budget."""
+
+    def renderer(self, renderer: Words) -> Words: ...
+
+
+class AgentTasks(Protocol):
+    """Episodes that agents play through a server of this process."""
+
+    def episodes(
+        self, task: OneTask, counters: Counter[str], new_memory: Callable[[], EpisodeMemory] | None
+    ) -> Callable[[Prompt], Env]: ...
+
+    def close(self) -> None: ...
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function of the application that is named by ``name``, a key of ``APPS``. ModuleNotFoundError
+    where a package that it needs is not installed."""
+    module, _, function = APPS[name].partition(":")
+    return getattr(import_module(module), function)

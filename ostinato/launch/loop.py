@@ -2,80 +2,109 @@
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import contextlib
 import hashlib
+import json
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from ostinato.config import Recipe, dump_toml
-from ostinato.engine.local import LocalEngine
-from ostinato.every import Every, spent_in_steps
-from ostinato.launch.checks import check, solved_at
-from ostinato.launch.components import RunComponents
+from ostinato.algo.offpolicy import Correction
+from ostinato.config import Recipe, TrainerSection, dump_toml
+from ostinato.config.fields import without_folders
+from ostinato.engine.threads import Threads
+from ostinato.every import NEVER, Every, spent_in_steps
+from ostinato.hf.model import TransformersModel
+from ostinato.launch.checks import caveats, own_weights, solved_at
 from ostinato.launch.device_memory import peak_flops
 from ostinato.launch.drafts import Memory, save_history
 from ostinato.launch.engine import new_engine
-from ostinato.launch.evaluations import evaluations
 from ostinato.launch.forgetting import new_forgetting
 from ostinato.launch.inputs import RunInputs, longest_answer, new_stage, new_tasks, rollout_need
-from ostinato.launch.introduction import device_name, own_weights
+from ostinato.launch.machine import device_name
 from ostinato.launch.models import newest_checkpoint
 from ostinato.launch.policy import write_policy
 from ostinato.model.base import Base
-from ostinato.model.flops import FlopModel
+from ostinato.model.flops import FlopModel, Work
 from ostinato.model.lora import Adapters
 from ostinato.observe.ledger import Ledger, SteadyClock, Terms
 from ostinato.pipeline.account import evaluation_work
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups
-from ostinato.pipeline.loop import Loop, LoopState, Plan
+from ostinato.pipeline.loop import Finish, Finished, Loop, LoopState, Plan
+from ostinato.pipeline.signals import Abandoned, StopSignals
 from ostinato.pipeline.state import Observer
-from ostinato.protocols import MetricWriter, RestorableTrainer
-from ostinato.run import RunFolder, atomic_folder, to_json
+from ostinato.protocols import Engine, MetricWriter, RestorableTrainer, Timed
+from ostinato.run import GREEDY_SET, MAIN_SET, RunFolder, atomic_folder, to_json
 from ostinato.train.checkpoint import Checkpoint, oldest_step, repair, save_checkpoint
-from ostinato.types import Prompt
+from ostinato.types import Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
 
-def new_evaluations(prepared: RunInputs) -> list[Evaluation]:
-    """The main one first."""
-    return evaluations(
-        prepared.recipe,
-        prepared.eval_prompts,
-        prepared.downstream,
-        stop_tokens=prepared.renderer.stop_tokens,
-        solved_at=mark(prepared.recipe),
-        weights=eval_weights(prepared.recipe),
+def new_evaluations(inputs: RunInputs) -> list[Evaluation]:
+    """The main one; unless it is greedy itself, one greedy answer to each of its prompts before and after
+    training; then the downstream ones, in the order of the recipe."""
+    recipe, main, rollout = inputs.recipe, inputs.recipe.eval, inputs.recipe.rollout
+    thinking = rollout.interrupt_after[1:]
+    sampling = Sampling(
+        temperature=main.temperature,
+        # rollout.max_tokens is not used where thinking is interrupted: no part of the set's identity then
+        max_tokens=thinking[0] + rollout.answer_tokens if thinking else rollout.max_tokens,
+        stop_tokens=inputs.renderer.stop_tokens,
+        stop_strings=rollout.stop,
     )
-
-
-def eval_weights(recipe: Recipe) -> str:
-    """Whose weights the run's held-out scores are of: "model", or those of a sampler with its own."""
-    return recipe.engine.weights if own_weights(recipe) else "model"
+    sampled = Evaluation(
+        name=MAIN_SET,
+        split=main.split,
+        prompts=inputs.eval_prompts,
+        sampling=sampling,
+        samples=main.k,
+        k=main.k,
+        solved_at=mark(recipe),
+        seed=recipe.seed,
+        weights=recipe.engine.weights if own_weights(recipe) else "model",
+        every=Every.parse(main.every, "every"),
+        budget=Every.parse(recipe.trainer.budget, "trainer.budget"),
+        shares=main.shares,
+        start_factor=main.start_factor,
+        rules=rules(recipe),
+    )
+    evaluations = [sampled]
+    if sampling.temperature:
+        greedy = replace(sampled, name=GREEDY_SET, sampling=replace(sampling, temperature=0.0), shares=())
+        evaluations.append(replace(greedy, samples=1, k=1, start_factor=1, every=NEVER))
+    for name, rows in inputs.downstream.items():
+        each = main.downstream[name]
+        one = replace(sampled, name=name, split=each.split, prompts=rows, samples=each.k, k=each.k, shares=())
+        evaluations.append(replace(one, every=Every.parse(each.every, "every")))
+    return evaluations
 
 
 async def score_exported(
-    prepared: RunInputs, adapters: Adapters | None, state: LoopState, ledger: Ledger
+    inputs: RunInputs, adapters: Adapters | None, state: LoopState, ledger: Ledger
 ) -> dict[str, Any]:
     """The held-out row of the policy as it is exported: with the model's weights, whatever the run sampled
     with."""
-    sampler = prepared.recipe.engine.model_copy(update={"weights": "model"})
-    exact = dataclasses.replace(prepared, recipe=prepared.recipe.model_copy(update={"engine": sampler}))
+    sampler = inputs.recipe.engine.model_copy(update={"weights": "model"})
+    exact = replace(inputs, recipe=inputs.recipe.model_copy(update={"engine": sampler}))
     engine = new_engine(exact.recipe, exact.decoder, exact.renderer, need=rollout_need(exact))
     engine.publish(adapters, state.step)
     stage, main = new_stage(exact, engine, exact.grader), new_evaluations(exact)[0]
     with ledger.work(), ledger.evaluating():
         row, groups = await evaluate_groups(stage, main, state.step)
-    work = evaluation_work(groups, new_flops(exact.recipe, exact.decoder, adapters))
+    work = evaluation_work(groups, new_flops(exact, adapters))
     ledger.evaluation(state.step, "exported", row["seconds"], work)
     return row | {"exported": True, "spent": spent_in_steps(state.step, state.totals)}
 
 
-def new_budget(recipe: Recipe) -> Every:
+def new_budget(section: TrainerSection) -> Every:
     """What the run may spend until it stops, for good or for now."""
-    return Every.parse(recipe.trainer.budget, "trainer.budget").part(recipe.trainer.until)
+    return Every.parse(section.budget, "trainer.budget").part(section.until)
 
 
 def mark(recipe: Recipe) -> float:
@@ -83,17 +112,17 @@ def mark(recipe: Recipe) -> float:
     return solved_at(recipe.judges(next(iter(recipe.task.by_name))))
 
 
-def new_flops(recipe: Recipe, decoder: Base, adapters: Adapters | None) -> FlopModel:
+def new_flops(inputs: RunInputs, adapters: Adapters | None) -> FlopModel:
     """What rows of rollouts and of training cost."""
-    return decoder.flops(
+    return inputs.decoder.flops(
         adapters.spec if adapters else None,
-        recompute=recipe.trainer.recompute,
-        entropy_gradient=check(recipe).needs_entropy,
+        recompute=inputs.recipe.trainer.recompute,
+        entropy_gradient=inputs.algorithm.needs_entropy,
     )
 
 
 def new_loop(
-    prepared: RunInputs,
+    inputs: RunInputs,
     components: RunComponents,
     run: RunFolder,
     state: LoopState,
@@ -103,8 +132,8 @@ def new_loop(
     writers: Sequence[MetricWriter] = (),
 ) -> Loop:
     """The run, assembled."""
-    recipe, trainer, memory = prepared.recipe, components.trainer, components.memory
-    flops, rows = new_flops(recipe, prepared.decoder, trainer.adapters()), row_digests(prepared)
+    recipe, trainer, memory = inputs.recipe, components.trainer, components.memory
+    flops, rows = new_flops(inputs, trainer.adapters()), row_digests(inputs)
 
     def save(state: LoopState) -> int:
         counts = {"trainer": trainer.counters(), "loop": state.to_json(), "rows": rows}
@@ -117,57 +146,46 @@ def new_loop(
 
     def keep(step: int) -> None:
         with atomic_folder(run.scored / f"step-{step:08d}") as to:
-            write_policy(prepared.decoder, trainer.adapters(), prepared.folder, to, recipe.model.path)
+            write_policy(inputs.decoder, trainer.adapters(), inputs.folder, to, recipe.model.path)
 
     return Loop(
         plan=Plan(
             recipe=recipe,
-            answer_tokens=longest_answer(recipe, prepared.renderer)[0]
+            answer_tokens=longest_answer(recipe.rollout, inputs.renderer)[0]
             * max(task.max_turns for task in recipe.task.by_name.values()),
             solved_at=mark(recipe),
-            budget=new_budget(recipe),
+            budget=new_budget(recipe.trainer),
             flops=flops,
-            peak_flops=peak_flops(prepared.decoder),
+            peak_flops=peak_flops(inputs.decoder),
         ),
-        stage=new_stage(prepared, components.engine, prepared.grader),
-        tasks=new_tasks(prepared),
+        stage=new_stage(inputs, components.engine, inputs.grader),
+        tasks=new_tasks(inputs),
         trainer=trainer,
-        algorithm=check(recipe),
+        algorithm=inputs.algorithm,
         folder=run,
         state=state,
-        evaluations=new_evaluations(prepared),
+        evaluations=new_evaluations(inputs),
         observer=observer,
         workers=components,
         writers=writers,
         ledger=ledger,
-        counters=(prepared.grader.counters, prepared.tool_counters, *components.counters),
+        counters=(inputs.grader.counters, inputs.tool_counters, *components.counters),
         span_sources=components.span_sources,
         worker=components.loop_worker,
-        forgetting=new_forgetting(prepared, trainer, run, flops),
+        forgetting=new_forgetting(inputs, trainer, run, flops),
         drafting=components.drafting,
         save=save,
         keep=keep if recipe.eval.keep_weights else lambda step: None,
     )
 
 
-def new_drafting(memory: Memory, engine: LocalEngine) -> Drafting:
-    """The accounts of drafts, and what remembers the answers for the next ones."""
-    history, counters = memory.history, engine.counters
-    return Drafting(
-        store=history,
-        lengths=history.lengths,
-        drafter=memory.drafter,
-        saved_s=lambda: counters.seconds_without - counters.seconds,
-    )
-
-
 TRAINED, HELD_OUT = "to train on", "held out"
 
 
-def row_digests(prepared: RunInputs) -> dict[str, str]:
+def row_digests(inputs: RunInputs) -> dict[str, str]:
     """Hashes (twelve hex digits) of the rows that a run trains on, and of those that it is scored on."""
-    scored = [*prepared.eval_prompts, *(row for rows in prepared.downstream.values() for row in rows)]
-    return {TRAINED: _digest(prepared.train_prompts), HELD_OUT: _digest(scored)}
+    scored = [*inputs.eval_prompts, *(row for rows in inputs.downstream.values() for row in rows)]
+    return {TRAINED: _digest(inputs.train_prompts), HELD_OUT: _digest(scored)}
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
@@ -201,7 +219,7 @@ def check_rows(
 
 
 def restore(
-    run: RunFolder, trainer: RestorableTrainer, prepared: RunInputs, changed: Set[str] = frozenset()
+    run: RunFolder, trainer: RestorableTrainer, inputs: RunInputs, changed: Set[str] = frozenset()
 ) -> LoopState:
     """Put ``trainer`` where the newest whole checkpoint of ``run`` was taken; the start without one. What a
     killed process left half written goes: only for the holder of the run's lock. ``changed``: sections of the
@@ -211,7 +229,7 @@ def restore(
     if checkpoint is None:
         logger.info(f"{run.path} has no checkpoint, so the run begins again")
         return LoopState()
-    check_rows(run, checkpoint.state.get("rows"), row_digests(prepared), changed)
+    check_rows(run, checkpoint.state.get("rows"), row_digests(inputs), changed)
     trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
     return LoopState(**checkpoint.state["loop"])
 
@@ -235,3 +253,123 @@ def new_ledger(
         recipe=hashlib.sha256(dump_toml(recipe).encode()).hexdigest()[:12],
     )
     return Ledger(folder=run, terms=terms, clock=clock)
+
+
+def rules(recipe: Recipe) -> str:
+    """What decides the score of an answer, and how it comes about, beside prompt and sampling: as JSON, the
+    same in any folder."""
+    tree = without_folders(recipe.model_dump(mode="json"), Recipe)
+    interruption = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
+    mixed = ("mix",) if recipe.task.mix else ()
+    keys = {
+        "reward": ("functions", "weights"),
+        "task": ("tools", "max_turns", *mixed),
+        "rollout": interruption if recipe.rollout.interrupt_after else (),
+    }
+    return json.dumps({section: [tree[section][key] for key in names] for section, names in keys.items()})
+
+
+STATUS_S = 1.0  # between two writings of workers.json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunComponents:
+    """``ready`` is awaited before the loop begins, ``end`` when it has ended, both in its event loop. The
+    loop's ``Workers`` are these."""
+
+    trainer: RestorableTrainer
+    engine: Engine
+    memory: Memory | None = None
+    drafting: Drafting | None = None
+    counters: Sequence[Counter[str]] = ()  # beside those of the grader and the tools
+    extra_metrics: Callable[[], Mapping[str, float]] = dict
+    tokens_sampled: Callable[[], float] = lambda: 0.0  # grows while the engine gets on
+    span_sources: Sequence[Timed] = ()  # what is at work beside the loop
+    loop_worker: str = "trainer"  # what the loop's own time is drawn as
+    pools: Mapping[str, int] = field(default_factory=dict)  # devices by pool; empty: one process does it all
+    lines: Sequence[str] = ()  # who works where, for a person
+    status: Callable[[], Sequence[Mapping[str, Any]]] | None = None  # rows of workers.json
+    trainer_consistent: Callable[[], bool] = lambda: False
+    ready: Callable[[], Coroutine[Any, Any, None]] | None = None
+    end: Callable[[], Awaitable[None]] | None = None
+
+    def progress(self) -> float:
+        return self.tokens_sampled() + self.trainer.progress
+
+    async def run(self, loop: Loop, folder: Path) -> Finished:
+        """Run ``loop``; meanwhile workers.json in ``folder`` has the state of the workers."""
+        writing = (
+            asyncio.create_task(_keep_writing(folder / "workers.json", self.status)) if self.status else None
+        )
+        try:
+            if self.ready is not None:
+                with StopSignals(0.0, at_once=True) as signals, contextlib.suppress(Abandoned):
+                    await signals.bounded(self.ready())
+                if signals.received is not None:
+                    return Finished(state=loop.state, why=Finish.of(signals.received))
+            return await loop.run()
+        finally:
+            if writing is not None and self.status is not None:
+                writing.cancel()
+                _write(folder / "workers.json", self.status())  # before they end: what did the work
+            if self.end is not None:
+                await self.end()
+
+
+async def _keep_writing(path: Path, status: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+    while True:
+        _write(path, status())
+        await asyncio.sleep(STATUS_S)
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Not flushed to the disk: the rows are of now, and gone with the process."""
+    aside = path.with_name(f".{path.name}")
+    with contextlib.suppress(OSError):  # a full disk is reported by the loop
+        aside.write_text(json.dumps(list(rows)))
+        aside.replace(path)
+
+
+def introduction(
+    inputs: RunInputs, components: RunComponents, path: Path, threads: Threads | None
+) -> Iterator[str]:
+    """What is about to run, in a few lines; the keys of the algorithm that are the user's by name."""
+    recipe, decoder, adapters = inputs.recipe, inputs.decoder, components.trainer.adapters()
+    yield f"run folder   {path}"
+    yield f"threads      {threads or 'as torch was started'}"
+    size = sum(parameter.numel() for parameter in decoder.parameters())
+    a_token = Work(tokens=1, logits=1)  # 2 FLOPs for each weight that it meets
+    active = decoder.flops(None).forward(a_token) / 2
+    yield (
+        f"model        {recipe.model.path}: {decoder.config.model_type}, {size / 1e6:.1f} M parameters, "
+        f"{active / 1e6:.1f} M active, {recipe.model.dtype} on {decoder.device.type}"
+    )
+    if isinstance(decoder, TransformersModel):
+        rows = "packed, prompts shared" if decoder.packs else "one sequence a pass"
+        yield f"backend      transformers: {rows}; prompts of one length sampled together (docs/models.md)"
+    trained = adapters.num_parameters if adapters else size
+    size_text = f"{trained / 1e6:.2f} M" if trained > 1e4 else str(trained)
+    yield f"training     {recipe.adapter.kind}, {size_text} parameters"
+    chosen = inputs.algorithm
+    yours = ", ".join(f"{key}={getattr(chosen, key)}" for key in chosen.overridden)
+    yield f"algorithm    {chosen.name}" + (f" with your {yours}" if yours else "")
+    if chosen.needs_teacher:
+        named = (recipe.teacher.model, recipe.teacher.adapter, recipe.teacher.url)
+        yield f"teacher      {' with '.join(filter(None, named))}"
+    if chosen.correction is not Correction.NONE:
+        bounds = f"{chosen.correction_low:g} to {chosen.correction_high:g}"
+        yield f"correction   {chosen.correction} of the ratio trainer / sampler, {bounds}"
+    train, held_out = len(inputs.train_prompts), len(inputs.eval_prompts)
+    further = "".join(f", {len(rows)} of {name}" for name, rows in inputs.downstream.items())
+    left_out = f"; {inputs.num_overlong} left out as too long" if inputs.num_overlong else ""
+    sources = [
+        f"{name} ({one.rows_from})" if name else one.rows_from for name, one in recipe.task.by_name.items()
+    ]
+    yield f"tasks        {', '.join(sources)}: {train} to train on, {held_out} held out{further}{left_out}"
+    if inputs.left_open:
+        can = " and ".join(inputs.left_open)
+        yield f"rewards      can {can} on this machine (reward.isolation, docs/security.md)"
+    moe = decoder.num_moe_layers > 0
+    yield from (f"note         {caveat}" for caveat in caveats(recipe, chosen, moe=moe))
+    yield from (f"warning      {warning}" for warning in inputs.warnings)
+    yield from components.lines

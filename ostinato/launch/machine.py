@@ -1,17 +1,41 @@
-"""The machine that a run is on, as its folder records it at each start."""
+"""The machine that a run is on, and what a recipe leaves to it: threads, device, backend and dtype.
+
+Torch is imported inside functions alone: threads have to be chosen before it is loaded.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ostinato import __version__
+from ostinato import __version__, compiler, isa
+from ostinato.config import ModelSection, Recipe
+from ostinato.engine.threads import Products, Threads, configure_early
+from ostinato.model.config import NotNative, read_config
+from ostinato.model.named import local_folder, model_folder
 from ostinato.run import Jsonl, RunFolder
+
+if TYPE_CHECKING:
+    from ostinato.model.base import Base
+
+logger = logging.getLogger(__name__)
+INSTALL = 'pip install "ostinato[transformers]"'
+DRIVER = Path("/dev/nvidiactl")  # there where NVIDIA's driver is
+# oneDNN and torch each keep up to 1,024 prepared bf16 products, one for every number of rows: batches are
+# packed, so hardly any comes twice, and a process that trains grows by 20 to 130 MB a step. Preparing anew
+# costs 0 to 4 % of a small step (lab/studies/2026-11-24-race), and more where a decode step repeats its
+# rows, which native kernels run.
+CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
+
+
+# ---- as the run folder records it
 
 
 def record_start(
@@ -29,17 +53,16 @@ def record_start(
 def machine(device: str = "") -> str:
     """ "AMD EPYC 7763, 2 cores, 7.8 GiB, Linux x86_64"; no name of the host or the user."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = [processor(), f"{cores} cores"]
+    parts = [processor_name(), f"{cores} cores"]
     if (size := memory_gib()) is not None:
         parts.append(f"{size:.1f} GiB")
     return ", ".join([*parts, *([device] if device else []), f"{platform.system()} {platform.machine()}"])
 
 
-def processor() -> str:
-    """The name on the processor, as far as the system has it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
+def processor_name() -> str:
+    """As far as the system has it."""
+    lines = (line.partition(":") for line in isa.processor().splitlines())
+    names = (value.strip() for key, _, value in lines if key.strip().lower() == "model name")
     return next(names, "") or platform.processor() or platform.machine()
 
 
@@ -57,3 +80,150 @@ def versions() -> str:
     except PackageNotFoundError:
         torch = "missing"
     return f"ostinato {__version__}, torch {torch}, Python {platform.python_version()}"
+
+
+def device_name(decoder: Base) -> str:
+    """The name of the GPU that the decoder is on; empty on a CPU."""
+    import torch
+
+    return torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else ""
+
+
+# ---- threads
+
+
+def configure_threads(recipe: Recipe) -> Threads | None:
+    """Chosen, and set, before torch is imported; None, and nothing done, once it is. What the user has set
+    stays. Raises ValueError for a model that is not there or of no family that is known: its products are
+    what is measured."""
+    section = recipe.model
+    known = section.backend != "transformers"
+    if (folder := local_folder(section.path)) is not None and known:
+        known = section.backend == "native" or choose_backend(folder)[0] == "native"
+        if known:
+            read_config(folder)
+    work = Products(model=section.path, dtype=section.dtype, native=recipe.engine.native)
+    on_gpu = expects_gpu(section.device, os.environ)
+    chosen = configure_early(recipe.engine.threads, None if on_gpu or not known else work)
+    if chosen is not None:
+        keep_few(recipe.engine.native, os.environ)
+        if on_gpu:  # batches of many sizes come and go: blocks of fixed sizes would leave holes
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    return chosen
+
+
+def expects_gpu(device: str, environ: Mapping[str, str], driver: Path = DRIVER) -> bool:
+    """Whether torch, which is not imported yet, will put the model on a GPU."""
+    if device != "auto":
+        return device.startswith("cuda")
+    try:
+        without = version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        without = True
+    hidden = environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return driver.exists() and not hidden and not without
+
+
+def keep_few(native: bool, environ: MutableMapping[str, str]) -> None:
+    """Products of torch that hardly come twice, because ``native`` kernels run those that do."""
+    for name, capacity in CACHES.items() if native and compiler.find() else ():
+        environ.setdefault(name, capacity)
+
+
+# ---- device, backend, dtype
+
+
+def device_of(section: ModelSection) -> str:
+    """Where the model goes, "auto" resolved. Raises ValueError where there is no such device."""
+    import torch
+
+    device = section.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"model.device is {device!r}, but torch sees no CUDA device; use auto or cpu")
+    if ":" in device and int(device.partition(":")[2]) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"model.device is {device!r}, and torch sees {count} CUDA devices, from cuda:0 on")
+    return device
+
+
+def with_backend(recipe: Recipe) -> Recipe:
+    """``recipe`` with a backend in place of "auto"; with transformers, the reason logged, nothing is drafted.
+
+    Raises ValueError for a model that cannot be read or needs a package, and for keys that do not go with it.
+    """
+    if recipe.model.backend == "auto":
+        name, why = choose_backend(model_folder(recipe.model.path))
+        if name != "native":
+            logger.info(f"model.backend auto: {name}; {why}")
+        section = recipe.model.model_copy(update={"backend": name})
+        recipe = recipe.model_copy(update={"model": section})
+    if recipe.model.backend != "transformers":
+        return recipe
+    check_transformers(recipe)
+    return recipe.model_copy(update={"draft": recipe.draft.model_copy(update={"enabled": False})})
+
+
+def choose_backend(folder: Path) -> tuple[str, str]:
+    """(backend of the model in ``folder``, why). Raises ValueError for one that has none here."""
+    try:
+        return "native", f"our decoder has the family {read_config(folder).model_type}"
+    except NotNative as error:
+        if find_spec("transformers") is None:
+            raise ValueError(f"{error}; for any other model: {INSTALL}") from error
+        return "transformers", str(error)
+
+
+def check_transformers(recipe: Recipe) -> None:
+    """Raises ValueError, in one sentence, for what a model of transformers cannot do here."""
+    if find_spec("transformers") is None:
+        raise ValueError(f'model.backend is "transformers", which needs a package: {INSTALL}')
+    model, engine = recipe.model, recipe.engine
+    apart = {
+        'adapter.kind "full"': (recipe.adapter.kind == "full", 'set it to "lora"'),
+        f'parallel.layout "{recipe.parallel.layout}"': (recipe.parallel.sharded, "leave it empty"),
+        f"cluster.samplers {recipe.cluster.samplers}": (recipe.cluster.samplers > 0, "set it to 0"),
+        f'engine.backend "{engine.backend}"': (engine.backend != "local", 'set it to "local"'),
+        f'engine.weights "{engine.weights}"': (engine.weights != "model", 'set it to "model"'),
+        f'model.storage "{model.storage}"': (model.storage != "same", 'set it to "same"'),
+        "model.exact true": (model.exact, "set it to false"),
+        "model.fp32_head true": (model.fp32_head, "set it to false"),
+    }
+    for what, (given, fix) in apart.items():
+        if given:
+            raise ValueError(f'model.backend is "transformers", which does not go with {what}; {fix}')
+
+
+def resolve_auto(recipe: Recipe, *, run: Path | None = None, warn: bool = False) -> Recipe:
+    """``recipe`` with a backend and a dtype in place of "auto"; the reasons are logged. ``run``: the folder
+    of the run that goes on, whose dtype is kept. ``warn``: also of a dtype that is written and much slower
+    than the other here. Raises ValueError for a model that cannot be read."""
+    recipe = with_backend(recipe)
+    model, native = recipe.model, recipe.engine.native
+    if model.dtype == "auto":
+        dtype = Recipe.load(RunFolder.open(run).recipe).model.dtype if run is not None else "auto"
+        if dtype == "auto":
+            dtype, why = _choose_dtype(recipe)
+            logger.info(f"model.dtype auto: {dtype}; {why}")
+        return recipe.model_copy(update={"model": model.model_copy(update={"dtype": dtype})})
+    if warn and model.backend == "native" and recipe.adapter.kind != "full" and device_of(model) == "cpu":
+        from ostinato.engine import products
+
+        config = read_config(model_folder(model.path))
+        if slow := products.warning(config, model.dtype, native=native, fp32_head=model.fp32_head):
+            logger.warning(f'model.dtype {model.dtype}, as written: {slow}; "auto" would choose')
+    return recipe
+
+
+def _choose_dtype(recipe: Recipe) -> tuple[str, str]:
+    """(dtype, why)."""
+    if recipe.adapter.kind == "full":
+        return "float32", 'adapter.kind = "full" trains fp32 parameters'
+    from ostinato.engine import products
+
+    model, device = recipe.model, device_of(recipe.model)
+    if model.backend == "transformers":  # on a CPU backward of torch's own layers is fast in float32
+        return ("float32" if device == "cpu" else "bfloat16"), f"a model of transformers on {device}"
+    config = read_config(model_folder(model.path))
+    choice = products.choose(config, device=device, native=recipe.engine.native, fp32_head=model.fp32_head)
+    return choice.dtype, choice.reason

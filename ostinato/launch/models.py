@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato.config import AdapterSection, ModelSection, Recipe, find_recipe
 from ostinato.launch import RunFailed
-from ostinato.launch.backend import chosen
+from ostinato.launch.machine import choose_backend, device_of
 from ostinato.model.config import read_config
 from ostinato.model.named import is_model_name
 
@@ -32,7 +32,7 @@ def load_decoder(
 
     from ostinato.model.hf import load_model
 
-    assert section.dtype != "auto", "launch.dtype.resolved comes before the model is loaded"
+    assert section.dtype != "auto", "launch.machine.resolve_auto comes before the model is loaded"
     device, dtype = device_of(section), getattr(torch, section.dtype)
     storage = None if section.storage == "same" else getattr(torch, section.storage)
     if section.backend == "transformers":
@@ -52,27 +52,13 @@ def load_decoder(
 def facts_of(section: ModelSection, folder: Path) -> Facts:
     """Sizes of the model in ``folder`` by its config.json alone. Raises ValueError for what its backend has
     not."""
-    name = chosen(folder)[0] if section.backend == "auto" else section.backend
+    name = choose_backend(folder)[0] if section.backend == "auto" else section.backend
     if name == "native":
         config = read_config(folder)
         return config if device_of(section) == "cpu" else config.within_window
     from ostinato.hf.facts import ModelFacts
 
     return ModelFacts.read(folder)
-
-
-def device_of(section: ModelSection) -> str:
-    """Where the model goes, "auto" resolved. Raises ValueError where there is no such device."""
-    import torch
-
-    device = section.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"model.device is {device!r}, but torch sees no CUDA device; use auto or cpu")
-    if ":" in device and int(device.partition(":")[2]) >= (count := torch.cuda.device_count()):
-        raise ValueError(f"model.device is {device!r}, and torch sees {count} CUDA devices, from cuda:0 on")
-    return device
 
 
 def adapter_spec(section: AdapterSection) -> AdapterSpec:

@@ -5,17 +5,25 @@ Nothing heavy is imported at the top: threads have to be chosen before torch is 
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ostinato.config import Recipe
-from ostinato.launch.dtype import resolved
+from ostinato.config.tasks import OneTask
+from ostinato.env.rows import to_chat
+from ostinato.env.tasks import add_system_prompt
+from ostinato.launch.machine import configure_threads, resolve_auto
 from ostinato.launch.models import load_decoder, newest_checkpoint, recipe_of
+from ostinato.model.generation import sampling_defaults
 from ostinato.model.named import model_folder
+from ostinato.types import Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
     from ostinato.launch.engine import AnyEngine
+    from ostinato.launch.policy import Policy
     from ostinato.model.base import Base
     from ostinato.model.lora import Adapters
     from ostinato.render import Renderer
@@ -44,7 +52,7 @@ def load_policy(target: str, *overrides: str, adapter: str = "") -> Policy:
 
     recipe, run = recipe_of(target, *overrides)
     check_adapter(run, adapter)
-    recipe = resolved(recipe)
+    recipe = resolve_auto(recipe)
     folder = model_folder(recipe.model.path)
     renderer = Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs)
     _ = renderer.stop_tokens  # raises for a chat template that writes nothing, before anything is served
@@ -150,3 +158,59 @@ def write_policy(decoder: Base, adapters: Adapters | None, base: Path, to: Path,
         save_model(decoder, to, tokenizer_from=base)
     else:
         save_peft(adapters, decoder, to, base_name=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How a user wants to sample; None: as the model's generation_config.json says."""
+
+    max_tokens: int
+    temperature: float | None
+    top_p: float | None
+    seed: int
+
+    def sampling(self, policy: Policy) -> Sampling:
+        own = sampling_defaults(policy.folder)
+        return Sampling(
+            temperature=own.temperature if self.temperature is None else self.temperature,
+            top_p=own.top_p if self.top_p is None else self.top_p,
+            top_k=own.top_k,
+            min_p=own.min_p,
+            max_tokens=self.max_tokens,
+            stop_tokens=policy.renderer.stop_tokens,
+        )
+
+
+def answer(
+    target: str, prompts: Sequence[str | Sequence[Mapping[str, Any]]], options: SamplingOptions
+) -> list[str]:
+    """The texts with which ``target``, a run folder, a recipe or a model, answers ``prompts``: rendered as
+    rows of its task are: a text as it is, or with ``task.params.chat`` as what a user says; messages by the
+    chat template, with ``task.system_prompt`` in front.
+
+    Raises ValueError for a prompt that leaves no room for an answer, RuntimeError when the engine fails.
+    """
+    configure_threads(recipe_of(target)[0])
+    policy = load_policy(target)
+    engine, sampling = serve(policy), options.sampling(policy)
+    rows = [_prompt(prompt, f"prompt-{idx}", policy.recipe.task) for idx, prompt in enumerate(prompts)]
+    requests = [
+        Request(tokens=policy.renderer.prompt(row), sampling=sampling, seed=(options.seed, idx))
+        for idx, row in enumerate(rows)
+    ]
+
+    async def run() -> list[str]:
+        texts = [""] * len(requests)
+        async for idx, completion in engine.generate(requests):
+            if completion.stop is Stop.ERROR:
+                raise RuntimeError(completion.error)
+            texts[idx] = completion.text
+        return texts
+
+    return asyncio.run(run())
+
+
+def _prompt(prompt: str | Sequence[Mapping[str, Any]], uid: str, task: OneTask) -> Prompt:
+    row = Prompt(uid=uid, text=prompt) if isinstance(prompt, str) else Prompt(uid=uid, messages=tuple(prompt))
+    row = to_chat(row) if task.params.get("chat") else row
+    return add_system_prompt(row, task.system_prompt) if task.system_prompt else row

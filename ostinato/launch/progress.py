@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +22,7 @@ from ostinato.inputs import printable
 from ostinato.observe.concerns import unsolved
 from ostinato.observe.stats import estimate
 from ostinato.pipeline.state import describe_unreadable
+from ostinato.protocols import MetricWriter
 from ostinato.run import GREEDY_SET, MAIN_SET
 from ostinato.terminal import Screen
 
@@ -173,3 +176,51 @@ def interval(row: Row, name: str) -> str:
 def _number(row: Row, name: str, form: str = ".3f") -> str:
     value = row.get(name)
     return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+
+class TensorBoardWriter:
+    """Event files in ``<run>/tensorboard``."""
+
+    def __init__(self, folder: Path) -> None:
+        _need("tensorboard", "tensorboard")
+        self._events = import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._events.add_scalar(name, value, step)
+        self._events.flush()
+
+
+class ClientWriter:
+    """wandb and trackio, which share ``init`` and ``log``."""
+
+    def __init__(self, package: str, folder: Path, recipe: Mapping[str, Any]) -> None:
+        self._client = _need(package, package)
+        where = {"dir": str(folder)} if package == "wandb" else {}
+        self._client.init(project="ostinato", name=folder.name, config=dict(recipe), **where)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._client.log(dict(metrics), step=step)
+
+
+def check_writers(names: Sequence[str]) -> None:
+    """Raises ValueError for a writer whose package is missing: to be known before there is a run folder."""
+    for name in names:
+        _need(name, name)
+
+
+def open_writers(names: Sequence[str], folder: Path, recipe: Mapping[str, Any]) -> list[MetricWriter]:
+    """The writers of ``log.writers`` for the run in ``folder``."""
+    return [
+        TensorBoardWriter(folder) if name == "tensorboard" else ClientWriter(name, folder, recipe)
+        for name in names
+    ]
+
+
+def _need(package: str, writer: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise ValueError(
+            f'log.writers has {writer!r} but the package {package!r} is missing; pip install "ostinato[log]"'
+        ) from error

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.config import Recipe, dump_toml
+from ostinato.config import ModelSection, Recipe, dump_toml
+from ostinato.config.sections import ParallelSection
 from ostinato.launch import RunFailed
 from ostinato.parallel.launch import Place, Ranks, choose_interface, local_place
 from ostinato.parallel.layout import Layout
@@ -57,7 +58,7 @@ def follow(place: Place, *, child: bool = False) -> int:
         import tomllib
 
         recipe = Recipe.parse(tomllib.loads(text))
-        _choose_gpu(recipe, place)
+        _choose_gpu(recipe.model, place)
         return new_sharded_trainer(recipe, place.rank, ready=ready)
 
     try:
@@ -77,7 +78,7 @@ def _leave(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
+def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
     """The trainer over all ranks of ``parallel.layout``, until the context ends. ``folder`` is of the run.
 
     Raises ValueError where other ranks were started than the layout has, RunFailed where they do not come.
@@ -87,8 +88,8 @@ def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTra
     from ostinato.parallel.ranks import Terms, keep_store, leading, meet
     from ostinato.workers.remote import WorkerLost
 
-    recipe, layout = prepared.recipe, Layout.parse(prepared.recipe.parallel.layout)
-    layout.refuse(prepared.decoder.config)
+    recipe, layout = inputs.recipe, Layout.parse(inputs.recipe.parallel.layout)
+    layout.refuse(inputs.decoder.config)
     place = Place.of(os.environ)
     if place is not None and place.rank:
         raise ValueError(
@@ -107,15 +108,15 @@ def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTra
             choose_interface(place, os.environ)
             logger.info(f"ranks        {layout.world} of layout {layout}, {where}")
             terms = Terms(
-                backend=backend(recipe, prepared.decoder.device.type),
+                backend=backend(recipe.parallel, inputs.decoder.device.type),
                 timeout_s=recipe.parallel.timeout_s,
                 recipe=dump_toml(recipe),
             )
             refused = save_refused(folder / "refused")
 
             def new_local(ready: Ready) -> Local:
-                _choose_gpu(recipe, place)
-                return new_sharded_trainer(recipe, 0, prepared.decoder, refused, ready)
+                _choose_gpu(recipe.model, place)
+                return new_sharded_trainer(recipe, 0, inputs.decoder, refused, ready)
 
             trainer = held.enter_context(leading(place, store, terms, new_local, ended, (Misaligned,)))
         except WorkerLost as error:
@@ -124,14 +125,13 @@ def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTra
 
 
 @contextlib.contextmanager
-def open_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
+def open_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
     """What the loop calls its trainer: in this process, or over the ranks of ``parallel.layout``."""
-    from ostinato.launch.teacher import new_teacher
-    from ostinato.launch.trainer import new_adapters, new_trainer, save_refused
+    from ostinato.launch.trainer import new_adapters, new_teacher, new_trainer, save_refused
 
-    recipe, decoder = prepared.recipe, prepared.decoder
+    recipe, decoder = inputs.recipe, inputs.decoder
     if recipe.parallel.sharded:
-        with sharded_trainer(prepared, folder) as trainer:
+        with sharded_trainer(inputs, folder) as trainer:
             yield trainer
         return
     adapters = new_adapters(recipe, decoder)
@@ -139,13 +139,13 @@ def open_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTraine
     yield new_trainer(recipe, decoder, adapters, refused, teacher)
 
 
-def _choose_gpu(recipe: Recipe, place: Place) -> None:
+def _choose_gpu(section: ModelSection, place: Place) -> None:
     """Each rank of a host has a GPU of its own, where the model is on GPUs: "cuda" is that one from here on.
 
     Raises ValueError where the host has fewer."""
     import torch
 
-    if recipe.model.device == "cpu" or not torch.cuda.is_available():
+    if section.device == "cpu" or not torch.cuda.is_available():
         return
     if place.local_rank >= (count := torch.cuda.device_count()):
         raise ValueError(
@@ -155,9 +155,9 @@ def _choose_gpu(recipe: Recipe, place: Place) -> None:
     torch.cuda.set_device(place.local_rank)
 
 
-def backend(recipe: Recipe, device: str) -> str:
+def backend(section: ParallelSection, device: str) -> str:
     """What torch.distributed uses: what the recipe says, else what fits the device."""
-    chosen = recipe.parallel.backend
+    chosen = section.backend
     if chosen == "auto":
         chosen = "nccl" if device == "cuda" else "gloo"
     if (chosen == "nccl") != (device == "cuda"):

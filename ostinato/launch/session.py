@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ostinato.config import Recipe, check_files, dump_toml
-from ostinato.engine.threads import Threads
 from ostinato.failure import NamedFailure
-from ostinato.launch import NothingToLearn, RunFailed, threads
-from ostinato.launch.dtype import resolved
-from ostinato.launch.machine import record_start
-from ostinato.launch.progress import Monitor, StepCallback
+from ostinato.launch import NothingToLearn, RunFailed
+from ostinato.launch.machine import configure_threads, record_start, resolve_auto
+from ostinato.launch.progress import Monitor, StepCallback, check_writers, open_writers
 from ostinato.launch.python import recipe_with
-from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import LOCK, locked
 from ostinato.observe.ledger import Ledger, SteadyClock
 from ostinato.observe.rows import ends, main_scores
@@ -35,7 +32,6 @@ from ostinato.terminal import Screen, waiting
 from ostinato.threads import outside_loop
 
 if TYPE_CHECKING:
-    from ostinato.launch.components import RunComponents
     from ostinato.launch.inputs import RunInputs
     from ostinato.model.lora import Adapters
     from ostinato.pipeline.loop import Finish, Finished
@@ -54,6 +50,20 @@ class Outcome:
     after: Mapping[str, Any] | None
     exported: Mapping[str, Any] | None = None
     greedy: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)  # before and after
+
+    @classmethod
+    def of(cls, recipe: Recipe, run: RunFolder, finished: Finished) -> Outcome:
+        scores = main_scores(list(run.eval.rows()), recipe.model_dump(mode="json"))
+        (before, after), exported, step = ends(scores["evals"]), scores["exported"], finished.state.step
+        return cls(
+            folder=run.path,
+            step=step,
+            why=finished.why,
+            before=before,
+            after=after,
+            exported=exported if exported and exported["step"] == step else None,
+            greedy=ends(scores["greedy"]),
+        )
 
     @property
     def adapter(self) -> Path:
@@ -79,7 +89,7 @@ class Outcome:
     ) -> list[str]:
         """The trained policy's answer to each prompt: a text, which it reads as it is, or the messages of a
         chat; to one, or to several. None: as the model's generation_config.json says."""
-        from ostinato.launch.answers import SamplingOptions, answer
+        from ostinato.launch.policy import SamplingOptions, answer
 
         options = SamplingOptions(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         is_one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping))
@@ -219,19 +229,36 @@ def _train(
         )
     if recipe.sft.loss != "off":
         raise ValueError(f'sft.loss is "{recipe.sft.loss}"; run ostinato sft, or set sft.loss="off" for RL')
-    with _interrupted_before(path):
+    with named_failures(path):
         return _session(recipe, path=path, console=console, changed=changed, workers=workers, on_step=on_step)
 
 
 @contextlib.contextmanager
-def _interrupted_before(path: Path) -> Iterator[None]:
-    """A signal while a session begins gets the path of the run; a session that has begun adds it itself."""
+def named_failures(path: Path, *, begun: bool = False) -> Iterator[None]:
+    """Around work on the run in ``path``: a signal gets the path, where there is anything to go on with; once
+    it has ``begun`` its named failures become RunFailed."""
+    from ostinato.pipeline.failed import RewardFails
+    from ostinato.pipeline.state import NoTrainableSamples
+
+    resume_hint = f"to go on: ostinato resume {path}"
+    saved = f"what was saved is in {path}, {resume_hint}"
     try:
         yield
     except KeyboardInterrupt as stop:
         if not stop.args and RunFolder(path).recipe.exists():
-            stop.args = (f"what was saved is in {path}, to go on: ostinato resume {path}",)
+            stop.args = (saved,)
         raise
+    except (NamedFailure, OSError) as error:
+        if not begun:
+            raise
+        kind = NothingToLearn if isinstance(error, NoTrainableSamples) else RunFailed
+        raise kind(f"{error}; {saved}") from error
+    except RewardFails as error:
+        raise RewardFails(f"{error}; then, {resume_hint}", error.note) from error
+    except ValueError as error:  # past all checks it is not the user's, and is not reported as one
+        if not begun:
+            raise
+        raise RunFailed(f"the run in {path} broke: {error} (--debug shows where); {resume_hint}") from error
 
 
 def _session(
@@ -246,71 +273,53 @@ def _session(
     """From the start or the newest checkpoint to the end."""
     clock, resume = SteadyClock(), changed is not None
     with contextlib.ExitStack() as held:
-        chosen = threads.configure(recipe)
-        recipe = resolved(recipe, run=path if resume else None, warn=True)
-        from ostinato.launch.apps import load
-        from ostinato.launch.checks import check
+        chosen = configure_threads(recipe)
+        recipe = resolve_auto(recipe, run=path if resume else None, warn=True)
+        from ostinato.launch.components import open_components
         from ostinato.launch.device_memory import named_out_of_memory
         from ostinato.launch.drafts import new_memory
-        from ostinato.launch.inputs import prepare
-        from ostinato.launch.introduction import device_name
-        from ostinato.launch.loop import new_budget, new_ledger, new_loop, restore
-        from ostinato.launch.open_components import open_components
+        from ostinato.launch.inputs import load, prepare
+        from ostinato.launch.loop import introduction, new_budget, new_ledger, new_loop, restore
+        from ostinato.launch.machine import device_name
         from ostinato.pipeline.state import LoopState
 
         recipe = load("judge revisions")(recipe)
         held.enter_context(named_out_of_memory(recipe, f"to go on: ostinato resume {path}"))
         with waiting("loading the model, its prompts and rewards"):
-            prepared = held.enter_context(prepare(recipe, training=True))
+            inputs = held.enter_context(prepare(recipe, training=True))
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None)
-        prepared, components = held.enter_context(open_components(prepared, path, memory, workers))
+        inputs, components = held.enter_context(open_components(inputs, path, memory, workers))
         state = LoopState()
         if changed is not None:
-            state = restore(RunFolder.open(path), components.trainer, prepared, changed)
+            state = restore(RunFolder.open(path), components.trainer, inputs, changed)
         if memory is not None:
             memory.history.forget_after(state.step)  # an older checkpoint than the history is of
         check_writers(recipe.log.writers)
         run = open_folder(path, dump_toml(recipe), resume)
-        ledger = new_ledger(recipe, run, prepared.decoder, clock, components.pools)
+        ledger = new_ledger(recipe, run, inputs.decoder, clock, components.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
-        done, budget = {"step": state.step, **state.totals}, new_budget(recipe)
-        first = scored_first(recipe, len(prepared.eval_prompts)) if state.step == 0 else ""
+        done, budget = {"step": state.step, **state.totals}, new_budget(recipe.trainer)
+        at_start, held_out = recipe.eval.at_start and state.step == 0, len(inputs.eval_prompts)
+        first = f"scoring {held_out} held-out prompts before the first step" if at_start else ""
         screen = Monitor(recipe.trainer.steps, row=done, budget=budget, console=console, first=first)
         with ledger.session(state.step), screen as monitor:
-            algorithm, prompts = asdict(check(recipe)), len(prepared.train_prompts)
-            record_start(run, device_name(prepared.decoder), algorithm, prompts)
-            for line in _first_lines(prepared, components, path, chosen):
+            algorithm, prompts = asdict(inputs.algorithm), len(inputs.train_prompts)
+            record_start(run, device_name(inputs.decoder), algorithm, prompts)
+            for line in introduction(inputs, components, path, chosen):
                 monitor.say(line)
             if first and not console.is_terminal:  # there it is the live line
                 monitor.say(first)
             monitor.forecaster, monitor.callback = load("forecast")(recipe, run, writers), on_step
-            with _named_failures(path):
-                loop = new_loop(
-                    prepared, components, run, state, ledger=ledger, observer=monitor, writers=writers
-                )
+            with named_failures(path, begun=True):
+                reports = {"ledger": ledger, "observer": monitor, "writers": writers}
+                loop = new_loop(inputs, components, run, state, **reports)
                 finished = asyncio.run(components.run(loop, path))
-                _export(prepared, components.trainer.adapters(), run, finished, ledger, monitor)
-    return _outcome(recipe, run, finished)
-
-
-def scored_first(recipe: Recipe, prompts: int) -> str:
-    """What comes before the first step; empty where nothing does."""
-    return f"scoring {prompts} held-out prompts before the first step" if recipe.eval.at_start else ""
-
-
-def _first_lines(
-    prepared: RunInputs, components: RunComponents, path: Path, chosen: Threads | None
-) -> Iterator[str]:
-    from ostinato.launch.introduction import introduction
-
-    yield f"run folder   {path}"
-    yield f"threads      {chosen or 'as torch was started'}"
-    yield from introduction(prepared, components.trainer.adapters())
-    yield from components.lines
+                _export(inputs, components.trainer.adapters(), run, finished, ledger, monitor)
+    return Outcome.of(recipe, run, finished)
 
 
 def _export(
-    prepared: RunInputs,
+    inputs: RunInputs,
     adapters: Adapters | None,
     run: RunFolder,
     finished: Finished,
@@ -319,35 +328,19 @@ def _export(
 ) -> None:
     """Write the trained policy. Where the sampler has weights of its own, add to eval.jsonl, unless it is
     there, the score with the weights that the policy is exported for."""
-    from ostinato.launch.introduction import own_weights
+    from ostinato.launch.checks import own_weights
     from ostinato.launch.loop import score_exported
     from ostinato.launch.policy import write_policy
 
-    recipe, state = prepared.recipe, finished.state
-    write_policy(prepared.decoder, adapters, prepared.folder, run.adapter, recipe.model.path)
-    ended = ("done", "collapsed", "forgot", "solved", "spent", "enough", "callback")
-    if not own_weights(recipe) or finished.why not in ended:
+    recipe, state = inputs.recipe, finished.state
+    write_policy(inputs.decoder, adapters, inputs.folder, run.adapter, recipe.model.path)
+    if not own_weights(recipe) or finished.why in ("interrupted", "terminated"):
         return
-    known = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}
-    if (state.step, MAIN_SET, "model") not in known:
-        row = asyncio.run(score_exported(prepared, adapters, state, ledger))
+    scored = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}
+    if (state.step, MAIN_SET, "model") not in scored:
+        row = asyncio.run(score_exported(inputs, adapters, state, ledger))
         run.eval.append(row)
         monitor.exported(row)
-
-
-def _outcome(recipe: Recipe, run: RunFolder, finished: Finished) -> Outcome:
-    found = main_scores(list(run.eval.rows()), recipe.model_dump(mode="json"))
-    before, after = ends(found["evals"])
-    exported, step = found["exported"], finished.state.step
-    return Outcome(
-        folder=run.path,
-        step=step,
-        why=finished.why,
-        before=before,
-        after=after,
-        exported=exported if exported and exported["step"] == step else None,
-        greedy=ends(found["greedy"]),
-    )
 
 
 def open_folder(path: Path, recipe: str, resume: bool) -> RunFolder:
@@ -356,24 +349,3 @@ def open_folder(path: Path, recipe: str, resume: bool) -> RunFolder:
     run = RunFolder.open(path)
     atomic_write(run.recipe, recipe.encode())
     return run
-
-
-@contextlib.contextmanager
-def _named_failures(path: Path) -> Iterator[None]:
-    """Around the run in ``path``: its named failures become RunFailed, and Ctrl-C gets its path."""
-    from ostinato.pipeline.failed import RewardFails
-    from ostinato.pipeline.state import NoTrainableSamples
-
-    resume_hint = f"to go on: ostinato resume {path}"
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        stop.args = (f"what was saved is in {path}, {resume_hint}",)
-        raise
-    except (NamedFailure, OSError) as error:
-        kind = NothingToLearn if isinstance(error, NoTrainableSamples) else RunFailed
-        raise kind(f"{error}; what was saved is in {path}, {resume_hint}") from error
-    except RewardFails as error:
-        raise RewardFails(f"{error}; then, {resume_hint}", error.note) from error
-    except ValueError as error:  # past all checks it is not the user's, and is not reported as one
-        raise RunFailed(f"the run in {path} broke: {error} (--debug shows where); {resume_hint}") from error

@@ -25,15 +25,14 @@ from ostinato.env.tasks import order
 from ostinato.launch import RunFailed
 from ostinato.launch.checks import check, warn_of_control_tokens
 from ostinato.launch.device_memory import named_out_of_memory
-from ostinato.launch.dtype import resolved
 from ostinato.launch.engine import training_ops
 from ostinato.launch.inputs import check_tokens
-from ostinato.launch.machine import record_start
+from ostinato.launch.machine import record_start, resolve_auto
 from ostinato.launch.models import facts_of, load_decoder
 from ostinato.launch.policy import write_policy
+from ostinato.launch.progress import check_writers, open_writers
 from ostinato.launch.session import check_steps, new_folder, open_folder
 from ostinato.launch.trainer import new_adapters
-from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import locked
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import base_fingerprint
@@ -73,7 +72,7 @@ def supervise(recipe: Recipe, path: Path | None = None) -> tuple[Path, int, str]
 @ending()
 def _session(recipe: Recipe, path: Path, *, again: bool) -> tuple[Path, int, str]:
     _check(recipe)
-    recipe = resolved(recipe, run=path if again else None, warn=True)
+    recipe = resolve_auto(recipe, run=path if again else None, warn=True)
     folder = model_folder(recipe.model.path)
     train, held_out = read_rows(recipe, folder)
     if epochs := recipe.sft.epochs:

@@ -17,8 +17,7 @@ from ostinato.launch.drafts import Memory, new_memory
 from ostinato.launch.engine import new_engine, shares
 from ostinato.launch.inputs import longest_answer
 from ostinato.launch.models import load_decoder
-from ostinato.launch.teacher import new_teacher
-from ostinato.launch.trainer import new_adapters, new_trainer, save_refused
+from ostinato.launch.trainer import new_adapters, new_teacher, new_trainer, save_refused
 from ostinato.model.named import model_folder
 from ostinato.model.shared import sweep
 from ostinato.model.wire import unpack
@@ -34,7 +33,7 @@ def sampler(recipe: str, name: str, history: str = "") -> SamplerServer:
     saved = Path(history) if history and Path(history).exists() else None
     memory = new_memory(parsed.draft, saved)
     renderer = Renderer(folder)
-    need = step_need(parsed, longest_answer(parsed, renderer)[0])
+    need = step_need(parsed, longest_answer(parsed.rollout, renderer)[0])
     engine = new_engine(parsed, decoder, renderer, memory, need=need, name=name)
     remember = None if memory is None else Remembering(memory)
     return SamplerServer(engine, name, lambda payload: unpack(payload, decoder.config), remember=remember)

@@ -78,7 +78,7 @@ def shared_model(
     """
     if sys.platform != "linux":
         raise ValueError(
-            f"cluster.share_weights is true, which needs Linux, not {sys.platform}; set it to false"
+            f"weights are shared by processes on Linux, not on {sys.platform}; set cluster.samplers to 0"
         )
     source, config = Path(source), read_config(source)
     empty = Decoder(config, dtype=dtype, storage=storage, device="meta")

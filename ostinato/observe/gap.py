@@ -75,7 +75,13 @@ def compare_arms(data: RunRows) -> list[Table]:
     arms = {name: arm_of(floor if name == "floor" else rows[-1], name) for name in ARMS}
     shown = {name: one for name, one in arms.items() if one}
     lines = [
-        (title, *(_cell(one, key) for one in shown.values()))
+        (
+            title,
+            *(
+                (_k3(one).replace(" ", "\n", 1) if key == "k3" else figure_text(_quantity(one, key)))
+                for one in shown.values()
+            ),
+        )
         for key, title in QUANTITIES.items()
         if any(_quantity(one, key) is not None for one in shown.values())
     ]
@@ -98,11 +104,6 @@ def _k3(one: Row) -> str:
     low, high = number(one, "k3_low"), number(one, "k3_high")
     interval = "" if low is None or high is None else f" [{figure_text(low)}, {figure_text(high)}]"
     return f"{figure_text(number(one, 'k3'))}{interval}"
-
-
-def _cell(one: Row, key: str) -> str:
-    """The text of a cell; the interval of k3 is its note."""
-    return _k3(one).replace(" ", "\n", 1) if key == "k3" else figure_text(_quantity(one, key))
 
 
 def _facts(data: RunRows) -> list[tuple[str, str]]:

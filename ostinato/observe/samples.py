@@ -8,6 +8,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -15,7 +16,7 @@ from ostinato.inputs import parse_json
 from ostinato.observe.rows import Row
 from ostinato.render import Renderer
 from ostinato.routes import routes_from_json
-from ostinato.run import to_json
+from ostinato.run import JsonlZst, to_json
 
 BUDGET_BYTES = 6_000_000  # of the groups in a page, as base64
 GROUPS_PER_STEP = 32  # in a page, at most
@@ -24,7 +25,6 @@ LOOKED_BACK = 8  # steps from the last one, in which a prompt of the first is lo
 TOKENS_PER_ANSWER = 2048  # shown one by one
 CHARACTERS = 20_000  # of a prompt, a tool's reply or a column
 PREVIEW = 72  # characters of a prompt in the list
-MOST = 1 << 28  # bytes of a frame's content that are looked at
 
 _BROKEN = "\ufffd"  # what a part of a UTF-8 character decodes to
 _STEP = re.compile(rb'^\{"step":(\d+),')
@@ -33,8 +33,8 @@ _STEP = re.compile(rb'^\{"step":(\d+),')
 class Frame(NamedTuple):
     """A zstd frame of trajectories.jsonl.zst, written by one step."""
 
-    offset: int
-    size: int  # bytes
+    start: int  # in bytes of the file
+    stop: int
     step: int
 
 
@@ -44,7 +44,7 @@ class Samples:
     ``renderer``: with it, answers are shown token by token, and contexts as text."""
 
     def __init__(self, path: Path, renderer: Renderer | None) -> None:
-        self._path, self._pieces = path, Pieces(renderer) if renderer else None
+        self._log, self._pieces = JsonlZst(path), Pieces(renderer) if renderer else None
         self._frames: list[Frame] = []
         self._inode, self._unread = -1, 0  # unread: bytes at the end that are no whole frame
         self._read: list[Frame] = []
@@ -54,13 +54,15 @@ class Samples:
     def steps(self) -> list[int]:
         """All recorded steps; looks for new frames behind those that are known."""
         try:
-            with self._path.open("rb") as file:
+            with self._log.path.open("rb") as file:
                 inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
-                end = self._frames[-1].offset + self._frames[-1].size if self._frames else 0
+                end = self._frames[-1].stop if self._frames else 0
                 if inode != self._inode or size < end:  # it was replaced: its run went back
                     self._frames, self._inode, end = [], inode, 0
-                self._frames += _frames(file, end, size)
-                self._unread = size - (self._frames[-1].offset + self._frames[-1].size if self._frames else 0)
+                while (frame := self._frame(file, end)) and (step := _STEP.match(frame[1])):
+                    self._frames.append(Frame(end, frame[0], int(step[1])))
+                    end = frame[0]
+                self._unread = size - end
         except FileNotFoundError:
             self._frames = []
         return list(dict.fromkeys(frame.step for frame in self._frames))
@@ -83,9 +85,22 @@ class Samples:
         """The rows of a step by group; empty for frames that can no longer be read."""
         frames = [frame for frame in self._frames if frame.step == step]
         if frames != self._read:
-            rows = (row for frame in frames for row in _rows(self._path, frame))
+            rows = (row for frame in frames for row in self._rows(frame))
             self._read, self._groups = frames, list(_grouped(rows))
         return self._groups
+
+    def _frame(self, file: BinaryIO, start: int) -> tuple[int, bytes] | None:
+        """(its end, its content), of one that is whole and no larger than any log."""
+        with suppress(ValueError):
+            return self._log.frame(file, start)
+        return None
+
+    def _rows(self, frame: Frame) -> Iterator[Row]:
+        """The trajectories of a frame, up to one that is no row."""
+        with suppress(OSError, ValueError), self._log.path.open("rb") as file:
+            for line in (self._frame(file, frame.start) or (0, b""))[1].splitlines():
+                if isinstance(row := parse_json(line, surrogates=True), dict):
+                    yield row
 
     def pairs(self) -> list[dict[str, Any]]:
         """The first answers to prompts of the first recorded step, and to the same prompts as late in the run
@@ -177,73 +192,6 @@ def _grouped(rows: Iterable[Row]) -> Iterator[list[Row]]:
         group.append(row)
     if group:
         yield group
-
-
-# ---- frames of zstd
-
-
-def _frames(file: BinaryIO, start: int, stop: int) -> Iterator[Frame]:
-    """The complete frames of [start, stop), found without decompressing them in full."""
-    while start < stop and (size := _frame_size(file, start)) and start + size <= stop:
-        file.seek(start)
-        step = _STEP.match(_expanded(file.read(min(size, 1 << 17)), 64))
-        if step is None:
-            return
-        yield Frame(start, size, int(step[1]))
-        start += size
-
-
-def _frame_size(file: BinaryIO, start: int) -> int:
-    """Size in bytes of the frame at ``start``, by the sizes of its blocks (RFC 8878, section 3.1.1); 0 if it
-    is torn or not a frame."""
-    import zstandard
-
-    file.seek(start)
-    head = file.read(18)  # the longest possible header
-    try:
-        at = zstandard.frame_header_size(head)
-        checksum = zstandard.get_frame_parameters(head).has_checksum
-    except zstandard.ZstdError:
-        return 0
-    while True:
-        file.seek(start + at)
-        if len(block := file.read(3)) < 3:
-            return 0
-        header = int.from_bytes(block, "little")
-        last, kind, size = header & 1, header >> 1 & 3, header >> 3
-        if kind == 3:
-            return 0
-        at += 3 + (1 if kind == 1 else size)  # 1: one byte, repeated
-        if last:
-            return at + 4 * checksum
-
-
-def _expanded(data: bytes, most: int) -> bytes:
-    """The first ``most`` bytes of a frame's content, as far as it is whole; a small frame may hold more."""
-    import zstandard
-
-    content = bytearray()
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-            while len(content) < most and (part := reader.read(min(1 << 20, most - len(content)))):
-                content += part
-    except zstandard.ZstdError:
-        pass
-    return bytes(content)
-
-
-def _rows(path: Path, frame: Frame) -> Iterator[Row]:
-    """The trajectories of a frame, up to one that is no row."""
-    try:
-        with path.open("rb") as file:
-            file.seek(frame.offset)
-            lines = _expanded(file.read(frame.size), MOST).splitlines()
-        for line in lines:
-            row = parse_json(line, surrogates=True)
-            if isinstance(row, dict):
-                yield row
-    except (OSError, ValueError):
-        return
 
 
 # ---- what the page shows of them

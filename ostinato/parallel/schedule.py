@@ -202,11 +202,6 @@ def _after(compute: Compute, chunks: int) -> Compute | None:
     return Compute(compute.direction, chunk, compute.part) if 0 <= chunk < chunks else None
 
 
-def _next(listed: Sequence[Action], at: int) -> str:
-    """What a rank stands before."""
-    return str(listed[at]) if at < len(listed) else "for nothing, it is done"
-
-
 def _walk(
     order: Sequence[Sequence[Compute]], seconds: Seconds, transfer: float = 0.0
 ) -> Iterator[tuple[int, Compute, float, float]]:
@@ -224,7 +219,7 @@ def _walk(
         if place[rank] == len(order[rank]):
             return
         needs = _needs(order[rank][place[rank]], chunks)
-        if all(one in ends for one in needs):
+        if all(need in ends for need in needs):
             there = [ends[one] + (transfer if one.chunk % ranks != rank else 0.0) for one in needs]
             heapq.heappush(ready, (max(free[rank], *there) if there else free[rank], rank))
 
@@ -244,4 +239,6 @@ def _walk(
             push(to)
     if len(ends) < sum(map(len, order)):
         left = zip(order, place, strict=True)
-        raise Deadlock([_next(listed, at) for listed, at in left])
+        raise Deadlock(
+            [(str(listed[at]) if at < len(listed) else "for nothing, it is done") for listed, at in left]
+        )

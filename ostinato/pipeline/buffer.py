@@ -22,11 +22,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ostinato.pipeline.rounds import Admission, Rounds
-from ostinato.rollout.rollout import RolloutResult, end_tasks
+import numpy as np
+
+from ostinato.pipeline.spool import Spool, address
+from ostinato.protocols import Tasks
+from ostinato.rollout.rollout import (
+    RolloutContext,
+    RolloutRequest,
+    RolloutResult,
+    end_tasks,
+    rollout_group,
+    verdicts,
+)
 from ostinato.types import Group
 
 MOST_NAMED = 5  # groups, in a sentence
@@ -103,10 +114,6 @@ class AdmissionRule:
 
 def _places(some: Iterable[Admission]) -> tuple[int, ...]:
     return tuple(sorted(admission.place for admission in some))
-
-
-def _has_failed(task: asyncio.Task[RolloutResult]) -> bool:
-    return task.cancelled() or task.exception() is not None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -260,7 +267,11 @@ class RolloutBuffer:
         """Take in what has ended."""
         self._news.clear()
         for place, item in self._held.items():
-            if item.task is not None and item.task.done() and not _has_failed(item.task):
+            if (
+                item.task is not None
+                and item.task.done()
+                and not (item.task.cancelled() or item.task.exception() is not None)
+            ):
                 item.played = self._fresh[place] = self._unjudged[place] = item.task.result()
                 item.task, item.admission, item.stage = None, item.admission._replace(ended=True), "ready"
 
@@ -322,3 +333,99 @@ class RolloutBuffer:
         )
         self._num_admitted, self._num_anew = 0, 0
         return train_batch
+
+
+def places(tasks: Tasks, cursor: int, count: int, retired: Collection[str]) -> list[int]:
+    """The next ``count`` indices of the stream from ``cursor`` on whose prompts (by uid) are not ``retired``.
+
+    The next cursor is the last of them plus 1. Empty when no prompt is left: 2 ``tasks.epoch`` places in a
+    row contain every prompt. While fewer are left than are requested, a prompt comes once in each epoch, so
+    more than once in a step.
+    """
+    if not retired:
+        return list(range(cursor, cursor + count))
+    indices, index, last_there = list[int](), cursor, cursor
+    while len(indices) < count:
+        if tasks.prompt(index).uid not in retired:
+            last_there = index
+            indices.append(index)
+        elif index - last_there >= 2 * tasks.epoch:
+            return []
+        index += 1
+    return indices
+
+
+def find_solved(
+    groups: Sequence[Group], *, share: float, solved_at: float, retired: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The uids, in order, of prompts that leave: at least two members of the group have a verdict, and at
+    least ``share`` of these a reward of ``solved_at`` or more. Those in ``retired`` are left out."""
+    gone: dict[str, None] = {}  # a set that keeps its order
+    for group in groups:
+        values = verdicts(group)
+        judged = values[np.isfinite(values)]
+        enough = len(judged) >= 2 and (judged >= solved_at).mean() >= share
+        if enough and group.prompt.uid not in retired:
+            gone[group.prompt.uid] = None
+    return tuple(gone)
+
+
+class Admission(NamedTuple):
+    """Identifies a group, and its age. A checkpoint has one for each group in flight."""
+
+    round: int  # the step that trains on it if nothing intervenes: a part of its seed
+    place: int  # of its prompt in the stream; no place is taken twice
+    step: int  # how many were finished when it was admitted
+    version: int  # of the policy that was published then
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """Plays groups of ``group_size``, ``prompts`` in a round."""
+
+    tasks: Tasks
+    stage: RolloutContext
+    spool: Spool
+    prompts: int
+    group_size: int
+    seed: int
+    staleness: int = 0
+
+    def places(self, cursor: int, retired: Iterable[str], count: int = 0) -> list[int]:
+        """Stream indices of the next ``count`` prompts (0: a round of them), without ``retired`` ones; empty
+        when all have left."""
+        return places(self.tasks, cursor, count or self.prompts, frozenset(retired))
+
+    async def play(
+        self, admission: Admission, *, since: float, generated: Callable[[], None] = lambda: None
+    ) -> RolloutResult:
+        """Play the group, or read it from the spool, with ``since`` as its times. ``generated`` is called
+        when the last answer is sampled and only the verdict is missing."""
+        result = self.recall(admission, admission.version, since=since)
+        if result is not None:
+            return result
+        ask = self._ask(admission)
+        played = await rollout_group(self.stage, ask, generated)
+        self.spool.put(self.address(admission), played.group, until=admission.step + self.staleness + 1)
+        return played
+
+    def recall(self, admission: Admission, version: int, *, since: float) -> RolloutResult | None:
+        """The group as an earlier process played it; None where the spool does not have it, or where it has
+        tokens of a policy later than ``version``, which does not exist in this run, or not yet."""
+        return self.spool.take(self.address(admission), self._ask(admission), since, newest=version)
+
+    def uid(self, admission: Admission) -> str:
+        """The uid of its prompt."""
+        return self.tasks.prompt(admission.place).uid
+
+    def address(self, admission: Admission) -> str:
+        return address(self._ask(admission), self.stage, admission.version)
+
+    def _ask(self, admission: Admission) -> RolloutRequest:
+        return RolloutRequest(
+            prompt=self.tasks.prompt(admission.place),
+            seed=(self.seed, admission.round, admission.place),
+            group_size=self.group_size,
+            step=admission.round,
+        )

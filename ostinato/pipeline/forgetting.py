@@ -7,7 +7,7 @@ one forward pass. For an answer y, with rho = p(y) / p_start(y),
     lost    1 - min(rho, 1): the share of its probability that is gone. Gains on other answers do not offset
             it, so this grows before answers turn wrong
     kept    the mean of min(rho, 1)
-    bets    (``observe.bets``) that the mean of ``lost`` is above ``tolerance``
+    bets    (``observe.stats``) that the mean of ``lost`` is above ``tolerance``
 
 Of an answer without a verdict rho is per token: its T-th root. Rows are looked at in turn, once in a pass.
 The training does not use them, so whatever the policy has become they are fresh draws, and a pass is a
@@ -33,8 +33,8 @@ import numpy as np
 
 from ostinato.algo.pack import pack
 from ostinato.model.flops import FlopModel, Work
-from ostinato.observe.bets import Bets
 from ostinato.observe.stability import Alarm, Rule
+from ostinato.observe.stats import Bets
 from ostinato.pipeline.account import batch_work, completion_work
 from ostinato.protocols import Engine
 from ostinato.run import Jsonl

@@ -31,14 +31,12 @@ from ostinato.every import spent_in_steps
 from ostinato.observe.ledger import Ledger
 from ostinato.observe.timeline import Kind
 from ostinato.pipeline.account import Clock, add_totals
-from ostinato.pipeline.buffer import AdmissionRule, RolloutBuffer, TrainBatch
+from ostinato.pipeline.buffer import AdmissionRule, RolloutBuffer, Rounds, TrainBatch, find_solved
 from ostinato.pipeline.draft_metrics import Drafting
-from ostinato.pipeline.evaluate import Evaluation
+from ostinato.pipeline.evaluate import Evaluation, Scores
 from ostinato.pipeline.failed import Failures, RewardFails
 from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.recorder import Learned, StepRecorder, check_ages, prepare
-from ostinato.pipeline.rounds import Rounds, find_solved
-from ostinato.pipeline.scores import Scores
 from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog
 from ostinato.pipeline.spool import Spool
 from ostinato.pipeline.state import (
@@ -266,23 +264,23 @@ class Loop:
             return self._learn(groups, clock)
 
     def _learn(self, groups: Sequence[Group], clock: Clock) -> Learned:
-        prepared = prepare(groups, self.plan, self.algorithm, clock, self.state.version)
-        if prepared.batch is None:
-            return prepared
-        check_ages(prepared.batch, self.state.step + 1, self.plan.recipe.pipeline.staleness)
+        learned = prepare(groups, self.plan, self.algorithm, clock, self.state.version)
+        if learned.batch is None:
+            return learned
+        check_ages(learned.batch, self.state.step + 1, self.plan.recipe.pipeline.staleness)
         self._between_steps = True
         with clock.doing("train", Kind.TRAIN if self.worker == TRAINER else Kind.WAIT):
             try:
-                report = self.trainer.step(prepared.batch)
+                report = self.trainer.step(learned.batch)
             except Exception:
                 self._between_steps = not self.workers.trainer_consistent()
                 raise
         if report.mismatch is not None:
             clock.measured(report.mismatch["seconds"])
         watch, step = self.forgetting, self.state.step + 1
-        if (look := watch and watch.look(step, self.state.totals, prepared.batch)) is not None:
+        if (look := watch and watch.look(step, self.state.totals, learned.batch)) is not None:
             clock.seconds["measure"] += look.cost["seconds"]
-        return replace(prepared, report=report, look=look)
+        return replace(learned, report=report, look=look)
 
     def _end_step(
         self, step: int, version: int, due: TrainBatch, learned: Learned, row: dict[str, float]

@@ -13,7 +13,7 @@ from ostinato.config import Recipe
 from ostinato.every import NEVER, Every
 from ostinato.failure import NamedFailure
 from ostinato.model.flops import FlopModel
-from ostinato.pipeline.rounds import Admission
+from ostinato.pipeline.buffer import Admission
 
 
 class NoTrainableSamples(NamedFailure):

@@ -51,6 +51,8 @@ from ostinato.train.teacher import Teacher
 from ostinato.train.totals import Totals, staleness, support
 from ostinato.types import Batch, Microbatch, StepReport
 
+MOST_REFUSED = 5  # optimizer steps in a row
+
 
 class TrainingStopped(NamedFailure):
     """Too many optimizer steps in a row had a loss or a gradient that was not finite."""
@@ -59,8 +61,8 @@ class TrainingStopped(NamedFailure):
 class PolicyTrainer:
     """Trains ``adapters`` on a frozen decoder, or with ``adapters=None`` the decoder's own parameters.
 
-    ``settings``: of the optimizer, of replay and its gate (``ReplayGuard``), of ``recompute`` (keep one
-    activation per layer, recompute the rest in backward) and of ``max_refused_in_a_row``.
+    ``settings``: of the optimizer, of replay and its gate (``ReplayGuard``), and of ``recompute`` (keep
+    one activation per layer, recompute the rest in backward).
     ``temperature``: the sampler's, so that log-probabilities are of the distribution that was sampled from.
     ``measure_every``: see ``ReplayGuard``. ``ops``: arithmetic that has gradients, such as
     ``model.native.Kernels.training``.
@@ -162,7 +164,7 @@ class PolicyTrainer:
         the batch (``Totals.passes``); ``passes/measure``: those of ``measure``.
 
         Raises:
-            TrainingStopped: the last ``max_refused_in_a_row`` optimizer steps were all refused.
+            TrainingStopped: the last ``MOST_REFUSED`` optimizer steps were all refused.
             algo.routing.Misaligned: carried experts are not those of these tokens, or of any tokens at all.
                 No weight has changed, except that a bypass algorithm sees a later minibatch only after it
                 trained on the earlier ones; ``steps_taken`` then says on how many.
@@ -312,7 +314,7 @@ class PolicyTrainer:
         if self._on_refused is not None:
             for microbatch in at_fault:
                 self._on_refused(microbatch)
-        if self._refused_in_a_row >= self._settings.max_refused_in_a_row:
+        if self._refused_in_a_row >= MOST_REFUSED:
             raise TrainingStopped(
                 f"{self._refused_in_a_row} optimizer steps in a row had a loss or gradient that is not "
                 f"finite, the last with samples {', '.join(uids)}; look at these samples and lower trainer.lr"

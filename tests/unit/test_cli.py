@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from rich.console import Console
 from ostinato.cli.app import main
 from ostinato.every import Every
 from ostinato.launch import progress
-from ostinato.launch.writers import open_writers
+from ostinato.launch.progress import open_writers
 
 
 def run(*arguments: str) -> int:
@@ -42,26 +41,6 @@ BEFORE = {"step": 0, "set": "eval", "n": 100, "pass@1": 0.3, "stderr": 0.02} | {
     "reward": 0.5,
     "reward_stderr": 0.01,
 }
-
-
-def test_a_step_is_what_was_learned_and_what_it_took() -> None:
-    assert progress.step_parts(ROW, "/80", "held-out 0.300", "1:40") == (
-        "step 3/80  reward 0.500  held-out 0.300",
-        "1,234 tok/s  rollout 61% reward 2% train 35%  ETA 1:40",
-    )
-    drafted = progress.step_parts({**ROW, "draft/tokens_per_pass": 2.314}, "/80", "", "1:40")
-    assert drafted[1] == "1,234 tok/s  2.31 tok/pass  rollout 61% reward 2% train 35%  ETA 1:40"
-    empty = {"step": 1, "reward": math.nan, "refused_step": 1.0}
-    unread, _ = progress.step_parts({"step": 1, "empty_step": 1.0, "tools/unreadable": 11.0}, "/2", "", "?")
-    assert "nothing to learn from: 11" in unread
-    assert progress.step_parts(empty, "/2", "", "?") == ("step 1/2  reward -  step refused", "- tok/s  ETA ?")
-
-
-def test_intervals_hold_at_the_ends_too() -> None:
-    """Mean and 1.96 standard errors say [0, 0] when none of 8 prompts is solved; the truth may be a third."""
-    assert progress.interval(BEFORE, "pass@1") == "0.300 [0.262, 0.341]"
-    assert progress.interval({"pass@1": 1.0, "stderr": math.nan}, "pass@1") == "1.000"
-    assert progress.interval({"n": 8, "pass@1": 0.0, "stderr": 0.0}, "pass@1") == "0.000 [0.000, 0.324]"
 
 
 def plain_console() -> tuple[Console, io.StringIO]:

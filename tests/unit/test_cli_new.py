@@ -36,9 +36,9 @@ def test_rows_choose_the_reward_that_reads_their_answers(
     new(tmp_path / "mine.toml", task="", model="asset:seed-moe", machine="laptop", rows=str(rows))
     recipe = Recipe.load(tmp_path / "mine.toml", "model.dtype=float32")
     assert recipe.reward.functions == (reward,) and recipe.task.source == str(rows)
-    with prepare(recipe, training=True) as prepared:
-        assert len(prepared.train_prompts) == 9 and len(prepared.eval_prompts) == 1
-        assert prepared.train_prompts[0].messages, "a text is what a user says"
+    with prepare(recipe, training=True) as inputs:
+        assert len(inputs.train_prompts) == 9 and len(inputs.eval_prompts) == 1
+        assert inputs.train_prompts[0].messages, "a text is what a user says"
 
 
 @pytest.mark.parametrize("task", ["own", "env"])
@@ -46,8 +46,8 @@ def test_a_reward_and_an_environment_to_change_stand_beside_it(tmp_path: Path, t
     rows = write_rows(tmp_path, answer="7") if task == "own" else ""
     new(tmp_path / "a" / "mine.toml", task=task, model="asset:seed-moe", machine="laptop", rows=str(rows))
     recipe = Recipe.load(tmp_path / "a" / "mine.toml", "model.dtype=float32")
-    with prepare(recipe, training=True) as prepared:
-        assert prepared.train_prompts
+    with prepare(recipe, training=True) as inputs:
+        assert inputs.train_prompts
     with pytest.raises(ValueError, match="exists"):
         new(tmp_path / "a" / "mine.toml", task=task, model="", machine="", rows=str(rows))
 

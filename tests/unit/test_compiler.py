@@ -61,19 +61,6 @@ def test_what_does_not_compile_is_told_in_one_sentence(code: NativeCode) -> None
     assert "\n" not in str(raised.value)
 
 
-def test_what_does_not_load_is_told(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.so"
-    broken.write_bytes(b"no library")
-    with pytest.raises(BuildError, match=r"broken\.so does not load"):
-        load(broken)
-
-
-def test_other_systems_are_not_tried(code: NativeCode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler.platform, "system", lambda: "Windows")
-    with pytest.raises(BuildError, match="native answers are built on Linux and macOS, this is Windows"):
-        build(code)
-
-
 def damaged(library: Path, how: str) -> None:
     """As a full disk, a power cut, a bad sector or another user leaves it."""
     whole = library.read_bytes()

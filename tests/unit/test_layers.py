@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"types", "protocols", "config", "every", "run", "render", "routes", "lock"}
-LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability", "observe.bets", "observe.stats"}
+LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability", "observe.stats"}
 LEAVES |= {"tables"}
 BASE = {
     "access",
@@ -102,9 +102,8 @@ ARROWS: dict[str, set[str]] = {
     "hf": {"types", "run", "algo", "model", "engine", "observe.timeline"},
     "pipeline": {"types", "protocols", "config", "every", "run", "routes", "algo"}
     | {"model", "history", "rollout", "train", "observe.timeline", "observe.ledger", "observe.stability"}
-    | {"observe.bets"},
+    | {"observe.stats"},
     "observe": set(),
-    "observe.bets": set(),
     "observe.timeline": set(),
     "observe.ledger": {"every", "run"},
     "observe.stability": set(),
@@ -279,13 +278,13 @@ def test_threads_can_be_configured_before_torch() -> None:
 
 TOO_LATE = """
 import sys
-from ostinato.launch import threads
+from ostinato.launch import machine
 
 def configure(recipe):
     print("torch" in sys.modules)
     raise SystemExit
 
-threads.configure = configure
+machine.configure_threads = configure
 from ostinato.cli.app import main
 main(sys.argv[1:])
 """

@@ -1,6 +1,6 @@
 """Signs of a reward that is hacked, found while a policy is trained; each with a known rate of false alarms.
 
-    Bets     (``observe.bets``) any paired difference that should not grow: proxy against gold
+    Bets     (``observe.stats``) any paired difference that should not grow: proxy against gold
     Knee     KL beyond the top of the over-optimisation curve
     Cusum    a behaviour that becomes more frequent: failed calls, questions, refusals
 
@@ -22,7 +22,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ostinato.observe.bets import Alarm, Bets
+from ostinato.observe.stats import Alarm, Bets
 
 Z95 = 1.645
 LONGER = "more words"  # the mark of the longer of two answers

@@ -67,7 +67,7 @@ class Writer(Protocol):
 class Cache:
     """Replies by key: at most ``most`` of them, the ones most recently used."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int = 65_536) -> None:
         self._most, self._kept = most, OrderedDict[bytes, Reply]()
 
     def get(self, key: bytes) -> Reply | None:

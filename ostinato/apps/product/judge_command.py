@@ -12,7 +12,8 @@ import typer
 from rich.table import Table
 
 from ostinato.config import Recipe
-from ostinato.launch import NothingToLearn, threads
+from ostinato.launch import NothingToLearn
+from ostinato.launch.machine import configure_threads
 from ostinato.options import Hosts, Origins, access
 from ostinato.run import atomic_write
 from ostinato.terminal import Screen, logged, say
@@ -100,7 +101,7 @@ def evaluate(
 ) -> None:
     """Accuracy in each order, consistency, what cannot be read, calibration; with 95 % Wilson intervals."""
     recipe = Recipe.load("judge_rl", *(overrides or []))
-    threads.configure(recipe)
+    configure_threads(recipe)
     from ostinato.apps.product.judge_runs import figures, preferences
     from ostinato.apps.product.judges import sources
     from ostinato.apps.product.panel import Bench

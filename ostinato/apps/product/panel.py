@@ -16,8 +16,8 @@ import numpy as np
 from ostinato.apps.product.judge import Cache, Chat, Compared, Judge, Score
 from ostinato.apps.product.judges import AddressWriter, EngineSeconds, EngineWriter, Source, is_judge, sources
 from ostinato.config import Recipe
-from ostinato.launch.dtype import resolved
 from ostinato.launch.engine import new_engine
+from ostinato.launch.machine import resolve_auto
 from ostinato.launch.models import load_decoder
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
@@ -95,7 +95,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.engines: dict[Path, tuple[EngineSeconds, Renderer]] = {}
-        self._cache = Cache(self.recipe.reward.judge_cache)
+        self._cache = Cache()
 
     def judge(self, source: Source) -> Judge:
         if source.address:
@@ -125,7 +125,7 @@ class Bench:
             decoder = self.decoder if shared else None
             if decoder is None:
                 model = recipe.model.model_copy(update={"path": str(base)})
-                decoder = load_decoder(resolved(recipe.model_copy(update={"model": model})).model, base)
+                decoder = load_decoder(resolve_auto(recipe.model_copy(update={"model": model})).model, base)
             exact = recipe.engine.model_copy(update={"weights": "model"})
             engine = new_engine(recipe.model_copy(update={"engine": exact}), decoder, renderer, name="judge")
             self.engines[at] = EngineSeconds(engine, self.counters), renderer
@@ -153,7 +153,7 @@ def new_verdict_route(name: str, served: Served) -> Callable[..., Coroutine[Any,
         limits.context,
         counters,
     )
-    judge = Judge(source.spec, source.revision, writer, Cache(Recipe().reward.judge_cache), counters)
+    judge = Judge(source.spec, source.revision, writer, Cache(), counters)
 
     async def judged(messages: Chat, answers: Sequence[str]) -> dict[str, Any]:
         from ostinato.apps.serve.calls import ApiError

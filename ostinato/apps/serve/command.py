@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ostinato.access import STRICT, Access
-from ostinato.launch import threads
+from ostinato.launch.machine import configure_threads
 from ostinato.launch.models import recipe_of
 from ostinato.terminal import say
 
@@ -65,7 +65,7 @@ def serve(
     listening = bound(where.host, where.port)
     with listening:
         recipe, _ = recipe_of(target, *overrides)
-        threads.configure(recipe)
+        configure_threads(recipe)
         from ostinato.apps.serve.additions import NO_ADDITIONS
         from ostinato.apps.serve.app import new_app
         from ostinato.apps.serve.served import Serving, open_service
@@ -119,7 +119,7 @@ def _following(
 def proxy(target: str, overrides: Sequence[str], out: Path, where: Address, idle_s: float) -> None:
     """Record rollouts until a signal. Raises ValueError for what cannot be served."""
     recipe, _ = recipe_of(target, *overrides)
-    threads.configure(recipe)
+    configure_threads(recipe)
     try:
         from ostinato.apps.serve.elsewhere import Place
         from ostinato.apps.serve.proxy import proxy as record

@@ -27,8 +27,7 @@ from ostinato.apps.serve.served import Served, Serving, follow, open_service
 from ostinato.apps.serve.service import Limits
 from ostinato.apps.serve.thread import EngineThread
 from ostinato.config import Recipe
-from ostinato.launch.apps import load
-from ostinato.launch.inputs import sampling_of
+from ostinato.launch.inputs import load, sampling_of
 from ostinato.protocols import Grader
 from ostinato.rollout.rollout import RolloutContext, play_episode
 from ostinato.run import JsonlZst, group_rows
@@ -73,7 +72,7 @@ class Proxy:
             engine=_Engine(served.thread, served.service.model("").policy),
             env=self._episode,
             grader=cast(Grader, None),  # rewards are posted
-            sampling=sampling_of(recipe, self._renderer),
+            sampling=sampling_of(recipe.rollout, self._renderer),
             context_limit=served.service.limits.context,
         )
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ostinato.apps.serve.command import Address
-from ostinato.launch import threads
+from ostinato.launch.machine import configure_threads
 from ostinato.launch.models import recipe_of
 from ostinato.terminal import say
 
@@ -31,7 +31,7 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, n
     listening = bound(where.host, where.port)
     with listening:
         recipe, _ = recipe_of(target, *overrides)
-        threads.configure(recipe)
+        configure_threads(recipe)
         from ostinato.apps.tinker.app import new_app
         from ostinato.apps.tinker.registry import PROTO
         from ostinato.apps.tinker.work import open_work

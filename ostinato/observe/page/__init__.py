@@ -104,7 +104,16 @@ def embedded(data: RunRows, samples: Samples) -> dict[str, Any]:
     """All of a run: ``state`` and rows, thinned where there are many."""
     spans = fewer(data.spans, SPANS)
     rows = {
-        "metrics": [_short(row) for row in thinned(data.metrics)],
+        "metrics": [
+            (
+                {
+                    name: (value if isinstance(value, int) else float(f"{value:.6g}"))
+                    for name, value in row.items()
+                    if isinstance(value, int | float)
+                }
+            )
+            for row in thinned(data.metrics)
+        ],
         "timeline": [span.to_json() for span in spans],
     }
     coarse = len(spans) < len(data.spans)
@@ -165,15 +174,6 @@ def _scored(row: Row) -> dict[str, Any]:
     found = {name: score for name in ("pass@1", "pass@k") if (score := estimate(row, name))}
     kept = {name: value for name, value in row.items() if name != "answers"}
     return {**kept, "intervals": {name: score.interval for name, score in found.items()}}
-
-
-def _short(row: Row) -> dict[str, float | None]:
-    """Rounded to six digits, more than a screen shows."""
-    return {name: _six(value) for name, value in row.items() if isinstance(value, int | float)}
-
-
-def _six(value: float) -> float | None:
-    return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
 def use(data: RunRows) -> tuple[list[dict[str, float]], Usage | None]:

@@ -12,7 +12,7 @@ import pytest
 
 from ostinato.apps.scaling.arms.compare import read_arms
 from ostinato.config import Recipe, check_files, dump_toml, find_recipe
-from ostinato.config.paths import PathKind, make_absolute
+from ostinato.config.fields import PathKind, make_absolute
 
 ROOT = Path(__file__).parents[3]
 PACKAGED = sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))

@@ -14,7 +14,7 @@ from ostinato.config import Recipe, dump_toml
 from ostinato.engine import products
 from ostinato.engine.products import choose, kept_file, seconds_by_dtype, warning
 from ostinato.files import atomic_write, read_cached
-from ostinato.launch.dtype import resolved
+from ostinato.launch.machine import resolve_auto
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.flops import FlopModel, Work
 from ostinato.model.named import model_folder
@@ -65,7 +65,7 @@ def test_what_is_kept_decides_and_is_told(
     assert "bfloat16 would be 7.1x" in warning(config, "bfloat16", **HOW)
     assert warning(config, "float32", **HOW) == ""
     recipe = Recipe.parse({"model": {"fp32_head": True}, "engine": {"native": False}})
-    assert resolved(recipe).model.dtype == "float32"
+    assert resolve_auto(recipe).model.dtype == "float32"
     assert caplog.messages == [f"model.dtype auto: float32; {chosen.reason}"]
     keep(config, figures((3e-6, 3e-6), (1e-6, 1e-6)))
     assert choose(config, device="cpu", **HOW).dtype == "bfloat16"
@@ -78,10 +78,10 @@ def test_a_dtype_that_is_written_is_obeyed_with_a_line_where_it_is_much_slower(
 ) -> None:
     keep(config, figures((1e-6, 1e-6), (1.2e-6, 7.1e-6)))
     tree = {"model": {"fp32_head": True, "dtype": "bfloat16"}, "engine": {"native": False}}
-    assert resolved(Recipe.parse(tree), warn=True).model.dtype == "bfloat16"
+    assert resolve_auto(Recipe.parse(tree), warn=True).model.dtype == "bfloat16"
     assert "model.dtype bfloat16" in caplog.text and "7.1x slower in training" in caplog.text
     tree["model"] |= {"dtype": "float32"}
-    assert resolved(Recipe.parse(tree), warn=True).model.dtype == "float32"
+    assert resolve_auto(Recipe.parse(tree), warn=True).model.dtype == "float32"
     assert len(caplog.messages) == 1
 
 
@@ -90,8 +90,8 @@ def test_a_run_that_goes_on_keeps_its_dtype_and_full_training_is_fp32(tmp_path: 
     recipe = Recipe.parse({})
     assert recipe.model.dtype == "auto"
     run = RunFolder.create(tmp_path / "run", dump_toml(Recipe.parse({"model": {"dtype": "bfloat16"}})))
-    assert resolved(recipe, run=run.path).model.dtype == "bfloat16"
-    assert resolved(Recipe.parse({"adapter": {"kind": "full"}})).model.dtype == "float32"
+    assert resolve_auto(recipe, run=run.path).model.dtype == "bfloat16"
+    assert resolve_auto(Recipe.parse({"adapter": {"kind": "full"}})).model.dtype == "float32"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_answers import answer, question
 from ostinato.engine.vllm_proof import is_above, is_ignored
 from ostinato.engine.vllm_server import check
-from ostinato.launch.open_components import proof_row
+from ostinato.launch.components import proof_row
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder

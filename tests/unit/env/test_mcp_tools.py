@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.config.paths import PathKind, make_absolute
+from ostinato.config.fields import PathKind, make_absolute
 from ostinato.env.tools import resolve_tools
 
 SERVER = """

@@ -16,7 +16,7 @@ from ostinato.apps.tinker.work import open_work
 from ostinato.cli.data import data
 from ostinato.cli.evaluate import evaluate
 from ostinato.config import Recipe
-from ostinato.launch.answers import SamplingOptions, answer
+from ostinato.launch.policy import SamplingOptions, answer
 from ostinato.launch.sft import supervise
 
 

@@ -15,7 +15,7 @@ peft = pytest.importorskip("peft")
 from ostinato.config import Recipe  # noqa: E402
 from ostinato.hf.factors import read_folder  # noqa: E402
 from ostinato.hf.model import load  # noqa: E402
-from ostinato.launch.backend import chosen, with_backend  # noqa: E402
+from ostinato.launch.machine import choose_backend, with_backend  # noqa: E402
 from ostinato.launch.session import learn, resume  # noqa: E402
 from ostinato.model.named import model_folder  # noqa: E402
 
@@ -64,8 +64,8 @@ def test_a_run_of_gemma2_learns_resumes_and_exports(gemma: Path, tmp_path: Path)
 
 
 def test_auto_takes_our_decoder_where_it_has_the_family(gemma: Path, tmp_path: Path) -> None:
-    assert chosen(model_folder("asset:seed-moe"))[0] == "native"
-    name, why = chosen(gemma)
+    assert choose_backend(model_folder("asset:seed-moe"))[0] == "native"
+    name, why = choose_backend(gemma)
     assert name == "transformers" and "gemma2" in why
 
 

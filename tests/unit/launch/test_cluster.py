@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.launch.checks import check
-from ostinato.launch.components import RunComponents
-from ostinato.launch.introduction import caveats
+from ostinato.launch.checks import caveats, check
+from ostinato.launch.loop import RunComponents
 from ostinato.pipeline.state import Finish, LoopState
 from ostinato.types import HistoryEntry
 from ostinato.workers.remote import WorkerFault
@@ -61,8 +60,8 @@ def test_everybody_has_a_place_and_a_pool() -> None:
     wants = cluster.places(reported)
     assert [want.name for want in wants] == ["trainer", "sampler-0", "sampler-1", "grader-0"]
     assert {want.cpus for want in wants} == {3} and not any(want.gpus for want in wants)
-    assert cluster.pools(reported) == {"samplers": 2, "trainer": 1, "graders": 1}
-    (line,) = cluster.lines(reported)
+    assert cluster.pools(reported.cluster) == {"samplers": 2, "trainer": 1, "graders": 1}
+    (line,) = cluster.lines(reported.cluster)
     assert "2 samplers, 1 grader, 1 trainer on a Ray of its own" in line and "3 threads each" in line
 
 
@@ -85,8 +84,8 @@ class Pool:
 
 def test_figures_of_all_workers_are_added_up() -> None:
     pool: Any = Pool()
-    memory: Any = SimpleNamespace(history=SimpleNamespace(lengths=None), drafter=None)
-    assert cluster.drafting(memory, pool).saved_s() == 2.0
+    history: Any = None
+    assert cluster.SharedHistory(history, pool).saved_s() == 2.0
     assert cluster.pool_metrics(pool) == {
         "workers/alive": 2.0,
         "publish/count": 2.0,

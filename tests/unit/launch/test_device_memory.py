@@ -27,8 +27,8 @@ from ostinato.launch.device_memory import (
     step_need,
     terms,
 )
+from ostinato.launch.machine import expects_gpu
 from ostinato.launch.models import recipe_of
-from ostinato.launch.threads import expects_gpu
 from ostinato.pipeline.account import utilisation
 
 FEW = Need(prompts=2, group=4, prompt_tokens=20, answer_tokens=12)

@@ -19,12 +19,11 @@ from ostinato.config import DraftSection, Recipe
 from ostinato.engine import threads
 from ostinato.engine.threads import Threads
 from ostinato.history.store import History
-from ostinato.launch import open_components
+from ostinato.launch import components
 from ostinato.launch import trainer as parts
-from ostinato.launch.checks import check, check_exact, check_model
+from ostinato.launch.checks import caveats, check, check_exact, check_model
 from ostinato.launch.drafts import load_history, new_memory, save_history
 from ostinato.launch.engine import vllm_engine
-from ostinato.launch.introduction import caveats
 from ostinato.launch.ranks import backend, followed
 from ostinato.launch.trainer import new_sharded_trainer
 from ostinato.model.decoder import Decoder
@@ -103,9 +102,9 @@ def moe(layers: tuple[int, ...] = (0,)) -> Decoder:
 
 
 def test_experts_are_adapted_together() -> None:
-    check_model(recipe(adapter={"targets": ["attn", "experts", "router"]}), moe())
+    check_model(recipe(adapter={"targets": ["attn", "experts", "router"]}).adapter, moe())
     with pytest.raises(ValueError, match="gate, up and down of experts together"):
-        check_model(recipe(adapter={"targets": ["attn", "experts.down"]}), moe())
+        check_model(recipe(adapter={"targets": ["attn", "experts.down"]}).adapter, moe())
 
 
 @pytest.mark.parametrize(
@@ -139,9 +138,9 @@ def test_a_trainer_beside_a_server_has_its_memory_in_each_step(monkeypatch: pyte
         def step(self, batch: Any) -> Any:
             raise ZeroDivisionError
 
-    monkeypatch.setattr(open_components, "free_cached_memory", lambda: seen.append("freed"))
+    monkeypatch.setattr(components, "free_cached_memory", lambda: seen.append("freed"))
     trainer: Any = Raises()
-    beside: Any = open_components.LentTrainer(trainer, lent)
+    beside: Any = components.LentTrainer(trainer, lent)
     assert beside.progress == 3.0
     with pytest.raises(ZeroDivisionError):
         beside.step(None)
@@ -151,10 +150,10 @@ def test_a_trainer_beside_a_server_has_its_memory_in_each_step(monkeypatch: pyte
 def test_a_head_that_vllm_would_leave_out_is_refused() -> None:
     """vLLM goes by ``tie_word_embeddings`` and drops the head of its own that the trainer uses."""
     decoder = tiny_decoder(num_hidden_layers=1, mlp_only_layers=[0], tie_word_embeddings=True)
-    check_model(recipe(), decoder)
+    check_model(recipe().adapter, decoder)
     decoder.config = replace(decoder.config, tie_embeddings=False)
     with pytest.raises(ValueError, match="tie_word_embeddings"):
-        check_model(recipe(), decoder)
+        check_model(recipe().adapter, decoder)
 
 
 def test_what_is_not_as_with_the_engine_here_is_said() -> None:
@@ -273,7 +272,7 @@ def test_rank_0_is_the_run_and_the_others_follow(monkeypatch: pytest.MonkeyPatch
 
 def test_the_backend_fits_the_device() -> None:
     def chosen(name: str, device: str) -> str:
-        return backend(Recipe.parse({"parallel": {"backend": name}}), device)
+        return backend(Recipe.parse({"parallel": {"backend": name}}).parallel, device)
 
     assert chosen("auto", "cpu") == chosen("gloo", "cpu") == "gloo"
     assert chosen("auto", "cuda") == chosen("nccl", "cuda") == "cpu:gloo,cuda:nccl"

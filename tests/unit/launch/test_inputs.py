@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nouns
@@ -23,17 +25,23 @@ from ostinato.config import Recipe, dump_toml
 from ostinato.env.rows import read, with_columns
 from ostinato.every import Axis, Every
 from ostinato.launch.checks import (
+    caveats,
     check,
     check_columns,
     check_solvable,
     solved_at,
     warn_of_control_tokens,
 )
-from ostinato.launch.evaluations import downstream_prompts, evaluations, rules
 from ostinato.launch.forgetting import answers_of
-from ostinato.launch.inputs import longest_answer, new_interruption, overlong, prompts, stage_identity
-from ostinato.launch.introduction import caveats
-from ostinato.launch.loop import HELD_OUT, TRAINED, check_rows
+from ostinato.launch.inputs import (
+    downstream_prompts,
+    longest_answer,
+    new_interruption,
+    overlong,
+    prompts,
+    stage_identity,
+)
+from ostinato.launch.loop import HELD_OUT, TRAINED, check_rows, new_evaluations, rules
 from ostinato.launch.trainer import new_adapters
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -41,7 +49,7 @@ from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import save_peft
 from ostinato.observe.page import solved_at as solved_at_in_report
-from ostinato.pipeline.evaluate import digest_evaluation
+from ostinato.pipeline.evaluate import Evaluation, digest_evaluation
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
 from ostinato.types import Prompt, Sample
@@ -219,12 +227,14 @@ def interrupting(**rollout: Any) -> Recipe:
 
 def test_an_interrupted_answer_is_as_long_as_its_parts_whatever_max_tokens_says() -> None:
     renderer = Renderer(model_folder("asset:seed-moe"))
-    found = new_interruption(interrupting(), renderer)
+    found = new_interruption(interrupting().rollout, renderer)
     assert found is not None and (found.shortest, found.longest, found.answer_tokens) == (8, 12, 4)
     assert renderer.decode(found.phrase) == " ####" and found.think_end == "</think>"
-    assert longest_answer(interrupting(), renderer)[0] == found.most_tokens == 12 + len(found.phrase) + 4
-    assert longest_answer(Recipe(), renderer) == (64, "rollout.max_tokens")
-    assert new_interruption(Recipe(), renderer) is None
+    assert (
+        longest_answer(interrupting().rollout, renderer)[0] == found.most_tokens == 12 + len(found.phrase) + 4
+    )
+    assert longest_answer(Recipe().rollout, renderer) == (64, "rollout.max_tokens")
+    assert new_interruption(Recipe().rollout, renderer) is None
     prompts = [Prompt(uid="p", text="1 + 1 = ?")]
     overlong(interrupting(), prompts, renderer, 64)
     with pytest.raises(ValueError, match=r"prompt p has \d+ tokens; with an answer of 17 \(rollout.inter"):
@@ -253,7 +263,7 @@ def test_a_phrase_that_ends_the_answer_is_refused() -> None:
     renderer = Renderer(model_folder("asset:seed-moe"))
     end = renderer.decode(list(renderer.stop_tokens)[:1], skip_special=False)
     with pytest.raises(ValueError, match=f"rollout.interrupt_phrase has '{re.escape(end)}', which ends"):
-        new_interruption(interrupting(interrupt_phrase=f"Enough.{end}"), renderer)
+        new_interruption(interrupting(interrupt_phrase=f"Enough.{end}").rollout, renderer)
 
 
 def small_decoder(seed: int) -> Decoder:
@@ -291,6 +301,12 @@ def recipe_of(task: str = "arithmetic", downstream: Any = None, **changes: Any) 
     return Recipe.parse(tree | changes)
 
 
+def evaluations(recipe: Recipe, main: Sequence[Prompt], downstream: Any = None) -> list[Evaluation]:
+    inputs: Any = SimpleNamespace(recipe=recipe, eval_prompts=main, downstream=downstream or {})
+    inputs.renderer = SimpleNamespace(stop_tokens=(7,))
+    return new_evaluations(inputs)
+
+
 def test_sets_come_in_order_with_their_own_terms(tmp_path: Path) -> None:
     file = rows_file(tmp_path / "rows.jsonl", "1+1", "2+2", "3+3")
     sets = {"file": {"source": file, "every": 5, "k": 3}, "hard": {"source": "arithmetic", "n": 4}}
@@ -298,7 +314,7 @@ def test_sets_come_in_order_with_their_own_terms(tmp_path: Path) -> None:
     prompts = downstream_prompts(recipe, [])
     assert {name: len(each) for name, each in prompts.items()} == {"file": 3, "hard": 4}
     main = [Prompt(uid="a", text="1")]
-    found = evaluations(recipe, main, prompts, stop_tokens=(7,), solved_at=1.0, weights="model")
+    found = evaluations(recipe, main, prompts)
     assert [(one.name, one.k, one.samples, len(one.prompts)) for one in found] == [
         ("eval", 2, 2, 1),
         ("greedy", 1, 1, 1),
@@ -314,7 +330,7 @@ def test_sets_come_in_order_with_their_own_terms(tmp_path: Path) -> None:
     assert len({digest_evaluation(one) for one in found}) == 4
     assert [one.sampling.temperature for one in found] == [1.0, 0.0, 1.0, 1.0]
     greedy = recipe_of().model_copy(update={"eval": recipe_of().eval.model_copy(update={"temperature": 0.0})})
-    (only,) = evaluations(greedy, main, {}, stop_tokens=(7,), solved_at=1.0, weights="model")
+    (only,) = evaluations(greedy, main)
     assert only.name == "eval", "what is greedy already is not answered twice"
 
 
@@ -368,10 +384,7 @@ def test_values_that_nobody_reads_do_not_tell_sets_apart() -> None:
 
     def name(**rollout: Any) -> str:
         recipe = recipe_of(rollout=rollout)
-        sets = evaluations(
-            recipe, [Prompt(uid="a", text="1")], {}, stop_tokens=(7,), solved_at=1.0, weights="model"
-        )
-        return digest_evaluation(sets[0])
+        return digest_evaluation(evaluations(recipe, [Prompt(uid="a", text="1")])[0])
 
     interrupted = {"interrupt_after": [8, 12], "answer_tokens": 4}
     assert name(**interrupted, max_tokens=48) == name(**interrupted, max_tokens=64)

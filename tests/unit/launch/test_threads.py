@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ostinato.config import Recipe
-from ostinato.launch.threads import CACHES, configure, keep_few
+from ostinato.launch.machine import CACHES, configure_threads, keep_few
 
 
 def test_products_that_hardly_come_twice_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,4 +24,4 @@ def test_products_that_hardly_come_twice_are_not_kept(monkeypatch: pytest.Monkey
 def test_a_model_that_is_not_there_is_refused_before_threads_are_measured() -> None:
     """The products of a folder that did not exist were timed for four seconds before it was refused."""
     with pytest.raises(ValueError, match=r"model\.path is '/nope'"):
-        configure(Recipe.load("quickstart", "model.path=/nope"))
+        configure_threads(Recipe.load("quickstart", "model.path=/nope"))

@@ -35,7 +35,6 @@ from ostinato.observe.figures import (
     progress,
     status,
     steps_text,
-    verdict,
 )
 from ostinato.observe.gap import compare_arms, describe_gap, summarise_gap
 from ostinato.observe.ledger import summary
@@ -89,22 +88,6 @@ def test_the_ten_numbers_have_units_and_what_they_are_compared_with() -> None:
     assert found["Cost"].value == "0.12 USD" and "device-hours" in found["Cost"].note
     assert found["Speed"].value == "385" and "in the first 25" in found["Speed"].note
     assert [one.value for one in figures(rows_of())][:5] == ["-"] * 5
-
-
-@pytest.mark.parametrize(
-    ("evals", "words"),
-    [
-        ([], "No held-out score"),
-        ([score(0, 0.3)], "Only the model before"),
-        ([score(20, 0.3)], "nothing to compare with"),
-        ([score(0, 0.3), score(20, 0.33)], "beyond chance"),
-        ([score(0, 0.5), score(20, 0.3)], "got worse"),
-        ([score(0, 0.5, None), score(20, 0.9, None)], "no interval"),
-        ([score(0, None), score(20, 0.9)], "nothing to compare with"),
-    ],
-)
-def test_every_state_of_the_score_has_its_sentence(evals: list[dict[str, Any]], words: str) -> None:
-    assert words in verdict(rows_of(evals=evals))[0]
 
 
 def test_the_table_of_scores_names_k_tasks_and_what_is_missing() -> None:

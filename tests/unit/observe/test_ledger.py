@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from pathlib import Path
@@ -18,7 +17,6 @@ from ostinato.observe.ledger import (
     AXES,
     Ledger,
     SteadyClock,
-    Summary,
     Terms,
     checked,
     priced,
@@ -275,41 +273,6 @@ def test_what_a_killed_process_did_after_its_last_row_is_unknown(tmp_path: Path)
     assert summary(rows).wall["lost"] == 0.0
 
 
-def test_an_evaluation_that_is_given_up_is_no_compute(tmp_path: Path) -> None:
-    """A SIGTERM in the middle of one booked it as lost, and all that is lost counted as training."""
-    clock = Clock()
-    accounts = ledger(folder(tmp_path), clock, devices=4)
-    with pytest.raises(ZeroDivisionError), accounts.session(0):
-        accounts.step(1, 0.0, {}, work())
-        with accounts.work(), accounts.evaluating():
-            clock.now = 36.0
-            raise ZeroDivisionError
-    rows = read(accounts.folder)
-    found = summary(rows)
-    assert (rows[2]["event"], rows[2]["part"], found.wall["lost"]) == ("lost", "eval", 36.0)
-    assert found.compute["hours"] == found.compute["device-hours"] == 0.0
-    assert (found.evaluation.times, found.evaluation.device_seconds) == (0, 144.0)
-    assert found.pools["local"].lost == found.pools["local"].total == 144.0
-
-
-def test_step_rows_that_an_earlier_process_has_written(tmp_path: Path) -> None:
-    run = folder(tmp_path)
-    run.ledger.append(start(1, 0.0), a_step(1, 1, 10.0), a_step(1, 2, 20.0))
-    accounts = ledger(run)
-    with accounts.session(1):
-        assert [accounts.has((1, step)) for step in (1, 2, 3)] == [True, True, False]
-        assert accounts.coming == (2, 2)
-        accounts.step(2, 1.0, {}, work())
-        assert accounts.coming == (2, 3) and not accounts.has((2, 2))
-
-
-def test_the_ledger_forgets_nothing_when_a_run_goes_back(tmp_path: Path) -> None:
-    run = folder(tmp_path)
-    run.ledger.append(start(1, 0.0), a_step(1, 1, 10.0), a_step(1, 2, 20.0))
-    run.truncate_after(1)
-    assert len(read(run)) == 3
-
-
 # ---- what is refused
 
 
@@ -354,17 +317,6 @@ def test_a_ledger_that_was_begun_anew_does_not_look_whole() -> None:
     found = summary(rows)
     assert spent(rows, "steps")[42] == 42 and found.compute == {"steps": 42}
     assert found.notes == ("The ledger begins at step 40: what was spent before is not in these sums.",)
-
-
-def test_a_ledger_without_flops_says_so() -> None:
-    row = a_step(1, 1, 20.0)
-    rows = [start(1, 0.0), {key: row[key] for key in row if key != "flops"}]
-    with pytest.raises(
-        ValueError, match="step 1 of the run has no flops; use device-hours, hours, tokens or steps"
-    ):
-        spent(rows, "flops")
-    found = summary(rows)
-    assert not found.flops and found.compute["tokens"] == 100
 
 
 @pytest.mark.parametrize(
@@ -429,12 +381,6 @@ def test_a_ledger_begins_with_a_start(tmp_path: Path) -> None:
     run.ledger.append(a_step(1, 1, 10.0))
     with pytest.raises(ValueError, match=r"line 1 of .* is not the start of a session"):
         list(checked(run.ledger))
-
-
-def test_an_empty_ledger_is_no_error(tmp_path: Path) -> None:
-    found: Summary = summary(read(folder(tmp_path)))
-    assert (found.steps, found.sessions, found.restarts, found.pools) == (0, 0, 0, {})
-    assert found.compute["device-hours"] == 0 and found.money is None and not math.isnan(found.wall["steps"])
 
 
 def test_several_pools_each_on_its_own_devices() -> None:

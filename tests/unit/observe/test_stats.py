@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.observe.stats import difference, estimate, wilson
-from ostinato.tables import compute_text, figure_text, seconds_text, si
+from ostinato.tables import figure_text, seconds_text, si
 
 
 def test_intervals_of_shares_stay_inside_zero_and_one() -> None:
@@ -25,24 +25,6 @@ def test_the_interval_of_a_change_contains_it(a: float, a_error: float, b: float
     change = difference(old, new)
     if change.interval is not None:
         assert change.interval[0] <= change.value <= change.interval[1]
-
-
-def test_an_estimate_as_text() -> None:
-    found = estimate(score(0, 0.3), "pass@1")
-    assert found is not None and found.text() == "0.300 [0.245, 0.362]"
-    alone = estimate(score(0, 0.3, None), "pass@1")
-    assert alone is not None and alone.text() == "0.300" and estimate(score(0, None), "pass@1") is None
-
-
-@pytest.mark.parametrize(
-    ("C", "text"),
-    [
-        *((0.0, "0"), (0.125, "0.125"), (12.34567, "12.35"), (30_213.4, "30,210"), (4.0512e18, "4.051e18")),
-        *((1e21, "1e21"), (1e-5, "1e-5"), (float("inf"), "never"), (float("nan"), "-")),
-    ],
-)
-def test_compute_as_text(C: float, text: str) -> None:
-    assert compute_text(C) == text
 
 
 def test_words_for_numbers() -> None:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.pipeline.buffer import AdmissionRule, Selection
-from ostinato.pipeline.rounds import Admission
+from ostinato.pipeline.buffer import Admission, AdmissionRule, Selection
 
 
 class World:

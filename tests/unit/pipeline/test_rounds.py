@@ -35,9 +35,9 @@ from ostinato.algo.pack import pack
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.env.tasks import Rows
 from ostinato.observe.ledger import Ledger
+from ostinato.pipeline.buffer import find_solved, places
 from ostinato.pipeline.credit import assign
 from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.pipeline.rounds import find_solved, places
 from ostinato.pipeline.spool import Spool, address, newest_version
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
 from ostinato.run import JsonlZst, RunFolder

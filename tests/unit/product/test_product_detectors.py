@@ -17,7 +17,7 @@ from ostinato.apps.product.detectors import (
     standardise,
     watch_rate,
 )
-from ostinato.observe.bets import STAKES, Alarm, Bets, grown
+from ostinato.observe.stats import STAKES, Alarm, Bets, grown
 
 STEPS = 1000
 ALPHA = 0.05

@@ -42,7 +42,7 @@ from ostinato.train.inputs import Inputs
 from ostinato.train.leaves import trained_parameters
 from ostinato.train.sharded import Slice, idle, padding, sliced
 from ostinato.train.totals import Totals
-from ostinato.train.trainer import PolicyTrainer, TrainingStopped
+from ostinato.train.trainer import MOST_REFUSED, PolicyTrainer, TrainingStopped
 from ostinato.types import NO_EXPERT, Batch, Microbatch, Sample, Segment
 
 DENSE, MOE = tiny_dense(max_position_embeddings=128), tiny_moe(head_dim=8, max_position_embeddings=128)
@@ -298,12 +298,12 @@ def test_one_refused_minibatch_leaves_the_others_their_step() -> None:
 
 def test_training_stops_after_refusals_in_a_row_only() -> None:
     decoder = decoder_of(DENSE)
-    trainer = trainer_of(decoder, max_refused_in_a_row=2)
+    trainer = trainer_of(decoder)
     good = batch_of(samples_of(decoder), budget=20)
     bad = poisoned(good, 0, math.nan)
-    for batch in (bad, good, bad):
+    for batch in (bad, good, *([bad] * (MOST_REFUSED - 1))):
         trainer.step(batch)
-    with pytest.raises(TrainingStopped, match=r"2 optimizer steps in a row .*#"):
+    with pytest.raises(TrainingStopped, match=r"5 optimizer steps in a row .*#"):
         trainer.step(bad)
 
 

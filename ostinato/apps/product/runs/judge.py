@@ -21,7 +21,7 @@ from ostinato.apps.product.runs.window import decided, freeze, read_bank, read_p
 from ostinato.config import Recipe
 from ostinato.files import atomic_write
 from ostinato.launch import NothingToLearn, RunFailed
-from ostinato.launch.dtype import resolved
+from ostinato.launch.machine import resolve_auto
 from ostinato.launch.session import learn, resume
 from ostinato.launch.sft import supervise
 from ostinato.reward.verify import resolve
@@ -148,7 +148,7 @@ def labels(rows: Sequence[Mapping[str, Any]], gold: str) -> list[Choice]:
 def _verdicts(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, Any]]) -> Judged:
     """Of the judge of a revision in both orders, A the chosen answer."""
     own = [override for override in loop.settings.judge.overrides if override.startswith("engine.")]
-    recipe = resolved(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *own))
+    recipe = resolve_auto(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *own))
     (source,) = sources(str(loop.adapter_of(revision)))
     chats = ((one["messages"], one["chosen"], one["rejected"]) for one in rows)
     found = Bench(recipe=recipe, counters=Counter()).compared(source, chats)

@@ -36,8 +36,8 @@ from ostinato.apps.product.judges import sources
 from ostinato.apps.product.judging import Choice
 from ostinato.apps.product.panel import Bench
 from ostinato.config import Recipe, override
-from ostinato.launch.dtype import resolved
-from ostinato.observe.bets import Alarm, Bets
+from ostinato.launch.machine import resolve_auto
+from ostinato.observe.stats import Alarm, Bets
 from ostinato.types import Prompt
 
 if TYPE_CHECKING:
@@ -118,28 +118,28 @@ def answers(
     given = [f"task.seed={recipe.task.seed + APART * prompts}", "eval.k=1", "eval.start_factor=1"]
     given += [f'reward.functions=["{gold or "none"}"]', "reward.weights=[]", f"eval.n={n}"]
     each = [
-        resolved(Recipe.parse(override(recipe.model_dump(mode="json"), [*given, *own])))
+        resolve_auto(Recipe.parse(override(recipe.model_dump(mode="json"), [*given, *own])))
         for own in (
             [f"adapter.path={adapter}", f"seed={recipe.seed + APART * noise}"] for adapter, noise in adapters
         )
     ]
-    with prepare(each[0], training=False) as prepared:
-        return [_answer(replace(prepared, recipe=one), bool(gold)) for one in each]
+    with prepare(each[0], training=False) as inputs:
+        return [_answer(replace(inputs, recipe=one), bool(gold)) for one in each]
 
 
-def _answer(prepared: RunInputs, scored: bool) -> Answers:
+def _answer(inputs: RunInputs, scored: bool) -> Answers:
     from ostinato.launch.engine import new_engine
     from ostinato.launch.inputs import new_stage
     from ostinato.launch.loop import new_evaluations
     from ostinato.launch.trainer import new_adapters
     from ostinato.pipeline.evaluate import evaluate_groups
 
-    recipe = prepared.recipe
-    adapters = new_adapters(recipe, prepared.decoder) if recipe.adapter.path else None
-    engine = new_engine(recipe, prepared.decoder, prepared.renderer)
+    recipe = inputs.recipe
+    adapters = new_adapters(recipe, inputs.decoder) if recipe.adapter.path else None
+    engine = new_engine(recipe, inputs.decoder, inputs.renderer)
     engine.publish(adapters, 0)
-    stage = new_stage(prepared, engine, prepared.grader)
-    _, groups = asyncio.run(evaluate_groups(stage, new_evaluations(prepared)[0], 0))
+    stage = new_stage(inputs, engine, inputs.grader)
+    _, groups = asyncio.run(evaluate_groups(stage, new_evaluations(inputs)[0], 0))
     played = [group.trajectories[0] for group in groups]
     golds = [one.reward.value if scored and one.reward else None for one in played]
     return Answers(
@@ -157,7 +157,7 @@ def prefer(recipe: Recipe, judge: str, ours: Answers, theirs: Answers) -> np.nda
     """[n] 1 where the judge prefers ``ours``, -1 ``theirs``, 0 neither; NaN where it has no verdict."""
     (source,) = sources(judge)
     rows = zip(ours.messages, ours.texts, theirs.texts, strict=True)
-    found = Bench(recipe=resolved(recipe), counters=Counter()).compared(source, rows)
+    found = Bench(recipe=resolve_auto(recipe), counters=Counter()).compared(source, rows)
     proxy = np.array([SCORES.get(one.choice, math.nan) for one in found])
     same = np.array([a == b for a, b in zip(ours.texts, theirs.texts, strict=True)], bool)
     return np.where(same, 0.0, proxy)

@@ -25,7 +25,7 @@ from ostinato.apps.scaling.reading import amount
 from ostinato.config import Recipe, find_recipe
 from ostinato.every import Axis
 from ostinato.inputs import parse_toml
-from ostinato.launch.dtype import resolved
+from ostinato.launch.machine import resolve_auto
 from ostinato.observe.page import html
 from ostinato.run import atomic_write
 from ostinato.terminal import Screen
@@ -95,7 +95,7 @@ def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> 
     """Finish the runs of a recipe, then show the fits. 1 where a run failed, 130 on Ctrl-C."""
     base = Recipe.load(source, *overrides)
     if base.model.dtype == "auto":  # one for all runs, which are compared
-        overrides = [*overrides, f"model.dtype={resolved(base).model.dtype}"]
+        overrides = [*overrides, f"model.dtype={resolve_auto(base).model.dtype}"]
     out = study.out or Path(base.log.dir) / f"{base.name}-ablate"
     seeds = range(base.seed, base.seed + (study.seeds or 2))
     jobs = plan(source, overrides, seeds=seeds, arms=study.arms, out=out, workers=study.workers)

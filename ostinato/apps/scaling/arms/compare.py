@@ -25,8 +25,7 @@ from ostinato.apps.scaling.arms.kept import prompts, slug
 from ostinato.apps.scaling.gain import Outcomes
 from ostinato.config import Recipe, resolve_paths
 from ostinato.config.explain import explain
-from ostinato.config.fields import Floats, ModelName, Overrides, Positive
-from ostinato.config.paths import PathKind
+from ostinato.config.fields import Floats, ModelName, Overrides, PathKind, Positive
 from ostinato.config.sections import Section
 from ostinato.every import Every
 from ostinato.inputs import parse_toml
