@@ -202,6 +202,11 @@ def _after(compute: Compute, chunks: int) -> Compute | None:
     return Compute(compute.direction, chunk, compute.part) if 0 <= chunk < chunks else None
 
 
+def _next(listed: Sequence[Action], at: int) -> str:
+    """What a rank stands before."""
+    return str(listed[at]) if at < len(listed) else "for nothing, it is done"
+
+
 def _walk(
     order: Sequence[Sequence[Compute]], seconds: Seconds, transfer: float = 0.0
 ) -> Iterator[tuple[int, Compute, float, float]]:
@@ -239,6 +244,4 @@ def _walk(
             push(to)
     if len(ends) < sum(map(len, order)):
         left = zip(order, place, strict=True)
-        raise Deadlock(
-            [(str(listed[at]) if at < len(listed) else "for nothing, it is done") for listed, at in left]
-        )
+        raise Deadlock([_next(listed, at) for listed, at in left])
