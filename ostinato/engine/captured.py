@@ -9,7 +9,7 @@ that stays: ``fill`` and ``overwrite``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ostinato.engine.paged import KVStore, Places, Rows, TritonPaged
+from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Prepared
+from ostinato.model.lora import Adapters, Prepared, put, stacked
 
 if TYPE_CHECKING:
     from ostinato.model.cuda import CudaKernels
@@ -38,6 +39,44 @@ class Mixed:
     prepared: Prepared
     size: int
     owners: np.ndarray
+
+
+class Stack:
+    """The adapters of all policies as one, in memory that graphs read: each policy has a place there."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._config, self._dtype = config, dtype
+        self._prepared: Prepared | None = None
+        self._size = 0  # a power of two
+        self._held: dict[int, tuple[int, Adapters | None]] = {}  # by policy: its place, and what is there
+
+    def update(self, policies: Mapping[int, Adapters | None]) -> bool:
+        """Have these, by number (None: the base), and no others. False where all of it is elsewhere now, and
+        graphs that read it are stale."""
+        held = {number: self._held[number] for number in policies if number in self._held}
+        free = iter(sorted({*range(self._size)} - {place for place, _ in held.values()}))
+        if self._prepared is not None and len(policies) <= self._size:
+            for number, adapters in policies.items():
+                place = held[number][0] if number in held else next(free)
+                if number not in held or held[number][1] is not adapters:
+                    if not put(self._prepared, place, adapters):
+                        break
+                    held[number] = place, adapters
+            else:
+                self._held = held
+                return True
+        self._prepared = None  # the memory of the old one, before there is a new one
+        self._size = 1 << (len(policies) - 1).bit_length()
+        each = [*policies.values(), *[None] * (self._size - len(policies))]
+        self._prepared = stacked(each, self._config, self._dtype)
+        self._held = {number: (place, adapters) for place, (number, adapters) in enumerate(policies.items())}
+        return False
+
+    def mixed(self, spans: Sequence[tuple[int, int, int]]) -> Mixed:
+        """For a pass of (number, first row, last row + 1) each."""
+        assert self._prepared is not None
+        places = np.array([self._held[number][0] for number, _, _ in spans], np.int32)
+        return Mixed(self._prepared, self._size, np.repeat(places, [b - a for _, a, b in spans]))
 
 
 def mixes(decoder: Decoder, kernels: CudaKernels) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ostinato.engine.cache import BLOCK
-from ostinato.engine.captured import MOST_ROWS, SEVERAL, Captured, Mixed, mixes, overwrite
+from ostinato.engine.captured import MOST_ROWS, SEVERAL, Captured, Stack, mixes, overwrite
 from ostinato.engine.model_input import ModelInput
 from ostinato.engine.paged import (
     GpuPaged,
@@ -28,7 +28,7 @@ from ostinato.engine.sampler import Drawn, likeliest, sample
 from ostinato.engine.sequences import Settings
 from ostinato.model.attention import Attend
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, Prepared, stacked
+from ostinato.model.lora import Adapters, Prepared
 from ostinato.model.native import Kernels
 from ostinato.model.native.fused import FusedStep
 from ostinato.model.ops import TORCH_OPS, Ops
@@ -62,12 +62,10 @@ class Runner:
         self._kernels = kernels
         self._ops = kernels.ops if kernels else TORCH_OPS
         self._captured: Captured | None = None
-        self._mixes = False  # policies in one captured pass
+        self._stack: Stack | None = None  # where a captured pass may have rows of several policies
         if kernels is not None and not isinstance(kernels, Kernels) and kernels.graph is not None:
             self._captured = Captured(decoder, store, kernels, kernels.graph)
-            self._mixes = mixes(decoder, kernels)
-        self._stacked: Prepared | None = None  # of all policies, where graphs read it
-        self._is_stacked = False  # as they are now
+            self._stack = Stack(decoder.config, decoder.dtype) if mixes(decoder, kernels) else None
         self._has_loaded = False  # all weights, into the decoder
         self._policies: dict[int, Served] = {}
         self.serve(None)
@@ -98,27 +96,10 @@ class Runner:
             self._captured.forget(policy)
         self._fuse()
 
-    def _mixed(self, policies: Sequence[tuple[int, int, int]]) -> Mixed:
-        """All policies as one, for a pass of some (``forward``); room for a power of two of them."""
-        size = 1 << (len(self._policies) - 1).bit_length()
-        if not self._is_stacked:
-            each = [served.adapters for served in self._policies.values()]
-            each += [None] * (size - len(each))
-            new = stacked(each, self.decoder.config, self.decoder.dtype)
-            if not overwrite(self._stacked, new):
-                self._stacked = new
-                assert self._captured is not None
-                self._captured.forget(SEVERAL)
-            self._is_stacked = True
-        assert self._stacked is not None
-        places, counts = zip(*((self._places[number], b - a) for number, a, b in policies), strict=True)
-        return Mixed(self._stacked, size, np.repeat(np.array(places, np.int32), counts))
-
     def _fuse(self) -> None:
         """All layers of all policies in one call, where the kernels know the model."""
         self._fused: FusedStep | None = None
-        self._is_stacked = False
-        self._places = {number: place for place, number in enumerate(self._policies)}  # among all of them
+        self._places = {number: place for place, number in enumerate(self._policies)}  # in the fused step
         if isinstance(self._kernels, Kernels) and self._want_fused:
             with torch.inference_mode():
                 prepared = [served.prepared for served in self._policies.values()]
@@ -156,8 +137,8 @@ class Runner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states [T, D] and routes [T, L_moe, K] int16 of a pass; ``policies``: (number, first row,
         last row + 1), empty for the policy without a name. Op by op each policy has a pass of its own."""
-        is_small = self._captured is not None and len(tokens) <= MOST_ROWS
-        if len(policies) > 1 and self._fused is None and not (is_small and self._mixes):
+        is_captured = self._captured is not None and len(tokens) <= MOST_ROWS
+        if len(policies) > 1 and self._fused is None and not (is_captured and self._stack):
             parts = [
                 self.forward(tokens[a:b], positions[a:b], where.part(a, b), [(policy, 0, b - a)])
                 for policy, a, b in policies
@@ -167,9 +148,12 @@ class Runner:
         policy = policies[0][0] if policies else 0
         prepared = self._policies[policy].prepared
         with torch.inference_mode():
-            if self._captured is not None and is_small:
-                if len(policies) > 1:
-                    return self._captured.forward(SEVERAL, self._mixed(policies), tokens, positions, where)
+            if self._captured is not None and is_captured:
+                if len(policies) > 1 and self._stack is not None:
+                    if not self._stack.update({n: one.adapters for n, one in self._policies.items()}):
+                        self._captured.forget(SEVERAL)
+                    mixed = self._stack.mixed(policies)
+                    return self._captured.forward(SEVERAL, mixed, tokens, positions, where)
                 return self._captured.forward(policy, prepared, tokens, positions, where)
             rows = where.on(self.decoder.device)
             ids, places = self.on_device(tokens), self.on_device(positions)

@@ -190,27 +190,64 @@ def stacked(policies: Sequence[Adapters | None], config: ModelConfig, dtype: tor
     return Prepared(tuple(layers))
 
 
+@torch.no_grad()
+def put(stack: Prepared, place: int, adapters: Adapters | None) -> bool:
+    """Have ``adapters`` (None: the base) at a place of a ``stacked`` one, in its memory; False, changing
+    nothing, where that has no room: a larger rank, a map that no policy adapts, a factor of each expert."""
+    pairs = []
+    for layer, whole in enumerate(stack.layers):
+        own = NO_LORA if adapters is None else _prepare_layer(adapters, layer, torch.float32)
+        pairs += [(getattr(whole, field.name), getattr(own, field.name)) for field in fields(LayerLora)]
+    if not all(_has_room(whole, own) for whole, own in pairs):
+        return False
+    for whole, own in pairs:
+        for name in () if whole is None else _factors(whole):
+            target = getattr(whole, name)[place].zero_()
+            if own is not None:
+                _put(target, own, name)
+    return True
+
+
 def _stacked(loras: Sequence[Lora | ExpertLora | None], dtype: torch.dtype) -> Any:
     """Of one stored matrix, or of the experts of a layer."""
-    some = next((one for one in loras if one is not None), None)
-    if some is None:
+    some = [one for one in loras if one is not None]
+    if not some:
         return None
 
     def joined(name: str) -> Tensor:
-        factors = [None if one is None else getattr(one, name) for one in loras]
-        dim = -2 if name.endswith("a") else -1  # of the rank
-        widest = max((f for f in factors if f is not None), key=Tensor.dim)  # a shared one is each expert's
+        factors, dim = [getattr(one, name) for one in some], _rank(name)
+        widest = max(factors, key=Tensor.dim)  # a factor that experts share can be that of each of them
         shape = list(widest.shape)
-        shape[dim] = max(f.shape[dim] for f in factors if f is not None)
+        shape[dim] = max(factor.shape[dim] for factor in factors)
         whole = widest.new_zeros(len(loras), *shape, dtype=dtype)
-        for own, one, factor in zip(whole, loras, factors, strict=True):
-            if one is not None and factor is not None:
-                own.narrow(dim, 0, factor.shape[dim]).copy_(factor if dim == -2 else factor * one.scale)
+        for place, one in enumerate(loras):
+            if one is not None:
+                _put(whole[place], one, name)
         return whole
 
-    if isinstance(some, Lora):
-        return Lora(joined("a"), joined("b"), 1.0)
-    return ExpertLora(*map(joined, ExpertLora._fields[:4]), scale=1.0)
+    return type(some[0])(*map(joined, _factors(some[0])), scale=1.0)
+
+
+def _factors(lora: Lora | ExpertLora) -> tuple[str, ...]:
+    return ("a", "b") if isinstance(lora, Lora) else ExpertLora._fields[:4]
+
+
+def _rank(factor: str) -> int:
+    """The dimension of the rank, from the end."""
+    return -2 if factor.endswith("a") else -1
+
+
+def _put(target: Tensor, lora: Lora | ExpertLora, name: str) -> None:
+    """A factor into the zeros of a place that may have a larger rank."""
+    factor, dim = getattr(lora, name), _rank(name)
+    target.narrow(dim, 0, factor.shape[dim]).copy_(factor if dim == -2 else factor * lora.scale)
+
+
+def _has_room(whole: Any, own: Any) -> bool:
+    if own is None or whole is None:
+        return own is None
+    pairs = [(getattr(whole, name)[0], getattr(own, name), _rank(name)) for name in _factors(own)]
+    return all(w.dim() >= o.dim() and w.shape[dim] >= o.shape[dim] for w, o, dim in pairs)
 
 
 NO_LORA = LayerLora()
