@@ -77,9 +77,9 @@ def kernels_proven(world: World) -> Lines:
         if world.captured is None:
             yield Line(name=line, note="no card, or no Triton")
             continue
-        from ostinato.engine.proof import proven
+        from ostinato.engine.proof import prove_kernels
 
-        found, why = proven(world.decoder(world.raw(raw, layers=1)), world.captured)
+        found, why = prove_kernels(world.decoder(world.raw(raw, layers=1)), world.captured)
         whole = found is not None and found.graph is not None and found.mixes
         yield Line(name=line, value=float(whole), bar=1, note=why)
 

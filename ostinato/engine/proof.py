@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ostinato.engine.cache import BLOCK
-from ostinato.engine.captured import mixes
 from ostinato.engine.paged import KVStore, Places
+from ostinato.engine.pass_graphs import can_mix
 from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import sample, sample_torch
 from ostinato.engine.sequences import Settings
 from ostinato.model.attention import sdpa
-from ostinato.model.cuda import CudaKernels, mixed_ops, paged
-from ostinato.model.cuda.proof import fault
+from ostinato.model.cuda import CudaKernels, mix_ops, paged
+from ostinato.model.cuda.proof import draw_values, find_fault
 from ostinato.model.decoder import Decoder
 from ostinato.model.moe import ExpertLora
 from ostinato.model.ops import TORCH_OPS, Ops
@@ -34,21 +34,23 @@ ROWS = 5
 LENGTHS = (600, 17, 40)  # positions of three sequences: more than a split of attention, and than a block
 
 
-def proven(decoder: Decoder, kernels: CudaKernels) -> tuple[CudaKernels | None, str]:
+def prove_kernels(decoder: Decoder, kernels: CudaKernels) -> tuple[CudaKernels | None, str]:
     """What of ``kernels`` gives the numbers of torch on the decoder's device, and in one sentence what does
     not; "" where all does."""
     said = ""
     with torch.inference_mode():
         for name, ours, twin in _cases(decoder, kernels):
-            if why := fault(ours, twin, decoder.dtype):
+            if why := find_fault(ours, twin, decoder.dtype):
                 return None, f"{name} in Triton {why}; torch's operators are used instead"
         if kernels.graph is None:
             return kernels, ""
         plain = replace(kernels, graph=None)
-        if why := fault(lambda: _passes(decoder, kernels), lambda: _passes(decoder, plain), decoder.dtype):
+        if why := find_fault(
+            lambda: _passes(decoder, kernels), lambda: _passes(decoder, plain), decoder.dtype
+        ):
             return plain, f"CUDA graphs are not used: a captured pass {why}"
-        for name, ours, twin in _mixed_cases(decoder, kernels) if mixes(decoder, kernels) else ():
-            if not said and (why := fault(ours, twin, decoder.dtype)):
+        for name, ours, twin in _mixed_cases(decoder, kernels) if can_mix(decoder, kernels) else ():
+            if not said and (why := find_fault(ours, twin, decoder.dtype)):
                 kernels = replace(kernels, mixes=False)
                 said = f"{name} of several policies in Triton {why}; each policy has passes of its own"
     return kernels, said
@@ -56,7 +58,7 @@ def proven(decoder: Decoder, kernels: CudaKernels) -> tuple[CudaKernels | None, 
 
 def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
     c, ops, eps = decoder.local, kernels.ops, decoder.config.rms_norm_eps
-    x, y = _drawn(decoder, ROWS, c.hidden_size), _drawn(decoder, ROWS, c.hidden_size, seed=1)
+    x, y = draw_values(decoder, ROWS, c.hidden_size), draw_values(decoder, ROWS, c.hidden_size, seed=1)
     weight = decoder.blocks[0].attn_norm
     yield "rms_norm", lambda: ops.rms_norm(x, weight, eps), lambda: TORCH_OPS.rms_norm(x, weight, eps)
     yield (
@@ -64,24 +66,31 @@ def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
         lambda: torch.cat(ops.add_rms_norm(x, y, weight, eps)),
         lambda: torch.cat(TORCH_OPS.add_rms_norm(x, y, weight, eps)),
     )
-    wide = _drawn(decoder, ROWS, 2 * c.intermediate_size)
+    wide = draw_values(decoder, ROWS, 2 * c.intermediate_size)
     yield "silu_mul", lambda: ops.silu_mul(wide), lambda: TORCH_OPS.silu_mul(wide)
-    a, b = _drawn(decoder, 16, c.hidden_size) / c.hidden_size**0.5, _drawn(decoder, c.hidden_size, 16)
+    a, b = (
+        draw_values(decoder, 16, c.hidden_size) / c.hidden_size**0.5,
+        draw_values(decoder, c.hidden_size, 16),
+    )
     yield (
         "add_lora",
         lambda: ops.add_lora(y.clone(), x, a, b, 0.5),
         lambda: TORCH_OPS.add_lora(y.clone(), x, a, b, 0.5),
     )
     if kernels.exact:
-        few = _drawn(decoder, 24, c.hidden_size) / c.hidden_size**0.5
+        few = draw_values(decoder, 24, c.hidden_size) / c.hidden_size**0.5
         yield "linear", lambda: ops.linear(x, few), lambda: TORCH_OPS.linear(x, few)
-        yield "linear of rows alone", lambda: _alone(ops, x, few), lambda: torch.ones(1, device=x.device)
+        yield (
+            "linear of rows alone",
+            lambda: _compare_alone(ops, x, few),
+            lambda: torch.ones(1, device=x.device),
+        )
     yield from _attention_cases(decoder)
-    yield "draw", lambda: _drawn_apart(decoder, kernels), lambda: torch.ones(1, device=decoder.device)
+    yield "draw", lambda: _compare_draws(decoder, kernels), lambda: torch.ones(1, device=decoder.device)
     moe, block = decoder.config.moe, next((b.mlp for b in decoder.blocks if isinstance(b.mlp, Moe)), None)
     if moe is None or block is None:
         return
-    logits, bias = _drawn(decoder, ROWS, moe.num_experts).float(), block.correction_bias
+    logits, bias = draw_values(decoder, ROWS, moe.num_experts).float(), block.correction_bias
     yield (
         "route",
         lambda: torch.cat(ops.route(logits, moe, bias)[:2], dim=1),
@@ -102,9 +111,12 @@ def _mixed_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
     """Of rows of two policies, in the order of the second and the first."""
     c, device = decoder.local, decoder.device
     owners = np.repeat(np.array([1, 0], np.int32), (2, ROWS - 2))
-    x, y = _drawn(decoder, ROWS, c.hidden_size), _drawn(decoder, ROWS, c.hidden_size, seed=1)
-    a, b = _drawn(decoder, 2, 16, c.hidden_size) / c.hidden_size**0.5, _drawn(decoder, 2, c.hidden_size, 16)
-    ops = mixed_ops(kernels.ops, torch.from_numpy(owners).to(device), paged.Tiles.of(owners, 1, device))
+    x, y = draw_values(decoder, ROWS, c.hidden_size), draw_values(decoder, ROWS, c.hidden_size, seed=1)
+    a, b = (
+        draw_values(decoder, 2, 16, c.hidden_size) / c.hidden_size**0.5,
+        draw_values(decoder, 2, c.hidden_size, 16),
+    )
+    ops = mix_ops(kernels.ops, torch.from_numpy(owners).to(device), paged.Tiles.of(owners, 1, device))
 
     def apart(call: Callable[[slice, int], Tensor]) -> Tensor:
         return torch.cat((call(slice(0, 2), 1), call(slice(2, ROWS), 0)))
@@ -119,7 +131,7 @@ def _mixed_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
         return
     each = _expert_factors(decoder, block), _expert_factors(decoder, block, seed=1)
     both = ExpertLora(*map(torch.stack, zip(each[0][:4], each[1][:4], strict=True)), scale=0.5)
-    ids, weights, _ = TORCH_OPS.route(_drawn(decoder, ROWS, moe.num_experts).float(), moe, None)
+    ids, weights, _ = TORCH_OPS.route(draw_values(decoder, ROWS, moe.num_experts).float(), moe, None)
     ids, stored = ids % moe.here, (block.gate_up, block.down)
     yield (
         "experts",
@@ -131,7 +143,9 @@ def _mixed_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
 def _expert_factors(decoder: Decoder, block: Moe, *, seed: int = 0) -> ExpertLora:
     (count, width, size), rank = block.gate_up.shape, 8
     shapes = (2 * rank, size), (count, width, 2 * rank), (count, rank, width // 2), (size, rank)
-    return ExpertLora(*(_drawn(decoder, *shape, seed=seed) / shape[-1] ** 0.5 for shape in shapes), scale=0.5)
+    return ExpertLora(
+        *(draw_values(decoder, *shape, seed=seed) / shape[-1] ** 0.5 for shape in shapes), scale=0.5
+    )
 
 
 def _attention_cases(decoder: Decoder) -> Iterator[Case]:
@@ -141,9 +155,9 @@ def _attention_cases(decoder: Decoder) -> Iterator[Case]:
     rows, count = where.on(device), sum(-(-length // BLOCK) for length in LENGTHS)
     store = KVStore.allocate(1, count, decoder.kv_shape, decoder.dtype, device, by_position=True)
     keys, values = store.key_layers[0], store.value_layers[0]
-    keys.copy_(_drawn(decoder, *keys.shape))
-    values.copy_(_drawn(decoder, *values.shape, seed=1))
-    q = _drawn(decoder, len(where.seen), c.num_heads, key_dim)
+    keys.copy_(draw_values(decoder, *keys.shape))
+    values.copy_(draw_values(decoder, *values.shape, seed=1))
+    q = draw_values(decoder, len(where.seen), c.num_heads, key_dim)
 
     def ours(parallel: bool) -> Tensor:
         tiles = paged.Tiles.of(where.owners, c.num_heads // kv_heads, device)
@@ -163,9 +177,9 @@ def _attention_cases(decoder: Decoder) -> Iterator[Case]:
     attn, eps = decoder.blocks[0].attn, decoder.config.rms_norm_eps
     if not isinstance(attn, Attention):
         return
-    qkv = _drawn(decoder, len(where.seen), c.num_heads + 2 * kv_heads, key_dim)
+    qkv = draw_values(decoder, len(where.seen), c.num_heads + 2 * kv_heads, key_dim)
     cos, sin = decoder.rotations(rows.lengths)
-    weights = (_drawn(decoder, key_dim), _drawn(decoder, key_dim, seed=1))
+    weights = (draw_values(decoder, key_dim), draw_values(decoder, key_dim, seed=1))
 
     def stored() -> Tensor:
         queries = paged.project(qkv, weights, eps, cos, sin, rows.slots, keys, values)
@@ -182,15 +196,10 @@ def _attention_cases(decoder: Decoder) -> Iterator[Case]:
     yield "project", stored, normed
 
 
-def _alone(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
+def _compare_alone(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
     """1 where every row's product is, in every bit, what it is among the others; else 2."""
     apart = torch.cat([ops.linear(row, weight) for row in x.split(1)])
     return torch.tensor([1.0 if torch.equal(ops.linear(x, weight), apart) else 2.0], device=x.device)
-
-
-def _drawn(decoder: Decoder, *shape: int, seed: int = 0) -> Tensor:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return values.to(decoder.device, decoder.dtype)
 
 
 def _places(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Places:
@@ -205,12 +214,12 @@ def _places(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Places:
     return Places(slots, tables, owners, seen.astype(np.int32))
 
 
-def _drawn_apart(decoder: Decoder, kernels: CudaKernels) -> Tensor:
+def _compare_draws(decoder: Decoder, kernels: CudaKernels) -> Tensor:
     """1 where tokens and log-probabilities agree, with each filter, else 2. Another token agrees where the
     uniform lies on an edge, which rounding moves."""
     wanted = [Sampling(), Sampling(temperature=0.7, top_k=50), Sampling(top_p=0.9), Sampling(min_p=0.02)]
     settings, u = Settings.of(wanted), np.array([0.1, 0.4, 0.6, 0.9])
-    logits = 3 * _drawn(decoder, len(wanted), decoder.config.vocab_size).float()
+    logits = 3 * draw_values(decoder, len(wanted), decoder.config.vocab_size).float()
     ours, twin = sample(logits, settings, u, kernels), sample_torch(logits, settings, u)
     edges = np.minimum(np.abs(u - twin.edges), np.abs(u - twin.edges - np.exp(twin.logprobs)))
     same = ours.tokens == twin.tokens

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ostinato.engine.cache import BLOCK
-from ostinato.engine.captured import MOST_ROWS, SEVERAL, Captured, Stack, mixes, overwrite
 from ostinato.engine.model_input import ModelInput
 from ostinato.engine.paged import (
     GpuPaged,
@@ -24,6 +23,7 @@ from ostinato.engine.paged import (
     TritonPaged,
     on_device,
 )
+from ostinato.engine.pass_graphs import MOST_ROWS, SEVERAL, PassGraphs, Stack, can_mix, overwrite
 from ostinato.engine.sampler import Drawn, likeliest, sample
 from ostinato.engine.sequences import Settings
 from ostinato.model.attention import Attend
@@ -42,7 +42,7 @@ _LOGIT_BYTES = 64 << 20  # logits held at once; rows beyond it are sampled in ch
 
 
 @dataclass(slots=True)
-class Served:
+class ServedPolicy:
     """A policy as it is run: a copy of its adapters, ready for a pass."""
 
     adapters: Adapters | None
@@ -61,13 +61,13 @@ class Runner:
         self._want_fused = fused and isinstance(kernels, Kernels)
         self._kernels = kernels
         self._ops = kernels.ops if kernels else TORCH_OPS
-        self._captured: Captured | None = None
+        self._graphs: PassGraphs | None = None
         self._stack: Stack | None = None  # where a captured pass may have rows of several policies
         if kernels is not None and not isinstance(kernels, Kernels) and kernels.graph is not None:
-            self._captured = Captured(decoder, store, kernels, kernels.graph)
-            self._stack = Stack(decoder.config, decoder.dtype) if mixes(decoder, kernels) else None
+            self._graphs = PassGraphs(decoder, store, kernels, kernels.graph)
+            self._stack = Stack(decoder.config, decoder.dtype) if can_mix(decoder, kernels) else None
         self._has_loaded = False  # all weights, into the decoder
-        self._policies: dict[int, Served] = {}
+        self._policies: dict[int, ServedPolicy] = {}
         self.serve(None)
 
     def serve(self, adapters: Adapters | None, policy: int = 0) -> None:
@@ -77,13 +77,13 @@ class Runner:
         with torch.inference_mode():
             served = None if adapters is None else adapters.detach_copy()
             prepared = None if served is None else served.prepared(self.decoder.dtype)
-            if self._captured is not None and policy in self._policies:
+            if self._graphs is not None and policy in self._policies:
                 old = self._policies[policy].prepared
                 if overwrite(old, prepared):
                     prepared = old
                 else:
-                    self._captured.forget(policy)
-        self._policies[policy] = Served(served, prepared)
+                    self._graphs.forget(policy)
+        self._policies[policy] = ServedPolicy(served, prepared)
         self._fuse()
 
     def model_of(self, policy: int) -> tuple[Decoder, Adapters | None, Ops]:
@@ -92,8 +92,8 @@ class Runner:
     def retire(self, policy: int) -> None:
         """Forget a policy that nothing runs under any more."""
         del self._policies[policy]
-        if self._captured is not None:
-            self._captured.forget(policy)
+        if self._graphs is not None:
+            self._graphs.forget(policy)
         self._fuse()
 
     def _fuse(self) -> None:
@@ -137,7 +137,7 @@ class Runner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states [T, D] and routes [T, L_moe, K] int16 of a pass; ``policies``: (number, first row,
         last row + 1), empty for the policy without a name. Op by op each policy has a pass of its own."""
-        is_captured = self._captured is not None and len(tokens) <= MOST_ROWS
+        is_captured = self._graphs is not None and len(tokens) <= MOST_ROWS
         if len(policies) > 1 and self._fused is None and not (is_captured and self._stack):
             parts = [
                 self.forward(tokens[a:b], positions[a:b], where.part(a, b), [(policy, 0, b - a)])
@@ -148,13 +148,13 @@ class Runner:
         policy = policies[0][0] if policies else 0
         prepared = self._policies[policy].prepared
         with torch.inference_mode():
-            if self._captured is not None and is_captured:
+            if self._graphs is not None and is_captured:
                 if len(policies) > 1 and self._stack is not None:
                     if not self._stack.update({n: one.adapters for n, one in self._policies.items()}):
-                        self._captured.forget(SEVERAL)
-                    mixed = self._stack.mixed(policies)
-                    return self._captured.forward(SEVERAL, mixed, tokens, positions, where)
-                return self._captured.forward(policy, prepared, tokens, positions, where)
+                        self._graphs.forget(SEVERAL)
+                    mix = self._stack.mix(policies)
+                    return self._graphs.forward(SEVERAL, mix, tokens, positions, where)
+                return self._graphs.forward(policy, prepared, tokens, positions, where)
             rows = where.on(self.decoder.device)
             ids, places = self.on_device(tokens), self.on_device(positions)
             if self._fused is not None:

@@ -1,7 +1,7 @@
 """vLLM as an engine: tokens in, tokens and log-probabilities out, over HTTP; it is not imported here.
 
     generate -> one request each -> /inference/v1/generate -> tokens, log-probabilities, labels -> Completion
-    publish  -> PEFT folder -> Served (pause, replace, label, resume) -> proof
+    publish  -> PEFT folder -> PolicyClient (pause, replace, label, resume) -> proof
     lend     -> pause, /release_kv_cache_memory ... /wake_up             around a training step on its GPU
 
 Running requests go on under the new adapter with the keys and values that they have. vLLM labels every token
@@ -33,8 +33,8 @@ import numpy as np
 from ostinato.engine.requests import Limits
 from ostinato.engine.serve import failed
 from ostinato.engine.vllm_answers import answer, choice_of, question, refuse
+from ostinato.engine.vllm_policies import Policy, PolicyClient, write_policy
 from ostinato.engine.vllm_proof import Verdict, canary, prove
-from ostinato.engine.vllm_served import Policy, Served, write_policy
 from ostinato.engine.vllm_server import Reply, Server, Unreachable, check, post, vllm_lost
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
@@ -82,7 +82,7 @@ class VllmEngine:
         self._server, self._decoder, self._folder, self._decode = server, decoder, folder, decode
         self._probe = Request(tokens=probe, sampling=Sampling(max_tokens=PROOF_TOKENS), seed=(0,))
         self._bound, self._slots, self._time = bound, slots, _Time(name)
-        self._served, self._policy = Served(server, silence_s), Policy(version=0)
+        self._served, self._policy = PolicyClient(server, silence_s), Policy(version=0)
         self._verdict: Verdict | None = None
         self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         try:
@@ -212,7 +212,7 @@ class VllmEngine:
         return question(request, name, policy.label, self._limits.context, seeded=seeded)
 
     def _completion(self, request: Request, policy: Policy, reply: Reply) -> Completion:
-        """The answer of a living server; raises as ``choice_of`` and ``Served.versions``."""
+        """The answer of a living server; raises as ``choice_of`` and ``PolicyClient.versions``."""
         if reply.status >= 500:
             return failed(f"vLLM answered {reply.error}")
         choice, cached = choice_of(reply, request, policy.name(self._facts.base))

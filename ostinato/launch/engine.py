@@ -216,12 +216,12 @@ def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels |
         return kernels(recipe.engine, decoder)
     if not _runs_triton(recipe.engine, decoder):
         return None
-    from ostinato.engine.proof import proven
+    from ostinato.engine.proof import prove_kernels
     from ostinato.model.cuda import CUDA_OPS, EXACT_OPS, CudaKernels
     from ostinato.model.cuda.graphs import cuda_graphs
 
     exact = recipe.model.exact
-    found, why = proven(decoder, CudaKernels(EXACT_OPS if exact else CUDA_OPS, cuda_graphs(), exact))
+    found, why = prove_kernels(decoder, CudaKernels(EXACT_OPS if exact else CUDA_OPS, cuda_graphs(), exact))
     if found is None and exact:
         raise ValueError(f"model.exact is true, but {why}; set it to false")
     if why:
@@ -260,9 +260,9 @@ def exact_card_ops(section: EngineSection, decoder: Decoder) -> Ops:
     if not _runs_triton(section, decoder):
         raise ValueError(f"model.exact is true, but Triton does not run on {decoder.device}; set it to false")
     from ostinato.model.cuda import exact_training
-    from ostinato.model.cuda.proof import proven
+    from ostinato.model.cuda.proof import prove_ops
 
-    ops, faults = proven(decoder, exact_training())
+    ops, faults = prove_ops(decoder, exact_training())
     if faults:
         raise ValueError(f"model.exact is true, but {faults[0].partition(';')[0]}; set it to false")
     return ops
@@ -273,9 +273,9 @@ def card_ops(section: EngineSection, decoder: Decoder) -> Ops | None:
     if decoder.device.type != "cuda" or not _runs_triton(section, decoder):
         return None
     from ostinato.model.cuda import CUDA_OPS
-    from ostinato.model.cuda.proof import proven
+    from ostinato.model.cuda.proof import prove_ops
 
-    ops, faults = proven(decoder, CUDA_OPS)
+    ops, faults = prove_ops(decoder, CUDA_OPS)
     for why in faults:
         _warn_once(why)
     return ops

@@ -179,20 +179,22 @@ class Prepared:
 
 
 @torch.no_grad()
-def stacked(policies: Sequence[Adapters | None], config: ModelConfig, dtype: torch.dtype) -> Prepared:
+def stack_adapters(policies: Sequence[Adapters | None], config: ModelConfig, dtype: torch.dtype) -> Prepared:
     """The adapters of P policies (None: the base) as one: factors [P, ...] with zeros up to the largest rank,
     and for what a policy does not adapt; scales are in B."""
     layers = []
     for layer in range(config.num_layers):
         each = [NO_LORA if one is None else _prepare_layer(one, layer, torch.float32) for one in policies]
         names = [field.name for field in fields(LayerLora)]
-        layers.append(LayerLora(**{n: _stacked([getattr(one, n) for one in each], dtype) for n in names}))
+        layers.append(
+            LayerLora(**{n: _stack_factors([getattr(one, n) for one in each], dtype) for n in names})
+        )
     return Prepared(tuple(layers))
 
 
 @torch.no_grad()
-def put(stack: Prepared, place: int, adapters: Adapters | None) -> bool:
-    """Have ``adapters`` (None: the base) at a place of a ``stacked`` one, in its memory; False, changing
+def put_adapters(stack: Prepared, place: int, adapters: Adapters | None) -> bool:
+    """Have ``adapters`` (None: the base) at a place in ``stack``, in its memory; False, changing
     nothing, where that has no room: a larger rank, a map that no policy adapts, a factor of each expert."""
     pairs = []
     for layer, whole in enumerate(stack.layers):
@@ -208,7 +210,7 @@ def put(stack: Prepared, place: int, adapters: Adapters | None) -> bool:
     return True
 
 
-def _stacked(loras: Sequence[Lora | ExpertLora | None], dtype: torch.dtype) -> Any:
+def _stack_factors(loras: Sequence[Lora | ExpertLora | None], dtype: torch.dtype) -> Any:
     """Of one stored matrix, or of the experts of a layer."""
     some = [one for one in loras if one is not None]
     if not some:

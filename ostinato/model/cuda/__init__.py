@@ -77,9 +77,9 @@ class CudaKernels:
     mixes: bool = True
 
 
-def mixed_ops(ops: Ops, owners: Tensor, tiles: paged.Tiles) -> Ops:
-    """``ops`` for adapters of several policies (``lora.stacked``): the place of a row's own is in ``owners``
-    [T] int32, and ``tiles`` has rows of one in each."""
+def mix_ops(ops: Ops, owners: Tensor, tiles: paged.Tiles) -> Ops:
+    """``ops`` for adapters of several policies (``lora.stack_adapters``): the place of a row's own is in
+    ``owners`` [T] int32, and ``tiles`` has rows of one in each."""
     return replace(
         ops,
         add_lora=partial(policies.add_lora, owners=owners, tiles=tiles),

@@ -1,8 +1,8 @@
 """CUDA graphs: the kernels of a pass launched at once, instead of by Python one after the other.
 
 A graph repeats what was launched while it was captured, on the same memory. So what changes between two
-passes lies in tensors that are written in place, and nothing inside is read back: ``engine.captured``. Tests
-have a ``Graph`` that repeats operators on a CPU; ``CudaGraph`` never ran.
+passes lies in tensors that are written in place, and nothing inside is read back: ``engine.pass_graphs``.
+Tests have a ``Graph`` that repeats operators on a CPU; ``CudaGraph`` never ran.
 """
 
 from __future__ import annotations

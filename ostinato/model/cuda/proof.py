@@ -21,7 +21,7 @@ SEGMENTS = tuple(
 Call = Callable[[Ops], tuple[Tensor, ...]]
 
 
-def fault(ours: Callable[[], Tensor], twin: Callable[[], Tensor], dtype: torch.dtype) -> str:
+def find_fault(ours: Callable[[], Tensor], twin: Callable[[], Tensor], dtype: torch.dtype) -> str:
     """Why the one is not the other; "" where it is, up to a few roundings."""
     expected = twin().float()
     try:
@@ -35,7 +35,7 @@ def fault(ours: Callable[[], Tensor], twin: Callable[[], Tensor], dtype: torch.d
     return "" if apart <= bound else f"differs from torch by {apart:.1e} of the largest value"
 
 
-def proven(decoder: Decoder, ops: Ops) -> tuple[Ops, list[str]]:
+def prove_ops(decoder: Decoder, ops: Ops) -> tuple[Ops, list[str]]:
     """``ops`` with torch's function in the place of each that fails on the decoder's device, and a sentence
     for each."""
     said = []
@@ -43,7 +43,7 @@ def proven(decoder: Decoder, ops: Ops) -> tuple[Ops, list[str]]:
         twin = call(TORCH_OPS)
         largest = [float(x.abs().max()) or 1.0 for x in twin]
         ours = partial(_at_scale, ops, call, largest)
-        why = fault(ours, partial(_scaled, twin, largest), decoder.dtype)
+        why = find_fault(ours, partial(_scaled, twin, largest), decoder.dtype)
         if why:
             said.append(f"{name} in Triton {why}; the trainer takes torch's")
             ops = replace(ops, **{name: getattr(TORCH_OPS, name)})
@@ -64,12 +64,15 @@ def _cases(decoder: Decoder) -> Iterator[tuple[str, Call]]:
     c, eps = decoder.local, decoder.config.rms_norm_eps
     groups, key_dim, value_dim = decoder.kv_shape
     weight = decoder.blocks[0].attn_norm.detach()
-    x, y = _drawn(decoder, 0, ROWS, c.hidden_size), _drawn(decoder, 1, ROWS, c.hidden_size)
-    q = _drawn(decoder, 2, ROWS, c.num_heads, key_dim)
-    k, v = _drawn(decoder, 3, ROWS, groups, key_dim), _drawn(decoder, 4, ROWS, groups, value_dim)
-    turned = _drawn(decoder, 2, ROWS, c.num_heads, 2 * len(decoder.inv_freq))
+    x, y = draw_values(decoder, ROWS, c.hidden_size), draw_values(decoder, ROWS, c.hidden_size, seed=1)
+    q = draw_values(decoder, ROWS, c.num_heads, key_dim, seed=2)
+    k, v = (
+        draw_values(decoder, ROWS, groups, key_dim, seed=3),
+        draw_values(decoder, ROWS, groups, value_dim, seed=4),
+    )
+    turned = draw_values(decoder, ROWS, c.num_heads, 2 * len(decoder.inv_freq), seed=2)
     turns = decoder.rotations(torch.arange(ROWS, device=decoder.device))
-    wide = _drawn(decoder, 5, ROWS, 2 * c.intermediate_size)
+    wide = draw_values(decoder, ROWS, 2 * c.intermediate_size, seed=5)
     yield "rms_norm", lambda ops: _slopes(lambda one: ops.rms_norm(one, weight, eps), x)
     yield (
         "add_rms_norm",
@@ -82,7 +85,7 @@ def _cases(decoder: Decoder) -> Iterator[tuple[str, Call]]:
         lambda ops: _slopes(lambda q, k, v: ops.attention(SEGMENTS)(0, q, k, v, key_dim**-0.5), q, k, v),
     )
     targets = torch.arange(ROWS, device=decoder.device) % decoder.config.vocab_size
-    logits = 3 * _drawn(decoder, 6, ROWS, decoder.config.vocab_size).float()
+    logits = 3 * draw_values(decoder, ROWS, decoder.config.vocab_size, seed=6).float()
     yield "head", lambda ops: _scored(ops, logits.clone(), targets)
 
 
@@ -104,6 +107,7 @@ def _scored(ops: Ops, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     return torch.cat((own, -(log_p.exp() * log_p).sum(-1, keepdim=True)), dim=1), slopes
 
 
-def _drawn(decoder: Decoder, seed: int, *shape: int) -> Tensor:
+def draw_values(decoder: Decoder, *shape: int, seed: int = 0) -> Tensor:
+    """Normal ones, on the device and in the dtype of the decoder."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return values.to(decoder.device, decoder.dtype)

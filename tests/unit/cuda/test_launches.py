@@ -16,9 +16,9 @@ from torch import Tensor
 from worlds import DRAFTS_PAY, adapters_of, answers, same, tiny_dense, tiny_moe
 
 from ostinato.engine.cache import KVCache
-from ostinato.engine.captured import SEVERAL, Captured, Stack
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.paged import KVStore, Places, TritonPaged
+from ostinato.engine.pass_graphs import SEVERAL, PassGraphs, Stack
 from ostinato.engine.runner import Runner
 from ostinato.model.config import parse_config
 from ostinato.model.cuda import CUDA_OPS, CudaKernels
@@ -125,7 +125,7 @@ def anew(ours: Runner) -> Runner:
     forward = ours.forward
 
     def fresh(*args: Any) -> tuple[Tensor, Tensor | None]:
-        ours._captured = Captured(ours.decoder, ours.store, CudaKernels(), Again)  # type: ignore[arg-type]
+        ours._graphs = PassGraphs(ours.decoder, ours.store, CudaKernels(), Again)  # type: ignore[arg-type]
         ours._stack = Stack(ours.decoder.config, ours.decoder.dtype)
         for served in ours._policies.values():
             if served.adapters is not None:
@@ -263,5 +263,5 @@ def test_answers_by_graphs_are_those_of_passes_of_which_nothing_is_kept() -> Non
         same(one, other)
     assert {1, 2} <= {*np.concatenate([one.versions for one in done]).tolist()}
     assert ours.counters.preempted and 0 < ours.counters.accepted < ours.counters.drafted
-    assert ours._runner._captured is not None
-    assert any(key[0] == SEVERAL for key in ours._runner._captured._passes)
+    assert ours._runner._graphs is not None
+    assert any(key[0] == SEVERAL for key in ours._runner._graphs._passes)

@@ -15,7 +15,7 @@ from worlds import adapters_of, tiny_decoder
 from ostinato.model import moe as twin
 from ostinato.model.cuda import mixture, policies
 from ostinato.model.cuda.paged import Tiles, cut_tiles
-from ostinato.model.lora import stacked
+from ostinato.model.lora import stack_adapters
 from ostinato.model.moe import ExpertLora
 from ostinato.model.ops import TORCH_OPS
 
@@ -29,7 +29,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 def owners_of(counts: list[int], room: int) -> tuple[np.ndarray, Tiles]:
     """Rows of places in any order, and tiles with room for more, as a graph has them."""
     owners = np.repeat(np.arange(len(counts), dtype=np.int32)[::-1], counts)
-    tiles = np.pad(cut_tiles(owners, 1), ((0, 0), (0, room)))
+    tiles = np.concatenate((cut_tiles(owners, 1), np.zeros((2, room), np.int32)), axis=1)
     return owners, Tiles(*torch.from_numpy(tiles).to(DEVICE))
 
 
@@ -108,7 +108,7 @@ def test_policies_of_any_ranks_targets_and_schemes_are_stacked(dense: bool) -> N
         {"rank": 5, "alpha": 8.0, "targets": ("attn.q", *targets[1:2]), "expert_scheme": "per_expert"},
     ]
     each = [adapters_of(decoder, seed, 0.3, **option) for seed, option in enumerate(options)]
-    whole = stacked([each[0], None, each[1]], decoder.config, torch.float32)
+    whole = stack_adapters([each[0], None, each[1]], decoder.config, torch.float32)
     for layer, ours in enumerate(whole.layers):
         for place, adapters in ((0, each[0]), (1, None), (2, each[1])):
             own = None if adapters is None else adapters.prepared(torch.float32).layers[layer]

@@ -16,7 +16,7 @@ from worlds import tiny, tiny_dense
 
 from ostinato.config import Recipe
 from ostinato.engine import proof
-from ostinato.engine.proof import proven
+from ostinato.engine.proof import prove_kernels
 from ostinato.launch.engine import sampler_kernels
 from ostinato.model.config import parse_config
 from ostinato.model.cuda import CUDA_OPS, CudaKernels, policies
@@ -43,7 +43,7 @@ def test_all_kernels_are_proven(kind: str) -> None:
     """Of grouped queries, of a mixture, and of latent attention with groups of experts."""
     decoder = (DENSE if kind == "dense" else tiny(kind)).to(DEVICE)
     kernels = CudaKernels(graph=graphs())
-    assert proven(decoder, kernels) == (kernels, "")
+    assert prove_kernels(decoder, kernels) == (kernels, "")
 
 
 def broken(*_: Any) -> Any:
@@ -59,7 +59,7 @@ def broken(*_: Any) -> Any:
     ],
 )
 def test_a_kernel_that_is_no_twin_is_named(name: str, kernel: Callable[..., Any], reason: str) -> None:
-    found, why = proven(DENSE.to(DEVICE), CudaKernels(ops=replace(CUDA_OPS, **{name: kernel})))
+    found, why = prove_kernels(DENSE.to(DEVICE), CudaKernels(ops=replace(CUDA_OPS, **{name: kernel})))
     assert found is None and why.startswith(f"{name} in Triton {reason}")
 
 
@@ -75,7 +75,7 @@ class Idle:
 
 @pytest.mark.slow
 def test_without_graphs_that_replay_the_kernels_stay() -> None:
-    found, why = proven(DENSE.to(DEVICE), CudaKernels(graph=Idle))
+    found, why = prove_kernels(DENSE.to(DEVICE), CudaKernels(graph=Idle))
     assert found == CudaKernels() and why.startswith("CUDA graphs are not used: a captured pass differs")
 
 
@@ -84,7 +84,7 @@ def test_without_kernels_for_several_policies_each_has_passes_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(policies, "add_lora", broken)
-    found, why = proven(DENSE.to(DEVICE), CudaKernels(graph=graphs()))
+    found, why = prove_kernels(DENSE.to(DEVICE), CudaKernels(graph=graphs()))
     assert found is not None and found.graph is not None and not found.mixes
     assert why.startswith("add_lora of several policies in Triton fails (RuntimeError: PTX")
 

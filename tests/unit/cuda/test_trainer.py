@@ -19,7 +19,7 @@ from ostinato.config import Recipe
 from ostinato.launch.engine import training_ops
 from ostinato.model.config import parse_config
 from ostinato.model.cuda import CUDA_OPS, scoring
-from ostinato.model.cuda.proof import proven
+from ostinato.model.cuda.proof import prove_ops
 from ostinato.model.cuda.varlen import Blocks, Shape
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, Factors, Prepared
@@ -158,7 +158,7 @@ def test_a_microbatch_is_that_of_torch(raw: dict[str, Any], support: bool) -> No
 
 def test_every_kernel_is_proven_before_it_is_used() -> None:
     decoder = made(DENSE, 1)
-    assert proven(decoder, CUDA_OPS) == (CUDA_OPS, [])
+    assert prove_ops(decoder, CUDA_OPS) == (CUDA_OPS, [])
 
     def broken(*_: Any) -> Tensor:
         raise RuntimeError("PTXAS error")
@@ -166,7 +166,7 @@ def test_every_kernel_is_proven_before_it_is_used() -> None:
     def wrong(gate_up: Tensor) -> Tensor:
         return 1.1 * TORCH_OPS.silu_mul(gate_up)
 
-    ops, said = proven(decoder, replace(CUDA_OPS, rope=broken, silu_mul=wrong))
+    ops, said = prove_ops(decoder, replace(CUDA_OPS, rope=broken, silu_mul=wrong))
     assert ops == replace(CUDA_OPS, rope=TORCH_OPS.rope, silu_mul=TORCH_OPS.silu_mul)
     assert ["PTXAS error" in said[0], "differs" in said[1]] == [True, True]
 

@@ -20,7 +20,7 @@ from reference.fake_engine import FakeEngine
 from worlds import VOCAB, adapters_of, tiny_dense, tiny_moe
 
 from ostinato.engine import vllm as vllm_engine
-from ostinato.engine import vllm_served
+from ostinato.engine import vllm_policies
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_answers import answer, question
@@ -279,7 +279,7 @@ def test_files_that_the_server_did_not_read_are_found_by_their_digest(
     engine: VllmEngine, server: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.publish(POLICIES[0], 1)
-    monkeypatch.setattr(vllm_served, "_digest", lambda folder: "0123456789abcdef")
+    monkeypatch.setattr(vllm_policies, "_digest", lambda folder: "0123456789abcdef")
     with pytest.raises(WorkerLost, match="where 0123456789abcdef was written"):
         engine.publish(POLICIES[1], 2)
 

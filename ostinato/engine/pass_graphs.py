@@ -20,7 +20,7 @@ from torch import Tensor
 from ostinato.engine.paged import KVStore, Places, Rows, TritonPaged
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, Prepared, put, stacked
+from ostinato.model.lora import Adapters, Prepared, put_adapters, stack_adapters
 
 if TYPE_CHECKING:
     from ostinato.model.cuda import CudaKernels
@@ -32,9 +32,9 @@ SEVERAL = -1  # in the place of a policy's number
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed:
-    """Adapters of several policies (``lora.stacked``) with room for ``size`` of them, and whose each row is
-    ([T] int32), rows of one beside each other."""
+class PolicyMix:
+    """Adapters of several policies (``lora.stack_adapters``) with room for ``size`` of them, and the place of
+    each row's own ([T] int32); rows of one policy lie beside each other."""
 
     prepared: Prepared
     size: int
@@ -59,7 +59,7 @@ class Stack:
             for number, adapters in policies.items():
                 place = held[number][0] if number in held else next(free)
                 if number not in held or held[number][1] is not adapters:
-                    if not put(self._prepared, place, adapters):
+                    if not put_adapters(self._prepared, place, adapters):
                         break
                     held[number] = place, adapters
             else:
@@ -68,18 +68,18 @@ class Stack:
         self._prepared = None  # the memory of the old one, before there is a new one
         self._size = 1 << (len(policies) - 1).bit_length()
         each = [*policies.values(), *[None] * (self._size - len(policies))]
-        self._prepared = stacked(each, self._config, self._dtype)
+        self._prepared = stack_adapters(each, self._config, self._dtype)
         self._held = {number: (place, adapters) for place, (number, adapters) in enumerate(policies.items())}
         return False
 
-    def mixed(self, spans: Sequence[tuple[int, int, int]]) -> Mixed:
+    def mix(self, spans: Sequence[tuple[int, int, int]]) -> PolicyMix:
         """For a pass of (number, first row, last row + 1) each."""
         assert self._prepared is not None
         places = np.array([self._held[number][0] for number, _, _ in spans], np.int32)
-        return Mixed(self._prepared, self._size, np.repeat(places, [b - a for _, a, b in spans]))
+        return PolicyMix(self._prepared, self._size, np.repeat(places, [b - a for _, a, b in spans]))
 
 
-def mixes(decoder: Decoder, kernels: CudaKernels) -> bool:
+def can_mix(decoder: Decoder, kernels: CudaKernels) -> bool:
     """Whether a pass may have rows of several policies: not with ``exact``, whose products a trainer shares,
     nor over weights of fewer bits than rows have, whose experts have no kernel."""
     return kernels.mixes and not kernels.exact and not decoder.quantised and decoder.storage == decoder.dtype
@@ -141,7 +141,7 @@ class Pass:
     routing: Tensor | None = None
 
 
-class Captured:
+class PassGraphs:
     """The layers of ``decoder`` on ``store`` in graphs that ``graph`` makes."""
 
     def __init__(
@@ -160,7 +160,7 @@ class Captured:
     def forward(
         self,
         policy: int,
-        adapters: Prepared | Mixed | None,
+        adapters: Prepared | PolicyMix | None,
         tokens: np.ndarray,
         positions: np.ndarray,
         where: Places,
@@ -173,7 +173,7 @@ class Captured:
         blocks = max(TABLE, 1 << (int(where.seen.max()) - 1).bit_length() >> 4)
         if (buffers := self._buffers.get(blocks)) is None:
             buffers = self._buffers[blocks] = Buffers(blocks, self._decoder.device)
-        owners = adapters.owners if isinstance(adapters, Mixed) else None
+        owners = adapters.owners if isinstance(adapters, PolicyMix) else None
         buffers.fill(rows, self._group, tokens, positions, where, owners)
         key = (policy, rows, blocks)
         if (one := self._passes.get(key)) is None:
@@ -183,16 +183,16 @@ class Captured:
         routing = None if one.routing is None else one.routing[: len(tokens)].clone()
         return one.hidden[: len(tokens)].clone(), routing
 
-    def _capture(self, adapters: Prepared | Mixed | None, buffers: Buffers, rows: int) -> Pass:
-        from ostinato.model.cuda import mixed_ops
+    def _capture(self, adapters: Prepared | PolicyMix | None, buffers: Buffers, rows: int) -> Pass:
+        from ostinato.model.cuda import mix_ops
         from ostinato.model.cuda.paged import TILE_M, Tiles
 
         tokens, positions, slots = buffers.wide[:, :rows]
         sequence, lengths, first, count, owners, owner_first, owner_count = buffers.narrow[:, :rows]
-        ops, prepared = self._kernels.ops, adapters.prepared if isinstance(adapters, Mixed) else adapters
-        if isinstance(adapters, Mixed):
+        ops, prepared = self._kernels.ops, adapters.prepared if isinstance(adapters, PolicyMix) else adapters
+        if isinstance(adapters, PolicyMix):
             most = min(rows, -(-rows // TILE_M) + adapters.size - 1)  # tiles, however the policies share rows
-            ops = mixed_ops(ops, owners, Tiles(owner_first[:most], owner_count[:most]))
+            ops = mix_ops(ops, owners, Tiles(owner_first[:most], owner_count[:most]))
         places, tiles = Rows(slots, buffers.tables, sequence, lengths), Tiles(first, count)
         attend = TritonPaged(self._store, places, tiles, exact=self._kernels.exact).attend
         captured = Pass(self._graph())

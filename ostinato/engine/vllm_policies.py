@@ -61,7 +61,7 @@ def _digest(folder: Path) -> str:
     return hashed.hexdigest()
 
 
-class Served:
+class PolicyClient:
     """What ``server`` serves; each part of its answers may take up to ``silence_s`` seconds."""
 
     def __init__(self, server: Server, silence_s: float) -> None:
