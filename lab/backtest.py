@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ostinato.apps.scaling.curve import Sigmoid
+from ostinato.apps.scaling.curve import CONSERVATIVE, Noise, Sigmoid
 from ostinato.apps.scaling.gates import FEWEST, Standing, assess
-from ostinato.apps.scaling.noise import CONSERVATIVE, Noise
 from ostinato.apps.scaling.posterior import Interval, Posterior, interval, posterior
 from ostinato.apps.scaling.series import Series, simulated
 

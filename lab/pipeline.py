@@ -32,7 +32,7 @@ from lab.paired import Paired
 from lab.pipeline_work import SMOLLM2, Window, Work, figures, write_prompts
 from lab.settings import machine
 from lab.whole_runs import allowed_cores, trained
-from ostinato.apps.scaling.noise import student_90
+from ostinato.apps.scaling.curve import student_90
 from ostinato.observe.timeline import pool_of
 
 Trained = Callable[["Pipeline", Say], list[dict[str, Any]]]

@@ -23,10 +23,9 @@ from scipy.optimize import brentq, minimize_scalar
 
 from lab.backtest import FRACTIONS, Row, backtest, calibrate, summary
 from lab.harness import Bench, Result, Say, option
-from ostinato.apps.scaling.curve import Sigmoid
+from ostinato.apps.scaling.curve import CONSERVATIVE, MEASURED, Noise, Sigmoid
 from ostinato.apps.scaling.fit import fit
 from ostinato.apps.scaling.gates import REPORTED
-from ostinato.apps.scaling.noise import CONSERVATIVE, MEASURED, Noise
 from ostinato.apps.scaling.posterior import posterior
 from ostinato.apps.scaling.series import Series, read_csv, series
 from ostinato.every import Axis

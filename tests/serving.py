@@ -14,9 +14,8 @@ from ostinato.apps.memory import refill
 from ostinato.apps.memory.conversations import Keeping, open_memory
 from ostinato.apps.product.feedback import open_feedback
 from ostinato.apps.product.panel import new_verdict_route
-from ostinato.apps.serve.additions import Additions
 from ostinato.apps.serve.app import new_app
-from ostinato.apps.serve.served import Served, Serving, open_service
+from ostinato.apps.serve.served import Additions, Served, Serving, open_service
 from ostinato.apps.serve.server import HttpServer, address, bound
 from ostinato.apps.serve.service import Limits
 

@@ -12,8 +12,8 @@ import pytest
 from lab import scaling as bench
 from lab.backtest import SCALERL, summary
 from lab.harness import tell
+from ostinato.apps.scaling.curve import MEASURED
 from ostinato.apps.scaling.gates import Flag, assess
-from ostinato.apps.scaling.noise import MEASURED
 from ostinato.apps.scaling.posterior import posterior
 from ostinato.apps.scaling.series import simulated
 from ostinato.run import to_json

@@ -25,8 +25,7 @@ from ostinato.launch import RunFailed
 from ostinato.options import Hosts, Origins, access
 
 if TYPE_CHECKING:
-    from ostinato.apps.serve.additions import Additions, OpenAdditions
-    from ostinato.apps.serve.served import Served
+    from ostinato.apps.serve.served import Additions, OpenAdditions, Served
 
 app = typer.Typer(
     name="ostinato",
@@ -541,7 +540,7 @@ def additions(feedback: str, budget: int, file: Path, refill: str) -> OpenAdditi
         from ostinato.apps.memory.conversations import Keeping, open_memory
         from ostinato.apps.memory.refill import At
         from ostinato.apps.product.feedback import open_feedback
-        from ostinato.apps.serve.additions import Additions
+        from ostinato.apps.serve.served import Additions
 
         keeping = Keeping(budget=budget, file=file, refill=refill) if budget else None
         itself = At(f"{address}/v1", key=key)

@@ -66,16 +66,3 @@ class PriceList:
         numbers = _NUMBER.findall(action)
         right = bool(numbers) and int(numbers[-1]) == self._prices[self._item - 1]
         return "", 0.7 if right and self._found else 0.0, True, False, {}
-
-
-class BothOrders:
-    """A row's prompt and then, in a new conversation, the chat in its column ``swapped``: a comparison with
-    its two answers in the other order. Reward functions get both answers of the policy."""
-
-    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        self._swapped = list(options["swapped"])
-        return "", {}
-
-    def step(self, action: str) -> tuple[list[dict[str, str]], float, bool, bool, dict[str, Any]]:
-        swapped, self._swapped = self._swapped, []
-        return swapped, 0.0, not swapped, False, {}

@@ -51,7 +51,7 @@ APPS: dict[str, set[str]] = {
     "apps.plan": set(),
     "apps.product": {"apps.serve", "cli"},  # what users did with what is served; judges that are served
     "apps.scaling": set(),
-    "apps.serve": set(),  # what others add to a server: apps/serve/additions.py
+    "apps.serve": set(),  # what others add to a server: Additions in apps/serve/served.py
     "apps.tinker": {"apps.serve"},
 }
 

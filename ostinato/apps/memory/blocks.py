@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from ostinato.apps.memory.facts import absolute, day_of
@@ -46,7 +46,7 @@ class Block:
     pinned: bool = False
     uses: int = 0  # later turns that spoke of it
     used_at: int = 0  # the last of them, or its own
-    features: tuple[float, ...] = ()  # of the original, when it came: ``importance.FEATURES``
+    score: float = 0.0  # of the original, when it came: ``importance.score_text``
 
     @property
     def line(self) -> str:
@@ -80,20 +80,11 @@ class MemoryState:
         return next((block for block in self.blocks if block.id == id), None)
 
     def to_json(self) -> dict[str, Any]:
-        fields = Block.__dataclass_fields__
-        rows = [[getattr(block, name) for name in fields] for block in self.blocks]
-        return {"turns": self.turns, "next_id": self.next_id, "blocks": rows}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> MemoryState:
-        blocks = tuple(block_from_row(row) for row in found["blocks"])
-        return cls(blocks=blocks, turns=found["turns"], next_id=found["next_id"])
-
-
-def block_from_row(row: list[Any]) -> Block:
-    """From its fields in order, as JSON has them."""
-    fields = dict(zip(Block.__dataclass_fields__, row, strict=True))
-    return Block(**{**fields, "features": tuple(fields["features"])})
+        return cls(**{**found, "blocks": tuple(Block(**row) for row in found["blocks"])})
 
 
 class Originals(Protocol):

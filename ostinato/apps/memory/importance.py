@@ -1,8 +1,5 @@
-"""How much a block matters. All of it is a function of numbers that are known when the block came, of how
-often it was spoken of since, and of its age: cheap at every turn.
-
-    features     [F] of a block now, in the order of FEATURES
-    lexical      importance as a linear function of them, by hand
+"""How much a block matters: what its text says, counted when it came, how often it was spoken of since, and
+its age. Cheap at every turn; the weights are by hand.
 """
 
 from __future__ import annotations
@@ -10,80 +7,38 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
 from ostinato.apps.memory.blocks import Block, MemoryState
 from ostinato.apps.memory.facts import dates, names, numbers, words
 
-_names, _numbers, _words = (
-    lru_cache(maxsize=8192)(one) for one in (names, numbers, words)
-)  # as long as a context
-
-STATIC = (
-    ("numbers", None),
-    ("dates", None),
-    ("names", None),
-    ("myself", re.compile(r"\b(i|i'm|i've|i'll|my|me|mine|we|our)\b")),
-    (
-        "prefers",
-        re.compile(r"\b(likes?|loves?|hates?|prefers?|favou?rite|enjoys?|wants?|needs?|allerg\w+)\b"),
-    ),
-    (
-        "plans",
-        re.compile(r"\b(will|going to|plan\w*|decid\w+|book\w*|promis\w+|moved?|meet\w*|bought|agreed)\b"),
-    ),
-    (
-        "changes",
-        re.compile(r"\b(actually|instead|changed?|no longer|not any ?more|correction|now|cancel\w*)\b"),
-    ),
-    ("asks", re.compile(r"\?")),
-    (
-        "result",
-        re.compile(r"\b(error|failed|passed|result|total|found|id|key|path|version|password)\b|[=:{}]"),
-    ),
-    ("length", None),
-    ("novelty", None),
-)
-FEATURES = (*(name for name, _ in STATIC), "uses", "age", "pinned")
-LEXICAL = {
-    "numbers": 1.0,
-    "dates": 1.0,
-    "names": 0.8,
-    "myself": 0.3,
-    "prefers": 0.8,
-    "plans": 0.8,
-    "changes": 0.8,
+_names, _numbers, _words = (lru_cache(maxsize=8192)(one) for one in (names, numbers, words))  # a long context
+WORDS = {  # weight of log(1 + n) for n matches in small letters
+    r"\b(i|i'm|i've|i'll|my|me|mine|we|our)\b": 0.3,
+    r"\b(likes?|loves?|hates?|prefers?|favou?rite|enjoys?|wants?|needs?|allerg\w+)\b": 0.8,
+    r"\b(will|going to|plan\w*|decid\w+|book\w*|promis\w+|moved?|meet\w*|bought|agreed)\b": 0.8,
+    r"\b(actually|instead|changed?|no longer|not any ?more|correction|now|cancel\w*)\b": 0.8,
+    r"\?": -0.2,
+    r"\b(error|failed|passed|result|total|found|id|key|path|version|password)\b|[=:{}]": 0.3,
 }
-LEXICAL |= {"asks": -0.2, "result": 0.3, "novelty": 0.5, "uses": 1.0, "age": -0.15}
+NOVELTY, USES, AGE = 0.5, 1.0, -0.15
+# Positive, larger for what should stay.
+Importance = Callable[[MemoryState, Sequence[Block]], Sequence[float]]
 
 
-class Importance(Protocol):
-    """Of each of ``blocks`` of ``state``, positive, larger for what should stay."""
-
-    def __call__(self, state: MemoryState, blocks: Sequence[Block]) -> Sequence[float]: ...
-
-
-def static_features(text: str, present: Iterable[Block]) -> tuple[float, ...]:
-    """Of a text when it comes, beside the blocks that are in the context: counts as log(1 + n), rounded so
-    that they are the same wherever they are computed."""
-    counts: dict[str, float] = {
-        "numbers": len(numbers(text)),
-        "dates": len(dates(text)),
-        "names": len(names(text)),
-    }
-    found, lower = [], text.lower()
-    for name, pattern in STATIC:
-        if name == "novelty":
-            found.append(novelty(text, (block.text for block in present)))
-        elif name == "length":
-            found.append(math.log1p(len(text.split())))
-        else:
-            found.append(math.log1p(counts[name] if pattern is None else len(pattern.findall(lower))))
-    return tuple(round(value, 6) for value in found)
+def score_text(text: str, present: Iterable[Block]) -> float:
+    """What a text says when it comes, beside the blocks that are in the context: facts, plans and changes of
+    mind before small talk. Rounded, so that it is the same wherever it is computed."""
+    lower = text.lower()
+    score = NOVELTY * novelty(text, (block.text for block in present))
+    score += (
+        math.log1p(len(numbers(text))) + math.log1p(len(dates(text))) + 0.8 * math.log1p(len(names(text)))
+    )
+    score += sum(weight * math.log1p(len(re.findall(form, lower))) for form, weight in WORDS.items())
+    return round(score, 6)
 
 
 def novelty(text: str, others: Iterable[str]) -> float:
@@ -97,20 +52,6 @@ def novelty(text: str, others: Iterable[str]) -> float:
     return 1.0 - nearest
 
 
-def features(state: MemoryState, blocks: Sequence[Block]) -> np.ndarray:
-    """[blocks, F] float64."""
-    rows = [
-        (
-            *block.features,
-            math.log1p(block.uses),
-            math.log1p(state.turns - max(block.used_at, block.turn)),
-            block.pinned,
-        )
-        for block in blocks
-    ]
-    return np.array(rows, np.float64).reshape(len(blocks), len(FEATURES))
-
-
 def spoken_of(blocks: Sequence[Block], text: str) -> set[int]:
     """Ids of the blocks that ``text`` speaks of: a number of theirs is in it, or a name that is not in more
     than a quarter of them."""
@@ -121,7 +62,11 @@ def spoken_of(blocks: Sequence[Block], text: str) -> set[int]:
 
 
 def lexical(state: MemoryState, blocks: Sequence[Block]) -> Sequence[float]:
-    """By hand, facts, plans and changes of mind before small talk: log(1 + exp(weights . features - 1)),
-    positive, and linear where it is large."""
-    weights = np.array([LEXICAL.get(name, 0.0) for name in FEATURES])
-    return [float(score) for score in np.logaddexp(0.0, features(state, blocks) @ weights - 1.0)]
+    """log(1 + exp(score - 1)), positive, and linear where it is large."""
+    scores = [
+        block.score
+        + USES * math.log1p(block.uses)
+        + AGE * math.log1p(state.turns - max(block.used_at, block.turn))
+        for block in blocks
+    ]
+    return [float(score) for score in np.logaddexp(0.0, np.array(scores) - 1.0)]

@@ -20,7 +20,7 @@ import numpy as np
 
 from ostinato.apps.memory.blocks import LEVELS, Block, MemoryState, Originals, Turn, line
 from ostinato.apps.memory.facts import absolute, day_of, find_unsupported
-from ostinato.apps.memory.importance import Importance, lexical, spoken_of, static_features
+from ostinato.apps.memory.importance import Importance, lexical, score_text, spoken_of
 from ostinato.apps.memory.refill import Refiller, extract
 
 COMPRESSIBILITY = 0.3  # tau as a share of the tokens of the whole
@@ -209,7 +209,7 @@ class Memory:
                 after=sources[k + 1] if k + 1 < len(sources) else "",
                 pinned=turn.pinned,
                 used_at=state.turns,
-                features=static_features(piece, old),
+                score=score_text(piece, old),
             )
             for k, piece in enumerate(pieces)
         ]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from ostinato.apps.memory.blocks import Block, MemoryState, block_from_row, source_of
+from ostinato.apps.memory.blocks import Block, MemoryState, source_of
 from ostinato.database import open_database, sa
 
 TABLES = sa.MetaData()
@@ -29,7 +30,7 @@ BLOCKS = sa.Table(
     TABLES,
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("body", sa.Text, nullable=False),
+    sa.Column("fields", sa.Text, nullable=False),
 )
 
 
@@ -68,8 +69,7 @@ class Sessions:
 
     def add(self, name: str, block: Block) -> None:
         """A block that has come to a session."""
-        body = json.dumps([getattr(block, key) for key in Block.__dataclass_fields__])
-        self._db.put(BLOCKS, {"name": name, "id": block.id, "body": body}, ["body"])
+        self._db.put(BLOCKS, {"name": name, "id": block.id, "fields": json.dumps(asdict(block))}, ["fields"])
 
     def save(self, name: str, seen: str, state: MemoryState) -> None:
         row = {"name": name, "seen": seen, "state": json.dumps(state.to_json())}
@@ -77,16 +77,16 @@ class Sessions:
 
     def gone(self, name: str, state: MemoryState, most: int = 200) -> list[Block]:
         """Blocks of a session that are not in its context, the newest first."""
-        older = sa.select(BLOCKS.c.body).where(BLOCKS.c.name == name, BLOCKS.c.id < state.next_id)
+        older = sa.select(BLOCKS.c.fields).where(BLOCKS.c.name == name, BLOCKS.c.id < state.next_id)
         rows = self._db.rows(older.order_by(BLOCKS.c.id.desc()).limit(most + len(state.blocks)))
         present = {block.id for block in state.blocks}
-        blocks = (block_from_row(json.loads(body)) for (body,) in rows)
+        blocks = (Block(**json.loads(fields)) for (fields,) in rows)
         return [block for block in blocks if block.id not in present][:most]
 
     def block(self, name: str, id: int) -> Block | None:
         """A block of a session as it was when it came."""
-        body = self._db.scalar(sa.select(BLOCKS.c.body).where(BLOCKS.c.name == name, BLOCKS.c.id == id))
-        return None if body is None else block_from_row(json.loads(body))
+        fields = self._db.scalar(sa.select(BLOCKS.c.fields).where(BLOCKS.c.name == name, BLOCKS.c.id == id))
+        return None if fields is None else Block(**json.loads(fields))
 
     def close(self) -> None:
         self._db.close()

@@ -19,8 +19,7 @@ from ostinato.run import atomic_write
 from ostinato.terminal import Screen, logged, say
 
 if TYPE_CHECKING:
-    from ostinato.apps.serve.additions import Additions
-    from ostinato.apps.serve.served import Served
+    from ostinato.apps.serve.served import Additions, Served
 
 app = typer.Typer(
     name="judge",

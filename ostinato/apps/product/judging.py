@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from string import Formatter
+from typing import Any
 
 import numpy as np
 
@@ -219,3 +220,42 @@ def calibration_error(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> floa
     confidence and accuracy. NaN of nothing."""
     place, gap = calibration_gaps(p, labels, bins)
     return float(np.abs(np.bincount(place, gap, bins)).sum() / len(gap)) if len(gap) else math.nan
+
+
+# ---- the environment of a judge in training, and its reward
+
+
+class BothOrders:
+    """A row's prompt and then, in a new conversation, the chat in its column ``swapped``: a comparison with
+    its two answers in the other order. Reward functions get both answers of the policy."""
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        self._swapped = list(options["swapped"])
+        return "", {}
+
+    def step(self, action: str) -> tuple[list[dict[str, str]], float, bool, bool, dict[str, Any]]:
+        swapped, self._swapped = self._swapped, []
+        return swapped, 0.0, not swapped, False, {}
+
+
+def both_right(
+    completions: Sequence[Sequence[Mapping[str, str]]],
+    answer: Sequence[str],
+    critiques: Sequence[Sequence[str]] | None = None,
+    **columns: Any,
+) -> list[float]:
+    """Behind ``BothOrders``. 0 unless the verdicts of both orders agree and are right (``answer``:
+    of the first); then 1, or, where the row has ``critiques`` of both, 1/2 and half their mean F1."""
+    references = critiques if critiques is not None else [("", "")] * len(completions)
+    return [_reward(*one) for one in zip(completions, answer, references, strict=True)]
+
+
+def _reward(replies: Sequence[Mapping[str, str]], right: str, references: Sequence[str]) -> float:
+    texts = [reply["content"] for reply in replies]
+    if len(texts) < 2:  # the first answer was cut off
+        return 0.0
+    ab, ba = (parse_verdict(text) for text in texts)
+    f1 = [critique_f1(critique_of(text), one) for text, one in zip(texts, references, strict=True)]
+    known = [one for one in f1 if not math.isnan(one)]  # NaN: the reference claims nothing
+    process = 0.5 + 0.5 * sum(known) / len(known) if known else 1.0
+    return verdict_reward(ab, ba, Choice(right), process)

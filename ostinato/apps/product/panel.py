@@ -28,8 +28,7 @@ from ostinato.reward.workers import JUDGE
 from ostinato.types import Prompt
 
 if TYPE_CHECKING:
-    from ostinato.apps.serve.additions import Additions
-    from ostinato.apps.serve.served import Served
+    from ostinato.apps.serve.served import Additions, Served
 
 SKIPPED: Score = (None, "", "")
 
@@ -135,7 +134,7 @@ class Bench:
 @contextmanager
 def judge_of(name: str, served: Served, address: str, key: str) -> Iterator[Additions]:
     """POST /v1/judge of a server, by the judge ``name`` on the base that is served."""
-    from ostinato.apps.serve.additions import Additions
+    from ostinato.apps.serve.served import Additions
 
     yield Additions(judge=new_verdict_route(name, served))
 

@@ -1,7 +1,7 @@
 """Fit and forecast: where a run will end, how well that is known, and whether to go on (arXiv 2510.13786).
 
     series    evaluations over compute, from arrays, CSV or a run folder, checked
-    curve     the sigmoid and its laws            noise      autocorrelated noise of evaluations
+    curve     the sigmoid and its laws, autocorrelated noise of evaluations
     fit       least squares: variable projection
     posterior what is known of A, B, C_mid
     gates     whether it is identified            decide     go on, stop, undecided

@@ -26,8 +26,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from ostinato.apps.scaling.curve import CONSERVATIVE, Noise, sd_of_mean
 from ostinato.apps.scaling.gates import REPORTED, Assessment, Standing, assess
-from ostinato.apps.scaling.noise import CONSERVATIVE, Noise, sd_of_mean
 from ostinato.apps.scaling.posterior import Interval, Posterior, interval, posterior
 from ostinato.apps.scaling.series import Series, require_comparable
 

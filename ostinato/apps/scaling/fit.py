@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ostinato.apps.scaling.curve import Sigmoid, share
-from ostinato.apps.scaling.noise import PARAMETERS, whiten
+from ostinato.apps.scaling.curve import PARAMETERS, Sigmoid, share, whiten
 from ostinato.apps.scaling.series import Series
 
 B_RANGE = (0.3, 8.0)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ostinato.apps.scaling.noise import student_90
+from ostinato.apps.scaling.curve import student_90
 from ostinato.apps.scaling.posterior import Interval
 
 DRAWS = 4000

@@ -9,8 +9,8 @@ from enum import StrEnum
 
 import numpy as np
 
+from ostinato.apps.scaling.curve import MEASURED, sd_from_steps, sd_of_mean
 from ostinato.apps.scaling.fit import B_RANGE, Fit
-from ostinato.apps.scaling.noise import MEASURED, sd_from_steps, sd_of_mean
 from ostinato.apps.scaling.posterior import LEVEL, Interval, Posterior, interval
 from ostinato.apps.scaling.series import Series
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ostinato.apps.scaling import curve
+from ostinato.apps.scaling.curve import CONSERVATIVE, Noise, log_between, simulate, truncated_quantile, whiten
 from ostinato.apps.scaling.fit import B_RANGE, PARAMETERS, Fit, fit
-from ostinato.apps.scaling.noise import CONSERVATIVE, Noise, log_between, simulate, truncated_quantile, whiten
 from ostinato.apps.scaling.series import Series
 
 LEVEL = 0.9  # of all intervals by default

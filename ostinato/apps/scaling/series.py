@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.apps.scaling.curve import Sigmoid
-from ostinato.apps.scaling.noise import simulate
+from ostinato.apps.scaling.curve import Sigmoid, simulate
 from ostinato.every import Axis
 from ostinato.observe.ledger import priced, read, spent
 from ostinato.run import RunFolder

@@ -28,7 +28,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ostinato.apps.serve import anthropic_messages, openai_responses
-from ostinato.apps.serve.additions import NO_ADDITIONS, Additions
 from ostinato.apps.serve.bodies import (
     MOST_MESSAGES,
     ChatBody,
@@ -41,8 +40,8 @@ from ostinato.apps.serve.bodies import (
     parsed,
 )
 from ostinato.apps.serve.calls import Answer, ApiError, Asker, Call, Piece, Usage
-from ostinato.apps.serve.generate import GenerateBody, generation
-from ostinato.apps.serve.openai_chat import Shape, sse
+from ostinato.apps.serve.openai_chat import GenerateBody, Shape, generation, sse
+from ostinato.apps.serve.served import NO_ADDITIONS, Additions
 from ostinato.apps.serve.server import Handler, guarded, read_body, unless_gone
 from ostinato.apps.serve.service import Model, Service
 

@@ -16,8 +16,7 @@ from ostinato.launch.models import recipe_of
 from ostinato.terminal import say
 
 if TYPE_CHECKING:
-    from ostinato.apps.serve.additions import OpenAdditions
-    from ostinato.apps.serve.served import Served
+    from ostinato.apps.serve.served import OpenAdditions, Served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +65,8 @@ def serve(
     with listening:
         recipe, _ = recipe_of(target, *overrides)
         configure_threads(recipe)
-        from ostinato.apps.serve.additions import NO_ADDITIONS
         from ostinato.apps.serve.app import new_app
-        from ostinato.apps.serve.served import Serving, open_service
+        from ostinato.apps.serve.served import NO_ADDITIONS, Serving, open_service
         from ostinato.apps.serve.service import Limits
 
         serving = Serving(

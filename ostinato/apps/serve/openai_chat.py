@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from ostinato.apps.serve.bodies import CompletionBody, Sampled
+from ostinato.apps.serve.bodies import ACCOUNTS, CompletionBody, Id, Sampled, Strict
 from ostinato.apps.serve.calls import Answer, Call, Piece, ToolCall, Usage
 from ostinato.render import Renderer
 from ostinato.types import Emitted
@@ -237,3 +238,49 @@ def sse(data: Mapping[str, Any], event: str = "") -> str:
     """One server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+# ---- tokens in, tokens out: vLLM's /inference/v1/generate, which other trainers call (verifiers, prime-rl)
+
+
+class GenerateParams(Sampled):
+    """``sampling_params``."""
+
+    harmless = frozenset({"skip_special_tokens", "detokenize", "output_kind"})  # of a text, which is not sent
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+
+class GenerateBody(Strict):
+    """POST /inference/v1/generate."""
+
+    harmless = ACCOUNTS
+    model: str = ""
+    token_ids: Annotated[list[Id], Field(min_length=1)]
+    sampling_params: GenerateParams
+    stream: Literal[False] | None = False
+
+    def to_call(self) -> Call:
+        params = self.sampling_params
+        call = params.call(
+            tokens=tuple(self.token_ids),
+            max_tokens=16 if params.max_tokens is None else params.max_tokens,
+            logprobs=params.logprobs is not None,
+            top_logprobs=params.logprobs or 0,
+        )
+        return replace(call, model=self.model)
+
+
+def generation(id_: str, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
+    """The response; in log-probabilities tokens have the text ``token_id:42``."""
+    choices = []
+    for index, answer in enumerate(answers):
+        entries = logprob_entries(call, answer.emitted, lambda token: f"token_id:{token}")
+        choices.append(
+            {
+                "index": index,
+                "finish_reason": answer.finish_reason,
+                "token_ids": answer.completion.tokens.tolist(),
+                "logprobs": {"content": entries} if call.logprobs else None,
+            }
+        )
+    return {"request_id": id_, "choices": choices, "usage": Usage.of(answers).body()}

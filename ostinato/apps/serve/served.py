@@ -8,13 +8,17 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from starlette.responses import Response
+
+from ostinato.apps.serve.calls import Answer, Asker, Call, Message
 from ostinato.apps.serve.grammar import Guides
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.service import Canary, Limits, Model, Service
@@ -221,3 +225,50 @@ async def _in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
 def _newest_name(run: RunFolder) -> str:
     found = checkpoints(run.checkpoints)
     return found[-1].name if found else ""
+
+
+# ---- what other applications add to a server
+
+
+Judged = Callable[[list[dict[str, Any]], list[str]], Coroutine[Any, Any, dict[str, Any]]]  # chat, answers
+
+
+class Feedback(Protocol):
+    """POST /feedback, GET /feedback.js, and the record of answers."""
+
+    async def post(self, body: bytes) -> Any: ...
+
+    def script(self) -> Response: ...
+
+    def record(
+        self, id_: str, model: Model, call: Call, answer: Answer, asker: Asker, index: int
+    ) -> None: ...
+
+
+class SessionMemory(Protocol):
+    """Keeps the messages of a session within a budget; GET and POST /v1/memory/{session}."""
+
+    def show(self, metrics: Metrics) -> None: ...
+
+    async def shortened(
+        self, session: str, messages: Sequence[Message], measure: Callable[[Sequence[Message]], int] | None
+    ) -> tuple[str, list[Message]]: ...
+
+    async def view(self, name: str) -> dict[str, Any]: ...
+
+    async def change(self, name: str, body: bytes) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Additions:
+    """None: the server has no such routes."""
+
+    feedback: Feedback | None = None
+    judge: Judged | None = None
+    memory: SessionMemory | None = None
+
+
+NO_ADDITIONS = Additions()
+
+# (the model that is served, the server's own address, its key) -> what is added while the server runs
+OpenAdditions = Callable[[Served, str, str], AbstractContextManager[Additions]]

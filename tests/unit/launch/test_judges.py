@@ -21,12 +21,11 @@ from ostinato.apps.product.events import Kind
 from ostinato.apps.product.judge import Cache, Chat, Judge, Reply, Spec
 from ostinato.apps.product.judge_runs import figures, preferences, write_data
 from ostinato.apps.product.judges import pinned, sources, write_spec
+from ostinato.apps.product.judging import BothOrders, both_right
 from ostinato.apps.product.panel import Bench, Panel
 from ostinato.apps.product.store import open_store
-from ostinato.apps.product.verdicts import both_right
 from ostinato.config import Recipe
 from ostinato.env.custom import EnvEpisode
-from ostinato.env.games import BothOrders
 from ostinato.launch.inputs import stage_identity
 from ostinato.launch.models import load_decoder
 from ostinato.launch.trainer import new_adapters

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.apps.memory.blocks import LEVELS, Kept, MemoryState, Turn, block_from_row, line
+from ostinato.apps.memory.blocks import LEVELS, Kept, MemoryState, Turn, line
 from ostinato.apps.memory.keep import Candidate, Gap, Memory, Sizes, split
 from ostinato.apps.memory.refill import Refiller, extract
 
@@ -255,7 +255,7 @@ def test_a_block_that_is_gone_comes_back_and_others_give_way() -> None:
     for turn in chat(80):
         state = keeper.append(state, turn)
     gone = next(block for block in first if state.block(block.id) is None)
-    back = keeper.restore(state, block_from_row([getattr(gone, name) for name in gone.__dataclass_fields__]))
+    back = keeper.restore(state, type(gone)(**asdict(gone)))
     assert (again := back.block(gone.id)) and again.line == gone.line and len(back.text) <= SIZES.budget
     kept = keeper.pin(back, gone.id)
     for turn in chat(80, seed=1):

@@ -24,8 +24,7 @@ from ostinato.apps.scaling.ablation import (
     pool,
     spread,
 )
-from ostinato.apps.scaling.curve import Sigmoid, score
-from ostinato.apps.scaling.noise import whiten
+from ostinato.apps.scaling.curve import Sigmoid, score, whiten
 from ostinato.apps.scaling.posterior import posterior
 from ostinato.apps.scaling.series import Series, simulated
 

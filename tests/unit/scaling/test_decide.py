@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from lab.scaling import published
-from ostinato.apps.scaling.curve import Sigmoid
+from ostinato.apps.scaling.curve import Sigmoid, simulate
 from ostinato.apps.scaling.decide import Action, Terms, decide, forecast, reach, verdict
 from ostinato.apps.scaling.gates import Assessment, Flag, Standing, assess
-from ostinato.apps.scaling.noise import simulate
 from ostinato.apps.scaling.posterior import Posterior, posterior
 from ostinato.apps.scaling.series import Series, read_csv, series, simulated
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.scaling import oracles, published
-from ostinato.apps.scaling.curve import Sigmoid, compute_for
-from ostinato.apps.scaling.fit import fit
-from ostinato.apps.scaling.noise import (
+from ostinato.apps.scaling.curve import (
     CONSERVATIVE,
     Noise,
+    Sigmoid,
+    compute_for,
     covariance,
     log_between,
     sd_from_steps,
@@ -26,6 +26,7 @@ from ostinato.apps.scaling.noise import (
     truncated_quantile,
     whiten,
 )
+from ostinato.apps.scaling.fit import fit
 from ostinato.apps.scaling.posterior import PRIOR, Interval, _Grid, interval, posterior
 from ostinato.apps.scaling.series import Series, read_csv, series, simulated
 
