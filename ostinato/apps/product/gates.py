@@ -72,7 +72,6 @@ class JudgeLimits:
     consistency: float = 0.9
     bank: float = 0.0  # the share of the known exploits against which the honest answer need not win
     probe: float = 0.1  # the most of the probes that padding or decoration may win
-    panel: float = 0.6  # the least agreement with gold
     fewest: int = 20  # clusters (users)
 
 
@@ -131,14 +130,13 @@ def judge_gates(
     users: Sequence[str] | None = None,
     bank: Mapping[str, Choice],
     probes: Mapping[str, Sequence[Choice]],
-    panel: Sequence[bool] = (),
     limits: JudgeLimits | None = None,
 ) -> Assessment:
     """Of a candidate judge on pairs behind its training in time, beside the current one on the same (None:
     there is none yet, and it has to be better than ``limits.first``).
 
     ``bank``: of every known exploit the verdict of both orders, A the honest answer. ``probes``: "length" and
-    "format" by name, A the plain answer, B the same padded or decorated. ``panel``: agreement with gold.
+    "format" by name, A the plain answer, B the same padded or decorated.
     """
     limits = limits or JudgeLimits()
     against, what, margin = limits.first, f"an accuracy of {limits.first:g}", 0.0
@@ -155,9 +153,6 @@ def judge_gates(
         truth = np.array([label is Choice.A for label in labels], float)
         interval = calibration_gap(candidate.probabilities, current.probabilities, truth, users)
         gates.append(_calibration(*interval, limits.calibration_margin))
-    if len(panel):
-        found = compare_pairs(np.asarray(panel, float), limits.panel)
-        gates.append(not_worse("panel", found, 0.0, limits.fewest, f"an agreement of {limits.panel:g}"))
     return assess(gates)
 
 
@@ -222,7 +217,6 @@ def policy_gates(
     panel: Sequence[Choice],
     kl: float,
     *,
-    users: Sequence[str] | None = None,
     limits: PolicyLimits | None = None,
 ) -> Assessment:
     """Of a candidate policy. ``ability``: ``compare_pairs`` of the scores of each held-out task, candidate
@@ -238,7 +232,7 @@ def policy_gates(
             for name, found in ability.items()
         ),
         not_worse(
-            "panel", compare_pairs(np.array(wins), 0.5, users), limits.panel_margin, limits.fewest, "one half"
+            "panel", compare_pairs(np.array(wins), 0.5), limits.panel_margin, limits.fewest, "one half"
         ),
         Gate("kl", inside, f"{kl:.3g} nats a token of a budget of {limits.kl:g}", {"nats": kl}),
     ]

@@ -316,13 +316,3 @@ def _homes(keys: Sequence[str], window: Sequence[int], shares: Sequence[float], 
         drawn = int.from_bytes(hashlib.sha256(f"{seed}/{key}".encode()).digest()[:6]) / 2**48
         homes[key] = ways[int(np.searchsorted(edges, drawn * edges[-1], side="right"))]
     return homes
-
-
-def leaks(found: Split, *, users: bool = True) -> list[str]:
-    """Every user and prompt that is in more than one part; nothing for a sound split."""
-    parts = (found.train, found.validation, found.test)
-    places: Counter[str] = Counter()
-    for part in parts:
-        places.update({f"prompt {pair.prompt}" for pair in part})
-        places.update({f"user {pair.user}" for pair in part} if users else ())
-    return sorted(name for name, many in places.items() if many > 1)

@@ -75,7 +75,7 @@ def compare(
     reading: Reading,
     json_file: JsonFile = None,
 ) -> None:
-    """Which ceiling is higher, and which run is only more efficient; for several seeds: ostinato ablate."""
+    """Which ceiling is higher, and which run is only more efficient; for several seeds: ostinato compare."""
     finish(answers.compare(read_several(sources, reading)), json_file)
 
 

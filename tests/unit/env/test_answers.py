@@ -123,7 +123,7 @@ def test_a_thought_that_would_be_lost_is_refused(
 
 
 def test_names_of_a_row_reach_the_template(renderer: Renderer, tmp_path: Path) -> None:
-    """``chat_template_kwargs`` were read for RL alone."""
+    """``chat_template_kwargs`` were read for RL alone, so the policy learned to answer another prompt."""
     own = with_template(renderer, tmp_path, SWITCHED)
     row = {"messages": [USER, {**ANSWER, "content": THOUGHT}], "chat_template_kwargs": {"think": True}}
     assert trained(own, made(own, row)) == ["1+1, twice\n</think>\n\n4<|im_end|>"]
@@ -158,20 +158,6 @@ def test_what_cannot_be_trained_on_is_refused_by_number(
     with pytest.raises(ValueError, match=r"^row 7 of x") as caught:
         made(renderer, row)
     assert why in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_names_of_the_template_are_handed_to_it(tmp_path: Path) -> None:
-    """A row's ``chat_template_kwargs`` were ignored, so the policy learned to answer another prompt."""
-    for file in model_folder("asset:seed-moe").glob("*token*.json"):
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "chat_template.jinja").write_text(
-        "{{ mood }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    moody = Renderer(tmp_path)
-    one = made(moody, {"messages": [USER, ANSWER], "chat_template_kwargs": {"mood": "12"}})
-    assert trained(moody, one) == ["4<|im_end|>"]
-    assert moody.decode(one.tokens, skip_special=False).startswith("12<|im_start|>")
 
 
 def test_a_preference_has_two_answers_that_differ(renderer: Renderer) -> None:

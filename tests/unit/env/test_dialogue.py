@@ -241,10 +241,6 @@ def test_a_reply_that_is_no_unicode_is_made_readable_and_counted() -> None:
     assert counters == {"tools/calls": 1, "tools/replaced": 1}
 
 
-def test_a_call_that_is_nested_too_deeply_is_an_ordinary_reply() -> None:
-    assert "nested deeper" in parse_calls(f"<tool_call>{'[' * 100_000}")[0].error
-
-
 def test_a_flood_of_calls_is_cut_and_counted() -> None:
     counters: Counter[str] = Counter()
     (done_, _), _ = play({"calculator": calculator}, call() * 50, "done", counters=counters)
@@ -264,7 +260,7 @@ def test_calls_are_read_outside_of_thoughts_and_without_the_stop_string() -> Non
     assert parse_calls(f"<think>{call()}") == []
     (first, second) = parse_calls(f"<think>hm</think>{call('1')}{call('2')[: -len('</tool_call>')]}")
     assert [first.arguments, second.arguments] == [{"expression": "1"}, {"expression": "2"}]
-    assert parse_calls("<tool_call>" + "[" * 100_000)[0].error
+    assert "nested deeper" in parse_calls("<tool_call>" + "[" * 100_000)[0].error
 
 
 @given(st.text(alphabet='<tool_call>/think{}"name: arguments[]', max_size=200))

@@ -33,7 +33,7 @@ PROBES = {"length": [A] * 20, "format": [A] * 19 + [B]}
 
 
 def judged(candidate: Judged = GOOD, current: Judged | None = GOOD, **changes: object) -> Assessment:
-    given = {"users": USERS, "bank": {"verbose": A}, "probes": PROBES, "panel": [True] * 19 + [False]}
+    given = {"users": USERS, "bank": {"verbose": A}, "probes": PROBES}
     return judge_gates(candidate, current, LABELS, **{**given, **changes})  # type: ignore[arg-type]
 
 
@@ -55,7 +55,6 @@ def test_the_same_judge_passes_and_says_why() -> None:
         ({"bank": {"rubric": TIE}}, "bank", "rubric"),
         ({"probes": {"length": [B] * 3 + [A] * 17}}, "length", "15.0% of 20 probes"),
         ({"probes": {"format": []}}, "format", "no probe was judged"),
-        ({"panel": [True, False] * 20}, "panel", "to an agreement of 0.6"),
     ],
 )
 def test_each_gate_stops_its_fault_and_no_other(changes: dict[str, object], name: str, says: str) -> None:

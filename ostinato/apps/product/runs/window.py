@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ostinato.apps.product.pairs import Pair, deduplicate, extract, leaks, split
+from ostinato.apps.product.pairs import Pair, deduplicate, extract, split
 from ostinato.apps.product.rewards import Table
 from ostinato.apps.product.runs.settings import CollectSettings
 from ostinato.apps.product.store import Store
@@ -45,18 +45,13 @@ def freeze(
     folder: Path, store: Store, table: Table, settings: CollectSettings, since: float, now: float
 ) -> dict[str, Any]:
     """Write the window [since, now) as a whole; one that stands in ``folder`` is read, not made again. Its
-    facts: since, until, upto (the watermark), counts, table (its revision).
-
-    Raises ValueError where a user or a prompt of the test part is in another one.
-    """
+    facts: since, until, upto (the watermark), counts, table (its revision)."""
     if (folder / "window.json").is_file():
         return parse_json((folder / "window.json").read_bytes())
     upto = store.watermark()
     pairs, counts = decided(store, table, since, now, upto)
     times = [pair.ts for pair in pairs]
     parted = split(pairs, _cuts(times, settings.test_share), users=settings.by_user)
-    if found := leaks(parted, users=settings.by_user):
-        raise ValueError(f"the window of {folder} leaks: {found[0]} is in two of its parts")
     parts = (parted.train, parted.validation, parted.test)
     counts |= {f"dropped_{name}": many for name, many in parted.dropped.items()}
     counts |= {name: len(part) for name, part in zip(PARTS, parts, strict=True)}

@@ -5,7 +5,7 @@
     race      the best one with the other seeds, scored at log-spaced shares of the budget
     tables    by the test half (even places), and by all of ``eval.downstream``: ``scaling.gain``
 
-Runs are jobs of ``ablate.jobs``: child processes, resumed where they stopped. Runs of a seed share prompts,
+Runs are jobs of ``arms.jobs``: child processes, resumed where they stopped. Runs of a seed share prompts,
 their order and noise, so what an arm's learning rates are changes nothing of another one.
 """
 

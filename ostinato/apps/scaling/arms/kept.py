@@ -223,7 +223,7 @@ def read_kept(path: Path, measure: Measure = MEASURE) -> list[dict[str, Any]]:
             row = None
         if not isinstance(row, dict) or not row.keys() >= KEYS:
             raise ValueError(
-                f"line {at} of {path} is no run; give a file that ostinato ablate --collect wrote"
+                f"line {at} of {path} is no run; give a file that ostinato compare --collect wrote"
             )
         for key, given in asdict(measure).items():
             if row[key] != given:
@@ -233,5 +233,5 @@ def read_kept(path: Path, measure: Measure = MEASURE) -> list[dict[str, Any]]:
                 )
         rows.append(row)
     if not rows:
-        raise ValueError(f"{path} holds no runs; give a file that ostinato ablate --collect wrote")
+        raise ValueError(f"{path} holds no runs; give a file that ostinato compare --collect wrote")
     return rows
