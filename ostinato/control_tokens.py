@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 THINK, END_THINK = "<think>", "</think>"
+THOUGHTS = (  # with what templates and models open a thought, and what ends it
+    (THINK, END_THINK),
+    ("[THINK]", "[/THINK]"),
+    ("<thought>", "</thought>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+)
 LONG = 10_000  # letters of a text that takes milliseconds
 
 
@@ -29,7 +36,7 @@ def encode_text(tokenizer: Tokenizer, text: str, *, add_special: bool = False) -
 
 
 # What answers consist of, also where a tokenizer counts it among its special tokens.
-_OF_ANSWERS = {THINK, END_THINK, "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>"}
+_OF_ANSWERS = {*sum(THOUGHTS, ()), "<tool_call>", "</tool_call>"}
 _BARS = re.compile(
     "<[|\uff5c].*[|\uff5c]>"
 )  # DeepSeek's, which its tokenizer does not call special, are wide

@@ -11,11 +11,13 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO, cast
 
 MAX_DEPTH = 100  # of nested lists and objects: every writer and walker of ours recurses
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_NOT_PRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_NOT_PRINTABLE = re.compile(  # control characters, surrogates, and what changes the direction of other text
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON text: all that can become a surrogate
 
 
@@ -82,6 +84,23 @@ def printable(text: str) -> str:
     ``\\u001b``, so that what a model, a row or an exception says cannot move the cursor, set a title or the
     clipboard; halves of surrogate pairs likewise."""
     return _NOT_PRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def escaping(stream: TextIO) -> TextIO:
+    """``stream`` for text, which it writes ``printable``."""
+    return cast(TextIO, _Escaping(stream))
+
+
+class _Escaping:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(printable(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def replace_surrogates(text: str) -> str:

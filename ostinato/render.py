@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ostinato.control_tokens import END_THINK, THINK, ControlTokens, encode_text
+from ostinato.control_tokens import THOUGHTS, ControlTokens, encode_text
 from ostinato.inputs import has_surrogate, parse_json
 from ostinato.tool_calls import FormOfCalls, for_template, form_of_calls
 from ostinato.types import NewRow, Prompt
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 # Stands for an answer while a template is rendered; no template treats it specially and no message holds it.
+_LONGEST_OPENING = 16  # tokens of an opening of THOUGHTS, and blanks behind it
 _ANSWER = f"\u2402{secrets.token_hex(8)}\u2403"
 _BROKEN = "\ufffd"  # what an incomplete UTF-8 character decodes to
 
@@ -125,6 +126,8 @@ class Renderer:
 
     def _prompt_tokens(self, prompt: Prompt) -> np.ndarray:
         if prompt.messages is not None:
+            if name := self.unread(prompt.messages, prompt.template_kwargs):
+                raise ValueError(f"the chat template of {self.folder} does not read {name}; leave it out")
             continues = prompt.prefill is not None
             return self.chat(
                 prompt.messages,
@@ -169,6 +172,13 @@ class Renderer:
     def reads(self, name: str) -> bool:
         """Does the chat template have this name?"""
         return re.search(rf"\b{re.escape(name)}\b", self._template_text or "") is not None
+
+    def unread(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> str:
+        """What the chat template would leave out of the chat, by name; "" if it reads all. A switch that is
+        off (False, None) is no loss."""
+        names = [name for name, value in template_kwargs.items() if value not in (None, False)]
+        names += ["reasoning_content"] * any(message.get("reasoning_content") for message in messages)
+        return next((name for name in names if not self.reads(name)), "")
 
     def chat_text(self, messages: Sequence[Message], *given: Any, **named: Any) -> str:
         """The chat as the template writes it, with the arguments of ``chat``."""
@@ -235,6 +245,8 @@ class Renderer:
 
         writes_calls = self.has_chat_template and self._form_of_calls == "read"
         more = {**self._template_kwargs, **more}
+        if not self.reads("developer"):  # the newer name of a system message in OpenAI's API
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         contents = (*for_template(messages, tools, self.takes_tools, writes_calls), more)
         if not (spelled := self._control.spelled(contents)):
             return render(*contents)
@@ -291,13 +303,14 @@ class Renderer:
     def ends_in_thought(
         self, context: Sequence[int] | np.ndarray, answer: Sequence[int] | np.ndarray = ()
     ) -> bool:
-        """Does a context end inside a thought, as where the template opens ``<think>`` for the answer? With
-        ``answer``: does what was written in it? Counts what follows the last control token: earlier turns,
-        and messages that name the tag, do not. A text without turns opens one with a tag that ends its line.
-        """
+        """Does a context end inside a thought (``THOUGHTS``), as where the template opens ``<think>`` for the
+        answer? With ``answer``: does what was written in it? Counts what follows the last control token:
+        earlier turns, and messages that name the tag, do not. A text without turns opens one with a tag that
+        ends its line."""
         written = self.decode(answer, skip_special=False)
-        if THINK in written or END_THINK in written:
-            return written.rfind(THINK) > written.rfind(END_THINK)
+        for opening, end in THOUGHTS:
+            if opening in written or end in written:
+                return written.rfind(opening) > written.rfind(end)
         tokens = np.asarray(context)
         if (last := self._last_thought) is None or not np.array_equal(last[0], tokens):  # as in prompt
             last = self._last_thought = tokens, self._opens_thought(tokens)
@@ -306,8 +319,12 @@ class Renderer:
     def _opens_thought(self, tokens: np.ndarray) -> bool:
         last = int(max(np.flatnonzero(np.isin(tokens, list(self._control.ids.values()))), default=-1))
         text = self.decode(tokens[last + 1 :], skip_special=False)
-        _, opened, rest = text.rpartition(THINK)
-        return bool(opened) and END_THINK not in rest and (last > 0 or not rest.partition("\n")[0].strip())
+        for opening, end in THOUGHTS:
+            _, is_open, rest = text.rpartition(opening)
+            if is_open and end not in rest and (last > 0 or not rest.partition("\n")[0].strip()):
+                return True
+        spelled = self.decode(tokens[-_LONGEST_OPENING:], skip_special=False)  # also by control tokens
+        return spelled.rstrip().endswith(tuple(opening for opening, _ in THOUGHTS))
 
     def _unsaid(self, tail: np.ndarray, answer: Sequence[int] | np.ndarray) -> np.ndarray:
         """``tail`` without the closing token that ``answer`` ends with, nor the blanks in front of it."""

@@ -9,19 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from ostinato.inputs import printable
+from ostinato.inputs import escaping, printable
 
 WIDE = 140
-
-
-def escaping(stream: TextIO) -> TextIO:
-    """``stream`` for text, with control characters escaped."""
-    return cast(TextIO, _Text(stream))
 
 
 def say(*lines: str, error: bool = False) -> None:
@@ -40,18 +35,6 @@ class Screen(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
-
-
-class _Text:
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(printable(text))
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class _Lines(logging.Handler):

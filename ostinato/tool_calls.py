@@ -31,7 +31,13 @@ For each call return a JSON object with the function's name and arguments within
 <tool_call>
 {{"name": <name>, "arguments": <object>}}
 </tool_call>"""
-_UNTAGGED = re.compile(r'\{\s*"name"\s*:\s*"([^"\n]+)"\s*,\s*"(?:arguments|parameters)"\s*:')
+_ARGUMENTS = r'"(?:arguments|parameters|args)"\s*:'
+_UNTAGGED = re.compile(rf'\{{\s*"(?:name|function)"\s*:\s*"([^"\n]+)"\s*,\s*{_ARGUMENTS}(\s*\{{)?')
+_OTHERWISE = (  # of a tool that there is
+    re.compile(rf'{_ARGUMENTS}.*?\}}\s*,\s*"(?:name|function)"\s*:\s*"([^"\n]+)"', re.DOTALL),
+    re.compile(r"<function=([^>\s]+)>"),
+    re.compile(r"```\w*\s*\n\s*(\w+)\("),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +52,18 @@ class Call:
 def parse_calls(text: str, names: Collection[str] = ()) -> list[Call]:
     """The tool calls of an answer, in order, without those in its reasoning (before ``</think>``).
 
-    A call without a closing tag extends to the end of the text: the tag may have been the stop string. Where
-    no call has tags, calls of the tools ``names`` without them, as in a fence of ```json, cannot be read.
+    A call without a closing tag extends to the end: the tag may have been the stop string. Where there are
+    tools (``names``) and no call has tags, calls without them, as in a fence of ```json, and in forms of
+    other models cannot be read.
     """
     _, closed, rest = text.rpartition("</think>")
     if not closed and "<think>" in rest:
         return []
     tagged = rest.split(OPEN)[1:]
     if not tagged:
-        untagged = [match[1] for match in _UNTAGGED.finditer(rest) if match[1] in names]
+        written = _UNTAGGED.findall(rest) if names else []
+        untagged = [name for name, is_call in written if is_call or name in names]
+        untagged = untagged or [name for form in _OTHERWISE for name in form.findall(rest) if name in names]
         return [Call(error=f"write the call of {name} within {OPEN}{CLOSE}.") for name in untagged]
     return [_parse_call(part.partition(CLOSE)[0]) for part in tagged]
 

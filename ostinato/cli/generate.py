@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
+from ostinato.inputs import escaping
 from ostinato.launch.machine import configure_threads
 from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import SamplingOptions, check_adapter, load_policy, serve
 from ostinato.render import IncrementalDecoder, Renderer
-from ostinato.terminal import escaping, logged, waiting
+from ostinato.terminal import logged, waiting
 from ostinato.types import NewRow, Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """What a completion answers: the text after its thoughts, a marked answer, the last line, a number.
 
-Standard library only: every worker process loads this file.
+The standard library and what imports no more: every worker process loads this file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
+
+from ostinato.control_tokens import THOUGHTS
 
 MAX_DIGITS = 300  # of a number; longer ones do not count as answers: parsing takes quadratic time
 
@@ -46,7 +48,8 @@ _LABEL = re.compile(  # behind this a dash or a colon is punctuation
 )
 _MORE_BEHIND = re.compile(  # and so is one in front of this; units are not
     rf"""\s?[πi√](?![a-z]|\.[a-z]) | \s*\^(?!\s*\{{?\s*\\circ) | _(?=[A-Za-z0-9{{])
-      | (?![mshgdlLCFVNWJ]\b)[A-Za-z]\b | [ ]?{_SCALE} | (?:[ ]?[-+*/\u00d7\u00b7\u00f7][ ]?)?(?:pi|sqrt)\b
+      | (?![mshgdlLCFVNWJ]\b)[A-Za-z]\b | [ ]?{_SCALE}
+      | \s*\\(?:text|mathrm|mbox)\{{\s*{_SCALE} | (?:[ ]?[-+*/\u00d7\u00b7\u00f7][ ]?)?(?:pi|sqrt)\b
       | \s*\\(?:pi|sqrt|[dt]?frac|left|leq?|geq?|lt|gt|in)(?![a-z])
       | (?!/[hs]\b|\*[ ])[ ]?[+*/\u00d7\u00b7\u00f7][ ]?[A-Za-z\\](?![A-Za-z])
       | [ ]?-[ ]?[b-zB-HJ-Z](?![A-Za-z'\u2019.)])""",
@@ -85,9 +88,13 @@ def text_of(completion: str | Sequence[dict[str, str]]) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """The text after the last ``</think>``; empty when thinking was opened and never closed."""
-    _, closed, rest = text.rpartition("</think>")
-    return "" if "<think>" in rest else rest if closed else text
+    """The text after the last thought (``</think>``, ``[/THINK]``, ..); empty when one was opened and never
+    closed. Of gpt-oss, whose tags are no text, what follows ``assistantfinal``."""
+    if text.startswith("analysis") and "assistantfinal" in text:
+        text = text.partition("assistantfinal")[2]
+    for _, end in THOUGHTS:
+        text = text.rpartition(end)[2]
+    return "" if any(opening in text for opening, _ in THOUGHTS) else text
 
 
 def answer_texts(completions: Sequence[Any], in_thought: Sequence[bool] | None = None) -> list[str]:

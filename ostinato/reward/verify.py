@@ -157,8 +157,14 @@ def _silence() -> None:
             continue
 
 
+_NO_FORMULA = re.compile(r"0[xX][0-9a-fA-F]+|[0-9]+_[0-9_]+|[0-9]{4}-[0-9]{2}-[0-9]{2}")  # 0, 1, 2002
+_SCALE = re.compile(r"(?i)(hundred|thousand|million|billion|trillion|dozen)")  # dropped as a unit
+_FORMULA = re.compile(r"\$([^$]+)\$")
+
+
 def _parse_gold(target: str) -> list[Any]:
-    parsed = _parse_whole(_marked_or_whole(target))
+    whole = _marked_or_whole(target)
+    parsed = [] if _NO_FORMULA.fullmatch(whole.strip(" $")) else _parse_whole(whole)
     if any(not isinstance(one, str) for one in parsed):  # a text is what the library could not read
         return parsed
     raise ValueError(f"the answer {target!r} cannot be parsed; use the reward exact or numeric")
@@ -194,6 +200,9 @@ def _math_verdict(gold: list[Any], target: str, text: str) -> float:
         with _time_limit(MEMBER_LIMIT_S):
             if _equal(number_of(text), whole_number(_marked_or_whole(target))):
                 return 1.0
+            formulas = _FORMULA.findall(text) if (marked := marked_answer(text)) is None else [marked]
+            if formulas and _SCALE.findall(formulas[-1]) != _SCALE.findall(_marked_or_whole(target)):
+                return 0.0
             return float(any(verify(gold, one, timeout_seconds=0) for one in _parsed_answers(text)))
     except _OutOfTime:
         return math.nan
@@ -241,9 +250,9 @@ def _gym_answers(text: str, item: dict[str, Any]) -> list[str]:
         return sampled
     if number := last_number_match(text):
         sampled.append(number.group().lstrip("$"))
-    lines = [line for line in text.strip("\n").split("\n") if not line.startswith("```")]
+    lines = [line for line in text.strip().splitlines() if not line.startswith("```")]
     expected = str(item.get("answer")).strip("\n").count("\n") + 1
-    return sampled if expected == 1 else [*sampled, "\n".join(lines[-expected:])]
+    return [*sampled, "\n".join(lines[-expected:])]
 
 
 def _gym_verdict(score: Callable[[str, dict[str, Any]], float], sampled: str, item: dict[str, Any]) -> float:

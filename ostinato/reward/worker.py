@@ -404,7 +404,10 @@ def main(fd: int) -> None:
         send(sock, json.dumps({"id": 0, "error": str(error)}).encode())
         return
     os.register_at_fork(after_in_child=sock.close)
+    from ostinato.inputs import escaping
     from ostinato.reward import verify
+
+    sys.stdout, sys.stderr = escaping(sys.stdout), escaping(sys.stderr)  # rewards print what a policy wrote
 
     try:
         for spec in hello["functions"]:

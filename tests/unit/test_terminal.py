@@ -20,6 +20,7 @@ from rich.table import Table
 
 from ostinato.cli.generate import Voice, answer_stream
 from ostinato.config import Recipe, dump_toml
+from ostinato.inputs import escaping
 from ostinato.launch import session
 from ostinato.launch.progress import Monitor
 from ostinato.pipeline.signals import Ended, ending
@@ -27,7 +28,7 @@ from ostinato.render import Renderer
 from ostinato.run import RunFolder
 from ostinato.tables import Table as ReportTable
 from ostinato.tables import terminal_table
-from ostinato.terminal import Screen, escaping, logged, say, waiting
+from ostinato.terminal import Screen, logged, say, waiting
 
 
 def broken_pipe() -> io.TextIOWrapper:

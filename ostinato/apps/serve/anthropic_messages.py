@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ostinato.apps.serve.bodies import ACCOUNTS, MOST_MESSAGES, Strict, check_body
+from ostinato.apps.serve.bodies import ACCOUNTS, MOST_MESSAGES, MOST_TOOLS, Strict, check_body
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.apps.serve.grammar import call_grammar
 from ostinato.apps.serve.openai_chat import sse
@@ -60,7 +60,7 @@ class MessagesBody(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     stream: bool | None = False

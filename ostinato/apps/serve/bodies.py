@@ -32,6 +32,7 @@ ACCOUNTS = frozenset(
 )
 Body = TypeVar("Body", bound=BaseModel)
 MOST_MESSAGES = 10_000  # of a chat, in any dialect
+MOST_TOOLS = 512  # of a request, in any dialect; OpenAI takes 128
 Id = Annotated[int, Field(ge=0, lt=2**31)]  # of a token
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 
@@ -187,7 +188,7 @@ class ChatBody(Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = 0
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None  # this and what follows: vLLM's

@@ -12,6 +12,7 @@ from pydantic import Field
 from ostinato.apps.serve.bodies import (
     ACCOUNTS,
     MOST_MESSAGES,
+    MOST_TOOLS,
     Format,
     Options,
     Part,
@@ -52,7 +53,7 @@ class ResponsesBody(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = True
     reasoning: Reasoning | None = None

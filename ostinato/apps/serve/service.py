@@ -191,11 +191,8 @@ class Service:
 
     def _check_template(self, call: Call) -> None:
         """ApiError for what the chat template would leave out."""
-        names = {name for name, value in call.template_kwargs.items() if value not in (None, False)}
-        names |= {"reasoning_content"} & {name for message in call.messages or () for name in message}
-        for name in sorted(names):
-            if not self.renderer.reads(name):
-                raise ApiError(f"the chat template does not read {name}; leave it out", param=name)
+        if name := self.renderer.unread(call.messages or (), call.template_kwargs):
+            raise ApiError(f"the chat template does not read {name}; leave it out", param=name)
 
     def measure(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Tokens of a chat as the model reads it."""

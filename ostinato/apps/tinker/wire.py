@@ -132,7 +132,12 @@ def _tensor(tensor: Any, name: str) -> np.ndarray:
         sparse = tensor.sparse_csr
         rows, columns = _array(sparse.crow_indices, np.int64), _array(sparse.col_indices, np.int64)
         values = _array(sparse.values, dtype)
-        if len(shape) != 2 or len(rows) != shape[0] + 1 or not len(columns) == len(values) == rows[-1]:
+        if (
+            len(shape) != 2
+            or len(rows) != shape[0] + 1
+            or rows[0]
+            or not (len(columns) == len(values) == rows[-1])
+        ):
             raise UserError(f"has {name} as a sparse tensor whose indices do not fit its shape")
         if (np.diff(rows) < 0).any() or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
             raise UserError(f"has {name} as a sparse tensor with indices outside of its shape")

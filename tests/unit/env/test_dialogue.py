@@ -162,12 +162,27 @@ def test_a_schema_says_what_signature_and_docstring_say() -> None:
 def test_a_call_without_tags_or_in_a_fence_is_counted_as_unreadable() -> None:
     """The run ended with nothing to learn from, and nothing said that 11 of 16 answers had tried to call."""
     plain = '{"name": "calculator", "arguments": {"expression": "2*3"}}'
-    for text in (plain, f"```json\n{plain}\n```", '{ "name":"calculator",\n"parameters": {}}'):
+    for text in (
+        plain,
+        f"```json\n{plain}\n```",
+        '{ "name":"calculator",\n"parameters": {}}',
+        '```json\n{"arguments": {"expression": "2*3"}, "name": "calculator"}\n```',
+        '{"function": "calculator", "arguments": {}}',
+        '{"name": "calculator", "args": {}}',
+        "<function=calculator><parameter=expression>2*3</parameter></function>",
+        '```python\ncalculator(expression="2*3")\n```',
+        '{"name": "calculate", "arguments": {}}',  # of no tool that there is
+    ):
         counters: Counter[str] = Counter()
         (reply, over), _ = play({"calculator": calculator}, text, "6", counters=counters)
         assert reply is not None and "<tool_call>" in reply and over is None
         assert counters == {"tools/calls": 1, "tools/unreadable": 1}
-    for text in ('{"name": "Bob", "arguments": 3}', '{"name": "calculator"}', f"<think>{plain}</think> 6"):
+    for text in (
+        '{"name": "Bob", "arguments": 3}',
+        '{"name": "calculator"}',
+        f"<think>{plain}</think> 6",
+        "calculator(x)",
+    ):
         assert play({"calculator": calculator}, text)[0] == [None]
 
 

@@ -212,6 +212,7 @@ def test_numeric_refuses_an_answer_that_is_not_one_number(answer: str) -> None:
         ("1/2", "50%", r"\boxed{3 1/2}"),
         ("2", "= 2", r"\boxed{\sqrt{2}}"),
         ("-5", "\N{MINUS SIGN}5", "10^-5"),
+        ("5", r"it is $5 \text{ cm}$", r"it is $5 \text{ million}$"),
     ],
 )
 def test_numeric_reads_a_marked_answer_as_a_whole(answer: str, right: str, wrong: str) -> None:
@@ -366,6 +367,22 @@ def test_math_verify_reads_a_bare_answer_as_latex(answer: str, last: str) -> Non
 
 
 @pytest.mark.usefixtures("patient")
+def test_math_verify_takes_a_million_for_no_unit() -> None:
+    """The library drops the words of a unit: 5 million was 5, a dozen 1."""
+    texts = [r"\boxed{5 \text{ million}}", r"it is $5 \text{ hundred}$", r"\boxed{5 \text{ cm}}"]
+    assert math_verify(texts, answer=["5"] * 3) == [0, 0, 1]
+    texts = [r"\boxed{2.5}", r"\boxed{2.5 \text{ million}}"]
+    assert math_verify(texts, answer=[r"2.5 \text{ million}"] * 2) == [0, 1]
+
+
+@pytest.mark.parametrize("answer", ["0x1F", "1_000", "2024-05-17"])
+def test_math_verify_refuses_what_it_would_read_as_another_number(answer: str) -> None:
+    r"""``\boxed{0}``, 1 and 2002 were right."""
+    with pytest.raises(ValueError, match="cannot be parsed"):
+        math_verify(["1"], answer=[answer])
+
+
+@pytest.mark.usefixtures("patient")
 def test_math_verify_takes_a_bare_completion_for_no_part_of_itself() -> None:
     texts = [
         r"It is 2k+2",
@@ -430,9 +447,18 @@ def test_gym_score_takes_an_answer_of_several_lines() -> None:
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entry = reasoning_gym.create_dataset("mini_sudoku", seed=7, size=1)[0]
     grid = entry["answer"]
-    texts = [grid, f"\n{grid}\n", f"It is:\n```\n{grid}\n```", grid.rpartition("\n")[2]]
+    texts = [grid, f"\n{grid}\n", f"It is:\n```\n{grid}\n```", grid.replace("\n", "\r\n")]
+    texts += [grid.rpartition("\n")[2]]
     task = {"name": "mini_sudoku", "config": {}}
-    assert gym_score(texts, gym=[task] * 4, entry=[entry] * 4) == [1, 1, 1, 0]
+    assert gym_score(texts, gym=[task] * 5, entry=[entry] * 5) == [1, 1, 1, 1, 0]
+
+
+def test_gym_score_takes_an_answer_of_one_line_in_a_fence() -> None:
+    """The fence that closes was the last line."""
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = reasoning_gym.create_dataset("letter_jumble", seed=7, size=1)[0]
+    task = {"name": "letter_jumble", "config": {}}
+    assert gym_score([f"Answer:\n```\n{entry['answer']}\n```"], gym=[task], entry=[entry]) == [1]
 
 
 def test_gym_score_on_a_text_that_the_scorer_cannot_take() -> None:

@@ -90,6 +90,10 @@ def asks_a_judge(completions, **columns):
 def wants_environments(completions, environments, **columns):
     return [1.0] * len(completions)
 
+def prints(completions, **columns):
+    print(completions[0])
+    return [1.0 for _ in completions]
+
 async def later(completions, **columns):
     return [2.0 for _ in completions]
 '''
@@ -159,6 +163,15 @@ def test_a_thought_that_was_cut_off_is_no_answer() -> None:
     both = replace(group("a", answer="12"), trajectories=(cut, finished))
     with WorkerGrader(["numeric"]) as grader:
         assert values(grader, both) == [0, 1]
+
+
+def test_what_a_reward_prints_cannot_control_the_terminal(
+    file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A reward that prints an answer wrote the policy's escape sequences to the user's screen."""
+    with WorkerGrader([f"{file}:prints"]) as grader:
+        assert values(grader, group("\x1b]0;own\x07 \u202eabc")) == [1]
+    assert r"\u001b]0;own\u0007 \u202eabc" in capfd.readouterr().err
 
 
 def test_failed_episodes_are_not_judged(grader: WorkerGrader) -> None:

@@ -137,6 +137,21 @@ def test_tensors_are_measured_before_they_are_expanded() -> None:
         rows_of(message)
 
 
+def test_a_sparse_tensor_whose_rows_do_not_begin_at_0_is_refused_by_name() -> None:
+    """It was an error of the server's, with a traceback."""
+    message = pb.ForwardBackwardRequest(loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.zeros(3, np.int32).tobytes()
+    tensor = datum.loss_fn_inputs["weights"]
+    tensor.dtype = pb.DTYPE_FLOAT32
+    tensor.shape.extend([3, 10])
+    tensor.sparse_csr.crow_indices = np.array([1, 2, 3, 3], np.int64).tobytes()
+    tensor.sparse_csr.col_indices = np.arange(3, dtype=np.int64).tobytes()
+    tensor.sparse_csr.values = np.ones(3, np.float32).tobytes()
+    with pytest.raises(UserError, match="weights as a sparse tensor whose indices"):
+        rows_of(message)
+
+
 async def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
     life = Life(folder)
     life.submit()
