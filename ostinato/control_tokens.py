@@ -28,6 +28,24 @@ THOUGHTS = (  # with what templates and models open a thought, and what ends it
 LONG = 10_000  # letters of a text that takes milliseconds
 
 
+def is_in_thought(text: str) -> bool | None:
+    """Does a text end inside a thought? None where it has no tag of one."""
+    for opening, end in THOUGHTS:
+        if opening in text or end in text:
+            return text.rfind(opening) > text.rfind(end)
+    return None
+
+
+def opens_thought(text: str, is_turn: bool) -> bool:
+    """Does the last turn of a context leave a thought open? A text without turns does so with a tag that ends
+    its line."""
+    for opening, end in THOUGHTS:
+        _, is_open, rest = text.rpartition(opening)
+        if is_open and end not in rest and (is_turn or not rest.partition("\n")[0].strip()):
+            return True
+    return False
+
+
 def encode_text(tokenizer: Tokenizer, text: str, *, add_special: bool = False) -> list[int]:
     """Ids of a text. A long one gives other threads their turn, as only this call of the library does."""
     if len(text) > LONG:

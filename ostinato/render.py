@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ostinato.control_tokens import THOUGHTS, ControlTokens, encode_text
+from ostinato.control_tokens import THOUGHTS, ControlTokens, encode_text, is_in_thought, opens_thought
 from ostinato.inputs import has_surrogate, parse_json
 from ostinato.tool_calls import FormOfCalls, for_template, form_of_calls
 from ostinato.types import NewRow, Prompt
@@ -174,15 +174,14 @@ class Renderer:
         return re.search(rf"\b{re.escape(name)}\b", self._template_text or "") is not None
 
     def unread(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> str:
-        """What the chat template would leave out of the chat, by name; "" if it reads all. A switch that is
-        off (False, None) is no loss."""
+        """What the chat template would leave out of the chat, or "". A switch that is off is no loss."""
         names = [name for name, value in template_kwargs.items() if value not in (None, False)]
         names += ["reasoning_content"] * any(message.get("reasoning_content") for message in messages)
         return next((name for name in names if not self.reads(name)), "")
 
     def chat_text(self, messages: Sequence[Message], *given: Any, **named: Any) -> str:
         """The chat as the template writes it, with the arguments of ``chat``."""
-        return self._control.show(self.marked_text(messages, *given, **named))
+        return self.control.show(self.marked_text(messages, *given, **named))
 
     def marked_text(
         self,
@@ -217,15 +216,7 @@ class Renderer:
 
     def encode_marked(self, text: str) -> np.ndarray:
         """[T] int32 of a ``marked_text`` or a part of it: control tokens are the template's own alone."""
-        return np.array(self._control.encode(_unicode(text)), np.int32)
-
-    def mark(self, content: str) -> str:
-        """A text of a message as it is in ``marked_text``."""
-        return self._control.hide(content)
-
-    def readable(self, marked: str) -> str:
-        """A part of a ``marked_text`` without marks."""
-        return self._control.show(marked)
+        return np.array(self.control.encode(_unicode(text)), np.int32)
 
     def _rendered(
         self,
@@ -248,10 +239,10 @@ class Renderer:
         if not self.reads("developer"):  # the newer name of a system message in OpenAI's API
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         contents = (*for_template(messages, tools, self.takes_tools, writes_calls), more)
-        if not (spelled := self._control.spelled(contents)):
+        if not (spelled := self.control.spelled(contents)):
             return render(*contents)
-        marked = render(*self._control.hide(contents))
-        if self._control.show(marked) != render(*contents):
+        marked = render(*self.control.hide(contents))
+        if self.control.show(marked) != render(*contents):
             raise ValueError(
                 f"a message spells {spelled!r}, which the chat template of {self.folder} treats in a way of "
                 "its own, so it cannot be given to the model as a text; spell it otherwise"
@@ -259,12 +250,9 @@ class Renderer:
         return marked
 
     @cached_property
-    def _control(self) -> ControlTokens:
+    def control(self) -> ControlTokens:
+        """What messages may not spell, and how their texts are marked in ``marked_text``."""
         return ControlTokens(self.tokenizer)
-
-    def spelled_control(self, contents: Any) -> str:
-        """The first control token that messages, tools, ... spell, as a text; "" if none does."""
-        return self._control.spelled(contents)
 
     def after_turn(
         self,
@@ -295,7 +283,7 @@ class Renderer:
         before = self.marked_text(prompt, not begun, continue_final=begun, **given)
         whole = [*asked, {**said, "content": f"{words}{_ANSWER}"}, *new_messages]
         head, answered, tail = self.marked_text(whole, **given).rpartition(_ANSWER)
-        shown = f"{before}{self.mark(words.removeprefix(prefill or ''))}"
+        shown = f"{before}{self.control.hide(words.removeprefix(prefill or ''))}"
         if answered and "".join(head.split()) == "".join(shown.split()):
             return self._unsaid(self.encode_marked(tail), answer)
         return NewRow(self.chat([*messages, *new_messages], **given))
@@ -307,24 +295,18 @@ class Renderer:
         answer? With ``answer``: does what was written in it? Counts what follows the last control token:
         earlier turns, and messages that name the tag, do not. A text without turns opens one with a tag that
         ends its line."""
-        written = self.decode(answer, skip_special=False)
-        for opening, end in THOUGHTS:
-            if opening in written or end in written:
-                return written.rfind(opening) > written.rfind(end)
+        if (inside := is_in_thought(self.decode(answer, skip_special=False))) is not None:
+            return inside
         tokens = np.asarray(context)
         if (last := self._last_thought) is None or not np.array_equal(last[0], tokens):  # as in prompt
             last = self._last_thought = tokens, self._opens_thought(tokens)
         return last[1]
 
     def _opens_thought(self, tokens: np.ndarray) -> bool:
-        last = int(max(np.flatnonzero(np.isin(tokens, list(self._control.ids.values()))), default=-1))
+        last = int(max(np.flatnonzero(np.isin(tokens, list(self.control.ids.values()))), default=-1))
         text = self.decode(tokens[last + 1 :], skip_special=False)
-        for opening, end in THOUGHTS:
-            _, is_open, rest = text.rpartition(opening)
-            if is_open and end not in rest and (last > 0 or not rest.partition("\n")[0].strip()):
-                return True
-        spelled = self.decode(tokens[-_LONGEST_OPENING:], skip_special=False)  # also by control tokens
-        return spelled.rstrip().endswith(tuple(opening for opening, _ in THOUGHTS))
+        spelled = self.decode(tokens[-_LONGEST_OPENING:], skip_special=False).rstrip()  # by control tokens
+        return opens_thought(text, last > 0) or spelled.endswith(tuple(opening for opening, _ in THOUGHTS))
 
     def _unsaid(self, tail: np.ndarray, answer: Sequence[int] | np.ndarray) -> np.ndarray:
         """``tail`` without the closing token that ``answer`` ends with, nor the blanks in front of it."""

@@ -190,7 +190,7 @@ def _answer(renderer: Renderer, message: Message, before: str, full_text: str) -
     if not full_text.startswith(head):
         raise ValueError(
             "the chat template begins an answer otherwise than it asks for one, so no context of it was "
-            f"sampled from: it asks with {renderer.readable(before)[-40:]!r}; use another template"
+            f"sampled from: it asks with {renderer.control.show(before)[-40:]!r}; use another template"
         )
     end, closing = _answer_end(renderer, full_text, len(head))
     if END_THINK in opened and thought is not None and thought.strip():
@@ -206,9 +206,9 @@ def _answer(renderer: Renderer, message: Message, before: str, full_text: str) -
                 "there is none), or use another template"
             )
         thought = thought.removeprefix(opened.removeprefix(THINK))  # the blanks that the context has
-        return renderer.mark(f"{thought}{END_THINK}{text}") + closing
+        return renderer.control.hide(f"{thought}{END_THINK}{text}") + closing
     answer = full_text[len(head) : end]
-    if thought is not None and renderer.mark(thought.strip()) not in answer:
+    if thought is not None and renderer.control.hide(thought.strip()) not in answer:
         name = "reasoning_content" if message.get("reasoning_content") else f"text before {END_THINK}"
         raise ValueError(
             f"the chat template does not write the {name} of its answer, so it would not be learned; leave "

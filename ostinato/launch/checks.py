@@ -200,7 +200,7 @@ def several_full_marks(reward: RewardSection) -> Iterator[str]:
 
 def warn_of_control_tokens(renderer: Renderer, chats: Sequence[tuple[str, Any]]) -> None:
     """A warning where chats, by names of their rows, spell control tokens: the model gets them as text."""
-    found = [(where, token) for where, chat in chats if (token := renderer.spelled_control(chat))]
+    found = [(where, token) for where, chat in chats if (token := renderer.control.spelled(chat))]
     if found:
         where, token = found[0]
         log.warning(
