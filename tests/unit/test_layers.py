@@ -95,7 +95,7 @@ ARROWS: dict[str, set[str]] = {
     "compiler": {"isa"},
     "history": {"types", "protocols", "run", "compiler", "isa", "algo"},
     "env": {"types", "protocols", "render", "tool_calls", "control_tokens"},
-    "reward": {"types", "protocols", "render", "workers", "observe.timeline"},
+    "reward": {"types", "protocols", "render", "control_tokens", "workers", "observe.timeline"},
     "rollout": {"types", "protocols", "run", "algo"},
     "train": {"types", "config", "protocols", "run", "algo", "model", "parallel", "workers"}
     | {"observe.mismatch", "observe.timeline"},
