@@ -34,7 +34,7 @@ from ostinato.pipeline.account import Clock, add_totals
 from ostinato.pipeline.buffer import AdmissionRule, RolloutBuffer, Rounds, TrainBatch, find_solved
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, Scores
-from ostinato.pipeline.failed import Failures, RewardFails
+from ostinato.pipeline.failed import RewardFails
 from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.recorder import Learned, StepRecorder, check_ages, prepare
 from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog
@@ -125,7 +125,6 @@ class Loop:
         if self.forgetting is not None:
             self.forgetting.open()
         self._saved_step, self._between_steps = self.state.step, False
-        self._failures = Failures(self.folder)
         self._recorder = StepRecorder(
             plan=self.plan,
             folder=self.folder,
@@ -137,14 +136,9 @@ class Loop:
             span_sources=self.span_sources,
         )
         self._scores = Scores(
-            plan=self.plan,
             stage=self.stage,
             evaluations=self.evaluations,
-            folder=self.folder,
-            ledger=self._ledger,
             recorder=self._recorder,
-            failures=self._failures,
-            observer=self.observer,
             drafting=self.drafting,
             keep=self.keep,
             on_progress=lambda: self._dog.on_progress(),
@@ -221,8 +215,9 @@ class Loop:
         with clock.doing("rollout" if overlap else "", Kind.WAIT):
             due = await self._feed.batch(self.state.step, self.state.version)
         groups = [set_step(step, item.group) for item in due.batch]
-        self._failures.see(step, groups, first=step == 1)
-        self._failures.check_graded(groups, step, self.plan.recipe.trainer.steps, self.algorithm.reward_coef)
+        failures = self._recorder.failures
+        failures.see(step, groups, first=step == 1)
+        failures.check_graded(groups, step, self.plan.recipe.trainer.steps, self.algorithm.reward_coef)
         learned = await self._learned(groups, clock)
         version = self.state.version
         if learned.report is not None:

@@ -35,6 +35,7 @@ from ostinato.pipeline.account import (
 )
 from ostinato.pipeline.buffer import RolloutBuffer, TrainBatch
 from ostinato.pipeline.credit import Credit, assign
+from ostinato.pipeline.failed import Failures
 from ostinato.pipeline.forgetting import Look
 from ostinato.pipeline.state import Finish, Observer, Plan, StalenessViolation, Workers
 from ostinato.protocols import MetricWriter, Timed
@@ -106,6 +107,7 @@ class StepRecorder:
 
     def __post_init__(self) -> None:
         self.spans = list[Span]()  # of the loop itself, for the next row
+        self.failures = Failures(self.folder)
         self._row_at = time.perf_counter()
         self._counted = sum(self.counters, Counter())
         self._over = dict[str, dict[str, float]]()
