@@ -486,9 +486,9 @@ def compare(
 @app.command(hidden=True)
 def rank() -> None:
     """A further rank of the run that has started this process; ends with it."""
-    from ostinato.launch.ranks import follow, followed
+    from ostinato.launch.ranks import find_follower, follow
 
-    if (place := followed()) is None:
+    if (place := find_follower()) is None:
         raise ValueError("this process was not started as a rank of a run; use ostinato train")
     raise typer.Exit(follow(place, child=True))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ostinato.config import check_files
 from ostinato.launch.machine import configure_threads, resolve_auto
 from ostinato.launch.models import recipe_of
-from ostinato.launch.policy import check_adapter, initial_adapters, trained
+from ostinato.launch.policy import check_adapter, initial_adapters, load_trained
 from ostinato.launch.progress import Row, interval
 from ostinato.observe.concerns import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
@@ -38,7 +38,9 @@ def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
 
     with prepare(recipe, training=False) as inputs:
         decoder = inputs.decoder
-        step, adapters = trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)
+        step, adapters = (
+            load_trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)
+        )
         engine = any_engine(recipe, inputs.decoder, inputs.renderer, need=rollout_need(inputs))
         engine.publish(adapters, step)
         stage = new_stage(inputs, engine, inputs.grader)

@@ -9,7 +9,7 @@ from ostinato.cli.report import write_report
 from ostinato.cli.restarts import session_of, supervise
 from ostinato.config import Recipe, find_recipe
 from ostinato.launch.machine import configure_threads
-from ostinato.launch.ranks import follow, followed
+from ostinato.launch.ranks import find_follower, follow
 from ostinato.launch.session import Outcome, learn
 from ostinato.launch.session import resume as resume_run
 from ostinato.model.named import is_model_name
@@ -25,7 +25,7 @@ EXIT = {"interrupted": 130, "terminated": 143, "collapsed": 1, "forgot": 1}
 def train(recipe: str, overrides: Sequence[str], restarts: int = 0, folder: Path | None = None) -> int:
     """Returns the exit code. Of several ranks that torchrun has started, all but the first follow.
     ``folder``: as in ``learn``."""
-    if (place := followed()) is not None:
+    if (place := find_follower()) is not None:
         return follow(place)
     if restarts:
         loaded = Recipe.load(recipe, *overrides)
@@ -88,7 +88,7 @@ def resume(path: Path, overrides: Sequence[str], restarts: int = 0) -> int:
         return supervise(path, restarts, session_of(path, *overrides))
     if recipe.sft.loss != "off":
         return run(recipe, path)
-    if (place := followed()) is not None:
+    if (place := find_follower()) is not None:
         return follow(place)
     return finish(lambda: resume_run(path, *overrides))
 

@@ -45,7 +45,7 @@ IMPORT_S = 60.0  # that a child of a grader may take to import the reward functi
 
 
 @contextlib.contextmanager
-def clustered(
+def open_cluster(
     inputs: RunInputs, folder: Path, memory: Memory | None, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
     """Start or join Ray and open the workers of the recipe, made by the functions of the module ``workers``;

@@ -30,9 +30,9 @@ def open_components(
     """The components of the recipe, and the inputs they work with, until the context ends.
     ``folder`` is of the run, ``workers`` the module that makes those of a cluster."""
     if inputs.recipe.cluster.samplers:
-        from ostinato.launch.cluster import clustered
+        from ostinato.launch.cluster import open_cluster
 
-        with clustered(inputs, folder, memory, workers) as found:
+        with open_cluster(inputs, folder, memory, workers) as found:
             yield found
         return
     recipe, decoder = inputs.recipe, inputs.decoder

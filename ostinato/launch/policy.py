@@ -57,7 +57,7 @@ def load_policy(target: str, *overrides: str, adapter: str = "") -> Policy:
     renderer = Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs)
     _ = renderer.stop_tokens  # raises for a chat template that writes nothing, before anything is served
     decoder = load_decoder(recipe.model, folder)
-    step, adapters = trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)
+    step, adapters = load_trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)
     return Policy(
         recipe=recipe, folder=folder, decoder=decoder, adapters=adapters, renderer=renderer, step=step
     )
@@ -95,21 +95,21 @@ def load_adapter(where: str, decoder: Base) -> tuple[int, Adapters, RunFolder | 
         assert isinstance(decoder, Decoder)
         return 0, load_peft(folder, decoder), None
     run = RunFolder.open(folder)
-    step, adapters = newest(run, decoder)
+    step, adapters = load_newest(run, decoder)
     return step, adapters, run
 
 
-def newest(run: RunFolder, decoder: Base) -> tuple[int, Adapters]:
+def load_newest(run: RunFolder, decoder: Base) -> tuple[int, Adapters]:
     """(step, adapters) of the newest whole checkpoint of a run on this base. ValueError without one."""
     recipe = Recipe.load(run.recipe)
     if recipe.adapter.kind != "lora":
         raise ValueError(f"run {run.path} trains all weights, so it is no adapter; use it by itself")
-    step, adapters = trained(recipe, run, decoder)
+    step, adapters = load_trained(recipe, run, decoder)
     assert adapters is not None
     return step, adapters
 
 
-def trained(recipe: Recipe, run: RunFolder, decoder: Base) -> tuple[int, Adapters | None]:
+def load_trained(recipe: Recipe, run: RunFolder, decoder: Base) -> tuple[int, Adapters | None]:
     """(step, adapters) of the newest whole checkpoint of ``run``.
 
     Full-parameter checkpoints are loaded into ``decoder`` itself, and the adapters are None.

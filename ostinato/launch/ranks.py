@@ -36,7 +36,7 @@ LATER_S = 5.0  # that further ranks stay after a rank was lost
 LOST = 1  # exit code of a rank that ends because one is lost
 
 
-def followed() -> Place | None:
+def find_follower() -> Place | None:
     """The place of this process where it is not the run itself but one of its further ranks."""
     place = Place.of(os.environ)
     return place if place is not None and place.rank else None

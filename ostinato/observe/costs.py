@@ -47,7 +47,7 @@ AXES: Mapping[Axis, tuple[str, Form | None]] = {
 }
 
 
-def torn(run: RunFolder) -> bool:
+def is_torn(run: RunFolder) -> bool:
     """Does ledger.jsonl end in the middle of a line, as a kill leaves it?"""
     path = run.ledger.path
     return path.exists() and bool(content := path.read_bytes()) and not content.endswith(b"\n")

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from ostinato.inputs import parse_json, parse_toml
 from ostinato.observe.ledger import find_fault
 from ostinato.observe.stats import Estimate, number
-from ostinato.observe.timeline import Span, coarse
+from ostinato.observe.timeline import Span, coarsen
 from ostinato.run import GREEDY_SET, MAIN_SET, RunFolder
 
 Row = Mapping[str, Any]
@@ -131,7 +131,7 @@ class RunRows:
                 newest = max((span.stop for span in self.spans), default=0.0)
                 self.spans = [span for span in self.spans if span.stop > newest - HORIZON_S][-2 * SPANS :]
             while len(self.spans) > 2 * SPANS:
-                self.spans, self._grain = coarse(self.spans, self._grain), 2 * self._grain
+                self.spans, self._grain = coarsen(self.spans, self._grain), 2 * self._grain
             self.arrived += [(name, row) for row in rows] if self.follow else []
             return
         if name == "ledger":
@@ -240,7 +240,7 @@ def by_step(rows: Sequence[Row]) -> list[Row]:
     return [numbered[step] for step in sorted(numbered)]
 
 
-def thinned(rows: Sequence[Row], most: int = 1000) -> list[Row]:
+def thin_rows(rows: Sequence[Row], most: int = 1000) -> list[Row]:
     """All ``rows`` if they are at most 2 x ``most``; else means of neighbours, under the last one's step."""
     each = len(rows) // most
     return [_mean(rows[at : at + each]) for at in range(0, len(rows), each)] if each > 1 else list(rows)

@@ -124,7 +124,7 @@ class Bets:
         if self.alarmed or not len(given):
             return self, None
         cut = np.clip(given, -1, 1)
-        wealth = grown(np.array(self.wealth), self.at, cut)
+        wealth = grow_wealth(np.array(self.wealth), self.at, cut)
         seen = replace(
             self,
             at=self.at + 1,
@@ -139,7 +139,7 @@ class Bets:
         return replace(seen, alarmed=True), Alarm(self.name, seen.at, seen.evidence, sentence)
 
 
-def grown(wealth: np.ndarray, at: int, x: np.ndarray) -> np.ndarray:
+def grow_wealth(wealth: np.ndarray, at: int, x: np.ndarray) -> np.ndarray:
     """``wealth [..., stakes]`` after observation ``at`` (from 0), ``x [..., n]``, new bettors included."""
     odds = np.log1p(np.asarray(STAKES) * x[..., None]).sum(-2)
     return (wealth + _reserve(at) - _reserve(at + 1)) * np.exp(np.minimum(odds, 600.0))  # stays finite

@@ -90,7 +90,7 @@ class Span:
 # ---- merging
 
 
-def merged(spans: Iterable[Span], gap_s: float = GAP_S) -> Iterator[Span]:
+def merge_spans(spans: Iterable[Span], gap_s: float = GAP_S) -> Iterator[Span]:
     """Merges neighbouring spans of one worker, kind and step, at most ``gap_s`` apart, in the order of their
     ends. The merged span covers the gaps, but its ``busy`` does not count them."""
     last: dict[str, Span] = {}
@@ -114,7 +114,7 @@ def merged(spans: Iterable[Span], gap_s: float = GAP_S) -> Iterator[Span]:
     yield from sorted(last.values(), key=lambda span: span.stop)
 
 
-def coarse(spans: Iterable[Span], grain_s: float) -> list[Span]:
+def coarsen(spans: Iterable[Span], grain_s: float) -> list[Span]:
     """Fewer spans with the same totals: a worker's short spans within ``grain_s`` seconds become one span per
     kind, placed end to end. Amounts, and seconds by worker and kind, are unchanged, and nothing moves by more
     than the grain; a window of W seconds has at most 2 W / grain + 1 such stretches of a worker. Ordered by
@@ -147,8 +147,8 @@ def _by_kind(stretch: Sequence[Span]) -> Iterator[Span]:
         at = stop
 
 
-def fewer(spans: Sequence[Span], most: int) -> list[Span]:
-    """``coarse`` with a grain at which no worker has more than ``most`` spans (at least one per kind)."""
+def limit_spans(spans: Sequence[Span], most: int) -> list[Span]:
+    """``coarsen`` with a grain at which no worker has more than ``most`` spans (at least one per kind)."""
     assert most >= len(Kind)
     found = list(spans)
     if not found:
@@ -156,7 +156,7 @@ def fewer(spans: Sequence[Span], most: int) -> list[Span]:
     grain = max(span.stop for span in found) - min(span.start for span in found)
     grain /= most
     while max(Counter(span.worker for span in found).values()) > most:
-        found = coarse(spans, grain)
+        found = coarsen(spans, grain)
         grain *= 2
     return found
 
@@ -166,11 +166,11 @@ def kept(spans: Iterable[Span], *, step: int, file_bytes: int) -> list[Span]:
 
     Every step is written in the first 8 MiB of the file, every 2nd in the next 8, every 4th in the next: the
     file grows with the logarithm of the run. A step is written in full or not at all, except for
-    ``fewer`` where a worker changed its kind of work more than ``MOST_PER_STEP`` times.
+    ``limit_spans`` where a worker changed its kind of work more than ``MOST_PER_STEP`` times.
     """
     if step % 2 ** (file_bytes // DETAIL_BYTES):
         return []
-    return fewer(list(merged(spans)), MOST_PER_STEP)
+    return limit_spans(list(merge_spans(spans)), MOST_PER_STEP)
 
 
 # ---- utilisation
@@ -224,7 +224,7 @@ def usages(spans: Iterable[Span], windows: Sequence[tuple[float, float]]) -> lis
     ]
 
 
-def together(parts: Sequence[Usage]) -> Usage:
+def add_usages(parts: Sequence[Usage]) -> Usage:
     """Several windows added up: one that starts at 0 and is as long as all of them together."""
     sums: dict[tuple[str, Kind], float] = defaultdict(float)
     for part in parts:
@@ -237,7 +237,7 @@ def together(parts: Sequence[Usage]) -> Usage:
 
 
 def _by_worker(names: Iterable[str], sums: Mapping[tuple[str, Kind], float]) -> dict[str, dict[Kind, float]]:
-    found: dict[str, dict[Kind, float]] = {name: {} for name in in_order(names)}
+    found: dict[str, dict[Kind, float]] = {name: {} for name in sort_workers(names)}
     for (worker, kind), seconds in sums.items():
         found[worker][kind] = seconds
     return found
@@ -251,7 +251,7 @@ def pool_of(worker: str) -> str:
     return POOLS.get(worker.rstrip("0123456789").rstrip("-").removesuffix("s"), worker)
 
 
-def in_order(workers: Iterable[str]) -> list[str]:
+def sort_workers(workers: Iterable[str]) -> list[str]:
     """Samplers, trainer, graders, the others; by number within a pool."""
     pools = list(POOLS.values())
 

@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from ostinato.parallel.launch import CLOSE_S, LOOPBACK, Place
 from ostinato.types import Batch, StepReport
-from ostinato.workers.remote import WorkerKind, WorkerLost, opened, sealed
+from ostinato.workers.remote import WorkerKind, WorkerLost, seal, unseal
 
 MEET_S = 1800.0  # for all to be there, and to have loaded their part: a large model, cold
 DAY = timedelta(days=1)
@@ -175,7 +175,7 @@ class Meeting:
         """Have the other ranks call ``name`` of what they serve; the caller does the same now."""
         self._store.set(f"call/{self._calls}", "")
         self._calls += 1
-        dist.broadcast_object_list([name, sealed(arguments)], 0, group=self._group)
+        dist.broadcast_object_list([name, seal(arguments)], 0, group=self._group)
 
     def awaited(self) -> tuple[str, tuple[Any, ...]]:
         """The next call, with its arguments. Raises dist.DistError where rank 0 is gone."""
@@ -187,7 +187,7 @@ class Meeting:
         self._calls += 1
         call: list[Any] = [None, None]
         dist.broadcast_object_list(call, 0, group=self._group)
-        return call[0], opened(call[1])
+        return call[0], unseal(call[1])
 
     def part(self) -> None:
         """After the last call: rank 0 keeps the store until all have read it, CLOSE_S at most."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ostinato.workers.remote import answer, opened, refusal
+from ostinato.workers.remote import pack_answer, pack_refusal, unseal
 
 BUILD = "build"  # the first call; nothing else begins before it has ended
 
@@ -52,7 +52,7 @@ class Host:
 
     def __init__(self, name: str, cores: tuple[int, int] | None = None, nice: int = 0) -> None:
         if cores is not None:
-            pin(dealt(*cores, sorted(os.sched_getaffinity(0))))
+            pin(deal_cores(*cores, sorted(os.sched_getaffinity(0))))
         if nice:
             give_way(nice)
         self._name = name
@@ -66,16 +66,16 @@ class Host:
         return float(getattr(self._object, "progress", 0.0))
 
     async def call(self, number: int, method: str, payload: bytes) -> bytes:
-        """The ``answer`` or ``refusal`` of ``method``; ``payload`` is the sealed tuple of its arguments."""
+        """The packed answer or refusal of ``method``; ``payload`` is the sealed tuple of its arguments."""
         await self._turn(number)
         try:
             if method == BUILD:
-                return answer(await self._build(*opened(payload)))
+                return pack_answer(await self._build(*unseal(payload)))
             if self._built is not None:
                 await asyncio.shield(self._built)
-            return answer(await self._run(getattr(self._object, method), opened(payload)))
+            return pack_answer(await self._run(getattr(self._object, method), unseal(payload)))
         except Exception as error:  # process boundary: the caller must be told
-            return refusal(error, self._name)
+            return pack_refusal(error, self._name)
 
     async def _turn(self, number: int) -> None:
         if number != self._next:
@@ -123,6 +123,6 @@ def give_way(nice: int) -> None:
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
 
 
-def dealt(first: int, count: int, cores: Sequence[int]) -> list[int]:
+def deal_cores(first: int, count: int, cores: Sequence[int]) -> list[int]:
     """``count`` consecutive ``cores`` from index ``first`` on, wrapping around, so that none is preferred."""
     return sorted({cores[(first + number) % len(cores)] for number in range(count)})

@@ -36,7 +36,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ostinato.workers.host import BUILD, Host, Place, here
 from ostinato.workers.process import witness
-from ostinato.workers.remote import SLICE_S, Patience, WorkerFault, WorkerKind, WorkerLost, outcome, sealed
+from ostinato.workers.remote import (
+    SLICE_S,
+    Patience,
+    WorkerFault,
+    WorkerKind,
+    WorkerLost,
+    seal,
+    unpack_outcome,
+)
 
 HEAD_S = 15  # seconds without an answer of the head, after which it is lost; Ray itself aborts after 60
 STORE_BYTES = 1 << 29  # of shared memory for messages, on a cluster that we start; the rest spills to disk
@@ -157,7 +165,7 @@ class Cluster:
     def shelf(self, value: Any) -> Any:
         """A reference to the sealed ``value``, put once for all workers that get it in succession."""
         if self._sent[0] is not value:
-            self._sent = (value, ray.put(sealed((value,))))
+            self._sent = (value, ray.put(seal((value,))))
         return self._sent[1]
 
     def close(self, *, leave: bool) -> None:
@@ -194,7 +202,7 @@ class RayRemote:
         self._number, self._gone, self._build = 0, "", None
 
     def build(self, factory: str, arguments: Mapping[str, Any]) -> None:
-        self._build = self._send(BUILD, sealed((factory, dict(arguments), os.getcwd())))
+        self._build = self._send(BUILD, seal((factory, dict(arguments), os.getcwd())))
 
     def _send(self, method: str, payload: Any) -> Any:
         if self._gone:
@@ -206,11 +214,11 @@ class RayRemote:
 
     async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
         with self._named(method):
-            payload = self._cluster.shelf(*arguments) if shared else sealed(arguments)
+            payload = self._cluster.shelf(*arguments) if shared else seal(arguments)
         reference = self._send(method, payload)
         if self.place is None:
-            self._arrive(outcome(await self._answer(self._build, BUILD, self._start_s)))
-        return outcome(await self._answer(reference, method, within_s))
+            self._arrive(unpack_outcome(await self._answer(self._build, BUILD, self._start_s)))
+        return unpack_outcome(await self._answer(reference, method, within_s))
 
     def _arrive(self, place: Place) -> None:
         if place.ostinato != (ours := here().ostinato):
@@ -232,10 +240,10 @@ class RayRemote:
             future.cancel()
 
     def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
-        reference = self._send(method, sealed(arguments))
+        reference = self._send(method, seal(arguments))
         if self.place is None:
-            self._arrive(outcome(self._awaited(self._build, BUILD, self._start_s)))
-        return outcome(self._awaited(reference, method, within_s))
+            self._arrive(unpack_outcome(self._awaited(self._build, BUILD, self._start_s)))
+        return unpack_outcome(self._awaited(reference, method, within_s))
 
     def _awaited(self, reference: Any, method: str, within_s: float) -> bytes:
         """``_answer`` for a thread."""

@@ -1,6 +1,6 @@
 """The caller's side of a worker: a remote object, whose methods are called with a time limit.
 
-Arguments and answers are pickled here (``sealed``), not by Ray, and an exception that a method raises is
+Arguments and answers are pickled here (``seal``), not by Ray, and an exception that a method raises is
 raised again at the caller.
 """
 
@@ -52,14 +52,14 @@ class WorkerLost(Lost):
         return f"{self.name} {self.cause}".strip()
 
 
-def sealed(value: Any) -> bytes:
+def seal(value: Any) -> bytes:
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(value)
     return stream.getvalue()
 
 
-def opened(payload: bytes) -> Any:
-    """What was ``sealed``; only by a process of the same run, as a pickle can run any code."""
+def unseal(payload: bytes) -> Any:
+    """What was ``seal``; only by a process of the same run, as a pickle can run any code."""
     return pickle.loads(payload)
 
 
@@ -137,28 +137,28 @@ class Patience:
                 raise WorkerLost(WorkerKind.of(self._name), f"{self._what} in {limit:g} s", self._name)
 
 
-def answer(value: Any) -> bytes:
+def pack_answer(value: Any) -> bytes:
     """What a worker sends back when a method has returned."""
-    return sealed((True, value))
+    return seal((True, value))
 
 
-def refusal(error: BaseException, name: str) -> bytes:
+def pack_refusal(error: BaseException, name: str) -> bytes:
     """What a worker sends back when a method has raised: the exception, with its traceback as a note."""
     lines = "".join(traceback.format_exception(error))
     error.add_note(f"in {name}:\n{lines}")
     try:
-        payload = sealed((False, error.with_traceback(None)))
-        opened(payload)  # an exception whose __init__ takes more than a message only breaks here
+        payload = seal((False, error.with_traceback(None)))
+        unseal(payload)  # an exception whose __init__ takes more than a message only breaks here
     except Exception:
         fault = WorkerFault(f"{name} raised {type(error).__name__}: {error}")
         fault.add_note(lines)
-        payload = sealed((False, fault))
+        payload = seal((False, fault))
     return payload
 
 
-def outcome(payload: bytes) -> Any:
+def unpack_outcome(payload: bytes) -> Any:
     """At the caller: the value, or the exception raised."""
-    fine, value = opened(payload)
+    fine, value = unseal(payload)
     if fine:
         return value
     raise value

@@ -16,8 +16,8 @@ from ostinato.apps.scaling.decide import Terms, decide, forecast, reach, rival
 from ostinato.apps.scaling.gates import REPORTED, Assessment, assess
 from ostinato.apps.scaling.posterior import Interval, Posterior, posterior
 from ostinato.apps.scaling.reading import Window
-from ostinato.observe.costs import cost_tables, torn
-from ostinato.observe.ledger import priced, read, summary
+from ostinato.observe.costs import cost_tables, is_torn
+from ostinato.observe.ledger import read, set_price, summary
 from ostinato.run import RunFolder
 from ostinato.tables import NONE, Table, compute_text
 
@@ -124,7 +124,7 @@ class Known:
         parts += [f"{series.unmeasured} without a score left out"] * bool(series.unmeasured)
         sentences = [f"{self.name} is {assessment.standing}: {assessment.reason}."]
         sentences.append(f"Fitted: {', '.join(parts)}.")
-        sentences += [TORN] * bool(window.run and torn(RunFolder.open(window.run)))
+        sentences += [TORN] * bool(window.run and is_torn(RunFolder.open(window.run)))
         return sentences + [f"Flags: {', '.join(assessment.flags)}."] * bool(assessment.flags)
 
 
@@ -360,14 +360,14 @@ def books(runs: Sequence[RunFolder], price: float = 0.0) -> Answer:
     ]
     sums, lead = {}, list[str]()
     for name, run in zip(names, runs, strict=True):
-        rows = priced(read(run), price)
+        rows = set_price(read(run), price)
         if not rows:
             raise ValueError(f"run {name} has no row in ledger.jsonl; it has finished no step yet")
         one = sums[name] = summary(rows)
         times = {1: "once", 2: "twice"}.get(one.sessions, f"{one.sessions} times")
         lead += [
             f"{name}: {one.steps} steps, started {times}.",
-            *[TORN] * torn(run),
+            *[TORN] * is_torn(run),
             *one.notes,
         ]
     result = {"runs": [{"run": name, **asdict(one)} for name, one in sums.items()]}

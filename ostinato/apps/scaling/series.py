@@ -13,7 +13,7 @@ import numpy as np
 
 from ostinato.apps.scaling.curve import Sigmoid, simulate
 from ostinato.every import Axis
-from ostinato.observe.ledger import priced, read, spent
+from ostinato.observe.ledger import read, set_price, spent
 from ostinato.run import RunFolder
 
 
@@ -285,7 +285,7 @@ def _compute(run: RunFolder, axis: Axis, steps: Sequence[int], price: float) -> 
         return [float(step) for step in steps]
     name = run.path.name
     try:
-        upto = spent(priced(read(run), price), axis)
+        upto = spent(set_price(read(run), price), axis)
     except ValueError as error:
         raise ValueError(f"run {name}: {error}") from None
     for step in steps:

@@ -26,7 +26,7 @@ from ostinato.apps.serve.thread import EngineThread
 from ostinato.launch import RunFailed
 from ostinato.launch.engine import AnyEngine
 from ostinato.launch.models import recipe_of
-from ostinato.launch.policy import Policy, load_adapter, load_policy, newest, serve
+from ostinato.launch.policy import Policy, load_adapter, load_newest, load_policy, serve
 from ostinato.model.base import Base
 from ostinato.model.generation import sampling_defaults
 from ostinato.model.lora import Adapters
@@ -136,7 +136,7 @@ async def follow(served: Served) -> None:
             if (last := _newest_name(run)) == seen[name]:
                 continue
             seen[name] = last
-            await renew(served, name, partial(newest, run, served.decoder))
+            await renew(served, name, partial(load_newest, run, served.decoder))
 
 
 async def renew(served: Served, name: str, load: Callable[[], tuple[int, Adapters]]) -> None:

@@ -15,8 +15,8 @@ sampling that it does for later steps, as "pending"; the row of the step that tr
 it and subtracts it from pending. Every row has its own devices and price.
 """
 
-from ostinato.observe.ledger.rows import Event, Spell, checked, find_fault, read, spells
-from ostinato.observe.ledger.sums import AXES, Summary, priced, spent, summary
+from ostinato.observe.ledger.rows import Event, Spell, check_ledger, find_fault, read, spells
+from ostinato.observe.ledger.sums import AXES, Summary, set_price, spent, summary
 from ostinato.observe.ledger.write import POOL, Ledger, SteadyClock, Terms
 
 __all__ = [
@@ -28,10 +28,10 @@ __all__ = [
     "SteadyClock",
     "Summary",
     "Terms",
-    "checked",
+    "check_ledger",
     "find_fault",
-    "priced",
     "read",
+    "set_price",
     "spells",
     "spent",
     "summary",

@@ -71,10 +71,10 @@ NEEDS: Mapping[Event, tuple[str, ...]] = {  # the fields that every reader needs
 def read(folder: RunFolder) -> list[dict[str, Any]]:
     """The rows of a run's ledger, without a torn last line. Raises ValueError if an earlier line is damaged
     or of another format."""
-    return list(checked(folder.ledger))
+    return list(check_ledger(folder.ledger))
 
 
-def checked(log: Jsonl) -> Iterator[dict[str, Any]]:
+def check_ledger(log: Jsonl) -> Iterator[dict[str, Any]]:
     """``read``, row by row."""
     for number, row in enumerate(log.rows(), start=1):
         if fault := find_fault(row, first=number == 1):

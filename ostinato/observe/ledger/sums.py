@@ -51,7 +51,7 @@ AXES: Mapping[Axis, Callable[[Spell], float]] = {
 }
 
 
-def priced(rows: Iterable[Row], price: float) -> list[Row]:
+def set_price(rows: Iterable[Row], price: float) -> list[Row]:
     """The rows, with ``price`` for the sessions that have none."""
     new = {"price_per_device_hour": price}
     return [

@@ -37,10 +37,10 @@ from ostinato.observe.figures import (
 )
 from ostinato.observe.gap import compare_arms, describe_gap, gate, measured
 from ostinato.observe.ledger import summary
-from ostinato.observe.rows import Row, RunRows, by_step, thinned
+from ostinato.observe.rows import Row, RunRows, by_step, thin_rows
 from ostinato.observe.samples import Samples, held_out_pairs
 from ostinato.observe.stats import estimate, number
-from ostinato.observe.timeline import Usage, fewer, pool_of, together, usages
+from ostinato.observe.timeline import Usage, add_usages, limit_spans, pool_of, usages
 from ostinato.render import Renderer
 from ostinato.run import RunFolder, atomic_write, to_json
 
@@ -102,7 +102,7 @@ def digest(script: str) -> str:
 
 def embedded(data: RunRows, samples: Samples) -> dict[str, Any]:
     """All of a run: ``state`` and rows, thinned where there are many."""
-    spans = fewer(data.spans, SPANS)
+    spans = limit_spans(data.spans, SPANS)
     rows = {
         "metrics": [
             (
@@ -112,7 +112,7 @@ def embedded(data: RunRows, samples: Samples) -> dict[str, Any]:
                     if isinstance(value, int | float)
                 }
             )
-            for row in thinned(data.metrics)
+            for row in thin_rows(data.metrics)
         ],
         "timeline": [span.to_json() for span in spans],
     }
@@ -186,7 +186,7 @@ def use(data: RunRows) -> tuple[list[dict[str, float]], Usage | None]:
         return [], None
     pools = dict.fromkeys(pool_of(worker) for _, use in known for worker in use.seconds)
     rows = [{"step": step} | {p: v for p in pools if (v := use.idle(p)) is not None} for step, use in known]
-    return rows, together([use for _, use in known])
+    return rows, add_usages([use for _, use in known])
 
 
 def solved_at(data: RunRows) -> float:

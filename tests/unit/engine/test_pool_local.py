@@ -21,7 +21,7 @@ from ostinato.observe.timeline import Kind
 from ostinato.protocols import Job, Starts, Worker
 from ostinato.rollout.schedule import least_loaded
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling
-from ostinato.workers.remote import opened, sealed
+from ostinato.workers.remote import seal, unseal
 
 DECODER = tiny_decoder()
 
@@ -107,7 +107,7 @@ def test_a_payload_that_was_damaged_on_its_way_costs_a_worker_and_no_token() -> 
         async def publish(self, publication: Publication) -> str:
             if publication.version == 2 and not damaged:
                 damaged.append(True)
-                publication = opened(sealed(publication))  # as it arrives: another memory
+                publication = unseal(seal(publication))  # as it arrives: another memory
                 next(iter(publication.payload.factors.values())).view(torch.int32).view(-1)[0] ^= 1
             return await super().publish(publication)
 

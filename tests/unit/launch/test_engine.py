@@ -24,7 +24,7 @@ from ostinato.launch import trainer as parts
 from ostinato.launch.checks import caveats, check, check_exact, check_model
 from ostinato.launch.drafts import load_history, new_memory, save_history
 from ostinato.launch.engine import vllm_engine
-from ostinato.launch.ranks import backend, followed
+from ostinato.launch.ranks import backend, find_follower
 from ostinato.launch.trainer import new_sharded_trainer
 from ostinato.model.decoder import Decoder
 from ostinato.run import RunFolder
@@ -261,12 +261,12 @@ def test_other_ranks_than_the_layout_has_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_rank_0_is_the_run_and_the_others_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert followed() is None
+    assert find_follower() is None
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
-    assert followed() is None
+    assert find_follower() is None
     monkeypatch.setenv("RANK", "1")
-    place = followed()
+    place = find_follower()
     assert place is not None and place.rank == 1
 
 

@@ -32,7 +32,7 @@ from ostinato.model.wire import (
     unpack,
 )
 from ostinato.types import Request, Sampling
-from ostinato.workers.remote import opened, sealed
+from ostinato.workers.remote import seal, unseal
 
 DECODERS = {kind: tiny(kind) for kind in KINDS}
 QWEN = DECODERS["softmax"]
@@ -105,7 +105,7 @@ def test_whole_cache_lines_lie_on_cache_lines(kind: str) -> None:
 @given(kind=st.sampled_from(sorted(KINDS)), spec=specs, seed=st.integers(0, 99))
 def test_adapters_arrive_bit_for_bit(kind: str, spec: AdapterSpec, seed: int) -> None:
     sent = random_adapters(DECODERS[kind], spec, seed)
-    got = unpack(opened(sealed(pack(sent))), DECODERS[kind].config)
+    got = unpack(unseal(seal(pack(sent))), DECODERS[kind].config)
     assert got is not None and got.spec == spec and list(got.tensors) == list(sent.tensors)
     for name, tensor in sent.state_dict().items():
         assert torch.equal(got.state_dict()[name].view(torch.int32), tensor.view(torch.int32))

@@ -18,9 +18,9 @@ from ostinato.observe.ledger import (
     Ledger,
     SteadyClock,
     Terms,
-    checked,
-    priced,
+    check_ledger,
     read,
+    set_price,
     spent,
     summary,
 )
@@ -301,8 +301,8 @@ def test_a_price_may_come_later_and_a_bill_says_why_it_is_missing() -> None:
     assert summary(free).notes == (f"There is no bill: the price of the run {ask}",)
     half = killed_and_resumed(price=0.0)
     assert summary(half).notes == (f"There is no bill: the price of session 1 {ask}",)
-    assert priced(half, 2.0) == rows and priced(rows, 9.0) == rows
-    assert spent(priced(half, 2.0), "money") == spent(rows, "money")
+    assert set_price(half, 2.0) == rows and set_price(rows, 9.0) == rows
+    assert spent(set_price(half, 2.0), "money") == spent(rows, "money")
     mixed = [row | {"currency": "EUR"} if row.get("session") == 2 else row for row in rows]
     assert summary(mixed).notes == ("There is no bill: it was paid in EUR and USD.",)
 
@@ -380,7 +380,7 @@ def test_a_ledger_begins_with_a_start(tmp_path: Path) -> None:
     run = folder(tmp_path)
     run.ledger.append(a_step(1, 1, 10.0))
     with pytest.raises(ValueError, match=r"line 1 of .* is not the start of a session"):
-        list(checked(run.ledger))
+        list(check_ledger(run.ledger))
 
 
 def test_several_pools_each_on_its_own_devices() -> None:

@@ -14,7 +14,7 @@ from small_ledger import start
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.observe.figures import count_faults, describe, figures
-from ostinato.observe.rows import RunRows, Tail, main_scores, thinned
+from ostinato.observe.rows import RunRows, Tail, main_scores, thin_rows
 from ostinato.observe.stats import number
 from ostinato.run import Jsonl, RunFolder
 
@@ -118,7 +118,7 @@ def test_only_the_last_minutes_of_a_timeline_are_followed(tmp_path: Path) -> Non
 def test_thinned_rows_are_the_means_of_neighbours(count: int, most: int) -> None:
     column = [None if n % 7 == 3 else float(n * n % 101) for n in range(count)]
     rows = [{"step": n + 1, "x": value} for n, value in enumerate(column)]
-    found = thinned(rows, most)
+    found = thin_rows(rows, most)
     assert len(found) < 2 * most + 2
     if count < 2 * most:
         assert found == rows

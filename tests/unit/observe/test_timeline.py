@@ -15,12 +15,12 @@ from ostinato.observe.timeline import (
     MOST_PER_STEP,
     Kind,
     Span,
-    coarse,
-    fewer,
-    in_order,
+    coarsen,
     kept,
-    merged,
+    limit_spans,
+    merge_spans,
     pool_of,
+    sort_workers,
     usage,
     usages,
 )
@@ -67,13 +67,13 @@ def test_a_row_comes_back(spans: list[Span]) -> None:
 
 def test_neighbours_become_one() -> None:
     passes = [span("sampler-0", Kind.DECODE, i / 10, (i + 1) / 10 - 0.003, amount=4) for i in range(5)]
-    (one,) = merged(passes)
+    (one,) = merge_spans(passes)
     assert (one.start, one.stop, one.amount) == (0.0, 0.497, 20)
 
 
 @given(timelines(), st.floats(0.01, 5.0))
 def test_fewer_spans_come_to_the_same_seconds(spans: list[Span], grain: float) -> None:
-    found = coarse(spans, grain)
+    found = coarsen(spans, grain)
     assert_same(sums(found), sums(spans))
     amounts: Counter[tuple[str, Kind]] = Counter()
     for one, sign in [*((each, 1) for each in found), *((each, -1) for each in spans)]:
@@ -84,12 +84,12 @@ def test_fewer_spans_come_to_the_same_seconds(spans: list[Span], grain: float) -
 @given(timelines(), st.floats(0.01, 5.0), st.floats(0.0, 60.0))
 def test_nothing_moves_by_more_than_the_grain(spans: list[Span], grain: float, at: float) -> None:
     """Up to any moment, each kind of work is behind or ahead by less than a grain."""
-    assert_same(sums(coarse(spans, grain), at), sums(spans, at), by=grain + 1e-9)
+    assert_same(sums(coarsen(spans, grain), at), sums(spans, at), by=grain + 1e-9)
 
 
 @given(timelines(), st.floats(0.01, 5.0))
 def test_a_worker_still_does_one_thing_at_a_time(spans: list[Span], grain: float) -> None:
-    found = coarse(spans, grain)
+    found = coarsen(spans, grain)
     assert [one.start for one in found] == sorted(one.start for one in found)
     for worker in {one.worker for one in found}:
         own = [one for one in found if one.worker == worker]
@@ -98,7 +98,7 @@ def test_a_worker_still_does_one_thing_at_a_time(spans: list[Span], grain: float
 
 @given(timelines(), st.integers(len(Kind), 40))
 def test_fewer_is_few_enough(spans: list[Span], most: int) -> None:
-    found = fewer(spans, most)
+    found = limit_spans(spans, most)
     assert max(Counter(one.worker for one in found).values(), default=0) <= most
     assert_same(sums(found), sums(spans))
     if len(spans) <= len(Kind):
@@ -179,9 +179,17 @@ def test_the_bubble_share_by_hand() -> None:
 
 def test_workers_belong_to_pools() -> None:
     names = ["loop", "graders", "grader-1", "trainer", "sampler-10", "sampler-9", "sampler"]
-    assert in_order(names) == ["sampler", "sampler-9", "sampler-10", "trainer", "grader-1", "graders", "loop"]
+    assert sort_workers(names) == [
+        "sampler",
+        "sampler-9",
+        "sampler-10",
+        "trainer",
+        "grader-1",
+        "graders",
+        "loop",
+    ]
     pools = ["samplers"] * 3 + ["trainer"] + ["graders"] * 2 + ["loop"]
-    assert [pool_of(name) for name in in_order(names)] == pools
+    assert [pool_of(name) for name in sort_workers(names)] == pools
 
 
 def test_a_gap_that_is_drawn_over_is_not_worked_through() -> None:

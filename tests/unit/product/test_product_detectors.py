@@ -17,7 +17,7 @@ from ostinato.apps.product.detectors import (
     standardise,
     watch_rate,
 )
-from ostinato.observe.stats import STAKES, Alarm, Bets, grown
+from ostinato.observe.stats import STAKES, Alarm, Bets, grow_wealth
 
 STEPS = 1000
 ALPHA = 0.05
@@ -33,7 +33,7 @@ def first_alarms(x: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
     wealth = np.zeros((len(x), len(STAKES)))
     found = np.full(len(x), math.inf)
     for step in range(x.shape[1]):
-        wealth = np.minimum(grown(wealth, step, np.clip(x[:, step], -1, 1)), 1e100)
+        wealth = np.minimum(grow_wealth(wealth, step, np.clip(x[:, step], -1, 1)), 1e100)
         evidence = alpha * (wealth.mean(-1) + 1 / (1 + math.log1p(step + 1)))
         found = np.where((evidence >= 1) & (found == math.inf), step + 1, found)
     return found
@@ -76,7 +76,7 @@ def test_the_wealth_is_a_mixture_over_starts(steps: list[list[float]]) -> None:
 def test_a_fair_coin_leaves_the_expected_wealth_as_it_was(at: int, wealth: list[float]) -> None:
     """The supermartingale, exactly: the mean over both sides."""
     before = np.array(wealth)
-    after = [grown(before, at, np.array([side])) for side in (1.0, -1.0)]
+    after = [grow_wealth(before, at, np.array([side])) for side in (1.0, -1.0)]
     reserve = [1 / (1 + math.log1p(t)) for t in (at, at + 1)]
     mean = (after[0].mean() + after[1].mean()) / 2 + reserve[1]
     assert mean == pytest.approx(before.mean() + reserve[0])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.workers.remote import opened, sealed
+from ostinato.workers.remote import seal, unseal
 
 KINDS = [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.float64]
 
@@ -29,7 +29,7 @@ def values(draw: Any) -> list[Any]:
 @given(values())
 def test_values_come_back_as_they_were(value: list[Any]) -> None:
     """A tensor without an element could not be sent where its stride was not 1."""
-    check(value, opened(sealed(value)))
+    check(value, unseal(seal(value)))
 
 
 def check(value: list[Any], found: list[Any]) -> None:
@@ -46,5 +46,5 @@ def check(value: list[Any], found: list[Any]) -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_view_travels_without_the_rest_of_its_storage(dim: int) -> None:
     part = torch.arange(1 << 16).reshape(1 << 8, 1 << 8).select(dim, 1)
-    payload = sealed(part)
-    assert torch.equal(opened(payload), part) and len(payload) < 2 * part.nbytes + 1000
+    payload = seal(part)
+    assert torch.equal(unseal(payload), part) and len(payload) < 2 * part.nbytes + 1000

@@ -24,17 +24,17 @@ from ostinato.engine.serve import SamplerLink
 from ostinato.reward.remote import GraderLink, GraderServer
 from ostinato.train.remote import TrainerLink, TrainerServer
 from ostinato.types import Batch, Group, Microbatch, Reward, StepReport
-from ostinato.workers.host import BUILD, Host, dealt
+from ostinato.workers.host import BUILD, Host, deal_cores
 from ostinato.workers.remote import (
     Patience,
     WorkerFault,
     WorkerKind,
     WorkerLost,
-    answer,
-    opened,
-    outcome,
-    refusal,
-    sealed,
+    pack_answer,
+    pack_refusal,
+    seal,
+    unpack_outcome,
+    unseal,
 )
 
 
@@ -59,20 +59,20 @@ class Direct:
     def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
         end = self._begin(method)
         try:
-            payload = answer(getattr(self.served, method)(*opened(sealed(arguments))))
+            payload = pack_answer(getattr(self.served, method)(*unseal(seal(arguments))))
         except Exception as error:
-            payload = refusal(error, self.name)
+            payload = pack_refusal(error, self.name)
         if end:
             raise WorkerLost(self.kind, f"was lost while it did {method}", self.name)
-        return outcome(payload)
+        return unpack_outcome(payload)
 
     async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
         end = self._begin(method)
         await asyncio.sleep(0)
-        value = await getattr(self.served, method)(*opened(sealed(arguments)))
+        value = await getattr(self.served, method)(*unseal(seal(arguments)))
         if end:
             raise WorkerLost(self.kind, f"was lost while it did {method}", self.name)
-        return outcome(answer(value))
+        return unpack_outcome(pack_answer(value))
 
     def kill(self) -> None:
         self.killed = True
@@ -86,7 +86,7 @@ def test_a_refused_batch_is_refused_as_itself_from_afar() -> None:
     diagnosis, came back as a TypeError about its own arguments."""
     reported = Misaligned("routes of others", diagnosis(), ("a#0",), steps_taken=2)
     with pytest.raises(Misaligned, match="routes of others") as caught:
-        outcome(refusal(reported, "trainer"))
+        unpack_outcome(pack_refusal(reported, "trainer"))
     assert caught.value.uids == ("a#0",) and caught.value.steps_taken == 2
     assert caught.value.diagnosis == diagnosis()
     assert caught.value.__notes__[0].startswith("in trainer:\n")
@@ -103,7 +103,7 @@ def test_what_cannot_be_pickled_is_told_in_words() -> None:
             self.lock = threading.Lock()
 
     with pytest.raises(WorkerFault, match="grader-1 raised Odd: a lock cannot travel"):
-        outcome(refusal(Odd(), "grader-1"))
+        unpack_outcome(pack_refusal(Odd(), "grader-1"))
 
 
 # ---- how long somebody is waited for
@@ -177,7 +177,7 @@ def hosted(test: Callable[[Host], Coroutine[Any, Any, Any]]) -> Any:
     async def run() -> Any:
         host = Host("worker-0")
         arguments = (f"{__name__}:counting", {"start": 40}, os.getcwd())
-        outcome(await host.call(0, BUILD, sealed(arguments)))
+        unpack_outcome(await host.call(0, BUILD, seal(arguments)))
         return await test(host)
 
     return asyncio.run(run())
@@ -190,18 +190,18 @@ def test_calls_begin_in_the_order_in_which_they_were_made(order: list[int]) -> N
     calls that are to be sampled by the policy before it."""
 
     async def test(host: Host) -> list[int]:
-        await asyncio.gather(*(host.call(number, "meet", sealed((number,))) for number in order))
-        return outcome(await host.call(8, "meet", sealed((8,))))
+        await asyncio.gather(*(host.call(number, "meet", seal((number,))) for number in order))
+        return unpack_outcome(await host.call(8, "meet", seal((8,))))
 
     assert hosted(test) == list(range(1, 9))
 
 
 def test_methods_that_compute_do_so_in_one_thread_and_refusals_come_back() -> None:
     async def test(host: Host) -> None:
-        number, thread = outcome(await host.call(1, "work", sealed((2,))))
+        number, thread = unpack_outcome(await host.call(1, "work", seal((2,))))
         assert number == 42 and thread.startswith("worker-0")
         with pytest.raises(ValueError, match="not this one"):
-            outcome(await host.call(2, "refuse", sealed(())))
+            unpack_outcome(await host.call(2, "refuse", seal(())))
         assert await host.alive() == 1.0
 
     hosted(test)
@@ -229,10 +229,10 @@ def test_what_follows_waits_until_the_worker_is_built() -> None:
     async def run() -> int:
         host = Host("worker-0")
         arguments = (f"{__name__}:counting", {"start": 1}, os.getcwd())
-        build, call = host.call(0, BUILD, sealed(arguments)), host.call(1, "work", sealed((1,)))
+        build, call = host.call(0, BUILD, seal(arguments)), host.call(1, "work", seal((1,)))
         built, called = await asyncio.gather(build, call)
-        outcome(built)
-        return outcome(called)[0]
+        unpack_outcome(built)
+        return unpack_outcome(called)[0]
 
     assert asyncio.run(run()) == 2
 
@@ -246,7 +246,7 @@ def test_what_follows_waits_until_the_worker_is_built() -> None:
 def test_cores_are_dealt_round(workers: list[int], cores: int, first: int) -> None:
     available = [first + core for core in range(cores)]
     firsts = np.cumsum([0, *workers[:-1]]).tolist()
-    hands = [dealt(start, count, available) for start, count in zip(firsts, workers, strict=True)]
+    hands = [deal_cores(start, count, available) for start, count in zip(firsts, workers, strict=True)]
     assert [len(hand) for hand in hands] == [min(count, cores) for count in workers]
     if sum(workers) <= cores:
         assert len({core for hand in hands for core in hand}) == sum(workers)
