@@ -86,8 +86,10 @@ def test_launches_of_a_layer_and_nothing_is_read_back(raw: dict[str, Any], adapt
 
 @pytest.mark.parametrize(("raw", "reads"), [(DENSE, 1), (EXPERTS, 2)], ids=["dense", "mixture"])
 def test_a_step_reads_its_tokens_and_routes_alone(raw: dict[str, Any], reads: int) -> None:
-    """Schedule, pass, draw and what comes after, of a prompt and then of a token."""
-    engine, seen = LocalEngine(made(raw, 1), kernels=CudaKernels(), kv_memory_mb=1, context_limit=64), []
+    """Schedule, pass, draw by a filter and what comes after, of a prompt and then of a token. What a filter
+    left, where it is recorded, is read too."""
+    options: dict[str, Any] = {"kv_memory_mb": 1, "context_limit": 64, "record_support": False}
+    engine, seen = LocalEngine(made(raw, 1), kernels=CudaKernels(), **options), []
     engine.publish(adapters_of(engine.decoder), 1)
     step = engine._driver._step
 
