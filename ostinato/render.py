@@ -27,6 +27,7 @@ import numpy as np
 
 from ostinato.control_tokens import THOUGHTS, ControlTokens, encode_text, is_in_thought, opens_thought
 from ostinato.inputs import has_surrogate, parse_json
+from ostinato.tiktoken_vocabulary import read_tiktoken, vocabulary_file
 from ostinato.tool_calls import FormOfCalls, for_template, form_of_calls
 from ostinato.types import NewRow, Prompt
 
@@ -59,7 +60,8 @@ class Renderer:
         """``now`` is what templates that print the date see: fixed for the whole run, so prompts stay equal.
         ``template_kwargs``: names that the template reads in every chat, unless a chat has its own.
 
-        Raises ValueError for a folder without tokenizer.json or with a damaged file, and for an unread name.
+        Raises ValueError for a folder without tokenizer.json or a vocabulary of tiktoken, or with a damaged
+        file, and for an unread name.
         """
         self.folder, self.tokenizer = folder, _load_tokenizer(folder)
         self._now = now or datetime.now()
@@ -391,6 +393,8 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     if not (folder / "tokenizer.json").is_file():
+        if vocabulary_file(folder):
+            return read_tiktoken(folder)
         raise ValueError(f"tokenizer folder {folder} has no tokenizer.json; save a fast tokenizer there")
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -10,6 +10,7 @@ from typing import Any
 from ostinato.hf.factors import Site
 from ostinato.hf.replay import Replay
 from ostinato.model.config import MoEConfig
+from ostinato.model.config_keys import quantisation_of
 from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.model.shapes import AdapterSpec
 
@@ -37,7 +38,8 @@ class ModelFacts:
         try:
             from transformers import AutoConfig
 
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            quantisation_of(config.to_dict())
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ValueError(
                 f"transformers cannot read {folder}: {' '.join(str(error).split())[:300]}"
@@ -72,8 +74,14 @@ class ModelFacts:
 
 def _number(config: Any, *names: str, default: int) -> int:
     """The first of these keys that is a number."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), default)
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # layers differ in it (Gemma 4)
+            value = getattr(config.per_layer_config[0], name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return default
 
 
 def measured(

@@ -357,6 +357,8 @@ def _refuse_unsupported(c: Mapping[str, Any], family: str) -> None:
             raise NotNative(f"{key} is {c[key]!r}, which this decoder does not compute")
     if c.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise NotNative(f"partial_rotary_factor is {c['partial_rotary_factor']}; only 1.0 is supported")
+    if c.get("use_qk_norm", True) is not True:
+        raise NotNative(f"use_qk_norm is {c['use_qk_norm']!r}; only true is supported for {family}")
     if family != "deepseek_v3":
         return
     for key, only in {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():

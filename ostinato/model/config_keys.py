@@ -22,7 +22,8 @@ _UNDERSTOOD_BY = {
     "qwen2": "use_sliding_window sliding_window max_window_layers layer_types",
     "qwen3": "attention_bias use_sliding_window sliding_window max_window_layers layer_types",
     "qwen3_moe": "attention_bias use_sliding_window sliding_window max_window_layers decoder_sparse_step"
-    " mlp_only_layers moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob",
+    " mlp_only_layers moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob"
+    " use_qk_norm",
     "mixtral": "sliding_window num_local_experts num_experts num_experts_per_tok",
     "olmoe": "attention_bias clip_qkv num_experts num_local_experts num_experts_per_tok norm_topk_prob",
     "deepseek_v3": "attention_bias moe_intermediate_size n_routed_experts num_local_experts n_shared_experts"

@@ -26,6 +26,7 @@ from ostinato.run import atomic_write
 _COMPANIONS = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt"
     " tokenizer.model tiktoken.model chat_template.jinja chat_template.json generation_config.json"
+    " tokenization_kimi.py"
 )
 
 

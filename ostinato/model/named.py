@@ -59,7 +59,7 @@ def _download(name: str) -> Path:
         raise ValueError(
             f'model.path is {name!r}, a hub name, but huggingface_hub is missing; pip install "ostinato[hub]"'
         ) from error
-    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "tokenization_*.py"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -10,6 +10,7 @@ import pytest
 from worlds import DEEPSEEK, tiny_dense, tiny_moe
 
 from ostinato.model.config import QKNorm, RopeType, parse_config, read_config
+from ostinato.model.config_keys import unknown_keys
 
 SMALL = tiny_dense(num_hidden_layers=4, tie_word_embeddings=False)
 QWEN3_MOE = tiny_moe(num_hidden_layers=4, num_experts=8)
@@ -94,6 +95,45 @@ def test_two_forms_of_rope_agree_or_are_refused() -> None:
     )
     assert (both.rope.rope_type, both.rope.theta) == (RopeType.YARN, 1e6)
     assert parse_config({**SMALL, "rope_parameters": plain, "rope_scaling": None}).rope.theta == 1e6
+
+
+# Keys of config.json that are set in public model repositories (86 files of the newest models were read), by
+# family; these in all of them.
+EVERYWHERE = (
+    "architectures eos_token_id hidden_act hidden_size initializer_range intermediate_size "
+    "max_position_embeddings model_type num_attention_heads num_hidden_layers num_key_value_heads "
+    "rms_norm_eps rope_theta torch_dtype transformers_version use_cache vocab_size "
+)
+PUBLISHED = {
+    "llama": ("_name_or_path bos_token_id pretraining_tp rope_scaling "),
+    "qwen3": ("bos_token_id head_dim max_window_layers quantization_config tie_word_embeddings "),
+    "qwen3_moe": (
+        "bos_token_id decoder_sparse_step head_dim max_window_layers moe_intermediate_size norm_topk_prob "
+        "num_experts num_experts_per_tok quantization_config router_aux_loss_coef use_qk_norm "
+    ),
+    "mixtral": ("bos_token_id num_experts_per_tok num_local_experts router_aux_loss_coef "),
+    "deepseek_v3": (
+        "auto_map ep_size first_k_dense_replace kv_lora_rank moe_intermediate_size moe_layer_freq n_group "
+        "n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok num_nextn_predict_layers "
+        "q_lora_rank qk_nope_head_dim qk_rope_head_dim quantization_config rope_scaling "
+        "routed_scaling_factor scoring_func topk_group topk_method v_head_dim "
+    ),
+    "kimi_k2": (
+        "auto_map aux_loss_alpha bos_token_id first_k_dense_replace kv_lora_rank moe_intermediate_size "
+        "moe_layer_freq n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok "
+        "pretraining_tp q_lora_rank qk_nope_head_dim qk_rope_head_dim quantization_config rope_scaling "
+        "routed_scaling_factor scoring_func seq_aux topk_group topk_method v_head_dim "
+    ),
+    "mistral": "num_key_value_heads return_dict max_length top_k top_p temperature num_beams id2label",
+    "qwen2": "num_key_value_heads max_window_layers sliding_window attention_dropout",
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_keys_of_published_models_are_known(family: str) -> None:
+    keys = f"{EVERYWHERE} {PUBLISHED[family]}".split()
+    family = "deepseek_v3" if family == "kimi_k2" else family
+    assert not list(unknown_keys(dict.fromkeys(keys, True), family))
 
 
 @pytest.mark.parametrize(

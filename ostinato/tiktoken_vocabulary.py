@@ -1,0 +1,100 @@
+"""Tokenizers of folders that have a vocabulary of tiktoken alone (Kimi K2, the first Qwen), without its code.
+
+The vocabulary is a line per token, its bytes in base64 and its rank. What splits a text before bytes are
+merged is a regular expression in the folder's Python (``tokenization_*.py``), which is read, never run.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ostinato.inputs import parse_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def vocabulary_file(folder: Path) -> Path | None:
+    """The vocabulary of tiktoken in ``folder``, if it has one."""
+    return next(iter([*folder.glob("tiktoken.model"), *sorted(folder.glob("*.tiktoken"))]), None)
+
+
+def read_tiktoken(folder: Path) -> Tokenizer:
+    """Byte-pair encoding by ranks, as tiktoken does it, with the added tokens of tokenizer_config.json; a
+    number among them that has no name is ``<|reserved_token_N|>``, as Kimi calls it.
+
+    Raises ValueError for a broken vocabulary and where no expression is found.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    file = vocabulary_file(folder)
+    assert file is not None
+    try:
+        lines = (line.split() for line in file.read_bytes().splitlines() if line)
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise ValueError(f"{file} is no vocabulary of tiktoken ({error}); download it again") from error
+    if sorted(ranks.values()) != [*range(len(ranks))]:
+        raise ValueError(f"{file} leaves ranks out; download it again")
+    names = _spelling()
+    spelled = {token: "".join(names[byte] for byte in token) for token in ranks}
+    merges = [(spelled[left], spelled[right]) for left, right in _merges(ranks)]
+    vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(_expression(folder)), behavior="isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
+    tokenizer.decoder = decoders.ByteLevel()
+    added = _added(folder)
+    for number in range(len(ranks), max(added, default=-1) + 1):
+        about = added.get(number, {"content": f"<|reserved_token_{number}|>", "special": True})
+        token = AddedToken(about["content"], special=bool(about.get("special")), normalized=False)
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+    return tokenizer
+
+
+def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """Pairs by the rank of what they make: the lowest is merged first. Of pairs that make the same
+    token, that of the lowest ranks comes first."""
+    for token in sorted(ranks, key=ranks.__getitem__):
+        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        pairs = (pair for pair in halves if pair[0] in ranks and pair[1] in ranks)
+        yield from sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+
+
+def _spelling() -> list[str]:
+    """A printable character for each byte, as GPT-2 writes them."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in plain]
+    return [chr(byte) if byte in plain else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def _added(folder: Path) -> dict[int, Any]:
+    file = folder / "tokenizer_config.json"
+    raw = parse_json(file.read_bytes()) if file.is_file() else {}
+    return {int(number): about for number, about in (raw.get("added_tokens_decoder") or {}).items()}
+
+
+def _expression(folder: Path) -> str:
+    """``pat_str`` of the folder's Python: a string, or strings joined by a string."""
+    for file in sorted(folder.glob("tokenization_*.py")):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            names = [one for one in getattr(node, "targets", ()) if isinstance(one, ast.Name)]
+            if isinstance(node, ast.Assign) and any(name.id.lower() == "pat_str" for name in names):
+                value = node.value
+                try:
+                    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+                        return str(ast.literal_eval(value.func.value)).join(ast.literal_eval(value.args[0]))
+                    return str(ast.literal_eval(value))
+                except (ValueError, IndexError, TypeError) as error:
+                    raise ValueError(
+                        f"pat_str in {file} is not made of strings alone; save a tokenizer.json"
+                    ) from error
+    raise ValueError(
+        f"{folder} has a vocabulary of tiktoken, and no tokenization_*.py with a pat_str that splits texts; "
+        "add the model's, or save a tokenizer.json"
+    )
