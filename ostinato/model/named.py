@@ -12,7 +12,7 @@ HUB_NAME = r"[\w.-]+/[\w.-]+"
 
 
 def model_folder(path: str) -> Path:
-    """The Hugging Face folder behind ``model.path``; a hub name is downloaded, SmolLM2 unpacked once.
+    """The Hugging Face folder behind ``model.path``; a hub name is downloaded, GGUF unpacked once.
 
     Raises ValueError when there is no such model.
     """
@@ -20,7 +20,16 @@ def model_folder(path: str) -> Path:
         from ostinato.model.gguf import smollm2_folder
 
         return smollm2_folder()
+    if is_gguf(path):
+        from ostinato.model.gguf import gguf_folder
+
+        return gguf_folder(Path(path).expanduser())
     return local_folder(path) or _download(path)
+
+
+def is_gguf(path: str) -> bool:
+    """Whether ``model.path`` is a file of llama.cpp's format."""
+    return path.endswith(".gguf") and Path(path).expanduser().is_file()
 
 
 def local_folder(path: str) -> Path | None:
@@ -30,11 +39,13 @@ def local_folder(path: str) -> Path | None:
     """
     if path.startswith("asset:"):
         return _asset(path)
+    if is_gguf(path):
+        return None
     folder = Path(path).expanduser()
     if path != SMOLLM and (folder / "config.json").is_file():
         return folder
     if path != SMOLLM and (folder.exists() or not re.fullmatch(HUB_NAME, path)):
-        fix = f'"asset:seed-moe", "{SMOLLM}", a folder with config.json, or a hub name'
+        fix = f'"asset:seed-moe", "{SMOLLM}", a folder with config.json, a file in GGUF, or a hub name'
         raise ValueError(f"model.path is {path!r}, which is no Hugging Face folder; give {fix}")
     return None
 
@@ -70,11 +81,12 @@ def _download(name: str) -> Path:
 
 
 def is_model_name(name: str) -> bool:
-    """Whether ``name`` can only mean a model: an asset, SmolLM2, a folder with a config.json, a hub name."""
+    """Whether ``name`` can only mean a model: an asset, SmolLM2, GGUF, a folder with a config.json, a hub name."""
     path = Path(name).expanduser()
     return (
         name.startswith("asset:")
         or name == SMOLLM
+        or is_gguf(name)
         or (path / "config.json").is_file()
         or (is_hub_name(name) and path.suffix != ".toml")
     )

@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from small_transformers import saved
 
+from ostinato.launch.machine import choose_backend
 from ostinato.model.gguf import smollm2_folder
+from ostinato.model.hf import load_model
+from ostinato.model.hf_names import hf_tensors
+from ostinato.model.named import model_folder
 from ostinato.render import Renderer
 
 pytestmark = pytest.mark.slow
@@ -45,7 +51,6 @@ def test_our_decoder_agrees_with_transformers(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from ostinato.model.attention import CausalAttention
-    from ostinato.model.hf import load_model
 
     tokens = torch.from_numpy(Renderer(folder).chat(QUESTION).astype(np.int64))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -98,3 +103,66 @@ def test_a_cached_folder_that_is_not_whole_is_made_again(
         smollm2_folder(folder.parent)
         assert "is damaged" in caplog.text
         assert weights.stat().st_size == size and json.loads(marker.read_bytes())
+
+
+def test_a_file_of_llama_cpp_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in Q8_0 as gguf's own package writes them: read by transformers, computed by our decoder."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("transformers", minversion="5.0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, file = (
+        saved("qwen2", tmp_path / "plain", hidden_size=32, intermediate_size=64),
+        tmp_path / "own.gguf",
+    )
+    weights = load_file(folder / "model.safetensors")
+    exact = write_gguf(gguf, weights, file)
+    decoder = load_model(model_folder(str(file)))
+    found = dict(hf_tensors(decoder))
+    assert found.keys() == exact.keys()
+    assert all(torch.equal(found[name], weight.bfloat16().float()) for name, weight in exact.items())
+    assert choose_backend(model_folder(str(file)))[0] == "native"
+    renderer = Renderer(model_folder(str(file)))
+    assert renderer.decode(renderer.encode("12 + 30 = 42")) == "12 + 30 = 42"
+    file.write_bytes(b"GGUF" + bytes(40))
+    with pytest.raises(ValueError, match=r"own\.gguf"):
+        model_folder(str(file))
+
+
+def write_gguf(gguf: Any, weights: dict[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
+    """A qwen2 with the tokenizer of the packaged model; what its weights are in Q8_0."""
+    writer = gguf.GGUFWriter(file, "qwen2")
+    writer.add_context_length(256)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    tokenizer = json.loads((model_folder("asset:seed-moe") / "tokenizer.json").read_text())["model"]
+    tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].__getitem__)
+    tokens += [f"<|{at}|>" for at in range(len(tokens), len(weights["lm_head.weight"]))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in tokenizer["merges"]])
+    writer.add_eos_token_id(2)
+    writer.add_bos_token_id(1)
+    exact = {}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for name, weight in weights.items():
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if weight.dim() < 2:
+            writer.add_tensor(own, weight.numpy())
+            exact[name] = weight
+            continue
+        codes = gguf.quants.quantize(weight.numpy(), kind)
+        writer.add_tensor(own, codes, raw_dtype=kind)
+        exact[name] = torch.from_numpy(gguf.quants.dequantize(codes, kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return exact

@@ -1,0 +1,28 @@
+"""A model in GGUF as a Hugging Face folder, by transformers: ``python -m ostinato.hf.gguf FILE FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Weights of any of llama.cpp's formats (Q4_K_M, Q8_0) widened to bf16, config and tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    given = {"gguf_file": file.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
+    wide = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, dtype=torch.bfloat16, quantization_config=wide, **given
+    )
+    model.hf_quantizer = None  # what it holds is plain now, and may be saved
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))
