@@ -81,7 +81,7 @@ def _download(name: str) -> Path:
 
 
 def is_model_name(name: str) -> bool:
-    """Whether ``name`` can only mean a model: an asset, SmolLM2, GGUF, a folder with a config.json, a hub name."""
+    """Whether it can only be a model: an asset, SmolLM2, GGUF, a folder with config.json, a hub name."""
     path = Path(name).expanduser()
     return (
         name.startswith("asset:")
