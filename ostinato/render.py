@@ -60,8 +60,7 @@ class Renderer:
         """``now`` is what templates that print the date see: fixed for the whole run, so prompts stay equal.
         ``template_kwargs``: names that the template reads in every chat, unless a chat has its own.
 
-        Raises ValueError for a folder without tokenizer.json or a vocabulary of tiktoken, or with a damaged
-        file, and for an unread name.
+        Raises ValueError for a folder without a tokenizer or with a damaged file, and for an unread name.
         """
         self.folder, self.tokenizer = folder, _load_tokenizer(folder)
         self._now = now or datetime.now()
