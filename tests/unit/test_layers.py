@@ -38,6 +38,7 @@ CORE |= {
     "terminal",
     "tool_calls",
     "control_tokens",
+    "tiktoken_vocabulary",
     "",
 }
 READERS = {"observe.rows", "observe.figures", "observe.gap", "observe.costs"}  # of a run folder
@@ -76,7 +77,8 @@ ARROWS: dict[str, set[str]] = {
     "run": {"types", "routes", "lock"},
     "lock": set(),
     "database": set(),  # and SQLAlchemy, which applications write their statements in
-    "render": {"types", "chat_template", "control_tokens", "tool_calls"},
+    "render": {"types", "chat_template", "control_tokens", "tool_calls", "tiktoken_vocabulary"},
+    "tiktoken_vocabulary": set(),
     "tool_calls": set(),
     "control_tokens": set(),
     "chat_template": set(),
