@@ -383,6 +383,20 @@ def test_math_verify_refuses_what_it_would_read_as_another_number(answer: str) -
 
 
 @pytest.mark.usefixtures("patient")
+def test_math_verify_reads_a_number_of_another_base() -> None:
+    r"""The library drops the base: ``\boxed{52}`` was right."""
+    texts = [
+        r"\boxed{52_8}",
+        r"so $52_{8}$",
+        "52_8",
+        r"\boxed{52_{\text{8}}}",
+        r"\boxed{52}",
+        r"\boxed{52_9}",
+    ]
+    assert math_verify(texts, answer=["52_8"] * 5) == [1, 1, 1, 0, 0]
+
+
+@pytest.mark.usefixtures("patient")
 def test_math_verify_takes_a_bare_completion_for_no_part_of_itself() -> None:
     texts = [
         r"It is 2k+2",
