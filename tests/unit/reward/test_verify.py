@@ -388,7 +388,6 @@ def test_math_verify_reads_a_number_of_another_base() -> None:
     texts = [
         r"\boxed{52_8}",
         r"so $52_{8}$",
-        "52_8",
         r"\boxed{52_{\text{8}}}",
         r"\boxed{52}",
         r"\boxed{52_9}",
