@@ -161,7 +161,7 @@ _NO_FORMULA = re.compile(
     r"0[xX][0-9a-fA-F]+|[0-9]{1,3}(?:_[0-9]{3})+|[0-9]{4}-[0-9]{2}-[0-9]{2}"
 )  # 0, 1, 2002
 _SCALE = re.compile(r"(?i)(hundred|thousand|million|billion|trillion|dozen)")  # dropped as a unit
-_BASE = re.compile(r"[0-9]+_\{?(?:\\text\{)?([0-9]+)")  # of 52_8, which the library reads as 52
+_BASE = re.compile(r"[0-9]+_\{?([0-9]+)")  # of 52_8, which the library reads as 52
 _FORMULA = re.compile(r"\$([^$]+)\$")
 
 
