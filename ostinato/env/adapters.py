@@ -1,4 +1,4 @@
-"""Games of other packages (gem-llm, textarena, textworld) as ``task.env``.
+"""Environments of other packages (OpenEnv, gem-llm, textarena, textworld) as ``task.env``.
 
     [task]
     source = "seeds"
@@ -17,15 +17,18 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import random
 import re
 import tempfile
+import urllib.request
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 _NUMBER = re.compile(r"-?[0-9]+")
+SCHEMA_S = 10.0  # for a server to say what its actions and observations are
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 
@@ -45,6 +48,41 @@ def _action(form: str, text: str) -> str:
 def _matches(shown: re.Pattern[str], text: str) -> str:
     matches = [match.group() for match in shown.finditer(text)] if shown.pattern else []
     return "\n".join(matches) or text
+
+
+class OpenEnv:
+    """The environment of OpenEnv that is served at ``url``, with a session for each episode.
+
+    ``action`` is the field of an action that has the answer, ``observation`` what the policy is shown of an
+    observation, as "{question}, {turns} turns left"; by default the only text that each of them has. Other
+    fields of an action are ``fields``.
+    """
+
+    def __init__(self, url: str, action: str = "", observation: str = "", **fields: Any) -> None:
+        client = _package("openenv.core", "openenv-core").GenericEnvClient
+        with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=SCHEMA_S) as reply:
+            schema = json.load(reply)
+        self._field = action or _only_text(schema["action"], "action")
+        self._shown = observation or f"{{{_only_text(schema['observation'], 'observation')}}}"
+        self._fields, self._client = fields, client(base_url=url).sync()
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        return self._shown.format(**self._client.reset(seed=seed).observation), {}
+
+    def step(self, action: str) -> Step:
+        result = self._client.step({**self._fields, self._field: action})
+        return self._shown.format(**result.observation), float(result.reward or 0), result.done, False, {}
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _only_text(schema: Mapping[str, Any], name: str) -> str:
+    """The field of a JSON schema that has a text. Raises ValueError where there is not one."""
+    texts = [field for field, kind in schema["properties"].items() if kind.get("type") == "string"]
+    if len(texts) != 1:
+        raise ValueError(f"the {name} has the texts {texts}; name one in task.env_params.{name}")
+    return texts[0]
 
 
 class Gem:
