@@ -82,9 +82,36 @@ class Quantisation:
     zero_shift: int = 0  # gptq: what its files leave out of zeros
 
 
+MODELOPT = {"FP8": "fp8-rows", "NVFP4": "nvfp4-modelopt"}
+COMPRESSED = {  # format: (row of model.published.FORMS, type of its numbers, their bits, strategies)
+    "pack-quantized": ("compressed-tensors", "int", {4, 8}, {"group", "channel"}),
+    "float-quantized": ("fp8-rows", "float", {8}, {"channel", "tensor"}),
+    "nvfp4-pack-quantized": ("nvfp4", "float", {4}, {"tensor_group"}),
+}
+
+
+def _compressed_tensors(form: Mapping[str, Any], known: dict[str, Any]) -> Quantisation:
+    """``known``: which keys of ``form`` are understood, added to."""
+    groups = (form.get("config_groups") or {}).values()
+    weights = [group.get("weights") or {} for group in groups]
+    bits: set[Any] = {weight.get("num_bits") for weight in weights}
+    name = str(form.get("format"))
+    method, kind, sizes, strategies = COMPRESSED.get(name, ("", "", set[int](), set[str]()))
+    known["format"] = bool(method) and all(group.get("format") in (None, name) for group in groups)
+    known["config_groups"] = (
+        len(bits) == 1
+        and bits <= sizes
+        and all(weight.get("type", "int") == kind for weight in weights)
+        and all(weight.get("strategy", "channel") in strategies for weight in weights)
+    )
+    known["transform_config"] = not form.get("transform_config")  # maps of their own between layers
+    known["sparsity_config"] = (form.get("sparsity_config") or {}).get("format", "dense") == "dense"
+    return Quantisation(method=method, bits=bits.pop() if known["config_groups"] else 0)
+
+
 def quantisation_of(c: Mapping[str, Any]) -> Quantisation | None:
     """Of a config.json; None for plain weights. Raises ValueError, naming what is not understood."""
-    form = c.get("quantization_config")
+    form = c.get("quantization_config") or (c.get("text_config") or {}).get("quantization_config")
     if not form:
         return None
     if not isinstance(form, Mapping):
@@ -93,29 +120,23 @@ def quantisation_of(c: Mapping[str, Any]) -> Quantisation | None:
     bits: Any = form.get("bits", form.get("w_bit", 4))
     known: dict[str, Any] = {}
     match method:
+        case "fp8" if form.get("weight_block_size") is None:
+            found = Quantisation(method="fp8-map")
         case "fp8":
-            size: Any = form.get("weight_block_size")
+            size: Any = form["weight_block_size"]
             known["weight_block_size"] = (
                 isinstance(size, list | tuple)
                 and len(size) == 2
                 and all(type(n) is int and n > 0 for n in size)
             )
             found = Quantisation(method=method, blocks=tuple(size) if known["weight_block_size"] else (0, 0))
+        case "fbgemm_fp8":
+            found = Quantisation(method="fp8-rows")
+        case "modelopt":
+            known["quant_algo"] = form.get("quant_algo") in MODELOPT
+            found = Quantisation(method=MODELOPT.get(str(form.get("quant_algo")), ""))
         case "compressed-tensors":
-            groups = form.get("config_groups") or {}
-            weights = [one.get("weights") or {} for one in groups.values()]
-            number: set[Any] = {one.get("num_bits") for one in weights}
-            known["format"] = form.get("format") == "pack-quantized" and all(
-                one.get("format") in (None, "pack-quantized") for one in groups.values()
-            )
-            known["config_groups"] = (
-                len(number) == 1
-                and number <= {4, 8}
-                and all(one.get("type", "int") == "int" for one in weights)
-            )
-            known["transform_config"] = not form.get("transform_config")  # maps of their own between layers
-            known["sparsity_config"] = (form.get("sparsity_config") or {}).get("format", "dense") == "dense"
-            found = Quantisation(method=method, bits=number.pop() if known["config_groups"] else 0)
+            found = _compressed_tensors(form, known)
         case "gptq":
             layout = form.get("checkpoint_format", "gptq")
             known |= {"bits": bits in (2, 4, 8), "checkpoint_format": layout in ("gptq", "gptq_v2")}
@@ -134,8 +155,8 @@ def quantisation_of(c: Mapping[str, Any]) -> Quantisation | None:
             raise ValueError(
                 f"quantization_config has {key} = {form.get(key)!r}"
                 + (f" with quant_method {method!r}" if key != "quant_method" else "")
-                + "; what is read is fp8 in blocks, compressed-tensors pack-quantized, gptq, awq gemm "
-                "and mxfp4; use the model in one of these forms, or its 16-bit weights"
+                + "; what is read is fp8, compressed-tensors pack-, float- and nvfp4-pack-quantized, "
+                "modelopt FP8 and NVFP4, gptq, awq gemm and mxfp4; use one of these, or the 16-bit weights"
             )
     return found
 

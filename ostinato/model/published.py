@@ -74,6 +74,33 @@ def float8(parts: Parts, form: Quantisation) -> Tensor:
     return codes.float() * spread
 
 
+def float8_rows(parts: Parts, form: Quantisation) -> Tensor:
+    """Codes [N, K] in float8, one scale or one for each output [N, 1] (compressed-tensors, ModelOpt)."""
+    codes = parts[".weight"]
+    scale = parts[".weight_scale"] if ".weight_scale" in parts else parts[".weight_scale_inv"]
+    if scale.numel() not in (1, len(codes)):
+        raise ValueError(f"scales have shape {list(scale.shape)}, which does not fit {len(codes)} outputs")
+    return codes.float() * scale.float().reshape(-1, 1)
+
+
+def nvfp4(parts: Parts, form: Quantisation) -> Tensor:
+    """Codes [N, K / 2] as in ``fp4``, scales in float8 of 16 inputs each, [N, K / 16], and one for all: a
+    factor in ModelOpt, a divisor in compressed-tensors."""
+    halves = fp4(parts[".weight_packed"] if ".weight_packed" in parts else parts[".weight"])
+    scale = parts[".weight_scale"].float()
+    if ".weight_scale_2" in parts:
+        scale = scale * parts[".weight_scale_2"].float()
+    else:
+        scale = scale / parts[".weight_global_scale"].float()
+    return (halves.unflatten(-1, (-1, 16)) * scale.unsqueeze(-1)).flatten(-2)
+
+
+def fp4(codes: Tensor) -> Tensor:
+    """uint8 [..., B] -> fp32 [..., 2 B]: two E2M1 a byte, the lower half first."""
+    table = torch.tensor(FP4, device=codes.device)
+    return torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), dim=-1).flatten(-2)
+
+
 def packed(parts: Parts, form: Quantisation) -> Tensor:
     """compressed-tensors, ``pack-quantized``: signed codes in words along K, zeros in words along N."""
     half = 1 << (form.bits - 1)
@@ -103,9 +130,7 @@ def mxfp4(parts: Parts, form: Quantisation) -> Tensor:
     """OCP Microscaling (MX) v1.0 section 5.3.3, as gpt-oss has its experts: two E2M1 a byte, the lower half
     first, [E, N, G, 16], and exponents of 2 less 127, [E, N, G] -> [E, K, N], as transformers has them."""
     blocks, scales = parts["_blocks"], parts["_scales"]
-    table = torch.tensor(FP4, device=blocks.device)
-    halves = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1).flatten(-2)
-    return torch.ldexp(halves, scales.int().unsqueeze(-1) - 127).flatten(-2).mT.contiguous()
+    return torch.ldexp(fp4(blocks), scales.int().unsqueeze(-1) - 127).flatten(-2).mT.contiguous()
 
 
 class Form(NamedTuple):
@@ -123,8 +148,32 @@ def _along(rows: int, form: Quantisation) -> int:
     return rows * 32 // form.bits
 
 
+# Of activations and of keys and values, in few bits where such a model is served; not computed here.
+BESIDE = (".input_scale", ".activation_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale")
 FORMS = {
     "fp8": Form("", "", ("_scale_inv",), (), lambda of, _: tuple(of("")), float8),
+    "fp8-map": Form(
+        ".weight", ".weight", (".weight_scale_inv",), BESIDE, lambda of, _: tuple(of(".weight")), float8_rows
+    ),
+    "fp8-rows": Form(
+        ".weight", ".weight", (".weight_scale",), BESIDE, lambda of, _: tuple(of(".weight")), float8_rows
+    ),
+    "nvfp4": Form(
+        ".weight",
+        ".weight_packed",
+        (".weight_scale", ".weight_global_scale"),
+        BESIDE,
+        lambda of, _: (of(".weight_packed")[0], of(".weight_packed")[1] * 2),
+        nvfp4,
+    ),
+    "nvfp4-modelopt": Form(
+        ".weight",
+        ".weight",
+        (".weight_scale", ".weight_scale_2"),
+        BESIDE,
+        lambda of, _: (of(".weight")[0], of(".weight")[1] * 2),
+        nvfp4,
+    ),
     "compressed-tensors": Form(
         ".weight",
         ".weight_packed",
@@ -265,8 +314,8 @@ def _quantised(names: Iterable[str], form: Form) -> Iterator[tuple[str, dict[str
     for name in known:
         base = name.removesuffix(form.main)
         there = {end: base + end for end in (form.main, *form.needs, *form.may) if base + end in known}
-        if not name.endswith(form.main) or (len(there) == 1 and not form.main):
-            continue  # in blocks of float8 a plain weight has the same name
+        if not name.endswith(form.main) or (form.main == form.plain and not there.keys() & {*form.needs}):
+            continue  # a plain weight, which has the same name
         if lacking := [end for end in form.needs if end not in there]:
             raise ValueError(f"{name} has no {base}{lacking[0]} beside it; download the model again")
         yield base + form.plain, there

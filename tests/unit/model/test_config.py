@@ -142,7 +142,10 @@ def test_keys_of_published_models_are_known(family: str) -> None:
         ({"model_type": "gpt2"}, ("model_type", "gpt2", "llama")),
         ({"hidden_act": "gelu"}, ("hidden_act", "gelu", "silu")),
         ({"tie_word_embeddings": "maybe"}, ("tie_word_embeddings", "maybe", "true or false")),
-        ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8", "16-bit")),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
+            ("weight_block_size", "16-bit"),
+        ),
         ({"max_position_embeddings": 2**40}, ("max_position_embeddings", str(2**40))),  # was a petabyte
         ({"logit_scale": 0.5}, ("logit_scale", "0.5", "llama")),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),

@@ -20,6 +20,22 @@ from ostinato.model.published import AWQ_ORDER, FORMS, FP4
 
 FORM: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [16, 24]},
+    "fp8-map": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8-rows": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+    },
+    "nvfp4": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+            }
+        },
+    },
+    "nvfp4-modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "compressed-tensors": {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -94,6 +110,58 @@ def float8(weight: Tensor) -> Written:
     return {"": codes, "_scale_inv": scale}, exact
 
 
+def float8_map(weight: Tensor) -> Written:
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    parts = {".weight": codes, ".weight_scale_inv": scale, ".activation_scale": torch.tensor(1.0)}
+    return parts, codes.float() * scale
+
+
+def float8_rows(weight: Tensor) -> Written:
+    """As llm-compressor writes FP8_DYNAMIC; a scale for the whole map is ModelOpt's FP8."""
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scale, exact = torch.empty(len(weight), 1), torch.empty_like(weight)
+    for i, row in enumerate(weight):
+        scale[i] = row.abs().max() / 448
+        codes[i] = (row / scale[i]).to(torch.float8_e4m3fn)
+        exact[i] = codes[i].float() * scale[i]
+    return {".weight": codes, ".weight_scale": scale}, exact
+
+
+def nvfp4(weight: Tensor) -> Written:
+    """compressed-tensors' ``nvfp4-pack-quantized``, whose scale for all is a divisor."""
+    n, k = weight.shape
+    whole = torch.tensor(448 * 6) / weight.abs().max()
+    codes, exact = torch.zeros(n, k // 2, dtype=torch.uint8), torch.zeros(n, k)
+    scale = torch.zeros(n, k // 16, dtype=torch.float8_e4m3fn)
+    for i in range(n):
+        for g in range(k // 16):
+            part = weight[i, g * 16 : (g + 1) * 16]
+            scale[i, g] = part.abs().max() / 6 * whole
+            step = scale[i, g].float() / whole
+            for j, number in enumerate(part.tolist()):
+                code = min(range(16), key=lambda code: abs(FP4[code] * float(step) - number))
+                codes[i, (g * 16 + j) // 2] += code << 4 * (j % 2)
+                exact[i, g * 16 + j] = FP4[code] * step
+    return {".weight_packed": codes, ".weight_scale": scale, ".weight_global_scale": whole.reshape(1)}, exact
+
+
+def nvfp4_modelopt(weight: Tensor) -> Written:
+    """ModelOpt's: the scale for all is a factor, here a power of 2, so that both have the same numbers."""
+    whole = 2.0 ** (448 * 6 / weight.abs().max()).log2().floor()
+    parts, _ = nvfp4(weight)
+    scale = (parts[".weight_scale"].float() / parts[".weight_global_scale"] * whole).to(torch.float8_e4m3fn)
+    steps = (scale.float() / whole).repeat_interleave(16, 1)
+    values = torch.tensor(
+        [
+            [FP4[b >> 4 * half & 15] for b in row for half in (0, 1)]
+            for row in parts[".weight_packed"].tolist()
+        ]
+    )
+    names = {".weight": parts[".weight_packed"], ".weight_scale": scale, ".input_scale": torch.tensor(1.0)}
+    return {**names, ".weight_scale_2": 1 / whole}, values * steps
+
+
 def packed(weight: Tensor) -> Written:
     """Its asymmetric form; test_compressed_tensors has the other."""
     codes, zero, scale, exact = grouped(weight, 16)
@@ -155,6 +223,10 @@ def mxfp4(weight: Tensor) -> Written:
 
 WRITE: dict[str, Callable[[Tensor], Written]] = {
     "fp8": float8,
+    "fp8-map": float8_map,
+    "fp8-rows": float8_rows,
+    "nvfp4": nvfp4,
+    "nvfp4-modelopt": nvfp4_modelopt,
     "compressed-tensors": packed,
     "gptq": gptq,
     "awq": awq,
@@ -196,6 +268,21 @@ def test_what_compressed_tensors_writes(symmetric: bool, bits: int, size: int | 
     ours = FORMS[form.method].widen({f".{name}": part for name, part in parts.items()}, form)
     torch.testing.assert_close(ours, theirs.float(), rtol=1e-6, atol=0)
     assert 0 < float((ours - weight).norm() / weight.norm()) < 0.2
+
+
+@pytest.mark.parametrize("method", ["nvfp4", "fp8-rows"])
+def test_what_compressed_tensors_reads_in_float(method: str) -> None:
+    pytest.importorskip("compressed_tensors", minversion="0.15")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    about = FORM[method]["config_groups"]["group_0"] | {"targets": ["Linear"]}
+    tool: Any = BaseCompressor.get_value_from_registry(FORM[method]["format"])
+    parts, exact = WRITE[method](torch.randn(24, 64, generator=torch.Generator().manual_seed(1)))
+    state = {end.removeprefix("."): part for end, part in parts.items()}
+    theirs = tool.decompress(state, QuantizationScheme.model_validate(about))["weight"]
+    near = {"rtol": 2**-7, "atol": 0} if method == "nvfp4" else {"rtol": 1e-6, "atol": 0}  # it gives bfloat16
+    torch.testing.assert_close(exact, theirs.float(), **near)
 
 
 def test_experts_are_those_of_transformers() -> None:
