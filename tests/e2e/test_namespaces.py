@@ -197,7 +197,7 @@ def test_the_sampler_may_be_on_the_other_host(hosts: Hosts, tmp_path: Path) -> N
     of two ranks of which the first one samples, bit for bit."""
     pytest.importorskip("ray")
     overrides = {key: value for key, value in RUN.items() if key != "parallel.layout"}
-    overrides |= {"trainer.steps": 3, "parallel.layout": "d2"}
+    overrides |= {"trainer.steps": 3, "parallel.layout": "d2", "parallel.timeout_s": 120.0}
     command = [sys.executable, "-m", "ostinato", "train", "quickstart"]
     command += [f"{key}={value}" for key, value in overrides.items()]
     here, apart = tmp_path / "here", tmp_path / "apart"

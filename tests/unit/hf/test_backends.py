@@ -154,7 +154,7 @@ def test_families_that_our_decoder_has_not(
     """Packed is alone; three steps of GRPO, of which a checkpoint after two goes on to the same bits, with
     layers computed again too; what PEFT reads gives the same logits."""
     folder, model = other(model_type)
-    assert model.packs == (model_type != "qwen3_5_text")
+    assert model.packs == (model_type not in {"qwen3_5_text", "minimax"})  # these have layers with a state
     adapters = adapters_of(model)
     samples: Any = samples_of(SampledBy(model), adapters, groups=2, siblings=2, answer=7)  # type: ignore[arg-type]
     batch = batch_of(samples)
