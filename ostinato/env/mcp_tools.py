@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any, TextIO, cast
 
 PREFIX = "mcp:"
 START_S = 60.0  # for a server to come up and to list its tools; it may have to be installed first
@@ -55,7 +55,7 @@ class McpServer:
         if importlib.util.find_spec("mcp") is None:
             raise ValueError(f"task.tools has {spec!r}, which needs mcp; install the extra mcp")
         self._spec = spec
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  its stderr
+        self._errors = cast(TextIO, tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115  its stderr
         weakref.finalize(self, self._errors.close)
         self._loop, self._lock = asyncio.new_event_loop(), threading.Lock()
         threading.Thread(target=_run, args=(self._loop,), name=spec, daemon=True).start()
@@ -112,7 +112,7 @@ class McpServer:
         return opening
 
 
-async def _hold(where: str, errors: IO[str], opening: Future[_Session]) -> None:
+async def _hold(where: str, errors: TextIO, opening: Future[_Session]) -> None:
     """Open a session, give it to ``opening``, and keep it open in this task, as the library asks.
 
     ``where`` is an address, or the command of a process that speaks over its standard input and output.

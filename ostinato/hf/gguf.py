@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -14,7 +15,7 @@ def convert(file: Path, folder: Path) -> None:
     given = {"gguf_file": file.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
     wide = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         file.parent, dtype=torch.bfloat16, quantization_config=wide, **given
     )
     model.hf_quantizer = None  # what it holds is plain now, and may be saved

@@ -367,17 +367,20 @@ def load(folder: Path, *, dtype: torch.dtype, device: str) -> TransformersModel:
         raise ValueError(MISSING) from error
     given: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         raw = config.to_dict()
         if quantisation_of(raw) is not None:
             weights = Weights(folder, raw)
-            del config.quantization_config
+            for part in (config, config.get_text_config()):
+                if hasattr(part, "quantization_config"):
+                    del part.quantization_config
             plain = dict(weights.tensors(dtype))
-            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             model, about = kind.from_pretrained(None, config=config, state_dict=plain, **given)
         else:
             given |= {"local_files_only": True, "trust_remote_code": False}
-            model, about = AutoModelForCausalLM.from_pretrained(folder, **given)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **given)
+            model, about = loaded
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         said = " ".join(str(error).split())[:300]
         raise ValueError(f"transformers cannot load {folder}: {said}") from error

@@ -240,6 +240,7 @@ def test_weights_are_what_their_writer_meant(method: str) -> None:
     parts, exact = WRITE[method](torch.randn(shape, generator=torch.Generator().manual_seed(1)))
     form = quantisation_of({"quantization_config": FORM[method]})
     assert form is not None
+    assert form == quantisation_of({"text_config": {"quantization_config": FORM[method]}})
     assert torch.equal(FORMS[method].widen(parts, form), exact)
     assert FORMS[method].shape(lambda end: list(parts[end].shape), form) == tuple(exact.shape)
 
@@ -252,9 +253,8 @@ def test_what_compressed_tensors_writes(symmetric: bool, bits: int, size: int | 
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    args = QuantizationArgs(
-        num_bits=bits, symmetric=symmetric, strategy="group" if size else "channel", group_size=size
-    )
+    strategy: Any = "group" if size else "channel"
+    args = QuantizationArgs(num_bits=bits, symmetric=symmetric, strategy=strategy, group_size=size)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
     runs = weight.unflatten(1, (-1, size or 64))
