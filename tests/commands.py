@@ -28,9 +28,10 @@ event, wanted, left, action = json.loads(sys.argv[1])
 def strike(path):
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    while action == "wait" and not os.path.exists("go"):
-        time.sleep(0.01)
     if action == "wait":
+        open("waits", "w").close()
+        while not os.path.exists("go"):
+            time.sleep(0.01)
         return
     room = 20 + (os.path.getsize(path) if os.path.exists(path) else 0)  # a torn write, then EFBIG
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -390,9 +390,7 @@ def test_a_second_run_in_a_folder_is_refused(
     """Two runs in one folder removed each other's checkpoints. The run waits before the row of step 3 until
     the second was refused, is stopped, and resumed."""
     with place.training(fault=("open", "/metrics.jsonl$", 3, "wait")) as process:
-        for line in process.stdout:
-            if line.startswith("step 2/"):
-                break
+        assert wait_until((place.path / "waits").exists, LIMIT_S)
         capsys.readouterr()
         assert place.command("resume", str(place.run)) == 2
         reported = capsys.readouterr().err
