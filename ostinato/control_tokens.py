@@ -36,6 +36,16 @@ def is_in_thought(text: str) -> bool | None:
     return None
 
 
+def after_thinking(text: str) -> str:
+    """The text after the last thought (``</think>``, ``[/THINK]``, ..); empty when one was opened and never
+    closed. Of gpt-oss, whose tags are no text, what follows ``assistantfinal``."""
+    if text.startswith("analysis") and "assistantfinal" in text:
+        text = text.partition("assistantfinal")[2]
+    for _, end in THOUGHTS:
+        text = text.rpartition(end)[2]
+    return "" if any(opening in text for opening, _ in THOUGHTS) else text
+
+
 def opens_thought(text: str, is_turn: bool) -> bool:
     """Does the last turn of a context leave a thought open? A text without turns does so with a tag that ends
     its line."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ostinato.control_tokens import after_thinking
 from ostinato.inputs import parse_json
 
 Message = Mapping[str, Any]
@@ -50,15 +51,13 @@ class Call:
 
 
 def parse_calls(text: str, names: Collection[str] = ()) -> list[Call]:
-    """The tool calls of an answer, in order, without those in its reasoning (before ``</think>``).
+    """The tool calls of an answer, in order, without those in its thoughts.
 
     A call without a closing tag extends to the end: the tag may have been the stop string. Where there are
     tools (``names``) and no call has tags, calls without them, as in a fence of ```json, and in forms of
     other models cannot be read.
     """
-    _, closed, rest = text.rpartition("</think>")
-    if not closed and "<think>" in rest:
-        return []
+    rest = after_thinking(text)
     tagged = rest.split(OPEN)[1:]
     if not tagged:
         written = _UNTAGGED.findall(rest) if names else []

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from ostinato.control_tokens import THOUGHTS
+from ostinato.control_tokens import after_thinking
 
 MAX_DIGITS = 300  # of a number; longer ones do not count as answers: parsing takes quadratic time
 
@@ -85,16 +85,6 @@ def text_of(completion: str | Sequence[dict[str, str]]) -> str:
     if isinstance(completion, str):
         return completion
     return completion[-1]["content"] if completion else ""
-
-
-def after_thinking(text: str) -> str:
-    """The text after the last thought (``</think>``, ``[/THINK]``, ..); empty when one was opened and never
-    closed. Of gpt-oss, whose tags are no text, what follows ``assistantfinal``."""
-    if text.startswith("analysis") and "assistantfinal" in text:
-        text = text.partition("assistantfinal")[2]
-    for _, end in THOUGHTS:
-        text = text.rpartition(end)[2]
-    return "" if any(opening in text for opening, _ in THOUGHTS) else text
 
 
 def answer_texts(completions: Sequence[Any], in_thought: Sequence[bool] | None = None) -> list[str]:

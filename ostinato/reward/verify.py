@@ -160,7 +160,7 @@ def _silence() -> None:
 _NO_FORMULA = re.compile(
     r"0[xX][0-9a-fA-F]+|[0-9]{1,3}(?:_[0-9]{3})+|[0-9]{4}-[0-9]{2}-[0-9]{2}"
 )  # 0, 1, 2002
-_SCALE = re.compile(r"(?i)(hundred|thousand|million|billion|trillion|dozen)")  # dropped as a unit
+_SCALE = re.compile(r"(hundred|thousand|million|billion|trillion|dozen)")  # dropped as a unit
 _BASE = re.compile(r"[0-9]+_\{?([0-9]+)")  # of 52_8, which the library reads as 52
 _FORMULA = re.compile(r"\$([^$]+)\$")
 
@@ -205,7 +205,7 @@ def _math_verdict(gold: list[Any], target: str, text: str) -> float:
                 return 1.0
             formulas = _FORMULA.findall(text) if (marked := marked_answer(text)) is None else [marked]
             said, whole = formulas[-1] if formulas else text, _marked_or_whole(target)
-            if formulas and _SCALE.findall(said) != _SCALE.findall(whole):
+            if formulas and _SCALE.findall(said.lower()) != _SCALE.findall(whole.lower()):
                 return 0.0
             if _BASE.findall(said) != _BASE.findall(whole):
                 return 0.0

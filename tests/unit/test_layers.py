@@ -79,7 +79,7 @@ ARROWS: dict[str, set[str]] = {
     "database": set(),  # and SQLAlchemy, which applications write their statements in
     "render": {"types", "chat_template", "control_tokens", "tool_calls", "tiktoken_vocabulary"},
     "tiktoken_vocabulary": set(),
-    "tool_calls": set(),
+    "tool_calls": {"control_tokens"},
     "control_tokens": set(),
     "chat_template": set(),
     "algo": {"types"},

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ostinato.apps.memory.facts import MONTHS, PLAIN, dates, names, numbers, words_of
+from ostinato.control_tokens import after_thinking
 
 _SENTENCE = re.compile(r"[^.!?\n]*(?:[.!?](?=\S)[^.!?\n]*)*[.!?]*\n*\s*")
 FILLER = frozenset(
@@ -124,7 +125,7 @@ def messages(left: str, original: str, right: str, budget: int) -> list[dict[str
 
 def clean_answer(answer: str) -> str:
     """Of a chat model: without a thought, the dashes, quotation marks around it, and blanks."""
-    text = answer.rpartition("</think>")[2].strip().strip("-").strip()
+    text = after_thinking(answer).strip().strip("-").strip()
     return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] == '"' else text
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ostinato.apps.product.events import Action
+from ostinato.control_tokens import after_thinking
 
 CALL_MARKS = ("<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]")
 _CODE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
@@ -32,12 +33,11 @@ def action_of(
     """The action of an answer: ``text`` as decoded, without the ``calls`` that were read from it.
 
     calls: (name, arguments as JSON text). tools: as a request has them, with name and parameters. A call
-    that could not be read is still in the text, behind its mark; thoughts before ``</think>`` do not count.
+    that could not be read is still in the text, behind its mark; thoughts do not count.
     """
     if any(not _fits(name, arguments, tools) for name, arguments in calls):
         return Action.INVALID
-    _, closed, rest = text.rpartition("</think>")
-    reply = rest.strip() if closed or "<think>" not in rest else ""  # a thought without an end has no reply
+    reply = after_thinking(text).strip()  # a thought without an end has no reply
     if reply.startswith(CALL_MARKS) or (tools and any(mark in reply for mark in CALL_MARKS)):
         return Action.INVALID
     if calls:

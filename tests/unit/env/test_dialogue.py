@@ -181,6 +181,7 @@ def test_a_call_without_tags_or_in_a_fence_is_counted_as_unreadable() -> None:
         '{"name": "Bob", "arguments": 3}',
         '{"name": "calculator"}',
         f"<think>{plain}</think> 6",
+        f"[THINK]{plain}[/THINK] 6",
         "calculator(x)",
     ):
         assert play({"calculator": calculator}, text)[0] == [None]

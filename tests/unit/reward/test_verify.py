@@ -371,8 +371,8 @@ def test_math_verify_takes_a_million_for_no_unit() -> None:
     """The library drops the words of a unit: 5 million was 5, a dozen 1."""
     texts = [r"\boxed{5 \text{ million}}", r"it is $5 \text{ hundred}$", r"\boxed{5 \text{ cm}}"]
     assert math_verify(texts, answer=["5"] * 3) == [0, 0, 1]
-    texts = [r"\boxed{2.5}", r"\boxed{2.5 \text{ million}}"]
-    assert math_verify(texts, answer=[r"2.5 \text{ million}"] * 2) == [0, 1]
+    texts = [r"\boxed{2.5}", r"\boxed{2.5 \text{ million}}", r"\boxed{2.5 \text{ Million}}"]
+    assert math_verify(texts, answer=[r"2.5 \text{ million}"] * 3) == [0, 1, 1]
 
 
 @pytest.mark.parametrize("answer", ["0x1F", "1_000", "2024-05-17"])
