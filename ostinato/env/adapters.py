@@ -60,10 +60,8 @@ class OpenEnv:
 
     def __init__(self, url: str, action: str = "", observation: str = "", **fields: Any) -> None:
         client = _package("openenv.core", "openenv-core").GenericEnvClient
-        with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=SCHEMA_S) as reply:
-            schema = json.load(reply)
-        self._field = action or _only_text(schema["action"], "action")
-        self._shown = observation or f"{{{_only_text(schema['observation'], 'observation')}}}"
+        self._field = action or _only_text(url, "action")
+        self._shown = observation or f"{{{_only_text(url, 'observation')}}}"
         self._fields, self._client = fields, client(base_url=url).sync()
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -77,9 +75,13 @@ class OpenEnv:
         self._client.close()
 
 
-def _only_text(schema: Mapping[str, Any], name: str) -> str:
-    """The field of a JSON schema that has a text. Raises ValueError where there is not one."""
-    texts = [field for field, kind in schema["properties"].items() if kind.get("type") == "string"]
+@functools.cache
+def _only_text(url: str, name: str) -> str:
+    """The field of a server's actions or observations (``name``) that has a text. Raises ValueError where
+    there is not one."""
+    with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=SCHEMA_S) as reply:
+        properties = json.load(reply)[name]["properties"]
+    texts = [field for field, kind in properties.items() if kind.get("type") == "string"]
     if len(texts) != 1:
         raise ValueError(f"the {name} has the texts {texts}; name one in task.env_params.{name}")
     return texts[0]

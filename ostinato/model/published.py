@@ -225,9 +225,10 @@ class Weights:
             self._parts = dict(_quantised(self._paths, FORMS[self._form.method]))
         form = FORMS[self._form.method] if self._form is not None else None
         self._whole = {parts[form.main]: name for name, parts in self._parts.items()} if form else {}
-        self._beside = {
-            part for parts in self._parts.values() for part in parts.values()
-        } - self._whole.keys()
+        self._beside = {part for parts in self._parts.values() for part in parts.values()}
+        if form is not None:  # of keys and values also beside a weight that is plain, or an attention
+            self._beside |= {name for name in self._paths if name.endswith(form.may)}
+        self._beside -= self._whole.keys()
         self.files = {path: list(self.whole(names)) for path, names in listed.items()}
 
     def whole(self, names: Iterable[str]) -> Iterator[str]:

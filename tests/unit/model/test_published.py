@@ -303,6 +303,8 @@ def quantise(folder: Path, method: str) -> dict[str, Tensor]:
         parts, exact[name] = WRITE[method](tensors.pop(name).float())
         base = name.removesuffix(form.plain) if form.plain else name
         tensors |= {base + end: part for end, part in parts.items()}
+    if ".k_scale" in form.may:  # of the cache of keys, beside an attention or a weight that is plain
+        tensors |= {f"model.layers.0.self_attn.{name}k_scale": torch.tensor(1.0) for name in ("", "q_norm.")}
     save_file(tensors, file, metadata={"format": "pt"})
     raw = json.loads(config.read_text())
     config.write_text(json.dumps({**raw, "quantization_config": FORM[method]}))
