@@ -7,7 +7,6 @@ and rolled out again by any drafter, at any batch size: all arms see the same po
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from ostinato.env.tasks import Rows
 from ostinato.launch.checks import check as algorithm_of
 from ostinato.launch.engine import new_engine
 from ostinato.launch.graders import new_grader
-from ostinato.launch.inputs import environment, prompts, sampling_of
+from ostinato.launch.inputs import environment, load_tools, prompts, sampling_of
 from ostinato.launch.trainer import new_adapters, new_trainer
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
@@ -98,7 +97,7 @@ def record(recipe: Recipe, model: Model, epochs: int, say: Say) -> list[Step]:
     with new_grader(recipe) as grader:
         stage = RolloutContext(
             engine=engine,
-            env=environment(recipe, renderer, Counter()),
+            env=environment(recipe, renderer, load_tools(recipe)),
             grader=grader,
             sampling=sampling_of(recipe.rollout, renderer),
             context_limit=decoder.config.max_positions,

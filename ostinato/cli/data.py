@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from ostinato.config import Recipe
 from ostinato.launch.graders import new_grader
-from ostinato.launch.inputs import environment, longest_answer, of_tasks, overlong, prompts
+from ostinato.launch.inputs import environment, load_tools, longest_answer, of_tasks, overlong, prompts
 from ostinato.launch.models import facts_of, recipe_of
 from ostinato.model.named import model_folder
+from ostinato.protocols import Env
 from ostinato.render import Renderer
 from ostinato.reward.own_answers import FULL, SHOWN, OwnVerdict, spread
 from ostinato.reward.workers import JUDGE
@@ -40,17 +41,18 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
         Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs),
         facts_of(recipe.model, folder).max_positions,
     )
-    rows = prompts(recipe, "train", None)
+    rows, tools = prompts(recipe, "train", None), load_tools(recipe)
     held_out = _held_out(recipe)
     too_long = {  # without a hold-out a row is in both sets
         each.where
         for of_task in of_tasks([*rows, *held_out]).values()
-        for each in overlong(_filtering(recipe), of_task, renderer, context)
+        for each in overlong(_filtering(recipe), of_task, renderer, context, tools)
     }
     if not 1 <= row <= len(rows):
         raise ValueError(f"--row is {row}; there are rows 1 to {len(rows)}")
     say(*_counts(recipe, rows, held_out, len(too_long)))
-    say(_lengths(recipe, rows, renderer, context), *_prompt(recipe, rows[row - 1], renderer))
+    episode = environment(recipe, renderer, tools)
+    say(_lengths(recipe, rows, episode, renderer, context), *_prompt(rows[row - 1], episode, renderer))
     functions = list(COMPARED) if is_file and not any("reward." in text for text in overrides) else None
     with waiting("calling the rewards on the rows' own answers"):
         for of_task in of_tasks(rows).values():
@@ -94,9 +96,10 @@ def _counts(
     yield f"too long     {too_long}" + (f", {refused}" if too_long else "")
 
 
-def _lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context: int) -> str:
+def _lengths(
+    recipe: Recipe, rows: Sequence[Prompt], episode: Callable[[Prompt], Env], renderer: Renderer, context: int
+) -> str:
     chosen = [rows[k] for k in np.linspace(0, len(rows) - 1, min(len(rows), MEASURED)).astype(int).tolist()]
-    episode = environment(recipe, renderer)
 
     async def measure() -> list[int]:
         lengths = []
@@ -116,8 +119,8 @@ def _lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context
     )
 
 
-def _prompt(recipe: Recipe, row: Prompt, renderer: Renderer) -> Iterator[str]:
-    tokens = asyncio.run(first_context(environment(recipe, renderer)(row)))
+def _prompt(row: Prompt, episode: Callable[[Prompt], Env], renderer: Renderer) -> Iterator[str]:
+    tokens = asyncio.run(first_context(episode(row)))
     yield f"prompt       {row.where}, {len(tokens)} tokens, as the model reads it:"
     yield from ("  " + line for line in renderer.decode(tokens, skip_special=False).split("\n"))
     yield f"tokens       {tokens.tolist()}"

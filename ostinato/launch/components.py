@@ -66,7 +66,7 @@ def open_components(
 def _sampling_by_vllm(inputs: RunInputs, trainer: RestorableTrainer, folder: Path) -> Iterator[RunComponents]:
     """Components without drafts; what policies were proven by is in each row of metrics."""
     recipe, renderer = inputs.recipe, inputs.renderer
-    prompt = asyncio.run(first_context(environment(recipe, renderer)(inputs.train_prompts[0])))
+    prompt = asyncio.run(first_context(environment(recipe, renderer, inputs.tools)(inputs.train_prompts[0])))
     with vllm_engine(
         recipe,
         inputs.decoder,

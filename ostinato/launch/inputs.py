@@ -29,7 +29,7 @@ from ostinato.env.dialogue import Dialogue, Words
 from ostinato.env.mixture import Mixture, counts, label_prompts
 from ostinato.env.rows import with_columns
 from ostinato.env.tasks import Rows, add_system_prompt, check_disjoint, check_params, load_tasks
-from ostinato.env.tools import resolve_tools
+from ostinato.env.tools import Tool, resolve_tools
 from ostinato.launch.checks import check, check_columns, check_solvable, warn_of_control_tokens
 from ostinato.launch.device_memory import Need, check_room, free_memory, step_need
 from ostinato.launch.engine import shares
@@ -50,6 +50,7 @@ from ostinato.run import MAIN_SET
 from ostinato.types import Prompt, Sampling
 
 log = logging.getLogger(__name__)
+Tools = Mapping[str, Mapping[str, Tool]]  # by task, by their own name
 TEMPLATE = 64  # tokens that a template adds to a prompt, about
 
 
@@ -75,6 +76,7 @@ class RunInputs:
     eval_prompts: Sequence[Prompt]
     downstream: Mapping[str, Sequence[Prompt]]  # by name of the set
     agents: AgentTasks | None = None
+    tools: Tools
     tool_counters: Counter[str] = dataclasses.field(default_factory=Counter)
     num_overlong: int = 0  # rows that are left out (task.overlong)
     left_open: Sequence[str] = ()  # what reward.isolation cannot prevent on this machine, in words
@@ -104,10 +106,10 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     if free is not None and recipe.model.backend == "native":
         check_room(recipe, read_config(folder), free)
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
-    too_long = set[int]()
+    tools, too_long = load_tools(recipe), set[int]()
     for name, rows in of_tasks([row for each in (train, *scored.values()) for row in each]).items():
         check_columns(recipe.judges(name), rows)
-        too_long |= set(map(id, overlong(recipe, rows, renderer, decoder.config.max_positions)))
+        too_long |= set(map(id, overlong(recipe, rows, renderer, decoder.config.max_positions, tools)))
         if renderer.vocab_size > decoder.config.vocab_size:  # in which few rows, if any, take part
             for row in rows:
                 check_tokens(renderer.prompt(row), row.where, renderer, decoder.config.vocab_size)
@@ -134,6 +136,7 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
         eval_prompts=scored.pop(MAIN_SET),
         downstream=scored,
         agents=agents,
+        tools=tools,
         num_overlong=len(too_long),
         left_open=grader.left_open,
         warnings=warnings,
@@ -252,9 +255,15 @@ def _without(too_long: Set[int], rows: Sequence[Prompt]) -> list[Prompt]:
     return left
 
 
-def overlong(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context: int) -> list[Prompt]:
-    """Rows of tasks with ``task.overlong = "filter"`` whose prompt leaves no room for an answer. A token is a
-    byte or more, so only long prompts are rendered.
+def overlong(
+    recipe: Recipe,
+    rows: Sequence[Prompt],
+    renderer: Renderer,
+    context: int,
+    tools: Tools,
+) -> list[Prompt]:
+    """Rows of tasks with ``task.overlong = "filter"`` whose prompt, with ``tools``, leaves no room for an
+    answer. A token is a byte or more, so only long prompts are rendered.
 
     Raises ValueError naming the first of another task."""
     longest, keys = longest_answer(recipe.rollout, renderer)
@@ -269,7 +278,7 @@ def overlong(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context
             f"memory.budget is {recipe.memory.budget}; with an answer of {longest} ({keys}) it exceeds the "
             f"context of {context}: lower one of them"
         )
-    episode = environment(recipe, renderer)
+    episode = environment(recipe, renderer, tools)
 
     def length_of(row: Prompt, tries: bool = False) -> int:
         try:
@@ -370,7 +379,7 @@ def new_stage(inputs: RunInputs, engine: Engine, grader: Grader) -> RolloutConte
     recipe = inputs.recipe
     return RolloutContext(
         engine=engine,
-        env=environment(recipe, inputs.renderer, inputs.tool_counters, inputs.agents),
+        env=environment(recipe, inputs.renderer, inputs.tools, inputs.tool_counters, inputs.agents),
         grader=grader,
         sampling=sampling_of(recipe.rollout, inputs.renderer),
         context_limit=inputs.decoder.config.max_positions,
@@ -418,26 +427,37 @@ def stage_identity(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def load_tools(recipe: Recipe) -> Tools:
+    """The tools of each task; MCP servers among them are started. Raises ValueError."""
+    return {name: resolve_tools(task.tools) for name, task in recipe.task.by_name.items()}
+
+
 def environment(
     recipe: Recipe,
     renderer: Renderer,
+    tools: Tools,
     counters: Counter[str] | None = None,
     agents: AgentTasks | None = None,
 ) -> Callable[[Prompt], Env]:
-    """A fresh episode per prompt: of an environment of one's own, one turn, or a conversation with tools,
-    whose calls ``counters`` counts."""
+    """A fresh episode per prompt: of an environment of one's own, one turn, or a conversation with the
+    ``tools`` of its task, whose calls ``counters`` counts."""
     counters = Counter() if counters is None else counters
     made = {
-        name: _episodes(recipe, task, renderer, counters, agents if task.has_agent else None)
+        name: _episodes(recipe, task, renderer, tools[name], counters, agents if task.has_agent else None)
         for name, task in recipe.task.by_name.items()
     }
     return lambda prompt: made[prompt.task](prompt)
 
 
 def _episodes(
-    recipe: Recipe, task: OneTask, renderer: Renderer, counters: Counter[str], agents: AgentTasks | None
+    recipe: Recipe,
+    task: OneTask,
+    renderer: Renderer,
+    tools: Mapping[str, Tool],
+    counters: Counter[str],
+    agents: AgentTasks | None,
 ) -> Callable[[Prompt], Env]:
-    tools, turns = resolve_tools(task.tools), task.max_turns
+    turns = task.max_turns
     new_memory = load("task.memory")(recipe.memory, renderer, counters) if task.memory else None
     if agents is not None:
         return agents.episodes(task, counters, new_memory)

@@ -53,7 +53,7 @@ def test_rows_that_are_too_long_are_left_out_or_refused(rows: Path) -> None:
     renderer = Renderer(model_folder("asset:seed-moe"))
     recipe = Recipe.load({}, f"task.source={rows}", "task.overlong=filter", "rollout.max_tokens=100")
     read = prompts(recipe, "train", None)
-    assert [row.where for row in overlong(recipe, read, renderer, 256)] == [read[-1].where]
+    assert [row.where for row in overlong(recipe, read, renderer, 256, {"": {}})] == [read[-1].where]
     refusing = Recipe.load({}, f"task.source={rows}", "rollout.max_tokens=100")
     with pytest.raises(ValueError, match=r'row 10 of .* task.overlong = "filter"'):
-        overlong(refusing, read, renderer, 256)
+        overlong(refusing, read, renderer, 256, {"": {}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,11 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from ostinato.config import Recipe
 from ostinato.config.fields import PathKind, make_absolute
 from ostinato.env.tools import resolve_tools
+from ostinato.launch.inputs import new_stage, prepare
+from ostinato.protocols import Engine
+from ostinato.rollout.rollout import first_context
 
 SERVER = """
 import os
@@ -95,6 +101,23 @@ def test_a_server_answers_is_lost_comes_again_and_ends_with_its_run(tmp_path: Pa
     while not is_gone(seen["process"]):
         assert time.monotonic() < deadline, "the server outlived its run"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_run_starts_a_server_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of lengths had one of its own, and each task of a mixture all of them."""
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text(f"open('started', 'a').write('x')\n{SERVER}")
+    monkeypatch.chdir(tmp_path)
+    tools = [f"mcp:{sys.executable} server.py"]
+    recipe = Recipe.load(
+        {"model": {"path": "asset:seed-moe", "dtype": "float32"}, "task": {"tools": tools, "max_turns": 2}}
+    )
+    with prepare(recipe, training=True) as inputs:
+        episode = new_stage(inputs, cast(Engine, None), inputs.grader).env(inputs.train_prompts[0])
+        asked = inputs.renderer.decode(asyncio.run(first_context(episode)), skip_special=False)
+    assert "The sum of two integers." in asked
+    assert (tmp_path / "started").read_text() == "x"
 
 
 @pytest.mark.slow

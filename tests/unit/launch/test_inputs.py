@@ -236,11 +236,11 @@ def test_an_interrupted_answer_is_as_long_as_its_parts_whatever_max_tokens_says(
     assert longest_answer(Recipe().rollout, renderer) == (64, "rollout.max_tokens")
     assert new_interruption(Recipe().rollout, renderer) is None
     prompts = [Prompt(uid="p", text="1 + 1 = ?")]
-    overlong(interrupting(), prompts, renderer, 64)
+    overlong(interrupting(), prompts, renderer, 64, {"": {}})
     with pytest.raises(ValueError, match=r"prompt p has \d+ tokens; with an answer of 17 \(rollout.inter"):
-        overlong(interrupting(), prompts, renderer, 20)
+        overlong(interrupting(), prompts, renderer, 20, {"": {}})
     with pytest.raises(ValueError, match=r"an answer has up to 17 tokens .* lower rollout.interrupt"):
-        overlong(interrupting(), prompts, renderer, 17)
+        overlong(interrupting(), prompts, renderer, 17, {"": {}})
 
 
 def test_a_chat_of_many_short_turns_is_measured_with_what_the_template_adds(tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_a_chat_of_many_short_turns_is_measured_with_what_the_template_adds(tmp_
     prompts = read(str(file), "train")
     tokens = len(renderer.prompt(prompts[-1]))
     assert len(renderer.prompt(prompts[0])) < tokens
-    overlong(Recipe(), prompts, renderer, tokens + 64)
+    overlong(Recipe(), prompts, renderer, tokens + 64, {"": {}})
     with pytest.raises(ValueError, match=f"row 4 of .* has {tokens} tokens"):
-        overlong(Recipe(), prompts, renderer, tokens + 63)
+        overlong(Recipe(), prompts, renderer, tokens + 63, {"": {}})
 
 
 def test_a_phrase_that_ends_the_answer_is_refused() -> None:
