@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import chdir
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def run(place: Path, *arguments: str, code: int = 0, stdin: str = "") -> str:
-    """stdout, or stderr, of a command that ends with ``code``; if the first argument is "-c", of Python's."""
-    argv = [sys.executable, *arguments] if arguments[0] == "-c" else command(*arguments)
-    done = subprocess.run(
-        argv, cwd=place, env=environment(), input=stdin, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stderr
+def run(place: Path, *arguments: str, code: int = 0) -> str:
+    """stdout, or stderr, of a command that ends with ``code``: here, or of Python if the first is "-c"."""
+    if arguments[0] == "-c":
+        python = [sys.executable, *arguments]
+        done = subprocess.run(
+            python, cwd=place, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+        )
+        ending, out, error = done.returncode, done.stdout, done.stderr
+    else:
+        with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()) as complained:
+            ending = ended(place, *arguments)
+        out, error = printed.getvalue(), complained.getvalue()
+    assert ending == code, out + error
+    return out if code == 0 else error
 
 
 def ended(place: Path, *arguments: str) -> int:
