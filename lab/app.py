@@ -16,51 +16,23 @@ BENCHES = {
     "weights": ("weights:WeightsBeside", "engine.weights side by side (decode --weights)"),
     "products": ("products:Products", "matrix products of our kernels and of torch"),
     "serve": ("serve:Serve", "streaming clients at our server and at vLLM's: tokens per second, latencies"),
-    "feedback": ("feedback:Feedback", "latencies of chat beside a stream of feedback, and without it"),
     "train": ("train:Train", "seconds of a GRPO step: ostinato, and TRL in its fastest setting"),
     "train-sft": ("train_sft:TrainSft", "tokens per second of SFT, and TRL's SFTTrainer (train --sft)"),
     "race": ("race.bench:Race", "a race to equal score against TRL: seconds, FLOPs and memory to get there"),
     "quickstart": ("quickstart:Quickstart", "whole runs of a recipe: seconds from start to report, scores"),
-    "distill": ("learning:Distill", "tokens to 90 % of a teacher's gain: distillation beside RL"),
-    "warm-start": ("learning:WarmStart", "a task never solved: rows with answers, then RL"),
-    "preferences": ("learning:Preferences", "DPO: held-out pairs whose chosen answer has gained"),
     "draft": ("draft:Draft", "rollouts with drafts from history, of siblings alone, and without"),
-    "never-slower": ("never_slower:NeverSlower", "the worst ratio with drafts (draft --never-slower)"),
     "vllm-drafts": ("vllm_drafts:VllmDrafts", "draft methods inside vLLM, ours among its own"),
     "replay": ("replay:Replay", "sampler against trainer with routes replayed and without; planted bugs"),
-    "agents": ("agents:Agents", "seconds of an agent's episodes over those of the same environment built in"),
-    "turns": ("turns:Turns", "conversations: what is run again, whether routes are complete, latency"),
-    "long-chat": ("long_chat:LongChat", "an answer late in a chat with a memory, beside an early one"),
-    "pipeline": ("pipeline:Pipeline", "five ways of using two cores"),
     "faults": ("faults:Faults", "real runs, hurt at random moments; what is lost"),
     "kills": ("kills:Kills", "one run, killed with -9 and resumed many times, against an undisturbed one"),
     "scaling": ("scaling:Scaling", "forecasts of the end of known runs from their early part"),
-    "abilities": (
-        "abilities:Abilities",
-        "the forgetting watch: false alarms, planted forgetters, arms, cost",
-    ),
     "readme": ("readme:Readme", "write the figures of the README, or check them, from their data"),
 }
 INSTEAD = {
     ("decode", "--weights"): "weights",
     ("train", "--sft"): "train-sft",
-    ("draft", "--never-slower"): "never-slower",
 }
-OF_PROCESSES = {
-    "serve",
-    "feedback",
-    "quickstart",
-    "race",
-    "faults",
-    "kills",
-    "scaling",
-    "readme",
-    "distill",
-    "warm-start",
-    "preferences",
-    "abilities",
-    "long-chat",
-}  # nothing here needs threads
+OF_PROCESSES = {"serve", "quickstart", "race", "faults", "kills", "scaling", "readme"}  # no threads needed
 
 
 def run(args: Sequence[str]) -> int:

@@ -16,7 +16,6 @@ from textwrap import fill
 from typing import Any
 
 from lab.harness import Bench, Result, Say, markdown, option
-from lab.learning import Preferences, WarmStart
 
 Data = Mapping[str, Any]
 BLOCK = re.compile(r"(<!-- figures: (\S+) (\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -143,28 +142,6 @@ def _train_sft(data: Data) -> str:
     return f"{_prose(what)}\n\n{markdown(['', 'tokens per second', 'peak memory'], rows)}"
 
 
-def _distill(data: Data) -> str:
-    def cell(tokens: float | None) -> str:
-        return f"{tokens:,.0f}" if tokens else "not within its steps"
-
-    rows = [
-        [
-            *(row["seed"], f"{row['before']:.3f}", f"{row['teacher']:.3f}", f"{row['target']:.3f}"),
-            *(cell(row[name]) for name in ("rl_tokens", "opd_tokens")),
-        ]
-        for row in data["runs"]
-    ]
-    head = [
-        "seed",
-        "pass@1 before",
-        "the teacher's",
-        "90 % of its gain",
-        "tokens sampled, RL",
-        "distillation",
-    ]
-    return markdown(head, rows)
-
-
 def _gb(megabytes: float) -> str:
     return f"{megabytes / 1000:.2f} GB"
 
@@ -224,16 +201,6 @@ def _draft(data: Data) -> str:
     )
     after = f"At {settings['headline_batch']}, in the same run: {beside}." if beside else ""
     return "\n\n".join(part for part in (_prose(text), markdown(head, rows), _prose(after)) if part)
-
-
-def _never_slower(data: Data) -> str:
-    worst = data["worst"]
-    return _prose(
-        f"`bench draft --never-slower`: over {len(data['cells'])} settings of batch, temperature, model and "
-        f"useful or useless history the worst ratio was {worst['ratio']:.3f} +- {worst['error']:.3f} "
-        f"({_name(worst['model'])}, {worst['history']} history, temperature {worst['temperature']}, "
-        f"batch {worst['batch']}); {data['below']} are below {data['settings']['allowed']}."
-    )
 
 
 def _quickstart(data: Data) -> str:
@@ -308,12 +275,8 @@ BLOCKS: dict[str, Callable[[Data], str]] = {
     "decode": _decode,
     "train": _train,
     "train-sft": _train_sft,
-    "distill": _distill,
-    "warm-start": WarmStart.table,
-    "preferences": Preferences.table,
     "serve": _serve,
     "draft": _draft,
-    "never-slower": _never_slower,
     "replay": _replay,
     "weights": _weights,
     "scaling": _scaling,

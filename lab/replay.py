@@ -29,7 +29,6 @@ from lab.harness import Bench, Result, Say, option
 from lab.paired import alternate, wilson
 from lab.planted import Trainers, planted, stale
 from lab.settings import Clock
-from lab.turns import FullMarks
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.config import Recipe
@@ -44,7 +43,7 @@ from ostinato.observe.mismatch import TAUS
 from ostinato.render import Renderer
 from ostinato.rollout.convert import samples
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
-from ostinato.types import Batch, Prompt, Sample, Sampling
+from ostinato.types import Batch, Group, Prompt, Reward, Sample, Sampling
 
 # Tau is scaled to the model: F is compared at the largest tau that is exceeded by as large a share of native
 # tokens as exceeds 2 on the R3 paper's Qwen3-30B-A3B (F(2) = 2.54e-4, arXiv 2510.11370, appendix). The native
@@ -112,6 +111,13 @@ class Replay(Bench):
             _planted_table(result["planted"]),
             _stale_table(result["stale"]),
         )
+
+
+class FullMarks:
+    """Grades nothing: every episode counts. Implements protocols.Grader."""
+
+    async def grade(self, group: Group) -> list[Reward]:
+        return [Reward(value=1.0) for _ in group.trajectories]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lab.contender import ContenderFailed
@@ -20,17 +18,13 @@ def trained(
     logs: Path,
     name: str,
     *,
-    cores: Collection[int] = (),
     limit_s: float | None = None,
-    verb: str = "train",
     started: Callable[[int], object] = lambda pid: None,
 ) -> RunFolder:
-    """Train ``recipe`` (``verb`` "sft": on rows with answers) with ``overrides`` under the empty folder
-    ``logs``, on ``cores`` alone where they are given. Raises ContenderFailed, with the run's ``name`` and its
-    own last words, where it does not end well, or not within ``limit_s``."""
-    command = [sys.executable, "-m", "ostinato", verb, recipe, *overrides, f"log.dir={logs}"]
-    with confined(cores):
-        output(f"the run {name}", command, limit_s=limit_s, started=started)
+    """Train ``recipe`` with ``overrides`` under the empty folder ``logs``. Raises ContenderFailed, with the
+    run's ``name`` and its own last words, where it does not end well, or not within ``limit_s``."""
+    command = [sys.executable, "-m", "ostinato", "train", recipe, *overrides, f"log.dir={logs}"]
+    output(f"the run {name}", command, limit_s=limit_s, started=started)
     return RunFolder.open(next(path for path in logs.iterdir() if path.is_dir()))
 
 
@@ -64,25 +58,6 @@ def output(
         lines = (err or out).strip().splitlines()[-1:] or ["it printed nothing"]
         raise ContenderFailed(f"{name} failed: {lines[0][:300]}")
     return out
-
-
-def allowed_cores() -> tuple[int, ...]:
-    """Numbers of the cores that this process may use; none where the system cannot confine a process."""
-    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-
-
-@contextmanager
-def confined(cores: Collection[int]) -> Iterator[None]:
-    """What this thread starts inside may use ``cores`` alone; all that it has itself where these are none."""
-    if not cores:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _end(running: subprocess.Popen[str], grace_s: float = 30.0) -> None:

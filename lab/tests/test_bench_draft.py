@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nouns import completion
 from small_drafts import emitted, running
 
-from lab import draft, epochs, never_slower
+from lab import draft, epochs
 from lab.arms import Oracle, best_depth
 from lab.draft import Arm, Measured
 from lab.harness import measured
-from lab.never_slower import past
 from ostinato.config import Recipe
 from ostinato.types import Request, Sampling
 
@@ -103,20 +101,7 @@ def test_the_oracle_follows_what_is_said() -> None:
     assert then.counts.tolist() == [1] and then.tokens.tolist() == [7]
 
 
-# ---- never slower
-
-
-def test_misleading_history_is_anothers_and_its_intervals_lie() -> None:
-    likely = {"logprobs": np.log(np.full(30, 0.5, np.float32)), "edges": np.full(30, 0.25, np.float32)}
-    answers = {uid: (past(np.arange(20), completion([n] * 30, **likely)),) for n, uid in enumerate("ab")}
-    moved = never_slower.misleading(answers)
-    assert moved["a"][0].tokens.tolist() == [1] * 30 and moved["b"][0].tokens.tolist() == [0] * 30
-    edges = moved["a"][0].edges
-    assert len(set(edges.tolist())) > 20 and (edges >= 0).all() and (edges + moved["a"][0].probs <= 1).all()
-    assert len(answers["a"][0].context) == 8  # only the end of the prompt is kept
-
-
-# ---- the benches of drafts and history, small: every part of them runs, and drafts change no token
+# ---- the bench of drafts, small: every part of it runs, and drafts change no token
 
 
 ASSET = "asset:seed-moe"
@@ -141,14 +126,3 @@ def test_every_arm_draws_the_tokens_of_plain_decoding() -> None:
     assert by_name["oracle"]["total"]["acceptance"] == 1.0
     assert by_name["off"]["total"]["tokens_per_pass"] == 1.0
     draft.Draft.table(result)
-
-
-def test_never_slower_measures_what_is_there_and_names_what_is_not() -> None:
-    plan = never_slower.NeverSlower(
-        models=(ASSET, "no-such-model"), batches=(1, 4), temperatures=(0.6,), new_tokens=6, cell_s=0.1
-    )
-    result = measured(plan, quiet)
-    assert len(result["cells"]) == 4 and result["mismatches"] == 0
-    assert result["worst"]["ratio"] == min(cell["ratio"] for cell in result["cells"])
-    assert len(result["skipped"]) == 1 and "no-such-model was skipped" in result["skipped"][0]
-    never_slower.NeverSlower.table(result)

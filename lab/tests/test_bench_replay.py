@@ -1,10 +1,9 @@
-"""What the benches of replay and turns make of their measurements."""
+"""What the benches of replay makes of its measurements."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nouns import completion, episode, sample_of
+from nouns import sample_of
 from worlds import tiny_moe
 
-from lab import planted, replay, turns
+from lab import planted, replay
 from lab.paired import Paired
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -27,7 +26,7 @@ from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.shapes import AdapterSpec
 from ostinato.observe.mismatch import arm, routers
-from ostinato.types import NO_EXPERT, Batch, Sample, Trajectory
+from ostinato.types import NO_EXPERT, Batch, Sample
 
 # ---- two ways in turn
 
@@ -175,20 +174,3 @@ def test_routes_of_a_policy_age(small: tuple[planted.Trainers, Adapters, list[Sa
     overlaps = [row["overlap"] for row in rows]
     assert overlaps[0] == 1.0 and overlaps == sorted(overlaps, reverse=True)
     assert rows[0]["policy"] == "the same policy" and rows[-1]["caught"]
-
-
-# ---- bench turns
-
-
-def trajectory(cached: list[int], answer: int = 4, context: int = 3) -> Trajectory:
-    parts = [episode(completion(answer, cached_tokens=found), context) for found in cached]
-    return replace(parts[0], turns=tuple(one.turns[0] for one in parts))
-
-
-def test_a_history_found_whole_is_not_run_again() -> None:
-    """Of a turn's prompt the context is new, and the answer's last token, which was sampled and never run."""
-    whole = turns.prefill([trajectory([0, 3 + 3, 10 + 3])])
-    assert whole == {"sent": 10 + 17, "cached": 6 + 13, "run": 8, "new": 8, "run_again": 0}
-    assert turns.prefill([trajectory([0, 3 + 3, 5])])["run_again"] == 8
-    more = turns.prefill([trajectory([0, 9, 13])])  # a sibling wrote the same, so its context was there too
-    assert more["run"] < more["new"] and more["run_again"] == 0

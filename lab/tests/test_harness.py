@@ -6,17 +6,14 @@ import json
 import os
 import sys
 from dataclasses import dataclass, replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from lab import turns
 from lab.app import BENCHES, load, run
 from lab.contender import Contender, ContenderFailed
-from lab.harness import Bench, Result, Say, main, measured, option, parser, seeds
+from lab.harness import Bench, Result, Say, main, option, parser, seeds
 from lab.settings import Clock
 from lab.weights import WeightsBeside
 from ostinato.model.native import Kernels
@@ -132,28 +129,3 @@ def test_the_benchmark_puts_them_side_by_side(kernels: Kernels) -> None:
     assert found["bf16"]["speedup"] == 1 and found["int8"]["ms"] > 0
     assert result["bytes"]["int8"] < 0.6 * result["bytes"]["bf16"]
     assert plan.table(result).row_count == 1
-
-
-# ---- ``bench turns`` on our small model: nothing is run again, and routes are whole
-
-
-def test_turns_of_a_tiny_plan() -> None:
-    plan = turns.Turns(
-        prompts=2,
-        siblings=2,
-        turns=3,
-        answer_tokens=8,
-        single_prompts=1,
-        single_siblings=2,
-        rounds=1,
-        least_s=0.0,
-    )
-    result = measured(plan, lambda line: None)
-    assert result["prefill"]["run_again"] == 0 and result["prefill"]["preempted"] == 0
-    assert result["prefill"]["run"] <= result["prefill"]["new"]
-    assert result["routes"]["complete"] == 1.0 and result["routes"]["overlap"] > 0.99
-    assert set(result["latency"]) == {"turns", "single"} and result["latency"]["turns"]["rounds"] == 1
-    json.dumps(result, allow_nan=False)
-    console = Console(file=StringIO(), width=140)
-    console.print(turns.Turns.table(result))
-    assert isinstance(console.file, StringIO) and "run again" in console.file.getvalue()
