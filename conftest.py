@@ -46,7 +46,7 @@ for _number, _usual in (
 
 REPOSITORY = Path(__file__).parent
 BUDGET_S = 1.0  # of the processor, for a unit test that is not marked slow
-DEAREST = 10  # files, and tests, that are listed at the end
+DEAREST = 20  # files, and tests, that are listed at the end
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -64,12 +64,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    return (yield from _timed(item, "fixtures_cpu_s"))
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    return (yield from _timed(item, "cpu_s"))
+
+
+def _timed(item: pytest.Item, name: str) -> Generator[None, None, None]:
     start = _cpu_s()
     try:
         return (yield)
     finally:
-        item.user_properties.append(("cpu_s", _cpu_s() - start))
+        item.user_properties.append((name, _cpu_s() - start))
 
 
 def _cpu_s() -> float:
@@ -83,10 +92,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     spent = sorted(((dict(r.user_properties).get("cpu_s", 0.0), r) for r in reports), key=lambda x: -x[0])
     if not spent:
         return
-    terminalreporter.section(f"{sum(cpu_s for cpu_s, _ in spent):.0f} CPU seconds in tests, fixtures aside")
-    files = Counter[str]()
+    files, fixtures_s = Counter[str](), 0.0
     for cpu_s, report in spent:
-        files[report.nodeid.partition("::")[0]] += cpu_s  # pyright: ignore[reportArgumentType]
+        of_fixtures = dict(report.user_properties).get("fixtures_cpu_s", 0.0)
+        files[report.nodeid.partition("::")[0]] += cpu_s + of_fixtures  # pyright: ignore[reportArgumentType]
+        fixtures_s += of_fixtures  # pyright: ignore[reportOperatorIssue]
+    tests_s = sum(cpu_s for cpu_s, _ in spent)
+    terminalreporter.section(f"{tests_s:.0f} CPU seconds in tests, {fixtures_s:.0f} in their fixtures")
     for name, cpu_s in files.most_common(DEAREST):
         terminalreporter.write_line(f"{cpu_s:8.2f} s  {name}")
     for idx, (cpu_s, report) in enumerate(spent):
