@@ -28,7 +28,7 @@ import numpy as np
 from ostinato.control_tokens import THOUGHTS, ControlTokens, encode_text, is_in_thought, opens_thought
 from ostinato.inputs import has_surrogate, parse_json
 from ostinato.tiktoken_vocabulary import read_tiktoken, vocabulary_file
-from ostinato.tool_calls import FormOfCalls, for_template, form_of_calls
+from ostinato.tool_calls import FormOfCalls, for_template, form_of_calls, unwritten_roles
 from ostinato.types import NewRow, Prompt
 
 if TYPE_CHECKING:
@@ -167,8 +167,15 @@ class Renderer:
 
     @cached_property
     def _form_of_calls(self) -> FormOfCalls:
+        return form_of_calls(self._probe)
+
+    @cached_property
+    def _unwritten(self) -> frozenset[str]:
+        return unwritten_roles(self._probe)
+
+    def _probe(self, chat: Sequence[Message], tools: Sequence[Any] = ()) -> str:
         names = {**self._special_names, "documents": None, "add_generation_prompt": False}
-        return form_of_calls(lambda chat, tools: self._template.render(**names, messages=chat, tools=tools))
+        return self._template.render(**names, messages=chat, tools=list(tools) or None)
 
     def reads(self, name: str) -> bool:
         """Does the chat template have this name?"""
@@ -239,7 +246,8 @@ class Renderer:
         more = {**self._template_kwargs, **more}
         if not self.reads("developer"):  # the newer name of a system message in OpenAI's API
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-        contents = (*for_template(messages, tools, self.takes_tools, writes_calls), more)
+        unwritten = self._unwritten if tools or any(m["role"] == "tool" for m in messages) else ()
+        contents = (*for_template(messages, tools, self.takes_tools, writes_calls, unwritten), more)
         if not (spelled := self.control.spelled(contents)):
             return render(*contents)
         marked = render(*self.control.hide(contents))
@@ -326,15 +334,8 @@ class Renderer:
         if (eos := self.eos) is not None:
             found.add(eos)
         if self.has_chat_template:
-            found.update(self._turn_end())
+            found.update(_turn_end(self))
         return tuple(sorted(found))
-
-    def _turn_end(self) -> list[int]:
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        _, answered, tail = self.chat_text(chat, add_generation_prompt=False).partition(_ANSWER)
-        special = self.tokenizer.get_added_tokens_decoder()
-        first = self.encode(tail.lstrip())[:1] if answered else []
-        return [int(token) for token in first if int(token) in special]
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -346,6 +347,14 @@ class Renderer:
                 "add a chat_template.jinja to it or give prompts as text"
             )
         return ChatTemplate(self._template_text, self.folder, self._now)
+
+
+def _turn_end(renderer: Renderer) -> list[int]:
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    _, answered, tail = renderer.chat_text(chat, add_generation_prompt=False).partition(_ANSWER)
+    special = renderer.tokenizer.get_added_tokens_decoder()
+    first = renderer.encode(tail.lstrip())[:1] if answered else []
+    return [int(token) for token in first if int(token) in special]
 
 
 class IncrementalDecoder:

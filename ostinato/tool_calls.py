@@ -1,7 +1,8 @@
 """Tools in prompts and tool calls in answers, the same in training and serving.
 
 A chat template that takes ``tools`` writes them its own way; for any other, they go into the system message
-as ``with_instructions`` writes them. Calls are read in the form that Qwen, Hermes and SmolLM3 use:
+as ``with_instructions`` writes them, and replies into a user's message where it has no role for them. Calls
+are read in the form that Qwen, Hermes and SmolLM3 use:
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -102,14 +103,51 @@ def for_template(
     tools: Sequence[Mapping[str, Any]],
     takes_tools: bool,
     writes_calls: bool,
+    unwritten: Collection[str] = (),
 ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
     """(messages, tools) as a chat template takes them: contents as text, arguments of calls parsed. What it
-    does not write itself, tools or calls, is in the system message or in the assistant's text."""
+    does not write itself, tools or calls, is in the system message or in the assistant's text; what is said
+    in ``unwritten_roles`` in a user's message."""
     chat = [_plain(message, writes_calls) for message in messages]
+    if "tool" in unwritten:
+        chat = _replies_of_users(chat)
     if not tools or takes_tools:
         return chat, list(tools)
     lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
-    return with_instructions(chat, lines), []
+    chat = with_instructions(chat, lines)
+    if "system" in unwritten and [m["role"] for m in chat[:2]] == ["system", "user"]:
+        first, user, *rest = chat
+        chat = [{**user, "content": f"{first['content']}\n\n{user['content']}"}, *rest]
+    return chat, []
+
+
+def unwritten_roles(render: Callable[[list[Message]], str]) -> frozenset[str]:
+    """Roles whose words a chat template, which ``render`` applies to messages, refuses or leaves out."""
+    user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+    words, unwritten = "what-it-says", set[str]()
+    for role, before, after in (("system", [], [user]), ("tool", [user, answer], [])):
+        try:
+            if words not in render([*before, {"role": role, "content": words}, *after]):
+                unwritten.add(role)
+        except ValueError:
+            unwritten.add(role)
+    return frozenset(unwritten)
+
+
+def _replies_of_users(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Replies of tools as Qwen and Hermes write them, those to one answer in one message: Gemma and Llama 2
+    refuse the role "tool", and Phi-3.5 leaves it out."""
+    told: list[dict[str, Any]] = []
+    for before, message in zip([None, *chat], chat, strict=False):
+        if message["role"] != "tool":
+            told.append(message)
+            continue
+        text = f"<tool_response>\n{message['content']}\n</tool_response>"
+        if before is not None and before["role"] == "tool":
+            told[-1]["content"] += f"\n{text}"
+        else:
+            told.append({"role": "user", "content": text})
+    return told
 
 
 def _plain(message: Message, writes_calls: bool) -> dict[str, Any]:
