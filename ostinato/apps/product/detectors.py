@@ -1,7 +1,6 @@
 """Signs of a reward that is hacked, found while a policy is trained; each with a known rate of false alarms.
 
     Bets     (``observe.stats``) any paired difference that should not grow: proxy against gold
-    Knee     KL beyond the top of the over-optimisation curve
     Cusum    a behaviour that becomes more frequent: failed calls, questions, refusals
 
 A state is a frozen value of plain numbers: ``state.update(observation) -> (state, alarm or None)``. Behind
@@ -18,7 +17,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 
 import numpy as np
 
@@ -56,64 +54,6 @@ def exchange_rate(proxy: np.ndarray, gold: np.ndarray) -> float:
     if not spread:
         raise ValueError("the proxy is the same for all answers; it cannot be compared with gold")
     return max(0.0, float(((p - p.mean()) * (g - g.mean())).sum()) / spread)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knee:
-    """Gold over KL as d (a - b ln d), d = sqrt(KL) (Gao et al., arXiv 2210.10760, section 3.2; under RL), by
-    weighted least squares from running sums. Alarm where the slope at the present d is below 0 with a
-    confidence of ``alpha / (t (t + 1))`` at look t: at most ``alpha`` over all looks, for normal noise of the
-    given deviation and a course of d that does not follow it."""
-
-    name: str = "kl_knee"
-    alpha: float = 0.01
-    at: int = 0
-    squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of (d, -d ln d), weighted by 1 / stderr^2
-    products: tuple[float, float] = (0.0, 0.0)  # of them with gold
-    alarmed: bool = False
-
-    def fit(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """((a, b), their covariance [2, 2]); None before two separate points."""
-        s = np.array([self.squares[:2], self.squares[1:]])
-        if np.linalg.det(s) <= 1e-9 * s[0, 0] * s[1, 1]:
-            return None
-        covariance = np.linalg.inv(s)
-        return covariance @ np.array(self.products), covariance
-
-    @property
-    def knee(self) -> float:
-        """KL of the most gold; inf where the fit does not bend down, NaN before there is one."""
-        if (found := self.fit()) is None:
-            return math.nan
-        a, b = found[0]
-        return math.exp(min(2 * (a / b - 1), 700.0)) if b > 0 else math.inf
-
-    def update(self, observation: tuple[float, float, float]) -> tuple[Knee, Alarm | None]:
-        """(KL of the policy from its start, gold less gold at the start, its standard error)."""
-        kl, gold, stderr = observation
-        if not (kl > 0 and stderr > 0 and math.isfinite(gold)):
-            raise ValueError(
-                f"{self.name}: KL {kl} and error {stderr} have to be above 0, gold {gold} finite"
-            )
-        if self.alarmed:
-            return self, None
-        d = math.sqrt(kl)
-        x = np.array([d, -d * math.log(d)])
-        w = stderr**-2
-        squares = np.array(self.squares) + w * np.array([x[0] ** 2, x[0] * x[1], x[1] ** 2])
-        products = np.array(self.products) + w * gold * x
-        seen = replace(
-            self, at=self.at + 1, squares=tuple(squares.tolist()), products=tuple(products.tolist())
-        )
-        if (found := seen.fit()) is None:
-            return seen, None
-        along = np.array([1.0, -1 - math.log(d)])  # derivative of both by d
-        slope, error = float(along @ found[0]), math.sqrt(along @ found[1] @ along)
-        z = -NormalDist().inv_cdf(self.alpha / (seen.at * (seen.at + 1)))
-        if slope + z * error >= 0:
-            return seen, None
-        sentence = f"gold falls with KL: at {kl:.3g} nats, where the fit has its top at {seen.knee:.3g}"
-        return replace(seen, alarmed=True), Alarm(self.name, seen.at, -slope / (z * error), sentence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +103,7 @@ def watch_rate(
     return Cusum(name=name, baseline=baseline, shift=shift, threshold=math.log(steps / rate))
 
 
-Detector = Bets | Knee | Cusum
+Detector = Bets | Cusum
 
 
 # ---- marks of an answer

@@ -1,14 +1,14 @@
 """The continual loop as a pure state machine: where it stands, and what a finding of a stage leads to.
 
-    collect -> freeze -> judge -> judge_gates -> shadow -> policy -> policy_gates -> canary -> collect
-                                      |            |         |            |            |
-                                      +------------+---------+------------+------------+-> collect: what was
+    collect -> freeze -> judge -> judge_gates -> policy -> policy_gates -> canary -> collect
+                                      |             |            |            |
+                                      +-------------+------------+------------+-> collect: what was
                                        a candidate that fails is dropped; an alarm of the policy's run puts
                                        exemplars into the hack bank, and the judge is refreshed first
 
-A judge or a policy is a revision: the hash of its adapter. It is promoted in one place each, behind the gates
-of the same round; a roll-back is the old revision, which was never changed. ``advance`` decides; the work of
-a stage, which may be killed and done again, is ``launch.product``'s.
+A judge or a policy is a revision: the hash of its adapter. It is promoted in one place each: a judge by its
+gates, a policy behind those of the same round; a roll-back is the old revision, which was never changed.
+``advance`` decides; the work of a stage, which may be killed and done again, is in ``runs``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class Stage(StrEnum):
     COLLECT = "collect"  # until enough pairs are decided
     FREEZE = "freeze"  # the window of feedback, written down
     JUDGE = "judge"  # a candidate is trained on it
-    JUDGE_GATES = "judge_gates"
-    SHADOW = "shadow"  # the candidate beside the current judge, on feedback that came later
+    JUDGE_GATES = "judge_gates"  # beside the current one, on the end of the window and on what came later
     POLICY = "policy"  # RL with the judge of the round, watched
     POLICY_GATES = "policy_gates"
     CANARY = "canary"  # a share of traffic
@@ -51,8 +50,8 @@ class Position:
     stage: Stage = Stage.COLLECT
     judge: str = ""  # the current revision; "": none yet
     policy: str = ""  # "": the base
-    candidate: str = ""  # of the judge up to shadow, of the policy from there on
-    cleared: str = ""  # the candidate that its gates of this round have let through
+    candidate: str = ""  # of the judge up to its gates, of the policy from there on
+    cleared: str = ""  # the policy that its gates of this round have let through
     frozen: float = 0.0
     refresh: bool = False  # an alarm came: the judge has to learn the exemplars first
 
@@ -102,12 +101,12 @@ def advance(at: Position, found: Finding) -> tuple[Position, str]:
             return replace(onward, frozen=max(found.frozen, at.frozen)), "window frozen"
         case Stage.JUDGE | Stage.POLICY:
             return replace(onward, candidate=found.revision, cleared=""), f"{at.stage} candidate trained"
-        case Stage.JUDGE_GATES | Stage.POLICY_GATES:
+        case Stage.POLICY_GATES:
             return replace(onward, cleared=at.candidate), "candidate cleared by its gates"
-    if not at.candidate or at.cleared != at.candidate:
+    if not at.candidate or (at.stage is Stage.CANARY and at.cleared != at.candidate):
         raise ValueError(f"stage {at.stage} passed for a candidate that its gates have not cleared")
     after = replace(onward, candidate="", cleared="")
-    if at.stage is Stage.SHADOW:
+    if at.stage is Stage.JUDGE_GATES:
         return replace(after, judge=at.candidate, refresh=False), "judge promoted"
     return replace(after, policy=at.candidate), "policy promoted"
 
@@ -118,7 +117,6 @@ def _back(at: Position, found: Finding) -> tuple[Position, str]:
     words = {
         Stage.JUDGE: "judge training failed",
         Stage.JUDGE_GATES: "judge candidate dropped by its gates",
-        Stage.SHADOW: "judge candidate dropped in shadow",
         Stage.POLICY: "policy training stopped by an alarm" if alarm else "policy training failed",
         Stage.POLICY_GATES: "policy candidate dropped by its gates",
         Stage.CANARY: "policy rolled back",
@@ -132,16 +130,12 @@ def position_of(rows: Sequence[Mapping[str, Any]]) -> Position:
 
     Raises ValueError for rows that do not follow from one another.
     """
-    at = Position()
+    at: Mapping[str, Any] = asdict(Position())
     for number, row in enumerate(rows, 1):
-        before, after = _position(row["before"]), _position(row["after"])
-        if before != at:
+        if row["before"] != at:
             raise ValueError(
-                f"row {number} of the journal begins at {before}, where row {number - 1} ended at {at}"
+                f"row {number} of the journal begins at {row['before']}, where row {number - 1} ended at {at}"
             )
-        at = after
-    return at
-
-
-def _position(document: Mapping[str, Any]) -> Position:
-    return Position(**{**document, "stage": Stage(document["stage"])})
+        at = row["after"]
+    stage = "judge_gates" if at["stage"] == "shadow" else at["stage"]  # an older journal: the same gates
+    return Position(**{**at, "stage": Stage(stage)})

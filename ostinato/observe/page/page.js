@@ -513,7 +513,7 @@
 
   // ---- a product's loop: its stage, judge and policy in use, every decision with reasons and cost
 
-  const STAGES = { collect: "Collect", freeze: "Freeze", judge: "Train judge", judge_gates: "Judge's gates", shadow: "Shadow", policy: "Train policy", policy_gates: "Policy's gates", canary: "Canary" };
+  const STAGES = { collect: "Collect", freeze: "Freeze", judge: "Train judge", judge_gates: "Judge's gates", policy: "Train policy", policy_gates: "Policy's gates", canary: "Canary" };
   const when = (ts) => new Date(ts * 1000).toLocaleString("sv");
 
   function showJournal(rows) {
@@ -524,7 +524,7 @@
     const stages = make("ol", "stages", ...Object.entries(STAGES).map(([name, words]) => { const made = make("li", name === stage ? "now" : "", words); if (name === stage) made.setAttribute("aria-current", "step"); return made; }));
     const offices = ["judge", "policy"].map((what) => {
       const revision = last?.after[what] ?? "", since = [...rows].reverse().find((row) => row.before[what] !== revision)?.ts;
-      return make("li", "", make("b", "", revision || (what === "policy" ? "the model itself" : "none yet")), ` ${what} in office${revision && since ? ` since ${when(since)}` : ""}`);
+      return make("li", "", make("b", "", revision || (what === "policy" ? "the model itself" : "none yet")), ` ${what} in use${revision && since ? ` since ${when(since)}` : ""}`);
     });
     const rounds = new Map();
     for (const row of rows) {
@@ -533,11 +533,11 @@
       const whose = from.startsWith("policy") ? "policy" : "judge";
       if (from.startsWith("judge") || from.startsWith("policy")) one.spent[whose] += figures.seconds ?? 0;  // the others wait for users
       if (from === "collect") one.pairs = String(Math.round(figures.pairs ?? 0));
-      else if (["judge_gates", "shadow"].includes(from)) one.judge = row.what;
+      else if (from === "judge_gates") one.judge = row.what;
       else if (["policy", "policy_gates", "canary"].includes(from)) one.policy = row.what;
     }
     const lines = [...rounds].reverse().map(([n, one]) => [String(n), one.pairs, one.judge, one.policy, Object.entries(one.spent).filter(([, s]) => s).map(([name, s]) => `${Math.round(s)} s ${name}`).join(" + ")]);
-    const decisions = [...rows].reverse().map((row) => [`${row.what}\n${when(row.ts)}`, String(row.before.round), STAGES[row.before.stage], `${row.finding.reasons.join(" ")}\n${Object.entries(row.finding.figures).filter(([name]) => name !== "seconds").slice(0, 6).map(([name, v]) => `${name} ${+v.toPrecision(4)}`).join(", ")}`, `${(row.finding.figures.seconds ?? 0).toFixed(1)} s`]);
+    const decisions = [...rows].reverse().map((row) => [`${row.what}\n${when(row.ts)}`, String(row.before.round), STAGES[row.before.stage] ?? row.before.stage, `${row.finding.reasons.join(" ")}\n${Object.entries(row.finding.figures).filter(([name]) => name !== "seconds").slice(0, 6).map(([name, v]) => `${name} ${+v.toPrecision(4)}`).join(", ")}`, `${(row.finding.figures.seconds ?? 0).toFixed(1)} s`]);
     const page = [stages, make("ul", "totals", ...offices), make("h2", "", "Rounds"), lines.length ? tableOf({ title: "round", head: ["pairs", "judge", "policy", "training and gates"], rows: lines, note: "", words: ["judge", "policy", "training and gates"] }) : make("p", "calm", "No round has begun: the loop collects its first pairs."), make("h2", "", "Decisions, newest first"), tableOf({ title: "decision", head: ["round", "stage", "reasons and figures", "spent"], rows: decisions, note: "", words: ["stage", "reasons and figures"] })];
     if (!first) { first = make("div", "first"); at("page").prepend(first); }
     fillWith(first, ...page);

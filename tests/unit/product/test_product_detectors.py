@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ostinato.apps.product.detectors import (
     Cusum,
-    Knee,
     divergence,
     exchange_rate,
     standardise,
@@ -139,60 +138,6 @@ def test_bets_count_what_they_cut_and_refuse_what_is_not_finite() -> None:
     huge, alarm = state.update(np.ones(5000))
     assert alarm is not None and math.isfinite(huge.evidence)
     assert huge.update([1.0]) == (huge, None)
-
-
-def over_optimised(draw: np.random.Generator, b: float, looks: int = 100) -> list[tuple[float, float, float]]:
-    """Gold d (1 - b ln d) over a KL that grows to 25 nats, measured with an error of 0.1."""
-    d = np.linspace(0.05, 5, looks)
-    gold = d * (1 - b * np.log(d)) + 0.1 * draw.standard_normal(looks)
-    return [(float(x * x), float(y), 0.1) for x, y in zip(d, gold, strict=True)]
-
-
-def looked(state: Knee, course: list[tuple[float, float, float]]) -> tuple[Knee, Alarm | None]:
-    for one in course:
-        state, alarm = state.update(one)
-        if alarm:
-            return state, alarm
-    return state, None
-
-
-def test_the_knee_is_found_behind_the_top_and_not_before() -> None:
-    """d (1 - 0.6 ln d) has its top at d = exp(1 / 0.6 - 1) = 1.95, a KL of 3.8 nats. It is called before gold
-    has lost a third of its gain."""
-    top = math.exp(2 * (1 / 0.6 - 1))
-    for seed in range(5):
-        course = over_optimised(np.random.default_rng(seed), 0.6)
-        state, alarm = looked(Knee(), course)
-        assert alarm is not None
-        kl = course[alarm.at - 1][0]
-        assert kl > top
-        gold, best = (math.sqrt(one) * (1 - 0.3 * math.log(one)) for one in (kl, top))
-        assert gold > best * 2 / 3
-        assert state.knee == pytest.approx(top, rel=0.25)
-        values = np.array(course[: alarm.at])
-        d = np.sqrt(values[:, 0])
-        x = np.stack([d, -d * np.log(d)], 1)
-        fit = state.fit()
-        assert fit is not None and fit[0] == pytest.approx(np.linalg.lstsq(x, values[:, 1], rcond=None)[0])
-
-
-def test_flat_and_rising_gold_has_no_knee_at_the_nominal_rate() -> None:
-    """100 looks in 1,000 steps; flat gold is the boundary of what counts as quiet."""
-    runs, alarms = 150, 0
-    for seed in range(runs):
-        draw = np.random.default_rng(seed)
-        flat = [(kl, 0.1 * draw.standard_normal(), 0.1) for kl, _, _ in over_optimised(draw, 0.0)]
-        alarms += looked(Knee(alpha=ALPHA), flat)[1] is not None
-    assert at_most(alarms, runs, ALPHA)
-    rising = over_optimised(np.random.default_rng(0), 0.0)
-    assert looked(Knee(), rising)[1] is None and looked(Knee(), rising)[0].at == 100
-
-
-def test_a_knee_refuses_what_is_no_measurement() -> None:
-    for bad in ((0.0, 1.0, 0.1), (1.0, math.nan, 0.1), (1.0, 1.0, 0.0)):
-        with pytest.raises(ValueError, match="kl_knee: KL"):
-            Knee().update(bad)
-    assert math.isnan(Knee().knee)
 
 
 def test_a_quiet_rate_alarms_at_most_at_the_nominal_rate_over_1000_steps() -> None:

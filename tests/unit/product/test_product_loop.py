@@ -46,7 +46,7 @@ def test_nothing_is_promoted_without_its_gates_of_the_same_round(found: list[Ver
         if before.stage in (Stage.JUDGE_GATES, Stage.POLICY_GATES) and passed:
             cleared.add((before.round, before.stage, before.candidate))
         if after.judge != before.judge:
-            assert (before.stage, row.what) == (Stage.SHADOW, "judge promoted")
+            assert (before.stage, row.what) == (Stage.JUDGE_GATES, "judge promoted")
             assert (before.round, Stage.JUDGE_GATES, after.judge) in cleared
         if after.policy != before.policy:
             assert (before.stage, row.what) == (Stage.CANARY, "policy promoted")
@@ -68,6 +68,12 @@ def test_a_journal_leads_where_it_led(found: list[Verdict], killed_after: int) -
     assert position_of(read) == (rows[-1].after if rows else Position())
 
 
+def test_a_judge_in_the_shadow_of_an_older_journal_has_its_gates_again() -> None:
+    rows = [row.row() for row in walk([Verdict.PASSED] * 3)]
+    rows[-1]["after"] |= {"stage": "shadow", "cleared": "r2"}
+    assert position_of(rows).stage is Stage.JUDGE_GATES
+
+
 def test_a_journal_with_a_row_missing_is_refused() -> None:
     rows = [row.row() for row in walk([Verdict.PASSED] * 5)]
     with pytest.raises(ValueError, match="row 2 of the journal"):
@@ -76,7 +82,7 @@ def test_a_journal_with_a_row_missing_is_refused() -> None:
 
 def test_a_candidate_that_no_gate_has_cleared_cannot_be_promoted() -> None:
     with pytest.raises(ValueError, match="have not cleared"):
-        advance(Position(round=1, stage=Stage.SHADOW, candidate="r1"), Finding())
+        advance(Position(round=1, stage=Stage.JUDGE_GATES), Finding())
     with pytest.raises(ValueError, match="have not cleared"):
         advance(Position(round=1, stage=Stage.CANARY, candidate="r2", cleared="r1"), Finding())
 
@@ -93,7 +99,7 @@ def test_an_alarm_refreshes_the_judge_before_the_next_policy() -> None:
 def test_stages_come_in_their_order() -> None:
     rows = walk([Verdict.PASSED] * len(ORDER))
     assert [row.before.stage for row in rows] == list(ORDER)
-    assert rows[-1].after == Position(round=1, judge="r2", policy="r5", frozen=1.0)
+    assert rows[-1].after == Position(round=1, judge="r2", policy="r4", frozen=1.0)
     assert asdict(rows[-1].after)["stage"] == "collect"
 
 

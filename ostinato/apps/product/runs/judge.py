@@ -1,4 +1,4 @@
-"""The judge's stages: the window written down, a candidate trained on it, its gates, its time in shadow."""
+"""The judge's stages: the window written down, a candidate trained on it, its gates."""
 
 from __future__ import annotations
 
@@ -88,19 +88,12 @@ def _plan(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
 
 
 def gates(loop: ProductLoop, at: Position) -> Finding:
-    """The candidate beside the current judge, on the window's test part and on the hack bank."""
-    return _assess(loop, at, read_part(loop.round_folder(at) / "window", "test"))
-
-
-def shadow(loop: ProductLoop, at: Position) -> Finding:
-    """The same two on pairs that users decided after the window."""
-    wait_for(loop, at, loop.settings.judge.shadow_pairs)
-    pairs, _ = decided(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
-    return _assess(loop, at, [row(pair) for pair in pairs])
-
-
-def _assess(loop: ProductLoop, at: Position, rows: Sequence[Mapping[str, Any]]) -> Finding:
+    """The candidate beside the current judge, on the window's test part, on pairs that users decided behind
+    the window, and on the hack bank."""
     settings = loop.settings.judge
+    wait_for(loop, at, settings.later_pairs)
+    pairs, _ = decided(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
+    rows = [*read_part(loop.round_folder(at) / "window", "test"), *(row(pair) for pair in pairs)]
     candidate = _verdicts(loop, at.candidate, rows)
     bank = read_bank(loop.bank)
     probes = {name: [{**one, "rejected": dress(one["chosen"])} for one in rows] for name, dress in DRESSED}

@@ -90,11 +90,11 @@ def look(loop: ProductLoop, at: Position, recipe: Recipe, run: RunFolder, step: 
     beside itself."""
     log, kept, current = Jsonl(run.path / PROBES), _keep_look(run, step), adapter_path(loop, at.policy)
     if not any(log.rows()):
-        log.append(_probe(loop, at, recipe, current, current, 0, None).row())
+        log.append(_probe(loop, at, recipe, current, current, 0).row())
     steps = [row["step"] for row in log.rows()]
     before = steps[max(0, len(steps) - loop.settings.policy.behind)]
     beside = str(_keep_look(run, before)) if before else current
-    log.append(_probe(loop, at, recipe, str(kept), beside, step, _kl(run, step)).row())
+    log.append(_probe(loop, at, recipe, str(kept), beside, step).row())
 
 
 def alarms(loop: ProductLoop, run: RunFolder) -> list[str]:
@@ -124,15 +124,13 @@ def _keep_look(run: RunFolder, step: int) -> Path:
     return folder
 
 
-def _probe(
-    loop: ProductLoop, at: Position, recipe: Recipe, adapter: str, beside: str, step: int, kl: float | None
-) -> Probe:
+def _probe(loop: ProductLoop, at: Position, recipe: Recipe, adapter: str, beside: str, step: int) -> Probe:
     settings = loop.settings
     n = settings.policy.probe * (4 if step == 0 else 1)
     both = (adapter, 2 * step + 1), (beside, 2 * step + 2)
     ours, theirs = answers(recipe, both, settings.gold, n, prompts=step + 1)
     proxy = prefer(recipe, str(loop.adapter_of(at.judge)), ours, theirs)
-    return probe(step, kl, ours, theirs, proxy)
+    return probe(step, ours, theirs, proxy)
 
 
 def _kl(run: RunFolder, step: int) -> float | None:
@@ -210,7 +208,6 @@ STAGES: Mapping[Stage, Work] = {  # what each does; ``collect`` is the loop's ow
     Stage.FREEZE: judge.freeze_window,
     Stage.JUDGE: judge.train,
     Stage.JUDGE_GATES: judge.gates,
-    Stage.SHADOW: judge.shadow,
     Stage.POLICY: train,
     Stage.POLICY_GATES: gates,
     Stage.CANARY: canary,

@@ -42,7 +42,7 @@ class JudgeSettings(_Section):
     bank_copies: Positive = 4  # of each exemplar of the hack bank among the rows
     by_gold: bool = False  # True: its gates go by gold's labels of the pairs, not by users' (docs/product.md)
     limits: JudgeLimits = JudgeLimits()
-    shadow_pairs: Positive = 40  # newer than the window
+    later_pairs: int = Field(default=40, ge=0)  # decided behind the window: its gates wait for so many
 
 
 class PolicySettings(_Section):

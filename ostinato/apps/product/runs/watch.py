@@ -23,7 +23,6 @@ from ostinato.apps.product.actions import action_of
 from ostinato.apps.product.detectors import (
     Cusum,
     Detector,
-    Knee,
     divergence,
     exchange_rate,
     of_mark,
@@ -63,19 +62,17 @@ class Answers:
 class Probe:
     """What one look measured, beside the policy of some looks before. ``proxy``: 1 where the judge prefers
     the policy that learns, -1 the other, NaN without a verdict; ``gold``: by how much it is better by gold;
-    ``level``: mean gold of its answers, its standard error; ``pairs``: the chat and both answers."""
+    ``pairs``: the chat and both answers."""
 
     step: int
     proxy: np.ndarray  # [n]
     gold: np.ndarray  # [n]
     actions: Mapping[str, int]
-    kl: float | None = None
-    level: tuple[float, float] | None = None
     pairs: tuple[tuple[Messages, str, str], ...] = ()  # [n]
 
     def row(self) -> dict[str, Any]:
-        plain = {"step": self.step, "kl": self.kl, "level": self.level, "actions": dict(self.actions)}
-        return {**plain, "proxy": self.proxy, "gold": self.gold, "pairs": [[*pair] for pair in self.pairs]}
+        plain = {"step": self.step, "actions": dict(self.actions), "proxy": self.proxy, "gold": self.gold}
+        return plain | {"pairs": [[*pair] for pair in self.pairs]}
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Probe:
@@ -85,8 +82,6 @@ class Probe:
             proxy=proxy,
             gold=gold,
             actions=row["actions"],
-            kl=row["kl"],
-            level=tuple(row["level"]) if row["level"] else None,
             pairs=tuple((chat, ours, theirs) for chat, ours, theirs in row["pairs"]),
         )
 
@@ -163,18 +158,14 @@ def prefer(recipe: Recipe, judge: str, ours: Answers, theirs: Answers) -> np.nda
     return np.where(same, 0.0, proxy)
 
 
-def probe(step: int, kl: float | None, ours: Answers, theirs: Answers, proxy: np.ndarray) -> Probe:
+def probe(step: int, ours: Answers, theirs: Answers, proxy: np.ndarray) -> Probe:
     """``ours``: of the policy that learns."""
     actions = Counter(action_of(text).value for text in ours.texts)
-    known = ours.gold[~np.isnan(ours.gold)]
-    level = (float(known.mean()), float(known.std(ddof=1) / len(known) ** 0.5)) if len(known) > 1 else None
     return Probe(
         step=step,
         proxy=proxy,
         gold=ours.gold - theirs.gold,
         actions=actions,
-        kl=kl,
-        level=level,
         pairs=tuple(zip(ours.messages, ours.texts, theirs.texts, strict=True)),
     )
 
@@ -182,20 +173,18 @@ def probe(step: int, kl: float | None, ours: Answers, theirs: Answers, proxy: np
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
     """Detectors that have been calibrated on the current policy. ``rate``: gold per proxy; ``scale``: the
-    deviation of gold between two of its answers; both 0 without gold: then only actions are counted.
-    ``current``: its level."""
+    deviation of gold between two of its answers; both 0 without gold: then only actions are counted."""
 
     detectors: tuple[Detector, ...]
     marked: tuple[tuple[str, Bets, Bets], ...] = ()  # a mark: is it preferred, does it cost gold?
     rate: float = 0.0
     scale: float = 0.0
-    current: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def of(cls, quiet: Probe, cases: int, counted: Sequence[str], looks: int, false_alarms: float) -> Watch:
         """``quiet``: two answers of the current policy compared, ``cases`` of which were counted. The
-        chance of a false alarm in all ``looks`` is at most ``false_alarms``, a quarter for each kind."""
-        share = false_alarms / 4
+        chance of a false alarm in all ``looks`` is at most ``false_alarms``, a third for each kind."""
+        share = false_alarms / 3
         found: list[Detector] = [
             watch_rate(name, quiet.actions.get(name, 0), cases, rate=share / len(counted), steps=looks)
             for name in counted
@@ -209,11 +198,10 @@ class Watch:
         marked = tuple((one, fresh, fresh) for one, fresh in pairs)
         bets = Bets(name="proxy against gold", alpha=share)
         return cls(
-            detectors=(bets, Knee(alpha=share), *found),
+            detectors=(bets, *found),
             marked=marked,
             rate=exchange_rate(quiet.proxy[known], quiet.gold[known]),
             scale=float(np.std(quiet.gold[known])),
-            current=quiet.level or (0.0, 0.0),
         )
 
     def update(self, seen: Probe) -> tuple[Watch, list[Alarm]]:
@@ -239,11 +227,5 @@ class Watch:
             case Bets():
                 apart = divergence(seen.proxy[known], seen.gold[known], self.rate)
                 return one.update(standardise(apart, self.scale))
-            case Knee():
-                if not seen.kl or seen.kl <= 0 or not seen.level or not seen.level[1]:
-                    return one, None
-                mean, error = seen.level
-                gain, error = mean - self.current[0], math.hypot(error, self.current[1])
-                return one.update((seen.kl, gain, error))
             case Cusum():
                 return one.update((seen.actions.get(one.name, 0), sum(seen.actions.values())))
