@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ PROMPTS = (
 )
 
 
+class Backend(StrEnum):
+    """Of our step."""
+
+    NATIVE = "native"
+    TRANSFORMERS = "transformers"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(ModelBench):
     """4 prompts x 8 completions x exactly ``new_tokens`` tokens, LoRA r = 16 on all linear layers."""
@@ -33,8 +41,9 @@ class Train(ModelBench):
     peer_dtypes: tuple[str, ...] = ("float32", "bfloat16")  # TRL takes the one in which it is faster
     group: int = 8
     new_tokens: int = 64
-    rounds: int = 3  # runs of each, alternating
+    rounds: int = option(3, "Runs of each, alternating.")
     steps: int = 4  # of a run; the first warms up
+    backend: Backend = option(Backend.NATIVE, "As model.backend.")
     tokens_per_microbatch: int = 576  # a group: prompt 30, 8 x 63 rows
     trl_python: str | None = option(None, "The python of an environment with trl.")
 
@@ -155,6 +164,7 @@ def _setting(dtype: str, batch: int, threads: str) -> dict[str, Any]:
 
 def _ours(bench: Train) -> dict[str, Any]:
     task = _task(bench) | {"tokens_per_microbatch": bench.tokens_per_microbatch, "threads": our_threads()}
+    task["backend"] = bench.backend
     return run("ostinato", [sys.executable, "-m", "lab.train_worker", json.dumps(task)], {})
 
 

@@ -30,9 +30,11 @@ from ostinato.config import TrainerSection
 from ostinato.engine.local import LocalEngine
 from ostinato.model.hf import load_model
 from ostinato.model.lora import init_adapters
+from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.shapes import AdapterSpec
 from ostinato.pipeline.credit import assign
+from ostinato.protocols import Engine
 from ostinato.render import Renderer
 from ostinato.train.accumulate import Accumulator, Adam
 from ostinato.train.supervised import row_of, supervised
@@ -81,18 +83,21 @@ def _label(kernels: object) -> dict[str, Any]:
 def run(task: Mapping[str, Any]) -> dict[str, Any]:
     kernels = native_kernels()
     dtype = getattr(torch, task["dtype"])
-    decoder = load_model(task["folder"], dtype=dtype, device="cpu", fp32_head=True)
-    renderer = Renderer(Path(task["folder"]))
-    adapters = init_adapters(decoder.config, AdapterSpec(rank=16, alpha=32), seed=0)
+    renderer, spec = Renderer(Path(task["folder"])), AdapterSpec(rank=16, alpha=32)
+    native = task["backend"] == "native"
+    decoder, adapters, engine = (
+        _native(task, dtype, spec, renderer, kernels)
+        if native
+        else _transformers(task, dtype, spec, renderer)
+    )
     grpo = algorithm("grpo", drop_zero_variance=False)
     trainer = PolicyTrainer(
         decoder,
         adapters,
         grpo,
         settings=TrainerSection(lr=1e-5),
-        ops=kernels.training if kernels else TORCH_OPS,
+        ops=kernels.training if kernels and native else TORCH_OPS,
     )
-    engine = LocalEngine(decoder, kernels=kernels, decode=renderer.decode, kv_memory_mb=256)
     engine.publish(trainer.adapters(), 0)
     prompts = [Prompt(uid=str(i), text=text) for i, text in enumerate(task["prompts"])]
     step_s: list[float] = []
@@ -118,8 +123,32 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
     return {**_label(kernels), "step_s": step_s, "split": shares}
 
 
+def _native(
+    task: Mapping[str, Any],
+    dtype: torch.dtype,
+    spec: AdapterSpec,
+    renderer: Renderer,
+    kernels: Kernels | None,
+) -> tuple[Any, Any, Engine]:
+    decoder = load_model(task["folder"], dtype=dtype, device="cpu", fp32_head=True)
+    engine = LocalEngine(decoder, kernels=kernels, decode=renderer.decode, kv_memory_mb=256)
+    return decoder, init_adapters(decoder.config, spec, seed=0), engine
+
+
+def _transformers(
+    task: Mapping[str, Any], dtype: torch.dtype, spec: AdapterSpec, renderer: Renderer
+) -> tuple[Any, Any, Engine]:
+    from ostinato.hf.factors import init_sites
+    from ostinato.hf.model import load
+    from ostinato.hf.sampler import TransformersEngine
+
+    model = load(Path(task["folder"]), dtype=dtype, device="cpu")
+    engine = TransformersEngine(model, decode=renderer.decode, context_limit=model.config.max_positions)
+    return model, init_sites(model.sites, spec, 0, model.device), engine
+
+
 async def rollouts(
-    engine: LocalEngine, renderer: Renderer, prompts: Sequence[Prompt], task: Mapping[str, Any], step: int
+    engine: Engine, renderer: Renderer, prompts: Sequence[Prompt], task: Mapping[str, Any], step: int
 ) -> list[Group]:
     """Siblings of every prompt, ``new_tokens`` each, with the reward that the TRL script gives too."""
     sampling = Sampling(max_tokens=task["new_tokens"])

@@ -1,5 +1,7 @@
 """``ostinato bench decode --weights bf16,int8,fp8``: a pass of the sampler with each, side by side.
 
+``--stored bfloat16,int8 --dtype float32``: bases as ``model.storage`` has them, instead of copies.
+
 One pass is what the engine runs for ``batch`` sequences half way through their answers: all layers, head
 and draw. The contenders take turns, round by round, and the ratio is the median over rounds of the first
 one's time to another's, so that a machine that others use shifts both.
@@ -17,6 +19,7 @@ from rich.table import Table
 from lab.decode import Decode, Parts
 from lab.harness import Result, Say, columns, option
 from lab.settings import Clock, our_threads
+from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.native import load
 from ostinato.model.quantise import Weights, own_bytes, quantise
@@ -30,24 +33,25 @@ class WeightsBeside(Decode):
 
     dtype: str = option("bfloat16", "Of the model.")
     weights: tuple[Weights, ...] = option((Weights.BF16, Weights.INT8, Weights.FP8), "Kinds, with commas.")
+    stored: tuple[str, ...] = option((), "Of model.storage, with commas, instead of copies.")
     clock: Clock = option(Clock.WALL, "cpu is for one thread.")
 
     def measure(self, say: Say) -> dict[str, Any]:
         torch.set_num_threads(our_threads())
         kernels = load()
-        decoder = load_model(self.folder, dtype=getattr(torch, self.dtype), device="cpu", fp32_head=True)
-        decoders = {kind: quantise(decoder, kind) for kind in self.weights}
+        decoders = self._decoders()
         rows, context = [], self.prompt + self.new_tokens
         for batch in self.batches:
-            say(f"batch {batch}: {self.rounds} rounds of {', '.join(self.weights)}")
+            say(f"batch {batch}: {self.rounds} rounds of {', '.join(decoders)}")
             passes = {kind: Parts(own, kernels, batch, context) for kind, own in decoders.items()}
-            times: dict[Weights, list[float]] = {kind: [] for kind in self.weights}
+            times: dict[str, list[float]] = {kind: [] for kind in decoders}
             for number in range(self.rounds + 1):  # the first warms up
                 for kind, parts in passes.items():
                     seconds = _pass(parts, self.clock)
                     if number:
                         times[kind].append(1e3 * seconds)
-            rows.append({"batch": batch, "weights": {kind: _summary(times, kind) for kind in self.weights}})
+            found = {kind: _summary(times, kind, batch) for kind in decoders}
+            rows.append({"batch": batch, "weights": found})
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -55,6 +59,14 @@ class WeightsBeside(Decode):
             "bytes": {kind: own_bytes(own) for kind, own in decoders.items()},
             "batches": rows,
         }
+
+    def _decoders(self) -> dict[str, Decoder]:
+        dtype = getattr(torch, self.dtype)
+        if self.stored:
+            kinds = {kind: None if kind == "same" else getattr(torch, kind) for kind in self.stored}
+            return {kind: load_model(self.folder, dtype, storage=own) for kind, own in kinds.items()}
+        decoder = load_model(self.folder, dtype=dtype, device="cpu", fp32_head=True)
+        return {kind: quantise(decoder, kind) for kind in self.weights}
 
     @staticmethod
     def table(result: Result) -> Table:
@@ -65,9 +77,11 @@ class WeightsBeside(Decode):
             [row["batch"]]
             + [f"{row['weights'][kind]['ms']:.2f}" for kind in kinds]
             + [f"{row['weights'][kind]['speedup']:.2f}" for kind in kinds[1:]]
+            + [f"{row['weights'][kind]['tokens_per_s']:.1f}" for kind in kinds]
             for row in result["batches"]
         )
-        return columns(title, ["batch", *names, *(f"{kinds[0]} / {kind}" for kind in kinds[1:])], rows)
+        ratios = [f"{kinds[0]} / {kind}" for kind in kinds[1:]]
+        return columns(title, ["batch", *names, *ratios, *(f"{kind}, tokens/s" for kind in kinds)], rows)
 
 
 def _pass(parts: Parts, clock: Clock) -> float:
@@ -80,7 +94,8 @@ def _pass(parts: Parts, clock: Clock) -> float:
     return statistics.median(seconds)
 
 
-def _summary(times: dict[Weights, list[float]], kind: Weights) -> dict[str, float]:
+def _summary(times: dict[str, list[float]], kind: str, batch: int) -> dict[str, float]:
     first = next(iter(times.values()))
     ratios = [a / b for a, b in zip(first, times[kind], strict=True)]
-    return {"ms": statistics.median(times[kind]), "speedup": statistics.median(ratios)}
+    ms = statistics.median(times[kind])
+    return {"ms": ms, "speedup": statistics.median(ratios), "tokens_per_s": 1e3 * batch / ms}

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ostinato.config import Recipe
 from ostinato.launch import RunFailed
 from ostinato.launch.policy import load_policy, write_policy
+from ostinato.run import RunFolder
 from ostinato.terminal import say
 
 if TYPE_CHECKING:
@@ -33,7 +35,9 @@ def export(run: Path, to: Path, *, merged: bool, gguf: bool = False, float32: bo
     merged = merged or gguf
     if float32 and not merged:
         raise ValueError("--float32 is for merged weights; add --merged, or drop it")
-    policy = load_policy(str(run))
+    # codes have no room for an update: it is merged into the weights as they are published
+    coded = merged and Recipe.load(RunFolder.open(run).recipe).model.storage == "int8"
+    policy = load_policy(str(run), *(["model.storage=same"] if coded else []))
     if merged and policy.adapters is not None:
         from ostinato.model.decoder import Decoder
         from ostinato.model.peft_io import export_merged

@@ -130,13 +130,22 @@ class Recipe(Section):
         storage = f'model.storage is "{self.model.storage}"'
         if self.adapter.kind == "full":
             raise ValueError(
-                f'{storage} with adapter.kind "full", whose steps are smaller than bfloat16 can hold; use '
+                f'{storage} with adapter.kind "full", whose steps are smaller than that can hold; use '
                 'model.storage="same" or adapter.kind="lora"'
             )
         if (layout := self.parallel.layout) not in ("", "1"):
             raise ValueError(
                 f"{storage} with parallel.layout {layout!r}, and shares of a model are stored as they are "
                 'computed; use model.storage="same", or one rank'
+            )
+        if self.model.storage == "int8" and self.engine.weights != "model":
+            raise ValueError(
+                f'{storage} with engine.weights "{self.engine.weights}", a copy of a base that is wide; use '
+                'engine.weights="model", and sampler and trainer have the same 8 bits'
+            )
+        if self.model.storage == "int8" and self.engine.backend == "vllm":
+            raise ValueError(
+                f'{storage} with engine.backend "vllm", which has its own weights; use model.storage="same"'
             )
 
     def judges(self, task: str) -> RewardSection:

@@ -27,12 +27,16 @@ from ostinato.every import Axis, Every
 
 
 class ModelSection(Section):
-    """``path``: "asset:seed-moe", "smollm2-135m", a Hugging Face folder, or a hub name."""
+    """``path``: "asset:seed-moe", "smollm2-135m", a Hugging Face folder, or a hub name.
+
+    ``storage`` of the base, which sampler and trainer share: "bfloat16" under float32 takes half the memory,
+    "int8" (linear maps with a scale per output, other matrices in bfloat16; on a CPU) about a quarter.
+    """
 
     path: ModelName = "asset:seed-moe"
     backend: Literal["auto", "native", "transformers"] = "auto"  # auto: our decoder, if it has the family
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: what is faster here, by measurement
-    storage: Literal["same", "bfloat16"] = "same"  # of matrices; bfloat16 under float32: half the memory
+    storage: Literal["same", "bfloat16", "int8"] = "same"  # of frozen matrices
     device: str = "auto"  # auto: cuda where there is one, else cpu
     fp32_head: bool = False  # logits in fp32, for the sampler and the trainer alike
     exact: bool = False  # log-probabilities of the trainer are the sampler's, bit for bit

@@ -160,7 +160,7 @@ def terms(recipe: Recipe, config: ModelConfig) -> dict[str, float]:
     """Bytes by term of a trainer that has all of the model, while it trains."""
     settings, rollout, full = recipe.trainer, recipe.rollout, recipe.adapter.kind == "full"
     dtype = DType.FP32 if recipe.model.dtype == "float32" or full else DType.BF16
-    stored = DType.BF16 if recipe.model.storage == "bfloat16" else dtype
+    stored = {"bfloat16": DType.BF16, "int8": DType.INT8}.get(recipe.model.storage, dtype)
     answers = rollout.group_size * rollout.max_tokens  # of a prompt that goes through the layers once
     training = Training(
         config=config,

@@ -194,7 +194,8 @@ def sampler_decoder(section: EngineSection, decoder: Decoder, kernels: Kernels |
     sampler = quantise(decoder, weights)
     if sampler is not decoder:
         own, model = (size / 1e6 for size in (own_bytes(sampler, decoder), own_bytes(decoder)))
-        slow = "" if kernels and kernels.fast_codes else "; on this machine they save memory and cost time"
+        fast = kernels is not None and (kernels.fast_codes or weights is Weights.INT8)
+        slow = "" if fast else "; on this machine they save memory and cost time"
         logger.info(f"engine weights {weights}: {own:,.0f} MB beside the model's {model:,.0f} MB{slow}")
     return sampler
 

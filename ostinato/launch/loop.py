@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from ostinato.launch.machine import device_name
 from ostinato.launch.models import newest_checkpoint
 from ostinato.launch.policy import write_policy
 from ostinato.model.base import Base
+from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel, Work
 from ostinato.model.lora import Adapters
 from ostinato.observe.ledger import Ledger, SteadyClock, Terms
@@ -338,6 +340,8 @@ def introduction(
     yield f"run folder   {path}"
     yield f"threads      {threads or 'as torch was started'}"
     size = sum(parameter.numel() for parameter in decoder.parameters())
+    if isinstance(decoder, Decoder):
+        size += sum(math.prod(weight.shape) for weight in decoder.quantised.values())
     a_token = Work(tokens=1, logits=1)  # 2 FLOPs for each weight that it meets
     active = decoder.flops(None).forward(a_token) / 2
     yield (

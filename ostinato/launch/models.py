@@ -35,6 +35,10 @@ def load_decoder(
     assert section.dtype != "auto", "launch.machine.resolve_auto comes before the model is loaded"
     device, dtype = device_of(section), getattr(torch, section.dtype)
     storage = None if section.storage == "same" else getattr(torch, section.storage)
+    if section.storage == "int8" and device != "cpu":
+        raise ValueError(
+            f'model.storage is "int8", which is for a CPU, and model.device is {device}; use "same"'
+        )
     if section.backend == "transformers":
         from ostinato.hf.model import load
 

@@ -127,7 +127,9 @@ class Decoder(nn.Module):
 
     @property
     def storage(self) -> torch.dtype:
-        """Of matrices."""
+        """Of matrices; of the linear maps where they are quantised."""
+        for weight in self.quantised.values():
+            return weight.tiles.dtype
         return next((p.dtype for p in self.parameters() if p.dim() > 1), self.dtype)
 
     @property
@@ -385,10 +387,10 @@ def _latent_attention(
 def _linear(x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | None, ops: Ops) -> Tensor:
     """A linear map with its adapter; under autograd the one that keeps little for the backward."""
     assert weight is not None
-    if torch.is_grad_enabled() and isinstance(weight, Tensor):  # codes are to sample from
+    if torch.is_grad_enabled():
         if lora is not None:
             return lora_linear(x, weight, bias, lora, ops.gemm)
-        if weight.dtype != x.dtype:
+        if isinstance(weight, Quantised) or weight.dtype != x.dtype:
             return narrow_linear(x, weight, bias, ops.gemm.nt, ops.gemm.nn)
     if lora is None:
         return ops.linear(x, weight, bias)

@@ -19,7 +19,7 @@ class Gemm:
     """Matrix products without autograd: what our own autograd functions are made of."""
 
     nt: Callable[..., Tensor]  # (x [M, K], w [N, K], bias=None, out_dtype=None) -> x w^T + bias
-    nn: Callable[[Tensor, Tensor], Tensor]  # (x [M, N], w [N, K]) -> x w
+    nn: Callable[..., Tensor]  # (x [M, N], w [N, K]) -> x w
     thin: Callable[[Tensor, Tensor], Tensor] = F.linear  # nt with the few rows of an adapter's A
     add: Callable[[Tensor, Tensor, Tensor], Tensor] = (
         add_nt  # (y [M, N], x, w) -> y + x w^T; y is overwritten

@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ostinato.files import remedy
-from ostinato.model.config import read_config
+from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf_names import Stored, canonical, hf_tensors, is_extra_layer, is_redundant, stored
-from ostinato.model.published import Tensors, Weights
+from ostinato.model.published import Tensors
+from ostinato.model.published import Weights as Files
+from ostinato.model.quantise import Weights, codes
 from ostinato.model.share import Share, blocks, is_whole
 from ostinato.model.weight_files import HEAD, INDEX, SINGLE
+from ostinato.model.weights import Quantised, is_quantised
 from ostinato.run import atomic_write
 
 # Files that travel with the weights: tokenizer, chat template, generation defaults.
@@ -52,6 +55,10 @@ def load_model(
                 f"{folder}: sliding_window is {config.max_positions}; longer contexts are refused on a GPU",
                 stacklevel=2,
             )
+    if storage == torch.int8:
+        if share is not None or torch.device(device).type != "cpu":
+            raise ValueError('model.storage is "int8", which is for a whole model on a CPU; use "same"')
+        return _load_coded(Path(folder), config, dtype, fp32_head)
     kinds: dict[str, Any] = {"dtype": dtype, "storage": storage, "share": share}
     check_sizes(Decoder(config, device="meta", **kinds), folder)
     decoder = Decoder(config, device=device, fp32_head=fp32_head, **kinds)
@@ -59,8 +66,52 @@ def load_model(
     return decoder
 
 
-def fill(decoder: Decoder, folder: str | Path) -> int:
-    """Copy the weights in a Hugging Face folder (single or sharded safetensors) into ``decoder``.
+def _load_coded(folder: Path, config: ModelConfig, dtype: torch.dtype, fp32_head: bool) -> Decoder:
+    """The decoder with its linear maps in int8 (``quantise.codes``) and other matrices in bf16. A matrix is
+    wide only while it is read."""
+    empty = Decoder(config, dtype=dtype, storage=torch.bfloat16, device="meta")
+    check_sizes(empty, folder)
+    coding = Coding(empty)
+    fill(empty, folder, coding)
+    return Decoder(config, dtype=dtype, fp32_head=fp32_head, stored=coding.stored)
+
+
+class Coding:
+    """Where the tensors of a folder go that are to be codes: in place of the memory that the views into a
+    decoder without any ("meta") stand for, there is a matrix until all of it is read."""
+
+    def __init__(self, empty: Decoder) -> None:
+        self.stored: dict[str, nn.Parameter | Quantised] = {}
+        self._names = {id(weight): name for name, weight in empty.named_parameters()}
+        self._open: dict[str, tuple[Tensor, int]] = {}  # the matrix, and how many of its values are missing
+
+    def place(self, view: Tensor) -> Tensor:
+        """The memory of ``view``."""
+        name, whole = self._whole(view)
+        if name not in self._open:
+            dtype = torch.float32 if is_quantised(name, whole.shape) else whole.dtype
+            self._open[name] = torch.empty(whole.shape, dtype=dtype), whole.numel()
+        return self._open[name][0].as_strided(view.shape, view.stride(), view.storage_offset())
+
+    def done(self, view: Tensor) -> None:
+        """``view`` has its values."""
+        name, _ = self._whole(view)
+        matrix, missing = self._open.pop(name)
+        if missing > view.numel():
+            self._open[name] = matrix, missing - view.numel()
+        elif is_quantised(name, matrix.shape):
+            self.stored[name] = codes(matrix, Weights.INT8)
+        else:
+            self.stored[name] = nn.Parameter(matrix, requires_grad=False)
+
+    def _whole(self, view: Tensor) -> tuple[str, Tensor]:
+        whole = view if view._base is None else view._base
+        return self._names[id(whole)], whole
+
+
+def fill(decoder: Decoder, folder: str | Path, coding: Coding | None = None) -> int:
+    """Copy the weights in a Hugging Face folder (single or sharded safetensors) into ``decoder``, or with
+    ``coding`` there, for a ``decoder`` without memory.
 
     Of a tensor that a share keeps in part, that part alone is read, of others nothing; a file in which the
     index lists none of its own is not opened. Returns the bytes of what was read, of
@@ -73,7 +124,7 @@ def fill(decoder: Decoder, folder: str | Path) -> int:
     expected = stored(decoder)
     missing = {name for name, one in expected.items() if name in one.covers}
     others, heads = list[str](), dict[Path, Tensor]()
-    read, weights = 0, Weights(folder, config.raw)
+    read, weights = 0, Files(folder, config.raw)
     with torch.no_grad():
         for path, listed in weights.files.items():
             has_head = HEAD in listed and path.suffix == ".bin" and config.tie_embeddings
@@ -88,12 +139,17 @@ def fill(decoder: Decoder, folder: str | Path) -> int:
                             heads[path] = file.get_tensor(HEAD)  # of other files config.py has looked
                         others.append(name)
                         continue
-                    read += _copy(one, file, name, path)
+                    if coding is None:
+                        read += _copy(one, file, name, path)
+                    else:
+                        read += _copy(one._replace(view=coding.place(one.view)), file, name, path)
+                        coding.done(one.view)
                     missing -= one.covers
     _report(decoder, folder, sorted(missing), others)
     for path, head in heads.items():
-        if decoder.embed is not None:
-            _check_tied(head, decoder.embed, path)
+        embed = decoder.embed if coding is None else coding.stored["embed"]
+        if isinstance(embed, Tensor):
+            _check_tied(head, embed, path)
     return read
 
 
@@ -105,7 +161,7 @@ def check_sizes(empty: Decoder, folder: str | Path) -> None:
     """
     expected = stored(empty)
     missing = {name for name, one in expected.items() if name in one.covers}
-    weights = Weights(Path(folder), empty.config.raw)
+    weights = Files(Path(folder), empty.config.raw)
     for path, listed in weights.files.items():
         if listed and not any(canonical(name, empty.config) in expected for name in listed):
             continue

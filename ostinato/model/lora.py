@@ -26,6 +26,7 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.gemm import Gemm
 from ostinato.model.moe import ExpertLora
 from ostinato.model.shapes import STACKED, AdapterSpec, adapter_shapes, layer_shapes
+from ostinato.model.weights import Weight, keep_weight, kept
 
 Product = Callable[..., Tensor]
 TORCH_GEMM = Gemm(nt=F.linear, nn=torch.mm)
@@ -381,18 +382,18 @@ def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lora_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora, gemm: Gemm = TORCH_GEMM
+    x: Tensor, weight: Weight, bias: Tensor | None, lora: Lora, gemm: Gemm = TORCH_GEMM
 ) -> Tensor:
     """x W^T + bias + scale * x a^T b^T for training: x [T, K] -> [T, N].
 
     With a frozen W only x and the [T, R] projection are kept for the backward.
     """
-    if weight.requires_grad or (bias is not None and bias.requires_grad):
+    if isinstance(weight, Tensor) and (weight.requires_grad or (bias is not None and bias.requires_grad)):
         return F.linear(x, weight, bias) + F.linear(F.linear(x, lora.a) * lora.scale, lora.b)
     return _LoraLinear.apply(x, weight, bias, lora.a, lora.b, lora.scale, gemm)  # type: ignore[return-value]
 
 
-def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, nt: Product, nn: Product) -> Tensor:
+def narrow_linear(x: Tensor, weight: Weight, bias: Tensor | None, nt: Product, nn: Product) -> Tensor:
     """x W^T + bias for training over a frozen W that is stored in fewer bits than x has: no wide copy of W is
     kept for the backward."""
     return _NarrowLinear.apply(x, weight, bias, nt, nn)  # type: ignore[return-value]
@@ -401,14 +402,14 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, nt: Product, n
 class _NarrowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, nt, nn):
-        ctx.save_for_backward(weight)
+        keep_weight(ctx, weight)
         ctx.nn = nn
         return nt(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (weight,) = ctx.saved_tensors
+        (weight,) = kept(ctx)
         return ctx.nn(grad, weight) if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
@@ -416,14 +417,14 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale, gemm):
         low = gemm.thin(x, a) * scale
-        ctx.save_for_backward(x, low, weight, a, b)
+        keep_weight(ctx, weight, x, low, a, b)
         ctx.scale, ctx.nn = scale, gemm.nn
         return gemm.add(gemm.nt(x, weight, bias), low, b)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, low, weight, a, b = ctx.saved_tensors
+        x, low, a, b, weight = kept(ctx)
         of_x, _, _, of_a, of_b, *_ = ctx.needs_input_grad
         grad_low = grad.mm(b) * ctx.scale if of_x or of_a else grad
         grad_x = ctx.nn(grad, weight).addmm_(grad_low, a) if of_x else None

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.elementwise import silu_mul
 from ostinato.model.gemm import Gemm
-from ostinato.model.weights import Weight
+from ostinato.model.weights import Quantised, Weight, keep_weight, kept
 from ostinato.types import NO_EXPERT
 
 
@@ -243,22 +243,28 @@ class _WideGrouped(torch.autograd.Function):
 
 def grouped_linear(x: Tensor, weight: Weight, ends: Tensor, gemm: Gemm | None = None) -> Tensor:
     """Rows [ends[e-1], ends[e]) of x [S, K] times weight[e]^T of [E, N, K] -> [S, N]. ``ends`` [E] int32.
-    ``gemm``: for frozen bf16 weights on a CPU."""
+    ``gemm``: for frozen bf16 weights and codes on a CPU."""
     if not x.shape[0]:  # a rank that got no rows: nothing, but in the graph, for its backward is awaited
         first = weight[0]
         return F.linear(x, first.to(x.dtype)) if isinstance(first, Tensor) else first.product(x).to(x.dtype)
-    if isinstance(weight, Tensor) and gemm is not None and weight.dtype == torch.bfloat16 and not x.is_cuda:
+    if isinstance(weight, Quantised):
+        nt, nn = (gemm.nt, gemm.nn) if gemm is not None else (_coded_nt, _coded_nn)
+        return _FrozenGrouped.apply(x, weight, ends, nt, nn)  # type: ignore[return-value]
+    if gemm is not None and weight.dtype == torch.bfloat16 and not x.is_cuda:
         return _FrozenGrouped.apply(x, weight, ends, gemm.nt, gemm.nn)  # type: ignore[return-value]
-    if isinstance(weight, Tensor) and weight.dtype != x.dtype:
+    if weight.dtype != x.dtype:
         return _FrozenGrouped.apply(x, weight, ends, _widened_nt, _widened_nn)  # type: ignore[return-value]
-    if isinstance(weight, Tensor) and _grouped_mm_works(x, weight):
+    if _grouped_mm_works(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return _by_expert(x, ends, lambda rows, expert: F.linear(rows, weight[expert]))
 
-    def product(rows: Tensor, expert: int) -> Tensor:
-        own = weight[expert]
-        return F.linear(rows, own) if isinstance(own, Tensor) else own.product(rows).to(x.dtype)
 
-    return _by_expert(x, ends, product)
+def _coded_nt(rows: Tensor, weight: Quantised) -> Tensor:
+    return weight.product(rows).to(rows.dtype)
+
+
+def _coded_nn(rows: Tensor, weight: Quantised) -> Tensor:
+    return weight.transposed_product(rows).to(rows.dtype)
 
 
 def _widened_nt(rows: Tensor, weight: Tensor) -> Tensor:
@@ -275,14 +281,14 @@ class _FrozenGrouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, ends, nt, nn):
-        ctx.save_for_backward(weight, ends)
+        keep_weight(ctx, weight, ends)
         ctx.nn = nn
         return _by_expert(x, ends, lambda rows, expert: nt(rows, weight[expert]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, ends = ctx.saved_tensors
+        ends, weight = kept(ctx)
         of_x = _by_expert(grad, ends, lambda rows, expert: ctx.nn(rows, weight[expert]))
         return of_x, None, None, None, None
 

@@ -3,8 +3,8 @@
 ``TORCH_OPS`` is the readable set, right on every device and under autograd. Faster sets have the same
 signatures and are tested against it: ``model/native`` has one for inference, and one for training that
 replaces only ``gemm``, the matrix products inside our own autograd functions.
-Inputs may be strided views whose last dimension is contiguous. ``linear`` and ``experts`` take quantised
-weights too (``weights.Quantised``); their x and y are then what the decoder computes in, bf16.
+Inputs may be strided views whose last dimension is contiguous. ``linear``, ``experts`` and ``gemm`` take
+quantised weights too (``weights.Quantised``).
 
 T rows, K inputs, N outputs, r rank, H heads, D head dim, F width of an MLP.
 """
@@ -88,8 +88,10 @@ def sums_wide(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     return narrow and x.is_cuda and x.dim() == 2 and not learns
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Weight) -> Tensor:
     """x [M, N] weight [N, K] -> [M, K] in x's type."""
+    if isinstance(weight, Quantised):
+        return weight.transposed_product(x).to(x.dtype)
     return torch.mm(x, weight.to(x.dtype))
 
 

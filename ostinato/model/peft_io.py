@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from ostinato.model.peft_foreign import CONFIG as PEFT_CONFIG
 from ostinato.model.peft_foreign import IN_MEMORY, read_foreign
 from ostinato.model.peft_foreign import TENSORS as PEFT_TENSORS
 from ostinato.model.shapes import AdapterSpec, linear_shapes
+from ostinato.model.weights import fingerprint_stride
 from ostinato.run import atomic_write
 
 LOGICAL = "ostinato_adapter.safetensors"
@@ -154,15 +156,15 @@ def base_fingerprint(decoder: Base) -> str:
     Fine-tuning moves all of a tensor, so a few values distinguish two bases; reading all of them would make
     every start and save as slow as loading the model.
     """
-    return fingerprint_of(
+    coded = decoder.quantised if isinstance(decoder, Decoder) else {}
+    plain = (
         (name, tuple(weight.shape), weight.detach().flatten()[:: fingerprint_stride(weight.numel())])
         for name, weight in decoder.named_parameters()
     )
-
-
-def fingerprint_stride(size: int, samples: int = 64) -> int:
-    """Every how many-th value of a flattened tensor is part of the fingerprint."""
-    return max(1, size // samples)
+    samples = (
+        (name, tuple(w.shape), w.samples) for name, w in coded.items() if w.samples is not None
+    )  # of what was quantised: an adapter is for the base, however that is stored
+    return fingerprint_of(chain(plain, samples))
 
 
 def fingerprint_of(sampled: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> str:

@@ -1,4 +1,4 @@
-"""Weights of fewer bits for the sampler: what cheaper rollouts are made of, and what they cost in exactness.
+"""Frozen weights of fewer bits: of the sampler alone (``engine.weights``) or the base (``model.storage``).
 
 Weight-only, by the nearest value, symmetric: no calibration, activations stay as they are. The linear maps of
 attention, MLPs and experts are quantised, the bulk of what decoding reads; norms, biases, embedding, head and
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.model.decoder import Decoder
-from ostinato.model.weights import Quantised
+from ostinato.model.weights import Quantised, fingerprint_stride, is_quantised
 
 
 class Weights(StrEnum):
@@ -28,24 +28,25 @@ class Weights(StrEnum):
     FP8 = "fp8"
 
 
-def quantise(decoder: Decoder, kind: Weights) -> Decoder:
-    """The decoder to sample from: activations, and all that is not quantised, in bf16.
+def quantise(decoder: Decoder, kind: Weights, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    """The decoder over weights of ``kind``: matrices that are not quantised in bf16, all else in ``dtype``.
 
     MODEL, and BF16 of a bf16 model, is ``decoder`` itself. Otherwise it has weights of its own, but shares
-    with ``decoder`` what is bf16 already and is not quantised. Later changes of ``decoder`` are not seen.
+    with ``decoder`` what is the same there and is not quantised. Later changes of ``decoder`` are not seen.
     """
     if kind is Weights.MODEL or (kind is Weights.BF16 and decoder.dtype == torch.bfloat16):
         return decoder
 
     def change(name: str, weight: nn.Parameter) -> nn.Parameter | Quantised:
-        if kind is not Weights.BF16 and is_quantised(name, weight):
+        if kind is not Weights.BF16 and is_quantised(name, weight.shape):
             return codes(weight.detach(), kind)
-        return weight if name.endswith("correction_bias") else _frozen(weight.detach().to(torch.bfloat16))
+        own = torch.bfloat16 if weight.dim() > 1 else dtype
+        return weight if name.endswith("correction_bias") else _frozen(weight.detach().to(own))
 
     stored = {name: change(name, weight) for name, weight in decoder.named_parameters()}
     return Decoder(
         decoder.config,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device=decoder.device,
         fp32_head=decoder.fp32_head,
         stored=stored,
@@ -61,25 +62,25 @@ def own_bytes(decoder: Decoder, beside: Decoder | None = None) -> int:
 
 def codes(weight: Tensor, kind: Weights) -> Quantised:
     """``weight`` [..., N, K] as int8 or fp8 codes with a scale per row."""
+    samples = weight.flatten()[:: fingerprint_stride(weight.numel())].bfloat16()
+    if weight.dim() > 2:  # an expert at a time: what is wide meanwhile is small
+        each = [codes(one, kind) for one in weight]
+        tiles, scales = (torch.stack([getattr(one, name) for one in each]) for name in ("tiles", "scale"))
+        return Quantised(tiles, scales, weight.shape[-1], samples)
     weight = weight.float()
     if not torch.isfinite(weight).all():  # in int8 a NaN would be a plain 0
         raise ValueError("a weight is not finite and has no 8-bit code; fix the checkpoint")
     scale = _scale(weight, 127.0 if kind is Weights.INT8 else torch.finfo(torch.float8_e4m3fn).max)
     ratio = weight / scale
     if kind is Weights.INT8:
-        return Quantised.of(ratio.round().clamp(-127, 127).to(torch.int8), scale.squeeze(-1))
-    return Quantised.of(ratio.to(torch.float8_e4m3fn), scale.squeeze(-1))
+        return Quantised.of(ratio.round_().clamp_(-127, 127).to(torch.int8), scale.squeeze(-1), samples)
+    return Quantised.of(ratio.to(torch.float8_e4m3fn), scale.squeeze(-1), samples)
 
 
 def _scale(weight: Tensor, largest: float) -> Tensor:
     """What maps the largest magnitude of each row to ``largest``: [..., N, 1]; 1 for a row of zeros."""
     scale = weight.abs().amax(dim=-1, keepdim=True) / largest
     return torch.where(scale > 0, scale, 1.0)
-
-
-def is_quantised(name: str, weight: Tensor) -> bool:
-    """Of stored weights by name: the linear maps, without the router and the head."""
-    return weight.dim() >= 2 and name.rpartition(".")[2] not in ("embed", "head", "router")
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:

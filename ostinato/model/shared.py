@@ -41,9 +41,10 @@ from torch import Tensor, nn
 from ostinato.files import cache_folder
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.hf import check_sizes, fill
+from ostinato.model.hf import check_sizes, fill, load_model
 from ostinato.model.tensor_file import Layout, layout, shapes_of
 from ostinato.model.weight_files import weight_files
+from ostinato.model.weights import Quantised, is_quantised
 
 _SHM = Path("/dev/shm")
 _FORMAT = 2  # of the file; a change of how decoders store their weights counts too
@@ -52,6 +53,7 @@ _PROOFS = (
     1024  # places of the copy that its digest is of: all of a small one, some milliseconds of a large one
 )
 _DIGEST_BYTES = 16  # at the end of the copy
+_PART = ":"  # between the name of codes and of their parts
 _FILE, _FOLDER = "safetensors", "weights"  # what our names end in
 _POLL_S = 0.05
 
@@ -81,14 +83,19 @@ def shared_model(
             f"weights are shared by processes on Linux, not on {sys.platform}; set cluster.samplers to 0"
         )
     source, config = Path(source), read_config(source)
-    empty = Decoder(config, dtype=dtype, storage=storage, device="meta")
+    coded = storage == torch.int8
+    empty = Decoder(config, dtype=dtype, storage=torch.bfloat16 if coded else storage, device="meta")
     check_sizes(empty, source)
-    shapes = shapes_of(dict(empty.named_parameters()))
+    shapes = shapes_of(_coded_shapes(empty) if coded else _tensors(empty))
     plan = layout(shapes, {"ostinato": json.dumps({"kind": "base"})})
     name = _name(source, dtype, storage)
 
     def write(tensors: Mapping[str, Tensor]) -> None:
-        fill(_over(tensors, config, dtype), source)
+        if not coded:
+            fill(_over(tensors, config, dtype), source)
+            return
+        for name, tensor in _tensors(load_model(source, dtype, storage=storage)).items():
+            tensors[name].copy_(tensor)
 
     content = _mapped([folder] if folder else _folders(), name, plan, write, time.monotonic() + wait_s)
     return _over(plan.views(content), config, dtype, fp32_head=fp32_head)
@@ -157,9 +164,40 @@ def _new_folder(within: Path) -> tuple[Path, int]:
 def _over(
     tensors: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype, *, fp32_head: bool = False
 ) -> Decoder:
-    """A decoder whose weights are ``tensors``."""
-    stored = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
+    """A decoder whose weights are ``tensors``, as ``_tensors`` names them."""
+    inputs = {name: weight.shape[-1] for name, weight in Decoder(config, device="meta").named_parameters()}
+    stored: dict[str, nn.Parameter | Quantised] = {}
+    for name, tensor in tensors.items():
+        own, _, part = name.partition(_PART)
+        if not part:
+            stored[name] = nn.Parameter(tensor, requires_grad=False)
+        elif part == "tiles":
+            scale, samples = (tensors[f"{own}{_PART}{other}"] for other in ("scale", "samples"))
+            stored[own] = Quantised(tensor, scale, inputs[own], samples)
     return Decoder(config, dtype=dtype, fp32_head=fp32_head, stored=stored)
+
+
+def _tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """All that a decoder stores, by name; of codes their three tensors."""
+    plain = {name: weight.detach() for name, weight in decoder.named_parameters()}
+    for name, weight in decoder.quantised.items():
+        plain |= _parts(name, weight)
+    return plain
+
+
+def _coded_shapes(empty: Decoder) -> dict[str, Tensor]:
+    """``_tensors`` of a decoder in codes, without memory."""
+    found: dict[str, Tensor] = {}
+    for name, weight in empty.named_parameters():
+        coded = is_quantised(name, weight.shape)
+        found |= _parts(name, Quantised.like(weight)) if coded else {name: weight.detach()}
+    return found
+
+
+def _parts(name: str, weight: Quantised) -> dict[str, Tensor]:
+    assert weight.samples is not None, "codes of a base have samples of it"
+    parts = {"tiles": weight.tiles, "scale": weight.scale, "samples": weight.samples}
+    return {f"{name}{_PART}{part}": tensor for part, tensor in parts.items()}
 
 
 # ---- where

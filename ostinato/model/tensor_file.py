@@ -21,7 +21,7 @@ from torch import Tensor
 from ostinato.inputs import parse_json
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -55,7 +55,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shaped]:
 
 
 def layout(tensors: Mapping[str, Shaped], metadata: Mapping[str, str]) -> Layout:
-    """The same for the same content. Raises ValueError for a dtype that is none of fp32, bf16 and fp16."""
+    """The same for the same content. Raises ValueError for a dtype other than fp32, bf16, fp16 and int8."""
     for name, (dtype, _) in tensors.items():
         if dtype not in _NAMES:
             raise ValueError(f"tensor {name} is {dtype}; weights are sent in {', '.join(_NAMES.values())}")

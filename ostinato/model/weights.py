@@ -32,22 +32,33 @@ class New(Protocol):
 class Quantised:
     """The weight of a linear map as codes of 8 bits: w[..., n, k] = scale[..., n] * codes[..., n, k].
 
-    Every code is exact in bf16. It is a weight to compute with only: no gradient, no views. Codes are kept as
-    the kernels stream them (native/codes.h), in tiles of 16 rows by 4 columns, filled up with zeros.
+    Every code is exact in bf16. It is frozen: it has no gradient, and no views but of an expert. Codes are
+    kept as the kernels stream them (native/codes.h), in tiles of 16 rows by 4 columns, filled up with zeros.
     """
 
     tiles: Tensor  # [..., N / 16, K / 4, 64] int8 or float8_e4m3fn
     scale: Tensor  # [..., N] fp32
     inputs: int  # K
+    samples: Tensor | None = None  # every ``fingerprint_stride``-th value of what was quantised, bf16
 
     @staticmethod
-    def of(codes: Tensor, scale: Tensor) -> Quantised:
+    def of(codes: Tensor, scale: Tensor, samples: Tensor | None = None) -> Quantised:
         """From codes [..., N, K] int8 or float8_e4m3fn."""
         rows, inputs = codes.shape[-2:]
         padded = F.pad(codes.view(torch.uint8), (0, -inputs % 4, 0, -rows % 16))
         cut = padded.unflatten(-1, (-1, 2, 2)).unflatten(-4, (-1, 4, 4))
         tiles = cut.movedim((-3, -2), (-5, -3)).flatten(-4).contiguous()
-        return Quantised(tiles.view(codes.dtype), scale.contiguous(), inputs)
+        return Quantised(tiles.view(codes.dtype), scale.contiguous(), inputs, samples)
+
+    @staticmethod
+    def like(weight: Tensor) -> Quantised:
+        """Of the shape of ``weight`` [..., N, K], where that is, without values."""
+        *rest, rows, inputs = weight.shape
+        tiles = weight.new_empty(*rest, -(-rows // 16), -(-inputs // 4), 64, dtype=torch.int8)
+        samples = weight.new_empty(
+            -(-weight.numel() // fingerprint_stride(weight.numel())), dtype=torch.bfloat16
+        )
+        return Quantised(tiles, weight.new_empty(*rest, rows, dtype=torch.float32), inputs, samples)
 
     @property
     def shape(self) -> torch.Size:
@@ -71,8 +82,34 @@ class Quantised:
         """x [T, K] -> x w^T [T, N] fp32: the codes are multiplied and summed first, then scaled."""
         return (x.float() @ self.codes.float().T) * self.scale
 
+    def transposed_product(self, x: Tensor) -> Tensor:
+        """x [T, N] -> x w [T, K] fp32: x is scaled, and then multiplied by the codes."""
+        return (x.float() * self.scale) @ self.codes.float()
+
 
 Weight = Tensor | Quantised
+
+
+def keep_weight(ctx: Any, weight: Weight, *tensors: Tensor) -> None:
+    """Keep ``tensors`` and, behind them, a frozen weight for the backward of an autograd function."""
+    ctx.coded = weight if isinstance(weight, Quantised) else None
+    ctx.save_for_backward(*tensors, *(() if isinstance(weight, Quantised) else (weight,)))
+
+
+def kept(ctx: Any) -> tuple[Any, ...]:
+    """What ``keep_weight`` kept: the tensors, and the weight behind them. Once in a backward: checkpointing
+    asks for that."""
+    return ctx.saved_tensors if ctx.coded is None else (*ctx.saved_tensors, ctx.coded)
+
+
+def is_quantised(name: str, shape: Sequence[int]) -> bool:
+    """Of stored weights by name: the linear maps, without the router and the head."""
+    return len(shape) >= 2 and name.rpartition(".")[2] not in ("embed", "head", "router")
+
+
+def fingerprint_stride(size: int, samples: int = 64) -> int:
+    """Every how many-th value of a flattened tensor is part of the fingerprint of a base."""
+    return max(1, size // samples)
 
 
 class Linear(NamedTuple):
@@ -261,7 +298,7 @@ def _slices(
 
 def _plain(weight: Weight) -> Tensor:
     if isinstance(weight, Quantised):
-        raise ValueError("quantised weights have no views; merge and save the decoder that they were made of")
+        raise ValueError('quantised weights have no views; load the model with model.storage="same"')
     return weight
 
 

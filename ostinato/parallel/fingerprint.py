@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
-from ostinato.model.peft_io import fingerprint_of, fingerprint_stride
+from ostinato.model.peft_io import fingerprint_of
 from ostinato.model.share import Spans
+from ostinato.model.weights import fingerprint_stride
 from ostinato.parallel.collectives import Collectives, Mesh, all_gather_ragged
 from ostinato.parallel.fsdp import Pieces
 from ostinato.parallel.shares import OwnedPart, Placement, owned_parts, shares_of

@@ -100,6 +100,22 @@ def test_a_quantised_sampler_is_scored_beside_what_is_exported(place: Path, here
     assert "after 2 steps, int8 weights" in sampler and f"pass@1  {scores[1][2]:.3f}" in sampler
 
 
+def test_a_base_in_int8_is_the_trainers_and_the_samplers(place: Path, here: Here) -> None:
+    """The mismatch of one base, a resumed run equal to an undisturbed one, adapters that are for the model as
+    it is published, and weights that are merged into that."""
+    keys = ("model.storage=int8", "model.dtype=float32", "eval.at_start=false")
+    here("train", "tiny.toml", *keys, "log.dir=whole", "trainer.steps=2")
+    here("train", "tiny.toml", *keys, "log.dir=halves", "trainer.steps=1")
+    (whole,), (halves,) = (place / "whole").iterdir(), (place / "halves").iterdir()
+    here("resume", str(halves), "trainer.steps=2")
+    once, twice = ((run / "adapter" / "adapter_model.safetensors").read_bytes() for run in (whole, halves))
+    assert once == twice
+    k3 = [row["sampling/kl_k3"] for row in rows(whole / "metrics.jsonl") if "sampling/kl_k3" in row]
+    assert k3 and max(k3) < 1e-5  # a step with nothing to learn has none
+    assert "merged in float32" in here("export", str(whole), "out/int8-merged", "--merged", "--float32")
+    here("generate", "tiny.toml", "--adapter", str(whole / "adapter"), "-p", "1 + 1?", "--max-tokens", "6")
+
+
 def test_generate_answers_each_line(
     here: Here, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,9 +126,10 @@ using Row = std::vector<Approx>;
 // round(x w^T), or round(y + x w^T) where there is a y.
 template <class T> Row times(const Row& x, const Weights& w, long e, const Row* y = nullptr) {
   Row out(w.rows);
+  const Row in = inputs_of_codes<T>(x, w.format);
   for (long n = 0; n < w.rows; n++) {
     Sum sum;
-    for (long k = 0; k < w.columns; k++) sum.add(x[k], w.at(e, n, k));
+    for (long k = 0; k < w.columns; k++) sum.add(in[k], w.at(e, n, k));
     const Approx product = w.format ? sum.total() * exactly(w.scale_of(e, n)) : sum.total();
     out[n] = rounded<T>(y ? product + (*y)[n] : product);
   }
@@ -231,5 +232,6 @@ void test_experts() {
   experts<bf16>("experts_bf16, adapters", Lora::EACH, 0);
   experts<bf16>("experts_bf16, shared adapters", Lora::SHARED, 0);
   experts<bf16>("experts_bf16, int8, adapters", Lora::EACH, 1);
+  experts<float>("experts_f32, int8", Lora::SHARED, 1);
   experts<bf16>("experts_bf16, e4m3", Lora::NONE, 2);
 }

@@ -32,7 +32,10 @@ TYPED(f32, float)
 TYPED(bf16, bf16)
 NT(nt_bf16_f32, bf16, bf16, float);
 void nt_f32_bf16(const float*, long, const bf16*, float*, long, const float*, long, long, long) __attribute__((weak));
-void nt_codes(const bf16*, long, const void*, const float*, long, bf16*, long, const bf16*, long, long, long);
+void nt_codes_bf16(const bf16*, long, const void*, const float*, long, bf16*, long, const bf16*, long, long, long);
+void nt_codes_f32(const float*, long, const void*, const float*, long, float*, long, const float*, long, long, long);
+void nn_codes_f32(const float*, long, const void*, const float*, float*, long, long, long, long);
+long multiplies_bf16();
 void nn_bf16(const bf16*, long, const bf16*, bf16*, long, long, long, long) __attribute__((weak));
 void route_rows(const float*, const int32_t*, int32_t*, float*, long, long, long, long, double);
 void sample(const float*, long, const float*, const int32_t*, const float*, const float*, const double*, int64_t*,
@@ -67,6 +70,19 @@ inline double value_of_code(uint8_t code, long format) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
   const double size = exponent ? std::ldexp(8.0 + mantissa, exponent - 10) : std::ldexp(double(mantissa), -9);
   return code & 0x80 ? -size : size;
+}
+// Inputs of K products of codes. Of int8 they become whole numbers where bf16 is not multiplied: half a 32767th part of
+// the largest of every 256 may be lost.
+template <class T> std::vector<Approx> inputs_of_codes(const std::vector<Approx>& x, long format) {
+  std::vector<Approx> out = x;
+  if (format != 1 || (sizeof(T) == 2 && multiplies_bf16())) return out;
+  for (size_t from = 0; from < x.size(); from += 256) {
+    const size_t to = std::min(x.size(), from + 256);
+    double peak = 0;
+    for (size_t k = from; k < to; k++) peak = std::max(peak, x[k].most());
+    for (size_t k = from; k < to; k++) out[k].error += 0.501 * peak / 32767;
+  }
+  return out;
 }
 inline long code_bytes(long rows, long K) { return (rows + 15) / 16 * ((K + 3) / 4) * 64; }
 inline long place_of_code(long n, long k, long K) {

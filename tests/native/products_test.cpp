@@ -92,32 +92,67 @@ template <class T> void nt_add(const char* name) {
     }
 }
 
-void codes(const char* name, long format) {
+// Codes of 8 bits [N, K] in tiles, and their values.
+std::vector<double> draw_codes(Random& random, long format, long N, long K, std::vector<uint8_t>& packed) {
+  packed.assign(code_bytes(N, K), 0);
+  std::vector<double> w(N * K);
+  for (long n = 0; n < N; n++)
+    for (long k = 0; k < K; k++) {
+      const uint8_t code = random_code(random, format);
+      packed[place_of_code(n, k, K)] = code;
+      w[n * K + k] = value_of_code(code, format);
+    }
+  return w;
+}
+
+template <class T, class Kernel> void codes(const char* name, long format, Kernel kernel) {
   Test test(name);
   Random random(3);
-  for (long K : {1L, 2L, 7L, 16L, 33L, 66L, 128L})
+  for (long K : {1L, 2L, 7L, 16L, 33L, 66L, 128L, 257L})
     for (long N : COLUMNS) {
-      const auto x = padded<bf16>(random, MOST, K);
-      const auto bias = random.vector<bf16>(N);
+      const auto x = padded<T>(random, MOST, K);
+      const auto bias = random.vector<T>(N);
       auto scale = random.vector<float>(N);
       for (float& s : scale) s = 0.01f * (1.5f + s);
-      std::vector<uint8_t> packed(code_bytes(N, K), 0);
-      std::vector<double> w(N * K);
-      for (long n = 0; n < N; n++)
-        for (long k = 0; k < K; k++) {
-          const uint8_t code = random_code(random, format);
-          packed[place_of_code(n, k, K)] = code;
-          w[n * K + k] = value_of_code(code, format);
-        }
-      const auto before = random.vector<bf16>(MOST * (N + PAD));
-      const bf16* b = K % 2 == N % 2 ? bias.data() : nullptr;
+      std::vector<uint8_t> packed;
+      const auto w = draw_codes(random, format, N, K, packed);
+      const auto before = random.vector<T>(MOST * (N + PAD));
+      const T* b = K % 2 == N % 2 ? bias.data() : nullptr;
       check(test, x, K + PAD, N, K, before,
-            [&](const bf16* from, long M, bf16* y) {
-              nt_codes(from, K + PAD, packed.data(), scale.data(), format, y, N + PAD, b, M, N, K);
+            [&](const T* from, long M, T* y) {
+              kernel(from, K + PAD, packed.data(), scale.data(), format, y, N + PAD, b, M, N, K);
             },
             [&](long m, long n) {
-              const Approx product = dot(&x[m * (K + PAD)], &w[n * K], K) * exactly(scale[n]);
-              return rounded<bf16>(b ? product + exactly(wide(b[n])) : product);
+              std::vector<Approx> row;
+              for (long k = 0; k < K; k++) row.push_back(exactly(wide(x[m * (K + PAD) + k])));
+              row = inputs_of_codes<T>(row, format);
+              Sum sum;
+              for (long k = 0; k < K; k++) sum.add(row[k], exactly(w[n * K + k]));
+              const Approx product = sum.total() * exactly(scale[n]);
+              return rounded<T>(b ? product + exactly(wide(b[n])) : product);
+            });
+    }
+}
+
+void nn_of_codes(const char* name) {
+  Test test(name);
+  Random random(5);
+  for (long N : {1L, 16L, 50L, 270L})  // the summed dimension
+    for (long K : {1L, 17L, 64L, 130L}) {
+      const auto x = padded<float>(random, MOST, N);
+      const auto scale = random.vector<float>(N);
+      std::vector<uint8_t> packed;
+      const auto w = draw_codes(random, 1, N, K, packed);
+      const auto before = random.vector<float>(MOST * (K + PAD));
+      check(test, x, N + PAD, K, N, before,
+            [&](const float* from, long M, float* y) {
+              nn_codes_f32(from, N + PAD, packed.data(), scale.data(), y, K + PAD, M, N, K);
+            },
+            [&](long m, long k) {
+              Sum sum;
+              for (long n = 0; n < N; n++)
+                sum.add(exactly(x[m * (N + PAD) + n]), exactly(scale[n]) * exactly(w[n * K + k]));
+              return sum.total();
             });
     }
 }
@@ -150,8 +185,10 @@ void test_products() {
   else puts("absent nt_f32_bf16");
   nt_add<float>("nt_add_f32");
   nt_add<bf16>("nt_add_bf16");
-  codes("nt_codes, int8", 1);
-  codes("nt_codes, e4m3", 2);
+  codes<bf16>("nt_codes_bf16, int8", 1, nt_codes_bf16);
+  codes<bf16>("nt_codes_bf16, e4m3", 2, nt_codes_bf16);
+  codes<float>("nt_codes_f32, int8", 1, nt_codes_f32);
+  nn_of_codes("nn_codes_f32");
   if (nn_bf16) nn("nn_bf16");
   else puts("absent nn_bf16");
 }

@@ -26,7 +26,7 @@ from ostinato.model.native.blocks import BlockAttention
 from ostinato.model.native.build import BuildError, load_library
 from ostinato.model.native.experts import native_experts, native_route
 from ostinato.model.native.fused import FusedStep, supported
-from ostinato.model.native.matrix import FORMATS
+from ostinato.model.native.matrix import matrix
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.ops import linear as torch_linear
 from ostinato.model.packed import PackedAttention
@@ -40,6 +40,8 @@ _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
 _SIGNATURES = {
     "nt": "plpplplll",
     "nt_add": "ppplll" + "l",
+    "nt_codes": "plpplplplll",
+    "nn_codes": "plppplll" + "l",
     "rms_norm": "plpplld",
     "add_rms_norm": "ppppplld",
     "rope": "plppplll",
@@ -59,7 +61,6 @@ _PLAIN = {
 _MIXED = {
     "nt_bf16_f32": "plpplplll",
     "nt_f32_bf16": "plpplplll",
-    "nt_codes": "plpplplplll",
     "nn_bf16": "plpplll" + "l",
     "nn_f32_bf16": "plpplll" + "l",
 }
@@ -80,7 +81,7 @@ class Kernels:
     fused: Callable[
         [Decoder, Sequence[Prepared | None]], FusedStep | None
     ]  # None where it does not know the model
-    fast_codes: bool  # products of 8-bit weights beat those of bf16 where few rows are multiplied
+    fast_codes: bool  # of int8 they are; of fp8, where few rows are multiplied
 
 
 def load() -> Kernels:
@@ -196,20 +197,19 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
 
 
 def _linear_of_codes(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
-    nt_codes = functions["nt_codes"]
+    kernels = {dtype: functions[f"nt_codes_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
-        """x [T, K] bf16 times w [N, K]^T plus bias [N] bf16 -> [T, N] bf16."""
-        if x.dtype != torch.bfloat16 or (bias is not None and bias.dtype != torch.bfloat16):
-            raise TypeError(f"native linear with quantised weights takes bfloat16, not {x.dtype}")
+        """x [T, K] times w [N, K]^T plus bias [N] -> [T, N], all of x's type."""
+        if bias is not None and bias.dtype != x.dtype:
+            raise TypeError(f"native linear has inputs of {x.dtype} and a bias of {bias.dtype}")
+        codes = matrix(weight, x.dtype)
         x, bias = _row(x), None if bias is None else bias.contiguous()
         y = x.new_empty(x.shape[0], weight.shape[0])
-        nt_codes(
+        kernels[x.dtype](
             x.data_ptr(),
             x.stride(0),
-            weight.tiles.data_ptr(),
-            weight.scale.data_ptr(),
-            FORMATS[weight.tiles.dtype],
+            *(codes.data, codes.scale, codes.format),
             y.data_ptr(),
             y.shape[1],
             None if bias is None else bias.data_ptr(),
@@ -247,23 +247,30 @@ def _add_nt(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tens
 
 
 def _training_nt(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """bf16 weights by our kernels, faster than torch's at every size measured; fp32 by torch, which packs for
-    many rows.
+    """bf16 weights and codes by our kernels, faster than torch's at every size measured; fp32 by torch, which
+    packs for many rows.
     """
 
     def nt(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+        x: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        return (linear if weight.dtype == torch.bfloat16 else torch_linear)(x, weight, bias, out_dtype)
+        ours = isinstance(weight, Quantised) or weight.dtype == torch.bfloat16
+        return (linear if ours else torch_linear)(x, weight, bias, out_dtype)
 
     return nt
 
 
-def _matmul_nn(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor], Tensor]:
+def _matmul_nn(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Weight], Tensor]:
     kernels = {torch.bfloat16: functions["nn_bf16"], torch.float32: functions["nn_f32_bf16"]}  # by x's type
+    of_codes = {dtype: functions[f"nn_codes_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
-    def matmul_nn(x: Tensor, weight: Tensor) -> Tensor:
+    def matmul_nn(x: Tensor, weight: Weight) -> Tensor:
         """x [M, N] times weight [N, K] -> [M, K] in x's type."""
+        if isinstance(weight, Quantised):
+            x, y = _row(x), x.new_empty(x.shape[0], weight.inputs)
+            codes = x.data_ptr(), x.stride(0), weight.tiles.data_ptr(), weight.scale.data_ptr()
+            of_codes[x.dtype](*codes, y.data_ptr(), y.shape[1], x.shape[0], *weight.shape)
+            return y
         if weight.dtype != torch.bfloat16:
             return x @ weight
         x, weight = _row(x), weight.contiguous()

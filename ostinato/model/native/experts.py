@@ -54,8 +54,6 @@ def native_experts(functions: Mapping[str, Kernel]) -> Callable[..., Tensor]:
     def experts(
         x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, lora: ExpertLora | None = None
     ) -> Tensor:
-        if isinstance(gate_up, Quantised) and x.dtype != torch.bfloat16:
-            raise TypeError(f"native experts with quantised weights take bfloat16, not {x.dtype}")
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
         gate_up, down = (w if isinstance(w, Quantised) else w.contiguous() for w in (gate_up, down))
         if lora is not None:

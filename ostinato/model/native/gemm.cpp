@@ -2,9 +2,9 @@
 //
 // The same source serves every instruction set: the vector is a parameter (vector.h). Where the processor multiplies
 // bf16, products of bf16 take the forms of gemm_pairs.h, or where it has tiles those of gemm_tiles.h, all others those
-// of gemm_dot.h.
+// of gemm_dot.h, and of int8 codes that of gemm_codes.h.
 
-#include "gemm_dot.h"
+#include "gemm_codes.h"
 #include "gemm_panels.h"
 #if defined(__AVX512BF16__)
 #include "gemm_pairs.h"
@@ -27,7 +27,8 @@ template <class W, class Y> void of_bf16(const Product<bf16, Y>& p, long first, 
 #if defined(__AVX512BF16__)
   if (p.K % 2 == 0) return pairs<W>(p, first, last);  // an odd K has a last half pair
 #endif
-  if constexpr (sizeof(W) == 1) dot<W>(p, first, last);
+  if constexpr (std::is_same<W, Int8>::value) whole_numbers(p, first, last);
+  else if constexpr (sizeof(W) == 1) dot<W>(p, first, last);
   else plain<W>(p, first, last);
 }
 inline void any(const Product<bf16, bf16>& p, long first, long last) {
@@ -39,7 +40,8 @@ inline void any(const Product<bf16, bf16>& p, long first, long last) {
 }
 inline void any(const Product<bf16, float>& p, long first, long last) { of_bf16<bf16>(p, first, last); }
 inline void any(const Product<float, float>& p, long first, long last) {
-  if (p.w.format == BF16) plain<bf16>(p, first, last);
+  if (p.w.format == INT8) whole_numbers(p, first, last);
+  else if (p.w.format == BF16) plain<bf16>(p, first, last);
   else plain<float>(p, first, last);
 }
 
@@ -83,9 +85,13 @@ void nt_f32_bf16(const float* x, long ldx, const bf16* w, float* y, long ldy, co
                  long K) {
   nt(x, ldx, Matrix(w, nullptr, BF16), y, ldy, bias, M, N, K);
 }
-// A weight in codes, of a format other than PLAIN.
-void nt_codes(const bf16* x, long ldx, const void* codes, const float* scale, long format, bf16* y, long ldy,
-              const bf16* bias, long M, long N, long K) {
+// A weight in codes, of a format other than PLAIN; under fp32 of INT8.
+void nt_codes_bf16(const bf16* x, long ldx, const void* codes, const float* scale, long format, bf16* y, long ldy,
+                   const bf16* bias, long M, long N, long K) {
+  nt(x, ldx, Matrix(codes, scale, format), y, ldy, bias, M, N, K);
+}
+void nt_codes_f32(const float* x, long ldx, const void* codes, const float* scale, long format, float* y, long ldy,
+                  const float* bias, long M, long N, long K) {
   nt(x, ldx, Matrix(codes, scale, format), y, ldy, bias, M, N, K);
 }
 // y += x w^T: the second product of a low-rank adapter.
@@ -107,11 +113,22 @@ void nn_bf16(const bf16* x, long ldx, const bf16* w, bf16* y, long ldy, long M, 
     if (N % 2 == 0) nn_share(x, ldx, w, y, ldy, M, N, K);
     else
 #endif
-      panels_share(x, ldx, w, y, ldy, M, N, K);
+      panels_share(x, ldx, PlainRows<bf16>{w, K}, y, ldy, M, N, K);
   }
 }
 void nn_f32_bf16(const float* x, long ldx, const bf16* w, float* y, long ldy, long M, long N, long K) {
 #pragma omp parallel
-  panels_share(x, ldx, w, y, ldy, M, N, K);
+  panels_share(x, ldx, PlainRows<bf16>{w, K}, y, ldy, M, N, K);
+}
+// The same of int8 codes.
+void nn_codes_bf16(const bf16* x, long ldx, const Int8* w, const float* scale, bf16* y, long ldy, long M, long N,
+                   long K) {
+#pragma omp parallel
+  panels_share(x, ldx, CodedRows{w, scale, K}, y, ldy, M, N, K);
+}
+void nn_codes_f32(const float* x, long ldx, const Int8* w, const float* scale, float* y, long ldy, long M, long N,
+                  long K) {
+#pragma omp parallel
+  panels_share(x, ldx, CodedRows{w, scale, K}, y, ldy, M, N, K);
 }
 }

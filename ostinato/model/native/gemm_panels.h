@@ -7,13 +7,38 @@ namespace {
 constexpr long DEEP = 256;                     // rows of w in a panel, so that it stays in the first cache
 constexpr int HIGH = REGISTERS == 32 ? 12 : 6;  // rows of x: HIGH * WIDE sums in registers
 
-template <class W> inline void widen_panel(const W* w, long K, long columns, long depth, float* panel) {
-  for (long d = 0; d < depth; d++) {
-    vec row[WIDE];
-    read_lanes(w + d * K, columns, row);
-    for (int v = 0; v < WIDE; v++) store(panel + d * BROAD + v * LANES, row[v]);
+// Rows [n, n + depth) of w, columns [k, k + columns) -> panel[depth][BROAD].
+template <class W> struct PlainRows {
+  const W* w;
+  long K;
+  void widen(long n, long k, long columns, long depth, float* panel) const {
+    for (long d = 0; d < depth; d++) {
+      vec row[WIDE];
+      read_lanes(w + (n + d) * K + k, columns, row);
+      for (int v = 0; v < WIDE; v++) store(panel + d * BROAD + v * LANES, row[v]);
+    }
   }
-}
+};
+struct CodedRows {  // n and k: multiples of a tile's sides
+  const Int8* w;
+  const float* scale;
+  long K;
+  void widen(long n, long k, long columns, long depth, float* panel) const {
+    for (long d = 0; d < depth; d += CODE_ROWS, panel += CODE_ROWS * BROAD) {
+      const Int8* tile = rows_at(w, n + d, K) + k * 16;
+      const long rows = std::min(CODE_ROWS, depth - d);
+      float values[64];
+      for (long c = 0; c < columns; c += 4, tile += 64) {
+        for (int i = 0; i < 64; i++) values[i] = float(int8_t(tile[i].bits));
+        for (long row = 0; row < rows; row++) {
+          const float *low = values + row / 4 * 16 + row % 4 * 2, s = scale[n + d + row];
+          float* to = panel + row * BROAD + c;
+          to[0] = s * low[0], to[1] = s * low[1], to[2] = s * low[8], to[3] = s * low[9];
+        }
+      }
+    }
+  }
+};
 
 // Sums go on where the panel before left them, and into y after the last.
 template <int M, class T>
@@ -38,8 +63,8 @@ void sum_panel(const T* x, long ldx, const float* panel, long depth, float* kept
 }
 
 // The calling thread's columns.
-template <class T, class W>
-void panels_share(const T* x, long ldx, const W* w, T* y, long ldy, long M, long N, long K) {
+template <class T, class Rows>
+void panels_share(const T* x, long ldx, const Rows& w, T* y, long ldy, long M, long N, long K) {
   long first, last;
   share((K + BROAD - 1) / BROAD, first, last);
   float *panel = scratch<float, PANEL_OF_W>(std::max(SHORT, DEEP) * BROAD), *kept = scratch<float, KEPT>(M * BROAD);
@@ -47,7 +72,7 @@ void panels_share(const T* x, long ldx, const W* w, T* y, long ldy, long M, long
     for (long n = 0; n < N; n += DEEP) {
       const long columns = std::min(BROAD, K - k), depth = std::min(DEEP, N - n);
       const bool start = n == 0, final = n + depth == N;
-      widen_panel(w + n * K + k, K, columns, depth, panel);
+      w.widen(n, k, columns, depth, panel);
       long m = 0;
       for (; m + HIGH <= M; m += HIGH)
         sum_panel<HIGH>(x + m * ldx + n, ldx, panel, depth, kept + m * BROAD, start, final, y + m * ldy + k, ldy, columns);

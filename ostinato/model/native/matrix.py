@@ -22,6 +22,8 @@ def matrix(weight: Weight, dtype: torch.dtype) -> Matrix:
     """``weight`` [..., N, K], contiguous, for rows of ``dtype``."""
     if isinstance(weight, Quantised):
         tiles = weight.tiles
+        if tiles.dtype != torch.int8 and dtype != torch.bfloat16:
+            raise TypeError(f"codes of {tiles.dtype} are multiplied with bfloat16, not {dtype}")
         return Matrix(data=tiles.data_ptr(), scale=weight.scale.data_ptr(), format=FORMATS[tiles.dtype])
     narrow = weight.dtype == torch.bfloat16 != dtype
     return Matrix(data=weight.data_ptr(), format=_BF16 if narrow else _PLAIN)

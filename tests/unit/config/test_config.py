@@ -125,6 +125,10 @@ TWO_MARKS = "reward.functions=['exact', 'numeric']; task.mix=[{name='a', rewards
         ("trainer.replay=false; trainer.replay_threshold=0.95", "trainer.replay_threshold is 0.95 with tra"),
         ("model.storage=bfloat16; adapter.kind=full", 'model.storage is "bfloat16" with adapter.kind "full"'),
         ("model.storage=bfloat16; parallel.layout=d2", "model.storage is \"bfloat16\" with parallel.layout"),
+        ("model.storage=int8; adapter.kind=full", 'model.storage is "int8" with adapter.kind "full"'),
+        ("model.storage=int8; parallel.layout=d2", 'model.storage is "int8" with parallel.layout'),
+        ("model.storage=int8; engine.weights=int8", 'model.storage is "int8" with engine.weights "int8"'),
+        ("model.storage=int8; engine.backend=vllm", 'model.storage is "int8" with engine.backend "vllm"'),
         # several tasks
         ("task.mix=[{name='a', weight=0}]", "task.mix[0].weight is 0; use a number above 0.0"),
         ("task.mix=[{weight=1}]", "task.mix[0].name is missing; every task.mix section names its own"),
