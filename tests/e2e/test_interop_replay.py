@@ -475,7 +475,7 @@ def test_compiled_models_leave_the_graph_at_routers() -> None:
         attach_replay(torch.compile(model))  # type: ignore[arg-type]
 
 
-def fsdp(rank: int, world: int, port: int, late: bool) -> None:
+def fsdp(rank: int, world: int, port: int) -> None:
     """On each process: gradients of a sharded model under replay, against those of the whole one."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -489,25 +489,25 @@ def fsdp(rank: int, world: int, port: int, late: bool) -> None:
         routes = random_routes(replay, world * S)
         with replay.using(routes):
             expected = train(reference, ids)
-    model = tiny()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    early = None if late else attach_replay(model)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    with early or attach_replay(model) as replay, replay.using(routes.rows(rank * S, (rank + 1) * S)):
-        found = train(model, ids[rank : rank + 1])
-    for name, grad in found.items():
-        whole: Any = grad
-        torch.testing.assert_close(whole.full_tensor(), expected[name], rtol=1e-3, atol=1e-6)
-    assert set(found) == set(expected)
+    for late in (False, True):
+        model = tiny()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        early = None if late else attach_replay(model)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with early or attach_replay(model) as replay, replay.using(routes.rows(rank * S, (rank + 1) * S)):
+            gradient = train(model, ids[rank : rank + 1])
+        for name, grad in gradient.items():
+            whole: Any = grad
+            torch.testing.assert_close(whole.full_tensor(), expected[name], rtol=1e-3, atol=1e-6)
+        assert set(gradient) == set(expected)
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("world", "late"), [(1, False), (2, True)])
-def test_sharded_models(world: int, late: bool) -> None:
-    """FSDP2 on gloo, checkpointed; attached before sharding and after."""
+def test_sharded_models() -> None:
+    """FSDP2 on gloo, two processes, checkpointed; attached before sharding and after."""
     import socket
 
     import torch.multiprocessing as mp
@@ -515,4 +515,4 @@ def test_sharded_models(world: int, late: bool) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.start_processes(fsdp, args=(world, port, late), nprocs=world, start_method="spawn")  # type: ignore[no-untyped-call]
+    mp.start_processes(fsdp, args=(2, port), nprocs=2, start_method="spawn")  # type: ignore[no-untyped-call]

@@ -139,6 +139,10 @@ def test_a_forecast_that_stops_the_run_ends_it_in_order(tmp_path: Path) -> None:
     set scored at the end. Rewards that the policy has to earn left it to chance whether anything stopped."""
     (tmp_path / "planted.py").write_text(PLANTED)
     reward = ('reward.functions=["planted.py:planted"]', "eval.every=1", "eval.n=128")
+    reward += (
+        "rollout.max_tokens=4",
+        "rollout.prompts_per_step=1",
+    )  # no verdict looks at what an answer says
     terms = ("forecast.stop=true", "forecast.min_gain=1.0", "forecast.axis=steps", f"forecast.budget={STEPS}")
     out = run(tmp_path, "train", "quickstart", *OVERRIDES, *reward, *terms)
     folder = only_run(tmp_path)
@@ -166,7 +170,7 @@ RECIPE = {
 
 
 def ablation(recipe: Path, out: Path, *more: str) -> list[str]:
-    own = ["--leave-one-out", "--seeds", "1", "--workers", "2", "--out", str(out), *more]
+    own = ["--leave-one-out", "--seeds", "1", "--workers", "1", "--out", str(out), *more]
     return [sys.executable, "-m", "ostinato", "ablate", str(recipe), *own]
 
 
