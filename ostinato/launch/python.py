@@ -18,7 +18,7 @@ def recipe_with(
     recipe: Recipe | Mapping[str, Any] | str | Path | None,
     overrides: Sequence[str],
     *,
-    model: str | Path | None,
+    model: str | Path | Mapping[str, Any] | None,
     data: Any,
     eval_data: Any,
     reward: Any,
@@ -42,7 +42,7 @@ def recipe_with(
     folder = Path(below.get("log", {}).get("dir", base.log.dir)).absolute() / OBJECTS
     changes: dict[str, dict[str, Any]] = {"task": {}}
     if model is not None:
-        changes["model"] = {"path": str(model)}
+        changes["model"] = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
     if data is None and eval_data is not None:
         raise ValueError("eval_data needs data beside it, the rows to train on")
     if data is not None:
@@ -51,9 +51,11 @@ def recipe_with(
         if not isinstance(data, str | Path):
             task.setdefault("n_train", 0)  # all rows
     if reward is not None:
-        changes["reward"] = {
-            "functions": [name_object(value, folder, "reward") for value in _several(reward)]
-        }
+        keys = dict(reward) if isinstance(reward, Mapping) else {"functions": reward}
+        if "functions" in keys:
+            named = [name_object(value, folder, "reward") for value in _several(keys["functions"])]
+            keys["functions"] = named
+        changes["reward"] = keys
     if env is not None:
         changes["task"]["env"] = name_object(env, folder, "env")
     if loss is not None:

@@ -111,7 +111,7 @@ WORKERS = "ostinato.launch.workers"  # makes the samplers and trainers of a clus
 def learn(
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     *overrides: str,
-    model: str | Path | None = None,
+    model: str | Path | Mapping[str, Any] | None = None,
     data: Any = None,
     eval_data: Any = None,
     reward: Any = None,
@@ -132,9 +132,10 @@ def learn(
 
     ``data``, ``eval_data``: rows, as a list of dicts or a ``datasets.Dataset``, a dict of both by split, or a
     source by its name; without rows to evaluate on a tenth is held out. ``reward``: one function or several,
-    with TRL's arguments. ``env``: a class. ``loss``: as in ``algo.own_loss``. ``tools``: functions.
-    ``on_step`` is called with every row of metrics; True ends the run after that step. ``workers`` names the
-    module that makes samplers and trainers of a cluster, as ``launch.workers`` does.
+    with TRL's arguments. ``model`` and ``reward`` may be dicts of their sections. ``env``: a class. ``loss``:
+    as in ``algo.own_loss``. ``tools``: functions. ``on_step`` is called with every row of metrics; True ends
+    the run after that step. ``workers`` names the module that makes samplers and trainers of a cluster, as
+    ``launch.workers`` does.
 
     Raises ValueError for what is wrong with the recipe, before any work; RunFailed when the run cannot go on.
     """
