@@ -131,20 +131,19 @@ def fill(decoder: Decoder, folder: str | Path, coding: Coding | None = None) -> 
             if listed and not has_head and not any(canonical(name, config) in expected for name in listed):
                 others += listed
                 continue
-            with weights.opened(path) as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    one = expected.get(canonical(name, config))
-                    if one is None:
-                        if name == HEAD and path.suffix == ".bin" and config.tie_embeddings:
-                            heads[path] = file.get_tensor(HEAD)  # of other files config.py has looked
-                        others.append(name)
-                        continue
-                    if coding is None:
-                        read += _copy(one, file, name, path)
-                    else:
-                        read += _copy(one._replace(view=coding.place(one.view)), file, name, path)
-                        coding.done(one.view)
-                    missing -= one.covers
+            for name, file in weights.each(path):
+                one = expected.get(canonical(name, config))
+                if one is None:
+                    if name == HEAD and path.suffix == ".bin" and config.tie_embeddings:
+                        heads[path] = file.get_tensor(HEAD)  # of other files config.py has looked
+                    others.append(name)
+                    continue
+                if coding is None:
+                    read += _copy(one, file, name, path)
+                else:
+                    read += _copy(one._replace(view=coding.place(one.view)), file, name, path)
+                    coding.done(one.view)
+                missing -= one.covers
     _report(decoder, folder, sorted(missing), others)
     for path, head in heads.items():
         embed = decoder.embed if coding is None else coding.stored["embed"]

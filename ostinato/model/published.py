@@ -149,6 +149,7 @@ def _along(rows: int, form: Quantisation) -> int:
 
 
 # Of activations and of keys and values, in few bits where such a model is served; not computed here.
+AT_ONCE = 32  # tensors of a file that is open
 BESIDE = (".input_scale", ".activation_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale")
 FORMS = {
     "fp8": Form("", "", ("_scale_inv",), (), lambda of, _: tuple(of("")), float8),
@@ -241,15 +242,25 @@ class Weights:
         with opened(path) as file:
             yield Tensors(file, self)
 
+    def each(self, path: Path) -> Iterator[tuple[str, Tensors]]:
+        """The names in one of ``files``, each with the open file. It is opened anew every few of them: what
+        was read of a mapped file counts as this process's memory until then."""
+        with self.opened(path) as file:
+            names = file.keys()
+        step = max(1, len(names)) if path.suffix == ".bin" else AT_ONCE  # a pickle is read whole
+        for start in range(0, len(names), step):
+            with self.opened(path) as file:
+                for name in names[start : start + step]:
+                    yield name, file
+
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All weights by name, in ``dtype`` but for integers."""
         for path in self.files:
-            with self.opened(path) as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    tensor = file.get_tensor(name)
-                    if tensor.is_floating_point() and tensor.element_size() < 2:
-                        raise ValueError(f"{name} in {path} is {tensor.dtype} without scales")
-                    yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, file in self.each(path):
+                tensor = file.get_tensor(name)
+                if tensor.is_floating_point() and tensor.element_size() < 2:
+                    raise ValueError(f"{name} in {path} is {tensor.dtype} without scales")
+                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def quantised(self, name: str) -> Widened | None:
         """A weight of parts; None for a plain one."""
