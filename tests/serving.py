@@ -13,7 +13,6 @@ from ostinato.access import STRICT, Access
 from ostinato.apps.memory import refill
 from ostinato.apps.memory.conversations import Keeping, open_memory
 from ostinato.apps.product.feedback import open_feedback
-from ostinato.apps.product.panel import new_verdict_route
 from ostinato.apps.serve.app import new_app
 from ostinato.apps.serve.served import Additions, Served, Serving, open_service
 from ostinato.apps.serve.server import HttpServer, address, bound
@@ -35,12 +34,11 @@ def server(
     key: str = "",
     adapters: dict[str, str] | None = None,
     feedback: str = "",
-    judge: str = "",
     memory: Keeping | None = None,
     access: Access = STRICT,
     **limits: Any,
 ) -> Iterator[At]:
-    """Serve ``target`` while the context lasts; ``judge`` is one of ``adapters``."""
+    """Serve ``target`` while the context lasts."""
     overrides = () if "/" in target else ("model.dtype=float32",)
     serving = Serving(
         target=target, overrides=overrides, adapters=adapters or {}, limits=Limits(context=0, **limits)
@@ -51,10 +49,10 @@ def server(
         bound("127.0.0.1", 0) as listening,
         contextlib.ExitStack() as stack,
     ):
-        judged, url = new_verdict_route(judge, served) if judge else None, address(listening)
+        url = address(listening)
         itself = refill.At(f"{url}/v1", key=key)
         remembered = stack.enter_context(open_memory(memory, served.service.renderer, itself))
-        added = Additions(feedback=kept, judge=judged, memory=remembered)
+        added = Additions(feedback=kept, memory=remembered)
         app = new_app(served.service, key=key, added=added)
         runner = HttpServer(app, listening, access, log_level="error", lifespan="off")
         thread = threading.Thread(target=runner.serve_until_signal, daemon=True)

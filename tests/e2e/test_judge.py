@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import httpx2
 import pytest
 from commands import ended, rows, tiny_recipe
-from serving import server
 
 pytestmark = pytest.mark.slow
 
@@ -160,16 +158,3 @@ def test_a_judge_without_verdicts_ends_a_run_by_name(
     judged = f'reward.functions=["judge:{trained}"]'
     assert ended(place, "train", "tiny.toml", judged, "log.dir=unreadable") == 2
     assert "reward judge gave no verdict to any of the" in capsys.readouterr().err
-
-
-def test_a_judge_is_served(trained: Path) -> None:
-    with server("asset:seed-moe", adapters={"judge": str(trained)}, judge=str(trained)) as at:
-        chat = [{"role": "user", "content": "2+2?"}]
-        with httpx2.Client(base_url=at.url, timeout=60) as client:
-            found = client.post("/v1/judge", json={"messages": chat, "answers": ["4", "5", "4"]}).json()
-            alone = client.post("/v1/judge", json={"messages": chat, "answers": ["4"]})
-            none = client.post("/v1/judge", json={"messages": chat})
-    assert len(found["scores"]) == len(found["reasons"]) == 3
-    assert [(one["a"], one["b"]) for one in found["comparisons"]] == [(0, 1), (0, 2), (1, 2)]
-    assert all(len(one["replies"]) == 2 for one in found["comparisons"])
-    assert (alone.status_code, none.status_code) == (400, 400) and "give two" in alone.text

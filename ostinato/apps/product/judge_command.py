@@ -1,12 +1,11 @@
-"""``ostinato judge``: train a judge on pairs, say how good it is, serve it."""
+"""``ostinato judge``: train a judge on pairs, say how good it is."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -14,16 +13,12 @@ from rich.table import Table
 from ostinato.config import Recipe
 from ostinato.launch import NothingToLearn
 from ostinato.launch.machine import configure_threads
-from ostinato.options import Hosts, Origins, access
 from ostinato.run import atomic_write
 from ostinato.terminal import Screen, logged, say
 
-if TYPE_CHECKING:
-    from ostinato.apps.serve.served import Additions, Served
-
 app = typer.Typer(
     name="judge",
-    help="A judge of answers: trained on pairs, measured, served; a reward function (docs/judge.md).",
+    help="A judge of answers: trained on pairs, measured; a reward function (docs/judge.md).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -116,35 +111,6 @@ def evaluate(
     Screen().print(_table(found))
     if json_file is not None:
         atomic_write(json_file, json.dumps(found, indent=1).encode())
-
-
-@app.command()
-def serve(
-    judge: JudgeName,
-    overrides: Overrides = None,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8002,
-    api_key: Annotated[str, typer.Option(help="What clients send; also $OSTINATO_API_KEY.")] = "",
-    allowed_hosts: Hosts = None,
-    origins: Origins = None,
-) -> None:
-    """Judge what other programs send to POST /v1/judge; the judge is a chat model there too."""
-    from ostinato.apps.product.judges import sources
-    from ostinato.apps.serve.command import Address
-    from ostinato.apps.serve.command import serve as command
-
-    (source,) = sources(judge)
-    if source.address:
-        raise ValueError(f"{judge} is an address already; give a run, an adapter folder or a model")
-    adapters = {} if source.adapter is None else {"judge": str(source.adapter)}
-    where = Address(host=host, port=port, key=api_key, access=access(allowed_hosts, origins))
-
-    def added(served: Served, address: str, key: str) -> AbstractContextManager[Additions]:
-        from ostinato.apps.product.panel import judge_of  # torch, after the threads are chosen
-
-        return judge_of(judge, served, address, key)
-
-    command(source.spec.model, overrides or [], adapters, where, name="", limits={}, additions=added)
 
 
 def _table(found: dict[str, dict[str, Any]]) -> Table:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,9 +23,6 @@ from ostinato.render import Renderer
 from ostinato.reward.worker import Fault
 from ostinato.reward.workers import JUDGE
 from ostinato.types import Prompt
-
-if TYPE_CHECKING:
-    from ostinato.apps.serve.served import Additions, Served
 
 SKIPPED: Score = (None, "", "")
 
@@ -129,57 +123,6 @@ class Bench:
             engine = new_engine(recipe.model_copy(update={"engine": exact}), decoder, renderer, name="judge")
             self.engines[at] = EngineSeconds(engine, self.counters), renderer
         return self.engines[at]
-
-
-@contextmanager
-def judge_of(name: str, served: Served, address: str, key: str) -> Iterator[Additions]:
-    """POST /v1/judge of a server, by the judge ``name`` on the base that is served."""
-    from ostinato.apps.serve.served import Additions
-
-    yield Additions(judge=new_verdict_route(name, served))
-
-
-def new_verdict_route(name: str, served: Served) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]:
-    """What POST /v1/judge answers to messages and answers, by a judge on the base that is served."""
-    (source,) = sources(name)
-    renderer, limits, thread = served.service.renderer, served.service.limits, served.thread
-    policy = "judge" if source.adapter is not None else ""
-    counters = Counter[str]()
-    writer = EngineWriter(
-        lambda requests: thread.generate(requests, limits.timeout_s),
-        renderer,
-        policy,
-        limits.context,
-        counters,
-    )
-    judge = Judge(source.spec, source.revision, writer, Cache(), counters)
-
-    async def judged(messages: Chat, answers: Sequence[str]) -> dict[str, Any]:
-        from ostinato.apps.serve.calls import ApiError
-
-        if len(answers) < 2:
-            raise ApiError("answers has one, and a judge compares; give two", param="answers")
-        pairs = list(itertools.combinations(range(len(answers)), 2))
-        try:
-            scores = await judge.score(messages, answers, ring=False)
-            found = await judge.compare(messages, [(answers[a], answers[b]) for a, b in pairs])
-        except TimeoutError:
-            raise ApiError(
-                f"no verdict after {limits.timeout_s:g} s, this server's limit", status=504
-            ) from None
-        comparisons = [
-            {"a": a, "b": b, "verdict": one.choice, "replies": [reply.text for reply in one.replies]}
-            for (a, b), one in zip(pairs, found, strict=True)
-        ]
-        reasons = [fault for _, fault, _ in scores]
-        return {
-            "revision": source.revision,
-            "scores": [value for value, _, _ in scores],
-            "reasons": reasons,
-            "comparisons": comparisons,
-        }
-
-    return judged
 
 
 def scorers(recipe: Recipe, decoder: Decoder, folder: Path, counters: Counter[str]) -> dict[str, Panel]:

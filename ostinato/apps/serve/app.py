@@ -31,7 +31,6 @@ from ostinato.apps.serve import anthropic_messages, openai_responses
 from ostinato.apps.serve.bodies import (
     MOST_MESSAGES,
     ChatBody,
-    ChatMessage,
     CompletionBody,
     Id,
     Lenient,
@@ -46,7 +45,6 @@ from ostinato.apps.serve.server import Handler, guarded, read_body, unless_gone
 from ostinato.apps.serve.service import Model, Service
 
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
-MOST_ANSWERS = 16  # to be judged in a call: 240 comparisons
 PAGE = Path(__file__).parent / "page.html"
 SCRIPT = '<script src="feedback.js"></script>'
 
@@ -56,7 +54,7 @@ class Door:
 
     def __init__(self, service: Service, key: str = "", added: Additions = NO_ADDITIONS) -> None:
         self._service, self._key = service, key
-        self._feedback, self._judge, self._memory = added.feedback, added.judge, added.memory
+        self._feedback, self._memory = added.feedback, added.memory
 
     # ---- dialects
 
@@ -184,13 +182,6 @@ class Door:
             "max_model_len": self._service.limits.context,
         }
 
-    async def judge(self, request: Request) -> Response:
-        """Answers to one chat, judged; on servers of ``ostinato judge serve``."""
-        body = parsed(_Judge, await self._body(request))
-        messages = [message.plain() for message in body.messages]
-        assert self._judge is not None
-        return JSONResponse(await unless_gone(request, self._judge(messages, body.answers)))
-
     async def tokenize(self, request: Request) -> Response:
         """vLLM's: a text, or messages through the chat template."""
         body = parsed(_Tokenize, await self._body(request))
@@ -263,11 +254,6 @@ class Door:
 class _Tokenize(Lenient):
     prompt: str = ""
     messages: Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)] | None = None
-
-
-class _Judge(Lenient):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    answers: Annotated[list[str], Field(min_length=1, max_length=MOST_ANSWERS)]
 
 
 class _Detokenize(Lenient):
@@ -406,7 +392,6 @@ def new_app(
             route("/inference/v1/generate", door.generate),
             route("/tokenize", door.tokenize),
             route("/detokenize", door.detokenize),
-            *([route("/v1/judge", door.judge)] if added.judge is not None else []),
             *([route("/v1/memory/{name:path}", door.memory, m) for m in ("GET", "POST")] if memory else []),
             Route("/metrics", door.metrics),
             Route("/health", door.health),

@@ -8,7 +8,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -230,9 +230,6 @@ def _newest_name(run: RunFolder) -> str:
 # ---- what other applications add to a server
 
 
-Judged = Callable[[list[dict[str, Any]], list[str]], Coroutine[Any, Any, dict[str, Any]]]  # chat, answers
-
-
 class Feedback(Protocol):
     """POST /feedback, GET /feedback.js, and the record of answers."""
 
@@ -264,7 +261,6 @@ class Additions:
     """None: the server has no such routes."""
 
     feedback: Feedback | None = None
-    judge: Judged | None = None
     memory: SessionMemory | None = None
 
 

@@ -37,7 +37,7 @@ from ostinato.render import Renderer
 from ostinato.run import RunFolder
 
 PACKAGE = Path(__file__).parents[3] / "ostinato"
-LISTENING = {"serve", "proxy", "tinker", "judge serve", "memory serve", "report"}
+LISTENING = {"serve", "proxy", "tinker", "memory serve", "report"}
 FOREIGN = "https://page.example"
 
 
