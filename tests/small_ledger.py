@@ -58,19 +58,19 @@ def killed_and_resumed(price: float = 2.0) -> list[Row]:
 
     Session 1, 1 device at 2 USD (``price``): 5 s of loading, 4 s of evaluation, steps 1 to 3 of 10 s, 2 s
     idle before step 3, 6 s lost. Session 2, 4 devices at 3 USD: 7 s of loading, steps 2 and 3, whose sampling
-    was reused for step 2.
+    the first one has the row of for step 2.
     """
-    reused = {"prefilled": 20, "sampled": 100, "flops": 1000}
+    tokens = {"prefilled": 0, "sampled": 0, "trained": 70, "dropped": {"zero_variance": 30}}
+    flops = {"sample": 0, "train": 2000, "measure": 500}
     return [
         start(1, 0.0, price=price),
         an_eval(1, 0, 9.0),
         a_step(1, 1, 19.0),
-        {"event": "save", "session": 1, "step": 1, "seconds": 1.0, "ended_at": 20.0},
         a_step(1, 2, 30.0),
         a_step(1, 3, 42.0),
-        {"event": "lost", "session": 1, "seconds": 6.0, "at": 1000.0},
+        {"event": "end", "session": 1, "at": 48.0, "step": 3, "why": "failed: X", "seconds": 6.0},
         start(2, 1000.0, step=1, devices=4, price=3.0, loading=7.0),
-        a_step(2, 2, 1017.0, devices=4, reused=reused),
+        a_step(2, 2, 1017.0, devices=4, tokens=tokens, flops=flops),
         a_step(2, 3, 1027.0, devices=4),
         {"event": "end", "session": 2, "at": 1028.0, "step": 3, "why": "done"},
     ]

@@ -97,7 +97,7 @@ async def score_exported(
     engine = new_engine(exact.recipe, exact.decoder, exact.renderer, need=rollout_need(exact))
     engine.publish(adapters, state.step)
     stage, main = new_stage(exact, engine, exact.grader), new_evaluations(exact)[0]
-    with ledger.work(), ledger.evaluating():
+    with ledger.evaluating():
         row, groups = await evaluate_groups(stage, main, state.step)
     work = evaluation_work(groups, new_flops(exact, adapters))
     ledger.evaluation(state.step, "exported", row["seconds"], work)

@@ -21,7 +21,6 @@ MEANING = {  # of parts of device time, wall clock and FLOPs
     "eval": "held-out sets; in no compute",
     "idle": "held and not busy: loading, saving, between steps",
     "lost": "given up: an exception or a signal ended it",
-    "saving": "checkpoints",
     "loading": "until a process is ready, each time",
     "between": "what has no row",
 }
@@ -34,6 +33,7 @@ WASTE = {  # why sampled tokens were not trained on
     "prompt_too_long": "the prompt left no room for an answer",
     "too_few_episodes": "too many siblings ended in an error",
     "too_few_verdicts": "too few siblings got a verdict",
+    "unused": "sampled for steps to come, or for steps that were done again",
     "no_routes": "recorded no expert routes, while others did",
 }
 DEVICE = ("sample", "grade", "train", "measure", "eval", "idle", "lost")
@@ -73,7 +73,7 @@ def cost_tables(accounts: Books) -> list[Table]:
 
 NOTES = {
     "Compute": "Of training: with idle devices, restarts and repeated work, without evaluation.",
-    "FLOPs of training": "From the model's shapes, products alone; those of lost work are not known.",
+    "FLOPs of training": "From tokens and the model's shapes; those of lost work are not known.",
 }
 Entry = tuple[str, str, float | None, float | None, Form]  # table, line, value, its whole, format
 

@@ -1,7 +1,7 @@
 """The account of a step: where tokens, seconds and FLOPs went. Pure, but for the clock.
 
-FLOPs are a formula of the model's shapes (``model.flops``) and of the rows that ran: a token at position p of
-its sequence is one row, which sees p + 1 positions. Waste is counted in sampled tokens, by reason.
+FLOPs are a formula of the model's shapes (``model.flops``) and of the tokens: a token at position p of its
+sequence is one row, which sees p + 1 positions. Waste is counted in sampled tokens, by reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ostinato.pipeline.credit import Credit
 from ostinato.rollout.health import injected_tokens, prefilled_tokens, sampled_tokens
 from ostinato.rollout.rollout import RolloutResult
 from ostinato.routes import route_bytes
-from ostinato.types import Batch, Completion, Group, StepReport, Trajectory
+from ostinato.types import Batch, Completion, Group, StepReport
 
 BUSY = {"rollout": "sample", "reward": "grade", "train": "train", "measure": "measure"}  # in the ledger
 OF_KIND = {  # parts of the ledger; publishing and saving count as held, not busy, as in one process
@@ -38,10 +38,10 @@ FREE = Terms()
 SUMMED = {
     "total/seconds": ("step_time",),
     "total/device_seconds": ("device_seconds",),
-    "total/sampled_tokens": ("tokens/sampled", "tokens/pending"),  # in the step that played them
+    "total/sampled_tokens": ("tokens/played",),  # during the step, for whichever step
     "total/trained_tokens": ("tokens/trained",),
     "total/flops": ("flops/rollout", "flops/train", "flops/measure"),
-    "total/compute_flops": ("flops/compute",),
+    "total/compute_flops": ("flops/rollout", "flops/train"),
     "num_tokens": ("tokens/context", "tokens/sampled"),  # TRL's: all that was read and sampled
 }
 
@@ -171,14 +171,6 @@ def recomputed_spans(groups: Sequence[Group]) -> list[np.ndarray]:
     return [spans for turn in turns if (spans := turn.completion.recomputed) is not None]
 
 
-def pending_tokens(groups: Sequence[Group], fresh: Sequence[Group]) -> int:
-    """Sampled tokens of ``fresh``, which a step has played, less those of ``groups``, which it trains on."""
-    played, trained = (
-        sum(sampled_tokens(t) for one in some for t in one.trajectories) for some in (fresh, groups)
-    )
-    return played - trained
-
-
 def trained_tokens(
     credit: Credit, batch: Batch | None, report: StepReport | None
 ) -> tuple[int, Counter[str]]:
@@ -232,51 +224,16 @@ def tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str
 # ---- FLOPs
 
 
-def rollout_work(groups: Iterable[Group]) -> Work:
-    """What the engine ran for all episodes of ``groups``."""
-    return sum((trajectory_work(trajectory) for group in groups for trajectory in group.trajectories), Work())
-
-
-def trajectory_work(trajectory: Trajectory) -> Work:
-    """The work of one episode, turn by turn: tokens that a turn found in the prefix tree, from siblings or
-    from the turn before, were not computed again."""
-    work, history = Work(), 0
-    for turn in trajectory.turns:
-        history = (0 if turn.new_row else history) + len(turn.context)
-        work += completion_work(history, turn.completion)
-        history += len(turn.completion.tokens)
-    return work
-
-
-def completion_work(prompt: int, answer: Completion) -> Work:
-    """The work of an answer to ``prompt`` tokens, with what ran in vain.
-
-    A pass runs one row besides its drafts, so rows from which no sampled token came were in vain: the refused
-    drafts, and the last token where it was a draft itself. The positions of these rows are not recorded: each
-    counts as many pairs as a row of the answer on average. Rows that ran once more after a preemption are
-    recorded.
-    """
-    length = len(answer.tokens)
-    sampled = length - answer.num_injected
-    vain = max(
-        answer.drafted - answer.accepted, answer.passes + answer.drafted - sampled if answer.passes else 0
-    )
-    spans = [] if answer.recomputed is None else answer.recomputed.tolist()
-    rows, pairs = (sum(of(end) - of(start) for start, end in spans) for of in (int, _causal_pairs))
-    work = _answer_work(prompt, answer.cached_tokens, answer)
-    return work + Work(vain + rows, vain * (prompt + (length + 1) // 2) + pairs, vain)
-
-
-def _answer_work(prompt: int, cached: int, answer: Completion) -> Work:
-    """Of the answer to ``prompt`` tokens, of which ``cached`` were there. The last row of the prompt gives
-    the logits of the first token, and the last token is never a row; injected tokens need no logits."""
+def answer_work(prompt: int, cached: int, answer: Completion) -> Work:
+    """Of the answer to ``prompt`` tokens, of which ``cached`` are there already. The last row of the prompt
+    gives the logits of the first token, and the last token is never a row; injected tokens need no logits."""
     rows = prompt + max(0, len(answer.tokens) - 1)
     return Work(
         rows - cached, _causal_pairs(rows) - _causal_pairs(cached), len(answer.tokens) - answer.num_injected
     )
 
 
-def needed_work(groups: Iterable[Group]) -> Work:
+def rollout_work(groups: Iterable[Group]) -> Work:
     """The work of ``groups`` on an engine that does nothing twice and nothing in vain: a prompt is prefilled
     once for its group, except for the last token, from which every answer begins, and a later turn prefills
     new tokens only. It follows from the tokens alone, so every engine, cache and drafter has the same."""
@@ -290,7 +247,7 @@ def needed_work(groups: Iterable[Group]) -> Work:
                 if turn.new_row:
                     there = history = 0
                 history += len(turn.context)
-                total += _answer_work(history, there, turn.completion)
+                total += answer_work(history, there, turn.completion)
                 length = len(turn.completion.tokens)
                 there, history = history + max(0, length - 1), history + length
     return total
@@ -326,29 +283,22 @@ def training_flops(model: FlopModel, batch: Work, passes: Mapping[str, float]) -
 def step_flops(
     model: FlopModel, played: Sequence[Group], batch: Batch | None = None, report: StepReport | None = None
 ) -> dict[str, int]:
-    """The FLOPs of a step in whole numbers, by part: of what it ``played``, of training, of measuring."""
+    """The FLOPs of a step in whole numbers, by part: of what it ``played``, of training, of measuring.
+
+    The first two are the C of a scaling curve: a function of the recipe and the seed, and of no cache,
+    drafter, clock or restart.
+    """
     flops = {"sample": sampling_flops(model, played), "train": 0, "measure": 0}
     return flops | (training_flops(model, batch_work(batch), report.metrics) if batch and report else {})
 
 
 def sampling_flops(model: FlopModel, groups: Sequence[Group]) -> int:
-    return max(0, round(model.forward(rollout_work(groups))))
+    return round(model.forward(rollout_work(groups)))
 
 
-def flop_figures(
-    model: FlopModel | None, flops: Mapping[str, int], counted: Sequence[Group]
-) -> dict[str, float]:
-    """Metrics of a step's ``flops``; empty without a model.
-
-    ``flops/compute`` is not what was paid but the C of a scaling curve: ``needed_work`` of the groups
-    ``counted``, and training. It is a function of the recipe and the seed, and of no cache, drafter, clock or
-    restart.
-    """
-    if model is None:
-        return {}
-    parts = {"rollout": "sample", "train": "train", "measure": "measure"}
-    row = {f"flops/{name}": float(flops[part]) for name, part in parts.items()}
-    return row | {"flops/compute": float(round(model.forward(needed_work(counted))) + flops["train"])}
+def flop_figures(flops: Mapping[str, int]) -> dict[str, float]:
+    """Metrics of a step's ``flops``."""
+    return {f"flops/{'rollout' if part == 'sample' else part}": float(n) for part, n in flops.items()}
 
 
 def utilisation(row: Mapping[str, float], peak_flops: float) -> dict[str, float]:
@@ -362,29 +312,22 @@ def utilisation(row: Mapping[str, float], peak_flops: float) -> dict[str, float]
 
 
 def step_work(
-    groups: Sequence[Group],
     credit: Credit,
     batch: Batch | None,
     report: StepReport | None,
     flops: Mapping[str, int],
-    fresh: Sequence[Group],
-    reused: Sequence[Group] = (),
-    model: FlopModel | None = None,
+    sampled: Sequence[Group],
 ) -> dict[str, Any]:
-    """What a step's row of the ledger has beside its time. ``fresh``: what it has played, and of that
-    ``reused``: groups that another process sampled and has a row for."""
+    """What a step's row of the ledger has beside its time. ``sampled``: during the step, for whichever step;
+    ``flops``: of these groups and of training."""
     trained, dropped = trained_tokens(credit, batch, report)
     context = batch.num_context_tokens if batch else 0
     used = {"trained": trained, "trained_context": context, "dropped": dict(dropped)}
-    row: dict[str, Any] = {"tokens": token_counts(fresh) | used} | ({"flops": dict(flops)} if flops else {})
+    row: dict[str, Any] = {"tokens": token_counts(sampled) | used} | ({"flops": dict(flops)} if flops else {})
     measured = {} if report is None else report.metrics
     uneven = ("straggler", "straggler_ranks", "capacity_factor")
-    if found := {name: measured[f"routing/{name}"] for name in uneven if f"routing/{name}" in measured}:
-        row["routing"] = found
-    if pending := pending_tokens(groups, fresh):
-        row["pending"] = {"sampled": pending}
-    if reused:
-        row["reused"] = token_counts(reused) | ({"flops": sampling_flops(model, reused)} if model else {})
+    if routing := {name: measured[f"routing/{name}"] for name in uneven if f"routing/{name}" in measured}:
+        row["routing"] = routing
     return row
 
 

@@ -35,7 +35,7 @@ from ostinato.algo.pack import pack
 from ostinato.model.flops import FlopModel, Work
 from ostinato.observe.stability import Alarm, Rule
 from ostinato.observe.stats import Bets
-from ostinato.pipeline.account import batch_work, completion_work
+from ostinato.pipeline.account import answer_work, batch_work
 from ostinato.protocols import Engine
 from ostinato.run import Jsonl
 from ostinato.types import Batch, Completion, Request, Sample, Sampling
@@ -228,7 +228,7 @@ class Forgetting:
             for number, one in zip(numbers, some, strict=True)
         ]
         answers = {index: answer async for index, answer in engine.generate(requests)}
-        work = (completion_work(len(one.tokens), answers[index]) for index, one in enumerate(some))
+        work = (answer_work(len(one.tokens), 0, answers[index]) for index, one in enumerate(some))
         rows = [_row_from_answer(one, answers[index]) for index, one in enumerate(some)]
         return [row if len(row.logprobs) else replace(row, right=False) for row in rows], sum(work, Work())
 

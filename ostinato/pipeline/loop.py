@@ -150,9 +150,9 @@ class Loop:
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
         with StopSignals(self.plan.grace_s) as self._signals, self._watchdog():
             try:
-                with self._ledger.work():
-                    await self._train(self._signals)
+                await self._train(self._signals)
             except Abandoned:
+                self._ledger.lose()
                 logger.warning(
                     f"what followed step {self.state.step} was abandoned: "
                     f"it was not done {self.plan.grace_s:g} s after SIGTERM"
@@ -348,7 +348,6 @@ class Loop:
             clock = Clock(self.state.step, self._ledger.clock, self.worker)
             with clock.doing("", Kind.SAVE):
                 oldest = self.save(self.state)
-            self._ledger.saved(self.state.step, clock.spans[0].seconds)
             self._recorder.spans += clock.spans
             self._saved_step = self.state.step
             self._spool.forget(oldest)

@@ -22,9 +22,9 @@ from ostinato.pipeline.account import (
     busy_by_pool,
     count_ages,
     flop_figures,
-    pending_tokens,
     pipeline_row,
     recomputed_spans,
+    sampling_flops,
     share_seconds,
     step_flops,
     step_work,
@@ -127,7 +127,8 @@ class StepRecorder:
         ``groups`` were trained on or dropped in the step; the cost of ``ended`` is charged to the row."""
         fresh, model = [item.group for item in ended], self.plan.flops
         credit, batch, report, look = learned.credit, learned.batch, learned.report, learned.look
-        flops = {} if model is None else step_flops(model, fresh, batch, report)
+        counted = groups if self.plan.recipe.pipeline.overlap else fresh
+        flops = {} if model is None else step_flops(model, counted, batch, report)
         if flops and look is not None:
             flops["measure"] += round(look.cost["flops"])
         row = health(groups, solved_at=self.plan.solved_at) | task_figures(groups, self.plan.solved_at)
@@ -135,17 +136,17 @@ class StepRecorder:
         row |= {"empty_step": float(batch is None)}
         row |= {"refused_step": float(report is not None and bool(report.skipped))}
         row |= {**(report.metrics if report else {}), **(look.metrics if look else {})}
-        row |= flop_figures(model, flops, groups if self.plan.recipe.pipeline.overlap else fresh)
-        row |= self._seconds(clock, row["tokens/sampled"], groups, fresh)
+        row |= flop_figures(flops) | self._seconds(clock, fresh)
         row |= utilisation(row, self.plan.peak_flops)
         if self.plan.recipe.pipeline.overlap:  # what has ended since the last row was played since then too
             now, before = time.perf_counter(), self._row_at
-            row["tokens_per_s"] = token_counts(fresh)["sampled"] / (now - before)
+            row["tokens_per_s"] = row["tokens/played"] / (now - before)
             self._row_at = now
         spans = [*clock.spans, *self.new_spans()]
         by_pool = self._by_pool(feed, spans, row, clock.waited_s)
-        reused = [item.group for item in ended if item.paid]
-        work = step_work(groups, credit, batch, report, flops, fresh, reused, model)
+        sampled = [item.group for item in ended if not item.paid]
+        paid = {} if model is None else flops | {"sample": sampling_flops(model, sampled)}
+        work = step_work(credit, batch, report, paid, sampled)
         counts = self.new_counts()
         if judged := {key.removeprefix(JUDGE): n for key, n in counts.items() if key.startswith(JUDGE)}:
             work["judge"] = judged
@@ -159,15 +160,12 @@ class StepRecorder:
             row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(count_ages(batch).items())}
         return row | {**self.workers.extra_metrics(), **counts}  # these have a 0 for what may be counted
 
-    def _seconds(
-        self, clock: Clock, sampled: float, groups: Sequence[Group], fresh: Sequence[Group]
-    ) -> dict[str, float]:
-        """Metrics of the time of a step, and of what was played for later ones."""
+    def _seconds(self, clock: Clock, fresh: Sequence[Group]) -> dict[str, float]:
+        """Metrics of the time of a step in which ``fresh`` was played."""
         total, parts = clock.read()
-        ahead = pending_tokens(groups, fresh)
         row = {"rollout/preempted": float(sum(map(len, recomputed_spans(fresh)))), "step_time": total}
-        row |= {"tokens/pending": float(ahead)} if ahead else {}
-        row["tokens_per_s"] = (sampled + ahead) / total
+        row["tokens/played"] = float(token_counts(fresh)["sampled"])
+        row["tokens_per_s"] = row["tokens/played"] / total
         for name, seconds in parts.items():
             row |= {f"time/{name}_s": seconds, f"time/{name}_share": seconds / total}
         return row

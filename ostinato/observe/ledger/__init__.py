@@ -3,16 +3,14 @@
     start   a process starts or resumes the run: pools of devices, price, the step it continues from
     step    a training step: seconds, busy and idle by pool; tokens, and why they were not trained on; FLOPs
     eval    a held-out evaluation: the same, kept apart from training
-    save    a checkpoint
-    lost    work that an exception ended
-    end     a process ends, and why
+    end     a process ends, and why; where an exception ended it, the seconds of the work that was lost
 
 Device seconds are devices times wall seconds, whatever the devices did: time that is not busy in a row, or is
 in no row (loading, between rows), is idle. What a killed process did after its last row is unknown, at most
 until the next start, and in no sum. A step that is repeated has several rows: the last one counts, the others
-are waste ("repeated"), except for the sampling that the last one reuses ("reused"). A step pays for the
-sampling that it does for later steps, as "pending"; the row of the step that trains on it says what became of
-it and subtracts it from pending. Every row has its own devices and price.
+are waste. A row has the tokens that its process sampled during it, for whichever step: what an earlier row
+has, a step that trains on it does not count again. What was sampled and neither trained on nor dropped is
+"unused". Every row has its own devices and price.
 """
 
 from ostinato.observe.ledger.rows import Event, Spell, check_ledger, find_fault, read, spells

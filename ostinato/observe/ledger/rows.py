@@ -17,8 +17,6 @@ class Event(StrEnum):
     START = "start"
     STEP = "step"
     EVAL = "eval"
-    SAVE = "save"
-    LOST = "lost"
     END = "end"
 
 
@@ -55,17 +53,18 @@ def _text(value: Any) -> bool:
 FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("session", "step", "at", "process_started", "seconds", "ended_at"), is_number),
     **dict.fromkeys(("price_per_device_hour", "clock_back"), is_number),
-    **dict.fromkeys(("flops", "reused", "pending", "routing", "judge", "forgetting"), _counts),
-    **{"tokens": _tokens, "pools": _pools, "currency": _text, "why": _text},
+    **dict.fromkeys(("flops", "routing", "judge", "forgetting"), _counts),
+    **{"tokens": _tokens, "pools": _pools, "currency": _text, "why": _text, "part": _text},
 }
 NEEDS: Mapping[Event, tuple[str, ...]] = {  # the fields that every reader needs
     Event.START: ("session", "at", "process_started", "step", "pools", "price_per_device_hour", "currency"),
     Event.STEP: ("session", "step", "seconds", "ended_at", "pools", "tokens"),
     Event.EVAL: ("session", "step", "seconds", "ended_at", "pools"),
-    Event.SAVE: ("session", "step", "seconds", "ended_at"),
-    Event.LOST: ("session", "seconds", "at"),
     Event.END: ("session", "at", "step", "why"),
 }
+
+
+OLDER = ("save", "lost")  # rows of earlier versions; their time is idle here, as that of no row is
 
 
 def read(folder: RunFolder) -> list[dict[str, Any]]:
@@ -77,6 +76,8 @@ def read(folder: RunFolder) -> list[dict[str, Any]]:
 def check_ledger(log: Jsonl) -> Iterator[dict[str, Any]]:
     """``read``, row by row."""
     for number, row in enumerate(log.rows(), start=1):
+        if row.get("event") in OLDER:
+            continue
         if fault := find_fault(row, first=number == 1):
             raise ValueError(
                 f"line {number} of {log.path} {fault}: the ledger is damaged, or of a version of ostinato "
@@ -119,7 +120,7 @@ class Spell:
     @property
     def evaluation(self) -> bool:
         """Are its own seconds those of a held-out evaluation, whether finished or lost?"""
-        return self.event is Event.EVAL or (self.event is Event.LOST and self.row.get("part") == "eval")
+        return self.event is Event.EVAL or (self.event is Event.END and self.row.get("part") == "eval")
 
     @property
     def training(self) -> float:
@@ -145,8 +146,8 @@ def spells(rows: Iterable[Row]) -> Iterator[Spell]:
         if event is Event.START:
             start, cursor = row, row["process_started"]
         seconds = max(0.0, row.get("seconds", 0.0))
-        gap = 0.0 if event is Event.LOST else max(0.0, end_of(row) - seconds - cursor)
-        cursor = cursor + seconds if event is Event.LOST else max(cursor, end_of(row))
+        gap = max(0.0, end_of(row) - seconds - cursor)
+        cursor = max(cursor, end_of(row))
         yield Spell(row=row, start=start, event=event, gap=gap, seconds=seconds)
 
 

@@ -33,12 +33,11 @@ def _money(spell: Spell) -> float:
 
 
 def _flops(spell: Spell) -> float:
-    return _all_flops(spell.row) - _reused(spell.row, "flops") if spell.event is Event.STEP else 0
+    return _all_flops(spell.row) if spell.event is Event.STEP else 0
 
 
 def _tokens(spell: Spell) -> float:
-    row = spell.row
-    return _sampled(row) - _reused(row, "sampled") if spell.event is Event.STEP else 0
+    return spell.row["tokens"]["sampled"] if spell.event is Event.STEP else 0
 
 
 AXES: Mapping[Axis, Callable[[Spell], float]] = {
@@ -112,14 +111,6 @@ def _all_flops(row: Row) -> int:
     return sum(row["flops"].values())
 
 
-def _sampled(row: Row) -> int:
-    return row["tokens"]["sampled"]
-
-
-def _reused(row: Row, what: str) -> int:
-    return row.get("reused", {}).get(what, 0)
-
-
 # ---- sums
 
 
@@ -154,11 +145,11 @@ class Summary:
     sessions: int
     steps: int  # that count
     repeated: int  # steps that were done again
-    wall: Mapping[str, float]  # seconds: steps, evaluation, saving, loading, between, lost
+    wall: Mapping[str, float]  # seconds: steps, evaluation, loading, between, lost
     pools: Mapping[str, Pool]
     tokens: Mapping[str, int]  # prefilled, sampled, drafted, accepted, injected, trained, trained_context
-    dropped: Mapping[str, int]  # by reason: sampled tokens that no step that counts trained on. Those that
-    # may still be trained on are "pending", and "unused" once the run has ended
+    dropped: Mapping[str, int]  # by reason: sampled tokens that no step that counts trained on. "unused":
+    # sampled for steps to come, or for those that were done again
     flops: Mapping[str, int]  # by part
     evaluation: Evaluated
     forgetting: Mapping[
@@ -179,18 +170,17 @@ def summary(rows: Iterable[Row]) -> Summary:
     ones."""
     passed = list(spells(rows))
     kept, again = _kept_and_repeated(passed)
-    every = [*kept, *again]
-    left = "unused" if passed and passed[-1].event is Event.END else "pending"
-    tokens, trained = _net(every, "tokens", {name: name for name in SAMPLED}), _net(kept, "tokens", {})
+    tokens, trained = _sums([*kept, *again], "tokens"), _sums(kept, "tokens")
+    tokens |= {name: trained.get(name, 0) for name in tokens if name not in SAMPLED}
     return Summary(
         sessions=sum(spell.event is Event.START for spell in passed),
         steps=len(kept),
         repeated=len(again),
         wall=_wall(passed),
         pools={name: _pool(passed, name) for name in _pool_names(passed)},
-        tokens={name: n if name in SAMPLED else trained.get(name, 0) for name, n in tokens.items()},
-        dropped=_dropped(kept, again, left),
-        flops=_net(every, "flops", {"sample": "flops"}),
+        tokens=tokens,
+        dropped=_dropped(kept, tokens),
+        flops=_sums([*kept, *again], "flops"),
         evaluation=_evaluated(passed),
         forgetting=_forgetting(passed),
         compute=_compute(passed),
@@ -214,37 +204,30 @@ def _kept_and_repeated(passed: Sequence[Spell]) -> tuple[list[Row], list[Row]]:
     return list(kept.values()), again
 
 
-def _net(rows: Sequence[Row], key: str, reused: Mapping[str, str]) -> dict[str, int]:
-    """Sums by name of the numbers under ``key``, without what a row reuses of an earlier row of its step."""
+def _sums(rows: Sequence[Row], key: str) -> dict[str, int]:
+    """Sums by name of the numbers under ``key``."""
     sums: Counter[str] = Counter()
     for row in rows:
         sums.update({name: n for name, n in row.get(key, {}).items() if not isinstance(n, Mapping)})
-        sums.subtract({name: _reused(row, what) for name, what in reused.items() if name in row.get(key, {})})
     return dict(sums)
 
 
-def _dropped(kept: Sequence[Row], again: Sequence[Row], left: str) -> dict[str, int]:
-    """Sampled tokens in vain by reason; those sampled ahead and not trained on have the reason ``left``, what
-    repeated steps sampled twice the reason "repeated"."""
-    found = Counter[str]()
-    if pending := sum(row.get("pending", {}).get("sampled", 0) for row in kept):
-        found[left] = pending
+def _dropped(kept: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, int]:
+    """Sampled tokens that were not trained on, by reason; the rest has the reason "unused"."""
+    reasons = Counter[str]()
     for row in kept:
-        found.update(row["tokens"].get("dropped", {}))
-    if again:
-        found["repeated"] = sum(map(_sampled, again)) - sum(
-            _reused(row, "sampled") for row in (*kept, *again)
-        )
-    return dict(found)
+        reasons.update(row["tokens"].get("dropped", {}))
+    unused = tokens.get("sampled", 0) - tokens.get("trained", 0) - reasons.total()
+    return dict(reasons) | ({"unused": unused} if unused else {})
 
 
-# paid for by the run that sampled first
+# of every step; the others of steps that count
 SAMPLED = ("prefilled", "sampled", "drafted", "accepted", "injected", "recomputed")
 
 
 def _wall(passed: Sequence[Spell]) -> dict[str, float]:
-    own = {Event.STEP: "steps", Event.EVAL: "evaluation", Event.SAVE: "saving", Event.LOST: "lost"}
-    names = ("steps", "evaluation", "saving", "loading", "between", "lost")
+    own = {Event.STEP: "steps", Event.EVAL: "evaluation", Event.END: "lost"}
+    names = ("steps", "evaluation", "loading", "between", "lost")
     sums: dict[str, float] = dict.fromkeys(names, 0.0)
     for spell in passed:
         sums[own.get(spell.event, "between")] += spell.seconds
@@ -267,7 +250,7 @@ def _pool(passed: Sequence[Spell], name: str) -> Pool:
         rest = devices * spell.seconds - sum(parts.values())
         busy.update(parts)
         idle += spell.gap * devices_of(spell.start).get(name, 0)
-        lost, idle = (lost + rest, idle) if spell.event is Event.LOST else (lost, idle + rest)
+        lost, idle = (lost + rest, idle) if spell.event is Event.END else (lost, idle + rest)
     return Pool(busy=dict(busy), idle=idle, lost=lost)
 
 
@@ -331,7 +314,7 @@ def _notes(passed: Sequence[Spell]) -> Iterator[str]:
                 "before it; no time is counted across sessions, so no sum depends on it."
             )
     for before, spell in pairwise(passed):
-        if spell.event is Event.START and before.event not in (Event.END, Event.LOST):
+        if spell.event is Event.START and before.event is not Event.END:
             most = max(0.0, spell.row["process_started"] - end_of(before.row))
             yield (
                 f"Session {before.row['session']} was killed: what it did after its last row is in no sum; "

@@ -55,13 +55,14 @@ class Ledger:
 
     def __post_init__(self) -> None:
         self._session, self._step, self._last = 0, 0, self.clock.started
-        self._part = "train"
+        self._part, self._lost = "train", dict[str, Any]()
         self._before: frozenset[tuple[int, int]] = frozenset()
 
     @contextmanager
     def session(self, step: int) -> Iterator[None]:
         """A context that writes a start row, at finished step ``step``, and an end row; nested in a session,
-        nothing. The end row names an exception by its ``why``, if it has one, or else by its type.
+        nothing. The end row names an exception by its ``why``, if it has one, or else by its type, and the
+        seconds since the last row are lost work.
 
         Raises ValueError for a ledger that cannot be read to its end."""
         if self._session:
@@ -73,25 +74,18 @@ class Ledger:
         except BaseException as error:
             failed = f"failed: {type(error.__cause__ or error).__name__}"
             with suppress(OSError):  # a full disk is the error itself
+                self.lose()
                 self._end(getattr(error, "why", failed))
             raise
         self._end(self.why)
 
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """If an exception ends the block, its work is lost: a row records the seconds since the last row."""
-        try:
-            yield
-        except BaseException:
-            with suppress(OSError):
-                lost = {"seconds": self.clock() - self._last, "at": self.clock(), "part": self._part}
-                self._append(Event.LOST, lost)
-            raise
+    def lose(self) -> None:
+        """What this process did since the last row is lost; the end row says so."""
+        self._lost = {"seconds": self.clock() - self._last, "part": self._part}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Work lost in this block counts as evaluation. After an exception that stays so, until ``work``
-        records it."""
+        """Work that an exception ends in this block counts as evaluation."""
         self._part = "eval"
         yield
         self._part = "train"
@@ -116,9 +110,6 @@ class Ledger:
         row = {"step": step, "set": set_name, "seconds": seconds, "ended_at": self.clock()}
         busy = {SAMPLERS if self.terms.pools else POOL: {"eval": seconds}}
         self._append(Event.EVAL, {**row, "pools": self._pools(seconds, busy), **work})
-
-    def saved(self, step: int, seconds: float) -> None:
-        self._append(Event.SAVE, {"step": step, "seconds": seconds, "ended_at": self.clock()})
 
     @property
     def coming(self) -> tuple[int, int]:
@@ -149,7 +140,7 @@ class Ledger:
         self._append(Event.START, start | ({"clock_back": back} if back > 0 else {}))
 
     def _end(self, why: str) -> None:
-        self._append(Event.END, {"at": self.clock(), "step": self._step, "why": why})
+        self._append(Event.END, {"at": self.clock(), "step": self._step, "why": why, **self._lost})
 
     def _pools(self, seconds: float, busy: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
         """The devices of each pool, and how many of ``seconds`` they were busy and idle."""

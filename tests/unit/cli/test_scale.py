@@ -273,7 +273,7 @@ def test_one_run_in_words_and_in_json(tmp_path: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     for words in (
         "run: 3 steps, started twice",
-        "not trained: repeated",
+        "not trained: unused",
         "6.0 s",
         "27.5%",
         "16.5 k",

@@ -23,7 +23,7 @@ from ostinato.engine.sequences import Settings
 from ostinato.model.attention import CausalAttention
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
-from ostinato.pipeline.account import completion_work
+from ostinato.pipeline.account import answer_work
 from ostinato.types import NO_EXPERT, Emitted, Request, Sampling, Stop
 
 DECODER = tiny_decoder()
@@ -132,9 +132,14 @@ def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens
     ours._runner.run = counted  # type: ignore[method-assign]
     requests = [request(5 + i, i, max_tokens=60) for i in range(4)]
     sampled = answers(ours, requests)
-    works = [completion_work(len(one.tokens), done) for one, done in zip(requests, sampled, strict=True)]
-    assert ran == {"tokens": sum(one.tokens for one in works), "pairs": sum(one.pairs for one in works)}
+    works = [
+        answer_work(len(one.tokens), done.cached_tokens, done)
+        for one, done in zip(requests, sampled, strict=True)
+    ]
     again = [done.recomputed for done in sampled if done.recomputed is not None]
+    rows = [position for spans in again for begin, end in spans for position in range(begin, end)]
+    tokens = sum(one.tokens for one in works) + len(rows)
+    assert ran == {"tokens": tokens, "pairs": sum(one.pairs for one in works) + sum(rows) + len(rows)}
     assert sum(int(np.diff(spans).sum()) for spans in again) > 50
     assert (
         sum(len(done.recomputed) for done in sampled if done.recomputed is not None)

@@ -21,9 +21,8 @@ from ostinato.apps.plan.problem import find_model
 from ostinato.model.config import parse_config
 from ostinato.model.flops import FlopModel, Part, Work
 from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme
-from ostinato.pipeline.account import batch_work, completion_work, rollout_work, trajectory_work
-from ostinato.rollout.health import prefilled_tokens, sampled_tokens
-from ostinato.types import Completion, Group, Prompt, Sample, Stop, Trajectory, Turn
+from ostinato.pipeline.account import answer_work, batch_work
+from ostinato.types import Completion, Sample
 
 DENSE = {**SIZES, "model_type": "llama"}
 FAMILIES: dict[str, dict[str, Any]] = {"dense": DENSE, **{k: {**SIZES, **v} for k, v in KINDS.items()}}
@@ -140,46 +139,6 @@ def test_an_answer_is_as_many_rows_as_an_engine_runs(data: st.DataObject) -> Non
     injected = data.draw(st.none() | st.lists(st.booleans(), min_size=length, max_size=length))
     marks = None if injected is None else np.array(injected, bool)
     completion = done_(length, cached_tokens=cached, injected=marks)
-    work = completion_work(prompt, completion)
+    work = answer_work(prompt, cached, completion)
     assert work == row_by_row(prompt, completion)
     assert work.logits == length - sum(injected or [])
-
-
-def test_drafts_in_vain_are_counted_from_the_passes() -> None:
-    """Ten tokens by three passes with four drafts each: of 3 + 12 rows ten gave a token. Where an engine
-    counts no passes, what was not accepted is known."""
-    plain = completion_work(6, done_(10, passes=10))
-    drafts = completion_work(6, done_(10, passes=3, drafted=12, accepted=7))
-    assert drafts == plain + Work(5, 5 * 11, 5)
-    assert completion_work(6, done_(10, drafted=12, accepted=7)) == drafts
-    # the last token was a draft itself: accepted, but no row follows from it
-    assert completion_work(6, done_(10, passes=2, drafted=9, accepted=9)).tokens == plain.tokens + 1
-
-
-def test_a_prefix_that_was_lost_in_the_middle_of_an_answer_is_work() -> None:
-    """An interrupted answer takes what its second request had to run again from ``cached_tokens``, which may
-    fall below 0."""
-    lost, whole = completion_work(8, done_(10, cached_tokens=-5)), completion_work(8, done_(10))
-    assert lost.tokens == whole.tokens + 5 and lost.pairs == whole.pairs + 15
-
-
-def test_turns_and_siblings_add_up() -> None:
-    """A second turn begins behind what the first has computed; a sibling behind the prompt but its last
-    token."""
-    contexts = [np.zeros(10, np.int32), np.zeros(4, np.int32)]
-    first, second = done_(5), done_(3, cached_tokens=14)
-    turns = tuple(Turn(context=c, completion=s) for c, s in zip(contexts, (first, second), strict=True))
-    episode = Trajectory(turns=turns, stop=Stop.EOS, seed=())
-    sibling = Trajectory(
-        turns=(Turn(context=contexts[0], completion=done_(2, cached_tokens=9)),), stop=Stop.EOS, seed=()
-    )
-    failed = Trajectory(turns=(), stop=Stop.ERROR, seed=(), error="env: broken")
-    work = trajectory_work(episode)
-    assert work == completion_work(10, first) + completion_work(19, second)
-    assert work.tokens == 10 + 4 + (19 - 14) + 2
-    assert trajectory_work(sibling).tokens == 2 and trajectory_work(failed) == Work()
-    group = Group(prompt=Prompt(uid="p", text=""), trajectories=(episode, sibling, failed), step=1)
-    assert rollout_work([group, group]) == rollout_work([group]) + work + trajectory_work(sibling)
-    computed = prefilled_tokens(episode) + prefilled_tokens(sibling)
-    assert rollout_work([group]).tokens == computed + (5 - 1) + (3 - 1) + (2 - 1)
-    assert rollout_work([group]).logits == sampled_tokens(episode) + sampled_tokens(sibling)

@@ -121,7 +121,7 @@ def test_the_tables_of_a_ledger_by_hand() -> None:
     found = {(table.title, name): value[0] for table in tables for name, value in cells(table).items()}
     assert found["Device time, pool local", "sample"] == "44.0 s   27.5%"  # of 1 x 48 + 4 x 28
     assert found["Wall clock", "loading"] == "12.0 s   15.8%"
-    assert found["Tokens", "not trained: repeated"] == "100   25.0%"
+    assert found["Tokens", "not trained: unused"] == "100   25.0%"
     assert found["Compute", "bill"] == "0.12 USD" and found["Compute", "restarts"] == "1"
     assert found["Evaluation, in no compute", "FLOPs"] == "400       -"
 

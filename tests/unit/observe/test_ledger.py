@@ -50,15 +50,15 @@ def test_a_killed_and_resumed_run_by_hand() -> None:
     found = summary(rows)
     assert (found.sessions, found.restarts, found.steps, found.repeated) == (2, 1, 3, 2)
     assert found.wall == {
-        **{"steps": 50.0, "evaluation": 4.0, "saving": 1.0},
-        **{"loading": 12.0, "between": 3.0, "lost": 6.0},
+        **{"steps": 50.0, "evaluation": 4.0},
+        **{"loading": 12.0, "between": 4.0, "lost": 6.0},
     }
     pool = found.pools["local"]
     assert pool.busy == {"eval": 4.0, "sample": 44.0, "grade": 11.0, "train": 33.0, "measure": 11.0}
     assert pool.idle == 5 + 1 + 2 + 3 + 4 * (7 + 2 + 1)  # loading, a save, a gap, rests of steps; and again
     assert (pool.lost, pool.total) == (6.0, first + 4 + 4 * 28)
     assert found.tokens["sampled"] == 400 and found.tokens["trained"] == 210
-    assert found.dropped == {"zero_variance": 90, "repeated": 100}
+    assert found.dropped == {"zero_variance": 90, "unused": 100}
     assert found.flops == {"sample": 4000, "train": 10_000, "measure": 2500}
     assert (found.evaluation.times, found.evaluation.flops, found.evaluation.tokens) == (1, 400, 40)
     assert found.money is not None and 3600 * found.money == 2 * (first + 4) + 3 * 4 * 28
@@ -77,30 +77,25 @@ def histories(draw: st.DrawFn) -> list[Row]:
         devices, step = draw(st.integers(1, 64)), draw(st.integers(0, done))
         at = max(0.0, at + draw(st.floats(-100, 100)))  # its clock may be behind
         rows.append(start(session, at, step, devices, loading=draw(st.floats(0, 20))))
-        now, earlier = rows[-1]["at"], [row for row in rows if row["event"] == "step"]
+        now, earlier = rows[-1]["at"], {row["step"] for row in rows if row["event"] == "step"}
         for _ in range(draw(st.integers(0, 4))):
             gap = draw(st.floats(0, 5))
-            kind = draw(st.sampled_from(["step", "step", "eval", "save"]))
+            kind = draw(st.sampled_from(["step", "step", "eval"]))
             if kind == "step":
                 step, now = step + 1, now + gap + 10
                 sampled, train, measure = draw(number), draw(number), draw(number)
-                old = [row["flops"]["sample"] for row in earlier if row["step"] == step]
-                reused = draw(st.integers(0, old[-1])) if old else 0
-                sampled += reused
-                more = {"reused": {"flops": reused, "sampled": draw(st.integers(0, 100))}} if old else {}
-                row = a_step(session, step, now, devices, **more)
+                row = a_step(session, step, now, devices)
+                row["tokens"]["sampled"] = draw(st.integers(0 if step in earlier else 100, 200))
                 rows.append(row | {"flops": {"sample": sampled, "train": train, "measure": measure}})
-            elif kind == "eval":
+            else:
                 now += gap + 4
                 rows.append(an_eval(session, step, now, devices))
-            else:
-                now += gap + 1
-                rows.append(
-                    {"event": "save", "session": session, "step": step, "seconds": 1.0, "ended_at": now}
-                )
         done, at = step, now
         if draw(st.booleans()):
-            rows.append({"event": "lost", "session": session, "seconds": draw(st.floats(0, 50)), "at": now})
+            lost = draw(st.floats(0, 50))
+            now += lost
+            more = {"why": "failed", "seconds": lost, "part": draw(st.sampled_from(["train", "eval"]))}
+            rows.append({"event": "end", "session": session, "step": step, "at": now, **more})
     return rows
 
 
@@ -110,9 +105,8 @@ def device_seconds(rows: list[Row]) -> float:
     for first in (row for row in rows if row["event"] == "start"):
         own = [row for row in rows if row["session"] == first["session"]]
         devices = first["pools"]["local"]["devices"]
-        ends = [row.get("ended_at", row["at"] if row["event"] == "start" else 0.0) for row in own]
-        lost = sum(row["seconds"] for row in own if row["event"] == "lost")
-        total += devices * (max(ends) - first["process_started"] + lost)
+        ends = [row.get("ended_at") or row["at"] for row in own]
+        total += devices * (max(ends) - first["process_started"])
     return total
 
 
@@ -120,7 +114,6 @@ def device_seconds(rows: list[Row]) -> float:
 def test_every_row_is_in_the_sums_and_every_sampled_token_was_trained_or_dropped(rows: list[Row]) -> None:
     found = summary(rows)
     all_rows = sum(sum(row["flops"].values()) for row in rows if row["event"] == "step")
-    all_rows -= sum(row.get("reused", {}).get("flops", 0) for row in rows)
     assert sum(found.flops.values()) == all_rows
     assert found.tokens.get("sampled", 0) == found.tokens.get("trained", 0) + sum(found.dropped.values())
 
@@ -163,7 +156,7 @@ def test_compute_grows_from_step_to_step_and_no_row_changes_what_was_before(
 
 def test_cut_at_every_byte_nothing_but_the_torn_row_is_lost(tmp_path: Path) -> None:
     """A kill in the middle of a line: readers leave the torn row out, the next writer cuts it off."""
-    run, rows = folder(tmp_path), [killed_and_resumed()[at] for at in (0, 3, 10)]
+    run, rows = folder(tmp_path), [killed_and_resumed()[at] for at in (0, 3, 9)]
     run.ledger.append(*rows)
     content = run.ledger.path.read_bytes()
     ends = [at for at, byte in enumerate(content, start=1) if byte == ord("\n")]
@@ -184,7 +177,7 @@ def test_where_a_session_is_split_changes_no_sum(rows: list[Row]) -> None:
     """A process that ends and is followed at once by another has spent what one would have."""
     for at in range(1, len(rows)):
         row = rows[at - 1]
-        if row["event"] not in ("step", "save", "eval") or rows[at]["event"] == "lost":
+        if row["event"] not in ("step", "eval") or rows[at]["event"] == "end":
             continue
         first = next(one for one in rows if one["event"] == "start" and one["session"] == row["session"])
         more = start(99, row["ended_at"], row["step"], first["pools"]["local"]["devices"], loading=0.0)
@@ -225,13 +218,12 @@ def test_the_rows_of_a_session(tmp_path: Path) -> None:
         clock.now = 110.0
         accounts.step(1, 6.0, {"sample": 3.0, "train": 2.0}, work())
         accounts.evaluation(1, "eval", 2.0, {"tokens": {"sampled": 9}})
-        accounts.saved(1, 0.5)
         accounts.why = "interrupted"
-    first, step, scored, saved, end = read(accounts.folder)
+    first, step, scored, end = read(accounts.folder)
     assert (first["session"], first["process_started"], first["recipe"]) == (1, 100.0, "ab")
     assert step["pools"]["local"] == {"devices": 8, "busy": {"sample": 3.0, "train": 2.0}, "idle": 1.0}
     assert (scored["set"], scored["pools"]["local"]["busy"]) == ("eval", {"eval": 2.0})
-    assert (saved["seconds"], end["why"], end["step"]) == (0.5, "interrupted", 1)
+    assert (end["why"], end["step"]) == ("interrupted", 1) and "seconds" not in end
     assert summary(read(accounts.folder)).currency == "EUR"
 
 
@@ -240,12 +232,11 @@ def test_work_that_an_exception_ends_is_lost_and_the_session_says_why(tmp_path: 
     accounts = ledger(folder(tmp_path), clock)
     with pytest.raises(ZeroDivisionError), accounts.session(0):
         accounts.step(1, 0.0, {}, work())
-        with accounts.work():
-            clock.now = 7.0
-            raise ZeroDivisionError
+        clock.now = 7.0
+        raise ZeroDivisionError
     rows = read(accounts.folder)
-    assert [row["event"] for row in rows] == ["start", "step", "lost", "end"]
-    assert rows[2]["seconds"] == 7.0 and rows[3]["why"] == "failed: ZeroDivisionError"
+    assert [row["event"] for row in rows] == ["start", "step", "end"]
+    assert rows[2]["seconds"] == 7.0 and rows[2]["why"] == "failed: ZeroDivisionError"
     assert summary(rows).wall["lost"] == 7.0 and summary(rows).wall["between"] == 0.0
 
 
@@ -325,7 +316,7 @@ def test_a_ledger_that_was_begun_anew_does_not_look_whole() -> None:
         ("not json", "line 2 of .* is not JSON"),
         ('{"step":1,"wall_s":2.0}', "line 2 of .* has no 'event': .* damaged, or of a version"),
         ('{"event":"step","session":1,"step":1}', "line 2 of .* has no 'seconds'"),
-        ('{"event":"save","session":1,"step":1,"seconds":null}', "line 2 of .* has None for 'seconds'"),
+        ('{"event":"eval","session":1,"step":1,"seconds":null}', "line 2 of .* has None for 'seconds'"),
         ('{"event":"dance"}', "line 2 of .* has no 'event'"),
         ("7", "line 2 of .* is no JSON object"),
         (json.dumps(a_step(1, 1, 10.0) | {"pools": {"local": 1}}), "has {'local': 1} for 'pools'"),

@@ -20,9 +20,8 @@ from ostinato.types import Trajectory
 def spent(bench: Bench) -> dict[int, float]:
     """FLOPs up to each step."""
     rows = [*bench.folder.metrics.rows()]
-    return dict(
-        zip((row["step"] for row in rows), np.cumsum([row["flops/compute"] for row in rows]), strict=True)
-    )
+    flops = np.cumsum([row["flops/rollout"] + row["flops/train"] for row in rows])
+    return dict(zip((row["step"] for row in rows), flops, strict=True))
 
 
 def test_the_step_that_spends_the_budget_is_the_last(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_kept_is_what_a_slow_twin_computes(tmp_path: Path) -> None:
 
 def test_a_resumed_run_goes_on_with_rows_and_bets(tmp_path: Path) -> None:
     """Killed after step 4 with a checkpoint of step 3: the looks are those of a run that never stopped."""
-    options = {"steps": 8, "forgetting": lambda one: watch(one, steps=8), "flops": TEN_A_ROW}
+    options = {"steps": 8, "forgetting": lambda one: watch(one, steps=8, share=1.0), "flops": TEN_A_ROW}
     whole = Bench(tmp_path / "whole", checkpoint_every=3, **options)
     whole.run()
     begun = Bench(tmp_path / "begun", checkpoint_every=3, **options)

@@ -52,8 +52,8 @@ def test_it_learns_and_keeps_its_books(tmp_path: Path) -> None:
     assert {row["step"] for row in bench.folder.trajectories.rows()} == {1, 4, 8}
     events = [row["event"] for row in bench.folder.ledger.rows()]
     assert events == [
-        *("start", "eval", "step", "step", "step", "eval", "step", "step", "save", "step", "eval"),
-        *("step", "step", "eval", "save", "end"),
+        *("start", "eval", "step", "step", "step", "eval", "step", "step", "step", "eval"),
+        *("step", "step", "eval", "end"),
     ]
     assert bench.engine.version == 8
 
