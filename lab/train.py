@@ -46,9 +46,10 @@ class Train(ModelBench):
     backend: Backend = option(Backend.NATIVE, "As model.backend.")
     tokens_per_microbatch: int = 576  # a group: prompt 30, 8 x 63 rows
     trl_python: str | None = option(None, "The python of an environment with trl.")
+    probe: bool = True  # whether TRL's fastest setting is looked for; else its first dtype, batches of 8
 
     def quick(self) -> Train:
-        return replace(self, rounds=1)
+        return replace(self, rounds=1, steps=2, new_tokens=16, probe=False)
 
     def measure(self, say: Say) -> dict[str, Any]:
         peer = _best_trl(self, say) if self.trl_python else None
@@ -128,6 +129,8 @@ def _best_trl(bench: Train, say: Callable[[str], None]) -> dict[str, Any]:
     """TRL's fastest dtype, then in it its fastest batch and threads, from two steps each with fewer tokens; a
     setting that fails is named and left out."""
     threads = torch_threads()
+    if not bench.probe:
+        return _setting(bench.peer_dtypes[0], 8, next(iter(threads)))
     small = replace(bench, new_tokens=max(1, bench.new_tokens // 4))
     found = _probed(small, [(dtype, 8, next(iter(threads))) for dtype in bench.peer_dtypes], say, prompts=1)
     if found:
