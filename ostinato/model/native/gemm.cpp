@@ -26,9 +26,10 @@ template <class W, class Y> void of_bf16(const Product<bf16, Y>& p, long first, 
 #endif
 #if defined(__AVX512BF16__)
   if (p.K % 2 == 0) return pairs<W>(p, first, last);  // an odd K has a last half pair
+#else
+  if constexpr (std::is_same<W, Int8>::value) return whole_numbers(p, first, last);
 #endif
-  if constexpr (std::is_same<W, Int8>::value) whole_numbers(p, first, last);
-  else if constexpr (sizeof(W) == 1) dot<W>(p, first, last);
+  if constexpr (sizeof(W) == 1) dot<W>(p, first, last);
   else plain<W>(p, first, last);
 }
 inline void any(const Product<bf16, bf16>& p, long first, long last) {
