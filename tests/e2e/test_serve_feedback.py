@@ -199,7 +199,7 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: Path) 
     acknowledged: set[str] = set()
     unsure: list[dict[str, Any]] = []
     number = 0
-    for _ in range(3):
+    for _ in range(2):
         with log.open("wb") as out:
             words = ("serve", "asset:seed-moe", "--port", "0", "--feedback", str(store_at))
             process = subprocess.Popen(
