@@ -97,7 +97,7 @@ def record(recipe: Recipe, model: Model, epochs: int, say: Say) -> list[Step]:
     with new_grader(recipe) as grader:
         stage = RolloutContext(
             engine=engine,
-            env=environment(recipe, renderer, load_tools(recipe)),
+            env=environment(recipe, renderer, load_tools(recipe.task)),
             grader=grader,
             sampling=sampling_of(recipe.rollout, renderer),
             context_limit=decoder.config.max_positions,

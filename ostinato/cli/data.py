@@ -41,7 +41,7 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
         Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs),
         facts_of(recipe.model, folder).max_positions,
     )
-    rows, tools = prompts(recipe, "train", None), load_tools(recipe)
+    rows, tools = prompts(recipe, "train", None), load_tools(recipe.task)
     held_out = _held_out(recipe)
     too_long = {  # without a hold-out a row is in both sets
         each.where

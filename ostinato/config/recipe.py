@@ -47,6 +47,11 @@ FORMER = {
     "reward.judge_cache": 65_536,
     "cluster.share_weights": True,
     "trainer.max_refused_in_a_row": 5,
+    "cluster.max_restarts": 5,
+    "draft.memory_mb": 256,
+    "draft.epochs": 3,
+    "teacher.timeout_s": 60.0,
+    "teacher.max_retries": 4,
 }
 
 

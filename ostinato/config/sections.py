@@ -77,8 +77,6 @@ class TeacherSection(Section):
     adapter: File = ""  # a run folder, or an adapter folder as a run or export leaves it
     model: ModelName = ""  # as model.path; empty: this run's model. With url: its name there, or the first
     url: str = ""  # "http://host:8000", a server that gives prompt_logprobs; its key: $OSTINATO_TEACHER_KEY
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of a request at url
-    max_retries: Annotated[int, Field(ge=0, le=100)] = 4  # of a request at url; then the run ends
 
 
 class MemorySection(Section):
@@ -245,7 +243,6 @@ class ClusterSection(Section):
     pin: bool = False  # each worker to cores of its own, as if these were a device
     start_s: Annotated[float, Field(gt=0)] = 300.0  # for a worker to be ready
     silence_s: Annotated[float, Field(gt=0)] = 60.0  # without a sign of life, before a worker is replaced
-    max_restarts: Count = 5  # of a sampler in a row, without an answer in between
 
     @model_validator(mode="after")
     def _check(self) -> ClusterSection:
@@ -448,8 +445,6 @@ class DraftSection(Section):
     """Guesses from what was sampled before, verified by the engine: the same tokens in fewer passes."""
 
     enabled: bool = True
-    memory_mb: Positive = 256  # of past answers, over all prompts
-    epochs: Positive = 3  # kept of each prompt
 
 
 class LedgerSection(Section):

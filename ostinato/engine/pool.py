@@ -572,7 +572,7 @@ class EnginePool:
         causes = "; ".join(f"sampler-{worker.id}: {worker.cause}" for worker in workers)
         return sampler_lost(
             f"{len(workers)} of {self._count} samplers were lost more than {self._max_restarts} times "
-            f"in a row without an answer in between (cluster.max_restarts is {self._max_restarts}): {causes}",
+            f"in a row without an answer in between: {causes}",
             final=True,
         )
 

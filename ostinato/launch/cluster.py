@@ -231,7 +231,6 @@ class WorkerFactory:
             slots=AHEAD * self.recipe.engine.max_batch,
             silence_s=section.silence_s,
             start_s=section.start_s,
-            max_restarts=section.max_restarts,
             publication=publication,
         )
 

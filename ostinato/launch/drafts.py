@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ostinato.compiler import BuildError
@@ -21,7 +21,6 @@ from ostinato.history.store import History
 from ostinato.pipeline.draft_metrics import Drafting, Store
 from ostinato.types import Completion, Request
 
-LOOKED_AT = 4  # most epochs that the drafter looks at
 logger = logging.getLogger(__name__)
 
 
@@ -68,20 +67,19 @@ def new_memory(section: DraftSection, saved: Path | None) -> Memory | None:
     if not section.enabled:
         return None
     try:
-        history = load_history(section, saved) if saved else None
+        history = load_history(saved) if saved else None
         if history is None:
-            history = History(memory_mb=section.memory_mb, epochs=section.epochs)
+            history = History()
     except BuildError as error:
         logger.warning(f"nothing is drafted: {error}")
         return None
-    rules = replace(Rules(), epochs=min(section.epochs, LOOKED_AT))
-    return Memory(history=history, drafter=HistoryDrafter(history, rules))
+    return Memory(history=history, drafter=HistoryDrafter(history, Rules()))
 
 
-def load_history(section: DraftSection, path: Path) -> History | None:
+def load_history(path: Path) -> History | None:
     """The history in ``path``; None, and a warning, where there is none or it cannot be used."""
     try:
-        return History.load(path, memory_mb=section.memory_mb, epochs=section.epochs)
+        return History.load(path)
     except (OSError, ValueError) as error:
         logger.warning(f"the run goes on without its history, so its drafts begin anew: {error}")
         return None

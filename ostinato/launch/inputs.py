@@ -22,7 +22,7 @@ import numpy as np
 from ostinato.algo.algorithms import Algorithm
 from ostinato.config import Recipe
 from ostinato.config.fields import without_folders
-from ostinato.config.sections import RolloutSection
+from ostinato.config.sections import MemorySection, RolloutSection
 from ostinato.config.tasks import VERIFIERS, OneTask, TaskSection
 from ostinato.env.custom import SEEDS, EnvEpisode, new_factory, seeds
 from ostinato.env.dialogue import Dialogue, Words
@@ -106,7 +106,7 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     if free is not None and recipe.model.backend == "native":
         check_room(recipe, read_config(folder), free)
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
-    tools, too_long = load_tools(recipe), set[int]()
+    tools, too_long = load_tools(recipe.task), set[int]()
     for name, rows in of_tasks([row for each in (train, *scored.values()) for row in each]).items():
         check_columns(recipe.judges(name), rows)
         too_long |= set(map(id, overlong(recipe, rows, renderer, decoder.config.max_positions, tools)))
@@ -427,9 +427,9 @@ def stage_identity(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def load_tools(recipe: Recipe) -> Tools:
+def load_tools(tasks: TaskSection) -> Tools:
     """The tools of each task; MCP servers among them are started. Raises ValueError."""
-    return {name: resolve_tools(task.tools) for name, task in recipe.task.by_name.items()}
+    return {name: resolve_tools(task.tools) for name, task in tasks.by_name.items()}
 
 
 def environment(
@@ -443,14 +443,16 @@ def environment(
     ``tools`` of its task, whose calls ``counters`` counts."""
     counters = Counter() if counters is None else counters
     made = {
-        name: _episodes(recipe, task, renderer, tools[name], counters, agents if task.has_agent else None)
+        name: _episodes(
+            recipe.memory, task, renderer, tools[name], counters, agents if task.has_agent else None
+        )
         for name, task in recipe.task.by_name.items()
     }
     return lambda prompt: made[prompt.task](prompt)
 
 
 def _episodes(
-    recipe: Recipe,
+    memory: MemorySection,
     task: OneTask,
     renderer: Renderer,
     tools: Mapping[str, Tool],
@@ -458,7 +460,7 @@ def _episodes(
     agents: AgentTasks | None,
 ) -> Callable[[Prompt], Env]:
     turns = task.max_turns
-    new_memory = load("task.memory")(recipe.memory, renderer, counters) if task.memory else None
+    new_memory = load("task.memory")(memory, renderer, counters) if task.memory else None
     if agents is not None:
         return agents.episodes(task, counters, new_memory)
     make, opening = new_factory(task.env, task.env_params) if task.env else None, asyncio.Lock()

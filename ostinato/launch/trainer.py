@@ -210,13 +210,7 @@ def _check_address(recipe: Recipe, renderer: Renderer) -> None:
 
 
 def _teacher_at(section: TeacherSection) -> TeacherAt:
-    return TeacherAt(
-        section.url,
-        section.model,
-        key=os.environ.get(KEY, ""),
-        timeout_s=section.timeout_s,
-        max_retries=section.max_retries,
-    )
+    return TeacherAt(section.url, section.model, key=os.environ.get(KEY, ""))
 
 
 def _check_tokens(name: str, student: str, renderer: Renderer) -> None:

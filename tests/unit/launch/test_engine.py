@@ -309,9 +309,6 @@ def test_a_rank_is_ready_before_groups_are_made_and_not_before_its_part_is_there
 # ---- the history of a run in its folder: it comes back with the run, and losing it is one note
 
 
-SECTION = DraftSection(memory_mb=1)
-
-
 def past(*tokens: int) -> HistoryEntry:
     size = len(tokens)
     return HistoryEntry(
@@ -326,7 +323,7 @@ def test_without_a_compiler_drafts_are_off_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert new_memory(SECTION, None) is None
+    assert new_memory(DraftSection(), None) is None
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("nothing is drafted: ")
 
 
@@ -344,7 +341,7 @@ def test_a_lost_history_is_one_note_and_the_run_goes_on(
     else:
         broken = {"cut": whole[:-30], "changed": whole[:-50] + b"?" + whole[-49:], "foreign": b"{}" * 30}
         path.write_bytes(broken[damage])
-    assert load_history(SECTION, path) is None
+    assert load_history(path) is None
     (note,) = caplog.messages
     assert "history" in note and "\n" not in note
 
