@@ -123,6 +123,8 @@ def write_rows(rows: Iterable[Any], folder: Path, key: str) -> Path:
 
     Raises ValueError, with the row's number, for what is no mapping or has a value that JSON does not have.
     """
+    if not isinstance(rows, Iterable):
+        raise ValueError(f"{key} is {rows!r}; give rows, a file of them, or the name of a source")
     lines = []
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):

@@ -69,8 +69,8 @@ class MixedTask(OneTask):
 
 
 class TaskSection(OneTask):
-    """``source``: "arithmetic", "gym:<name>", a .jsonl or .parquet file, a dataset folder, "hf:<name>", or
-    "seeds": numbers for ``env``. With tables ``[[task.mix]]`` these have the keys, but for ``seed``."""
+    """``source``: "arithmetic", "gym:<name>", a .jsonl, .csv or .parquet file, a dataset folder, "hf:<name>",
+    or "seeds": numbers for ``env``. With tables ``[[task.mix]]`` these have the keys, but for ``seed``."""
 
     seed: Seed = 0
     mix: Annotated[tuple[MixedTask, ...], Field(strict=False)] = ()  # several tasks, as below

@@ -13,6 +13,8 @@ a chat as they are (``tool_calls``, ``name``). A chat that ends with the assista
 from __future__ import annotations
 
 import contextlib
+import csv
+import gzip
 import hashlib
 import json
 from collections import Counter
@@ -46,8 +48,8 @@ def read(
     holdout: float = 0.0,
     config: str = "",
 ) -> list[Prompt]:
-    """The prompts of a .jsonl or .parquet file, a folder with train.jsonl and eval.jsonl, a datasets folder,
-    or ``hf:<name>``.
+    """The prompts of a .jsonl, .csv or .parquet file, a folder with train.jsonl and eval.jsonl, a datasets
+    folder, or ``hf:<name>``.
 
     A dataset with named splits gives its own train or evaluation split. A single file has none: it gives all
     its rows, or with ``holdout`` that share of them (see ``held_out``) to "eval" and the rest to "train".
@@ -266,15 +268,29 @@ def raw_rows(source: str, split: str, config: str, holdout: float) -> tuple[Iter
         return _jsonl(file), True
     if source.startswith("hf:") or path.is_dir():
         return _dataset_rows(source, split, config, holdout)
-    if path.suffix in (".jsonl", ".ndjson"):
+    if path.name.endswith((".jsonl", ".ndjson", ".jsonl.gz")):
         return _jsonl(path), False
+    if path.suffix == ".csv":
+        return enumerate(_csv(path), 1), False
     if path.suffix == ".parquet":
         return enumerate(_parquet(path), 1), False
-    raise ValueError(f"task.source is {source}; use a .jsonl or .parquet file or a datasets folder")
+    raise ValueError(f"task.source is {source}; use a .jsonl, .csv or .parquet file or a datasets folder")
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    """Its columns have the names in the first line, and texts for values."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file, strict=True), 1):
+                if None in row:
+                    raise csv.Error(f"row {number} has more values than the first line has names")
+                yield row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"task.source {path} is not CSV in UTF-8 ({error}); fix it") from error
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
-    with path.open("rb") as file:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -66,7 +66,8 @@ def load_tasks(
     - ``arithmetic``: the procedural family of ``env.arithmetic``
     - ``gym:<name>``: any task of reasoning_gym
     - ``hf:<name>``: a dataset of the Hugging Face hub
-    - a path to a .jsonl or .parquet file, or to a folder written by ``datasets``' ``save_to_disk``
+    - a path to a .jsonl (or .jsonl.gz), .csv or .parquet file, or to a folder written by ``save_to_disk`` of
+      ``datasets``
 
     Procedural sources give exactly ``n`` distinct prompts; which split a problem belongs to is decided by
     its own text, so the splits are disjoint for every seed and size. A file with more than ``n`` rows gives

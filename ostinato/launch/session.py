@@ -255,6 +255,8 @@ def named_failures(path: Path, *, begun: bool = False) -> Iterator[None]:
         kind = NothingToLearn if isinstance(error, NoTrainableSamples) else RunFailed
         raise kind(f"{error}; {saved}") from error
     except RewardFails as error:
+        if not begun:  # it has been told how to go on
+            raise
         raise RewardFails(f"{error}; then, {resume_hint}", error.note) from error
     except ValueError as error:  # past all checks it is not the user's, and is not reported as one
         if not begun:

@@ -76,7 +76,7 @@ class Failures:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._logged = set[tuple[str, ...]]()
-        self._skipped = 0  # steps of this session
+        self._ungraded = 0  # steps of this session
 
     def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, first: bool = False) -> None:
         """Record the failures in the answers of ``part`` at ``step``. Raises RewardFails where they are the
@@ -92,17 +92,20 @@ class Failures:
         self._log(step, groups)
 
     def check_graded(self, groups: Sequence[Group], step: int, steps: int, reward_coef: float) -> None:
-        """Raises RewardFails where every answer of the first PATIENCE steps, or of all ``steps`` if there are
-        fewer, was skipped (None) by all functions; never where ``reward_coef`` is 0, nor in a run that was
-        resumed, which may have had others."""
-        rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
-        self._skipped += bool(rewards) and all(reward and reward.reason == SKIPPED for reward in rewards)
-        if reward_coef and self._skipped == step == min(PATIENCE, steps):
-            raise RewardFails(
-                f"no reward function gave a number to any answer of training in {self._skipped} steps: each "
-                "returned None, a skip; return a number, or give the rows what it needs",
-                f"the last {len(rewards)} answers are in the run's samples (ostinato show)",
+        """Raises RewardFails where no answer of the first PATIENCE steps, or of all ``steps`` if there are
+        fewer, has a reward; never where ``reward_coef`` is 0, nor in a run that was resumed, which may have
+        had others."""
+        reasons = Counter(failure(one) for group in groups for one in group.trajectories)
+        self._ungraded += bool(reasons) and "" not in reasons
+        if reward_coef and self._ungraded == step == min(PATIENCE, steps):
+            ((reason, _),) = reasons.most_common(1)
+            why = "no reward function gave a number to any answer of training in"
+            why += f" {self._ungraded} steps: " + (
+                "each returned None, a skip; return a number, or give the rows what it needs"
+                if reason == SKIPPED
+                else f"{reason}; fix it"
             )
+            raise RewardFails(why, f"the last {reasons.total()} answers are in the run's samples")
 
     def _log(self, step: int, groups: Sequence[Group]) -> None:
         """Each kind of failure once, in its own words (a skip has none); the rows count them all."""

@@ -317,9 +317,12 @@ def trace(error: BaseException) -> str:
 
 
 def _sure(function: Callable[..., Any], columns: dict[str, Any], error: BaseException) -> Fault | None:
-    frames = _frames(error)
-    if not frames or frames[-1].filename.startswith("<"):  # code run from a string, perhaps a completion
+    frames, own = _frames(error), getattr(inspect.unwrap(function), "__code__", None)
+    if not frames:
         return None
+    where_from = frames[-1].filename  # cloudpickle names no file: "<dynamic-code>"
+    if where_from.startswith("<") and (own is None or where_from != own.co_filename):
+        return None  # code run from a string, perhaps a completion
     if isinstance(error, ImportError | NameError) and not isinstance(error, UnboundLocalError):
         return Fault.UNDEFINED
     if _is_of_environment(error):

@@ -481,6 +481,7 @@ def _refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:
                 )
             lacks = "missing a required" in detail
             fix = "add the column to the rows or choose another reward" if lacks else "give it **columns"
+            fix += " (it gets completions and the row's columns by their names)" if lacks else ""
             fix = f"name it in task.params.answer_column, {fix}" if lacks and "'answer'" in detail else fix
             return f"reward {name} does not take the row ({detail}); {fix}"
         case Fault.NO_COLUMN:

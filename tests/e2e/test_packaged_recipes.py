@@ -23,6 +23,7 @@ KIND = {"sft": "sft", "dpo": "sft", "judge_sft": "sft"}
 FIRST = {  # what has to be given or made first, and its sentence says so
     "opd": "teacher.adapter",
     "dpo": "task.source",
+    "mcp_prices": "task.source",
     "judge_sft": "task.source",
     "judge_rl": "task.source",
     "smollm2_vllm": "engine.python",

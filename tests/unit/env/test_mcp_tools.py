@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -118,6 +119,28 @@ def test_a_run_starts_a_server_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         asked = inputs.renderer.decode(asyncio.run(first_context(episode)), skip_special=False)
     assert "The sum of two integers." in asked
     assert (tmp_path / "started").read_text() == "x"
+
+
+@pytest.mark.slow  # starts the server
+def test_the_chats_of_the_recipe_begin_as_its_run_does(tmp_path: Path) -> None:
+    """A warm start on another text than RL shows would be none."""
+    pytest.importorskip("mcp")
+    file = Path(__file__).parents[3] / "recipes" / "mcp_prices.py"
+    subprocess.run([sys.executable, file, tmp_path], check=True, timeout=120)
+    chats = [json.loads(line)["messages"] for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    whole = next(chat for chat in chats if len(chat) == 5)
+    recipe = Recipe.load(
+        f"{file.with_suffix('.toml')}",
+        f"task.source={tmp_path}/prices.jsonl",
+        f"task.tools=['mcp:{sys.executable} {file}']",
+        "model.dtype=float32",
+    )
+    with prepare(recipe, training=True) as inputs:
+        row = replace(inputs.train_prompts[0], messages=(whole[1],))
+        episode = new_stage(inputs, cast(Engine, None), inputs.grader).env(row)
+        asked = asyncio.run(first_context(episode))
+        assert asked.tolist() == inputs.renderer.chat(whole[:2]).tolist()
+    assert 0.4 < sum(chat[-2]["role"] == "tool" for chat in chats) / len(chats) < 0.6
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import os
 import random
@@ -147,6 +149,23 @@ def test_verl_and_skyrl_rows(key: str) -> None:
     assert prompt.columns["extra_info"] == {"index": 3}
 
 
+def test_rows_of_csv_and_of_a_compressed_file_are_those_of_jsonl(tmp_path: Path) -> None:
+    """HumanEval comes as .jsonl.gz, and was refused."""
+    rows = [{"prompt": f'{k}, "{k}"\n+1?', "answer": str(k + 1)} for k in range(3)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "answer"], *([row["prompt"], row["answer"]] for row in rows)])
+    for name in ("rows.jsonl.gz", "rows.csv"):
+        read_ = read(str(tmp_path / name), "train")
+        assert [(one.text, one.columns["answer"]) for one in read_] == [
+            (row["prompt"], row["answer"]) for row in rows
+        ]
+    (tmp_path / "torn.csv").write_text("prompt,answer\n1+1?,2,3\n")
+    with pytest.raises(ValueError, match=r"torn\.csv is not CSV .*row 1 has more values"):
+        read(str(tmp_path / "torn.csv"), "train")
+
+
 def test_a_uid_is_the_content_and_not_the_place() -> None:
     row = {"prompt": CHAT, "answer": "4"}
     assert prompt_from_row(row, "row 1").uid == prompt_from_row(row | {"more": 1}, "row 9").uid
@@ -208,8 +227,8 @@ def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
 def test_an_empty_or_foreign_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no rows; write"):
         read(jsonl(tmp_path / "rows.jsonl"), "train")
-    with pytest.raises(ValueError, match=r"use a \.jsonl or \.parquet file"):
-        read(jsonl(tmp_path / "rows.csv", "a,b"), "train")
+    with pytest.raises(ValueError, match=r"use a \.jsonl, \.csv or \.parquet file"):
+        read(jsonl(tmp_path / "rows.xlsx", "a,b"), "train")
 
 
 @pytest.mark.slow
