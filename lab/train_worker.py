@@ -88,7 +88,7 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
     decoder, adapters, engine = (
         _native(task, dtype, spec, renderer, kernels)
         if native
-        else _transformers(task, dtype, spec, renderer)
+        else _transformers(task, dtype, spec, renderer, kernels)
     )
     grpo = algorithm("grpo", drop_zero_variance=False)
     trainer = PolicyTrainer(
@@ -136,14 +136,20 @@ def _native(
 
 
 def _transformers(
-    task: Mapping[str, Any], dtype: torch.dtype, spec: AdapterSpec, renderer: Renderer
+    task: Mapping[str, Any],
+    dtype: torch.dtype,
+    spec: AdapterSpec,
+    renderer: Renderer,
+    kernels: Kernels | None,
 ) -> tuple[Any, Any, Engine]:
     from ostinato.hf.factors import init_sites
     from ostinato.hf.model import load
     from ostinato.hf.sampler import TransformersEngine
 
     model = load(Path(task["folder"]), dtype=dtype, device="cpu")
-    engine = TransformersEngine(model, decode=renderer.decode, context_limit=model.config.max_positions)
+    engine = TransformersEngine(
+        model, decode=renderer.decode, context_limit=model.config.max_positions, kernels=kernels
+    )
     return model, init_sites(model.sites, spec, 0, model.device), engine
 
 

@@ -15,6 +15,7 @@ class Counters:
 
     steps: int = 0
     prefilled: int = 0  # tokens run to fill the cache
+    padded: int = 0  # positions before shorter prompts, run with them
     decoded: int = 0  # tokens sampled
     cached: int = 0  # prompt tokens found in the prefix tree
     preempted: int = 0

@@ -38,6 +38,7 @@ from ostinato.types import Segment
 
 MISSING = 'model.backend is "transformers", which needs a package: pip install "ostinato[transformers]"'
 _RECURRENT = re.compile(r"mamba|deltanet|shortconv|recurrent|rglru|linearattention|lightning|rwkv", re.I)
+_KINDS = ("layer_types", "layers_block_type")  # keys of a configuration: kinds of its layers
 _LAYERS = {"full_attention", "sliding_attention"}  # kinds whose rows may be packed
 _FACTORS = (
     "logits_scaling",
@@ -48,8 +49,8 @@ _FACTORS = (
 
 class TransformersModel:
     """See the module. ``packs``: several sequences go through one pass, prompts shared by siblings; otherwise
-    every sequence of a microbatch is a pass of its own. Raises ValueError, in one sentence, for a model that
-    cannot be trained exactly."""
+    every sequence of a microbatch is a pass of its own. ``pads``: padding before a row, masked, leaves its
+    logits as they are. Raises ValueError, in one sentence, for a model that cannot be trained exactly."""
 
     fp32_head = False
 
@@ -70,6 +71,7 @@ class TransformersModel:
         self._hooks = [*self._hooked()]
         self._head_rule = self._fitted_head(text)
         self.packs = self._can_pack(text)
+        self.pads = self._can_pad(text)
 
     @property
     def device(self) -> torch.device:
@@ -295,10 +297,7 @@ class TransformersModel:
     @torch.no_grad()
     def _can_pack(self, text: Any) -> bool:
         """Try two siblings and a stranger, packed and alone."""
-        kinds = set(getattr(text, "layer_types", None) or ()) | set(
-            getattr(text, "layers_block_type", None) or ()
-        )
-        if kinds - _LAYERS or any(_RECURRENT.search(type(one).__name__) for one in self._body.modules()):
+        if self._is_recurrent(text):
             return False
         from transformers import AttentionInterface
 
@@ -319,6 +318,42 @@ class TransformersModel:
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
             return False
         return _apart(packed, alone) < _bound(self.dtype)
+
+    def _is_recurrent(self, text: Any) -> bool:
+        """Whether layers have a state, which rows of others, or padding, would enter."""
+        kinds = {kind for name in _KINDS for kind in getattr(text, name, None) or ()}
+        modules = self._body.modules()
+        return bool(kinds - _LAYERS) or any(_RECURRENT.search(type(module).__name__) for module in modules)
+
+    @torch.no_grad()
+    def _can_pad(self, text: Any) -> bool:
+        """Try a row behind padding and alone: its tokens, and one more by the cache."""
+        if self._is_recurrent(text):
+            return False
+        tokens, padding = _tokens(self.config.vocab_size, 9).to(self.device), 4
+
+        def logits(padding: int) -> Tensor:
+            ids = torch.cat((tokens.new_zeros(padding), tokens))[None]
+            mask = torch.arange(ids.shape[1], device=self.device)[None] >= padding
+            positions = (torch.arange(ids.shape[1], device=self.device)[None] - padding).clamp_min(0)
+            rows, cache = [], None
+            for part in (slice(0, -1), slice(-1, None)):
+                seen = mask[:, : ids.shape[1] - 1] if cache is None else mask
+                out = self.model(
+                    input_ids=ids[:, part],
+                    position_ids=positions[:, part],
+                    attention_mask=seen.long() if padding else None,
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                cache = out.past_key_values
+                rows.append(out.logits[0, -1])
+            return torch.stack(rows)
+
+        try:
+            return _apart(logits(padding), logits(0)) < _bound(self.dtype)
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
+            return False
 
 
 def _update(lora: Lora, site: Site) -> Tensor:

@@ -1,8 +1,9 @@
-"""A sampler for any model of ``transformers``: batches of equally long contexts, by the model's own cache.
+"""A sampler for any model of ``transformers``: batches of contexts, by the model's own cache.
 
-Requests whose prompts are equally long run together, so no row is padded; equal prompts are computed once.
-A step gives one token to every running sequence. A publish is between two steps: running sequences keep their
-cache, go on under the new adapters, and every token carries the version that sampled it.
+Requests run together, shorter prompts behind padding, at most as much of it as there are tokens; for a model
+that padding changes (``TransformersModel.pads``) only prompts of one length do. Equal prompts are computed
+once. A step gives one token to every running sequence. A publish is between two steps: running sequences
+keep their cache, go on under the new adapters, and every token carries the version that sampled it.
 
 Noise is addressed, as in ``engine.local``; logits are the model's own, whose rounding depends on the batch:
 in another batch a token can be another one where its uniform lies within rounding of an edge. There are no
@@ -12,7 +13,7 @@ drafts, no prefix tree, no preemption, no grammar.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +32,14 @@ from ostinato.engine.sequences import Sequence as Waiting
 from ostinato.engine.sequences import Settings
 from ostinato.hf.model import TransformersModel
 from ostinato.model.lora import Adapters
+from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.wire import check_finite
 from ostinato.observe.timeline import Span
 from ostinato.types import Completion, Emitted, Request, Stop
 
 Decode = Callable[[Sequence[int]], str]
+MOST_PADDED = 2.0  # positions of a batch for each of its tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +48,7 @@ class Row:
 
     sequence: Waiting
     tokens: list[int]  # prompt and answer
+    padding: int = 0  # positions before them
     logprobs: list[float] = field(default_factory=list)
     edges: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -67,7 +71,7 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Wave:
-    """Rows of one length under one policy, and their cache; None where the model has none."""
+    """Rows of one length, padding included, under one policy; their cache, None where the model has none."""
 
     policy: int  # its number
     rows: list[Row]
@@ -77,8 +81,8 @@ class Wave:
 class TransformersEngine:
     """Implements ``protocols.Engine`` on a ``TransformersModel``; the weights are the trainer's own.
 
-    ``max_batch``: sequences that run at once. Other arguments are those of ``LocalEngine``. Raises ValueError
-    for requests that can never be answered."""
+    ``max_batch``: sequences that run at once. ``kernels``: those that draw tokens from logits on a CPU. Other
+    arguments are those of ``LocalEngine``. Raises ValueError for requests that can never be answered."""
 
     def __init__(
         self,
@@ -88,8 +92,10 @@ class TransformersEngine:
         max_batch: int = 256,
         context_limit: int = 4096,
         name: str = "engine",
+        kernels: Kernels | None = None,
     ) -> None:
         self.decoder, self.context_limit, self.counters = model, context_limit, Counters()
+        self._kernels = kernels  # to draw with, of logits on a CPU
         self._decode, self._max_batch, self._busy = decode, max_batch, Busy(name)
         self._served: dict[int, Any] = {0: None}  # factors by the policy's number
         self.policies = Policies(self)
@@ -173,49 +179,54 @@ class TransformersEngine:
         self._busy.passed(seconds, self.counters.prefilled - prefilled, self.counters.decoded - decoded)
 
     def _admit(self) -> None:
-        """Waiting requests of one length and policy as a wave each, the oldest first."""
+        """Waiting requests, the oldest first, as waves of one policy each."""
         room = self._max_batch - self.queue[0]
-        taken, self._waiting = self._waiting[:room], self._waiting[room:]
-        groups: dict[tuple[int, int], list[Row]] = {}
-        for one in taken:
-            row = Row(one, one.request.tokens.tolist())
-            groups.setdefault((one.prompt_len, one.policy), []).append(row)
-        self._waves += [Wave(policy, rows) for (_, policy), rows in groups.items()]
+        admitted, self._waiting = self._waiting[:room], self._waiting[room:]
+        by_policy: dict[int, list[Row]] = {}
+        for sequence in admitted:
+            by_policy.setdefault(sequence.policy, []).append(Row(sequence, sequence.request.tokens.tolist()))
+        for policy, rows in by_policy.items():
+            self._waves += [
+                Wave(policy, batch) for batch in pad(rows, MOST_PADDED if self.decoder.pads else 1.0)
+            ]
 
     def _advance(self, wave: Wave) -> None:
         """One forward of a wave, and a token for each of its rows."""
         factors, version = self._served[wave.policy], self.policies.versions[wave.policy]
         rows = wave.rows
         first = not rows[0].logprobs
+        owners, distinct = list(range(len(rows))), rows
         if first:  # equal prompts once
-            distinct = {tuple(row.tokens): place for place, row in reversed([*enumerate(rows)])}
-            order = {tokens: place for place, tokens in enumerate(distinct)}
+            order = {
+                prompt: place for place, prompt in enumerate(dict.fromkeys(tuple(row.tokens) for row in rows))
+            }
             owners = [order[tuple(row.tokens)] for row in rows]
-            ids = torch.tensor(list(distinct))
-        else:
-            owners = list(range(len(rows)))
-            ids = torch.tensor([row.tokens if wave.cache is None else row.tokens[-1:] for row in rows])
-        logits, routes = self._forward(wave, ids, factors, len(rows[0].tokens) - ids.shape[1])
-        self.counters.prefilled += ids.numel() if first else 0
-        if first and len(ids) < len(rows):
+            distinct = [rows[owners.index(place)] for place in range(len(order))]
+        logits, routes = self._forward(wave, distinct, factors)
+        if first:
+            self.counters.prefilled += sum(len(row.tokens) for row in distinct)
+            self.counters.padded += sum(row.padding for row in distinct)
+        if first and len(distinct) < len(rows):
             logits = logits[owners]
             if wave.cache is not None:
                 _choose_rows(wave.cache, torch.tensor(owners, device=logits.device))
         if routes is not None:
             for row, owner in zip(rows, owners, strict=True):
-                row.routes = [*row.routes, routes[owner]] if wave.cache is not None else [routes[owner]]
+                fresh = routes[owner][-len(row.tokens) :]
+                row.routes = [*row.routes, fresh] if wave.cache is not None else [fresh]
         drawn = self._draw(logits, rows)
         self._append(wave, drawn, version, logits)
 
-    def _forward(self, wave: Wave, ids: Tensor, factors: Any, start: int) -> tuple[Tensor, np.ndarray | None]:
-        """ids [B, S] from position ``start`` on -> logits [B, V] of the last, and routes [B, S, L, K]."""
+    def _forward(self, wave: Wave, rows: Sequence[Row], factors: Any) -> tuple[Tensor, np.ndarray | None]:
+        """Logits [B, V] of the last and routes [B, S, L, K] of the S positions that the cache lacks."""
         model = self.decoder
+        ids, positions, mask = inputs(rows, last=wave.cache is not None)
         ids = ids.to(model.device)
-        positions = torch.arange(start, start + ids.shape[1], device=model.device).expand(len(ids), -1)
         with model.using(factors), model.recorded() as tape:
             out = model.model(
                 input_ids=ids,
-                position_ids=positions,
+                position_ids=positions.to(model.device),
+                attention_mask=None if mask is None else mask.to(model.device),
                 past_key_values=wave.cache,
                 use_cache=True,
                 logits_to_keep=1,
@@ -238,7 +249,8 @@ class TransformersEngine:
         keys = np.array([row.sequence.address for row in rows], np.uint64)
         places = np.array([len(row.tokens) for row in rows])
         wanted = bool(settings.filtered(logits.shape[1]).any())
-        drawn = sample(logits, settings, uniform(keys, places), want_support=wanted)
+        kernels = None if logits.is_cuda else self._kernels
+        drawn = sample(logits, settings, uniform(keys, places), kernels, want_support=wanted)
         top = max((row.sequence.request.top_logprobs for row in rows if row.sequence.on_tokens), default=0)
         return drawn._replace(top=likeliest(logits, settings, drawn, top)) if top else drawn
 
@@ -324,6 +336,33 @@ class TransformersEngine:
 
     def _drop_all(self) -> None:
         self._waiting, self._waves = [], []
+
+
+def pad(rows: Sequence[Row], most: float) -> Iterator[list[Row]]:
+    """Batches of ``rows``, the longest first, with padding before shorter ones: a batch has at most ``most``
+    times as many positions as tokens. At 1.0 the rows of a batch are equally long."""
+    batch, tokens = list[Row](), 0
+    for row in sorted(rows, key=lambda row: -len(row.tokens)):
+        width = len(batch[0].tokens) if batch else len(row.tokens)
+        if batch and width * (len(batch) + 1) > most * (tokens + len(row.tokens)):
+            yield batch
+            batch, tokens, width = [], 0, len(row.tokens)
+        row.padding = width - len(row.tokens)
+        batch.append(row)
+        tokens += len(row.tokens)
+    if batch:
+        yield batch
+
+
+def inputs(rows: Sequence[Row], *, last: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(ids [B, S], positions [B, S], mask [B, padding and tokens]) of all tokens, or of the ``last`` alone. A
+    mask is 0 at padding; None without any."""
+    width = rows[0].padding + len(rows[0].tokens)
+    padding = torch.tensor([row.padding for row in rows])[:, None]
+    ids = torch.tensor([row.tokens[-1:] if last else [0] * row.padding + row.tokens for row in rows])
+    places = torch.arange(width)
+    positions = (places[-ids.shape[1] :] - padding).clamp_min(0)
+    return ids, positions, (places >= padding).long() if padding.any() else None
 
 
 def _choose_rows(cache: Any, rows: Tensor) -> None:

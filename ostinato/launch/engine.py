@@ -183,6 +183,7 @@ def any_engine(
             decode=renderer.decode,
             max_batch=recipe.engine.max_batch,
             context_limit=decoder.config.max_positions,
+            kernels=kernels(recipe.engine, decoder),
         )
     assert isinstance(decoder, Decoder)
     return new_engine(recipe, decoder, renderer, memory, need=need)
@@ -200,7 +201,7 @@ def sampler_decoder(section: EngineSection, decoder: Decoder, kernels: Kernels |
     return sampler
 
 
-def kernels(section: EngineSection, decoder: Decoder) -> Kernels | None:
+def kernels(section: EngineSection, decoder: Decoder | TransformersModel) -> Kernels | None:
     """The native kernels if the section has them; None, for torch, and a warning if they cannot be built."""
     if not section.native or decoder.device.type != "cpu":
         return None

@@ -21,7 +21,7 @@ from ostinato.hf.factors import init_sites
 from ostinato.hf.model import TransformersModel, load
 from ostinato.hf.sampler import TransformersEngine
 from ostinato.model.packed import PackedAttention
-from ostinato.types import NO_EXPERT, Segment
+from ostinato.types import NO_EXPERT, Request, Sampling, Segment
 
 VOCAB = 384
 
@@ -57,6 +57,32 @@ def subject(model: TransformersModel) -> Subject:
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
 def test_contract(subject: Subject, check: Callable[[Subject], None]) -> None:
     check(subject)
+
+
+def test_prompts_of_any_length_share_a_batch_and_say_what_each_says_alone(
+    subject: Subject, model: TransformersModel
+) -> None:
+    """Only prompts of one length did, so a step of four prompts took up to four forwards a token. States of a
+    recurrence would run through padding: such models go on by length."""
+    subject.engine.publish(subject.policies[0], 1)
+    prompts = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 4, 9, 7, 30)]
+    requests = [
+        Request(tokens=tokens, sampling=Sampling(max_tokens=5), seed=(number,))
+        for number, tokens in enumerate(prompts)
+    ]
+    alone = [subject.run([request])[0] for request in requests]
+    counters = subject.engine.counters
+    before, steps = counters.padded, counters.prefilled
+    together = subject.run(requests)
+    assert counters.prefilled - steps == sum(map(len, prompts)) - 9  # equal prompts once
+    assert counters.padded - before == (21 + 3 + 4 if model.pads else 0)  # batches of 30, 9 and of 7, 4, 3
+    assert model.pads == (model.config.model_type == "gpt_oss")
+    for ours, theirs in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+        if theirs.experts is not None:
+            np.testing.assert_array_equal(np.sort(ours.experts), np.sort(theirs.experts))
+            np.testing.assert_array_equal(np.sort(ours.prompt_experts), np.sort(theirs.prompt_experts))
 
 
 def test_routes_are_those_of_the_forward_of_training(subject: Subject, model: TransformersModel) -> None:
