@@ -56,12 +56,12 @@ def figures(data: RunRows, cost: Summary | None = None) -> list[Figure]:
         _summarize_held_out(data, "reward", "Held-out reward", "mean per answer"),
         _training(rows, "reward", "Training reward", "mean per answer", ".3f"),
         _measure_teaching(rows),
-        _measure_gap(rows),
-        _count_steps(data, cost),
+        _gap(rows),
+        _steps(data, cost),
         Figure("Time", seconds_text(sum(cost.wall.values())), _explain_wall(cost)),
-        _count_tokens(cost),
+        _tokens(cost),
         _training(rows, "tokens_per_s", "Speed", "sampled tokens per second of whole steps", ",.0f"),
-        _price(cost),
+        _cost(cost),
     ]
 
 
@@ -143,14 +143,14 @@ def _measure_teaching(rows: Sequence[Row]) -> Figure:
     return Figure(name, f"{1 - last:.0%}", note, "bad" if last > 0.5 else "")
 
 
-def _measure_gap(rows: Sequence[Row]) -> Figure:
+def _gap(rows: Sequence[Row]) -> Figure:
     value = mean(tenth(rows), "sampling/kl_k3")
     unit = f"nats per token (k3), last tenth of the steps; 0 is exact, up to {K3_NATS:g} is rounding"
     tone = "bad" if value is not None and value > K3_NATS else ""
     return Figure("Sampler against trainer", figure_text(value), unit, tone)
 
 
-def _count_steps(data: RunRows, cost: Summary) -> Figure:
+def _steps(data: RunRows, cost: Summary) -> Figure:
     planned, rows = planned_steps(data), data.metrics
     finished = int(rows[-1]["step"]) if rows else 0
     repeated = f"; {cost.repeated} done twice" if cost.repeated else ""
@@ -165,13 +165,13 @@ def _explain_wall(cost: Summary) -> str:
     return f"wall clock of all processes: {shown}" if shown else "wall clock; no row in ledger.jsonl"
 
 
-def _count_tokens(cost: Summary) -> Figure:
+def _tokens(cost: Summary) -> Figure:
     sampled, trained = (cost.tokens.get(name, 0) for name in ("sampled", "trained"))
     share = f"; {trained / sampled:.0%} of them trained on" if sampled else ""
     return Figure("Tokens", si(sampled), f"sampled{share}")
 
 
-def _price(cost: Summary) -> Figure:
+def _cost(cost: Summary) -> Figure:
     hours = sum(pool.total for pool in cost.pools.values()) / 3600
     scope = "idle ones, restarts and evaluation too"
     if cost.money is None:
@@ -455,21 +455,15 @@ def count_faults(data: RunRows) -> Table:
         ("refused_step", "steps refused", "a loss or gradient was not finite", len(rows)),
         ("empty_step", "steps with nothing to learn", "no sample was left", len(rows)),
     ]
-    lines = [_count_fault(rows, *fault) for fault in faults] if rows else []
+    lines = [_count(rows, *fault) for fault in faults] if rows else []
     return Table(title="Faults", head=("count", "share", "in step"), rows=lines, words=("in step",))
 
 
-def _count_fault(rows: Sequence[Row], key: str, name: str, meaning: str, population: float) -> Line:
-    """The line of a fault: its sum over the rows, its share of ``population``, the steps it occurred in."""
+def _count(rows: Sequence[Row], key: str, name: str, meaning: str, of: float) -> Line:
+    """The line of a fault: its sum over the rows, its share of ``of``, the steps it occurred in."""
     count = total(rows, key)
     steps = [int(row["step"]) for row, value in zip(rows, column(rows, key), strict=True) if value]
-    share = (
-        ""
-        if not population
-        else "< 0.1 %"
-        if 0 < count / population < 0.001
-        else f"{100 * count / population:.1f} %"
-    )
+    share = "" if not of else "< 0.1 %" if 0 < count / of < 0.001 else f"{100 * count / of:.1f} %"
     return f"{name}\n{meaning}", f"{count:,.0f}", share, steps_text(steps) or NONE
 
 
