@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-# Stands for an answer while a template is rendered; no template treats it specially and no message holds it.
 _LONGEST_OPENING = 16  # tokens of an opening of THOUGHTS, and blanks behind it
+# Stands for an answer while a template is rendered; no template treats it specially and no message holds it.
 _ANSWER = f"\u2402{secrets.token_hex(8)}\u2403"
 _BROKEN = "\ufffd"  # what an incomplete UTF-8 character decodes to
 
 
 class TooLong(ValueError):
-    """A text has more tokens than fit, as its characters alone say."""
+    """A text has more tokens than fit, by its number of characters alone."""
 
 
 class Renderer:
@@ -57,8 +57,8 @@ class Renderer:
         now: datetime | None = None,
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """``now`` is what templates that print the date see: fixed for the whole run, so prompts stay equal.
-        ``template_kwargs``: names that the template reads in every chat, unless a chat has its own.
+        """``now``: the date for templates that print it, fixed for the whole run, so prompts stay equal.
+        ``template_kwargs``: default values of names that the template reads.
 
         Raises ValueError for a folder without a tokenizer or with a damaged file, and for an unread name.
         """
@@ -67,7 +67,7 @@ class Renderer:
         self._config = _read_json(folder / "tokenizer_config.json")
         self._special_names = _special_names(self._config, _read_json(folder / "special_tokens_map.json"))
         self._template_text = _template_text(folder, self._config)
-        self._ends = frozenset(_end_tokens(folder))
+        self._ends = frozenset(_read_end_tokens(folder))
         self._template_kwargs = template_kwargs
         self._last_prompt: tuple[Any, np.ndarray] | None = None
         self._last_thought: tuple[np.ndarray, bool] | None = None
@@ -92,13 +92,13 @@ class Renderer:
         return self._template_text is not None
 
     def encode(self, text: str) -> np.ndarray:
-        """[T] int32. Special tokens that are written out in the text become single tokens; none are added.
+        """Tokens [T] int32. Special tokens spelled in the text become single tokens; none are added. Raises
         ValueError for a text that is no Unicode."""
         return self._encode(text, add_special=False)
 
     def check_fits(self, text: str, most: int) -> None:
-        """Raise TooLong where even the longest tokens make over ``most`` of the text: for megabytes, encoding
-        takes seconds."""
+        """Raise TooLong if the text has over ``most`` tokens even with the longest tokens; unlike encoding,
+        this is fast for megabytes."""
         if (least := -(-len(text) // self._longest_token)) > most:
             raise TooLong(
                 f"the prompt has {len(text)} characters, at least {least} tokens, and {most} fit; shorten it"
@@ -106,11 +106,11 @@ class Renderer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters; a character is a byte or more in the spellings of vocabularies."""
+        """Characters of the longest token; in vocabularies a character stands for a byte or more."""
         return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def _encode(self, text: str, add_special: bool) -> np.ndarray:
-        return np.array(encode_text(self.tokenizer, _unicode(text), add_special=add_special), np.int32)
+        return np.array(encode_text(self.tokenizer, _check_unicode(text), add_special=add_special), np.int32)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """The text of tokens; bytes that are no UTF-8 show as U+FFFD."""
@@ -120,12 +120,12 @@ class Renderer:
         """[P] int32: the context of turn 0, with what the tokenizer puts before plain text (a bos token).
         A chat that ends with the assistant's words is continued: they are the beginning of the answer."""
         text = (prompt.text, prompt.messages, prompt.tools, prompt.template_kwargs)
-        last = self._last_prompt  # siblings have the same; another thread may replace it
-        if last is None or last[0] != text:
-            last = self._last_prompt = text, self._prompt_tokens(prompt)
-        return last[1].copy()
+        cached = self._last_prompt  # siblings have the same; another thread may replace it
+        if cached is None or cached[0] != text:
+            cached = self._last_prompt = text, self._tokenize_prompt(prompt)
+        return cached[1].copy()
 
-    def _prompt_tokens(self, prompt: Prompt) -> np.ndarray:
+    def _tokenize_prompt(self, prompt: Prompt) -> np.ndarray:
         if prompt.messages is not None:
             if name := self.unread(prompt.messages, prompt.template_kwargs):
                 raise ValueError(f"the chat template of {self.folder} does not read {name}; leave it out")
@@ -162,7 +162,7 @@ class Renderer:
 
     @property
     def takes_tools(self) -> bool:
-        """Does the chat template write tools, and calls as ``tool_calls`` reads them?"""
+        """Whether the chat template writes tools, and calls as ``tool_calls`` reads them."""
         return "tools" in (self._template_text or "") and self._form_of_calls != "other"
 
     @cached_property
@@ -178,11 +178,12 @@ class Renderer:
         return self._template.render(**names, messages=chat, tools=list(tools) or None)
 
     def reads(self, name: str) -> bool:
-        """Does the chat template have this name?"""
+        """Whether the chat template has this name."""
         return re.search(rf"\b{re.escape(name)}\b", self._template_text or "") is not None
 
     def unread(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> str:
-        """What the chat template would leave out of the chat, or "". A switch that is off is no loss."""
+        """The first name that the chat template leaves out of the chat, or ""; a switch that is off does not
+        count."""
         names = [name for name, value in template_kwargs.items() if value not in (None, False)]
         names += ["reasoning_content"] * any(message.get("reasoning_content") for message in messages)
         return next((name for name in names if not self.reads(name)), "")
@@ -199,10 +200,10 @@ class Renderer:
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         continue_final: bool = False,
     ) -> str:
-        """The chat as the template writes it, for ``encode_marked``: with a mark wherever something else than
-        the template spells a control token. ``template_kwargs`` are further names that templates read
-        (``enable_thinking``); with ``continue_final`` the text ends inside the last message, for the policy
-        to go on. ValueError where the template refuses the chat, or drops the last message."""
+        """The chat as the template writes it, for ``encode_marked``: control tokens that messages spell are
+        marked. ``template_kwargs`` are further names that templates read (``enable_thinking``); with
+        ``continue_final`` the text ends inside the last message, which the policy continues. Raises
+        ValueError where the template refuses the chat, or drops the last message."""
         if reserved := template_kwargs.keys() & {"messages", "tools", "add_generation_prompt"}:
             raise ValueError(f"chat_template_kwargs has {min(reserved)!r}, which is not for it; leave it out")
         chat = [dict(message) for message in messages]
@@ -215,16 +216,16 @@ class Renderer:
         text = self._rendered(add_generation_prompt, chat, tools, template_kwargs)
         if not continue_final:
             return text
-        head, written, tail = text.rpartition(_ANSWER)
-        if not written:
+        head, marker, tail = text.rpartition(_ANSWER)
+        if not marker:
             raise ValueError(
                 f"the chat template of {self.folder} leaves out the last message; it cannot be continued"
             )
         return head if tail.startswith(" ") else head.rstrip()  # a template may strip contents (transformers)
 
     def encode_marked(self, text: str) -> np.ndarray:
-        """[T] int32 of a ``marked_text`` or a part of it: control tokens are the template's own alone."""
-        return np.array(self.control.encode(_unicode(text)), np.int32)
+        """Tokens [T] int32 of a ``marked_text`` or a part of it; only unmarked control tokens become such."""
+        return np.array(self.control.encode(_check_unicode(text)), np.int32)
 
     def _rendered(
         self,
@@ -233,8 +234,8 @@ class Renderer:
         tools: Sequence[Any],
         more: Mapping[str, Any],
     ) -> str:
-        """What the template writes of ``contents``: messages, tools and further names. A template without
-        tools is given them in the system message."""
+        """The marked text of a chat. A template without tools gets them in the system message. Raises
+        ValueError where the template changes a control token that a message spells."""
 
         def render(chat: Sequence[Message], tools: Sequence[Any], more: Mapping[str, Any]) -> str:
             names = {"documents": None, **self._special_names, **more}
@@ -260,7 +261,7 @@ class Renderer:
 
     @cached_property
     def control(self) -> ControlTokens:
-        """What messages may not spell, and how their texts are marked in ``marked_text``."""
+        """The tokenizer's control tokens, with their marks in ``marked_text``."""
         return ControlTokens(self.tokenizer)
 
     def after_turn(
@@ -273,69 +274,69 @@ class Renderer:
         *,
         prefill: str | None = None,
     ) -> np.ndarray | NewRow:
-        """[C] int32: what comes between the policy's last answer and its next one; or a new row.
+        """Tokens [C] int32 between the policy's last answer and its next one; or a new row.
 
         ``messages`` is the chat so far, ending with that answer; ``new_messages`` the tool's or user's reply;
         ``answer`` the answer's tokens; ``prefill`` the words of the answer with which its prompt ended. What
         the template puts behind an answer (``<|im_end|>``, a newline) is completed: a stop token that the
         policy sampled itself is not repeated, one that it never reached (a truncated answer) is added.
 
-        Where the template does not go on writing what was asked and said, but for blanks (it drops a thought,
-        or an empty one that it wrote in front), the context is a NewRow: the whole chat, as ``chat`` renders
-        it for a server. Raises ValueError where the template refuses the chat."""
+        Where the template renders earlier turns otherwise than before, blanks aside (it drops a thought, or
+        an empty one that it wrote in front), the context is a NewRow: the whole chat, as ``chat`` renders it
+        for a server. Raises ValueError where the template refuses the chat."""
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError("messages do not end with an assistant's answer; after_turn follows one")
-        *asked, said = messages
-        words, begun = str(said.get("content") or ""), prefill is not None
-        given = {"tools": tools, "template_kwargs": template_kwargs}
-        prompt = [*asked, {**said, "content": prefill}] if begun else asked
-        before = self.marked_text(prompt, not begun, continue_final=begun, **given)
-        whole = [*asked, {**said, "content": f"{words}{_ANSWER}"}, *new_messages]
-        head, answered, tail = self.marked_text(whole, **given).rpartition(_ANSWER)
-        shown = f"{before}{self.control.hide(words.removeprefix(prefill or ''))}"
-        if answered and "".join(head.split()) == "".join(shown.split()):
-            return self._unsaid(self.encode_marked(tail), answer)
-        return NewRow(self.chat([*messages, *new_messages], **given))
+        *earlier, last_answer = messages
+        answer_text, prefilled = str(last_answer.get("content") or ""), prefill is not None
+        options = {"tools": tools, "template_kwargs": template_kwargs}
+        prompt = [*earlier, {**last_answer, "content": prefill}] if prefilled else earlier
+        before = self.marked_text(prompt, not prefilled, continue_final=prefilled, **options)
+        chat = [*earlier, {**last_answer, "content": f"{answer_text}{_ANSWER}"}, *new_messages]
+        head, marker, tail = self.marked_text(chat, **options).rpartition(_ANSWER)
+        expected = f"{before}{self.control.hide(answer_text.removeprefix(prefill or ''))}"
+        if marker and "".join(head.split()) == "".join(expected.split()):
+            return self._strip_closing(self.encode_marked(tail), answer)
+        return NewRow(self.chat([*messages, *new_messages], **options))
 
     def ends_in_thought(
         self, context: Sequence[int] | np.ndarray, answer: Sequence[int] | np.ndarray = ()
     ) -> bool:
-        """Does a context end inside a thought (``THOUGHTS``), as where the template opens ``<think>`` for the
-        answer? With ``answer``: does what was written in it? Counts what follows the last control token:
-        earlier turns, and messages that name the tag, do not. A text without turns opens one with a tag that
-        ends its line."""
+        """Whether a context, followed by ``answer``, ends inside a thought (``THOUGHTS``), as where the
+        template opens ``<think>``. Only text behind the last control token counts, not earlier turns or
+        messages that name the tag. A text without turns opens a thought with a tag that ends its line."""
         if (inside := is_in_thought(self.decode(answer, skip_special=False))) is not None:
             return inside
         tokens = np.asarray(context)
-        if (last := self._last_thought) is None or not np.array_equal(last[0], tokens):  # as in prompt
-            last = self._last_thought = tokens, self._opens_thought(tokens)
-        return last[1]
+        if (cached := self._last_thought) is None or not np.array_equal(cached[0], tokens):  # as in prompt
+            cached = self._last_thought = tokens, self._opens_thought(tokens)
+        return cached[1]
 
     def _opens_thought(self, tokens: np.ndarray) -> bool:
+        """Whether a context ends behind the opening of a thought."""
         last = int(max(np.flatnonzero(np.isin(tokens, list(self.control.ids.values()))), default=-1))
         text = self.decode(tokens[last + 1 :], skip_special=False)
         spelled = self.decode(tokens[-_LONGEST_OPENING:], skip_special=False).rstrip()  # by control tokens
         return opens_thought(text, last > 0) or spelled.endswith(tuple(opening for opening, _ in THOUGHTS))
 
-    def _unsaid(self, tail: np.ndarray, answer: Sequence[int] | np.ndarray) -> np.ndarray:
+    def _strip_closing(self, tail: np.ndarray, answer: Sequence[int] | np.ndarray) -> np.ndarray:
         """``tail`` without the closing token that ``answer`` ends with, nor the blanks in front of it."""
         if not len(answer) or int(answer[-1]) not in self.stop_tokens:
             return tail
-        found = np.flatnonzero(tail == int(answer[-1]))
-        if len(found) and not self.decode(tail[: found[0]], skip_special=False).strip():
-            return tail[found[0] + 1 :]
+        positions = np.flatnonzero(tail == int(answer[-1]))
+        if len(positions) and not self.decode(tail[: positions[0]], skip_special=False).strip():
+            return tail[positions[0] + 1 :]
         return tail
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
         """Ids that end an answer: eos of generation_config.json, config.json and the tokenizer, and the
         special token with which the chat template closes an assistant's message."""
-        found = set(self._ends)
+        ids = set(self._ends)
         if (eos := self.eos) is not None:
-            found.add(eos)
+            ids.add(eos)
         if self.has_chat_template:
-            found.update(_turn_end(self))
-        return tuple(sorted(found))
+            ids.update(_find_turn_end(self))
+        return tuple(sorted(ids))
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -349,11 +350,12 @@ class Renderer:
         return ChatTemplate(self._template_text, self.folder, self._now)
 
 
-def _turn_end(renderer: Renderer) -> list[int]:
+def _find_turn_end(renderer: Renderer) -> list[int]:
+    """The special token, if any, that the template writes behind an assistant's message."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    _, answered, tail = renderer.chat_text(chat, add_generation_prompt=False).partition(_ANSWER)
+    _, marker, tail = renderer.chat_text(chat, add_generation_prompt=False).partition(_ANSWER)
     special = renderer.tokenizer.get_added_tokens_decoder()
-    first = renderer.encode(tail.lstrip())[:1] if answered else []
+    first = renderer.encode(tail.lstrip())[:1] if marker else []
     return [int(token) for token in first if int(token) in special]
 
 
@@ -369,32 +371,38 @@ class IncrementalDecoder:
         self._stop_strings = tuple(stop_strings)
         self._reach = max((len(stop) for stop in self._stop_strings), default=1) - 1
         self._tokens: list[int] = []
-        self._window = self._read = 0  # tokens[window:read] are out; their text decides how the next begins
+        self._window = self._read = (
+            0  # tokens[window:read] are decoded; the next token is decoded behind them
+        )
 
     def push(self, token: int) -> bool:
-        """Take one token. Characters whose bytes are not all there yet wait for the next one."""
+        """Add one token; an incomplete character waits for the next. Returns whether a stop string has
+        appeared."""
         self._tokens.append(token)
         return self._emit(self._fresh(hold=True))
 
     def finish(self) -> bool:
-        """Take the end: what still waits shows as U+FFFD."""
+        """End the text; an incomplete character shows as U+FFFD. Returns whether a stop string has
+        appeared."""
         return self._emit(self._fresh(hold=False))
 
     def _fresh(self, hold: bool) -> str:
-        known = self._renderer.decode(self._tokens[self._window : self._read])
+        """The text of tokens not yet read; with ``hold`` empty while a character is incomplete."""
+        decoded = self._renderer.decode(self._tokens[self._window : self._read])
         longer = self._renderer.decode(self._tokens[self._window :])
-        if len(longer) <= len(known) or (hold and longer.endswith(_BROKEN)):
+        if len(longer) <= len(decoded) or (hold and longer.endswith(_BROKEN)):
             return ""
         self._window, self._read = self._read, len(self._tokens)
-        return longer[len(known) :]
+        return longer[len(decoded) :]
 
     def _emit(self, fresh: str) -> bool:
+        """Append to the text and cut it at the first stop string; returns whether there is one."""
         start = max(0, len(self.text) - self._reach)
         self.text += fresh
-        found = [at for stop in self._stop_strings if (at := self.text.find(stop, start)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        return bool(found)
+        stops = [position for stop in self._stop_strings if (position := self.text.find(stop, start)) >= 0]
+        if stops:
+            self.text = self.text[: min(stops)]
+        return bool(stops)
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
@@ -415,34 +423,38 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _unicode(text: str) -> str:
+def _check_unicode(text: str) -> str:
+    """The text itself. Raises ValueError for half of a surrogate pair."""
     if has_surrogate(text):  # the library calls that no string
         raise ValueError(f"the text {text[:80]!r} has half of a surrogate pair; write it as UTF-8")
     return text
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty if missing. Raises ValueError for anything else."""
     try:
-        found = parse_json(path.read_bytes()) if path.is_file() else {}
+        content = parse_json(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); save it again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}; it must hold a JSON object, save it again")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds a {type(content).__name__}; it must hold a JSON object, save it again"
+        )
+    return content
 
 
-def _end_tokens(folder: Path) -> Iterator[int]:
+def _read_end_tokens(folder: Path) -> Iterator[int]:
     """``eos_token_id`` of generation_config.json and config.json."""
     for file in (folder / "generation_config.json", folder / "config.json"):
         eos = _read_json(file).get("eos_token_id")
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(type(one) is int and one >= 0 for one in ids):
+        if not all(type(token) is int and token >= 0 for token in ids):
             raise ValueError(f"eos_token_id of {file} is {eos!r}; give an id, or a list of ids")
         yield from ids
 
 
 def _special_names(*configs: Mapping[str, Any]) -> dict[str, str]:
-    """{"eos_token": "<|im_end|>", ...}: what templates call them; the first config wins."""
+    """Special tokens by the names that templates use, {"eos_token": "<|im_end|>"}; the first config wins."""
     names: dict[str, str] = {}
     for config in configs:
         for key, value in config.items():
@@ -453,6 +465,7 @@ def _special_names(*configs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template of chat_template.jinja, else of tokenizer_config.json; None without one."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:

@@ -1,4 +1,4 @@
-"""``ostinato data``: what a recipe or a file of rows comes to, before anything is trained."""
+"""``ostinato data``: report on the rows of a recipe or a file before anything is trained."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ostinato.terminal import say, waiting
 from ostinato.types import Prompt
 
 MEASURED = 10_000  # prompts that are tokenised for the table of lengths
-EXAMPLES = 2  # of answers that a reward does not pay
+EXAMPLES = 2  # answers below full reward that are printed
 FILES = (".jsonl", ".ndjson", ".parquet")
 # Built-in rewards that are tried on the answers of a file.
 COMPARED = ("numeric", "math_verify", "code_tests", "exact")
 
 
 def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None:
-    """Print what ``target``, a recipe or a file of rows, gives to the policy: how many prompts, how long,
-    prompt number ``row`` as the model reads it, and what each reward gives to the rows' own answers."""
+    """Print a report on ``target``, a recipe or a file of rows: number and lengths of its prompts, prompt
+    number ``row`` (from 1) as the model reads it, and each reward's verdicts on the rows' own answers."""
     is_file = target.endswith(FILES)
     if is_file:
-        named = [f"task.source={target}", "task.n_train=0", *([f"model.path={model}"] if model else [])]
-        recipe = Recipe.load({}, *named, *overrides)
+        settings = [f"task.source={target}", "task.n_train=0", *([f"model.path={model}"] if model else [])]
+        recipe = Recipe.load({}, *settings, *overrides)
     else:
         recipe = recipe_of(target, *([f"model.path={model}"] if model else []), *overrides)[0]
     folder = model_folder(recipe.model.path)
@@ -44,9 +44,9 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
     rows, tools = prompts(recipe, "train", None), load_tools(recipe.task)
     held_out = _held_out(recipe)
     too_long = {  # without a hold-out a row is in both sets
-        each.where
-        for of_task in of_tasks([*rows, *held_out]).values()
-        for each in overlong(_filtering(recipe), of_task, renderer, context, tools)
+        prompt.where
+        for task_rows in of_tasks([*rows, *held_out]).values()
+        for prompt in overlong(_filter_overlong(recipe), task_rows, renderer, context, tools)
     }
     if not 1 <= row <= len(rows):
         raise ValueError(f"--row is {row}; there are rows 1 to {len(rows)}")
@@ -55,36 +55,37 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
     say(_lengths(recipe, rows, episode, renderer, context), *_prompt(rows[row - 1], episode, renderer))
     functions = list(COMPARED) if is_file and not any("reward." in text for text in overrides) else None
     with waiting("calling the rewards on the rows' own answers"):
-        for of_task in of_tasks(rows).values():
+        for task_rows in of_tasks(rows).values():
             for function in functions or recipe.reward.functions:
                 if not function.startswith(JUDGE):
-                    say(*_verdicts(recipe, of_task, function))
+                    say(*_explain_verdicts(recipe, task_rows, function))
 
 
 def _held_out(recipe: Recipe) -> list[Prompt]:
-    """Without a hold-out, a file has no rows to evaluate on."""
+    """The rows to evaluate on; empty for a file without a hold-out."""
     try:
         return prompts(recipe, recipe.eval.split, None)
     except ValueError:
         return []
 
 
-def _filtering(recipe: Recipe) -> Recipe:
-    """Rows that are too long are counted here, whatever a run does with them."""
+def _filter_overlong(recipe: Recipe) -> Recipe:
+    """A copy of the recipe that filters rows that are too long, so that they are counted and not refused."""
     task = recipe.task.model_copy(update={"overlong": "filter"})
-    mix = tuple(each.model_copy(update={"overlong": "filter"}) for each in task.mix)
+    mix = tuple(section.model_copy(update={"overlong": "filter"}) for section in task.mix)
     return recipe.model_copy(update={"task": task.model_copy(update={"mix": mix})})
 
 
 def _counts(
     recipe: Recipe, rows: Sequence[Prompt], held_out: Sequence[Prompt], too_long: int
 ) -> Iterator[str]:
+    """Lines on the numbers of rows: to train on, held out, too long."""
     sources = ", ".join(task.rows_from for task in recipe.task.by_name.values())
-    columns = ", ".join(dict.fromkeys(name for each in rows[:100] for name in each.columns))
-    asked = {(each.text, str(each.messages)) for each in rows}
-    twice = f", {len(rows) - len(asked)} ask what another asks" if len(asked) < len(rows) else ""
+    columns = ", ".join(dict.fromkeys(name for row in rows[:100] for name in row.columns))
+    questions = {(row.text, str(row.messages)) for row in rows}
+    twice = f", {len(rows) - len(questions)} ask what another asks" if len(questions) < len(rows) else ""
     yield f"rows         {sources}: {len(rows)} to train on{twice}; columns for rewards: {columns or 'none'}"
-    if held_out and {each.uid for each in held_out} & {each.uid for each in rows}:
+    if held_out and {row.uid for row in held_out} & {row.uid for row in rows}:
         yield "held out     none: set task.params.holdout to a share of the rows, e.g. 0.1"
     else:
         yield f"held out     {len(held_out)}"
@@ -99,27 +100,29 @@ def _counts(
 def _lengths(
     recipe: Recipe, rows: Sequence[Prompt], episode: Callable[[Prompt], Env], renderer: Renderer, context: int
 ) -> str:
-    chosen = [rows[k] for k in np.linspace(0, len(rows) - 1, min(len(rows), MEASURED)).astype(int).tolist()]
+    """The line on the lengths of prompts and answers in tokens, from at most MEASURED rows."""
+    sample = [rows[k] for k in np.linspace(0, len(rows) - 1, min(len(rows), MEASURED)).astype(int).tolist()]
 
     async def measure() -> list[int]:
         lengths = []
-        for each in chosen:
-            env = episode(each)
+        for row in sample:
+            env = episode(row)
             lengths.append(len(await first_context(env)))
             await close_env(env)
         return lengths
 
     lengths = sorted(asyncio.run(measure()))
-    of = "" if len(chosen) == len(rows) else f" of {len(chosen)} of them"
+    sample_note = "" if len(sample) == len(rows) else f" of {len(sample)} of them"
     longest, keys = longest_answer(recipe.rollout, renderer)
     median = lengths[len(lengths) // 2]
     return (
-        f"length       prompts{of} have {lengths[0]} to {lengths[-1]} tokens (median {median}); "
+        f"length       prompts{sample_note} have {lengths[0]} to {lengths[-1]} tokens (median {median}); "
         f"an answer up to {longest} ({keys}); the context of {recipe.model.path} is {context}"
     )
 
 
 def _prompt(row: Prompt, episode: Callable[[Prompt], Env], renderer: Renderer) -> Iterator[str]:
+    """Lines of one prompt: its text as the model reads it, its token ids, its reference answer."""
     tokens = asyncio.run(first_context(episode(row)))
     yield f"prompt       {row.where}, {len(tokens)} tokens, as the model reads it:"
     yield from ("  " + line for line in renderer.decode(tokens, skip_special=False).split("\n"))
@@ -131,7 +134,7 @@ def _prompt(row: Prompt, episode: Callable[[Prompt], Env], renderer: Renderer) -
 def own_verdicts(
     recipe: Recipe, rows: Sequence[Prompt], function: str
 ) -> Iterator[tuple[str, list[OwnVerdict]]]:
-    """(name, verdicts): what a reward gives to the own answers of some ``rows``, which are of one task."""
+    """Yield (reward name, its verdicts on the own answers of a sample of ``rows``), all of one task."""
     reward = recipe.reward.model_copy(update={"functions": (function,), "weights": ()})
     task = recipe.task.model_copy(update={"mix": ()})
     grader = new_grader(recipe.model_copy(update={"reward": reward, "task": task}))
@@ -142,21 +145,22 @@ def own_verdicts(
         grader.close()
 
 
-def _verdicts(recipe: Recipe, rows: Sequence[Prompt], function: str) -> Iterator[str]:
+def _explain_verdicts(recipe: Recipe, rows: Sequence[Prompt], function: str) -> Iterator[str]:
+    """Lines on the verdicts of a reward on the rows' own answers, with examples below full reward."""
     try:
-        judged = list(own_verdicts(recipe, rows, function))
+        verdicts_by_name = list(own_verdicts(recipe, rows, function))
     except ValueError as error:
         yield f"reward       {function}: {error}"
         return
-    for name, verdicts in judged:
-        full = [each for each in verdicts if each.value is not None and each.value >= FULL]
+    for name, verdicts in verdicts_by_name:
+        full = [verdict for verdict in verdicts if verdict.value is not None and verdict.value >= FULL]
         if not verdicts:
             yield f"reward       {name}: the rows have no own answer that it could judge"
             continue
         yield f"reward       {name}: 1 or more to the own answer of {len(full)} of {len(verdicts)} rows tried"
-        others = [each for each in verdicts if each not in full]
-        for each in others[:EXAMPLES]:
-            what = f"{each.value:g}" if each.value is not None else f"no verdict: {each.detail}"
-            yield f"             {each.row}: {what}, for {each.answer[:SHOWN]!r}"
-        if len(others) > EXAMPLES:
-            yield f"             and {len(others) - EXAMPLES} more"
+        below_full = [verdict for verdict in verdicts if verdict not in full]
+        for verdict in below_full[:EXAMPLES]:
+            result = f"{verdict.value:g}" if verdict.value is not None else f"no verdict: {verdict.detail}"
+            yield f"             {verdict.row}: {result}, for {verdict.answer[:SHOWN]!r}"
+        if len(below_full) > EXAMPLES:
+            yield f"             and {len(below_full) - EXAMPLES} more"

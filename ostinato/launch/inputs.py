@@ -1,6 +1,6 @@
-"""What a run reads: model, tokenizer, prompts and rewards, loaded and checked before any work starts.
+"""The inputs of a run: model, tokenizer, prompts and rewards, loaded and checked before any work starts.
 
-Raises ValueError with one sentence for what the user can fix.
+Functions raise ValueError with one sentence for what the user can fix.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TEMPLATE = 64  # tokens that a template adds to a prompt, about
 
 
 class ClosingGrader(Grader, Protocol):
-    """One that counts what it meets, and has processes to end."""
+    """A grader with event counters, and with processes that ``close`` ends."""
 
     counters: Counter[str]
 
@@ -64,7 +64,7 @@ class ClosingGrader(Grader, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInputs:
-    """What a run or an evaluation is played with."""
+    """The loaded inputs of a run or an evaluation; a context that ends its processes."""
 
     recipe: Recipe
     algorithm: Algorithm
@@ -92,7 +92,7 @@ class RunInputs:
 
 
 def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
-    """Load what the recipe names and find what is wrong with it. A context: it ends the reward workers."""
+    """Load and check what the recipe names; the result is a context that ends the reward workers."""
     algorithm = check(recipe)
     for name in recipe.task.by_name:
         check_solvable(recipe.judges(name))
@@ -107,14 +107,16 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
         check_room(recipe, read_config(folder), free)
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
     tools, too_long = load_tools(recipe.task), set[int]()
-    for name, rows in of_tasks([row for each in (train, *scored.values()) for row in each]).items():
+    for name, rows in of_tasks([row for prompts in (train, *scored.values()) for row in prompts]).items():
         check_columns(recipe.judges(name), rows)
         too_long |= set(map(id, overlong(recipe, rows, renderer, decoder.config.max_positions, tools)))
-        if renderer.vocab_size > decoder.config.vocab_size:  # in which few rows, if any, take part
+        if (
+            renderer.vocab_size > decoder.config.vocab_size
+        ):  # rare: some rows may have tokens without embeddings
             for row in rows:
                 check_tokens(renderer.prompt(row), row.where, renderer, decoder.config.vocab_size)
-    train, *left = (_without(too_long, rows) for rows in (train, *scored.values()))
-    scored = dict(zip(scored, left, strict=True))
+    train, *remaining = (_drop_overlong(too_long, rows) for rows in (train, *scored.values()))
+    scored = dict(zip(scored, remaining, strict=True))
     counters = Counter[str]()
     judged = any(function.startswith(JUDGE) for function in recipe.reward.functions)
     judges = load("judge:")(recipe, decoder, folder, counters) if judged else {}
@@ -144,13 +146,13 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
 
 
 def read_sets(recipe: Recipe, training: bool) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    """(the prompts to train on, none unless ``training``; those of each set that is scored, the main one
-    first). Raises ValueError for what cannot be read, and for a set that shares prompts with the first."""
+    """(prompts to train on, empty unless ``training``; prompts of each scored set by name, the main one
+    first). Raises ValueError for what cannot be read, and for scored prompts that are trained on."""
     train = prompts(recipe, "train", None) if training else []
     held_out = prompts(recipe, recipe.eval.split, recipe.eval.n)
     if training and recipe.eval.split == "eval":
         fixed = {name for name, task in recipe.task.by_name.items() if task.source != SEEDS}
-        # of "seeds" the text is the same in every game
+        # the text of "seeds" is the same in every game, so it is not compared
         check_disjoint(*([row for row in rows if row.task in fixed] for rows in (train, held_out)))
     return train, {MAIN_SET: held_out, **downstream_prompts(recipe, train)}
 
@@ -160,11 +162,11 @@ def downstream_prompts(recipe: Recipe, train: Sequence[Prompt]) -> dict[str, lis
     and for a set of the training's own source that shares prompts with ``train``."""
     sets, tasks, seed = dict[str, list[Prompt]](), recipe.task.by_name, recipe.task.seed
     for name, section in recipe.eval.downstream.items():
-        of = section.task or next(iter(tasks))
-        n, system = section.n or None, tasks[of].system_prompt
+        task_name = section.task or next(iter(tasks))
+        n, system = section.n or None, tasks[task_name].system_prompt
         try:
             rows = load_tasks(section.source, section.split, seed, n, section.params, system)
-            sets[name] = label_prompts(with_columns(rows, tasks[of].columns), of)
+            sets[name] = label_prompts(with_columns(rows, tasks[task_name].columns), task_name)
             if section.source in {task.source for task in tasks.values()}:
                 check_disjoint(train, sets[name])
         except ValueError as error:
@@ -173,7 +175,7 @@ def downstream_prompts(recipe: Recipe, train: Sequence[Prompt]) -> dict[str, lis
 
 
 def try_rewards(grader: WorkerGrader, sets: Iterable[Sequence[Prompt]], renderer: Renderer) -> list[str]:
-    """Call every reward on a row of each task, and on own answers of rows. (warnings, each of them once)."""
+    """Call every reward on a row of each task, and on own answers of rows; returns distinct warnings."""
 
     def encode(text: str) -> list[int]:
         return renderer.encode(text).tolist()
@@ -186,6 +188,7 @@ def try_rewards(grader: WorkerGrader, sets: Iterable[Sequence[Prompt]], renderer
 
 
 def _open_agents(recipe: Recipe, renderer: Renderer) -> AgentTasks | None:
+    """The server of agents' episodes; None for tasks without an agent."""
     if not any(task.has_agent for task in recipe.task.by_name.values()):
         return None
     try:
@@ -195,27 +198,28 @@ def _open_agents(recipe: Recipe, renderer: Renderer) -> AgentTasks | None:
 
 
 def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
-    """``n`` prompts, of a mixture by its weights; None: ``n_train`` of each task, all rows of a file where
-    that is 0. Raises ValueError, for a task of a mixture with its name."""
-    section, found = recipe.task, list[Prompt]()
+    """``n`` prompts, divided over a mixture by its weights; if None, ``n_train`` of each task, all rows of a
+    file where that is 0. Raises ValueError, with the name of a mixture's task."""
+    section, prompts_of_tasks = recipe.task, list[Prompt]()
     sizes = {} if n is None else counts(weights(recipe.task), section.seed, n)
     for name, task in section.by_name.items():
         try:
             rows = _rows(task, split, section.seed, sizes.get(name, task.n_train or None))
-            found += label_prompts(with_columns(rows, task.columns), name)
+            prompts_of_tasks += label_prompts(with_columns(rows, task.columns), name)
         except ValueError as error:
             if not name:
                 raise
             raise ValueError(f"task.mix {name!r}: {error}") from error
-    return found
+    return prompts_of_tasks
 
 
 def weights(section: TaskSection) -> dict[str, float]:
-    """Of the tasks by name."""
-    return {one.name: one.weight for one in section.mix} or {"": 1.0}
+    """The sampling weight of each task by name; {"": 1.0} without a mixture."""
+    return {task.name: task.weight for task in section.mix} or {"": 1.0}
 
 
 def _rows(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
+    """At most ``n`` prompts of one task: of a verifiers environment, a source, or seeds of an environment."""
     if task.agent.startswith(VERIFIERS):
         taskset = load(VERIFIERS)(task.agent, task.env_params)
         check_params(taskset.rows, task.params, task.agent, skip=("split", "n"))
@@ -224,8 +228,8 @@ def _rows(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
         return load_tasks(task.source, split, seed, n, task.params, task.system_prompt)
     if n is None:
         raise ValueError(f"task.n_train is 0; task.source {SEEDS!r} is endless, say how many prompts to draw")
-    make = new_factory(task.env, task.env_params) if task.env else None
-    rows = seeds(make, task.env, split, seed, n)
+    factory = new_factory(task.env, task.env_params) if task.env else None
+    rows = seeds(factory, task.env, split, seed, n)
     return [add_system_prompt(row, task.system_prompt) for row in rows] if task.system_prompt else rows
 
 
@@ -238,21 +242,21 @@ def new_tasks(inputs: RunInputs) -> Tasks:
 
 def of_tasks(rows: Sequence[Prompt]) -> dict[str, list[Prompt]]:
     """The prompts of each task, in their order; all under "" without a mixture."""
-    found: dict[str, list[Prompt]] = {}
+    by_task: dict[str, list[Prompt]] = {}
     for row in rows:
-        found.setdefault(row.task, []).append(row)
-    return found
+        by_task.setdefault(row.task, []).append(row)
+    return by_task
 
 
-def _without(too_long: Set[int], rows: Sequence[Prompt]) -> list[Prompt]:
-    """Raises ValueError where none is left."""
-    left = [row for row in rows if id(row) not in too_long]
-    if rows and not left:
+def _drop_overlong(too_long: Set[int], rows: Sequence[Prompt]) -> list[Prompt]:
+    """The rows that are not in ``too_long`` (by ``id``). Raises ValueError where none is left."""
+    remaining = [row for row in rows if id(row) not in too_long]
+    if rows and not remaining:
         raise ValueError(
             f"task.overlong is 'filter', and all {len(rows)} rows from {rows[0].where} on are too long; "
             "lower rollout.max_tokens, or take a model with a longer context"
         )
-    return left
+    return remaining
 
 
 def overlong(
@@ -265,7 +269,7 @@ def overlong(
     """Rows of tasks with ``task.overlong = "filter"`` whose prompt, with ``tools``, leaves no room for an
     answer. A token is a byte or more, so only long prompts are rendered.
 
-    Raises ValueError naming the first of another task."""
+    Raises ValueError naming the first such row of a task that refuses them."""
     longest, keys = longest_answer(recipe.rollout, renderer)
     room = context - longest
     if room < 1:
@@ -282,7 +286,7 @@ def overlong(
 
     def length_of(row: Prompt, tries: bool = False) -> int:
         try:
-            return asyncio.run(_tokens_of(episode(row), row, tries))
+            return asyncio.run(_count_tokens(episode(row), row, tries))
         except Exception as error:
             task = recipe.task.by_name[row.task]
             if isinstance(error, ValueError) or not task.env:
@@ -292,12 +296,12 @@ def overlong(
 
     sizes, too_long = [_bytes(row) for row in rows], list[Prompt]()
     # The longest prompt and the one of most messages bound what the template adds to any other.
-    longest_of = (int(np.argmax(counts)) for counts in (sizes, [len(row.messages or ()) for row in rows]))
-    added = max(length_of(rows[at]) for at in {*longest_of})
+    candidates = (int(np.argmax(counts)) for counts in (sizes, [len(row.messages or ()) for row in rows]))
+    template_tokens = max(length_of(rows[index]) for index in {*candidates})
     for first in {row.task: row for row in reversed(rows)}.values():
         length_of(first, tries=True)
     for row, size in zip(rows, sizes, strict=True):
-        if size + added <= room or (length := length_of(row)) <= room:
+        if size + template_tokens <= room or (length := length_of(row)) <= room:
             continue
         if recipe.task.by_name[row.task].overlong == "refuse":
             raise ValueError(
@@ -308,8 +312,8 @@ def overlong(
     return too_long
 
 
-async def _tokens_of(env: Env, row: Prompt, tries: bool) -> int:
-    """Of its first context. With ``tries`` an environment of one's own is given an answer, too."""
+async def _count_tokens(env: Env, row: Prompt, tries: bool) -> int:
+    """Number of tokens of the first context. With ``tries`` a user's own environment also takes one step."""
     try:
         length = len(await first_context(env))
         if tries and isinstance(env, EnvEpisode):
@@ -322,7 +326,7 @@ async def _tokens_of(env: Env, row: Prompt, tries: bool) -> int:
 
 
 def check_tokens(tokens: np.ndarray, where: str, renderer: Renderer, vocab_size: int) -> None:
-    """Every token has an embedding. A tokenizer can have more: tokens that were added to it alone."""
+    """Raises ValueError for a token without an embedding, which was added to the tokenizer alone."""
     if len(tokens) and (token := int(tokens.max())) >= vocab_size:
         raise ValueError(
             f"{where} has the token {renderer.decode([token], skip_special=False)!r} ({token}); the model "
@@ -332,7 +336,7 @@ def check_tokens(tokens: np.ndarray, where: str, renderer: Renderer, vocab_size:
 
 
 def longest_answer(section: RolloutSection, renderer: Renderer) -> tuple[int, str]:
-    """(tokens of the longest answer of a turn, the keys that say so)."""
+    """(most tokens of the answer of a turn, the recipe keys that set it)."""
     interruption = new_interruption(section, renderer)
     if interruption is None:
         return section.max_tokens, "rollout.max_tokens"
@@ -340,7 +344,8 @@ def longest_answer(section: RolloutSection, renderer: Renderer) -> tuple[int, st
 
 
 def new_interruption(rollout: RolloutSection, renderer: Renderer) -> Interruption | None:
-    """When thinking is interrupted; None where it never is (no rollout.interrupt_after)."""
+    """The interruption of thinking; None without rollout.interrupt_after. Raises ValueError for its
+    phrase."""
     if not rollout.interrupt_after:
         return None
     phrase = renderer.encode(rollout.interrupt_phrase)
@@ -361,14 +366,14 @@ def new_interruption(rollout: RolloutSection, renderer: Renderer) -> Interruptio
 
 
 def _bytes(prompt: Prompt) -> int:
-    """Of what the template writes of this prompt alone."""
+    """Bytes that the template writes of this prompt alone."""
     if prompt.messages is None:
         return len((prompt.text or "").encode())
     return len(json.dumps([prompt.messages, prompt.tools], ensure_ascii=False, default=str).encode())
 
 
 def rollout_need(inputs: RunInputs) -> Need:
-    """What a step of training samples at once. A token of a prompt is taken for two bytes or more."""
+    """KV cache need of a training step; assumes two bytes or more per token of a prompt."""
     recipe = inputs.recipe
     prompts = [*inputs.train_prompts, *inputs.eval_prompts]
     longest = max(map(_bytes, prompts), default=0) // 2 + TEMPLATE
@@ -376,6 +381,7 @@ def rollout_need(inputs: RunInputs) -> Need:
 
 
 def new_stage(inputs: RunInputs, engine: Engine, grader: Grader) -> RolloutContext:
+    """The rollout stage of a run with its ``engine`` and ``grader``."""
     recipe = inputs.recipe
     return RolloutContext(
         engine=engine,
@@ -390,7 +396,7 @@ def new_stage(inputs: RunInputs, engine: Engine, grader: Grader) -> RolloutConte
 
 
 def sampling_of(rollout: RolloutSection, renderer: Renderer) -> Sampling:
-    """How the answers of training are drawn."""
+    """Sampling parameters of the answers of training."""
     return Sampling(
         temperature=rollout.temperature,
         top_k=rollout.top_k,
@@ -403,32 +409,32 @@ def sampling_of(rollout: RolloutSection, renderer: Renderer) -> Sampling:
 
 
 def stage_identity(recipe: Recipe) -> str:
-    """Twelve hex digits of everything in the recipe that decides which groups are played, and how they are
-    judged, beside the policy, the sampling and the seeds; the same in any folder."""
+    """Twelve hex digits over the parts of the recipe that decide which groups are played and how they are
+    judged, apart from policy, sampling and seeds; independent of folders."""
     tree = without_folders(recipe.model_dump(mode="json"), Recipe)
     if not recipe.task.mix:
-        del tree["task"]["mix"]  # groups of older runs are found
+        del tree["task"]["mix"]  # absent in identities of older runs
     if not recipe.model.chat_template_kwargs:
         del tree["model"]["chat_template_kwargs"]
     if tree["model"]["backend"] != "transformers":
-        del tree["model"]["backend"]  # the same
+        del tree["model"]["backend"]  # absent there, too
     tasks = (tree["task"], *tree["task"].get("mix", ()))
-    for one in tasks:
-        if not one["columns"]:
-            del one["columns"]
-    kept = [task.pop("memory") for task in tasks]
+    for task in tasks:
+        if not task["columns"]:
+            del task["columns"]
+    memories = [task.pop("memory") for task in tasks]
     reward, weights, rollout = tree["reward"], tree["engine"]["weights"], tree["rollout"]
     keys = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
     interruption = [rollout[key] for key in keys]
     played = [tree["model"], tree["task"], reward["functions"], reward["weights"], weights, interruption]
-    played += [kept, tree["memory"]] if any(kept) else []
+    played += [memories, tree["memory"]] if any(memories) else []
     if any(name.startswith(JUDGE) for name in reward["functions"]):  # with their revisions
         played.append(reward["judge_pairs"])
     return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def load_tools(tasks: TaskSection) -> Tools:
-    """The tools of each task; MCP servers among them are started. Raises ValueError."""
+    """The tools by task, with MCP servers started. Raises ValueError for tools that cannot be loaded."""
     return {name: resolve_tools(task.tools) for name, task in tasks.by_name.items()}
 
 
@@ -439,16 +445,16 @@ def environment(
     counters: Counter[str] | None = None,
     agents: AgentTasks | None = None,
 ) -> Callable[[Prompt], Env]:
-    """A fresh episode per prompt: of an environment of one's own, one turn, or a conversation with the
-    ``tools`` of its task, whose calls ``counters`` counts."""
+    """A factory of a fresh episode per prompt: the user's own environment, an agent, or a conversation with
+    the ``tools`` of its task. ``counters`` counts tool calls."""
     counters = Counter() if counters is None else counters
-    made = {
+    factories = {
         name: _episodes(
             recipe.memory, task, renderer, tools[name], counters, agents if task.has_agent else None
         )
         for name, task in recipe.task.by_name.items()
     }
-    return lambda prompt: made[prompt.task](prompt)
+    return lambda prompt: factories[prompt.task](prompt)
 
 
 def _episodes(
@@ -459,16 +465,17 @@ def _episodes(
     counters: Counter[str],
     agents: AgentTasks | None,
 ) -> Callable[[Prompt], Env]:
+    """The factory of episodes of one task; ``agents`` is None for a task without an agent."""
     turns = task.max_turns
     new_memory = load("task.memory")(memory, renderer, counters) if task.memory else None
     if agents is not None:
         return agents.episodes(task, counters, new_memory)
-    make, opening = new_factory(task.env, task.env_params) if task.env else None, asyncio.Lock()
+    factory, opening = new_factory(task.env, task.env_params) if task.env else None, asyncio.Lock()
 
     def episode(prompt: Prompt) -> Env:
         words = new_memory().renderer(renderer) if new_memory else renderer
-        if make is not None:
-            return EnvEpisode(prompt, words, make, turns, counters=counters, opening=opening)
+        if factory is not None:
+            return EnvEpisode(prompt, words, factory, turns, counters=counters, opening=opening)
         return Dialogue(prompt, words, tools=tools, max_turns=turns, counters=counters)
 
     return episode
@@ -485,7 +492,7 @@ APPS = {
 
 
 class EpisodeMemory(Protocol):
-    """What keeps the contexts of one episode within a budget."""
+    """Keeps the contexts of one episode within a budget."""
 
     def renderer(self, renderer: Words) -> Words: ...
 
@@ -501,7 +508,7 @@ class AgentTasks(Protocol):
 
 
 def load(name: str) -> Callable[..., Any]:
-    """The function of the application that is named by ``name``, a key of ``APPS``. ModuleNotFoundError
-    where a package that it needs is not installed."""
+    """The function that ``APPS`` gives for ``name``. Raises ModuleNotFoundError where a package that it needs
+    is not installed."""
     module, _, function = APPS[name].partition(":")
     return getattr(import_module(module), function)

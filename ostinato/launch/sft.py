@@ -3,7 +3,7 @@
     rows -> examples (each used or refused) -> steps on an Accumulator -> checkpoints -> adapter
 
 The run folder is that of ``ostinato train`` without what is sampled: its policy can be served, evaluated,
-exported and trained further. To be imported once threads are chosen: it loads torch.
+exported and trained further. Import it after the number of threads is set: it loads torch.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ REFERENCE = "reference.npy"  # of a checkpoint: log-probabilities of the answers
 LINES = 50  # of progress, in a run
 REPORTED = ("loss", "eval_loss", "rewards/margins")
 
-Rows = list[tuple[Row, ...]]  # of each example its row, or chosen and rejected
+Rows = list[tuple[Row, ...]]  # per example: (row,), or (chosen, rejected)
 
 
 def supervise(recipe: Recipe, path: Path | None = None) -> tuple[Path, int, str]:
-    """Train in a new run folder, or go on with the run in ``path``, on CPU to the same bits as without a
-    pause. (its folder, finished steps, "done" or as a signal is called in the ledger).
+    """Train in a new run folder, or resume the run in ``path``, on CPU to the same bits as without a pause.
+    Returns (its folder, finished steps, "done" or the ledger's name of a signal).
 
     Raises ValueError for what is wrong with the recipe or a row, before any work; RunFailed when the run
     cannot go on."""
@@ -71,6 +71,7 @@ def supervise(recipe: Recipe, path: Path | None = None) -> tuple[Path, int, str]
 
 @ending()
 def _session(recipe: Recipe, path: Path, *, again: bool) -> tuple[Path, int, str]:
+    """Check the recipe, read its rows, derive the number of steps, and train; returns as ``supervise``."""
     _check(recipe)
     recipe = resolve_auto(recipe, run=path if again else None, warn=True)
     folder = model_folder(recipe.model.path)
@@ -88,7 +89,7 @@ def _session(recipe: Recipe, path: Path, *, again: bool) -> tuple[Path, int, str
 def _learn(
     recipe: Recipe, path: Path, folder: Path, train: Rows, held_out: Rows, *, again: bool
 ) -> tuple[Path, int, str]:
-    """From the rows to the adapter."""
+    """Load the model, run all steps, and write the adapter; returns as ``supervise``."""
     decoder = load_decoder(recipe.model, folder)
     adapters = new_adapters(recipe, decoder)
     learner = Accumulator(
@@ -118,50 +119,52 @@ def _learn(
 
 
 def _check(recipe: Recipe) -> None:
-    """Raises ValueError for keys that supervised training does not do."""
+    """Raises ValueError for keys that supervised training does not support."""
     check(recipe)
     check_writers(recipe.log.writers)
     task = recipe.task
     unread = {"task.mix": task.mix, "task.env": task.env, "task.tools": task.tools}
     unread |= {"task.agent": task.has_agent, "task.system_prompt": task.system_prompt}
     unread |= {"parallel.layout": recipe.parallel.sharded, "eval.keep_weights": recipe.eval.keep_weights}
-    if given := [key for key, value in unread.items() if value]:
-        raise ValueError(f"{given[0]} is set, and supervised training does without it; leave it out")
+    if unsupported := [key for key, value in unread.items() if value]:
+        raise ValueError(f"{unsupported[0]} is set, and supervised training does without it; leave it out")
     if isinstance(recipe.eval.every, str):
         raise ValueError(f"eval.every is {recipe.eval.every!r}; give it in steps for supervised training")
 
 
 def read_rows(recipe: Recipe, folder: Path) -> tuple[Rows, Rows]:
-    """(to train on, held out). Raises ValueError naming the first row that cannot be trained on."""
+    """Examples (to train on, held out). Raises ValueError naming the first row that cannot be trained on."""
     task, turns = recipe.task, recipe.sft.turns
     renderer = Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs)
     config = facts_of(recipe.model, folder)
     context = config.max_positions
 
     def rows(split: str, n: int | None) -> Rows:
-        found: Rows = []
-        named = load_rows(task.source, split, task.seed, n, task.params)
-        for where, row in named:
+        """At most ``n`` examples of a split, all if None, each checked and tokenized."""
+        examples_rows: Rows = []
+        named_rows = load_rows(task.source, split, task.seed, n, task.params)
+        for location, row in named_rows:
             if recipe.sft.loss == "dpo":
-                examples = pair(renderer, row, where, context=context)
+                examples = pair(renderer, row, location, context=context)
             else:
-                examples = (example(renderer, row, where, context=context, turns=turns),)
-            for one in examples:
-                check_tokens(one.tokens, where, renderer, config.vocab_size)
-            found.append(tuple(row_of(one.tokens, one.mask) for one in examples))
-        chats = [(where, [row.get(name) for name in CHATS]) for where, row in named]
+                examples = (example(renderer, row, location, context=context, turns=turns),)
+            for item in examples:
+                check_tokens(item.tokens, location, renderer, config.vocab_size)
+            examples_rows.append(tuple(row_of(item.tokens, item.mask) for item in examples))
+        chats = [(location, [row.get(name) for name in CHATS]) for location, row in named_rows]
         chats = [
-            (where, [column for column in columns if not isinstance(column, str)]) for where, columns in chats
+            (location, [column for column in columns if not isinstance(column, str)])
+            for location, columns in chats
         ]
         warn_of_control_tokens(renderer, chats)
-        return found
+        return examples_rows
 
     scored = recipe.eval.every or recipe.eval.at_start
     return rows("train", task.n_train or None), rows("eval", recipe.eval.n) if scored else []
 
 
 class _Course:
-    """The steps of a run, of which ``step`` are done."""
+    """The training loop of a run; ``step`` counts its finished steps."""
 
     def __init__(
         self, recipe: Recipe, train: Rows, held_out: Rows, learner: Accumulator, identity: dict[str, str]
@@ -170,7 +173,7 @@ class _Course:
         self._recipe, self._learner, self._identity = recipe, learner, identity
         self._rows, self._train = train + held_out, len(train)
         self._settings = recipe.trainer
-        self._reference = np.zeros((0, 2))  # of all rows, for preferences
+        self._reference = np.zeros((0, 2))  # [rows, 2], for DPO
         self._digest = hashlib.sha256()
         for row in (row for rows in (self._rows if recipe.sft.loss == "dpo" else train) for row in rows):
             self._digest.update(
@@ -178,20 +181,22 @@ class _Course:
             )
 
     async def run(self, run: RunFolder, *, again: bool) -> str:
-        """Until the last step or a signal, with a checkpoint at the end; says which. A coroutine, for that is
-        where signals are handled."""
+        """Train until the last step or a signal, and write a checkpoint there; returns "done" or the signal's
+        name. A coroutine, as signals are handled in an event loop."""
         recipe, steps, every = self._recipe, self._recipe.trainer.steps, int(self._recipe.eval.every)
         if again:
             self._restore(run)
         if recipe.sft.loss == "dpo" and not len(self._reference):
-            # held-out pairs in the parts in which they are scored: packed alike, they have the same bits
+            # held-out pairs in the batches in which they are scored: packed alike, they have the same bits
             sets = (range(self._train), range(self._train, len(self._rows)))
-            parts = [part for places in sets for part in self._parts(places)]
-            found = [answer_logprobs(self._learner, [self._rows[at] for at in part]) for part in parts]
-            self._reference = np.concatenate(found)
+            parts = [batch for places in sets for batch in self._parts(places)]
+            logprobs = [
+                answer_logprobs(self._learner, [self._rows[index] for index in batch]) for batch in parts
+            ]
+            self._reference = np.concatenate(logprobs)
         writers = open_writers(recipe.log.writers, run.path, recipe.model_dump(mode="json"))
         if self.step == 0 and recipe.eval.at_start and (scores := self._held_out()):
-            run.metrics.keep(lambda row: row["step"] > 0)  # of a start that was killed
+            run.metrics.keep(lambda row: row["step"] > 0)  # scores of a start that was killed
             self._say([run, *writers], scores)
         with StopSignals(0.0) as signals:  # a step is always finished
             while self.step < steps and signals.received is None:
@@ -199,18 +204,19 @@ class _Course:
                 if every and (self.step % every == 0 or done):
                     metrics |= self._held_out()
                 self._say([run, *writers], metrics)
-                saved = recipe.trainer.checkpoint_every
-                if done or signals.received or (saved and self.step % saved == 0):
+                checkpoint_every = recipe.trainer.checkpoint_every
+                if done or signals.received or (checkpoint_every and self.step % checkpoint_every == 0):
                     self._save(run)
         return "done" if signals.received is None else str(Finish.of(signals.received))
 
     def _learn(self) -> dict[str, float]:
+        """Train one step on the next rows of the seeded order; returns its metrics."""
         settings, section = self._settings, self._recipe.sft
         end = (self.step + 1) * section.rows_per_step
         end = min(end, section.epochs * self._train) if section.epochs else end
-        places = (divmod(at, self._train) for at in range(self.step * section.rows_per_step, end))
-        chosen = [int(order(self._recipe.seed, epoch, self._train)[place]) for epoch, place in places]
-        sums = self._pass(chosen, learn=True)
+        places = (divmod(position, self._train) for position in range(self.step * section.rows_per_step, end))
+        indices = [int(order(self._recipe.seed, epoch, self._train)[place]) for epoch, place in places]
+        sums = self._pass(indices, learn=True)
         adam = Adam(
             lr=settings.lr * lr_factor(settings, self.step),
             betas=(settings.betas[0], settings.betas[1]),
@@ -223,7 +229,7 @@ class _Course:
         return {**_means(sums), **step_result, "num_tokens": sums["tokens"], "epoch": end / self._train}
 
     def _held_out(self) -> dict[str, float]:
-        """Empty without held-out rows."""
+        """Mean metrics over the held-out rows, as ``eval_*``; empty without such rows."""
         sums: dict[str, float] = {}
         for part in self._parts(range(self._train, len(self._rows))):
             for name, value in self._pass(part, learn=False).items():
@@ -231,17 +237,20 @@ class _Course:
         return {f"eval_{name}": value for name, value in _means(sums).items()}
 
     def _parts(self, places: Sequence[int]) -> list[Sequence[int]]:
+        """``places`` in batches of ``sft.rows_per_step``."""
         size = self._recipe.sft.rows_per_step
         return [places[first : first + size] for first in range(0, len(places), size)]
 
     def _pass(self, chosen: Sequence[int], *, learn: bool) -> dict[str, float]:
-        rows, section = [self._rows[at] for at in chosen], self._recipe.sft
+        """Sums of metrics over the rows with these indices; with ``learn`` gradients are accumulated."""
+        rows, section = [self._rows[index] for index in chosen], self._recipe.sft
         if section.loss == "dpo":
             reference = self._reference[list(chosen)]
             return preferences(self._learner, rows, reference, section.beta, learn=learn)
         return supervised(self._learner, [row for (row,) in rows], learn=learn)
 
     def _say(self, writers: Sequence[Any], metrics: dict[str, float]) -> None:
+        """Write the metrics of a step to all writers, and to the log about LINES times in a run."""
         for writer in writers:
             writer.write(self.step, metrics)
         steps = self._recipe.trainer.steps
@@ -263,19 +272,21 @@ class _Course:
         save_checkpoint(run.checkpoints, checkpoint, keep=self._recipe.trainer.keep_checkpoints)
 
     def _restore(self, run: RunFolder) -> None:
+        """Load the last checkpoint, if any, and drop later rows. Raises ValueError if the rows differ."""
         repair(run.checkpoints)
-        if (found := load_checkpoint(run.checkpoints, identity=self._identity)) is not None:
-            if found.state["rows"] != self._digest.hexdigest():
+        if (checkpoint := load_checkpoint(run.checkpoints, identity=self._identity)) is not None:
+            if checkpoint.state["rows"] != self._digest.hexdigest():
                 raise ValueError(
                     f"the rows of task.source {self._recipe.task.source} are not those that {run.path} has "
                     "trained on; give it the same rows, or start a new run"
                 )
-            self._learner.restore(found.tensors)
-            self.step = found.step
-            if (saved := found.files.get(REFERENCE)) is not None:
-                self._reference = np.load(io.BytesIO(saved))
+            self._learner.restore(checkpoint.tensors)
+            self.step = checkpoint.step
+            if (reference := checkpoint.files.get(REFERENCE)) is not None:
+                self._reference = np.load(io.BytesIO(reference))
         run.truncate_after(self.step)
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
-    return {name: one / sums["count"] for name, one in sums.items() if name not in ("count", "tokens")}
+    """Each sum divided by "count", without the counts themselves."""
+    return {name: total / sums["count"] for name, total in sums.items() if name not in ("count", "tokens")}

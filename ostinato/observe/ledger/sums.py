@@ -1,4 +1,4 @@
-"""The sums of a ledger: compute up to each step on every axis, and what it was spent on."""
+"""The sums of a ledger: compute up to each step on every axis, by what it was spent on."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ NO_MONEY = "give it one with --price-per-device-hour, or count in device-hours"
 # ---- compute
 
 
-def _hours(spell: Spell) -> float:
+def _count_hours(spell: Spell) -> float:
     return spell.training / 3600
 
 
-def _device_hours(spell: Spell) -> float:
+def _count_device_hours(spell: Spell) -> float:
     return spell.device_seconds(training=True) / 3600
 
 
-def _money(spell: Spell) -> float:
-    hours, price = _device_hours(spell), spell.start["price_per_device_hour"]
+def _price_spell(spell: Spell) -> float:
+    hours, price = _count_device_hours(spell), spell.start["price_per_device_hour"]
     if hours and not price:
         raise ValueError(f"session {spell.row['session']} of the run has no price: {NO_MONEY}")
     return hours * price
 
 
 def _flops(spell: Spell) -> float:
-    return _all_flops(spell.row) if spell.event is Event.STEP else 0
+    return _sum_flops(spell.row) if spell.event is Event.STEP else 0
 
 
 def _tokens(spell: Spell) -> float:
@@ -41,17 +41,17 @@ def _tokens(spell: Spell) -> float:
 
 
 AXES: Mapping[Axis, Callable[[Spell], float]] = {
-    Axis.DEVICE_HOURS: _device_hours,
-    Axis.HOURS: _hours,
+    Axis.DEVICE_HOURS: _count_device_hours,
+    Axis.HOURS: _count_hours,
     Axis.FLOPS: _flops,
     Axis.TOKENS: _tokens,
     Axis.STEPS: lambda spell: 0.0,
-    Axis.MONEY: _money,
+    Axis.MONEY: _price_spell,
 }
 
 
 def set_price(rows: Iterable[Row], price: float) -> list[Row]:
-    """The rows, with ``price`` for the sessions that have none."""
+    """Copies of the rows, with ``price`` per device hour in the start rows that have none."""
     new = {"price_per_device_hour": price}
     return [
         {**row, **new} if row["event"] == Event.START and not row["price_per_device_hour"] else row
@@ -60,29 +60,29 @@ def set_price(rows: Iterable[Row], price: float) -> list[Row]:
 
 
 def spent(rows: Iterable[Row], axis: str) -> dict[int, float]:
-    """Compute up to the end of each step that counts, 0 before the first.
+    """{step: compute on ``axis`` up to its end} of the steps that count; step 0 has 0.
 
-    Includes all that training took: idle devices, loading, lost and repeated work; but not evaluation.
+    Includes idle devices, loading, lost and repeated work, but not evaluation.
     Raises ValueError if the ledger does not have this axis.
     """
-    found = {0: 0.0}
+    compute = {0: 0.0}
     for spell, total in _running(spells(rows), Axis(axis)):
-        if spell.event is Event.START:  # steps beyond this one are about to be repeated
-            found = {step: value for step, value in found.items() if step <= spell.row["step"]}
+        if spell.event is Event.START:  # later steps will be repeated
+            compute = {step: value for step, value in compute.items() if step <= spell.row["step"]}
         if spell.event is Event.STEP:
-            found[spell.row["step"]] = total
-    return found
+            compute[spell.row["step"]] = total
+    return compute
 
 
 def _running(passed: Iterable[Spell], axis: Axis) -> Iterator[tuple[Spell, float]]:
-    """Each row, and what has been spent up to its end."""
+    """Yield each spell with the compute on ``axis`` up to its end. Raises ValueError if it has no sum."""
     total: float = 0  # whole numbers stay whole
     starts: list[Row] = []
     for spell in passed:
         if spell.event is Event.START:
             starts.append(spell.start)
-            if why := _uncountable(starts, axis):
-                raise ValueError(why)
+            if reason := _explain_uncountable(starts, axis):
+                raise ValueError(reason)
         if axis is Axis.STEPS:
             total = float(spell.row["step"]) if spell.event in (Event.START, Event.STEP) else total
         else:
@@ -90,20 +90,21 @@ def _running(passed: Iterable[Spell], axis: Axis) -> Iterator[tuple[Spell, float
         yield spell, total
 
 
-def _uncountable(starts: Sequence[Row], axis: Axis) -> str:
-    """Why sessions with these start rows have no sum; empty if they have one."""
+def _explain_uncountable(starts: Sequence[Row], axis: Axis) -> str:
+    """The reason why sessions with these start rows have no sum on ``axis``; empty if they have one."""
     first = starts[0]
     if axis is not Axis.STEPS and first["step"]:
         return (
             f"the ledger of the run begins at step {first['step']}, and what was spent before is not in it; "
             "count in steps"
         )
-    if axis is Axis.MONEY and len(found := {row["currency"] for row in starts}) > 1:
-        return f"the run was paid in {' and '.join(sorted(found))}; count in device-hours"
+    if axis is Axis.MONEY and len(currencies := {row["currency"] for row in starts}) > 1:
+        return f"the run was paid in {' and '.join(sorted(currencies))}; count in device-hours"
     return ""
 
 
-def _all_flops(row: Row) -> int:
+def _sum_flops(row: Row) -> int:
+    """FLOPs of a step over all parts. Raises ValueError if the row has none."""
     if "flops" not in row:
         raise ValueError(
             f"step {row['step']} of the run has no flops; use device-hours, hours, tokens or steps"
@@ -116,7 +117,7 @@ def _all_flops(row: Row) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Device seconds of a pool; they add up to its devices times wall seconds."""
+    """Device seconds of a pool by use; they add up to its devices times wall seconds."""
 
     busy: Mapping[str, float]  # by part
     idle: float
@@ -168,40 +169,43 @@ class Summary:
 def summary(rows: Iterable[Row]) -> Summary:
     """The sums of a ledger. Pools add up to all device seconds, trained and dropped tokens to all sampled
     ones."""
-    passed = list(spells(rows))
-    kept, again = _kept_and_repeated(passed)
-    tokens, trained = _sums([*kept, *again], "tokens"), _sums(kept, "tokens")
+    all_spells = list(spells(rows))
+    counted, repeated = _split_repeated(all_spells)
+    tokens, trained = _sums([*counted, *repeated], "tokens"), _sums(counted, "tokens")
     tokens |= {name: trained.get(name, 0) for name in tokens if name not in SAMPLED}
     return Summary(
-        sessions=sum(spell.event is Event.START for spell in passed),
-        steps=len(kept),
-        repeated=len(again),
-        wall=_wall(passed),
-        pools={name: _pool(passed, name) for name in _pool_names(passed)},
+        sessions=sum(spell.event is Event.START for spell in all_spells),
+        steps=len(counted),
+        repeated=len(repeated),
+        wall=_sum_wall(all_spells),
+        pools={name: _pool(all_spells, name) for name in _list_pools(all_spells)},
         tokens=tokens,
-        dropped=_dropped(kept, tokens),
-        flops=_sums([*kept, *again], "flops"),
-        evaluation=_evaluated(passed),
-        forgetting=_forgetting(passed),
-        compute=_compute(passed),
-        money=_bill(passed),
-        currency=next((spell.start["currency"] for spell in passed), ""),
-        notes=tuple(_notes(passed)),
+        dropped=_count_dropped(counted, tokens),
+        flops=_sums([*counted, *repeated], "flops"),
+        evaluation=_sum_evaluations(all_spells),
+        forgetting=_sum_forgetting(all_spells),
+        compute=_sum_compute(all_spells),
+        money=_price(all_spells),
+        currency=next((spell.start["currency"] for spell in all_spells), ""),
+        notes=tuple(_explain_gaps(all_spells)),
     )
 
 
-def _kept_and_repeated(passed: Sequence[Spell]) -> tuple[list[Row], list[Row]]:
-    """The step rows that count, and those whose step was, or has to be, done again."""
-    kept: dict[int, Row] = {}
-    again: list[Row] = []
-    for spell in passed:
+def _split_repeated(ledger_spells: Sequence[Spell]) -> tuple[list[Row], list[Row]]:
+    """(step rows that count, rows whose step was or has to be done again)."""
+    counted: dict[int, Row] = {}
+    repeated: list[Row] = []
+    for spell in ledger_spells:
         step, event = spell.row.get("step", 0), spell.event
         if event is Event.START:
-            again += [kept.pop(later) for later in [one for one in kept if one > step]]
+            repeated += [
+                counted.pop(later)
+                for later in [counted_step for counted_step in counted if counted_step > step]
+            ]
         elif event is Event.STEP:
-            again += [kept.pop(step)] if step in kept else []
-            kept[step] = spell.row
-    return list(kept.values()), again
+            repeated += [counted.pop(step)] if step in counted else []
+            counted[step] = spell.row
+    return list(counted.values()), repeated
 
 
 def _sums(rows: Sequence[Row], key: str) -> dict[str, int]:
@@ -212,35 +216,38 @@ def _sums(rows: Sequence[Row], key: str) -> dict[str, int]:
     return dict(sums)
 
 
-def _dropped(kept: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, int]:
+def _count_dropped(counted: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, int]:
     """Sampled tokens that were not trained on, by reason; the rest has the reason "unused"."""
     reasons = Counter[str]()
-    for row in kept:
+    for row in counted:
         reasons.update(row["tokens"].get("dropped", {}))
     unused = tokens.get("sampled", 0) - tokens.get("trained", 0) - reasons.total()
     return dict(reasons) | ({"unused": unused} if unused else {})
 
 
-# of every step; the others of steps that count
+# summed over every step; all others over the steps that count
 SAMPLED = ("prefilled", "sampled", "drafted", "accepted", "injected", "recomputed")
 
 
-def _wall(passed: Sequence[Spell]) -> dict[str, float]:
-    own = {Event.STEP: "steps", Event.EVAL: "evaluation", Event.END: "lost"}
+def _sum_wall(ledger_spells: Sequence[Spell]) -> dict[str, float]:
+    """Wall seconds by use; time without a row counts as loading before a start, else as between."""
+    uses = {Event.STEP: "steps", Event.EVAL: "evaluation", Event.END: "lost"}
     names = ("steps", "evaluation", "loading", "between", "lost")
     sums: dict[str, float] = dict.fromkeys(names, 0.0)
-    for spell in passed:
-        sums[own.get(spell.event, "between")] += spell.seconds
+    for spell in ledger_spells:
+        sums[uses.get(spell.event, "between")] += spell.seconds
         sums["loading" if spell.event is Event.START else "between"] += spell.gap
     return sums
 
 
-def _pool_names(passed: Sequence[Spell]) -> list[str]:
-    names = (name for spell in passed for name in (*devices_of(spell.start), *spell.devices))
+def _list_pools(ledger_spells: Sequence[Spell]) -> list[str]:
+    """Names of all device pools, in order of first use."""
+    names = (name for spell in ledger_spells for name in (*devices_of(spell.start), *spell.devices))
     return list(dict.fromkeys(names))
 
 
 def _pool(passed: Sequence[Spell], name: str) -> Pool:
+    """Device seconds of the pool ``name``, summed over all spells."""
     busy = Counter[str]()
     idle = lost = 0.0
     for spell in passed:
@@ -254,57 +261,61 @@ def _pool(passed: Sequence[Spell], name: str) -> Pool:
     return Pool(busy=dict(busy), idle=idle, lost=lost)
 
 
-def _evaluated(passed: Sequence[Spell]) -> Evaluated:
-    found = [spell for spell in passed if spell.evaluation]
+def _sum_evaluations(ledger_spells: Sequence[Spell]) -> Evaluated:
+    """The cost of all evaluations."""
+    evaluations = [spell for spell in ledger_spells if spell.evaluation]
     return Evaluated(
-        times=sum(spell.event is Event.EVAL for spell in found),
-        seconds=sum(spell.seconds for spell in found),
-        device_seconds=sum(spell.seconds * sum(spell.devices.values()) for spell in found),
-        tokens=sum(spell.row.get("tokens", {}).get("sampled", 0) for spell in found),
-        flops=sum(sum(spell.row.get("flops", {}).values()) for spell in found),
+        times=sum(spell.event is Event.EVAL for spell in evaluations),
+        seconds=sum(spell.seconds for spell in evaluations),
+        device_seconds=sum(spell.seconds * sum(spell.devices.values()) for spell in evaluations),
+        tokens=sum(spell.row.get("tokens", {}).get("sampled", 0) for spell in evaluations),
+        flops=sum(sum(spell.row.get("flops", {}).values()) for spell in evaluations),
     )
 
 
-def _forgetting(passed: Sequence[Spell]) -> dict[str, float]:
+def _sum_forgetting(ledger_spells: Sequence[Spell]) -> dict[str, float]:
     """Sums of the forgetting watch: its start, which is an evaluation, and its checks, parts of steps."""
     sums = Counter[str]()
-    for row in (spell.row for spell in passed):
+    for row in (spell.row for spell in ledger_spells):
         sums.update(row.get("forgetting", {}))
         if row.get("set") == "forgetting":
             sums.update(seconds=row["seconds"], flops=sum(row.get("flops", {}).values()))
     return dict(sums)
 
 
-def _compute(passed: Sequence[Spell]) -> dict[str, float]:
-    """Totals on every axis that the ledger has: on steps those that count, on the others everything."""
-    found: dict[str, float] = {}
+def _sum_compute(ledger_spells: Sequence[Spell]) -> dict[str, float]:
+    """Total by axis, for each axis that the ledger has: steps that count, or all compute spent."""
+    totals: dict[str, float] = {}
     for axis in AXES:
         with suppress(ValueError):
-            found[axis] = [0, *(total for _, total in _running(passed, axis))][-1]
-    return found
+            totals[axis] = [0, *(total for _, total in _running(ledger_spells, axis))][-1]
+    return totals
 
 
-def _bill(passed: Sequence[Spell]) -> float | None:
-    """The price of all device hours; None if ``_no_bill`` has a reason."""
-    if not passed or _no_bill(passed):
+def _price(ledger_spells: Sequence[Spell]) -> float | None:
+    """The price of all device hours; None where there is no bill."""
+    if not ledger_spells or _explain_no_bill(ledger_spells):
         return None
-    return sum(spell.device_seconds() / 3600 * spell.start["price_per_device_hour"] for spell in passed)
+    return sum(
+        spell.device_seconds() / 3600 * spell.start["price_per_device_hour"] for spell in ledger_spells
+    )
 
 
-def _no_bill(passed: Sequence[Spell]) -> str:
-    """Why there is no bill; empty if there is one."""
-    starts = [spell.start for spell in passed if spell.event is Event.START]
-    free = [str(row["session"]) for row in starts if not row["price_per_device_hour"]]
+def _explain_no_bill(ledger_spells: Sequence[Spell]) -> str:
+    """The reason why there is no bill; empty if there is one."""
+    starts = [spell.start for spell in ledger_spells if spell.event is Event.START]
+    unpriced = [str(row["session"]) for row in starts if not row["price_per_device_hour"]]
     if len(currencies := {row["currency"] for row in starts}) > 1:
         return f"it was paid in {' and '.join(sorted(currencies))}"
-    if not free:
+    if not unpriced:
         return ""
-    whose = f"session {', '.join(free)}" if len(free) < len(starts) else "the run"
-    return f"the price of {whose} is not known (--price-per-device-hour gives one)"
+    unpriced_sessions = f"session {', '.join(unpriced)}" if len(unpriced) < len(starts) else "the run"
+    return f"the price of {unpriced_sessions} is not known (--price-per-device-hour gives one)"
 
 
-def _notes(passed: Sequence[Spell]) -> Iterator[str]:
-    starts = [spell.start for spell in passed if spell.event is Event.START]
+def _explain_gaps(ledger_spells: Sequence[Spell]) -> Iterator[str]:
+    """Yield sentences on what the sums lack: earlier steps, clock changes, killed sessions, prices."""
+    starts = [spell.start for spell in ledger_spells if spell.event is Event.START]
     if starts and starts[0]["step"]:
         yield f"The ledger begins at step {starts[0]['step']}: what was spent before is not in these sums."
     for row in starts:
@@ -313,12 +324,12 @@ def _notes(passed: Sequence[Spell]) -> Iterator[str]:
                 f"The clock of session {row['session']} was {row['clock_back']:.0f} s behind the last row "
                 "before it; no time is counted across sessions, so no sum depends on it."
             )
-    for before, spell in pairwise(passed):
+    for before, spell in pairwise(ledger_spells):
         if spell.event is Event.START and before.event is not Event.END:
-            most = max(0.0, spell.row["process_started"] - end_of(before.row))
+            seconds = max(0.0, spell.row["process_started"] - end_of(before.row))
             yield (
                 f"Session {before.row['session']} was killed: what it did after its last row is in no sum; "
-                f"the next one started {most:.0f} s later."
+                f"the next one started {seconds:.0f} s later."
             )
-    if starts and (why := _no_bill(passed)):
-        yield f"There is no bill: {why}."
+    if starts and (reason := _explain_no_bill(ledger_spells)):
+        yield f"There is no bill: {reason}."
