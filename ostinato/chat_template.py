@@ -1,10 +1,9 @@
-"""A chat template as a program with limits: jinja2's sandbox, which no loop, recursion or huge text leaves.
+"""A chat template in jinja2's sandbox, with limits on loops, recursion, time and the size of texts.
 
-A template comes with a model's folder, so it may be anybody's. It reads what it is given, and writes text:
-no file, no code (jinja2's sandbox), and neither more rounds, seconds nor characters than the limits below.
-What could make a great text or number in a single operation is checked before (``*``, ``replace``), or is not
-there, as no chat template uses it (``center``, ``lipsum``). Otherwise it means what it does in transformers.
-"""
+A template comes with a model's folder and is not trusted. It reads the names it is given and writes text: no
+files, no code, and no more rounds, seconds or characters than the limits below. Operations that could make a
+huge text or number at once are checked first (``*``, ``replace``), or removed where no chat template uses
+them (``center``, ``lipsum``). Otherwise templates render as in transformers."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_TEMPLATE_CHARS = 1 << 20
-MAX_CHARS = 16 << 20  # of a text, and items of a list
-MAX_VALUES = 1 << 20  # in lists of lists that are written
+MAX_CHARS = 16 << 20  # characters of a text, and items of a list
+MAX_VALUES = 1 << 20  # in nested lists that are written
 MAX_ROUNDS = 1_000_000  # of loops, and calls
 MAX_SECONDS = 10.0  # of the processor, for one chat
 MAX_BITS = 4096  # of a number
 MAX_WIDTH = 10_000  # of an indentation, a truncated text
 
-# Filters that no chat template uses, and those that are looked at before, as they can make a great text.
+# Filters that no chat template uses, and filters whose arguments are checked, as they can make a huge text.
 _NO_FILTERS = {"batch", "center", "filesizeformat", "format", "pprint", "random", "slice", "sum", "urlize"}
 _NO_FILTERS |= {"wordwrap", "xmlattr"}
 _CHECKED = {"capitalize", "e", "escape", "forceescape", "indent", "join", "lower", "replace", "round", "safe"}
@@ -40,10 +39,10 @@ _WIDE = re.compile(r"%[^a-zA-Z%]*([0-9]{4}|\*)|\{[^}]*([0-9]{4}|\{)")  # a width
 
 
 class ChatTemplate:
-    """The template ``text`` of ``folder``. Raises ValueError for what is no template."""
+    """The compiled template ``text`` of ``folder``. Raises ValueError for an invalid template."""
 
     def __init__(self, text: str, folder: object, now: datetime) -> None:
-        """``now`` is what templates that print the date see."""
+        """``now``: the date for templates that print it."""
         self._folder = folder
         if len(text) > MAX_TEMPLATE_CHARS:
             raise ValueError(
@@ -54,21 +53,23 @@ class ChatTemplate:
             self._template = _Environment(now).from_string(text)
         except Exception as error:  # deep nesting ends in errors of Python's own compiler
             raise ValueError(
-                f"the chat template of {folder} is no jinja template ({_sentence(error)}); fix it"
+                f"the chat template of {folder} is no jinja template ({_explain_error(error)}); fix it"
             ) from error
 
     def render(self, **names: Any) -> str:
-        """What the template writes. Raises ValueError where it refuses ``names`` or exceeds a limit."""
+        """The rendered text. Raises ValueError where the template refuses ``names`` or exceeds a limit."""
         try:
             context = self._template.new_context(names)
             return self._template.environment.concat(self._template.root_render_func(context))  # type: ignore[attr-defined]
-        except Exception as error:  # a template is a program of somebody else
+        except Exception as error:  # an untrusted program can raise anything
             raise ValueError(
-                f"the chat template of {self._folder} refuses these messages: {_sentence(error)}; fix either"
+                f"the chat template of {self._folder} refuses these messages: "
+                f"{_explain_error(error)}; fix either"
             ) from error
 
 
-def _sentence(error: Exception) -> str:
+def _explain_error(error: Exception) -> str:
+    """The first line of the error's message, or the reason for an error without one."""
     if isinstance(error, RecursionError):
         return "it calls itself without end"
     if isinstance(error, MemoryError):
@@ -77,14 +78,14 @@ def _sentence(error: Exception) -> str:
 
 
 class _Counted(Context):
-    """The names of one rendering, and what it has used of its limits."""
+    """The names of one rendering, with its use of rounds and seconds."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._rounds, self._until = 0, time.thread_time() + MAX_SECONDS
 
     def count(self) -> None:
-        """One round of a loop, or one call."""
+        """Count one round of a loop or one call. Raises SecurityError beyond a limit."""
         self._rounds += 1
         if self._rounds > MAX_ROUNDS:
             raise SecurityError(f"it has taken {MAX_ROUNDS} rounds")
@@ -108,9 +109,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self, now: datetime) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_bounded
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            finalize=_check_nested,
         )
-        filters = {**self.filters, "tojson": _tojson}
+        filters = {**self.filters, "tojson": _to_json}
         self.filters = {
             name: _checked(name, filter_) if name in _CHECKED else filter_
             for name, filter_ in filters.items()
@@ -119,15 +123,15 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters |= {"counted": _counted, "joined": _concat}
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda form: now.strftime(_narrow(form))
+        self.globals["strftime_now"] = lambda form: now.strftime(_check_width(form))
 
-    concat = staticmethod(lambda pieces: _concat(pieces))  # of outputs, macros and blocks
+    concat = staticmethod(lambda pieces: _concat(pieces))  # joins the pieces of outputs, macros and blocks
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """The template's tree, in which loops count their rounds and ``~`` is bounded."""
+        """The syntax tree of the template, with counted loops and a bounded ``~``."""
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
-            loop.iter = _filtered(loop.iter, "counted")
+            loop.iter = _wrap_filter(loop.iter, "counted")
         _replace_concats(tree)
         tree.set_environment(self)
         return tree
@@ -138,7 +142,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
-            _narrow(value.__self__)
+            _check_width(value.__self__)
         return wrapped
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -149,62 +153,69 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif operator == "**" and not (abs(left) < 1 << 32 and abs(right) <= 64):
             raise SecurityError(f"{left} ** {right} is too large")
         elif operator == "%" and isinstance(left, str):
-            _narrow(left)
+            _check_width(left)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, called: Any, /, *given: Any, **named: Any) -> Any:
         context.count()
         text = getattr(called, "__self__", None)
         if isinstance(text, str) and called.__name__ == "replace":
-            _check_replaced(text, *given)
+            _check_replace(text, *given)
         elif isinstance(text, str) and called.__name__ == "join" and given:
-            given = (_bounded([*given[0]]),)
+            given = (_check_nested([*given[0]]),)
             _check(len(text) * len(given[0]))
         return super().call(context, called, *given, **named)
 
 
-def _filtered(node: Any, name: str) -> nodes.Filter:
+def _wrap_filter(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 def _replace_concats(node: nodes.Node) -> None:
+    """Replace every ``~`` below ``node`` by the bounded filter "joined"."""
     for field, value in node.iter_fields():
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, nodes.Node):
                 _replace_concats(child)
         if isinstance(value, nodes.Concat):
-            setattr(node, field, _joined(value))
+            setattr(node, field, _wrap_join(value))
         elif isinstance(value, list):
-            value[:] = [_joined(one) if isinstance(one, nodes.Concat) else one for one in value]
+            value[:] = [
+                _wrap_join(child_node) if isinstance(child_node, nodes.Concat) else child_node
+                for child_node in value
+            ]
 
 
-def _joined(node: nodes.Concat) -> nodes.Filter:
-    return _filtered(nodes.List(node.nodes, lineno=node.lineno), "joined")
+def _wrap_join(node: nodes.Concat) -> nodes.Filter:
+    return _wrap_filter(nodes.List(node.nodes, lineno=node.lineno), "joined")
 
 
 @pass_context
 def _counted(context: _Counted, items: Iterable[Any]) -> Iterator[Any]:
+    """Yield ``items``, counting a round for each."""
     for item in items:
         context.count()
         yield item
 
 
 def _concat(pieces: Iterable[Any]) -> str:
-    """The texts of ``pieces`` in a row."""
+    """The joined texts of ``pieces``, bounded."""
     texts, length = list[str](), 0
     for piece in pieces:
-        texts.append(str(_bounded(piece)))
+        texts.append(str(_check_nested(piece)))
         length += len(texts[-1])
         _check(length)
     return "".join(texts)
 
 
 def _check(size: int) -> None:
+    """Raises SecurityError for a text or list larger than MAX_CHARS."""
     if size > MAX_CHARS:
         raise SecurityError(f"it makes a text or list of {size}; {MAX_CHARS} are the most")
 
 
 def _check_product(left: Any, right: Any) -> None:
+    """Raises SecurityError if ``left * right`` is too large a number, text or list."""
     if isinstance(left, int) and isinstance(right, int):
         if left.bit_length() + right.bit_length() > MAX_BITS:
             raise SecurityError("it makes a number that is too large")
@@ -214,66 +225,68 @@ def _check_product(left: Any, right: Any) -> None:
         _check(sizes[0] * sizes[1])
 
 
-def _check_replaced(text: str, old: str = "", new: str = "", *_: Any) -> None:
+def _check_replace(text: str, old: str = "", new: str = "", *_: Any) -> None:
+    """Raises SecurityError if ``text.replace(old, new)`` could be too long."""
     times = text.count(old) if isinstance(old, str) else 0
     _check(len(text) + times * len(new))
 
 
-def _narrow(form: str) -> str:
+def _check_width(form: str) -> str:
+    """The format itself. Raises SecurityError if it has a large or variable width."""
     if _WIDE.search(form):
         raise SecurityError(f"the format {form[:40]!r} has a width")
     return form
 
 
-def _bounded(value: Any) -> Any:
-    """``value``; its text is bounded, also where a list holds another one many times."""
+def _check_nested(value: Any) -> Any:
+    """``value`` itself. Raises SecurityError if its text is too large, also where a list repeats another."""
     if not isinstance(value, Mapping | list | tuple):
         return value
-    size, values, waiting = 0, 0, [value]
-    while waiting:
-        item = waiting.pop()
+    size, values, pending = 0, 0, [value]
+    while pending:
+        item = pending.pop()
         size += len(item) if isinstance(item, Sized) else 1
         values += 1
         _check(size)
         if values > MAX_VALUES:
             raise SecurityError(f"it writes a list of over {MAX_VALUES} values")
         if isinstance(item, Mapping):
-            waiting += [*item.keys(), *item.values()]
+            pending += [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple):
-            waiting += item
+            pending += item
     return value
 
 
 def _checked(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, which first looks at the size of what it would make."""
-    at = int(hasattr(filter_, "jinja_pass_arg"))  # of the value: jinja2's own argument comes before
+    """The filter, with a check of its arguments that raises SecurityError for too large a result."""
+    index = int(hasattr(filter_, "jinja_pass_arg"))  # index of the value: behind jinja2's own argument
 
     @wraps(filter_)
     def checked(*given: Any, **named: Any) -> Any:
-        value, options = given[at], (*given[at + 1 :], *named.values())
+        value, options = given[index], (*given[index + 1 :], *named.values())
         if isinstance(value, Iterator):
             value = list(value)
-        _bounded(value)
+        _check_nested(value)
         if any(isinstance(option, int) and option > MAX_WIDTH for option in options):
             raise SecurityError(f"the filter {name} has an option over {MAX_WIDTH}")
         if name == "replace":
-            _check_replaced(str(value), *(str(option) for option in options[:2]))
+            _check_replace(str(value), *(str(option) for option in options[:2]))
         elif name in ("indent", "join", "tojson"):
             size = len(value) if isinstance(value, Sized) else 1
             _check(size * sum(len(option) for option in options if isinstance(option, str)))
-        return filter_(*given[:at], value, *given[at + 1 :], **named)
+        return filter_(*given[:index], value, *given[index + 1 :], **named)
 
     return checked
 
 
-def _tojson(
+def _to_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """With the options of ``transformers``."""
+    """``value`` as JSON, with the options of the filter in ``transformers``."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

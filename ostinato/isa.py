@@ -1,7 +1,7 @@
-"""Which instruction set the arithmetic uses, and a developer's cap on it: OSTINATO_MAX_ISA.
+"""The instruction set of the arithmetic, and a developer's cap on it: OSTINATO_MAX_ISA.
 
-The cap makes a processor compute as a lesser one does, so that every machine can test and time the lesser
-sets. It is of x86-64; elsewhere, and above what the processor has, it changes nothing.
+The cap makes a processor compute as a lesser one does, so that every machine can test and time lesser sets.
+It has an effect only on x86-64, and below the processor's own set.
 
     apply()    before torch is imported: the variables that cap torch's own libraries, for children too
     flags()    what the kernels are compiled with
@@ -18,7 +18,7 @@ from pathlib import Path
 VARIABLE = "OSTINATO_MAX_ISA"
 NATIVE = "native"  # no cap
 
-# By rank: what /proc/cpuinfo has to name, and what caps torch's own kernels, oneDNN and MKL there.
+# By rank: required features in /proc/cpuinfo; values that cap torch's own kernels, oneDNN and MKL.
 _NEEDS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
@@ -32,7 +32,7 @@ _CAPS = {
 }
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _NAMES = {"avx2": "AVX2 + FMA", "avx512": "AVX-512", "avx512_bf16": "AVX-512 with bf16", "amx": "AMX"}
-# of the extensions of AVX-512 that a processor with bf16 products may have besides
+# extensions of AVX-512 that a processor with bf16 products may also have
 _EXTENSIONS = ("avx512_bf16", "avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bitalg")
 
 
@@ -49,13 +49,13 @@ def apply(environ: MutableMapping[str, str] = os.environ, cpuinfo: str | None = 
 
 
 def capped(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> str:
-    """The cap that is in force: a key of the sets above, or "native". Raises ValueError as ``apply`` does."""
+    """The effective cap: a key of the sets above, or "native". Raises ValueError as ``apply`` does."""
     cap = environ.get(VARIABLE, "") or NATIVE
     if cap != NATIVE and cap not in _CAPS:
         raise ValueError(f"{VARIABLE} is {cap!r}; use one of {', '.join((*_CAPS, NATIVE))}")
     ranks = list(_NEEDS)
-    own = _best(_features(cpuinfo))
-    return cap if cap != NATIVE and own and ranks.index(cap) < ranks.index(own) else NATIVE
+    best = _find_best(_read_features(cpuinfo))
+    return cap if cap != NATIVE and best and ranks.index(cap) < ranks.index(best) else NATIVE
 
 
 def flags(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> tuple[str, ...]:
@@ -63,27 +63,27 @@ def flags(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -
     cap = capped(environ, cpuinfo)
     if cap == NATIVE:
         return (
-            "-mcpu=native" if _is_arm(_features(cpuinfo)) else "-march=native",
+            "-mcpu=native" if _is_arm(_read_features(cpuinfo)) else "-march=native",
         )  # clang on Arm: no -march
     if cap == "avx2":
         return ("-march=x86-64-v3",)
-    found = _features(cpuinfo)
-    extensions = [name for name in _EXTENSIONS if name in found] if cap == "avx512_bf16" else []
+    features = _read_features(cpuinfo)
+    extensions = [name for name in _EXTENSIONS if name in features] if cap == "avx512_bf16" else []
     return ("-march=x86-64-v4", *(f"-m{name.replace('_', '')}" for name in extensions))
 
 
 def instruction_set(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> str:
-    """The name of what the kernels are built for, e.g. "AVX2 + FMA" or "NEON with bf16"."""
-    found = _features(cpuinfo)
-    if _is_arm(found):
-        return "NEON with bf16" if "bf16" in found else "NEON"
+    """The name of the instruction set of the kernels, e.g. "AVX2 + FMA" or "NEON with bf16"."""
+    features = _read_features(cpuinfo)
+    if _is_arm(features):
+        return "NEON with bf16" if "bf16" in features else "NEON"
     cap = capped(environ, cpuinfo)
-    best = _best(found) if cap == NATIVE else cap
+    best = _find_best(features) if cap == NATIVE else cap
     return _NAMES[best] if best else f"{platform.machine()} without AVX2"
 
 
-def _best(features: set[str]) -> str:
-    """The highest set whose features, and those of all below it, are there; "" for none."""
+def _find_best(features: set[str]) -> str:
+    """The highest set with all features present, its own and those of lower sets; "" for none."""
     best = ""
     for name, needed in _NEEDS.items():
         if not needed <= features:
@@ -96,8 +96,9 @@ def _is_arm(features: set[str]) -> bool:
     return "asimd" in features or (not features and platform.machine() in ("arm64", "aarch64"))
 
 
-def _features(cpuinfo: str | None) -> set[str]:
-    """Names of the features in the text of /proc/cpuinfo (None: of this machine); none without it."""
+def _read_features(cpuinfo: str | None) -> set[str]:
+    """Names of the features in the text of /proc/cpuinfo (of this machine if None); empty without such a
+    line."""
     for line in (processor() if cpuinfo is None else cpuinfo).splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
@@ -106,14 +107,15 @@ def _features(cpuinfo: str | None) -> set[str]:
 
 
 def processor() -> str:
-    """The text of /proc/cpuinfo; on macOS lines "model name" and "flags" made of sysctl's; else none."""
+    """The text of /proc/cpuinfo; on macOS the same two lines made from sysctl; otherwise empty."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return of_sysctl(_sysctl()) if platform.system() == "Darwin" else ""
+        return of_sysctl(_call_sysctl()) if platform.system() == "Darwin" else ""
 
 
-def _sysctl() -> str:
+def _call_sysctl() -> str:
+    """The output of macOS's sysctl on the processor; empty if it fails."""
     command = ["/usr/sbin/sysctl", "machdep.cpu", "hw.optional"]
     try:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30).stdout
@@ -122,14 +124,17 @@ def _sysctl() -> str:
 
 
 def of_sysctl(text: str) -> str:
-    """Two lines as /proc/cpuinfo has them, from those of macOS: hw.optional.arm.FEAT_BF16 is "bf16"."""
+    """Lines "model name" and "flags" as in /proc/cpuinfo, from sysctl's text: hw.optional.arm.FEAT_BF16 is
+    "bf16"."""
     lines = (line.partition(":") for line in text.splitlines())
     values = {key.strip(): value.strip() for key, _, value in lines}
-    found = [values.get(f"machdep.cpu.{key}", "").lower() for key in ("features", "leaf7_features")]
-    arm = "hw.optional.arm.FEAT_"
-    found += [
-        key.removeprefix(arm).lower() for key, on in values.items() if key.startswith(arm) and on == "1"
+    features = [values.get(f"machdep.cpu.{key}", "").lower() for key in ("features", "leaf7_features")]
+    prefix = "hw.optional.arm.FEAT_"
+    features += [
+        key.removeprefix(prefix).lower()
+        for key, value in values.items()
+        if key.startswith(prefix) and value == "1"
     ]
     if "hw.optional.neon" in values:
-        found.append("asimd")
-    return f"model name : {values.get('machdep.cpu.brand_string', '')}\nflags : {' '.join(found)}\n"
+        features.append("asimd")
+    return f"model name : {values.get('machdep.cpu.brand_string', '')}\nflags : {' '.join(features)}\n"

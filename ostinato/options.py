@@ -16,8 +16,8 @@ Command = Callable[..., None]
 
 
 def options_of(kind: type[Any], name: str) -> Callable[[Command], Command]:
-    """Replaces the parameter ``name`` of a command by an option for each field of the dataclass ``kind``,
-    with its annotation and default; the command gets an instance."""
+    """A decorator that replaces the parameter ``name`` of a command by an option per field of the dataclass
+    ``kind``, with its annotation and default; the command gets an instance."""
     hints = get_type_hints(kind, include_extras=True)
     options = [
         inspect.Parameter(
@@ -30,13 +30,17 @@ def options_of(kind: type[Any], name: str) -> Callable[[Command], Command]:
     ]
 
     def decorate(command: Command) -> Command:
-        own = inspect.signature(command, eval_str=True).parameters.values()
-        parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name != name] + options
+        originals = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [
+            parameter.replace(kind=parameter.KEYWORD_ONLY)
+            for parameter in originals
+            if parameter.name != name
+        ] + options
 
         @functools.wraps(command)
         def with_options(**given: Any) -> None:
-            chosen = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-            command(**given, **{name: chosen})
+            instance = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            command(**given, **{name: instance})
 
         with_options.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
         return with_options
@@ -55,5 +59,5 @@ Origins = Annotated[
 
 
 def access(hosts: list[str] | None, origins: list[str] | None) -> Access:
-    """What the options allow."""
+    """The access that the options allow."""
     return Access(hosts=frozenset(hosts or ()), origins=frozenset(origins or ()))

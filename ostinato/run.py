@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves on disk, and the two ways of writing there that survive a crash.
+"""The run folder: the files of a run, and the two ways of writing them that survive a crash.
 
     runs/<recipe>-<yyyymmdd-hhmmss>/
         recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl
@@ -37,10 +37,10 @@ from ostinato.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 Row = Mapping[str, Any]
-STEP_FIRST = b'{"step":'  # what a row of a log begins with
+STEP_FIRST = b'{"step":'  # the beginning of a row of a log
 MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
 GREEDY_SET = "greedy"  # the same prompts at temperature 0, before and after training
-# what may be there before the run: its lock, logs of what is started before any work, sessions that were lost
+# entries that may precede the run: its lock, logs of earlier processes, restarts of lost sessions
 EARLY = ("vllm", "ranks", "restarts.jsonl", LOCK)
 
 
@@ -74,29 +74,29 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def to_json(row: Row) -> str:
-    """One line of JSON. Numpy values become lists and numbers; NaN and infinities, which JSON
-    lacks, null; what JSON cannot say (a date in a row's columns) its string; half of a surrogate pair, which
-    UTF-8 lacks, its escape, which reads back as the same text."""
-    text = json.dumps(_plain(row), separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+    """The row as one line of JSON: numpy values as lists and numbers, NaN and infinities as null, other types
+    (a date in a row's columns) as strings, half of a surrogate pair as its escape."""
+    text = json.dumps(_to_plain(row), separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
     return escape_surrogates(text)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
+    """``value`` with numpy values as Python's, text keys, and None in place of NaN and infinities."""
     if isinstance(value, np.ndarray | np.generic):
-        # By way of str: the shortest digits that give the float32 back, not the 17 of its float64 twin.
+        # Via str: the shortest digits that give the float32 back, not the 17 digits of its float64.
         exact = value.astype("U16").astype(np.float64) if value.dtype == np.float32 else value
-        return _plain(exact.tolist())
+        return _to_plain(exact.tolist())
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
 def _append(path: Path, data: bytes) -> None:
-    """All of ``data`` at the end of the file, or, when that fails, none of it."""
+    """Append all of ``data`` to the file, or none of it when that fails."""
     with naming(path), path.open("ab", buffering=0) as file:
         start = file.seek(0, os.SEEK_END)
         try:
@@ -113,16 +113,16 @@ class Jsonl:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._whole = False  # has the end of the file been looked at?
+        self._whole = False  # whether the end of the file has been checked
 
     def append(self, *rows: Row) -> None:
-        """Write rows through to the operating system: they outlive the process, though not a power cut."""
+        """Append rows, written through to the operating system: they outlive the process, not a power cut."""
         if not self._whole:
             self._cut_torn_end()
         _append(self.path, "".join(to_json(row) + "\n" for row in rows).encode())
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The complete rows. A broken line before the end is a damaged file: ValueError."""
+        """The complete rows. Raises ValueError for a damaged line before the end."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -137,11 +137,11 @@ class Jsonl:
     def _cut_torn_end(self) -> None:
         if self.path.exists():
             with self.path.open("rb+") as file:
-                file.truncate(_end_of_last_line(file))
+                file.truncate(_find_last_line_end(file))
         self._whole = True
 
 
-def _end_of_last_line(file: BinaryIO, block: int = 65536) -> int:
+def _find_last_line_end(file: BinaryIO, block: int = 65536) -> int:
     """The offset behind the last newline, found from the end of the file."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
@@ -155,6 +155,7 @@ def _end_of_last_line(file: BinaryIO, block: int = 65536) -> int:
 
 
 def _parse(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the row of each complete line. Raises ValueError for a line that is no JSON object."""
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             return  # torn: the row was never completed
@@ -167,7 +168,7 @@ def _parse(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
-# Of a zstd frame: one that grows by more is no log of ours, and is not expanded in full.
+# Limits of a zstd frame: one that expands beyond both is not decompressed in full.
 _MOST_BYTES = 1 << 28
 _MOST_RATIO = 1000
 _AWAY = "move the file away, and what it holds is done without"
@@ -194,11 +195,11 @@ class JsonlZst:
             yield from self._parse(lines.splitlines(keepends=True))
 
     def since(self, step: int) -> Iterator[dict[str, Any]]:
-        """The rows of ``step`` and later ones. Of a long run most are not parsed: a row begins with its
+        """The rows of ``step`` and later steps; earlier rows are skipped unparsed, as a row begins with its
         step."""
         for _, lines in self._frames():
-            wanted = [line for line in lines.splitlines(keepends=True) if _step_of(line, step) >= step]
-            yield from (row for row in self._parse(wanted) if row.get("step", step) >= step)
+            recent = [line for line in lines.splitlines(keepends=True) if _read_step(line, step) >= step]
+            yield from (row for row in self._parse(recent) if row.get("step", step) >= step)
 
     def keep(self, wanted: Callable[[Row], bool]) -> None:
         """Drop, atomically, the rows that are not wanted."""
@@ -208,9 +209,9 @@ class JsonlZst:
         try:
             replacement.path.write_bytes(b"")
             for _, lines in self._frames(cutting=True):
-                kept = [row for row in self._parse(lines.splitlines(keepends=True)) if wanted(row)]
-                if kept:
-                    replacement.append(*kept)
+                rows = [row for row in self._parse(lines.splitlines(keepends=True)) if wanted(row)]
+                if rows:
+                    replacement.append(*rows)
             sync(replacement.path)
             replacement.path.replace(self.path)
         finally:
@@ -232,9 +233,8 @@ class JsonlZst:
             raise ValueError(f"{self.path} is damaged ({error.__cause__ or error}); {_AWAY}") from error
 
     def _frames(self, *, cutting: bool = False) -> Iterator[tuple[int, bytes]]:
-        """(offset behind the frame, its content) of every complete frame. Raises ValueError for what is
-        damaged before a complete one; bytes behind the last one are passed over, which a caller that is
-        ``cutting`` them off logs."""
+        """(offset behind the frame, its content) of every complete frame. Raises ValueError for damage before
+        a complete frame; bytes behind the last one are skipped, with a warning if ``cutting``."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -246,17 +246,17 @@ class JsonlZst:
                 return
             file.seek(end)
             rest = file.read()
-            at = rest.find(_ZSTD, 1)
-            while at > 0:
-                if self.frame(file, end + at) is not None:
-                    raise ValueError(f"{self.path} is damaged in its bytes {end} to {end + at}; {_AWAY}")
-                at = rest.find(_ZSTD, at + 1)
+            offset = rest.find(_ZSTD, 1)
+            while offset > 0:
+                if self.frame(file, end + offset) is not None:
+                    raise ValueError(f"{self.path} is damaged in its bytes {end} to {end + offset}; {_AWAY}")
+                offset = rest.find(_ZSTD, offset + 1)
             if cutting:
                 logger.warning(f"{self.path}: its last {size - end} bytes are no whole rows and are cut off")
 
     def frame(self, file: BinaryIO, start: int, block: int = 1 << 13) -> tuple[int, bytes] | None:
-        """(offset behind it, its content) of the frame that begins at ``start``; None where there is none, or
-        a part of one. Raises ValueError for one that grows beyond all logs."""
+        """(offset behind it, its content) of the frame that begins at ``start``; None without a complete one.
+        Raises ValueError for a frame that expands beyond the limits."""
         import zstandard
 
         file.seek(start)
@@ -279,8 +279,8 @@ class JsonlZst:
         return end, b"".join(content)
 
 
-def _step_of(line: bytes, otherwise: int) -> int:
-    """The step that a line begins with, where it does."""
+def _read_step(line: bytes, otherwise: int) -> int:
+    """The step that a line begins with; ``otherwise`` if it begins with none."""
     digits = line[len(STEP_FIRST) :].partition(b",")[0] if line.startswith(STEP_FIRST) else b""
     return int(digits) if digits.isdigit() else otherwise
 
@@ -291,12 +291,13 @@ def group_rows(group: Group) -> list[dict[str, Any]]:
     shown = prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
     return [
         {"step": group.step, "uid": prompt.uid, "sample": index, "prompt": shown, "columns": prompt.columns}
-        | _trajectory_row(trajectory)
+        | _write_trajectory(trajectory)
         for index, trajectory in enumerate(group.trajectories)
     ]
 
 
-def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
+def _write_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """The fields of a trajectory and its turns in a row of the log."""
     reward = trajectory.reward
     turns = [
         {
@@ -329,12 +330,12 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def recorded_routes(folder: RunFolder, since: int = 0) -> dict[int, np.ndarray]:
-    """By step the routes [T, layers, K] of the answers whose trajectories the run has kept, if it has any,
-    from step ``since`` on."""
+    """{step: routes [T, layers, K]} of the recorded answers from step ``since`` on; steps without routes are
+    left out."""
     steps: dict[int, list[np.ndarray]] = {}
     for row in folder.trajectories.since(since):
-        found = [routes_from_json(turn["experts"]) for turn in row["turns"] if turn["experts"]]
-        steps.setdefault(row["step"], []).extend(found)
+        routes = [routes_from_json(turn["experts"]) for turn in row["turns"] if turn["experts"]]
+        steps.setdefault(row["step"], []).extend(routes)
     return {step: np.concatenate(parts) for step, parts in sorted(steps.items()) if parts}
 
 
@@ -363,8 +364,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, recipe: str) -> RunFolder:
-        """A new run with ``recipe`` (TOML) in it. ValueError when it is not empty or cannot be written."""
-        if path.exists() and (not path.is_dir() or any(one.name not in EARLY for one in path.iterdir())):
+        """A new run with ``recipe`` (TOML) in it. Raises ValueError if ``path`` is not empty or not
+        writable."""
+        if path.exists() and (not path.is_dir() or any(entry.name not in EARLY for entry in path.iterdir())):
             raise ValueError(
                 f"run folder {path} is not empty; name another one or run: ostinato resume {path}"
             )
@@ -373,12 +375,12 @@ class RunFolder:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
             atomic_write(run.recipe, recipe)
         except OSError as error:
-            raise _not_writable(path, error) from error
+            raise _explain_unwritable(path, error) from error
         return run
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The run that lives in ``path``; ValueError when none does."""
+        """The run in ``path``. Raises ValueError if there is none."""
         run = cls(path)
         if not run.recipe.is_file():
             raise ValueError(f"run folder {path} holds no recipe.toml; name the folder of a started run")
@@ -398,24 +400,23 @@ class RunFolder:
         self.failed.keep(lambda row: row["step"] <= step and not row["stopped"])
 
     def sweep(self) -> None:
-        """Remove what a killed process left half written: temporary files of what only the holder of the
-        folder's lock writes, who alone may call this. Checkpoints have their own way (``train.checkpoint``).
-        """
-        whole = (self.recipe, self.history, *(log.path for log in (*self._logs, self.failed)))
-        left = [path for one in whole for path in self.path.glob(f".{one.name}.*")]
-        for path in (*left, *self.adapter.glob(".*")):
+        """Remove temporary files that a killed process left. Only the holder of the folder's lock may call
+        this. Checkpoints are repaired by ``train.checkpoint``."""
+        complete = (self.recipe, self.history, *(log.path for log in (*self._logs, self.failed)))
+        leftovers = [path for target in complete for path in self.path.glob(f".{target.name}.*")]
+        for path in (*leftovers, *self.adapter.glob(".*")):
             path.unlink(missing_ok=True)
 
     @property
     def _logs(self) -> tuple[Jsonl | JsonlZst, ...]:
-        """Those whose rows a resumed run writes again."""
+        """The logs whose rows a resumed run writes again."""
         logs = (self.metrics, self.eval, self.mismatch, self.watch)
         return (*logs, self.forecast, self.forgetting, self.trajectories)
 
 
 def new_run_path(root: Path, recipe: str, now: datetime | None = None) -> Path:
-    """Make the empty folder ``root/<recipe>-<yyyymmdd-hhmmss>``, with -2, -3 ... when that second is taken:
-    no other run gets this name. Raises ValueError where no folder can be made."""
+    """Make the empty folder ``root/<recipe>-<yyyymmdd-hhmmss>``, with -2, -3 ... if that name is taken, so
+    that no other run gets it. Raises ValueError where no folder can be made."""
     stem = f"{recipe}-{now or datetime.now():%Y%m%d-%H%M%S}"
     for number in itertools.count(1):
         path = root / (stem if number == 1 else f"{stem}-{number}")
@@ -425,9 +426,9 @@ def new_run_path(root: Path, recipe: str, now: datetime | None = None) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise _not_writable(path, error) from error
+            raise _explain_unwritable(path, error) from error
     raise AssertionError("numbers have an end")
 
 
-def _not_writable(path: Path, error: OSError) -> ValueError:
+def _explain_unwritable(path: Path, error: OSError) -> ValueError:
     return ValueError(f"run folder {path} cannot be written ({error}); set log.dir to a folder that can")

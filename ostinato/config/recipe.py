@@ -1,4 +1,4 @@
-"""The whole recipe: its sections together, the files it is read from, the overrides on top."""
+"""The whole recipe: its sections, checks across them, the files it is read from, and overrides."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from ostinato.config.sections import (
 from ostinato.config.tasks import VERIFIERS, MixedTask, OneTask, TaskSection
 from ostinato.inputs import has_surrogate, parse_toml
 
-# Keys that are no more, with the value that every run has now.
+# Removed keys, with the value that every run has now.
 FORMER = {
     "memory.importance": "",
     "reward.judge_cache": 65_536,
@@ -56,9 +56,9 @@ FORMER = {
 
 
 class Recipe(Section):
-    """Everything that a run is made of. ``Recipe.load`` reads one; ``dump_toml`` writes it back."""
+    """All settings of a run. ``Recipe.load`` reads one; ``dump_toml`` writes it back."""
 
-    name: str = "recipe"  # of the run folder; the file's name unless given
+    name: str = "recipe"  # in the name of the run folder; by default the file's name
     seed: Seed = 0
     model: ModelSection = ModelSection()
     adapter: AdapterSection = AdapterSection()
@@ -84,6 +84,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
+        """Raises ValueError for keys of different sections that exclude each other."""
         if not self.name.isprintable() or Path(self.name).name != self.name or self.name == "..":
             raise ValueError(f"name is {self.name!r}, which is no name for the folder of a run; use a word")
         if self.trainer.minibatches > (prompts := self.rollout.prompts_per_step):
@@ -130,6 +131,7 @@ class Recipe(Section):
         return self
 
     def _check_storage(self) -> None:
+        """Raises ValueError for keys that exclude the ``model.storage``."""
         if self.model.storage == "same":
             return
         storage = f'model.storage is "{self.model.storage}"'
@@ -154,19 +156,20 @@ class Recipe(Section):
             )
 
     def judges(self, task: str) -> RewardSection:
-        """The rewards of a task by name ("" where there is one alone): those that it names, with their
-        weights. KeyError for another name."""
-        one, reward = self.task.by_name[task], self.reward
-        if not (chosen := one.rewards if isinstance(one, MixedTask) else ()):
+        """The rewards of the task with this name ("" for the only one): those that it names, with their
+        weights. Raises KeyError for an unknown task."""
+        section, reward = self.task.by_name[task], self.reward
+        if not (names := section.rewards if isinstance(section, MixedTask) else ()):
             return reward
         weights = dict(zip(reward.functions, reward.weights, strict=True)) if reward.weights else {}
-        kept = tuple(weights[name] for name in chosen if name in weights)
-        return reward.model_copy(update={"functions": chosen, "weights": kept})
+        chosen_weights = tuple(weights[name] for name in names if name in weights)
+        return reward.model_copy(update={"functions": names, "weights": chosen_weights})
 
     def _check_task(self, where: str, task: OneTask, reward: RewardSection) -> None:
-        if other := [name for name in reward.functions if name not in self.reward.functions]:
+        """Raises ValueError for keys of a task that exclude each other; ``where``: its section."""
+        if unknown := [name for name in reward.functions if name not in self.reward.functions]:
             raise ValueError(
-                f"{where}.rewards has {other[0]!r}, which is none of reward.functions "
+                f"{where}.rewards has {unknown[0]!r}, which is none of reward.functions "
                 f"{list(self.reward.functions)}; add it there"
             )
         if task.env and task.tools:
@@ -218,6 +221,7 @@ class Recipe(Section):
             )
 
     def _check_mixture(self) -> None:
+        """Raises ValueError for tasks that cannot be mixed, and unknown tasks of downstream sets."""
         marks = {name: self.judges(name).full_marks for name in self.task.by_name}
         best, least = max(marks, key=marks.__getitem__), min(marks, key=marks.__getitem__)
         if self.reward.solved_at == "full" and marks[best] != marks[least]:
@@ -232,15 +236,15 @@ class Recipe(Section):
                     f"task.mix has {len(values)} values of {key}, and agents of a run share one server; give "
                     "all of them the same"
                 )
-        for name, each in self.eval.downstream.items():
-            if each.task and each.task not in marks:
+        for name, downstream in self.eval.downstream.items():
+            if downstream.task and downstream.task not in marks:
                 raise ValueError(
-                    f"eval.downstream.{name}.task is {each.task!r}; use one of the tasks of task.mix: "
+                    f"eval.downstream.{name}.task is {downstream.task!r}; use one of the tasks of task.mix: "
                     f"{[*filter(None, marks)]}"
                 )
 
     def _check_bounds(self) -> None:
-        """Nothing that has a bound of its own may take longer than what ends the whole run."""
+        """Raises ValueError where a part with its own time limit may outlast ``pipeline.watch_s``."""
         watch, reward = self.pipeline.watch_s, self.reward
         functions = len(reward.functions)
         grading = 60 + 2 * functions * reward.timeout_s
@@ -290,10 +294,10 @@ class Recipe(Section):
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> Recipe:
-        """Check a nested mapping. Raises ValueError with one sentence, which counts further faults."""
+        """The recipe of a nested mapping. Raises ValueError with the first fault and the number of others."""
         for section, keys in tree.items():
             for key, value in keys.items() if isinstance(keys, Mapping) else [("", keys)]:
-                if has_surrogate([section, key, value]):  # bytes of a command line that are no UTF-8
+                if has_surrogate([section, key, value]):  # from a command line that is no UTF-8
                     name = f"{section}.{key}".rstrip(".")
                     raise ValueError(f"{name!r} is {value!r}, which is not UTF-8; give it another name")
         tree = {  # recipes of older runs have these keys
@@ -309,32 +313,36 @@ class Recipe(Section):
 
 
 def find_recipe(path: str | Path) -> Path:
-    """``path`` itself, or the recipe of that name that comes with the package ("quickstart")."""
+    """``path`` itself if it is a file, else the packaged recipe of that name ("quickstart"). Raises
+    ValueError."""
     file = Path(path).expanduser()
     if file.is_file():
         return file
-    recipes = {f.stem: f for folder in _recipe_folders() for f in sorted(folder.glob("*.toml"))}
+    recipes = {
+        path_of.stem: path_of for folder in _list_folders() for path_of in sorted(folder.glob("*.toml"))
+    }
     name = str(path).removesuffix(".toml")  # "laptop-1.5b" has a dot of its own
     if name in recipes:
         return recipes[name]
-    near = difflib.get_close_matches(Path(name).name, recipes, n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(Path(name).name, recipes, n=1, cutoff=0.5)
     fix = (
-        f"did you mean {near[0]}?"
-        if near
+        f"did you mean {matches[0]}?"
+        if matches
         else f"give a TOML file or one of {', '.join(recipes) or '(none found)'}"
     )
     raise ValueError(f"recipe {str(path)!r} does not exist; {fix}")
 
 
 def beside_recipes(name: str) -> Path:
-    """A file that comes with the recipes of this program. ValueError where there is none."""
-    for folder in _recipe_folders():
+    """Path of a file that is packaged with the recipes. Raises ValueError if there is none."""
+    for folder in _list_folders():
         if (folder / name).is_file():
             return folder / name
     raise ValueError(f"{name} is not among the recipes of this program; install it again")
 
 
-def _recipe_folders() -> Iterator[Path]:
+def _list_folders() -> Iterator[Path]:
+    """Yield the existing folders of packaged recipes."""
     package = Path(__file__).parents[1]
     for folder in (package / "recipes", package.parent / "recipes"):  # installed | a checkout
         if folder.is_dir():
@@ -342,8 +350,8 @@ def _recipe_folders() -> Iterator[Path]:
 
 
 def resolve_paths(tree: Mapping[str, Any], base: Path, section: type[Section] = Recipe) -> dict[str, Any]:
-    """A copy of ``tree``, the keys of ``section``, in which relative paths (of arms too) begin at
-    ``base`` and are absolute."""
+    """A copy of ``tree``, the keys of ``section``, with relative paths, those of overrides too, made absolute
+    from ``base``."""
 
     def change(_: str, kind: PathKind, text: str) -> str:
         return _resolve_override(text, base) if kind is PathKind.OVERRIDE else make_absolute(kind, text, base)
@@ -352,24 +360,26 @@ def resolve_paths(tree: Mapping[str, Any], base: Path, section: type[Section] = 
 
 
 def _resolve_override(text: str, base: Path) -> str:
+    """``key=value`` with a relative path in the value made absolute from ``base``."""
     if "=" not in text:
         return text
     tree = override({}, [text])
-    if (moved := resolve_paths(tree, base)) == tree:
+    if (resolved := resolve_paths(tree, base)) == tree:
         return text
     dotted = text.partition("=")[0].strip()
-    return f"{dotted}={_toml_text(reduce(getitem, dotted.split('.'), moved))}"
+    return f"{dotted}={_to_toml(reduce(getitem, dotted.split('.'), resolved))}"
 
 
-def _toml_text(value: Any) -> str:
-    """A value on one line."""
+def _to_toml(value: Any) -> str:
+    """``value`` as TOML on one line."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml_text(one)}" for key, one in value.items()) + "}"
-    return f"[{', '.join(map(_toml_text, value))}]" if isinstance(value, list) else json.dumps(value)
+        return "{" + ", ".join(f"{json.dumps(key)} = {_to_toml(item)}" for key, item in value.items()) + "}"
+    return f"[{', '.join(map(_to_toml, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 def override(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of ``tree`` with each ``a.b=value`` set. Values are TOML; what is not TOML is a bare string."""
+    """A copy of ``tree`` with each ``a.b=value`` set. A value that is not TOML is a bare string. Raises
+    ValueError for another form."""
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     for text in overrides:
         dotted, equals, value = text.partition("=")
@@ -378,25 +388,26 @@ def override(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any
             raise ValueError(f"override {text!r} is not of the form section.key=value; e.g. trainer.steps=10")
         table = result
         for depth, key in enumerate(path[:-1], start=1):
-            below = table.get(key, {})
-            if not isinstance(below, Mapping):
+            subtable = table.get(key, {})
+            if not isinstance(subtable, Mapping):
                 raise ValueError(
                     f"override {text!r}: {'.'.join(path[:depth])} is a value, not a section; shorten it"
                 )
-            table[key] = dict(below)
+            table[key] = dict(subtable)
             table = table[key]
-        table[path[-1]] = _toml_value(value.strip())
+        table[path[-1]] = _parse_value(value.strip())
     return result
 
 
-def _toml_value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
+    """The TOML value of ``text``; ``text`` itself if it is none, or a date."""
     try:
         parsed = parse_toml(f"v = {text}")
     except ValueError:
         return text
     value = parsed["v"]
-    plain = isinstance(value, bool | int | float | str | list | dict)  # a date is a bare string to us
-    return value if plain and len(parsed) == 1 else text
+    is_plain = isinstance(value, bool | int | float | str | list | dict)  # a date stays a bare string
+    return value if is_plain and len(parsed) == 1 else text
 
 
 def merge(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
@@ -404,8 +415,10 @@ def merge(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     Relative paths begin at the current folder. Raises ValueError as ``Recipe.load``."""
     tree = recipe.model_dump(mode="json")
     for key, value in resolve_paths(changes, Path()).items():
-        below = tree.get(key)
-        tree[key] = {**below, **value} if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+        section = tree.get(key)
+        tree[key] = (
+            {**section, **value} if isinstance(value, Mapping) and isinstance(section, Mapping) else value
+        )
     return Recipe.parse(tree)
 
 

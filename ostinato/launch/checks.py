@@ -1,4 +1,4 @@
-"""Whether the keys of a recipe fit each other and this machine, and from which reward an answer is solved."""
+"""Checks of a recipe's keys against each other and this machine, and the reward that solves an answer."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 def check(recipe: Recipe) -> Algorithm:
-    """The algorithm of the recipe, checked against the rest of it."""
-    chosen = algorithm(recipe.algo.name, **recipe.algo.overrides)
+    """The algorithm of the recipe. Raises ValueError for keys that do not fit it or each other."""
+    algo = algorithm(recipe.algo.name, **recipe.algo.overrides)
     try:
-        baseline = Baseline.GROUP_MEAN if chosen.rewards is Rewards.APART else chosen.baseline
-        check_group_size(recipe.rollout.group_size, baseline, chosen.scale, chosen.drop_zero_variance)
+        baseline = Baseline.GROUP_MEAN if algo.rewards is Rewards.APART else algo.baseline
+        check_group_size(recipe.rollout.group_size, baseline, algo.scale, algo.drop_zero_variance)
     except ValueError as error:
         raise ValueError(f"rollout.group_size: {error}") from error
     check_ranks(recipe.parallel)
@@ -48,13 +48,13 @@ def check(recipe: Recipe) -> Algorithm:
             'pipeline.overlap is true with adapter.kind "full" in one process, where the sampler would read '
             "weights that the trainer is changing; set cluster.samplers to 1 or more, or train an adapter"
         )
-    return chosen
+    return algo
 
 
 def check_exact(recipe: Recipe) -> None:
-    """Raises ValueError where trainer and sampler cannot compute the same numbers, with one sentence."""
+    """Raises ValueError where trainer and sampler cannot compute the same numbers."""
     engine = recipe.engine
-    apart = {
+    fixes = {
         f'engine.weights is "{engine.weights}"': engine.weights != "model" and 'set it to "model"',
         f'engine.backend is "{engine.backend}"': engine.backend == "vllm" and 'set it to "local"',
         "engine.native is false": not engine.native and "set it to true",
@@ -62,15 +62,15 @@ def check_exact(recipe: Recipe) -> None:
         f'parallel.layout is "{recipe.parallel.layout}"': Layout.parse(recipe.parallel.layout).world > 1
         and "leave it empty",
     }
-    for what, fix in apart.items():
+    for setting, fix in fixes.items():
         if fix:
             raise ValueError(
-                f"model.exact is true, but {what}, where the sampler computes other numbers; {fix}"
+                f"model.exact is true, but {setting}, where the sampler computes other numbers; {fix}"
             )
 
 
 def check_cluster(recipe: Recipe) -> None:
-    """Raises ValueError for what workers elsewhere cannot do, with one sentence."""
+    """Raises ValueError for what remote workers cannot do."""
     section = recipe.cluster
     if find_spec("ray") is None:
         raise ValueError(
@@ -96,16 +96,16 @@ def check_cluster(recipe: Recipe) -> None:
             "weights, as a file of this host; drop it, or train an adapter"
         )
     device = recipe.model.device
-    placed = device_of(recipe.model) if device == "auto" else device
-    if placed.startswith("cuda") and not section.gpus_per_sampler:
+    resolved = device_of(recipe.model) if device == "auto" else device
+    if resolved.startswith("cuda") and not section.gpus_per_sampler:
         raise ValueError(
-            f"model.device is {device!r}, here {placed}, with cluster.gpus_per_sampler 0, so samplers "
+            f"model.device is {device!r}, here {resolved}, with cluster.gpus_per_sampler 0, so samplers "
             "would see no GPU; set it to 1, or to a share of one"
         )
 
 
 def check_ranks(section: ParallelSection) -> None:
-    """Raises ValueError where torchrun has started other ranks than the layout has."""
+    """Raises ValueError where torchrun has started another number of ranks than the layout has."""
     layout, place = Layout.parse(section.layout), Place.of(os.environ)
     if place is not None and place.world != layout.world:
         raise ValueError(
@@ -115,7 +115,7 @@ def check_ranks(section: ParallelSection) -> None:
 
 
 def check_vllm(recipe: Recipe) -> None:
-    """Raises ValueError for what cannot be had with vLLM, with one sentence."""
+    """Raises ValueError for keys that vLLM does not support."""
     engine = recipe.engine
     if find_spec("httpx2") is None:
         raise ValueError('engine.backend is "vllm", which needs a package: pip install "ostinato[vllm]"')
@@ -136,7 +136,7 @@ def check_vllm(recipe: Recipe) -> None:
 
 
 def check_model(section: AdapterSection, decoder: Decoder) -> None:
-    """The same, of what the model has to be known for."""
+    """Raises ValueError for a model that vLLM does not support."""
     if decoder.config.is_untied:
         raise ValueError(
             "tie_word_embeddings is true in the model's config.json, and vLLM leaves out the lm_head.weight "
@@ -145,18 +145,18 @@ def check_model(section: AdapterSection, decoder: Decoder) -> None:
     experts_of(decoder.config, adapter_spec(section))
 
 
-ROUNDING = 1e-6  # of sums of weighted rewards
+ROUNDING = 1e-6  # error of sums of weighted rewards
 
 
 def solved_at(reward: RewardSection) -> float:
-    """The reward from which an answer is solved, less ROUNDING: the recipe's own, or a 1 from every function
-    with a positive weight."""
+    """The least reward of a solved answer, less ROUNDING: the recipe's number, or the reward of a 1 from
+    every function with a positive weight."""
     return (reward.full_marks if reward.solved_at == "full" else reward.solved_at) - ROUNDING
 
 
 def check_solvable(reward: RewardSection) -> None:
-    """Raises ValueError where no answer can ever be solved. That is known of built-in functions alone, which
-    give 0 to 1; a user's own function may give more than 1."""
+    """Raises ValueError where no answer can ever be solved. Only built-in functions are judged, which give 0
+    to 1; a user's own function may give more."""
     most = reward.full_marks
     if reward.solved_at == "full" and not most:
         raise ValueError(
@@ -171,7 +171,7 @@ def check_solvable(reward: RewardSection) -> None:
 
 
 def check_columns(reward: RewardSection, prompts: Sequence[Prompt]) -> None:
-    """Raises ValueError naming the first row whose column a built-in reward could not judge by."""
+    """Raises ValueError naming the first row without a valid column for a built-in reward."""
     for function, (column, read) in READS.items():
         for prompt in prompts if function in reward.functions else ():
             if (value := prompt.columns.get(column)) is None:
@@ -187,7 +187,7 @@ def check_columns(reward: RewardSection, prompts: Sequence[Prompt]) -> None:
 
 
 def several_full_marks(reward: RewardSection) -> Iterator[str]:
-    """What "full" means where several functions count, one of them a user's own."""
+    """Yield a note on "full" where several functions count, one of them a user's own."""
     weights = reward.positive
     if reward.solved_at == "full" and len(weights) > 1 and not all(name in BUILT_IN for name in weights):
         names = [name.rpartition(":")[2] for name in weights]
@@ -199,27 +199,30 @@ def several_full_marks(reward: RewardSection) -> Iterator[str]:
 
 
 def warn_of_control_tokens(renderer: Renderer, chats: Sequence[tuple[str, Any]]) -> None:
-    """A warning where chats, by names of their rows, spell control tokens: the model gets them as text."""
-    found = [(where, token) for where, chat in chats if (token := renderer.control.spelled(chat))]
-    if found:
-        where, token = found[0]
+    """Log a warning if any of ``chats``, (row name, chat), spells control tokens, which the model gets as
+    text."""
+    spelled = [
+        (row_name, token) for row_name, messages in chats if (token := renderer.control.spelled(messages))
+    ]
+    if spelled:
+        row_name, token = spelled[0]
         log.warning(
-            f"{len(found)} of {len(chats)} rows spell a control token in a message, the first {token!r} in "
-            f"{where}; the model reads its letters (docs/security.md)"
+            f"{len(spelled)} of {len(chats)} rows spell a control token in a message, the first {token!r} in "
+            f"{row_name}; the model reads its letters (docs/security.md)"
         )
 
 
 def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[str]:
-    """What is allowed and is not exact, or not what it seems, one sentence each."""
+    """Yield a sentence on each setting that is allowed but inexact, without effect, or surprising."""
     rollout, settings = recipe.rollout, recipe.trainer
     filters = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
-    if used := " and ".join(f"rollout.{name}" for name, on in filters.items() if on):
+    if used := " and ".join(f"rollout.{name}" for name, is_set in filters.items() if is_set):
         yield (
             f"{used} cut what is sampled from: log-probabilities, entropy and gradients are over the tokens "
             "that were kept, which are recorded with each (sampling/support_mean, sampling/support_bytes)"
         )
     yield from several_full_marks(recipe.reward)
-    yield from _of_weights(recipe)
+    yield from _explain_weights(recipe)
     if recipe.engine.backend == "vllm":
         yield from notes(recipe)
     if rollout.interrupt_after:
@@ -227,10 +230,12 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
             f"rollout.interrupt_after = {list(rollout.interrupt_after)} bounds answers, with "
             f"rollout.answer_tokens = {rollout.answer_tokens}; rollout.max_tokens is not used"
         )
-    usual = type(settings).model_fields
-    idle = [key for key in ("replay", "replay_threshold") if getattr(settings, key) != usual[key].default]
-    if idle and not moe:
-        names = " and ".join(f"trainer.{key}" for key in idle)
+    defaults = type(settings).model_fields
+    unused = [
+        key for key in ("replay", "replay_threshold") if getattr(settings, key) != defaults[key].default
+    ]
+    if unused and not moe:
+        names = " and ".join(f"trainer.{key}" for key in unused)
         yield f"{names} change nothing: {recipe.model.path} has no mixture of experts"
     if recipe.adapter.path and chosen.needs_reference and chosen.kl_reference is Reference.BASE:
         yield (
@@ -242,7 +247,7 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
             f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
             "all but the first learn off-policy without a correction"
         )
-    yield from _of_workers(recipe)
+    yield from _explain_workers(recipe)
     first = recipe.pipeline.staleness + 1
     if 5 * first > settings.steps and first > 1:
         yield (
@@ -256,11 +261,11 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
         )
 
 
-def _of_workers(recipe: Recipe) -> Iterator[str]:
-    """What does nothing where the recipe has it."""
+def _explain_workers(recipe: Recipe) -> Iterator[str]:
+    """Yield a sentence on each setting of workers that has no effect."""
     place, workers = recipe.pipeline.placement, recipe.cluster.samplers
-    usual = type(recipe.pipeline).model_fields["placement"].default
-    if place != usual and workers < 2:
+    default = type(recipe.pipeline).model_fields["placement"].default
+    if place != default and workers < 2:
         yield f'pipeline.placement = "{place}" changes nothing with {workers or "no"} cluster.samplers'
     if recipe.pipeline.overlap and not recipe.pipeline.staleness:
         yield (
@@ -270,13 +275,13 @@ def _of_workers(recipe: Recipe) -> Iterator[str]:
 
 
 def uncorrected(chosen: Algorithm) -> bool:
-    """Does no ratio of this algorithm see the policy that sampled?"""
-    blind = chosen.loss is Loss.REINFORCE or chosen.anchor is Anchor.TRAINER
-    return blind and chosen.correction is Correction.NONE
+    """Whether no ratio of this algorithm corrects for the policy that sampled."""
+    ignores_sampler = chosen.loss is Loss.REINFORCE or chosen.anchor is Anchor.TRAINER
+    return ignores_sampler and chosen.correction is Correction.NONE
 
 
-def _of_weights(recipe: Recipe) -> Iterator[str]:
-    """What follows from engine.weights."""
+def _explain_weights(recipe: Recipe) -> Iterator[str]:
+    """Yield a sentence on the effect of engine.weights."""
     weights = recipe.engine.weights
     if weights == "model":
         return
@@ -291,13 +296,13 @@ def _of_weights(recipe: Recipe) -> Iterator[str]:
 
 
 def own_weights(recipe: Recipe) -> bool:
-    """Does the sampler compute with weights that are not the trainer's (``model.quantise``)?"""
-    same = ("model", "bf16") if recipe.model.dtype == "bfloat16" else ("model",)
-    return recipe.engine.weights not in same
+    """Whether the sampler computes with other weights than the trainer's (``model.quantise``)."""
+    equal = ("model", "bf16") if recipe.model.dtype == "bfloat16" else ("model",)
+    return recipe.engine.weights not in equal
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """What is not as with the engine in this process, one sentence each."""
+    """Yield a sentence on each difference of vLLM from the engine in this process."""
     yield "vLLM's noise is its own: the same run samples other tokens the next time"
     if recipe.draft.enabled:
         yield "draft.enabled changes nothing: vLLM drafts as engine.server_args say (docs/vllm_drafter.md)"

@@ -1,9 +1,9 @@
-"""The workers of a cluster: samplers, and if the recipe says so graders and the trainer, as actors of Ray.
+"""The workers of a cluster as actors of Ray: samplers, and optionally graders and the trainer.
 
     recipe -> Cluster (places) -> links -> EnginePool, GraderLink, TrainerLink -> RunComponents
 
-This process keeps the loop, the accounts, the history, and a decoder that maps the same base as the workers
-of its host: it counts FLOPs and exports with it.
+This process keeps the loop, the ledger, the history, and a decoder on the base that the workers of its host
+share, with which it counts FLOPs and exports.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ostinato.types import HistoryEntry, Publication
 from ostinato.workers.ray_cluster import Cluster, Need, RayRemote
 from ostinato.workers.remote import WorkerFault, WorkerLost
 
-AHEAD = 2  # calls that a sampler has for each that it decodes: no place in the batch waits for a message
-GIVE_WAY = 5  # nice: of a core that they share, 3/4 go to the trainer and 1/4 to a sampler
-KEPT_WEIGHTS = 3  # files of all weights
+AHEAD = 2  # calls per place in a sampler's batch, so that no place waits for a message
+GIVE_WAY = 5  # nice of samplers: of a shared core, 3/4 go to the trainer and 1/4 to a sampler
+KEPT_WEIGHTS = 3  # published files of all weights that stay
 IMPORT_S = 60.0  # that a child of a grader may take to import the reward functions
 
 
@@ -48,15 +48,15 @@ IMPORT_S = 60.0  # that a child of a grader may take to import the reward functi
 def open_cluster(
     inputs: RunInputs, folder: Path, memory: Memory | None, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
-    """Start or join Ray and open the workers of the recipe, made by the functions of the module ``workers``;
-    all of it has ended when the context does.
+    """Start or join Ray and open the workers of the recipe, made by functions of the module ``workers``; all
+    end with the context.
 
     Raises ValueError where no Ray answers or the workers do not fit.
     """
     recipe, section = inputs.recipe, inputs.recipe.cluster
     kernels(recipe.engine, inputs.decoder)  # compiled once, here, and not by every worker at once
     sweep()  # copies of the base that a killed run left behind
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         opened = Cluster.open(
             section.address,
             places(recipe),
@@ -67,48 +67,48 @@ def open_cluster(
             f"what was saved is in {folder}, to go on: ostinato resume {folder}",
         )
         factory = WorkerFactory(
-            cluster=held.enter_context(opened), recipe=recipe, folder=folder, workers=workers
+            cluster=stack.enter_context(opened), recipe=recipe, folder=folder, workers=workers
         )
         if section.remote_trainer:
             try:
                 trainer = link = factory.trainer()
             except (WorkerLost, WorkerFault) as error:
                 raise RunFailed(f"the trainer's worker could not be started: {error}") from error
-            held.callback(link.close)
+            stack.callback(link.close)
         else:
-            trainer, link = held.enter_context(open_trainer(inputs, folder)), None
+            trainer, link = stack.enter_context(open_trainer(inputs, folder)), None
         publication = adapters_only
         if recipe.adapter.kind == "full":
-            publication = held.enter_context(all_weights(inputs.decoder))
+            publication = stack.enter_context(all_weights(inputs.decoder))
         graders = factory.graders() if section.graders else None
         if graders is not None:
-            held.callback(graders.close)
+            stack.callback(graders.close)
             inputs.grader.close()
             inputs = replace(inputs, grader=graders)
         pool = factory.pool(memory, publication)
-        yield inputs, _components(factory, pool, trainer, link, graders, memory)
+        yield inputs, _new_components(factory, pool, trainer, link, graders, memory)
     sweep()
 
 
 @contextlib.contextmanager
 def all_weights(decoder: Decoder) -> Iterator[Callable[[Any, int], Publication]]:
-    """How a policy is published where every weight is trained: as a file on this host, in memory if it can.
-    The last few stay for samplers that are slow to load or begin anew."""
+    """Yield the function that publishes a fully trained policy as a file on this host, in memory if possible.
+    The last few files stay for samplers that load slowly or restart."""
     with own_folder() as folder:
-        kept: deque[Path] = deque()
+        paths: deque[Path] = deque()
 
         def publication(adapters: Any, version: int) -> Publication:
             path = folder / f"weights-{version}.safetensors"
             pack_weights(decoder, path)
-            kept.append(path)
-            if len(kept) > KEPT_WEIGHTS:
-                kept.popleft().unlink()
+            paths.append(path)
+            if len(paths) > KEPT_WEIGHTS:
+                paths.popleft().unlink()
             return Publication(version=version, fingerprint=fingerprint_weights(decoder), path=str(path))
 
         yield publication
 
 
-def _components(
+def _new_components(
     factory: WorkerFactory,
     pool: EnginePool,
     trainer: RestorableTrainer,
@@ -116,6 +116,7 @@ def _components(
     graders: GraderLink | None,
     memory: Memory | None,
 ) -> RunComponents:
+    """The components of a run with these workers."""
     recipe, shared = factory.recipe, SharedHistory(memory.history, pool) if memory else None
 
     async def ready() -> None:  # all of them, at the same time
@@ -142,19 +143,19 @@ def _components(
 
 
 def places(recipe: Recipe) -> list[Need]:
-    """A place for each worker, the trainer's first: with pinning it has the first cores.
+    """A place for each worker, the trainer's first, which with pinning gets the first cores.
 
-    A trainer without cores of its own learns while samplers work beside it. They give way, since all wait for
-    a step and hardly ever for one pass of a sampler (docs/pipeline.md)."""
+    Samplers that may share cores with the trainer have a lower priority, as all wait for a step and rarely
+    for one pass of a sampler (docs/pipeline.md)."""
     section = recipe.cluster
     cpus = section.cpus_per_worker
     trainer = (
         [Need(name="trainer", cpus=cpus, gpus=section.gpus_per_trainer)] if section.remote_trainer else []
     )
-    apart = (
+    exclusive = (
         section.remote_trainer or section.address or section.gpus_per_sampler
-    )  # no core is shared for sure
-    nice = GIVE_WAY if recipe.pipeline.overlap and not apart else 0
+    )  # certainly no shared cores
+    nice = GIVE_WAY if recipe.pipeline.overlap and not exclusive else 0
     samplers = [
         Need(name=f"sampler-{i}", cpus=cpus, gpus=section.gpus_per_sampler, nice=nice)
         for i in range(section.samplers)
@@ -163,20 +164,20 @@ def places(recipe: Recipe) -> list[Need]:
 
 
 def lines(section: ClusterSection) -> Iterator[str]:
-    """Who works where, for a person."""
+    """Yield lines that say which workers run where."""
     threads = f"{section.cpus_per_worker} thread{'s' * (section.cpus_per_worker > 1)} each"
-    where = f"the Ray at {section.address}" if section.address else "a Ray of its own on this machine"
+    location = f"the Ray at {section.address}" if section.address else "a Ray of its own on this machine"
     kinds = [(section.samplers, "sampler"), (section.graders, "grader"), (section.remote_trainer, "trainer")]
-    who = ", ".join(f"{int(n)} {kind}{'s' * (n > 1)}" for n, kind in kinds if n)
+    workers = ", ".join(f"{int(count)} {kind}{'s' * (count > 1)}" for count, kind in kinds if count)
     pinned = ", pinned to cores of their own" if section.pin else ""
-    yield f"workers      {who} on {where}, {threads}{pinned}"
-    here = [kind for n, kind in kinds[1:] if not n]
-    if here:
-        yield f"             this process: the loop and the {' and the '.join(here)}"
+    yield f"workers      {workers} on {location}, {threads}{pinned}"
+    local = [kind for count, kind in kinds[1:] if not count]
+    if local:
+        yield f"             this process: the loop and the {' and the '.join(local)}"
 
 
 def pools(section: ClusterSection) -> dict[str, int]:
-    """Devices by pool, for the ledger: GPUs where workers have some, otherwise the places of the workers."""
+    """Devices by pool, for the ledger: GPUs if workers have some, else the number of workers."""
     if section.gpus_per_sampler or section.gpus_per_trainer:
         samplers = math.ceil(section.samplers * section.gpus_per_sampler)
         return {"samplers": max(1, samplers), "trainer": max(1, math.ceil(section.gpus_per_trainer))}
@@ -185,14 +186,14 @@ def pools(section: ClusterSection) -> dict[str, int]:
 
 
 def pool_metrics(pool: EnginePool) -> dict[str, float]:
-    """For a row of metrics: which workers are there, and what was published since the last one."""
+    """Metrics of the pool: its workers, and publications since the last call."""
     published = pool.take_publications()
-    sent = {
+    metrics = {
         "publish/count": float(len(published)),
-        "publish/bytes": float(sum(one.bytes for one in published)),
-        "publish/seconds": sum(one.seconds for one in published),
+        "publish/bytes": float(sum(publication.bytes for publication in published)),
+        "publish/seconds": sum(publication.seconds for publication in published),
     }
-    return pool.gauges() | sent
+    return pool.gauges() | metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +210,7 @@ class WorkerFactory:
         return self.cluster.remote(worker, factory, arguments, start_s=self.recipe.cluster.start_s)
 
     def where(self, worker: str) -> dict[str, Any]:
-        """Process and host, while it has one."""
+        """{"pid", "host"} of a worker; empty while it has no process."""
         place = self.cluster.place(worker)
         return {} if place is None else {"pid": place.pid, "host": place.host}
 
@@ -253,7 +254,7 @@ class WorkerFactory:
 
 
 class SharedHistory:
-    """``pipeline.draft_metrics.Store``: adds to the history, and sends the same to the samplers."""
+    """A ``pipeline.draft_metrics.Store`` that adds to the history and sends the additions to the samplers."""
 
     def __init__(self, history: History, pool: EnginePool) -> None:
         self._history, self._pool = history, pool

@@ -1,4 +1,4 @@
-"""The engine of a recipe: in this process, or on a vLLM server that is started or found."""
+"""The engine of a recipe: in this process, or on a vLLM server that is started or joined."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 AnyEngine = LocalEngine | TransformersEngine
-PROBE_TOKENS = 48  # of the prompt that policies are proven on
+PROBE_TOKENS = 48  # most tokens of the prompt that published policies are checked on
 
 
 @contextlib.contextmanager
@@ -60,16 +60,16 @@ def vllm_engine(
     folder: Path,
     need: Need | None = None,
 ) -> Iterator[VllmEngine]:
-    """The engine on a server that is started in, or found, and left with the context. ``model`` is the base's
-    folder, ``prompt`` ([P] token ids) any of the run's, ``folder`` where adapters and the log go.
+    """Yield the engine on a vLLM server that is started, or joined at engine.address. ``model``: folder of
+    the base; ``prompt``: token ids [P] of any prompt of the run; ``folder``: for adapters and the log.
 
-    Raises ValueError for a server that cannot do it, and RunFailed for one that is not there.
+    Raises ValueError for an unsuitable server, and RunFailed for a server that does not answer.
     """
     check_model(recipe.adapter, decoder)
-    cluster, returned = recipe.cluster, _returned(recipe, decoder)
+    cluster, outputs = recipe.cluster, _select_outputs(recipe, decoder)
     server = _server(recipe, decoder, model, folder, need)
-    where = recipe.engine.address or f"started here, its log {folder / 'server.log'}"
-    logger.info(f"vLLM         {where}; waited for {cluster.start_s:g} s at most")
+    location = recipe.engine.address or f"started here, its log {folder / 'server.log'}"
+    logger.info(f"vLLM         {location}; waited for {cluster.start_s:g} s at most")
     try:
         engine = VllmEngine(
             server,
@@ -78,8 +78,8 @@ def vllm_engine(
             decode=renderer.decode,
             probe=prompt[:PROBE_TOKENS],
             spec=adapter_spec(recipe.adapter),
-            routes=returned["routes"],
-            supports=returned["supports"],
+            routes=outputs["routes"],
+            supports=outputs["supports"],
             silence_s=cluster.silence_s,
             slots=min(SLOTS if recipe.engine.address else MOST_OPEN, recipe.engine.max_batch),
         )
@@ -92,16 +92,17 @@ def vllm_engine(
 
 
 def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path, need: Need | None) -> Server:
+    """The server at engine.address, or a new one as a child. Raises ValueError for what it cannot return."""
     settings, start_s, key = recipe.engine, recipe.cluster.start_s, os.environ.get(KEY, "")
     if settings.address:
         return VllmAt(settings.address, start_s=start_s, key=key)
     spec, config = adapter_spec(recipe.adapter), decoder.config
-    experts, returned = experts_of(config, spec), _returned(recipe, decoder)
-    if decoder.device.type == "cpu" and any(returned.values()):
-        key = "trainer.replay" if returned["routes"] else "rollout.top_k, top_p or min_p"
+    experts, outputs = experts_of(config, spec), _select_outputs(recipe, decoder)
+    if decoder.device.type == "cpu" and any(outputs.values()):
+        key = "trainer.replay" if outputs["routes"] else "rollout.top_k, top_p or min_p"
         raise ValueError(f"{key} needs what vLLM returns on a GPU alone; switch it off")
     serve = Serve(
-        python=_python(settings.python),
+        python=_find_python(settings.python),
         model=model,
         dtype=recipe.model.dtype,
         context=decoder.config.max_positions,
@@ -111,14 +112,14 @@ def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path, need: N
         lends=lends_memory(recipe, decoder),
         rank=max(spec.rank, spec.expert_rank or 0) if experts else spec.rank,
         shared_experts=bool(experts) and spec.expert_scheme == ExpertScheme.SHARED_OUTER,
-        **returned,
+        **outputs,
         args=settings.server_args,
     )
     return VllmChild(serve, folder / "server.log", start_s=start_s, key=key)
 
 
-def _returned(recipe: Recipe, decoder: Decoder) -> dict[str, bool]:
-    """What the server returns beside tokens: experts, to be replayed, and what filters leave."""
+def _select_outputs(recipe: Recipe, decoder: Decoder) -> dict[str, bool]:
+    """Whether the server returns expert routes, for replay, and the supports of filtered distributions."""
     rollout = recipe.rollout
     return {
         "routes": decoder.num_moe_layers > 0 and recipe.trainer.replay is not False,
@@ -126,16 +127,16 @@ def _returned(recipe: Recipe, decoder: Decoder) -> dict[str, bool]:
     }
 
 
-def _python(given: str) -> str:
-    """The interpreter that has vLLM. Raises ValueError where there is none."""
-    python = shutil.which(str(Path(given).expanduser())) if given else sys.executable
+def _find_python(path: str) -> str:
+    """The interpreter ``given``, or this one, if it has vLLM. Raises ValueError otherwise."""
+    python = shutil.which(str(Path(path).expanduser())) if path else sys.executable
     if python is None:
-        raise ValueError(f"engine.python is {given!r}, which is no program; name the python that has vLLM")
+        raise ValueError(f"engine.python is {path!r}, which is no program; name the python that has vLLM")
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     if subprocess.run([python, "-c", probe], capture_output=True, timeout=60, check=False).returncode:
-        what = f"engine.python {given!r}" if given else "this Python"
+        name = f"engine.python {path!r}" if path else "this Python"
         raise ValueError(
-            f'engine.backend is "vllm", which {what} does not have; name the one in engine.python'
+            f'engine.backend is "vllm", which {name} does not have; name the one in engine.python'
         )
     return python
 
@@ -149,9 +150,9 @@ def new_engine(
     need: Need | None = None,
     name: str = "sampler-0",
 ) -> LocalEngine:
-    """The in-process engine, serving the base, on the decoder's own tensors or a copy (``engine.weights``);
-    with drafts from ``memory``. ``need``: what is sampled at once, None where that is not known. ``name`` is
-    the worker's in the timeline."""
+    """The in-process engine of the base, on the decoder's own tensors or a copy (``engine.weights``), with
+    drafts from ``memory``. ``need``: of the KV cache, None if unknown. ``name``: of the worker in the
+    timeline."""
     if not isinstance(decoder, Decoder):
         raise ValueError('model.backend is "transformers", and this needs our own decoder: "native"')
     sampler = sampler_decoder(recipe.engine, decoder, kernels(recipe.engine, decoder))
@@ -176,7 +177,7 @@ def any_engine(
     *,
     need: Need | None = None,
 ) -> AnyEngine:
-    """``new_engine``, or the sampler of a model of transformers."""
+    """``new_engine``, or for a model of transformers its sampler."""
     if isinstance(decoder, TransformersModel):
         return TransformersEngine(
             decoder,
@@ -190,19 +191,21 @@ def any_engine(
 
 
 def sampler_decoder(section: EngineSection, decoder: Decoder, kernels: Kernels | None) -> Decoder:
-    """What the engine samples from (``engine.weights``); what a copy costs is logged."""
+    """The decoder that the engine samples from (``engine.weights``); the size of a copy is logged."""
     weights = Weights(section.weights)
     sampler = quantise(decoder, weights)
     if sampler is not decoder:
-        own, model = (size / 1e6 for size in (own_bytes(sampler, decoder), own_bytes(decoder)))
+        copy_mb, model_mb = (size / 1e6 for size in (own_bytes(sampler, decoder), own_bytes(decoder)))
         fast = kernels is not None and (kernels.fast_codes or weights is Weights.INT8)
         slow = "" if fast else "; on this machine they save memory and cost time"
-        logger.info(f"engine weights {weights}: {own:,.0f} MB beside the model's {model:,.0f} MB{slow}")
+        logger.info(
+            f"engine weights {weights}: {copy_mb:,.0f} MB beside the model's {model_mb:,.0f} MB{slow}"
+        )
     return sampler
 
 
 def kernels(section: EngineSection, decoder: Decoder | TransformersModel) -> Kernels | None:
-    """The native kernels if the section has them; None, for torch, and a warning if they cannot be built."""
+    """The native kernels; None if switched off, not on a CPU, or (with a warning) if they cannot be built."""
     if not section.native or decoder.device.type != "cpu":
         return None
     try:
@@ -213,32 +216,35 @@ def kernels(section: EngineSection, decoder: Decoder | TransformersModel) -> Ker
 
 
 def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels | None:
-    """What the engine runs on: on a GPU the kernels in Triton, where there is Triton and they are proven."""
+    """The kernels of the engine, on a GPU those in Triton if it runs and they pass their checks; else
+    None."""
     if decoder.device.type != "cuda":
         return kernels(recipe.engine, decoder)
-    if not _runs_triton(recipe.engine, decoder):
+    if not _can_run_triton(recipe.engine, decoder):
         return None
     from ostinato.engine.proof import prove_kernels
     from ostinato.model.cuda import CUDA_OPS, EXACT_OPS, CudaKernels
     from ostinato.model.cuda.graphs import cuda_graphs
 
     exact = recipe.model.exact
-    found, why = prove_kernels(decoder, CudaKernels(EXACT_OPS if exact else CUDA_OPS, cuda_graphs(), exact))
-    if found is None and exact:
-        raise ValueError(f"model.exact is true, but {why}; set it to false")
-    if why:
-        _warn_once(why)
-    return found
+    proven, reason = prove_kernels(
+        decoder, CudaKernels(EXACT_OPS if exact else CUDA_OPS, cuda_graphs(), exact)
+    )
+    if proven is None and exact:
+        raise ValueError(f"model.exact is true, but {reason}; set it to false")
+    if reason:
+        _warn_once(reason)
+    return proven
 
 
 def training_ops(recipe: Recipe, decoder: Base) -> Ops:
-    """The arithmetic of the trainer. Raises ValueError for a ``model.exact`` that cannot be had here."""
+    """The arithmetic of the trainer. Raises ValueError for a ``model.exact`` that is not possible here."""
     if isinstance(decoder, TransformersModel):
         return TORCH_OPS
     decoder = cast(Decoder, decoder)  # the only other Base
-    found = kernels(recipe.engine, decoder)
+    native = kernels(recipe.engine, decoder)
     if not recipe.model.exact:
-        return found.training if found else card_ops(recipe.engine, decoder) or TORCH_OPS
+        return native.training if native else card_ops(recipe.engine, decoder) or TORCH_OPS
     check_exact(recipe)
     if decoder.config.window is not None:
         raise ValueError("model.exact is true, but layers of this model have a window; set it to false")
@@ -249,17 +255,17 @@ def training_ops(recipe: Recipe, decoder: Base) -> Ops:
         )
     if decoder.device.type == "cuda":
         return exact_card_ops(recipe.engine, decoder)
-    if found is None:
+    if native is None:
         raise ValueError("model.exact is true, but its kernels cannot be built; set it to false")
-    return found.exact
+    return native.exact
 
 
 def exact_card_ops(section: EngineSection, decoder: Decoder) -> Ops:
-    """``model.exact`` on a card. Raises ValueError where it cannot be had there, in one sentence."""
+    """The arithmetic of ``model.exact`` on a GPU. Raises ValueError where that is not possible."""
     moe = decoder.config.moe
     if moe is not None and moe.num_groups > 1:
         raise ValueError("model.exact is true with a router of groups, which no kernel has; set it to false")
-    if not _runs_triton(section, decoder):
+    if not _can_run_triton(section, decoder):
         raise ValueError(f"model.exact is true, but Triton does not run on {decoder.device}; set it to false")
     from ostinato.model.cuda import exact_training
     from ostinato.model.cuda.proof import prove_ops
@@ -271,20 +277,20 @@ def exact_card_ops(section: EngineSection, decoder: Decoder) -> Ops:
 
 
 def card_ops(section: EngineSection, decoder: Decoder) -> Ops | None:
-    """The kernels of a card, as far as they are proven, where the decoder is on one and there is Triton."""
-    if decoder.device.type != "cuda" or not _runs_triton(section, decoder):
+    """The checked Triton kernels of the decoder's GPU; None on a CPU or without Triton."""
+    if decoder.device.type != "cuda" or not _can_run_triton(section, decoder):
         return None
     from ostinato.model.cuda import CUDA_OPS
     from ostinato.model.cuda.proof import prove_ops
 
     ops, faults = prove_ops(decoder, CUDA_OPS)
-    for why in faults:
-        _warn_once(why)
+    for fault in faults:
+        _warn_once(fault)
     return ops
 
 
-def _runs_triton(section: EngineSection, decoder: Decoder) -> bool:
-    """On the card of the decoder."""
+def _can_run_triton(section: EngineSection, decoder: Decoder) -> bool:
+    """Whether Triton kernels run on the decoder's GPU; warns if it is not the current one."""
     if not section.native or importlib.util.find_spec("triton") is None:
         return False
     if decoder.device.index in (None, torch.cuda.current_device()):  # where Triton launches
@@ -296,11 +302,11 @@ def _runs_triton(section: EngineSection, decoder: Decoder) -> bool:
 
 @cache
 def _warn_once(sentence: str) -> None:
-    """Engine and trainer each load the kernels."""
+    """Log a warning once, as engine and trainer each load the kernels."""
     logger.warning(sentence)
 
 
 def shares(recipe: Recipe) -> bool:
-    """Do all workers of a host map one copy of the base?"""
+    """Whether all workers of a host map one copy of the base."""
     cluster = recipe.cluster
     return bool(cluster.samplers) and sys.platform == "linux" and recipe.adapter.kind == "lora"

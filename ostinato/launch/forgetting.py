@@ -1,4 +1,4 @@
-"""The questions of the forgetting watch: what the policy may be able to do and is not trained on.
+"""The questions of the forgetting watch, on abilities that are not trained.
 
 forgetting.source           rows of that source, judged by their ``answer`` where they have one
 a task of arithmetic        the families that it leaves out; where it has all, longer operands and chains
@@ -24,7 +24,7 @@ from ostinato.run import RunFolder
 from ostinato.types import Prompt
 
 MAX_TOKENS = 48  # of an answer
-USUAL_SHARE = 0.02  # of the FLOPs of a run, that ``questions_for`` supposes
+USUAL_SHARE = 0.02  # share of a run's FLOPs that ``questions_for`` assumes
 THINGS = ("the sea", "a bicycle", "rain", "bread", "a school", "the moon", "a river", "winter")
 PLAIN = (
     "What is {}?",
@@ -35,7 +35,7 @@ PLAIN = (
 
 
 def new_forgetting(inputs: RunInputs, trainer: Scorer, run: RunFolder, flops: FlopModel) -> Forgetting | None:
-    """None where the recipe has none, and for a run that is too short to afford one."""
+    """The forgetting watch of a run; None if it is off, or the run is too short to afford it."""
     recipe, section = inputs.recipe, inputs.recipe.forgetting
     budget = Every.parse(recipe.trainer.budget, "trainer.budget")
     answers = answers_of(recipe, budget, flops)
@@ -45,9 +45,9 @@ def new_forgetting(inputs: RunInputs, trainer: Scorer, run: RunFolder, flops: Fl
     about, prompts = questions_of(recipe, count)
     sampling, renderer = sampling_of(recipe.rollout, inputs.renderer), inputs.renderer
     if not renderer.has_chat_template:
-        prompts = [_as_text(prompt) for prompt in prompts]
+        prompts = [_to_text(prompt) for prompt in prompts]
     return Forgetting(
-        questions=[Question(tokens=renderer.prompt(prompt), right=_right(prompt)) for prompt in prompts],
+        questions=[Question(tokens=renderer.prompt(prompt), right=_new_judge(prompt)) for prompt in prompts],
         about=about,
         sampling=replace(
             sampling, max_tokens=min(sampling.max_tokens, MAX_TOKENS), top_k=0, top_p=1.0, min_p=0.0
@@ -65,18 +65,24 @@ def new_forgetting(inputs: RunInputs, trainer: Scorer, run: RunFolder, flops: Fl
 
 
 def answers_of(recipe: Recipe, budget: Every, flops: FlopModel) -> float:
-    """About how many a run samples: in all of its steps or, where that is fewer, for its budget of steps or
-    FLOPs, if an answer is half as long as it may be."""
-    each, tokens = recipe.rollout.prompts_per_step * recipe.rollout.group_size, recipe.rollout.max_tokens / 2
-    work, steps = Work(tokens=tokens * each, logits=tokens * each), float(recipe.trainer.steps)
+    """Estimated number of answers that a run samples in its steps, or its budget of steps or FLOPs if that is
+    less, for answers of half the greatest length."""
+    answers_per_step, tokens = (
+        recipe.rollout.prompts_per_step * recipe.rollout.group_size,
+        recipe.rollout.max_tokens / 2,
+    )
+    work, steps = (
+        Work(tokens=tokens * answers_per_step, logits=tokens * answers_per_step),
+        float(recipe.trainer.steps),
+    )
     prices = {Axis.STEPS: 1.0, Axis.FLOPS: 2 * flops.forward(work) + flops.backward(work)}
     if budget.amount and budget.unit in prices:
         steps = min(steps, budget.amount / prices[budget.unit])
-    return steps * each
+    return steps * answers_per_step
 
 
 def questions_of(recipe: Recipe, count: int) -> tuple[str, list[Prompt]]:
-    """(their subject, in words; ``count`` prompts, or as many as a file has)."""
+    """(subject in words, prompts): ``count`` prompts, or fewer if a file has fewer."""
     section, seed = recipe.forgetting, recipe.task.seed
     if section.source:
         return section.source, load_tasks(section.source, "eval", seed, count, section.params)
@@ -89,38 +95,41 @@ def questions_of(recipe: Recipe, count: int) -> tuple[str, list[Prompt]]:
         ][: count // 2]
         params: dict[str, Any] = {"digits": 2, "terms": 3}
         return "short arithmetic and plain questions", [
-            *_arithmetic(seed, count - len(plain), params),
+            *_load_arithmetic(seed, count - len(plain), params),
             *plain,
         ]
     digits, terms = (
-        max(one.get(key, usual) for one in trained) for key, usual in (("digits", 3), ("terms", 5))
+        max(one.get(key, default) for one in trained) for key, default in (("digits", 3), ("terms", 5))
     )
-    known = {family for one in trained for family in one.get("families", tuple(Family))}
-    if left := [family for family in Family if family not in known]:
-        params = {"families": left, "digits": digits, "terms": terms}
-        return f"arithmetic that is not trained ({', '.join(left)})", _arithmetic(seed, count, params)
+    families = {family for one in trained for family in one.get("families", tuple(Family))}
+    if untrained := [family for family in Family if family not in families]:
+        params = {"families": untrained, "digits": digits, "terms": terms}
+        return f"arithmetic that is not trained ({', '.join(untrained)})", _load_arithmetic(
+            seed, count, params
+        )
     params = {"digits": digits + 1, "terms": terms + 2}
-    longer = [one for one in _arithmetic(seed, 8 * count, params) if _is_longer(one, digits, terms)]
+    longer = [one for one in _load_arithmetic(seed, 8 * count, params) if _is_longer(one, digits, terms)]
     return f"longer arithmetic (to {digits + 1} digits, {terms + 2} terms)", longer[:count]
 
 
-def _arithmetic(seed: int, count: int, params: dict[str, Any]) -> list[Prompt]:
+def _load_arithmetic(seed: int, count: int, params: dict[str, Any]) -> list[Prompt]:
     return load_tasks("arithmetic", "eval", seed, count, params)
 
 
 def _is_longer(prompt: Prompt, digits: int, terms: int) -> bool:
-    """Than all that is trained."""
+    """Whether an expression has more terms, or a longer operand, than is trained."""
     words = str(prompt.columns["expression"]).split()
     return len(words) > 2 * terms - 1 or any(len(word) > digits for word in words if word.isdigit())
 
 
-def _as_text(prompt: Prompt) -> Prompt:
-    """For a model that has no chats."""
+def _to_text(prompt: Prompt) -> Prompt:
+    """The prompt as plain text, for a model without chats."""
     text = "\n".join(message["content"] for message in prompt.messages or ())
     return prompt if prompt.messages is None else replace(prompt, messages=None, text=text)
 
 
-def _right(prompt: Prompt) -> Callable[[str], bool] | None:
+def _new_judge(prompt: Prompt) -> Callable[[str], bool] | None:
+    """The judge of a text as the prompt's answer; None for a prompt without an answer."""
     answer = prompt.columns.get("answer")
     if answer is None:
         return None

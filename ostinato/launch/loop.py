@@ -1,4 +1,5 @@
-"""The loop of a run, from its inputs and components: its ledger, checkpoints."""
+"""Construction of a run's loop from its inputs and components, with its evaluations, ledger and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -49,13 +50,13 @@ logger = logging.getLogger(__name__)
 
 
 def new_evaluations(inputs: RunInputs) -> list[Evaluation]:
-    """The main one; unless it is greedy itself, one greedy answer to each of its prompts before and after
-    training; then the downstream ones, in the order of the recipe."""
+    """The evaluations of a run: the main one; one greedy answer to each of its prompts before and after
+    training, unless the main one is greedy; then the downstream ones, in the order of the recipe."""
     recipe, main, rollout = inputs.recipe, inputs.recipe.eval, inputs.recipe.rollout
     thinking = rollout.interrupt_after[1:]
     sampling = Sampling(
         temperature=main.temperature,
-        # rollout.max_tokens is not used where thinking is interrupted: no part of the set's identity then
+        # rollout.max_tokens is not used with interrupted thinking, so it is not in the set's identity
         max_tokens=thinking[0] + rollout.answer_tokens if thinking else rollout.max_tokens,
         stop_tokens=inputs.renderer.stop_tokens,
         stop_strings=rollout.stop,
@@ -81,17 +82,18 @@ def new_evaluations(inputs: RunInputs) -> list[Evaluation]:
         greedy = replace(sampled, name=GREEDY_SET, sampling=replace(sampling, temperature=0.0), shares=())
         evaluations.append(replace(greedy, samples=1, k=1, start_factor=1, every=NEVER))
     for name, rows in inputs.downstream.items():
-        each = main.downstream[name]
-        one = replace(sampled, name=name, split=each.split, prompts=rows, samples=each.k, k=each.k, shares=())
-        evaluations.append(replace(one, every=Every.parse(each.every, "every")))
+        section = main.downstream[name]
+        evaluation = replace(
+            sampled, name=name, split=section.split, prompts=rows, samples=section.k, k=section.k, shares=()
+        )
+        evaluations.append(replace(evaluation, every=Every.parse(section.every, "every")))
     return evaluations
 
 
 async def score_exported(
     inputs: RunInputs, adapters: Adapters | None, state: LoopState, ledger: Ledger
 ) -> dict[str, Any]:
-    """The held-out row of the policy as it is exported: with the model's weights, whatever the run sampled
-    with."""
+    """The held-out row of the policy as exported, sampled with the model's weights whatever the run used."""
     sampler = inputs.recipe.engine.model_copy(update={"weights": "model"})
     exact = replace(inputs, recipe=inputs.recipe.model_copy(update={"engine": sampler}))
     engine = new_engine(exact.recipe, exact.decoder, exact.renderer, need=rollout_need(exact))
@@ -105,17 +107,17 @@ async def score_exported(
 
 
 def new_budget(section: TrainerSection) -> Every:
-    """What the run may spend until it stops, for good or for now."""
+    """The budget up to which this start of the run goes."""
     return Every.parse(section.budget, "trainer.budget").part(section.until)
 
 
 def mark(recipe: Recipe) -> float:
-    """The reward from which an answer is solved: the same for all tasks of a mixture."""
+    """The least reward of a solved answer, which is the same for all tasks of a mixture."""
     return solved_at(recipe.judges(next(iter(recipe.task.by_name))))
 
 
 def new_flops(inputs: RunInputs, adapters: Adapters | None) -> FlopModel:
-    """What rows of rollouts and of training cost."""
+    """The FLOP model of rollouts and training."""
     return inputs.decoder.flops(
         adapters.spec if adapters else None,
         recompute=inputs.recipe.trainer.recompute,
@@ -133,7 +135,7 @@ def new_loop(
     observer: Observer,
     writers: Sequence[MetricWriter] = (),
 ) -> Loop:
-    """The run, assembled."""
+    """The loop of a run, assembled from inputs and components."""
     recipe, trainer, memory = inputs.recipe, components.trainer, components.memory
     flops, rows = new_flops(inputs, trainer.adapters()), row_digests(inputs)
 
@@ -185,24 +187,24 @@ TRAINED, HELD_OUT = "to train on", "held out"
 
 
 def row_digests(inputs: RunInputs) -> dict[str, str]:
-    """Hashes (twelve hex digits) of the rows that a run trains on, and of those that it is scored on."""
+    """Hashes (twelve hex digits) of the rows that a run trains on, and of the rows that it is scored on."""
     scored = [*inputs.eval_prompts, *(row for rows in inputs.downstream.values() for row in rows)]
     return {TRAINED: _digest(inputs.train_prompts), HELD_OUT: _digest(scored)}
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for prompt in prompts:
         shown = [prompt.text, prompt.messages, prompt.tools, prompt.template_kwargs]
-        found.update(to_json({"row": [prompt.uid, prompt.task, *shown, prompt.columns]}).encode())
-    return found.hexdigest()[:12]
+        digest.update(to_json({"row": [prompt.uid, prompt.task, *shown, prompt.columns]}).encode())
+    return digest.hexdigest()[:12]
 
 
 def check_rows(
     run: RunFolder, saved: Mapping[str, str] | None, now: Mapping[str, str], changed: Set[str]
 ) -> None:
-    """Raises ValueError where digests of rows are not those in the run's checkpoint, ``saved`` (None: of a
-    version without them), unless a section of the recipe that chooses the rows was ``changed``."""
+    """Raises ValueError where the digests ``now`` differ from ``saved``, those of the checkpoint (None in
+    older versions), unless a section of the recipe that chooses the rows is in ``changed``."""
     if saved is None:
         logger.info(f"{run.path} has no digest of its rows, so they are not compared with those of its start")
         return
@@ -223,9 +225,9 @@ def check_rows(
 def restore(
     run: RunFolder, trainer: RestorableTrainer, inputs: RunInputs, changed: Set[str] = frozenset()
 ) -> LoopState:
-    """Put ``trainer`` where the newest whole checkpoint of ``run`` was taken; the start without one. What a
-    killed process left half written goes: only for the holder of the run's lock. ``changed``: sections of the
-    recipe. Raises ValueError for other rows, see ``check_rows``."""
+    """Restore ``trainer`` from the newest whole checkpoint of ``run``, if any, and return the loop's state.
+    Removes what a killed process left half written, so only the holder of the run's lock may call it.
+    ``changed``: sections of the recipe. Raises ValueError for other rows, see ``check_rows``."""
     repair(run.checkpoints)
     checkpoint = newest_checkpoint(run, trainer)
     if checkpoint is None:
@@ -243,8 +245,8 @@ def new_ledger(
     clock: SteadyClock,
     pools: Mapping[str, int] | None = None,
 ) -> Ledger:
-    """The ledger of one process, which began when ``clock`` did. ``pools``: devices by pool where workers
-    have them; otherwise the recipe's."""
+    """The ledger of one process, which started with ``clock``. ``pools``: devices by pool if workers have
+    them, else the recipe's devices."""
     section = recipe.ledger
     terms = Terms(
         devices=sum(pools.values()) if pools else section.devices,
@@ -258,7 +260,7 @@ def new_ledger(
 
 
 def rules(recipe: Recipe) -> str:
-    """What decides the score of an answer, and how it comes about, beside prompt and sampling: as JSON, the
+    """JSON of the settings that decide how answers are made and scored, apart from prompt and sampling; the
     same in any folder."""
     tree = without_folders(recipe.model_dump(mode="json"), Recipe)
     interruption = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
@@ -276,8 +278,8 @@ STATUS_S = 1.0  # between two writings of workers.json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComponents:
-    """``ready`` is awaited before the loop begins, ``end`` when it has ended, both in its event loop. The
-    loop's ``Workers`` are these."""
+    """The parts that a loop works with; it is the loop's ``Workers``. ``ready`` is awaited before the loop
+    begins, ``end`` after it, both in its event loop."""
 
     trainer: RestorableTrainer
     engine: Engine
@@ -285,11 +287,11 @@ class RunComponents:
     drafting: Drafting | None = None
     counters: Sequence[Counter[str]] = ()  # beside those of the grader and the tools
     extra_metrics: Callable[[], Mapping[str, float]] = dict
-    tokens_sampled: Callable[[], float] = lambda: 0.0  # grows while the engine gets on
-    span_sources: Sequence[Timed] = ()  # what is at work beside the loop
-    loop_worker: str = "trainer"  # what the loop's own time is drawn as
-    pools: Mapping[str, int] = field(default_factory=dict)  # devices by pool; empty: one process does it all
-    lines: Sequence[str] = ()  # who works where, for a person
+    tokens_sampled: Callable[[], float] = lambda: 0.0  # grows while the engine samples
+    span_sources: Sequence[Timed] = ()  # workers beside the loop
+    loop_worker: str = "trainer"  # worker name of the loop's own time
+    pools: Mapping[str, int] = field(default_factory=dict)  # devices by pool; empty for a single process
+    lines: Sequence[str] = ()  # lines on the workers for people
     status: Callable[[], Sequence[Mapping[str, Any]]] | None = None  # rows of workers.json
     trainer_consistent: Callable[[], bool] = lambda: False
     ready: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -299,7 +301,7 @@ class RunComponents:
         return self.tokens_sampled() + self.trainer.progress
 
     async def run(self, loop: Loop, folder: Path) -> Finished:
-        """Run ``loop``; meanwhile workers.json in ``folder`` has the state of the workers."""
+        """Run ``loop`` to its end; meanwhile workers.json in ``folder`` has the state of the workers."""
         writing = (
             asyncio.create_task(_keep_writing(folder / "workers.json", self.status)) if self.status else None
         )
@@ -313,7 +315,7 @@ class RunComponents:
         finally:
             if writing is not None and self.status is not None:
                 writing.cancel()
-                _write(folder / "workers.json", self.status())  # before they end: what did the work
+                _write(folder / "workers.json", self.status())  # their last state, before they end
             if self.end is not None:
                 await self.end()
 
@@ -325,25 +327,25 @@ async def _keep_writing(path: Path, status: Callable[[], Sequence[Mapping[str, A
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Not flushed to the disk: the rows are of now, and gone with the process."""
-    aside = path.with_name(f".{path.name}")
+    """Replace ``path`` by the rows as JSON; not flushed to disk, as they are of no use after the process."""
+    temporary = path.with_name(f".{path.name}")
     with contextlib.suppress(OSError):  # a full disk is reported by the loop
-        aside.write_text(json.dumps(list(rows)))
-        aside.replace(path)
+        temporary.write_text(json.dumps(list(rows)))
+        temporary.replace(path)
 
 
 def introduction(
     inputs: RunInputs, components: RunComponents, path: Path, threads: Threads | None
 ) -> Iterator[str]:
-    """What is about to run, in a few lines; the keys of the algorithm that are the user's by name."""
+    """Yield lines that describe the run before it starts, with the algorithm's keys that the user set."""
     recipe, decoder, adapters = inputs.recipe, inputs.decoder, components.trainer.adapters()
     yield f"run folder   {path}"
     yield f"threads      {threads or 'as torch was started'}"
     size = sum(parameter.numel() for parameter in decoder.parameters())
     if isinstance(decoder, Decoder):
         size += sum(math.prod(weight.shape) for weight in decoder.quantised.values())
-    a_token = Work(tokens=1, logits=1)  # 2 FLOPs for each weight that it meets
-    active = decoder.flops(None).forward(a_token) / 2
+    token_work = Work(tokens=1, logits=1)  # 2 FLOPs for each weight that it meets
+    active = decoder.flops(None).forward(token_work) / 2
     yield (
         f"model        {recipe.model.path}: {decoder.config.model_type}, {size / 1e6:.1f} M parameters, "
         f"{active / 1e6:.1f} M active, {recipe.model.dtype} on {decoder.device.type}"
@@ -354,26 +356,26 @@ def introduction(
     trained = adapters.num_parameters if adapters else size
     size_text = f"{trained / 1e6:.2f} M" if trained > 1e4 else str(trained)
     yield f"training     {recipe.adapter.kind}, {size_text} parameters"
-    chosen = inputs.algorithm
-    yours = ", ".join(f"{key}={getattr(chosen, key)}" for key in chosen.overridden)
-    yield f"algorithm    {chosen.name}" + (f" with your {yours}" if yours else "")
-    if chosen.needs_teacher:
+    algo = inputs.algorithm
+    user_keys = ", ".join(f"{key}={getattr(algo, key)}" for key in algo.overridden)
+    yield f"algorithm    {algo.name}" + (f" with your {user_keys}" if user_keys else "")
+    if algo.needs_teacher:
         named = (recipe.teacher.model, recipe.teacher.adapter, recipe.teacher.url)
         yield f"teacher      {' with '.join(filter(None, named))}"
-    if chosen.correction is not Correction.NONE:
-        bounds = f"{chosen.correction_low:g} to {chosen.correction_high:g}"
-        yield f"correction   {chosen.correction} of the ratio trainer / sampler, {bounds}"
+    if algo.correction is not Correction.NONE:
+        bounds = f"{algo.correction_low:g} to {algo.correction_high:g}"
+        yield f"correction   {algo.correction} of the ratio trainer / sampler, {bounds}"
     train, held_out = len(inputs.train_prompts), len(inputs.eval_prompts)
     further = "".join(f", {len(rows)} of {name}" for name, rows in inputs.downstream.items())
     left_out = f"; {inputs.num_overlong} left out as too long" if inputs.num_overlong else ""
     sources = [
-        f"{name} ({one.rows_from})" if name else one.rows_from for name, one in recipe.task.by_name.items()
+        f"{name} ({task.rows_from})" if name else task.rows_from for name, task in recipe.task.by_name.items()
     ]
     yield f"tasks        {', '.join(sources)}: {train} to train on, {held_out} held out{further}{left_out}"
     if inputs.left_open:
         can = " and ".join(inputs.left_open)
         yield f"rewards      can {can} on this machine (reward.isolation, docs/security.md)"
     moe = decoder.num_moe_layers > 0
-    yield from (f"note         {caveat}" for caveat in caveats(recipe, chosen, moe=moe))
+    yield from (f"note         {caveat}" for caveat in caveats(recipe, algo, moe=moe))
     yield from (f"warning      {warning}" for warning in inputs.warnings)
     yield from components.lines

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live line on a terminal, plain lines elsewhere, a table at the end.
+"""The progress of a run for people: a live line on a terminal, plain lines elsewhere; and writers of metrics.
 
 The rows come from the loop with TRL's metric names; everything here is a function of rows, so it is tested
 without a terminal.
@@ -33,11 +33,11 @@ _ODD_STEPS = {"refused_step": "step refused", "empty_step": "nothing to learn fr
 
 
 class Monitor:
-    """An ``Observer`` that shows the rows of a run as they come. A context: the live line ends with it.
+    """An ``Observer`` that prints the rows of a run as they come; a context, in which the live line is shown.
 
-    A run of ``total`` steps ends earlier where ``budget`` is spent. ``row``: the last before this start.
-    ``forecaster``: is the rest of the run not worth its compute? ``callback``: what a user does with the row
-    of a step. ``first``: what is done before a step.
+    A run of ``total`` steps ends earlier when ``budget`` is spent. ``row``: the last row before this start.
+    ``forecaster``: whether the rest of the run is not worth its compute. ``callback``: the user's function of
+    a step's row. ``first``: description of the work before the first step.
     """
 
     forecaster: Callable[[int], bool] | None = None
@@ -77,33 +77,33 @@ class Monitor:
             self._live.stop()
 
     def on_step(self, row: Row) -> bool | None:
-        """A row of metrics.jsonl. True: the callback ends the run."""
+        """Show a row of metrics.jsonl; True if the callback ends the run."""
         share = self._share(row)
         eta = remaining(time.perf_counter() - self._start, share - self._first_share, 1 - share)
         by_steps = share == int(row["step"]) / self._total
-        of = f"/{self._total}" if by_steps else f" ({share:.0%} of what it may spend)"
-        parts = step_parts(row, of, "  ".join(self._scores.values()), eta)
-        if not self._describe("\n".join(parts), completed=share):
+        progress_text = f"/{self._total}" if by_steps else f" ({share:.0%} of what it may spend)"
+        parts = step_parts(row, progress_text, "  ".join(self._scores.values()), eta)
+        if not self._show_text("\n".join(parts), completed=share):
             self.say("  ".join(parts))
         return self.callback(row) if self.callback is not None else None
 
-    def _describe(self, text: str, completed: float | None = None) -> bool:
-        """On the live line; False where there is none."""
+    def _show_text(self, text: str, completed: float | None = None) -> bool:
+        """Put ``text`` on the live line; False without one."""
         if self._live is None or self._task is None:
             return False
         self._live.update(self._task, description=printable(text), completed=completed)
         return True
 
     def _share(self, row: Row) -> float:
-        """How much of the run is done."""
+        """The finished share of the run, by steps or budget, up to 1."""
         step = int(row.get("step", 0))
         return min(1.0, max(step / self._total, self._budget.share(spent_in_steps(step, row))))
 
     def on_eval(self, row: Row) -> None:
-        """A row of eval.jsonl."""
-        if row["step"] == self._first:  # scored before the first step: no part of the pace
+        """Print a row of eval.jsonl."""
+        if row["step"] == self._first:  # before the first step: its time does not count for the pace
             self._start = time.perf_counter()
-            self._describe("further held-out scores, then the first step")
+            self._show_text("further held-out scores, then the first step")
         name = row["set"]
         label, first = LABELS.get(name, name), name not in self._scores
         if name != GREEDY_SET:
@@ -111,16 +111,22 @@ class Monitor:
         self.say(f"step {row['step']}: {label} {scores(row)} on {row['n']} prompts")
         if tasks := row.get("tasks"):
             self.say(
-                "  ".join(("  of them", *(f"{one} {interval(its, 'pass@1')}" for one, its in tasks.items())))
+                "  ".join(
+                    (
+                        "  of them",
+                        *(f"{task} {interval(task_row, 'pass@1')}" for task, task_row in tasks.items()),
+                    )
+                )
             )
-        if name == MAIN_SET and first and (row.get("reward_max") or 0) > 0 and (why := unsolved([row])):
-            self.say(f"warning      {why}")
+        if name == MAIN_SET and first and (row.get("reward_max") or 0) > 0 and (reason := unsolved([row])):
+            self.say(f"warning      {reason}")
 
     def should_stop(self, step: int) -> bool:
         return self.forecaster is not None and self.forecaster(step)
 
     def exported(self, row: Row) -> None:
-        """A row of eval.jsonl with the model's weights, of a run that samples with others."""
+        """Print a row of eval.jsonl that was scored with the model's weights, of a run that samples with
+        others."""
         scored = f"held-out {scores(row)} on {row['n']} prompts"
         self.say(f"step {row['step']}: the policy as exported, with the model's weights: {scored}")
 
@@ -129,32 +135,32 @@ class Monitor:
 
 
 def step_parts(row: Row, of: str, held_out: str, eta: str) -> tuple[str, str]:
-    """One step in two halves, each short enough for a terminal: what was learned, and what it took."""
+    """A step as two texts, each short enough for a terminal: its rewards, and its speed."""
     learned = [f"step {int(row['step'])}{of}", f"reward {_number(row, 'reward')}"]
     learned += [held_out] if held_out else []
     learned += [words for key, words in _ODD_STEPS.items() if row.get(key)]
-    if row.get("empty_step") and (unread := describe_unreadable(row)):
-        learned[-1] += f": {unread}"
+    if row.get("empty_step") and (reason := describe_unreadable(row)):
+        learned[-1] += f": {reason}"
     took = [f"{_number(row, 'tokens_per_s', ',.0f')} tok/s", per_pass(row), shares(row), f"ETA {eta}"]
     return "  ".join(learned), "  ".join(part for part in took if part)
 
 
 def per_pass(row: Row) -> str:
-    """What drafts gave: "2.31 tok/pass"; nothing where none are made."""
+    """Tokens per pass with drafts, as "2.31 tok/pass"; empty without drafts."""
     name = "draft/tokens_per_pass"
     return f"{_number(row, name, '.2f')} tok/pass" if name in row else ""
 
 
 def shares(row: Row, names: Sequence[str] = ("rollout", "reward", "train")) -> str:
-    """Where the seconds of the step went: "rollout 61% reward 2% train 35%"."""
-    known = [(name, row.get(f"time/{name}_share")) for name in names]
+    """Shares of the step's time, as "rollout 61% reward 2% train 35%"."""
+    time_shares = [(name, row.get(f"time/{name}_share")) for name in names]
     return " ".join(
-        f"{name} {share:.0%}" for name, share in known if share is not None and math.isfinite(share)
+        f"{name} {share:.0%}" for name, share in time_shares if share is not None and math.isfinite(share)
     )
 
 
 def remaining(elapsed_s: float, done: float, left: float) -> str:
-    """Minutes and seconds for what is ``left`` at the pace so far, in the unit of ``done``."""
+    """Time for ``left`` at the pace of ``done`` in ``elapsed_s``, as h:mm:ss or m:ss; "?" before any."""
     if done <= 0:
         return "?"
     seconds = round(elapsed_s / done * left)
@@ -163,12 +169,12 @@ def remaining(elapsed_s: float, done: float, left: float) -> str:
 
 
 def scores(row: Row) -> str:
-    """pass@1 with its interval, and the mean reward beside it."""
+    """Text of pass@1 with its interval, and the mean reward."""
     return f"pass@1 {interval(row, 'pass@1')}, mean reward {_number(row, 'reward')}"
 
 
 def interval(row: Row, name: str) -> str:
-    """A score with its 95 % interval: "0.312 [0.256, 0.368]"."""
+    """Text of a score with its 95 % interval, as "0.312 [0.256, 0.368]"."""
     score = estimate(row, name)
     return score.text() if score else "-"
 
@@ -179,10 +185,10 @@ def _number(row: Row, name: str, form: str = ".3f") -> str:
 
 
 class TensorBoardWriter:
-    """Event files in ``<run>/tensorboard``."""
+    """Writes event files in ``<run>/tensorboard``."""
 
     def __init__(self, folder: Path) -> None:
-        _need("tensorboard", "tensorboard")
+        _import_package("tensorboard", "tensorboard")
         self._events = import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -192,21 +198,21 @@ class TensorBoardWriter:
 
 
 class ClientWriter:
-    """wandb and trackio, which share ``init`` and ``log``."""
+    """Writes to wandb or trackio, which share ``init`` and ``log``."""
 
     def __init__(self, package: str, folder: Path, recipe: Mapping[str, Any]) -> None:
-        self._client = _need(package, package)
-        where = {"dir": str(folder)} if package == "wandb" else {}
-        self._client.init(project="ostinato", name=folder.name, config=dict(recipe), **where)
+        self._client = _import_package(package, package)
+        options = {"dir": str(folder)} if package == "wandb" else {}
+        self._client.init(project="ostinato", name=folder.name, config=dict(recipe), **options)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._client.log(dict(metrics), step=step)
 
 
 def check_writers(names: Sequence[str]) -> None:
-    """Raises ValueError for a writer whose package is missing: to be known before there is a run folder."""
+    """Raises ValueError for a writer whose package is missing; called before there is a run folder."""
     for name in names:
-        _need(name, name)
+        _import_package(name, name)
 
 
 def open_writers(names: Sequence[str], folder: Path, recipe: Mapping[str, Any]) -> list[MetricWriter]:
@@ -217,7 +223,8 @@ def open_writers(names: Sequence[str], folder: Path, recipe: Mapping[str, Any]) 
     ]
 
 
-def _need(package: str, writer: str) -> Any:
+def _import_package(package: str, writer: str) -> Any:
+    """The imported package of a writer. Raises ValueError if it is missing."""
     try:
         return import_module(package)
     except ImportError as error:

@@ -1,10 +1,10 @@
-"""Who is which rank of a sharded trainer: rank 0 is the run, the others follow it.
+"""The ranks of a sharded trainer: rank 0 is the run, the others follow it.
 
     torchrun ... -m ostinato train recipe.toml parallel.layout=d2t2     every rank is this command
     ostinato train recipe.toml parallel.layout=d2t2                     rank 0 starts the others on its host
 
-A follower reads no recipe and no run folder: rank 0 sends it all but the model, which has to be
-under the same path or name on every host.
+A follower reads no recipe and no run folder: rank 0 sends everything but the model, which must have the same
+path or name on every host.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ if TYPE_CHECKING:
     from ostinato.protocols import RestorableTrainer
 
 logger = logging.getLogger(__name__)
-LATER_S = 5.0  # that further ranks stay after a rank was lost
+LATER_S = 5.0  # time that further ranks stay after a rank was lost
 LOST = 1  # exit code of a rank that ends because one is lost
 
 
 def find_follower() -> Place | None:
-    """The place of this process where it is not the run itself but one of its further ranks."""
+    """The place of this process if it is a further rank of a run; None for the run itself."""
     place = Place.of(os.environ)
     return place if place is not None and place.rank else None
 
 
 def follow(place: Place, *, child: bool = False) -> int:
-    """Serve rank 0 until it needs no more; the exit code. ``child``: of the run itself, whose end is ours."""
+    """Serve rank 0 until it ends; returns the exit code. A ``child`` of the run also ends with that
+    process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides, and its last step takes all ranks
         signal.signal(number, signal.SIG_IGN)
     if child:
-        end_with_parent(_leave)
+        end_with_parent(_exit_lost)
     choose_interface(place, os.environ)
     from ostinato.algo.routing import Misaligned
     from ostinato.launch.trainer import new_sharded_trainer
@@ -71,17 +72,18 @@ def follow(place: Place, *, child: bool = False) -> int:
     return 0
 
 
-def _leave(sentence: str) -> None:
-    """At once, from whichever thread: another one may be in a collective that does not end."""
+def _exit_lost(sentence: str) -> None:
+    """End the process at once, from any thread, as another thread may be in a collective that does not
+    end."""
     say(f"ostinato: {sentence}", error=True)
     os._exit(LOST)
 
 
 @contextlib.contextmanager
 def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
-    """The trainer over all ranks of ``parallel.layout``, until the context ends. ``folder`` is of the run.
+    """Yield the trainer over all ranks of ``parallel.layout``. ``folder``: of the run.
 
-    Raises ValueError where other ranks were started than the layout has, RunFailed where they do not come.
+    Raises ValueError in a process that is not rank 0, and RunFailed where ranks do not start.
     """
     from ostinato.algo.routing import Misaligned
     from ostinato.launch.trainer import new_sharded_trainer, save_refused
@@ -96,17 +98,17 @@ def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrain
             f"RANK is {place.rank}, and only rank 0 is the run; start it by `torchrun ... -m ostinato "
             "train`, whose other ranks follow"
         )
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
             if place is None:
                 store = keep_store()
                 place = local_place(layout.world, store.port)
-                ranks = held.enter_context(Ranks.open(layout.world, store.port, folder / "ranks"))
-                ended, where = ranks.ended, "on this host"
+                ranks = stack.enter_context(Ranks.open(layout.world, store.port, folder / "ranks"))
+                find_ended, location = ranks.ended, "on this host"
             else:
-                store, ended, where = meet(place), dict, f"meeting at {place.address}:{place.port}"
+                store, find_ended, location = meet(place), dict, f"meeting at {place.address}:{place.port}"
             choose_interface(place, os.environ)
-            logger.info(f"ranks        {layout.world} of layout {layout}, {where}")
+            logger.info(f"ranks        {layout.world} of layout {layout}, {location}")
             terms = Terms(
                 backend=backend(recipe.parallel, inputs.decoder.device.type),
                 timeout_s=recipe.parallel.timeout_s,
@@ -118,7 +120,7 @@ def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrain
                 _choose_gpu(recipe.model, place)
                 return new_sharded_trainer(recipe, 0, inputs.decoder, refused, ready)
 
-            trainer = held.enter_context(leading(place, store, terms, new_local, ended, (Misaligned,)))
+            trainer = stack.enter_context(leading(place, store, terms, new_local, find_ended, (Misaligned,)))
         except WorkerLost as error:
             raise RunFailed(f"the ranks of {layout} could not begin: {error}") from error
         yield trainer
@@ -126,7 +128,7 @@ def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrain
 
 @contextlib.contextmanager
 def open_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
-    """What the loop calls its trainer: in this process, or over the ranks of ``parallel.layout``."""
+    """Yield the loop's trainer: in this process, or over the ranks of ``parallel.layout``."""
     from ostinato.launch.trainer import new_adapters, new_teacher, new_trainer, save_refused
 
     recipe, decoder = inputs.recipe, inputs.decoder
@@ -140,9 +142,9 @@ def open_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]
 
 
 def _choose_gpu(section: ModelSection, place: Place) -> None:
-    """Each rank of a host has a GPU of its own, where the model is on GPUs: "cuda" is that one from here on.
+    """Make the GPU of this rank's own number on the host the current one, unless the model is on the CPU.
 
-    Raises ValueError where the host has fewer."""
+    Raises ValueError where the host has fewer GPUs."""
     import torch
 
     if section.device == "cpu" or not torch.cuda.is_available():
@@ -156,13 +158,14 @@ def _choose_gpu(section: ModelSection, place: Place) -> None:
 
 
 def backend(section: ParallelSection, device: str) -> str:
-    """What torch.distributed uses: what the recipe says, else what fits the device."""
-    chosen = section.backend
-    if chosen == "auto":
-        chosen = "nccl" if device == "cuda" else "gloo"
-    if (chosen == "nccl") != (device == "cuda"):
+    """The backend of torch.distributed: the recipe's, or for "auto" the one that fits the device. Raises
+    ValueError for a backend that does not."""
+    name = section.backend
+    if name == "auto":
+        name = "nccl" if device == "cuda" else "gloo"
+    if (name == "nccl") != (device == "cuda"):
         raise ValueError(
-            f'parallel.backend is "{chosen}" with a model on {device}, for which it has no collectives; use '
+            f'parallel.backend is "{name}" with a model on {device}, for which it has no collectives; use '
             '"auto"'
         )
-    return "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen
+    return "cpu:gloo,cuda:nccl" if name == "nccl" else name

@@ -1,4 +1,4 @@
-"""The trainer of a recipe, in a process that has all of the model or as one rank of several."""
+"""The trainer and the teacher of a recipe, in a process with the whole model or as one rank of several."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from ostinato.types import Microbatch
 
 
 def new_adapters(recipe: Recipe, decoder: Base) -> Adapters | None:
-    """Those at adapter.path, or fresh ones; for adapter.kind = "full" None, and the decoder is trainable."""
+    """Adapters from adapter.path, or fresh ones; None for adapter.kind = "full", which makes the decoder
+    trainable."""
     if isinstance(decoder, TransformersModel):
         if recipe.adapter.path:
             return read_folder(Path(recipe.adapter.path).expanduser(), decoder.sites, decoder.device)
@@ -55,6 +56,7 @@ def new_adapters(recipe: Recipe, decoder: Base) -> Adapters | None:
 
 
 def _check_full(section: ModelSection) -> None:
+    """Raises ValueError for a dtype in which full training cannot be done."""
     if section.dtype != "float32":
         raise ValueError(
             f'model.dtype is "{section.dtype}" with adapter.kind "full", which trains fp32 parameters; '
@@ -69,9 +71,9 @@ def new_trainer(
     on_refused: Callable[[Microbatch], None] | None = None,
     teacher: Teacher | None = None,
 ) -> PolicyTrainer:
-    """That of a process which has all of the model. Without the ``teacher`` of its recipe it can be restored
-    and published, and does not train."""
-    settings = _trainer_settings(recipe, decoder, on_refused)
+    """The trainer of a process with the whole model. Without the ``teacher`` of its recipe it can be restored
+    and published, but cannot train."""
+    settings = _select_settings(recipe, decoder, on_refused)
     return PolicyTrainer(decoder, adapters, check(recipe), teacher=teacher, **settings)
 
 
@@ -82,19 +84,19 @@ def new_sharded_trainer(
     refused: Callable[[Microbatch], None] | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> PolicyTrainer:
-    """The part of rank ``rank``, made on all ranks of ``parallel.layout`` at once, where torch.distributed is
-    ready. ``decoder``: the whole one, where it is there already; else this rank loads what it keeps.
-    ``ready`` is called then, and waits for the others."""
+    """The trainer of rank ``rank``; called on all ranks of ``parallel.layout`` at once, after
+    torch.distributed is initialised. ``decoder``: the whole model if already loaded; else this rank loads its
+    own shares. ``ready`` is called after loading, and waits for the other ranks."""
     section, folder = recipe.parallel, model_folder(recipe.model.path)
     layout, config = Layout.parse(section.layout), read_config(folder)
     placement = read_placement(Path(section.placement), layout.expert) if section.placement else None
-    kept = shares_of(layout, config, rank, placement)
+    own_shares = shares_of(layout, config, rank, placement)
     if decoder is not None:
-        parts = own_decoders(decoder, kept)
+        parts = own_decoders(decoder, own_shares)
     else:
-        parts = [load_decoder(recipe.model, folder, share=share) for share in kept]
+        parts = [load_decoder(recipe.model, folder, share=share) for share in own_shares]
     saved = read_peft(Path(recipe.adapter.path).expanduser(), config) if recipe.adapter.path else None
-    adapters = _own_adapters(recipe, config, kept, saved)
+    adapters = _shard_adapters(recipe, config, own_shares, saved)
     if adapters is None:
         for part in parts:
             part.trainable(True)
@@ -107,28 +109,29 @@ def new_sharded_trainer(
         check(recipe),
         placement=placement,
         mirror=decoder if adapters is None else None,
-        **_trainer_settings(recipe, parts[0], refused if rank == 0 else None),
+        **_select_settings(recipe, parts[0], refused if rank == 0 else None),
     )
     if saved is not None:
         saved.check_base(trainer.identity()["base"])
     return trainer
 
 
-def _own_adapters(
-    recipe: Recipe, config: ModelConfig, kept: Sequence[Share], saved: Saved | None
+def _shard_adapters(
+    recipe: Recipe, config: ModelConfig, own_shares: Sequence[Share], saved: Saved | None
 ) -> Adapters | None:
-    """Of ``new_adapters`` what a rank keeps."""
+    """A rank's shares of the adapters, ``saved`` or fresh; None for full training."""
     if saved is not None:
-        return own_adapters(config, kept, saved.spec, saved.tensors)
+        return own_adapters(config, own_shares, saved.spec, saved.tensors)
     if recipe.adapter.kind == "lora":
-        return fresh_adapters(config, kept, adapter_spec(recipe.adapter), recipe.seed)
+        return fresh_adapters(config, own_shares, adapter_spec(recipe.adapter), recipe.seed)
     _check_full(recipe.model)
     return None
 
 
-def _trainer_settings(
+def _select_settings(
     recipe: Recipe, decoder: Base, on_refused: Callable[[Microbatch], None] | None
 ) -> dict[str, Any]:
+    """Keyword arguments that all trainers of the recipe share."""
     return {
         "settings": recipe.trainer,
         "temperature": recipe.rollout.temperature,
@@ -162,15 +165,15 @@ def check_teacher(recipe: Recipe, algorithm: Algorithm, renderer: Renderer) -> N
     """Raises ValueError, before any work, for a teacher that is missing, idle, or has other tokens than the
     model of ``renderer``."""
     section = recipe.teacher
-    given = next((key for key in ("url", "adapter", "model") if getattr(section, key)), "")
+    key_set = next((key for key in ("url", "adapter", "model") if getattr(section, key)), "")
     if not algorithm.needs_teacher:
-        if given:
+        if key_set:
             raise ValueError(
-                f"teacher.{given} has no effect because algo.teacher_coef is 0; remove it, or set "
+                f"teacher.{key_set} has no effect because algo.teacher_coef is 0; remove it, or set "
                 'algo.name="opd"'
             )
         return
-    if not given:
+    if not key_set:
         raise ValueError(
             f"algo.teacher_coef is {algorithm.teacher_coef:g} without a teacher; train one first (ostinato "
             "train quickstart, for example) and set teacher.adapter to its run folder or adapter, or set "
@@ -193,6 +196,7 @@ def check_teacher(recipe: Recipe, algorithm: Algorithm, renderer: Renderer) -> N
 
 
 def _check_address(recipe: Recipe, renderer: Renderer) -> None:
+    """Raises ValueError where the server at teacher.url cannot score the recipe's answers."""
     rollout, url = recipe.rollout, recipe.teacher.url
     if recipe.teacher.adapter:
         raise ValueError(f"teacher.adapter is set with teacher.url {url}, which serves its own; drop one")
@@ -206,20 +210,25 @@ def _check_address(recipe: Recipe, renderer: Renderer) -> None:
                 f"it to {value:g}, or use teacher.adapter or teacher.model"
             )
     ids = sorted(renderer.tokenizer.get_vocab(with_added_tokens=True).values())
-    _teacher_at(recipe.teacher).check(lambda some: renderer.decode(some, skip_special=False), ids)
+    _connect_teacher(recipe.teacher).check(lambda tokens: renderer.decode(tokens, skip_special=False), ids)
 
 
-def _teacher_at(section: TeacherSection) -> TeacherAt:
+def _connect_teacher(section: TeacherSection) -> TeacherAt:
     return TeacherAt(section.url, section.model, key=os.environ.get(KEY, ""))
 
 
 def _check_tokens(name: str, student: str, renderer: Renderer) -> None:
+    """Raises ValueError where the teacher ``name`` has another vocabulary, or fewer logits, than the
+    student."""
     folder = model_folder(name)
-    own, other = (one.tokenizer.get_vocab(with_added_tokens=True) for one in (renderer, Renderer(folder)))
-    if own != other:
+    student_vocab, teacher_vocab = (
+        one.tokenizer.get_vocab(with_added_tokens=True) for one in (renderer, Renderer(folder))
+    )
+    if student_vocab != teacher_vocab:
         raise ValueError(
-            f"teacher.model {name} has another vocabulary ({len(other)} tokens) than {student} "
-            f"({len(own)} tokens), so it cannot score the same tokens; use a teacher with the same tokenizer"
+            f"teacher.model {name} has another vocabulary ({len(teacher_vocab)} tokens) than {student} "
+            f"({len(student_vocab)} tokens), so it cannot score the same tokens; use a teacher with the same "
+            "tokenizer"
         )
     sizes = [read_config(one).vocab_size for one in (folder, renderer.folder)]
     if sizes[0] < sizes[1]:
@@ -230,11 +239,11 @@ def _check_tokens(name: str, student: str, renderer: Renderer) -> None:
 
 
 def new_teacher(recipe: Recipe, decoder: Decoder) -> Teacher | None:
-    """What ``[teacher]`` names; None without one. An adapter alone is one of ``decoder``, whose weights it
-    shares. Raises ValueError for an adapter of another base."""
+    """The teacher of ``[teacher]``; None without one. A teacher with only an adapter shares the weights of
+    ``decoder``. Raises ValueError for an adapter of another base."""
     section = recipe.teacher
     if section.url:
-        return _teacher_at(recipe.teacher)
+        return _connect_teacher(recipe.teacher)
     if not (section.adapter or section.model):
         return None
     if section.model:
@@ -246,6 +255,6 @@ def new_teacher(recipe: Recipe, decoder: Decoder) -> Teacher | None:
 
 
 def adapter_folder(path: str) -> Path:
-    """The adapter of a run folder, or the folder itself."""
+    """The adapter's folder: within ``path`` if that is a run folder, else ``path`` itself."""
     folder = Path(path).expanduser()
     return folder / "adapter" if (folder / "recipe.toml").is_file() else folder

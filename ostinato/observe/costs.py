@@ -13,7 +13,7 @@ from ostinato.tables import NONE, Table, seconds_text, si
 Books = Mapping[str, Summary]  # by the name of the run
 Form = Callable[[float], str]
 
-MEANING = {  # of parts of device time, wall clock and FLOPs
+MEANING = {  # parts of device time, wall clock and FLOPs
     "sample": "sampling",
     "grade": "where training waited for it",
     "train": "forward and backward",
@@ -24,7 +24,7 @@ MEANING = {  # of parts of device time, wall clock and FLOPs
     "loading": "until a process is ready, each time",
     "between": "what has no row",
 }
-WASTE = {  # why sampled tokens were not trained on
+WASTE = {  # reasons why sampled tokens were not trained on
     "zero_variance": "all siblings got the same reward, so the group was dropped",
     "zero_advantage": "the reward equals its baseline: no gradient",
     "truncated": "cut off at the length limit and masked by the algorithm",
@@ -48,27 +48,27 @@ AXES: Mapping[Axis, tuple[str, Form | None]] = {
 
 
 def is_torn(run: RunFolder) -> bool:
-    """Does ledger.jsonl end in the middle of a line, as a kill leaves it?"""
+    """Whether ledger.jsonl ends in the middle of a line, as after a kill."""
     path = run.ledger.path
     return path.exists() and bool(content := path.read_bytes()) and not content.endswith(b"\n")
 
 
 def cost_tables(accounts: Books) -> list[Table]:
-    """Tables with a column for each run, values with their shares. Lines for which no run has a value are
-    left out; sums come last."""
-    found: dict[str, dict[str, dict[str, str]]] = {}  # by title, line and run
-    for run, one in accounts.items():
-        for title, name, value, whole, form in _entries(one):
-            cells = found.setdefault(title, {}).setdefault(name, {})
+    """Tables with a column per run, values with their shares. Lines without any value are left out; sums come
+    last."""
+    cells_of: dict[str, dict[str, dict[str, str]]] = {}  # by title, line and run
+    for run, account in accounts.items():
+        for title, name, value, whole, form in _list_entries(account):
+            cells = cells_of.setdefault(title, {}).setdefault(name, {})
             if value is not None:
                 share = f"{value / whole:.1%}" if whole else NONE
                 cells[run] = form(value) if title == "Compute" else f"{form(value)}  {share:>6}"
-    made = []
-    for title, lines in found.items():
-        last = sorted(lines.items(), key=lambda line: line[0].partition("\n")[0] == "all")
-        rows = [(name, *(cells.get(run, "") for run in accounts)) for name, cells in last if cells]
-        made.append(Table(title=title, head=list(accounts), rows=rows, note=NOTES.get(title, "")))
-    return [table for table in made if table.rows]
+    tables = []
+    for title, lines in cells_of.items():
+        ordered_lines = sorted(lines.items(), key=lambda line: line[0].partition("\n")[0] == "all")
+        rows = [(name, *(cells.get(run, "") for run in accounts)) for name, cells in ordered_lines if cells]
+        tables.append(Table(title=title, head=list(accounts), rows=rows, note=NOTES.get(title, "")))
+    return [table for table in tables if table.rows]
 
 
 NOTES = {
@@ -78,63 +78,66 @@ NOTES = {
 Entry = tuple[str, str, float | None, float | None, Form]  # table, line, value, its whole, format
 
 
-def _entries(one: Summary) -> Iterator[Entry]:
-    yield from _compute(one)
-    wall, devices = sum(one.wall.values()), sum(pool.total for pool in one.pools.values())
-    for name, seconds in {**one.wall, "all": wall}.items():
+def _list_entries(account: Summary) -> Iterator[Entry]:
+    """Yield all entries of a run's tables."""
+    yield from _list_compute(account)
+    wall, devices = sum(account.wall.values()), sum(pool.total for pool in account.pools.values())
+    for name, seconds in {**account.wall, "all": wall}.items():
         yield "Wall clock", _part(name), seconds, wall, seconds_text
-    for pool, held in one.pools.items():
+    for pool, pool_seconds in account.pools.items():
         parts = {
             **dict.fromkeys(DEVICE),
-            **held.busy,
-            "idle": held.idle,
-            "lost": held.lost,
-            "all": held.total,
+            **pool_seconds.busy,
+            "idle": pool_seconds.idle,
+            "lost": pool_seconds.lost,
+            "all": pool_seconds.total,
         }
         for part, seconds in parts.items():
-            yield f"Device time, pool {pool}", _part(part), seconds, held.total, seconds_text
-    sampled = one.tokens.get("sampled")
+            yield f"Device time, pool {pool}", _part(part), seconds, pool_seconds.total, seconds_text
+    sampled = account.tokens.get("sampled")
     yield "Tokens", "sampled", sampled, sampled, si
-    yield "Tokens", "trained\nof them", one.tokens.get("trained"), sampled, si
-    yield from _reasons("Tokens", "not trained", one.dropped, sampled)
+    yield "Tokens", "trained\nof them", account.tokens.get("trained"), sampled, si
+    yield from _list_waste("Tokens", "not trained", account.dropped, sampled)
     for name in ("prefilled", "injected", "drafted", "accepted", "recomputed"):
-        yield "Tokens", name, one.tokens.get(name), None, si
-    yield "Tokens", "context rows of training", one.tokens.get("trained_context"), None, si
-    flops = sum(one.flops.values()) if one.flops else None
-    for part, count in one.flops.items():
+        yield "Tokens", name, account.tokens.get(name), None, si
+    yield "Tokens", "context rows of training", account.tokens.get("trained_context"), None, si
+    flops = sum(account.flops.values()) if account.flops else None
+    for part, count in account.flops.items():
         yield "FLOPs of training", _part(part), count, flops, si
     yield "FLOPs of training", "all\nFLOP", flops, flops, si
     for name, form in (("rows", si), ("flops", si), ("seconds", seconds_text)):
-        of = {"flops": flops, "seconds": wall}.get(name)
-        yield "Forgetting watch", name, one.forgetting.get(name), of, form
-    evaluation, title = one.evaluation, "Evaluation, in no compute"
+        total = {"flops": flops, "seconds": wall}.get(name)
+        yield "Forgetting watch", name, account.forgetting.get(name), total, form
+    evaluation, title = account.evaluation, "Evaluation, in no compute"
     yield title, "evaluations", evaluation.times, None, "{:.0f}".format
     yield title, "device time\nshare of all", evaluation.device_seconds, devices, seconds_text
     yield title, "sampled tokens", evaluation.tokens, None, si
     yield title, "FLOPs", evaluation.flops, None, si
 
 
-def _compute(one: Summary) -> Iterator[Entry]:
+def _list_compute(account: Summary) -> Iterator[Entry]:
+    """Yield the entries of the table "Compute": every axis, speed, bill, restarts, repeated steps."""
+
     def money(value: float) -> str:
-        return f"{value:,.4g} {one.currency}"
+        return f"{value:,.4g} {account.currency}"
 
     for axis, (note, form) in AXES.items():
-        yield "Compute", f"{axis}\n{note}", one.compute.get(axis), None, form or money
-    seconds, flops = 3600 * one.compute.get("hours", 0.0), one.compute.get("flops")
+        yield "Compute", f"{axis}\n{note}", account.compute.get(axis), None, form or money
+    seconds, flops = 3600 * account.compute.get("hours", 0.0), account.compute.get("flops")
     speed = flops / seconds if seconds and flops is not None else None
     yield "Compute", "speed\nFLOP/s over all of these hours", speed, None, si
-    yield "Compute", "bill\nof all device hours, evaluation too", one.money, None, money
-    yield "Compute", "restarts", one.restarts, None, "{:.0f}".format
-    yield "Compute", "repeated steps", one.repeated, None, "{:.0f}".format
+    yield "Compute", "bill\nof all device hours, evaluation too", account.money, None, money
+    yield "Compute", "restarts", account.restarts, None, "{:.0f}".format
+    yield "Compute", "repeated steps", account.repeated, None, "{:.0f}".format
 
 
 def _part(name: str) -> str:
-    """The name of a part of the work, and what it is."""
+    """The label of a part of the work: its name and meaning."""
     return f"{name}\n{MEANING.get(name, '')}"
 
 
-def _reasons(title: str, what: str, counts: Mapping[str, int], whole: float | None) -> Iterator[Entry]:
-    """Waste by reason, the most frequent first."""
+def _list_waste(title: str, what: str, counts: Mapping[str, int], whole: float | None) -> Iterator[Entry]:
+    """Yield an entry per reason for waste, the most frequent first."""
     for name, count in Counter(counts).most_common():
         line = f"{what}: {name.replace('_', ' ')}\n{WASTE.get(name, '')}"
         yield title, line, count, whole, si

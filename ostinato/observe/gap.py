@@ -1,8 +1,9 @@
-"""Sampler against trainer, from the rows of mismatch.jsonl: how much their log-probabilities of the sampled
-tokens differ, and how much of that replaying the sampler's experts removes.
+"""Sampler against trainer, from the rows of mismatch.jsonl: the difference of their log-probabilities of the
+sampled tokens, with and without replay of the sampler's experts.
 
-Every step logs a few sums (``sampling/*`` and ``routing/*`` in metrics.jsonl). Once in a while a batch is
-measured in full: up to three arms over the same tokens at the same weights. Damaged values count as missing.
+Every step logs a few sums (``sampling/*`` and ``routing/*`` in metrics.jsonl). Every log.mismatch_every steps
+a batch is measured in full: up to three arms over the same tokens at the same weights. Damaged values count
+as missing.
 """
 
 from __future__ import annotations
@@ -45,104 +46,109 @@ def arm_of(row: Row, name: str) -> Row:
 
 
 def describe_gap(data: RunRows) -> str:
-    """The last measurement in a sentence or two."""
+    """Description of the last measurement in one or two sentences."""
     rows = measured(data)
     if not rows:
-        off = " (log.mismatch_every is 0)" if data.setting("log.mismatch_every") == 0 else ""
-        return f"Compared at every step, but never in full: mismatch.jsonl has no rows{off}."
+        hint = " (log.mismatch_every is 0)" if data.setting("log.mismatch_every") == 0 else ""
+        return f"Compared at every step, but never in full: mismatch.jsonl has no rows{hint}."
     native, replay = arm_of(rows[-1], "native"), arm_of(rows[-1], "replay")
     tokens, answers = (number(native, name) or 0 for name in ("tokens", "sequences"))
-    begin = (
+    opening = (
         f"Step {rows[-1]['step']}: over {tokens:,.0f} sampled tokens of {answers:,.0f} answers, at equal "
-        f"weights, k3 of {DIRECTION} is {_k3(native)} nats per token"
+        f"weights, k3 of {DIRECTION} is {_format_k3(native)} nats per token"
     )
     if not replay:
-        return f"{begin} (no expert routes were recorded, so there is nothing to replay)."
+        return f"{opening} (no expert routes were recorded, so there is nothing to replay)."
     return (
-        f"{begin} while the trainer chooses its own experts, and {_k3(replay)} with those of the sampler "
-        "(95 % intervals, none of few answers)."
+        f"{opening} while the trainer chooses its own experts, and {_format_k3(replay)} with those of the "
+        "sampler (95 % intervals, none of few answers)."
     )
 
 
 def compare_arms(data: RunRows) -> list[Table]:
-    """The arms of the last measurement side by side with the floor, which is measured once; and, where routes
-    or a correction are known, what else was measured."""
+    """Tables of the arms of the last measurement beside the floor, which is measured once, and of routes and
+    the correction where they are recorded."""
     rows, facts = measured(data), _facts(data)
-    beside = [Table(title="Beside it", head=("value",), rows=facts, words=("value",))] if facts else []
+    facts_table = [Table(title="Beside it", head=("value",), rows=facts, words=("value",))] if facts else []
     if not rows:
-        return beside
+        return facts_table
     floor = next((row for row in reversed(rows) if arm_of(row, "floor")), {})
     arms = {name: arm_of(floor if name == "floor" else rows[-1], name) for name in ARMS}
-    shown = {name: one for name, one in arms.items() if one}
+    present_arms = {name: arm for name, arm in arms.items() if arm}
     lines = [
         (
             title,
             *(
-                (_k3(one).replace(" ", "\n", 1) if key == "k3" else figure_text(_quantity(one, key)))
-                for one in shown.values()
+                (
+                    _format_k3(arm).replace(" ", "\n", 1)
+                    if key == "k3"
+                    else figure_text(_read_quantity(arm, key))
+                )
+                for arm in present_arms.values()
             ),
         )
         for key, title in QUANTITIES.items()
-        if any(_quantity(one, key) is not None for one in shown.values())
+        if any(_read_quantity(arm, key) is not None for arm in present_arms.values())
     ]
-    head = [ARMS[name] for name in shown]
-    return [Table(title=f"Step {rows[-1]['step']}", head=head, rows=lines), *beside]
+    head = [ARMS[name] for name in present_arms]
+    return [Table(title=f"Step {rows[-1]['step']}", head=head, rows=lines), *facts_table]
 
 
-def _quantity(one: Row, name: str) -> float | None:
-    """A figure of an arm: F(tau), the share of tokens whose ratio lies beyond tau or 1/tau, a masked share,
-    or a value by its own name."""
+def _read_quantity(arm: Row, name: str) -> float | None:
+    """A figure of an arm by name: F(tau), the share of tokens whose ratio lies beyond tau or 1/tau; a masked
+    share; or a value of its row. None if missing."""
     if not name.startswith("F("):
-        return number({**mapping(one.get("masked")), **one}, name)
-    pairs = [pair for pair in one.get("tails") or () if isinstance(pair, list) and len(pair) == 2]
+        return number({**mapping(arm.get("masked")), **arm}, name)
+    pairs = [pair for pair in arm.get("tails") or () if isinstance(pair, list) and len(pair) == 2]
     named = [dict(zip(("tau", name), pair, strict=True)) for pair in pairs]
     return next((number(pair, name) for pair in named if number(pair, "tau") == float(name[2:-1])), None)
 
 
-def _k3(one: Row) -> str:
-    """The value with its 95 % interval."""
-    low, high = number(one, "k3_low"), number(one, "k3_high")
+def _format_k3(arm: Row) -> str:
+    """k3 of an arm as text, with its 95 % interval if there is one."""
+    low, high = number(arm, "k3_low"), number(arm, "k3_high")
     interval = "" if low is None or high is None else f" [{figure_text(low)}, {figure_text(high)}]"
-    return f"{figure_text(number(one, 'k3'))}{interval}"
+    return f"{figure_text(number(arm, 'k3'))}{interval}"
 
 
 def _facts(data: RunRows) -> list[tuple[str, str]]:
-    """The correction of the ratio, routes and their size, replay, the seconds that the measurement took."""
+    """(name, value) of the ratio's correction, replay, routes and their size, and the measurement's
+    seconds."""
     rows, metrics, starts = measured(data), data.logs["metrics"], data.logs["starts"]
-    latest, chosen = metrics[-1] if metrics else {}, mapping(starts[-1].get("algorithm")) if starts else {}
-    found: list[tuple[str, str]] = []
-    if (kind := str(chosen.get("correction", "none"))) != "none":
-        low, high = number(chosen, "correction_low"), number(chosen, "correction_high")
+    latest, algorithm = metrics[-1] if metrics else {}, mapping(starts[-1].get("algorithm")) if starts else {}
+    facts: list[tuple[str, str]] = []
+    if (kind := str(algorithm.get("correction", "none"))) != "none":
+        low, high = number(algorithm, "correction_low"), number(algorithm, "correction_high")
         truncates = kind.endswith("truncate")
-        touched = number(latest, "sampling/truncated" if truncates else "sampling/masked")
+        corrected = number(latest, "sampling/truncated" if truncates else "sampling/masked")
         bounds = f"above {high:g}" if truncates else f"outside {low:g} to {high:g}"
-        note = "" if touched is None else f"\n{_percent(touched)} of the tokens of the last step"
-        found.append(("correction of the ratio", f"{kind}, {bounds}{note}"))
+        note = "" if corrected is None else f"\n{_format_percent(corrected)} of the tokens of the last step"
+        facts.append(("correction of the ratio", f"{kind}, {bounds}{note}"))
     if not rows:
-        return found
+        return facts
     last = rows[-1]
     if choice := mapping(last.get("routers")):
         names = ("overlap", "lowest_sequence", "differ", "tokens_differ")
-        overlap, lowest, differ, tokens = (_percent(number(choice, name)) for name in names)
-        limit = f"; the gate requires {_percent(gate(data))}" if gate(data) else ""
+        overlap, lowest, differ, tokens = (_format_percent(number(choice, name)) for name in names)
+        limit = f"; the gate requires {_format_percent(gate(data))}" if gate(data) else ""
         margin, near = (figure_text(number(choice, f"margin_{name}median")) for name in ("", "flip_"))
-        found += [
+        facts += [
             ("experts in training", "the sampler's, replayed" if last.get("replay") else "the trainer's own"),
             ("experts in common", f"{overlap}\nlowest answer {lowest}{limit}"),
             ("routers that differ", f"{differ}\nat least one in {tokens} of the tokens"),
             ("router margin, median", f"{margin} logits\n{near} where the two differ"),
-            ("rows with a recorded route", _percent(number(last, "coverage"))),
+            ("rows with a recorded route", _format_percent(number(last, "coverage"))),
         ]
         memory = number(latest, "routing/bytes_per_token") or number(last, "route_bytes_per_token")
         packed = number(latest, "routing/packed_bytes_per_token")
         note = f"in memory; {packed:.1f} packed" if packed is not None else "in memory"
-        found += [] if memory is None else [("routes of a token", f"{memory:.0f} bytes\n{note}")]
+        facts += [] if memory is None else [("routes of a token", f"{memory:.0f} bytes\n{note}")]
     if (seconds := number(last, "seconds")) is not None:
-        found.append(("this measurement took", f"{seconds_text(seconds)}\nat step {last['step']}"))
-    return found
+        facts.append(("this measurement took", f"{seconds_text(seconds)}\nat step {last['step']}"))
+    return facts
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.4g}%"
 
 
@@ -154,7 +160,7 @@ def gate(data: RunRows) -> float:
 
 
 def summarise_gap(data: RunRows) -> dict[str, Any]:
-    """As one JSON object: every measurement, the sums of the last step, the alarms."""
+    """The gap as a JSON object: every measurement, the sums of the last step, the alarms."""
     latest = data.metrics[-1] if data.metrics else {}
     prefixes = ("sampling/", "routing/", "watch/")
     return {

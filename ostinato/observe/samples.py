@@ -18,12 +18,12 @@ from ostinato.render import Renderer
 from ostinato.routes import routes_from_json
 from ostinato.run import JsonlZst, to_json
 
-BUDGET_BYTES = 6_000_000  # of the groups in a page, as base64
-GROUPS_PER_STEP = 32  # in a page, at most
+BUDGET_BYTES = 6_000_000  # size of the groups in a page, as base64
+GROUPS_PER_STEP = 32  # most in a page
 PAIRS = 3  # prompts that are shown before and after
-LOOKED_BACK = 8  # steps from the last one, in which a prompt of the first is looked for
+LOOKED_BACK = 8  # last steps in which prompts of the first step are searched
 TOKENS_PER_ANSWER = 2048  # shown one by one
-CHARACTERS = 20_000  # of a prompt, a tool's reply or a column
+CHARACTERS = 20_000  # most that are shown of a prompt, a tool's reply or a column
 PREVIEW = 72  # characters of a prompt in the list
 
 _BROKEN = "\ufffd"  # what a part of a UTF-8 character decodes to
@@ -39,9 +39,9 @@ class Frame(NamedTuple):
 
 
 class Samples:
-    """The groups of trajectories.jsonl.zst; those of the step that was read last stay in memory.
+    """The groups of trajectories.jsonl.zst; the groups of the last step read stay in memory.
 
-    ``renderer``: with it, answers are shown token by token, and contexts as text."""
+    With a ``renderer``, answers are shown token by token, and contexts as text."""
 
     def __init__(self, path: Path, renderer: Renderer | None) -> None:
         self._log, self._pieces = JsonlZst(path), Pieces(renderer) if renderer else None
@@ -52,14 +52,14 @@ class Samples:
 
     @property
     def steps(self) -> list[int]:
-        """All recorded steps; looks for new frames behind those that are known."""
+        """All recorded steps; reads the headers of frames added since the last call."""
         try:
             with self._log.path.open("rb") as file:
                 inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
                 end = self._frames[-1].stop if self._frames else 0
-                if inode != self._inode or size < end:  # it was replaced: its run went back
+                if inode != self._inode or size < end:  # the file was replaced by a resumed run
                     self._frames, self._inode, end = [], inode, 0
-                while (frame := self._frame(file, end)) and (step := _STEP.match(frame[1])):
+                while (frame := self._read_frame(file, end)) and (step := _STEP.match(frame[1])):
                     self._frames.append(Frame(end, frame[0], int(step[1])))
                     end = frame[0]
                 self._unread = size - end
@@ -68,11 +68,11 @@ class Samples:
         return list(dict.fromkeys(frame.step for frame in self._frames))
 
     def index(self, step: int = -1) -> dict[str, Any]:
-        """{"steps": all recorded steps, "groups": those of ``step`` (of the last one, if it is not recorded)
-        without their answers}."""
+        """{"steps": all recorded steps, "groups": the groups of ``step``, or of the last step if that is not
+        recorded, without answers}."""
         steps = self.steps
-        chosen = step if step in steps else next(reversed(steps), -1)
-        return {"steps": steps, "groups": [_listed(rows) for rows in self.groups(chosen)]}
+        shown_step = step if step in steps else next(reversed(steps), -1)
+        return {"steps": steps, "groups": [_list_group(rows) for rows in self.groups(shown_step)]}
 
     def group(self, step: int, place: int) -> dict[str, Any]:
         """The group at index ``place`` of the step's ``groups``. Raises ValueError if there is none."""
@@ -86,59 +86,62 @@ class Samples:
         frames = [frame for frame in self._frames if frame.step == step]
         if frames != self._read:
             rows = (row for frame in frames for row in self._rows(frame))
-            self._read, self._groups = frames, list(_grouped(rows))
+            self._read, self._groups = frames, list(_group_rows(rows))
         return self._groups
 
-    def _frame(self, file: BinaryIO, start: int) -> tuple[int, bytes] | None:
-        """(its end, its content), of one that is whole and no larger than any log."""
+    def _read_frame(self, file: BinaryIO, start: int) -> tuple[int, bytes] | None:
+        """(end, content) of the frame at ``start``; None if it is incomplete or too large."""
         with suppress(ValueError):
             return self._log.frame(file, start)
         return None
 
     def _rows(self, frame: Frame) -> Iterator[Row]:
-        """The trajectories of a frame, up to one that is no row."""
+        """Yield the trajectories of a frame, up to the first invalid row."""
         with suppress(OSError, ValueError), self._log.path.open("rb") as file:
-            for line in (self._frame(file, frame.start) or (0, b""))[1].splitlines():
+            for line in (self._read_frame(file, frame.start) or (0, b""))[1].splitlines():
                 if isinstance(row := parse_json(line, surrogates=True), dict):
                     yield row
 
     def pairs(self) -> list[dict[str, Any]]:
-        """The first answers to prompts of the first recorded step, and to the same prompts as late in the run
-        as they were recorded again; where none was, answers of the first and of the last step, to other
-        prompts: {"same", "before": {uid, prompt, step, text, reward, stop}, "after": the same}."""
+        """Answers to prompts of the first recorded step, each paired with the latest answer to the same
+        prompt; if none was recorded again, answers of the first and the last step to different prompts.
+        [{"same": whether prompts are equal, "before": {uid, prompt, step, text, reward, stop}, "after"}]."""
         steps = self.steps
         if len(steps) < 2:
             return []
         first = {str(rows[0]["uid"]): rows[0] for rows in self.groups(steps[0])}
-        found: dict[str, Row] = {}
+        latest_rows: dict[str, Row] = {}
         for step in reversed(steps[1:][-LOOKED_BACK:]):
             for rows in self.groups(step):
                 uid = str(rows[0]["uid"])
-                if uid in first and uid not in found and len(found) < PAIRS:
-                    found[uid] = rows[0]
+                if uid in first and uid not in latest_rows and len(latest_rows) < PAIRS:
+                    latest_rows[uid] = rows[0]
         last = [rows[0] for rows in self.groups(steps[-1])]
-        pairs = [(first[uid], row) for uid, row in found.items()] or list(
+        pairs = [(first[uid], row) for uid, row in latest_rows.items()] or list(
             zip(first.values(), last, strict=False)
         )[:PAIRS]
-        return [{"same": bool(found), "before": _side(a), "after": _side(b)} for a, b in pairs]
+        return [
+            {"same": bool(latest_rows), "before": _describe_side(before), "after": _describe_side(after)}
+            for before, after in pairs
+        ]
 
     def packed(self, budget: int = BUDGET_BYTES) -> dict[str, Any]:
-        """What a page holds of them: {"groups": as in ``index``, each with "data", the rest as base64 of
-        deflated JSON; "recorded": the steps; "left_out": groups that had no room; "unread": bytes at the
-        end that are no whole frame}. The first and the last step come before those between."""
+        """The part of the groups that fits into a page: {"groups": as in ``index``, each with "data", the
+        rest as base64 of deflated JSON; "recorded": all steps; "left_out": number of groups without room;
+        "unread": bytes at the end that are no whole frame}. The first and the last step take precedence."""
         steps = self.steps
-        most = max(4, min(GROUPS_PER_STEP, 256 // max(1, len(steps))))
-        kept: dict[int, list[dict[str, Any]]] = {}
+        max_groups = max(4, min(GROUPS_PER_STEP, 256 // max(1, len(steps))))
+        shown_groups: dict[int, list[dict[str, Any]]] = {}
         left_out = 0
-        for step in (steps[place] for place in spread(len(steps))):
+        for step in (steps[index] for index in spread(len(steps))):
             groups = self.groups(step)
-            for rows in groups[:most]:
+            for rows in groups[:max_groups]:
                 data = base64.b64encode(zlib.compress(to_json(self._content(rows)).encode(), 6)).decode()
-                if len(data) <= budget or not kept:
-                    kept.setdefault(step, []).append({**_listed(rows), "data": data})
+                if len(data) <= budget or not shown_groups:
+                    shown_groups.setdefault(step, []).append({**_list_group(rows), "data": data})
                     budget -= len(data)
-            left_out += len(groups) - len(kept.get(step, ()))
-        shown = [group for step in sorted(kept) for group in kept[step]]
+            left_out += len(groups) - len(shown_groups.get(step, ()))
+        shown = [group for step in sorted(shown_groups) for group in shown_groups[step]]
         return {"groups": shown, "recorded": steps, "left_out": left_out, "unread": self._unread}
 
     def _content(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -147,26 +150,26 @@ class Samples:
 
 
 def held_out_pairs(evals: Sequence[Row]) -> list[dict[str, Any]]:
-    """The answers to the same held-out prompts at the first and the last of ``evals`` that recorded some, as
-    ``Samples.pairs`` gives them."""
+    """Pairs of answers to the same held-out prompts, from the first and the last of ``evals`` with answers,
+    in the format of ``Samples.pairs``."""
     rows = [row for row in evals if row.get("answers")]
     if len(rows) < 2:
         return []
-    first, last = ({str(one["uid"]): one for one in row["answers"]} for row in (rows[0], rows[-1]))
+    first, last = ({str(answer["uid"]): answer for answer in row["answers"]} for row in (rows[0], rows[-1]))
     steps = {"before": rows[0]["step"], "after": rows[-1]["step"]}
     return [
         {
             "same": True,
-            "before": {**one, "step": steps["before"]},
+            "before": {**answer, "step": steps["before"]},
             "after": {**last[uid], "step": steps["after"]},
         }
-        for uid, one in first.items()
+        for uid, answer in first.items()
         if uid in last
     ]
 
 
 def spread(n: int) -> list[int]:
-    """0 to n - 1: the ends, then the middle, then the middles of the halves ...
+    """0 to n - 1 in the order ends, middle, middles of the halves, ...
 
     >>> spread(5)
     [0, 4, 2, 1, 3]
@@ -181,12 +184,12 @@ def spread(n: int) -> list[int]:
     return order
 
 
-def _grouped(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows by group. Siblings are adjacent in the log; a new prompt or a lower sample begins a new group."""
+def _group_rows(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Yield the rows of each group: siblings are adjacent; a new prompt or a lower sample begins a group."""
     group: list[Row] = []
     for row in rows:
-        same = group and (row["step"], row["uid"]) == (group[0]["step"], group[0]["uid"])
-        if group and (not same or row["sample"] <= group[-1]["sample"]):
+        is_sibling = group and (row["step"], row["uid"]) == (group[0]["step"], group[0]["uid"])
+        if group and (not is_sibling or row["sample"] <= group[-1]["sample"]):
             yield group
             group = []
         group.append(row)
@@ -194,11 +197,11 @@ def _grouped(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield group
 
 
-# ---- what the page shows of them
+# ---- the page's format
 
 
-def _listed(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the list of groups shows of a group: step, uid, the beginning of its prompt, rewards."""
+def _list_group(rows: Sequence[Row]) -> dict[str, Any]:
+    """The entry of a group in the list of groups: step, uid, beginning of the prompt, rewards."""
     messages = _prompt(rows[0])["messages"]
     return {
         "step": int(rows[0]["step"]),
@@ -208,7 +211,8 @@ def _listed(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _side(row: Row) -> dict[str, Any]:
+def _describe_side(row: Row) -> dict[str, Any]:
+    """One side of a pair, see ``Samples.pairs``."""
     text = "\n".join(str(turn.get("text") or "") for turn in row.get("turns") or ())
     messages = _prompt(row)["messages"]
     prompt = {"uid": str(row["uid"]), "prompt": messages[-1]["content"] if messages else ""}
@@ -222,24 +226,25 @@ def _side(row: Row) -> dict[str, Any]:
 
 
 def _answer(row: Row, pieces: Pieces | None) -> dict[str, Any]:
-    """What the page shows of a trajectory: of an overlong one its first ``TOKENS_PER_ANSWER`` tokens."""
-    turns, left = [], TOKENS_PER_ANSWER
+    """A trajectory in the page's format, cut after ``TOKENS_PER_ANSWER`` tokens."""
+    turns, num_left = [], TOKENS_PER_ANSWER
     for turn in row.get("turns") or ():
-        turns.append(_turn(turn, pieces, left))
-        left = max(0, left - len(turn["tokens"]))
-    shown = ("sample", "seed", "stop", "error", "reward", "reason", "parts", "extra")
-    return {**{key: row.get(key) for key in shown}, "turns": turns}
+        turns.append(_turn(turn, pieces, num_left))
+        num_left = max(0, num_left - len(turn["tokens"]))
+    fields = ("sample", "seed", "stop", "error", "reward", "reason", "parts", "extra")
+    return {**{key: row.get(key) for key in fields}, "turns": turns}
 
 
 def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str, Any]:
-    """Arrays of the first ``most`` tokens: log-probabilities rounded to three decimals, one version if all
-    are equal, experts as a flat list of layers x top_k per token. ``injected``: indices of tokens that were
-    inserted, not sampled; they have no log-probability, and the version of the token before."""
+    """A turn in the page's format, with arrays of the first ``most`` tokens: log-probabilities rounded to
+    three decimals, one version if all are equal, experts as a flat list of layers x top_k per token.
+    ``injected``: indices of tokens that were inserted, not sampled; they have no log-probability, and the
+    version of the token before."""
     tokens, injected = turn["tokens"], turn.get("injected") or []
     versions: list[int] = []
-    for version in turn["versions"]:  # -1 stands at tokens that no policy sampled
+    for version in turn["versions"]:  # -1: a token that no policy sampled
         versions.append(versions[-1] if version < 0 and versions else version)
-    packed = turn.get("experts")  # a list in older runs, whose routes were not packed: not shown
+    packed = turn.get("experts")  # a list in older runs, which is not shown
     experts = routes_from_json(packed) if isinstance(packed, Mapping) else None
     return {
         "num_tokens": len(tokens),
@@ -248,10 +253,10 @@ def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str
         "tokens": tokens[:most],
         "pieces": pieces.split(tokens[:most]) if pieces else None,
         "logprobs": [
-            None if value is None or place in injected else round(value, 3)
-            for place, value in enumerate(turn["logprobs"][:most])
+            None if value is None or index in injected else round(value, 3)
+            for index, value in enumerate(turn["logprobs"][:most])
         ],
-        "injected": [place for place in injected if place < most],
+        "injected": [index for index in injected if index < most],
         "versions": versions[:1] if len(set(versions)) == 1 else versions[:most],
         "experts": experts[:most].ravel().tolist() if experts is not None else None,
         "routing": list(experts.shape[1:]) if experts is not None else None,  # [moe_layers, top_k]
@@ -261,12 +266,13 @@ def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str
 
 
 def _prompt(row: Row) -> dict[str, Any]:
-    """The messages of a trajectory's prompt, and its columns; overlong ones are cut."""
+    """Messages and columns of a trajectory's prompt, each cut to ``CHARACTERS``."""
     prompt, columns = row.get("prompt"), row.get("columns") or {}
     chat = prompt if isinstance(prompt, list) else [{"role": "", "content": prompt}]
     return {
         "messages": [
-            {"role": str(m.get("role", "")), "content": _clip(_text(m.get("content")))} for m in chat
+            {"role": str(message.get("role", "")), "content": _clip(_text(message.get("content")))}
+            for message in chat
         ],
         "columns": {str(name): _clip(_text(value)) for name, value in columns.items()},
     }
@@ -277,12 +283,17 @@ def _text(value: Any) -> str:
 
 
 def _clip(text: str) -> str:
-    more = len(text) - CHARACTERS
-    return text if more <= 0 else f"{text[:CHARACTERS]} … ({more:,} more characters in the run folder)"
+    """The first ``CHARACTERS`` of a text, with a note on the number of the others."""
+    num_hidden = len(text) - CHARACTERS
+    return (
+        text
+        if num_hidden <= 0
+        else f"{text[:CHARACTERS]} … ({num_hidden:,} more characters in the run folder)"
+    )
 
 
 class Pieces:
-    """The text of each token of a sequence; joined, the pieces are the text of the whole."""
+    """Texts of single tokens, which join to the text of their sequence."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._decode = renderer.decode
@@ -293,7 +304,8 @@ class Pieces:
         return self._decode(tokens, skip_special=False)
 
     def split(self, tokens: Sequence[int]) -> list[str]:
-        """One string per token. A character of several tokens is at the first; the others are empty."""
+        """One string per token; a character of several tokens belongs to the first, and the others are
+        empty."""
         pieces = [self._alone(token) for token in tokens]
         start = 0
         while start < len(tokens):
@@ -301,14 +313,15 @@ class Pieces:
             while stop < len(tokens) and _BROKEN in pieces[stop]:
                 stop += 1
             if stop - start > 1:
-                pieces[start:stop] = [self._behind_anchor(tokens[start:stop]), *[""] * (stop - start - 1)]
+                pieces[start:stop] = [self._decode_inside(tokens[start:stop]), *[""] * (stop - start - 1)]
             start = max(stop, start + 1)
         return pieces
 
     def _alone(self, token: int) -> str:
         if token not in self._known:
-            self._known[token] = self._behind_anchor([token])
+            self._known[token] = self._decode_inside([token])
         return self._known[token]
 
-    def _behind_anchor(self, tokens: Sequence[int]) -> str:
+    def _decode_inside(self, tokens: Sequence[int]) -> str:
+        """The text of tokens inside a longer text, untrimmed."""
         return self.text([*self._anchor, *tokens])[len(self.text(self._anchor)) :]

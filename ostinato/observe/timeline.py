@@ -1,4 +1,4 @@
-"""What every worker was busy with, and when: the rows of timeline.jsonl, merged so that a run stays small.
+"""The work of every worker over time: the rows of timeline.jsonl, merged so that the file stays small.
 
 A row is a span: {"worker": "sampler-0", "kind": "decode", "from": 1763650000.1, "to": 1763650000.4}.
 Times are Unix seconds of the worker's host. A worker does one thing at a time; its name is that of its slot,
@@ -19,12 +19,12 @@ from enum import StrEnum
 from typing import Any
 
 GAP_S = 0.005  # spans of one kind that are closer than this are merged
-DETAIL_BYTES = 8 << 20  # each time the file has grown by this much, every other step of the rest is left out
+DETAIL_BYTES = 8 << 20  # every time the file grows by this much, half as many steps are written
 MOST_PER_STEP = 128  # spans of one worker
 
 
 class Kind(StrEnum):
-    """What a worker does."""
+    """The kinds of a worker's activity."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -37,7 +37,7 @@ class Kind(StrEnum):
     START = "start"  # loading, until it is ready
 
 
-IDLE = frozenset({Kind.WAIT, Kind.START})  # does not count as work
+IDLE = frozenset({Kind.WAIT, Kind.START})  # kinds that do not count as work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,22 +60,22 @@ class Span:
         return self.length if self.busy < 0 else self.busy
 
     def to_json(self) -> dict[str, Any]:
-        more = {"amount": self.amount} if self.amount else {}
+        optional = {"amount": self.amount} if self.amount else {}
         step = {"step": self.step} if self.step >= 0 else {}
         gaps = self.length - self.seconds > 1e-4
-        more |= {"busy": round(self.seconds, 4)} if gaps else {}
+        optional |= {"busy": round(self.seconds, 4)} if gaps else {}
         return {
             "worker": self.worker,
             "kind": self.kind,
             "from": round(self.start, 4),
             "to": round(self.stop, 4),
             **step,
-            **more,
+            **optional,
         }
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Span:
-        """The span of a row. Raises KeyError, ValueError or TypeError if it is not one."""
+        """The span of a row. Raises KeyError, ValueError or TypeError for an invalid row."""
         return cls(
             worker=str(row["worker"]),
             kind=Kind(row["kind"]),
@@ -91,13 +91,13 @@ class Span:
 
 
 def merge_spans(spans: Iterable[Span], gap_s: float = GAP_S) -> Iterator[Span]:
-    """Merges neighbouring spans of one worker, kind and step, at most ``gap_s`` apart, in the order of their
-    ends. The merged span covers the gaps, but its ``busy`` does not count them."""
+    """Merge neighbouring spans of one worker, kind and step, at most ``gap_s`` apart; yields them in the
+    order of their ends. The merged span covers the gaps, but its ``busy`` does not count them."""
     last: dict[str, Span] = {}
     for span in spans:
         before = last.get(span.worker)
-        alike = before is not None and (before.kind, before.step) == (span.kind, span.step)
-        if before is not None and alike and span.start - before.stop <= gap_s:
+        mergeable = before is not None and (before.kind, before.step) == (span.kind, span.step)
+        if before is not None and mergeable and span.start - before.stop <= gap_s:
             last[span.worker] = Span(
                 worker=span.worker,
                 kind=span.kind,
@@ -115,50 +115,52 @@ def merge_spans(spans: Iterable[Span], gap_s: float = GAP_S) -> Iterator[Span]:
 
 
 def coarsen(spans: Iterable[Span], grain_s: float) -> list[Span]:
-    """Fewer spans with the same totals: a worker's short spans within ``grain_s`` seconds become one span per
-    kind, placed end to end. Amounts, and seconds by worker and kind, are unchanged, and nothing moves by more
-    than the grain; a window of W seconds has at most 2 W / grain + 1 such stretches of a worker. Ordered by
-    start."""
-    found: list[Span] = []
+    """Merge spans without changing totals: a worker's short spans within ``grain_s`` seconds become one span
+    per kind, placed end to end. Amounts, and seconds by worker and kind, are unchanged, and nothing moves by
+    more than the grain; a window of W seconds has at most 2 W / grain + 1 such stretches of a worker. Ordered
+    by start."""
+    coarse: list[Span] = []
     short: dict[str, list[Span]] = defaultdict(list)  # by worker: a stretch that fits into a grain
     for span in sorted(spans, key=lambda span: span.start):
         stretch = short[span.worker]
         if stretch and span.stop - stretch[0].start > grain_s:
-            found += _by_kind(stretch)
+            coarse += _merge_kinds(stretch)
             stretch.clear()
         if span.length > grain_s:
-            found.append(span)
+            coarse.append(span)
         else:
             stretch.append(span)
     for stretch in short.values():
-        found += _by_kind(stretch)
-    return sorted(found, key=lambda span: span.start)
+        coarse += _merge_kinds(stretch)
+    return sorted(coarse, key=lambda span: span.start)
 
 
-def _by_kind(stretch: Sequence[Span]) -> Iterator[Span]:
+def _merge_kinds(stretch: Sequence[Span]) -> Iterator[Span]:
     """One span per kind, placed end to end from the start of the first span."""
     kinds: dict[Kind, list[Span]] = defaultdict(list)
     for span in stretch:
         kinds[span.kind].append(span)
-    at = stretch[0].start if stretch else 0.0
-    for alike in kinds.values():
-        stop = at + sum(span.seconds for span in alike)
-        yield replace(alike[0], start=at, stop=stop, amount=sum(span.amount for span in alike), busy=-1.0)
-        at = stop
+    start = stretch[0].start if stretch else 0.0
+    for same_kind in kinds.values():
+        stop = start + sum(span.seconds for span in same_kind)
+        yield replace(
+            same_kind[0], start=start, stop=stop, amount=sum(span.amount for span in same_kind), busy=-1.0
+        )
+        start = stop
 
 
 def limit_spans(spans: Sequence[Span], most: int) -> list[Span]:
     """``coarsen`` with a grain at which no worker has more than ``most`` spans (at least one per kind)."""
     assert most >= len(Kind)
-    found = list(spans)
-    if not found:
-        return found
-    grain = max(span.stop for span in found) - min(span.start for span in found)
+    coarse = list(spans)
+    if not coarse:
+        return coarse
+    grain = max(span.stop for span in coarse) - min(span.start for span in coarse)
     grain /= most
-    while max(Counter(span.worker for span in found).values()) > most:
-        found = coarsen(spans, grain)
+    while max(Counter(span.worker for span in coarse).values()) > most:
+        coarse = coarsen(spans, grain)
         grain *= 2
-    return found
+    return coarse
 
 
 def kept(spans: Iterable[Span], *, step: int, file_bytes: int) -> list[Span]:
@@ -178,8 +180,8 @@ def kept(spans: Iterable[Span], *, step: int, file_bytes: int) -> list[Span]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What workers did from ``start`` to ``stop``: seconds by worker and kind. Where spans of one worker
-    overlap, the time counts once, for the span that began first."""
+    """Seconds by worker and kind from ``start`` to ``stop``. Where spans of one worker overlap, the time
+    counts once, for the span that began first."""
 
     start: float
     stop: float
@@ -187,7 +189,7 @@ class Usage:
 
     def utilisation(self, worker: str) -> float:
         """The share of the window in which the worker was working; waiting and loading do not count."""
-        busy = sum(s for kind, s in self.seconds[worker].items() if kind not in IDLE)
+        busy = sum(seconds for kind, seconds in self.seconds[worker].items() if kind not in IDLE)
         return min(1.0, busy / (self.stop - self.start)) if self.stop > self.start else 0.0
 
     def idle(self, pool: str | None = None) -> float | None:
@@ -203,13 +205,13 @@ def usage(spans: Iterable[Span], start: float, stop: float) -> Usage:
 
 
 def usages(spans: Iterable[Span], windows: Sequence[tuple[float, float]]) -> list[Usage]:
-    """The usage in each of many windows, which must be in order and must not overlap."""
+    """The usage in each window; windows must be in order and must not overlap."""
     stops = [stop for _, stop in windows]
     sums: list[dict[tuple[str, Kind], float]] = [defaultdict(float) for _ in windows]
     until: dict[str, float] = {}
     for span in sorted(spans, key=lambda span: span.start):
         start = max(span.start, until.get(span.worker, span.start))
-        if start >= span.stop > span.start:  # all of it is within an earlier one
+        if start >= span.stop > span.start:  # wholly within an earlier span
             continue
         until[span.worker] = max(start, span.stop)
         density = span.seconds / span.length if span.length else 1.0
@@ -219,13 +221,13 @@ def usages(spans: Iterable[Span], windows: Sequence[tuple[float, float]]) -> lis
             inside = min(span.stop, stops[i]) - max(start, windows[i][0])
             sums[i][span.worker, span.kind] += inside * density
     return [
-        Usage(start=start, stop=stop, seconds=_by_worker(until, found))
-        for (start, stop), found in zip(windows, sums, strict=True)
+        Usage(start=start, stop=stop, seconds=_group_by_worker(until, seconds))
+        for (start, stop), seconds in zip(windows, sums, strict=True)
     ]
 
 
 def add_usages(parts: Sequence[Usage]) -> Usage:
-    """Several windows added up: one that starts at 0 and is as long as all of them together."""
+    """Sum of several windows: a usage from 0 to the sum of their lengths."""
     sums: dict[tuple[str, Kind], float] = defaultdict(float)
     for part in parts:
         for name, kinds in part.seconds.items():
@@ -233,26 +235,29 @@ def add_usages(parts: Sequence[Usage]) -> Usage:
                 sums[name, kind] += seconds
     names = dict.fromkeys(name for part in parts for name in part.seconds)
     length = sum(part.stop - part.start for part in parts)
-    return Usage(start=0.0, stop=length, seconds=_by_worker(names, sums))
+    return Usage(start=0.0, stop=length, seconds=_group_by_worker(names, sums))
 
 
-def _by_worker(names: Iterable[str], sums: Mapping[tuple[str, Kind], float]) -> dict[str, dict[Kind, float]]:
-    found: dict[str, dict[Kind, float]] = {name: {} for name in sort_workers(names)}
+def _group_by_worker(
+    names: Iterable[str], sums: Mapping[tuple[str, Kind], float]
+) -> dict[str, dict[Kind, float]]:
+    """Seconds by worker and kind, with the workers ``names`` in their usual order."""
+    by_worker: dict[str, dict[Kind, float]] = {name: {} for name in sort_workers(names)}
     for (worker, kind), seconds in sums.items():
-        found[worker][kind] = seconds
-    return found
+        by_worker[worker][kind] = seconds
+    return by_worker
 
 
 POOLS = {"sampler": "samplers", "trainer": "trainer", "grader": "graders"}
 
 
 def pool_of(worker: str) -> str:
-    """The pool of the ledger that a worker belongs to, by its name; any other is a pool by itself."""
+    """The ledger's pool of a worker, by its name; a worker of no pool is a pool by itself."""
     return POOLS.get(worker.rstrip("0123456789").rstrip("-").removesuffix("s"), worker)
 
 
 def sort_workers(workers: Iterable[str]) -> list[str]:
-    """Samplers, trainer, graders, the others; by number within a pool."""
+    """Workers in the order samplers, trainer, graders, others; by number within a pool."""
     pools = list(POOLS.values())
 
     def place(worker: str) -> tuple[int, str, int]:

@@ -46,9 +46,9 @@ from ostinato.run import RunFolder, atomic_write, to_json
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("uplot.js", "charts.js", "gantt.js", "samples.js", "page.js")
-SPANS = 2000  # of a worker in a file
+SPANS = 2000  # most of a worker in a file
 MARKS = 400  # steps that are marked on the timeline
-PICTURES, PICTURE_BYTES = 12, 1_000_000  # in a file; of one
+PICTURES, PICTURE_BYTES = 12, 1_000_000  # most in a file; most of one picture
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -101,7 +101,7 @@ def digest(script: str) -> str:
 
 
 def embedded(data: RunRows, samples: Samples) -> dict[str, Any]:
-    """All of a run: ``state`` and rows, thinned where there are many."""
+    """All data of a run: ``now``, ``state``, and rows, thinned where there are many."""
     spans = limit_spans(data.spans, SPANS)
     rows = {
         "metrics": [
@@ -121,14 +121,14 @@ def embedded(data: RunRows, samples: Samples) -> dict[str, Any]:
 
 
 def now(data: RunRows) -> dict[str, Any]:
-    """What may change without a new row: is the run alive, how far is it, what do its workers do."""
+    """The data that changes without a new row: status, progress and workers."""
     shown = status(data)
     workers = read_workers(data.run.path / "workers.json", live=shown["tone"] == "live")
     return {"name": data.name, "status": shown, "progress": progress(data), "workers": workers}
 
 
 def state(data: RunRows, samples: Samples) -> dict[str, Any]:
-    """What is computed from the rows: the first screen, tables, and the rows that are few."""
+    """The data computed from rows: the first screen, tables, and short lists of rows."""
     sentence, tone = verdict(data)
     idle, work = use(data)
     plan = compare_plan(data)
@@ -150,13 +150,13 @@ def state(data: RunRows, samples: Samples) -> dict[str, Any]:
         "looked_at": LOOKED_AT,
         "commands": commands(data),
         "about": [figure._asdict() for figure in describe(data)],
-        "tables": {part: [asdict(table) for table in found] for part, found in tables.items()},
+        "tables": {part: [asdict(table) for table in part_tables] for part, part_tables in tables.items()},
         "gap": describe_gap(data),
         "gate": gate(data),
         "failed": [asdict(reward) for reward in failed_rewards(data.logs["failed_rewards"])],
-        "evals": [_scored(row) for row in scores["evals"]],
-        "greedy": [_scored(row) for row in scores["greedy"]],
-        "downstream": {name: [_scored(row) for row in rows] for name, rows in data.downstream.items()},
+        "evals": [_add_intervals(row) for row in scores["evals"]],
+        "greedy": [_add_intervals(row) for row in scores["greedy"]],
+        "downstream": {name: [_add_intervals(row) for row in rows] for name, rows in data.downstream.items()},
         "forecasts": by_step(data.logs["forecast"]),
         "mismatch": measured(data),
         "alarms": data.logs["watch"],
@@ -169,24 +169,29 @@ def state(data: RunRows, samples: Samples) -> dict[str, Any]:
     }
 
 
-def _scored(row: Row) -> dict[str, Any]:
-    """A row of eval.jsonl, with the intervals of its scores."""
-    found = {name: score for name in ("pass@1", "pass@k") if (score := estimate(row, name))}
-    kept = {name: value for name, value in row.items() if name != "answers"}
-    return {**kept, "intervals": {name: score.interval for name, score in found.items()}}
+def _add_intervals(row: Row) -> dict[str, Any]:
+    """A row of eval.jsonl without answers, with the intervals of its scores."""
+    estimates = {name: score for name in ("pass@1", "pass@k") if (score := estimate(row, name))}
+    fields = {name: value for name, value in row.items() if name != "answers"}
+    return {**fields, "intervals": {name: score.interval for name, score in estimates.items()}}
 
 
 def use(data: RunRows) -> tuple[list[dict[str, float]], Usage | None]:
-    """(the idle share of each pool by step, all steps together), of the steps that the timeline has: of a
-    long run it omits most."""
+    """(idle share of each pool by step, usage of all steps together) of the steps in the timeline, which
+    omits most steps of a long run."""
     steps = steps_of(data.logs["ledger"])
-    found = usages(data.spans, [(start, stop) for _, start, stop in steps])
-    known = [(step, use) for (step, _, _), use in zip(steps, found, strict=True) if any(use.seconds.values())]
-    if not known:
+    step_usages = usages(data.spans, [(start, stop) for _, start, stop in steps])
+    used_steps = [
+        (step, use) for (step, _, _), use in zip(steps, step_usages, strict=True) if any(use.seconds.values())
+    ]
+    if not used_steps:
         return [], None
-    pools = dict.fromkeys(pool_of(worker) for _, use in known for worker in use.seconds)
-    rows = [{"step": step} | {p: v for p in pools if (v := use.idle(p)) is not None} for step, use in known]
-    return rows, add_usages([use for _, use in known])
+    pools = dict.fromkeys(pool_of(worker) for _, use in used_steps for worker in use.seconds)
+    rows = [
+        {"step": step} | {pool: share for pool in pools if (share := use.idle(pool)) is not None}
+        for step, use in used_steps
+    ]
+    return rows, add_usages([use for _, use in used_steps])
 
 
 def solved_at(data: RunRows) -> float:
@@ -197,12 +202,14 @@ def solved_at(data: RunRows) -> float:
         return limit - 1e-6
     functions = data.setting("reward.functions", ("",))
     weights = data.setting("reward.weights") or [1.0] * len(functions)
-    chosen = next(iter(data.setting("task.mix", ())), {}).get("rewards") or functions  # same for all tasks
+    task_functions = (
+        next(iter(data.setting("task.mix", ())), {}).get("rewards") or functions
+    )  # same for all tasks
     pairs = zip(functions, weights, strict=False)
-    return sum(weight for name, weight in pairs if name in chosen and weight > 0) - 1e-6
+    return sum(weight for name, weight in pairs if name in task_functions and weight > 0) - 1e-6
 
 
-# ---- what stands beside the logs
+# ---- files beside the logs
 
 
 def read_workers(path: Path, *, live: bool = True) -> list[dict[str, Any]]:
@@ -212,30 +219,30 @@ def read_workers(path: Path, *, live: bool = True) -> list[dict[str, Any]]:
         rows = parse_json(path.read_bytes(), surrogates=True)
     except (OSError, ValueError):
         return []
-    found = [dict(row) for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    for row in found:
+    workers = [dict(row) for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    for row in workers:
         for name in ("since", "heard"):
-            at = number(row, name)
-            row[name] = None if at is None else max(0.0, time.time() - at)
+            time_of = number(row, name)
+            row[name] = None if time_of is None else max(0.0, time.time() - time_of)
         row["state"] = f"{'' if live else 'was '}{row.get('state', '')}"
-    return [row for row in found if "worker" in row]
+    return [row for row in workers if "worker" in row]
 
 
 def read_pictures(folder: Path) -> dict[str, Any]:
-    """PNG files of a run folder: {"shown": [name, data URL] of the first ones by name, "left_out": why}."""
+    """PNG files of a run folder: {"shown": [(name, data URL)] by name, "left_out": names with reasons}."""
     shown: list[tuple[str, str]] = []
     left_out: list[str] = []
     for path in sorted(folder.glob("*.png")):
         data = path.read_bytes() if path.is_file() and path.stat().st_size <= PICTURE_BYTES else b""
         if len(shown) == PICTURES or not data.startswith(PNG):
-            why = (
+            reason = (
                 f"more than {PICTURES}"
                 if len(shown) == PICTURES
                 else "no PNG"
                 if data
                 else "too large or empty"
             )
-            left_out.append(f"{path.name} ({why})")
+            left_out.append(f"{path.name} ({reason})")
         else:
             shown.append((path.stem, f"data:image/png;base64,{base64.b64encode(data).decode()}"))
     return {"shown": shown, "left_out": left_out}
