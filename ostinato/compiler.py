@@ -1,11 +1,10 @@
 """Compile C++ on first use and keep the library in the user's cache: for kernels and for history.
 
-A library is named by a fingerprint of all that decides its code, so it is never stale. It is on the disk
-before it appears, by a rename, and ends with a digest of itself, behind what a loader reads: a file that was
-cut off or changed is compiled again, since a process that runs into the missing part ends with SIGBUS. What
-another user could have written is never loaded. Without a compiler, or off Linux and macOS, there is a
-``BuildError`` and the caller uses the plain twin.
-"""
+A library is named by a fingerprint of all that decides its code, so it is never stale. It is flushed to disk
+before a rename makes it visible, and ends with a digest of itself, behind what a loader reads: a file that
+was cut off or changed is compiled again, since a process that runs into the missing part ends with SIGBUS. A
+file that another user could have written is never loaded. Without a compiler, or off Linux and macOS, there
+is a ``BuildError`` and the caller uses the Python version."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ from pathlib import Path
 from ostinato.files import cache_folder, distrusted, sync
 from ostinato.isa import processor
 
-BUILD_LIMIT_S = 180.0  # of one call of the compiler
+BUILD_LIMIT_S = 180.0  # limit of one call of the compiler
 SYSTEMS = ("Linux", "Darwin")
-# what OpenMP needs is found when the library is loaded, in the runtime that torch has loaded
+# symbols of OpenMP are resolved at load time, in the runtime that torch has loaded
 _LINK = {"Darwin": ("-Wl,-undefined,dynamic_lookup",)}
 _POLL_S = 0.1
 _SEAL = b"\0ostinato sha256"  # behind a library; then the digest of all that is before it
@@ -43,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """One sentence: why there is no native code here."""
+    """There is no native code here; the message is the reason, one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeCode:
-    """What a library is built from; every ``*.h`` of the folder counts as included."""
+    """The sources and flags of a library; every ``*.h`` of the folder counts as included."""
 
     name: str  # of the library in the cache
     folder: Path
@@ -68,12 +67,12 @@ def build(code: NativeCode, warn: Callable[[str], None] = warnings.warn) -> Path
         library = cache_folder() / "native" / f"{code.name}-{_fingerprint(code, compiler)}.so"
     except (OSError, ValueError) as error:  # no home, and no folder in its place
         raise BuildError(str(error)) from error
-    if _flaw(library) is None:
+    if _find_flaw(library) is None:
         return library
     try:
         _make_private(library.parent, warn)
-        with _one_at_a_time(library.parent, BUILD_LIMIT_S * (1 + len(code.sources))):
-            if (flaw := _flaw(library)) is not None:  # else another process has built it meanwhile
+        with _lock_folder(library.parent, BUILD_LIMIT_S * (1 + len(code.sources))):
+            if (flaw := _find_flaw(library)) is not None:  # else another process has built it meanwhile
                 if flaw:
                     warn(f"native {code.name} are compiled again, since {library} {flaw}")
                 logger.info(f"compiling native {code.name}, once on this machine: some 20 s")
@@ -94,73 +93,76 @@ def find() -> str | None:
 def load(
     library: Path, kind: type[ctypes.CDLL] = ctypes.CDLL, mode: int = ctypes.DEFAULT_MODE
 ) -> ctypes.CDLL:
-    """The library as ctypes sees it; a ``ctypes.PyDLL`` holds the GIL in calls. Raises BuildError."""
+    """The loaded library, as ``kind``; a ``ctypes.PyDLL`` holds the GIL in calls. Raises BuildError."""
     try:
         return kind(str(library), mode)
     except OSError as error:
         raise BuildError(f"the library {library.name} does not load: {error}") from error
 
 
-def _flaw(library: Path) -> str | None:
-    """Why the file cannot be loaded; empty where there is none, None where nothing is wrong with it."""
+def _find_flaw(library: Path) -> str | None:
+    """The reason why the file cannot be loaded; empty for a missing file, None for a good one."""
     try:
-        # no link, and nothing that opening waits for
-        held = os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        # refuses links, and does not wait on pipes
+        descriptor = os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
         return ""
     except OSError as error:
         return f"cannot be opened ({error.strerror})"
     try:
-        facts = os.fstat(held)
+        facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             return "is no file"
-        if why := distrusted(facts, os.geteuid()) or distrusted(library.parent.stat(), os.geteuid()):
-            return why
-        with open(held, "rb", closefd=False) as file:
+        if reason := distrusted(facts, os.geteuid()) or distrusted(library.parent.stat(), os.geteuid()):
+            return reason
+        with open(descriptor, "rb", closefd=False) as file:
             return None if _is_sealed(file.read()) else "is damaged"
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _is_sealed(content: bytes) -> bool:
+    """Whether ``content`` ends with the seal and the digest of what is before it."""
     code, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     return code.endswith(_SEAL) and hashlib.sha256(code.removesuffix(_SEAL)).digest() == digest
 
 
 def _make_private(folder: Path, warn: Callable[[str], None]) -> None:
-    """Make the folder where there is none; empty one that others could write to. Raises OSError, and
-    BuildError where it is another user's."""
+    """Make the folder if missing; make it private and empty if others could write to it. Raises OSError, and
+    BuildError if it is another user's."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = folder.stat()
-    if not (why := distrusted(facts, os.geteuid())):
+    if not (reason := distrusted(facts, os.geteuid())):
         return
     if facts.st_uid != os.geteuid():
-        raise BuildError(f"{folder}, where native code is kept, {why}; set XDG_CACHE_HOME to your own folder")
+        raise BuildError(
+            f"{folder}, where native code is kept, {reason}; set XDG_CACHE_HOME to your own folder"
+        )
     folder.chmod(stat.S_IMODE(facts.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
     for library in folder.glob("*.so"):
         library.unlink(missing_ok=True)
-    warn(f"native code is compiled again, since {folder} {why}; it is yours alone now")
+    warn(f"native code is compiled again, since {folder} {reason}; it is yours alone now")
 
 
 @contextmanager
-def _one_at_a_time(folder: Path, limit_s: float) -> Iterator[None]:
-    """Workers that start together would all compile the same. Who has waited for ``limit_s`` goes on: a
-    process that was stopped may hold the lock."""
+def _lock_folder(folder: Path, limit_s: float) -> Iterator[None]:
+    """Hold a lock on the folder, so that workers that start together compile once. After ``limit_s`` goes on
+    without it, as a stopped process may hold it."""
     deadline = time.monotonic() + limit_s
-    held = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         while time.monotonic() < deadline:
             with suppress(BlockingIOError):
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             time.sleep(_POLL_S)
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _fingerprint(code: NativeCode, compiler: str) -> str:
-    """Changes with the source, the flags, the compiler and the processor (``-march=native``)."""
+    """Sixteen hex digits over source, flags, compiler and processor (``-march=native``)."""
     digest = hashlib.sha256(_SEAL)
     for file in (*(code.folder / name for name in code.sources), *sorted(code.folder.glob("*.h"))):
         digest.update(file.read_bytes())
@@ -174,12 +176,13 @@ def _fingerprint(code: NativeCode, compiler: str) -> str:
 
 
 def _compile(code: NativeCode, compiler: str, library: Path) -> None:
-    """Build under a temporary name, sealed and flushed, and rename. Raises OSError and BuildError."""
+    """Build the library under a temporary name, sealed and flushed, and rename it. Raises OSError,
+    BuildError."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         objects = [f"{folder}/{name}.o" for name in code.sources]
         commands = [
-            [compiler, *code.flags, "-c", str(code.folder / name), "-o", made]
-            for name, made in zip(code.sources, objects, strict=True)
+            [compiler, *code.flags, "-c", str(code.folder / name), "-o", object_file]
+            for name, object_file in zip(code.sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # a user's first start waits for it
             list(pool.map(_run, commands))
@@ -194,19 +197,19 @@ def _compile(code: NativeCode, compiler: str, library: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """The standard output of the command."""
+    """The standard output of the command. Raises BuildError if it fails."""
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=BUILD_LIMIT_S
         )
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{command[0]} took longer than {BUILD_LIMIT_S:.0f} s") from error
     except OSError as error:
         raise BuildError(f"{command[0]} cannot be run: {error}") from error
-    if done.returncode != 0:
-        messages = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    if result.returncode != 0:
+        messages = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
         # the last line is a caret or "compilation terminated"; the first error says what is wrong
         raise BuildError(
             f"{command[0]} failed: {next((line for line in messages if 'error' in line), messages[-1])}"
         )
-    return done.stdout
+    return result.stdout

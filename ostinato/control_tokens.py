@@ -29,7 +29,7 @@ LONG = 10_000  # letters of a text that takes milliseconds
 
 
 def is_in_thought(text: str) -> bool | None:
-    """Does a text end inside a thought? None where it has no tag of one."""
+    """Whether a text ends inside a thought; None if it has no tag of one."""
     for opening, end in THOUGHTS:
         if opening in text or end in text:
             return text.rfind(opening) > text.rfind(end)
@@ -47,8 +47,8 @@ def after_thinking(text: str) -> str:
 
 
 def opens_thought(text: str, is_turn: bool) -> bool:
-    """Does the last turn of a context leave a thought open? A text without turns does so with a tag that ends
-    its line."""
+    """Whether the last turn of a context leaves a thought open; in a text without turns, only a tag that ends
+    its line does."""
     for opening, end in THOUGHTS:
         _, is_open, rest = text.rpartition(opening)
         if is_open and end not in rest and (is_turn or not rest.partition("\n")[0].strip()):
@@ -57,13 +57,13 @@ def opens_thought(text: str, is_turn: bool) -> bool:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, *, add_special: bool = False) -> list[int]:
-    """Ids of a text. A long one gives other threads their turn, as only this call of the library does."""
+    """Ids of a text. For a long one, a call of the library that releases the GIL."""
     if len(text) > LONG:
         return tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
     return tokenizer.encode(text, add_special_tokens=add_special).ids
 
 
-# What answers consist of, also where a tokenizer counts it among its special tokens.
+# Tags of answers, which are no control tokens even if a tokenizer calls them special.
 _OF_ANSWERS = {*sum(THOUGHTS, ()), "<tool_call>", "</tool_call>"}
 _BARS = re.compile(
     "<[|\uff5c].*[|\uff5c]>"
@@ -87,7 +87,7 @@ class ControlTokens:
 
     @cached_property
     def _spelling(self) -> re.Pattern[str]:
-        return re.compile(_one_of(self.ids) if self.ids else r"(?!)")
+        return re.compile(_match_words(self.ids) if self.ids else r"(?!)")
 
     def spelled(self, value: Any) -> str:
         """The first control token that a text in ``value`` (lists and mappings too) spells, or ""."""
@@ -110,19 +110,19 @@ class ControlTokens:
         return [self.hide(part) for part in value] if isinstance(value, list | tuple) else value
 
     def show(self, text: str) -> str:
-        """The text with the spellings that ``hide`` has taken out."""
+        """The text with the spellings that ``hide`` has replaced."""
         return self._placeholder.sub(lambda match: self._texts.get(match.group(), match.group()), text)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which ``hide`` has taken out what is no control token. Raises ValueError where the
-        tokenizer has no other tokens for the letters of one."""
+        """Ids of a text in which ``hide`` has replaced spelled control tokens, which are encoded as plain
+        letters. Raises ValueError where the tokenizer has no tokens for these letters."""
         if not self._placeholder.search(text):
             return encode_text(self._tokenizer, text)
-        tokenizer, spellings, own = self._renamed
-        text, written = self._spelling.subn(lambda match: spellings[match.group()], text)
-        found = encode_text(tokenizer, self.show(text))
-        tokens = [own.get(token, token) for token in found]
-        if sum(token in self._numbers for token in tokens) != written:
+        tokenizer, spellings, original_ids = self._rename_tokens
+        text, num_control = self._spelling.subn(lambda match: spellings[match.group()], text)
+        raw_tokens = encode_text(tokenizer, self.show(text))
+        tokens = [original_ids.get(token, token) for token in raw_tokens]
+        if sum(token in self._numbers for token in tokens) != num_control:
             raise ValueError(
                 "a message spells a control token, and the tokenizer has no tokens for its letters; spell it "
                 "otherwise"
@@ -134,18 +134,18 @@ class ControlTokens:
         return frozenset(self.ids.values())
 
     @cached_property
-    def _renamed(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-        """(the tokenizer with secret spellings of control tokens, these spellings, its ids of added tokens in
-        those of the first). Both have one vocabulary in memory."""
+    def _rename_tokens(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
+        """(tokenizer with secret spellings of control tokens; {control token: secret spelling}; {its id of an
+        added token: original id}). Both tokenizers share one vocabulary in memory."""
         from tokenizers import AddedToken, Tokenizer
 
-        secret, old = secrets.token_hex(8), self._tokenizer
+        secret, original = secrets.token_hex(8), self._tokenizer
         spellings = {text: f"\ue000{secret}{id_}\ue001" for text, id_ in self.ids.items()}
-        renamed, own = Tokenizer(old.model), dict[int, int]()
+        renamed, original_ids = Tokenizer(original.model), dict[int, int]()
         for part in ("normalizer", "pre_tokenizer"):
-            if (value := getattr(old, part)) is not None:
+            if (value := getattr(original, part)) is not None:
                 setattr(renamed, part, value)
-        added = sorted(old.get_added_tokens_decoder().items())
+        added = sorted(original.get_added_tokens_decoder().items())
         tokens = [
             AddedToken(
                 spellings.get(token.content, token.content),
@@ -159,22 +159,24 @@ class ControlTokens:
         ]
         for (id_, _), token in zip(added, tokens, strict=True):
             (renamed.add_special_tokens if token.special else renamed.add_tokens)([token])
-            own[int(renamed.token_to_id(token.content) or 0)] = id_
-        return renamed, spellings, own
+            original_ids[int(renamed.token_to_id(token.content) or 0)] = id_
+        return renamed, spellings, original_ids
 
 
-def _one_of(words: Iterable[str]) -> str:
-    """A regular expression of the longest of ``words`` that fits, with common beginnings written once: there
-    can be thousands."""
+def _match_words(words: Iterable[str]) -> str:
+    """A regular expression for the longest matching word, with common prefixes written once, as there can be
+    thousands of words."""
     groups: dict[str, list[str]] = {}
     for word in words:
         groups.setdefault(word[:1], []).append(word)
-    longer = [_of_group(group) for first, group in groups.items() if first]
-    return f"(?:{'|'.join(longer)}){'?' if '' in groups else ''}" if longer else ""
+    alternatives = [_match_group(group) for first, group in groups.items() if first]
+    return f"(?:{'|'.join(alternatives)}){'?' if '' in groups else ''}" if alternatives else ""
 
 
-def _of_group(words: Sequence[str]) -> str:
-    """``_one_of`` words with the same first letter."""
+def _match_group(words: Sequence[str]) -> str:
+    """``_match_words`` for words with the same first letter."""
     first, last = min(words), max(words)
-    same = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return re.escape(first[:same]) + _one_of(word[same:] for word in words)
+    length = next(
+        (index for index, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
+    )
+    return re.escape(first[:length]) + _match_words(word[length:] for word in words)

@@ -19,24 +19,25 @@ except ModuleNotFoundError:
     raise ValueError('a store needs sqlalchemy; install it: pip install "ostinato[store]"') from None
 
 KEY = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")  # ordered by bytes, as in SQLite
-LOCK = 7304  # of PostgreSQL: only one process makes the tables
+LOCK = 7304  # advisory lock of PostgreSQL: only one process makes the tables
 Row = Mapping[str, Any]
 
 
 class Unavailable(ConnectionError):
-    """The database does not answer now; the same call may be made again on a new connection."""
+    """The database does not answer; the same call may succeed on a new connection."""
 
 
 class Database:
-    """See ``open_database``. Every method raises Unavailable where the database does not answer."""
+    """One connection, see ``open_database``. Every method raises Unavailable if the database does not
+    answer."""
 
     def __init__(self, connection: sa.Connection) -> None:
         self._connection, self._turn = connection, threading.RLock()
         self.in_file = connection.dialect.name == "sqlite"
 
     def rows(self, statement: sa.Executable) -> Sequence[Any]:
-        """What a SELECT, or a RETURNING, gives."""
-        with self._turn, _answering():
+        """All rows of a SELECT or a RETURNING."""
+        with self._turn, _translate_errors():
             return self._connection.execute(statement).all()
 
     def scalar(self, statement: sa.Executable) -> Any:
@@ -45,27 +46,28 @@ class Database:
         return rows[0][0] if rows else None
 
     def change(self, statement: sa.Executable) -> int:
-        """How many rows an UPDATE or DELETE changed."""
-        with self._turn, _answering():
+        """Run an UPDATE or DELETE; returns the number of changed rows."""
+        with self._turn, _translate_errors():
             return self._connection.execute(statement).rowcount
 
     def insert(self, table: sa.Table, rows: Sequence[Row]) -> None:
         if rows:
-            with self._turn, _answering():
+            with self._turn, _translate_errors():
                 self._connection.execute(table.insert(), rows)
 
     def put(self, table: sa.Table, row: Row, update: Sequence[str] = ()) -> None:
-        """Insert a row; where there is one with its primary key, change the columns ``update`` of that."""
-        there = sa.and_(*(column == row[column.name] for column in table.primary_key))
+        """Insert a row; if its primary key exists, change the columns ``update`` of the existing row."""
+        same_key = sa.and_(*(column == row[column.name] for column in table.primary_key))
         with self.transaction():
-            if self.scalar(sa.select(sa.func.count()).select_from(table).where(there)) == 0:
+            if self.scalar(sa.select(sa.func.count()).select_from(table).where(same_key)) == 0:
                 self.insert(table, [row])
             elif update:
-                self.change(table.update().where(there).values({name: row[name] for name in update}))
+                self.change(table.update().where(same_key).values({name: row[name] for name in update}))
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing; in a file, no other writer in between."""
+        """Commit all calls of the block, or none if it raises; in a file, without other writers in
+        between."""
         with self._turn:
             self.command("BEGIN IMMEDIATE" if self.in_file else "BEGIN")
             try:
@@ -77,29 +79,29 @@ class Database:
                 raise
 
     def command(self, text: str) -> None:
-        with self._turn, _answering():
+        with self._turn, _translate_errors():
             self._connection.exec_driver_sql(text).close()
 
     def make(self, tables: sa.MetaData, first: Mapping[sa.Table, Sequence[Row]]) -> None:
-        """Make the tables with their ``first`` rows, all at once, but for those that are there. ValueError
-        where one of these lacks a column."""
+        """Make missing tables with their ``first`` rows, all at once. Raises ValueError if an existing table
+        lacks a column."""
         with self.transaction():
             if not self.in_file:
                 self.rows(sa.select(sa.func.pg_advisory_xact_lock(LOCK)))
-            with _answering():
+            with _translate_errors():
                 inspector = sa.inspect(self._connection)
-                there = set(inspector.get_table_names())
-                for table in tables.sorted_tables if there else ():
-                    if table.name in there:
+                existing = set(inspector.get_table_names())
+                for table in tables.sorted_tables if existing else ():
+                    if table.name in existing:
                         columns = {column["name"] for column in inspector.get_columns(table.name)}
-                        if lacking := {column.name for column in table.columns} - columns:
+                        if missing := {column.name for column in table.columns} - columns:
                             raise ValueError(
-                                f"its table {table.name} has no {', '.join(sorted(lacking))}: another "
+                                f"its table {table.name} has no {', '.join(sorted(missing))}: another "
                                 "program made it, or an older version"
                             )
                 tables.create_all(self._connection)
             for table, rows in first.items():
-                self.insert(table, () if table.name in there else rows)
+                self.insert(table, () if table.name in existing else rows)
 
     def close(self) -> None:
         with self._turn, suppress(exc.SQLAlchemyError):  # a connection that is gone
@@ -114,17 +116,16 @@ def open_database(
     first: Mapping[sa.Table, Sequence[Row]] | None = None,
     durable: bool = False,
 ) -> Database:
-    """Of a file (made where there is none, with its folder), of an address postgresql://..., or of memory
-    (None). ``what`` it is, for errors: "a store of feedback"; ``first``: rows of tables that are new.
+    """A database in the file ``where`` (made if missing, with its folder), at an address postgresql://..., or
+    in memory (None). ``what``: its name in errors, "a store of feedback"; ``first``: rows of new tables.
 
-    ``durable``: what is committed survives a power cut, not only a kill, and what is deleted is not left in
-    the file. Raises ValueError for a file that is something else or cannot be made, a wrong address, or
-    without psycopg; Unavailable for a server that does not answer.
-    """
+    ``durable``: committed data survives a power cut, not only a kill, and deleted data is erased from the
+    file. Raises ValueError for a file that is something else or cannot be made, a wrong address, or without
+    psycopg; Unavailable for a server that does not answer."""
     text = "" if where is None else str(where)
     server = text.startswith(("postgresql://", "postgres://"))
     try:
-        with _answering():
+        with _translate_errors():
             database = Database(_engine(text, server).connect())
         try:
             if not server:
@@ -140,11 +141,13 @@ def open_database(
         if server and isinstance(error, Unavailable):
             raise
         name = "the address" if server else text  # which may hold a password
-        raise ValueError(f"{name} cannot be opened as {what} ({_said(error)}); give another one") from error
+        raise ValueError(
+            f"{name} cannot be opened as {what} ({_quote_driver(error)}); give another one"
+        ) from error
 
 
 def _engine(text: str, server: bool) -> sa.Engine:
-    """Of connections on which every statement commits by itself, outside of BEGIN."""
+    """An engine whose statements commit by themselves, outside of BEGIN."""
     if server:
         url = sa.make_url(text).set(drivername="postgresql+psycopg")
         options: dict[str, Any] = {"connect_timeout": 10}
@@ -164,14 +167,15 @@ def _engine(text: str, server: bool) -> sa.Engine:
 
 
 @contextmanager
-def _answering() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
+    """Replace errors of the connection by Unavailable."""
     try:
         yield
     except (exc.OperationalError, exc.InterfaceError, exc.PendingRollbackError) as error:
-        said = f"the store does not answer ({type(error).__name__}: {_said(error)})"
-        raise Unavailable(said) from error
+        message = f"the store does not answer ({type(error).__name__}: {_quote_driver(error)})"
+        raise Unavailable(message) from error
 
 
-def _said(error: BaseException) -> str:
-    """The driver's words, without SQLAlchemy's."""
+def _quote_driver(error: BaseException) -> str:
+    """The driver's message, without SQLAlchemy's."""
     return str(getattr(error, "orig", None) or error)

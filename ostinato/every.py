@@ -1,4 +1,4 @@
-"""How often something is done: every so many steps, or every so much compute."""
+"""Intervals at which something is done, in steps or compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Axis(StrEnum):
-    """``Axis("gpu-hours")`` is DEVICE_HOURS, by the name that papers have for them."""
+    """Units of compute. ``Axis("gpu-hours")`` is DEVICE_HOURS, by the name in papers."""
 
     DEVICE_HOURS = "device-hours"  # devices times wall clock, idle ones too
     HOURS = "hours"  # of wall clock
@@ -26,7 +26,7 @@ class Axis(StrEnum):
 
     @classmethod
     def parse(cls, text: str, field: str) -> Axis:
-        """Raises ValueError, which names ``field``."""
+        """The axis named ``text``. Raises ValueError, which names ``field``."""
         try:
             return cls(text)
         except ValueError:
@@ -34,7 +34,7 @@ class Axis(StrEnum):
 
     @property
     def unit(self) -> str:
-        """As it stands behind a number."""
+        """The unit's text behind a number."""
         return "FLOP" if self is Axis.FLOPS else str(self)
 
 
@@ -44,14 +44,15 @@ UNITS = (Axis.STEPS, Axis.FLOPS, Axis.TOKENS, Axis.HOURS, Axis.DEVICE_HOURS)  # 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Every:
-    """Whenever ``amount`` more of ``unit`` has been spent; an amount of 0 is never."""
+    """An interval: whenever ``amount`` more of ``unit`` has been spent; an amount of 0 means never."""
 
     amount: float = 0.0
     unit: Axis = Axis.STEPS
 
     @classmethod
     def parse(cls, value: int | str, field: str) -> Every:
-        """A number of steps, or text such as "2e14 flops". Raises ValueError, which names ``field``."""
+        """The interval of a number of steps, or a text such as "2e14 flops". Raises ValueError, which names
+        ``field``."""
         if isinstance(value, int):
             return cls(amount=float(value))
         number, _, name = value.strip().partition(" ")
@@ -68,11 +69,11 @@ class Every:
         )
 
     def times(self, spent: Mapping[str, float]) -> int:
-        """How many times the amount has been spent (``spent_in_steps``)."""
+        """Number of times the amount has been spent (``spent_in_steps``)."""
         return math.floor(self._of(spent) / self.amount) if self.amount else 0
 
     def share(self, spent: Mapping[str, float]) -> float:
-        """How much of the amount has been spent; 0 for never."""
+        """Share of the amount that has been spent; 0 for never."""
         return self._of(spent) / self.amount if self.amount else 0.0
 
     def part(self, share: float) -> Every:
@@ -94,10 +95,10 @@ NEVER = Every()
 def spent_in_steps(step: int, totals: Mapping[str, float]) -> dict[str, float]:
     """Training compute up to the end of ``step``, from the sums of ``pipeline.account.add_totals``.
 
-    It is that of the steps which made the policy, and of nothing else: loading, what lies between steps, lost
-    and repeated work are in the ledger alone (``observe.ledger.spent``), and so are FLOPs that the recipe
-    did not require (``Costs.compute``): flops, tokens and steps are the same whenever a recipe is run.
-    ``money/CURRENCY`` is not there where a step had no price.
+    Only the steps that made the policy count. Loading, time between steps, lost and repeated work are in the
+    ledger alone (``observe.ledger.spent``), as are FLOPs that the recipe did not require (``Costs.compute``),
+    so that flops, tokens and steps are the same in every run of a recipe. ``money/CURRENCY`` is missing if a
+    step had no price.
     """
     money = {name.removeprefix("total/"): n for name, n in totals.items() if name.startswith(MONEY)}
     return {

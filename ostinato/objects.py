@@ -25,7 +25,8 @@ PICKLE = ".pkl"
 
 
 def name_object(value: Any, folder: Path, key: str) -> str:
-    """How a recipe names ``value``, a callable, for ``key``; written to ``folder`` where it has no name.
+    """The name of ``value``, a callable, in the key ``key`` of a recipe; written to ``folder`` if it has
+    none.
 
     Raises ValueError for what is not callable, and for what no file can hold (an open file, a lock).
     """
@@ -54,19 +55,19 @@ def name_object(value: Any, folder: Path, key: str) -> str:
 
 
 def _write(data: bytes, folder: Path, name: str, suffix: str) -> Path:
-    """A file named by its content, so that the same object has the same name in every run."""
+    """Write ``data`` to a file named by its content, so that an object has the same name in every run."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder.resolve() / f"{name}-{hashlib.sha256(data).hexdigest()[:8]}{suffix}"
     if not path.exists():
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_bytes(data)
-        part.replace(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_bytes(data)
+        temporary.replace(path)
     return path
 
 
 def _is_importable(value: Any, module: str, name: str) -> bool:
-    """Whether another process that imports ``module`` gets the same object: not where the module was made by
-    hand (a notebook, ``exec``)."""
+    """Whether another process that imports ``module`` gets the same object; False for a module made by hand
+    (a notebook, ``exec``)."""
     loaded = sys.modules.get(module)
     return (
         loaded is not None
@@ -86,32 +87,33 @@ def load_object(path: Path, what: str) -> Any:
 def load_named(spec: str, what: str, nearest: str) -> Callable[..., Any]:
     """The user's callable at ``module:name``, ``path.py:name`` or ``path.pkl:name``. Raises ValueError with
     one sentence: ``what`` it is for, and ``nearest``, an example."""
-    where, _, name = spec.rpartition(":")
-    if not where or not name:
+    location, _, name = spec.rpartition(":")
+    if not location or not name:
         raise ValueError(f"{what} {spec!r} is unknown; use {nearest!r}, module:name or path.py:name")
-    if where.endswith(PICKLE):
-        return load_object(Path(where), f"{what} {spec!r}")
-    if where.endswith(".py"):
-        module = _load_file(Path(where), f"{what} {spec!r}")
-    elif importlib.util.find_spec(where.partition(".")[0]) is None:
-        raise ValueError(f"{what} {spec!r}: there is no module {where!r}; check the name")
+    if location.endswith(PICKLE):
+        return load_object(Path(location), f"{what} {spec!r}")
+    if location.endswith(".py"):
+        module = _load_file(Path(location), f"{what} {spec!r}")
+    elif importlib.util.find_spec(location.partition(".")[0]) is None:
+        raise ValueError(f"{what} {spec!r}: there is no module {location!r}; check the name")
     else:
-        module = importlib.import_module(where)
+        module = importlib.import_module(location)
     value = getattr(module, name, None)
     if not callable(value):
-        raise ValueError(f"{what} {spec!r}: {where} has no function {name!r}; define it there")
+        raise ValueError(f"{what} {spec!r}: {location} has no function {name!r}; define it there")
     return value
 
 
 def _load_file(path: Path, what: str) -> ModuleType:
+    """The module of a Python file. Raises ValueError if it is missing, or its import raises."""
     if not path.is_file():
         raise ValueError(f"{what}: there is no file {path} in {Path.cwd()}; give its path")
-    loader = importlib.util.spec_from_file_location(f"ostinato_file_{path.stem}", path)
-    assert loader is not None and loader.loader is not None
-    module = importlib.util.module_from_spec(loader)
-    sys.modules[loader.name] = module  # where dataclasses and pydantic look up what annotations name
+    module_spec = importlib.util.spec_from_file_location(f"ostinato_file_{path.stem}", path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pydantic resolve annotations here
     try:
-        loader.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except Exception as error:  # a user's file can raise anything while it is imported
         fix = f"install {error.name}" if isinstance(error, ModuleNotFoundError) else "fix the file"
         raise ValueError(f"{what}: importing {path} raised {type(error).__name__}: {error}; {fix}") from error

@@ -15,15 +15,15 @@ from rich.text import Text
 from ostinato.inputs import printable
 
 NONE = "-"  # shown for unknown values
-PADDING = 2  # of a column, in characters
-WORDS = 30  # that a column of text takes at least, if it has so many
+PADDING = 2  # characters between columns
+WORDS = 30  # least width of a column of text that is as long
 
 Line = Sequence[str]  # its name, then a cell for each column; text after a line end is a note in small type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """``head`` names the columns after the first one, which is named by the title."""
+    """A table; ``head`` names the columns after the first, whose name is the title."""
 
     title: str
     head: Line
@@ -36,7 +36,7 @@ class Table:
 
 
 def seconds_text(seconds: float) -> str:
-    """ "8.2 s", "4 min 05 s", "3 h 20 min", "2 d 04 h"."""
+    """A duration as "8.2 s", "4 min 05 s", "3 h 20 min" or "2 d 04 h"."""
     if seconds < 59.95:
         return f"{max(0.0, seconds):.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -48,7 +48,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def figure_text(value: float | None) -> str:
-    """Three digits: "1.79e-5", "0.0121", "1,240"; "-" for None."""
+    """A number with three digits: "1.79e-5", "0.0121", "1,240"; "-" for None."""
     if value is None:
         return NONE
     size = abs(value)
@@ -61,7 +61,7 @@ def figure_text(value: float | None) -> str:
 
 
 def si(value: float) -> str:
-    """Three digits and an SI letter: "812", "81.2 k", "1.23 P"."""
+    """A number with three digits and an SI letter: "812", "81.2 k", "1.23 P"."""
     for letter, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= 0.9995 * size:
             return f"{value / size:.3g} {letter}"
@@ -69,7 +69,8 @@ def si(value: float) -> str:
 
 
 def compute_text(C: float) -> str:
-    """Four digits: "30,200", "0.125", "4.051e18"; "never" for infinity, "-" for NaN (not identified)."""
+    """Compute with four digits: "30,200", "0.125", "4.051e18"; "never" for infinity, "-" for NaN (not
+    identified)."""
     if math.isnan(C):
         return NONE
     if math.isinf(C):
@@ -84,46 +85,47 @@ def compute_text(C: float) -> str:
 
 
 def terminal_table(table: Table, width: int) -> Group:
-    """A table of the report for a terminal: without notes, except for the unit that begins a line's note.
-    Columns that do not fit into ``width`` follow in a table of their own, with the names of the lines again.
-    """
+    """A table for a terminal, without notes, except for the unit that begins a line's note. Columns that do
+    not fit into ``width`` follow in a table of their own, with the names of the lines again."""
     return Group(*(_part(table, places, width) for places in _parts(table, width)))
 
 
 def _parts(table: Table, width: int) -> Iterator[list[int]]:
-    """Places in ``table.head`` of the columns of each part, at least one."""
-    left, places = width - _names_width(table, width), list[int]()
+    """Yield the indices in ``table.head`` of each part's columns; at least one part."""
+    space, places = width - _measure_names(table, width), list[int]()
     for place, column in enumerate(table.head):
         needed = max(cell_len(_name(cell)) for cell in (column, *(row[place + 1] for row in table.rows)))
         needed = PADDING + (min(needed, WORDS) if column in table.words else needed)
-        if places and needed > left:
+        if places and needed > space:
             yield places
-            left, places = width - _names_width(table, width), []
+            space, places = width - _measure_names(table, width), []
         places.append(place)
-        left -= needed
+        space -= needed
     yield places
 
 
-def _names_width(table: Table, width: int) -> int:
-    """Of the column with the names of the lines, which wraps beyond half of the table."""
-    names = [cell_len(f"{_name(name)}  {_unit(name)}".rstrip()) for name, *_ in table.rows]
+def _measure_names(table: Table, width: int) -> int:
+    """Width of the column with the names of the lines, which wraps beyond half of the table."""
+    names = [cell_len(f"{_name(name)}  {_read_unit(name)}".rstrip()) for name, *_ in table.rows]
     return PADDING + min(max([cell_len(table.title), *names]), width // 2)
 
 
 def _part(table: Table, places: Sequence[int], width: int) -> rich.table.Table:
-    shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    shown.add_column(Text(printable(table.title)), min_width=_names_width(table, width) - PADDING)
+    """The part of the table with the columns at ``places``."""
+    part = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    part.add_column(Text(printable(table.title)), min_width=_measure_names(table, width) - PADDING)
     for column in (table.head[place] for place in places):
-        number = column not in table.words
-        shown.add_column(Text(_name(column)), justify="right" if number else "left", no_wrap=number)
+        is_number = column not in table.words
+        part.add_column(Text(_name(column)), justify="right" if is_number else "left", no_wrap=is_number)
     for name, *cells in table.rows:
-        unit = f"  {_unit(name)}" if _unit(name) else ""
+        unit = f"  {_read_unit(name)}" if _read_unit(name) else ""
         texts = (Text(_name(cells[place])) for place in places)
-        shown.add_row(Text.assemble(_name(name), (unit, "dim")), *texts)
-    return shown
+        part.add_row(Text.assemble(_name(name), (unit, "dim")), *texts)
+    return part
 
 
-def _unit(name: str) -> str:
+def _read_unit(name: str) -> str:
+    """The unit in the note of a line's name; empty without one."""
     return printable(name.partition("\n")[2].partition(";")[0])
 
 

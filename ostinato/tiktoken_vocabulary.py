@@ -1,8 +1,7 @@
 """Tokenizers of folders that have a vocabulary of tiktoken alone (Kimi K2, the first Qwen), without its code.
 
-The vocabulary is a line per token, its bytes in base64 and its rank. What splits a text before bytes are
-merged is a regular expression in the folder's Python (``tokenization_*.py``), which is read, never run.
-"""
+The vocabulary is a line per token, its bytes in base64 and its rank. The regular expression that splits a
+text before bytes are merged is in the folder's Python (``tokenization_*.py``), which is read, never run."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ def vocabulary_file(folder: Path) -> Path | None:
 
 
 def read_tiktoken(folder: Path) -> Tokenizer:
-    """Byte-pair encoding by ranks, as tiktoken does it, with the added tokens of tokenizer_config.json; a
-    number among them that has no name is ``<|reserved_token_N|>``, as Kimi calls it.
+    """A tokenizer of byte-pair encoding by ranks, as in tiktoken, with the added tokens of
+    tokenizer_config.json; an unnamed number among them is ``<|reserved_token_N|>``, as in Kimi.
 
     Raises ValueError for a broken vocabulary and where no expression is found.
     """
@@ -42,24 +41,24 @@ def read_tiktoken(folder: Path) -> Tokenizer:
         raise ValueError(f"{file} leaves ranks out; download it again")
     names = _spelling()
     spelled = {token: "".join(names[byte] for byte in token) for token in ranks}
-    merges = [(spelled[left], spelled[right]) for left, right in _merges(ranks)]
+    merges = [(spelled[left], spelled[right]) for left, right in _list_merges(ranks)]
     vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(_expression(folder)), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(_find_expression(folder)), behavior="isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
-    added = _added(folder)
+    added = _read_added(folder)
     for number in range(len(ranks), max(added, default=-1) + 1):
-        about = added.get(number, {"content": f"<|reserved_token_{number}|>", "special": True})
-        token = AddedToken(about["content"], special=bool(about.get("special")), normalized=False)
+        entry = added.get(number, {"content": f"<|reserved_token_{number}|>", "special": True})
+        token = AddedToken(entry["content"], special=bool(entry.get("special")), normalized=False)
         (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
     return tokenizer
 
 
-def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Pairs by the rank of what they make: the lowest is merged first. Of pairs that make the same
-    token, that of the lowest ranks comes first."""
+def _list_merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield pairs in the order of merging: by the rank of the merged token, then by the ranks of the
+    halves."""
     for token in sorted(ranks, key=ranks.__getitem__):
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         pairs = (pair for pair in halves if pair[0] in ranks and pair[1] in ranks)
@@ -67,23 +66,25 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _spelling() -> list[str]:
-    """A printable character for each byte, as GPT-2 writes them."""
-    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in plain]
-    return [chr(byte) if byte in plain else chr(256 + others.index(byte)) for byte in range(256)]
+    """The printable character of each byte, as in GPT-2."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + unprintable.index(byte)) for byte in range(256)]
 
 
-def _added(folder: Path) -> dict[int, Any]:
+def _read_added(folder: Path) -> dict[int, Any]:
+    """Added tokens of tokenizer_config.json by id."""
     file = folder / "tokenizer_config.json"
     raw = parse_json(file.read_bytes()) if file.is_file() else {}
-    return {int(number): about for number, about in (raw.get("added_tokens_decoder") or {}).items()}
+    return {int(number): entry for number, entry in (raw.get("added_tokens_decoder") or {}).items()}
 
 
-def _expression(folder: Path) -> str:
-    """``pat_str`` of the folder's Python: a string, or strings joined by a string."""
+def _find_expression(folder: Path) -> str:
+    """``pat_str`` of the folder's Python: a string, or strings joined by a string. Raises ValueError
+    without."""
     for file in sorted(folder.glob("tokenization_*.py")):
         for node in ast.walk(ast.parse(file.read_bytes())):
-            names = [one for one in getattr(node, "targets", ()) if isinstance(one, ast.Name)]
+            names = [target for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]
             if isinstance(node, ast.Assign) and any(name.id.lower() == "pat_str" for name in names):
                 value = node.value
                 try:

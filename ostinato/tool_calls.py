@@ -35,7 +35,7 @@ For each call return a JSON object with the function's name and arguments within
 </tool_call>"""
 _ARGUMENTS = r'"(?:arguments|parameters|args)"\s*:'
 _UNTAGGED = re.compile(rf'\{{\s*"(?:name|function)"\s*:\s*"([^"\n]+)"\s*,\s*{_ARGUMENTS}(\s*\{{)?')
-_OTHERWISE = (  # of a tool that there is
+_OTHERWISE = (  # forms of calls of other models
     re.compile(rf'{_ARGUMENTS}.*?\}}\s*,\s*"(?:name|function)"\s*:\s*"([^"\n]+)"', re.DOTALL),
     re.compile(r"<function=([^>\s]+)>"),
     re.compile(r"```\w*\s*\n\s*(\w+)\("),
@@ -44,7 +44,7 @@ _OTHERWISE = (  # of a tool that there is
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One tool call as the policy wrote it; ``error`` says why it cannot be read."""
+    """One tool call as the policy wrote it; ``error`` is the reason if it cannot be read."""
 
     name: str = ""
     arguments: Mapping[str, Any] | None = None
@@ -69,6 +69,7 @@ def parse_calls(text: str, names: Collection[str] = ()) -> list[Call]:
 
 
 def _parse_call(text: str) -> Call:
+    """The call of one JSON text."""
     try:
         call = parse_json(text, surrogates=True)
     except ValueError as error:
@@ -82,17 +83,20 @@ def _parse_call(text: str) -> Call:
 
 
 def form_of_calls(render: Callable[[list[Message], list[Mapping[str, Any]]], str]) -> FormOfCalls:
-    """How a chat template, which ``render`` applies to (messages, tools), writes the calls of an answer: as
-    ``parse_calls`` reads them, in another form, or not at all. One that refuses such a chat has another."""
+    """The form in which a chat template writes calls: "read" if ``parse_calls`` reads it, "other", or "none"
+    if it leaves them out. ``render`` applies the template to (messages, tools); a refusal counts as
+    "other"."""
     function = {"name": "probe", "arguments": {"a": 1}}
     call = {"id": "probe0000", "type": "function", "function": function}
     user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": ""}
     tools: list[Mapping[str, Any]] = [{"type": "function", "function": function}]
     try:
-        without, text = (render([user, one], tools) for one in (answer, {**answer, "tool_calls": [call]}))
+        text_without_calls, text = (
+            render([user, message], tools) for message in (answer, {**answer, "tool_calls": [call]})
+        )
     except ValueError:
         return "other"
-    if text == without:
+    if text == text_without_calls:
         return "none"
     is_read = parse_calls(text[text.rfind(OPEN) :]) == [Call(name="probe", arguments={"a": 1})]
     return "read" if is_read else "other"
@@ -105,12 +109,12 @@ def for_template(
     writes_calls: bool,
     unwritten: Collection[str] = (),
 ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-    """(messages, tools) as a chat template takes them: contents as text, arguments of calls parsed. What it
-    does not write itself, tools or calls, is in the system message or in the assistant's text; what is said
-    in ``unwritten_roles`` in a user's message."""
-    chat = [_plain(message, writes_calls) for message in messages]
+    """(messages, tools) for a chat template: contents as text, arguments of calls parsed. Tools that it does
+    not write are put into the system message, calls into the assistant's text, and messages of ``unwritten``
+    roles into a user's message."""
+    chat = [_simplify_message(message, writes_calls) for message in messages]
     if "tool" in unwritten:
-        chat = _replies_of_users(chat)
+        chat = _move_replies(chat)
     if not tools or takes_tools:
         return chat, list(tools)
     lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
@@ -134,23 +138,24 @@ def unwritten_roles(render: Callable[[list[Message]], str]) -> frozenset[str]:
     return frozenset(unwritten)
 
 
-def _replies_of_users(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replies of tools as Qwen and Hermes write them, those to one answer in one message: Gemma and Llama 2
-    refuse the role "tool", and Phi-3.5 leaves it out."""
-    told: list[dict[str, Any]] = []
-    for before, message in zip([None, *chat], chat, strict=False):
+def _move_replies(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The chat with replies of tools as user messages, as Qwen and Hermes write them, one message per answer:
+    Gemma and Llama 2 refuse the role "tool", and Phi-3.5 leaves it out."""
+    messages: list[dict[str, Any]] = []
+    for previous, message in zip([None, *chat], chat, strict=False):
         if message["role"] != "tool":
-            told.append(message)
+            messages.append(message)
             continue
         text = f"<tool_response>\n{message['content']}\n</tool_response>"
-        if before is not None and before["role"] == "tool":
-            told[-1]["content"] += f"\n{text}"
+        if previous is not None and previous["role"] == "tool":
+            messages[-1]["content"] += f"\n{text}"
         else:
-            told.append({"role": "user", "content": text})
-    return told
+            messages.append({"role": "user", "content": text})
+    return messages
 
 
-def _plain(message: Message, writes_calls: bool) -> dict[str, Any]:
+def _simplify_message(message: Message, writes_calls: bool) -> dict[str, Any]:
+    """A message with its content as text, and calls with parsed arguments, or in the text."""
     plain = {**message, "content": message.get("content") or ""}
     if not (calls := plain.pop("tool_calls", None)):
         return plain
@@ -167,7 +172,7 @@ def _plain(message: Message, writes_calls: bool) -> dict[str, Any]:
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """The arguments of a call, parsed, as templates write the JSON themselves."""
+    """The arguments of a call, parsed, as templates write the JSON themselves; as they are if invalid."""
     arguments = call["function"].get("arguments") or "{}"
     if not isinstance(arguments, str):
         return arguments

@@ -1,4 +1,4 @@
-"""``ostinato new``: a commented recipe to start from, from three answers or flags."""
+"""``ostinato new``: writes a commented recipe to start from, by three answers or flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MACHINES = {  # prompts a step, answers to each, tokens of an answer, steps
     "gpu": (32, 8, 1024, 200),
     "cluster": (64, 16, 4096, 400),
 }
-SYSTEM = {  # what a policy is told, so that a reward finds its answer
+SYSTEM = {  # system prompts, so that a reward finds the answer
     "numeric": "Think step by step, then write the answer, a number, behind ####.",
     "math_verify": "Think step by step, then write the answer in \\\\boxed{}.",
     "code_tests": "Write the function in one block of Python.",
@@ -66,7 +66,7 @@ class Guess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What a recipe is written for."""
+    """The choices that a recipe is written for."""
 
     task: str  # one of TASKS
     model: str
@@ -75,10 +75,10 @@ class Choices:
 
 
 def new(path: Path, *, task: str, model: str, machine: str, rows: str) -> None:
-    """Write a recipe to ``path``, and beside it the reward or environment that it begins with. What is not
-    given is asked on a terminal.
+    """Write a recipe to ``path``, and beside it the reward or environment that it uses. On a terminal, asks
+    for empty arguments.
 
-    Raises ValueError for a file that is there already, and for rows that cannot be read.
+    Raises ValueError for a file that exists, and for rows that cannot be read.
     """
     if path.suffix != ".toml":
         raise ValueError(f"{path} is no recipe; give it a name that ends in .toml")
@@ -94,10 +94,13 @@ def new(path: Path, *, task: str, model: str, machine: str, rows: str) -> None:
         machine=_checked(machine, MACHINES, "machine"),
         rows=rows,
     )
-    beside = {"own": ("rewards.py", REWARD), "env": ("environment.py", ENVIRONMENT)}.get(task)
-    files = {path: _recipe(choices, path.parent), **({path.parent / beside[0]: beside[1]} if beside else {})}
-    if there := [file for file in files if file.exists()]:
-        raise ValueError(f"{there[0]} exists; choose another name, or remove it")
+    companion = {"own": ("rewards.py", REWARD), "env": ("environment.py", ENVIRONMENT)}.get(task)
+    files = {
+        path: _recipe(choices, path.parent),
+        **({path.parent / companion[0]: companion[1]} if companion else {}),
+    }
+    if existing := [file for file in files if file.exists()]:
+        raise ValueError(f"{existing[0]} exists; choose another name, or remove it")
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, text.encode())
@@ -111,20 +114,22 @@ def new(path: Path, *, task: str, model: str, machine: str, rows: str) -> None:
 
 
 def _ask(question: str, default: str) -> str:
+    """The answer on the terminal; ``default`` if empty."""
     return input(f"{question} [{default}]: ").strip() or default
 
 
 def _checked(value: str, known: Any, name: str) -> str:
+    """``value`` itself. Raises ValueError if it is not one of ``known``."""
     if value not in known:
         raise ValueError(f"--{name} is {value!r}; use one of {', '.join(known)}")
     return value
 
 
 def _recipe(choices: Choices, folder: Path) -> str:
-    """The text of the recipe; relative rows begin at the shell's folder, in a recipe at its own."""
+    """The text of the recipe; a relative path of rows is changed from the current folder to the recipe's."""
     prompts_per_step, group_size, max_tokens, steps = MACHINES[choices.machine]
     if choices.task == "env":
-        return _text(
+        return _fill_recipe(
             choices,
             task=[
                 'source = "seeds"  # the rows are numbers, one for each episode',
@@ -152,11 +157,12 @@ def _recipe(choices: Choices, folder: Path) -> str:
         if reward not in SYSTEM:
             task += ["chat = true  # a prompt that is a text is what a user says in a chat"]
     sizes = (prompts_per_step, group_size, 48 if choices.rows == "arithmetic" else max_tokens, steps)
-    return _text(choices, task=task, reward=f"functions = [{json.dumps(reward)}]", sizes=sizes)
+    return _fill_recipe(choices, task=task, reward=f"functions = [{json.dumps(reward)}]", sizes=sizes)
 
 
 def _reward(choices: Choices, by_name: bool) -> str:
-    """A function of the user's own, else the built-in one that gives full marks to the rows' own answers."""
+    """The reward's name: the user's own, or the built-in one that gives full marks to the rows' own
+    answers."""
     if choices.task == "own":
         return "rewards.py:score"
     if by_name:
@@ -169,8 +175,12 @@ def _reward(choices: Choices, by_name: bool) -> str:
         for function in COMPARED:
             if function == "math_verify" and not is_math:
                 continue
-            verdicts = [each for _, given in own_verdicts(recipe, rows, function) for each in given]
-            if verdicts and all(each.value is not None and each.value >= FULL for each in verdicts):
+            verdicts = [
+                verdict
+                for _, some_verdicts in own_verdicts(recipe, rows, function)
+                for verdict in some_verdicts
+            ]
+            if verdicts and all(verdict.value is not None and verdict.value >= FULL for verdict in verdicts):
                 return function
     raise ValueError(
         f"no built-in reward gives full marks to the own answers of {choices.rows}; look at them "
@@ -178,7 +188,7 @@ def _reward(choices: Choices, by_name: bool) -> str:
     )
 
 
-def _text(choices: Choices, *, task: list[str], reward: str, sizes: tuple[int, int, int, int]) -> str:
+def _fill_recipe(choices: Choices, *, task: list[str], reward: str, sizes: tuple[int, int, int, int]) -> str:
     prompts_per_step, group_size, max_tokens, steps = sizes
     small = choices.model in ("asset:seed-moe", "smollm2-135m")
     lines = [

@@ -1,4 +1,4 @@
-"""``ostinato show``: episodes that a run has recorded, as text."""
+"""``ostinato show``: recorded episodes of a run as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ostinato.observe.samples import Samples
 from ostinato.run import RunFolder, to_json
 from ostinato.terminal import say
 
-CHARACTERS = 2000  # of a text on the terminal
+CHARACTERS = 2000  # most of a text on the terminal
 
 Episode = Mapping[str, Any]
 
@@ -28,13 +28,15 @@ def show(run: Path, step: int, *, prompts: int, answers: int, as_json: bool) -> 
     if not steps:
         raise ValueError(f"{run} has recorded no episodes yet (log.trajectories_every); let it train first")
     if step not in (-1, *steps):
-        known = ", ".join(map(str, steps[:20])) + (f" ... {steps[-1]}" if len(steps) > 20 else "")
-        raise ValueError(f"--step is {step}; {run} has recorded (log.trajectories_every) the steps {known}")
-    chosen = steps[-1] if step == -1 else step
+        steps_text = ", ".join(map(str, steps[:20])) + (f" ... {steps[-1]}" if len(steps) > 20 else "")
+        raise ValueError(
+            f"--step is {step}; {run} has recorded (log.trajectories_every) the steps {steps_text}"
+        )
+    shown_step = steps[-1] if step == -1 else step
     episodes = [
         episode
-        for place, group in enumerate(groups[:prompts])
-        for episode in islice(_episodes(group, samples.group(chosen, place)), answers)
+        for index, group in enumerate(groups[:prompts])
+        for episode in islice(_episodes(group, samples.group(shown_step, index)), answers)
     ]
     if as_json:
         say(*map(to_json, episodes))
@@ -42,14 +44,15 @@ def show(run: Path, step: int, *, prompts: int, answers: int, as_json: bool) -> 
     backend = Recipe.load(folder.recipe).model.backend
     computed = "" if backend == "native" else f", model.backend {backend}"
     episodes_here = sum(len(group["rewards"]) for group in groups)
-    say(f"step {chosen}: {len(groups)} prompts, {episodes_here} episodes{computed}")
+    say(f"step {shown_step}: {len(groups)} prompts, {episodes_here} episodes{computed}")
     for episode in episodes:
-        say("", *_lines(episode))
+        say("", *_print_episode(episode))
 
 
 def _episodes(group: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[Episode]:
+    """Yield the episodes of a group as JSON objects."""
     for answer in content["answers"]:
-        kept = {key: answer[key] for key in ("sample", "reward", "parts", "reason", "stop", "error")}
+        fields = {key: answer[key] for key in ("sample", "reward", "parts", "reason", "stop", "error")}
         turns = [
             {key: turn[key] for key in ("context", "text", "stop", "num_tokens")} for turn in answer["turns"]
         ]
@@ -58,22 +61,23 @@ def _episodes(group: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[
             "uid": group["uid"],
             "prompt": content["messages"],
             "turns": turns,
-            **kept,
+            **fields,
         }
 
 
-def _lines(episode: Episode) -> Iterator[str]:
+def _print_episode(episode: Episode) -> Iterator[str]:
+    """Yield the lines of an episode on the terminal."""
     parts = "".join(f"  {name} {_number(value)}" for name, value in episode["parts"].items())
     reason = f" ({episode['reason']})" if episode["reason"] else ""
     yield f"{episode['uid']}, answer {episode['sample'] + 1}"
     yield f"  reward {_number(episode['reward'])}{reason}{parts}"
     for message in episode["prompt"]:
-        yield from _block(message["role"] or "prompt", message["content"])
-    for place, turn in enumerate(episode["turns"]):
+        yield from _print_block(message["role"] or "prompt", message["content"])
+    for index, turn in enumerate(episode["turns"]):
         context = turn["context"]  # None without the tokenizer
-        if context and (place or episode["prompt"][-1]["content"] not in context):  # else it is the prompt
-            yield from _block("context", context)
-        yield from _block(f"answer, {turn['num_tokens']} tokens, {turn['stop']}", turn["text"])
+        if context and (index or episode["prompt"][-1]["content"] not in context):  # else it is the prompt
+            yield from _print_block("context", context)
+        yield from _print_block(f"answer, {turn['num_tokens']} tokens, {turn['stop']}", turn["text"])
     yield f"  ends with {episode['stop']}" + (f": {episode['error']}" if episode["error"] else "")
 
 
@@ -81,8 +85,9 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
-def _block(head: str, text: str) -> Iterator[str]:
+def _print_block(head: str, text: str) -> Iterator[str]:
+    """Yield an indented text under its ``head``, cut to CHARACTERS."""
     yield f"  [{head}]"
     yield from (f"    {line}" for line in text[:CHARACTERS].splitlines())
-    if (more := len(text) - CHARACTERS) > 0:
-        yield f"    ... ({more:,} more characters, with --json)"
+    if (num_hidden := len(text) - CHARACTERS) > 0:
+        yield f"    ... ({num_hidden:,} more characters, with --json)"

@@ -1,4 +1,4 @@
-"""What is wrong with a run, each in a sentence with step and number: the warnings of page and terminal.
+"""Concerns about a run, each a sentence with step and number: the warnings of page and terminal.
 
 Rules look at the whole run or its last tenth, so that a healthy run has none. The thresholds are judgement
 calls, kept together here; entropy, gradient norm and truncation are left to the stability watch.
@@ -17,15 +17,15 @@ from ostinato.observe.gap import arm_of, measured
 from ostinato.observe.rows import Row, RunRows, column, ends, mean, total
 from ostinato.observe.stats import difference, estimate, number
 
-ZERO_VARIANCE_SHARE = 0.5  # of groups: half of the sampling taught nothing
-# Rounding alone may send a single token to another expert, and its probability off by a factor of e: a k3 of
-# e - 2. Means are judged over so many tokens that one such token does not raise them above K3_NATS.
-# In a run of fewer tokens, five such tokens together raise it.
+ZERO_VARIANCE_SHARE = 0.5  # share of groups: half of the sampling taught nothing
+# Rounding may send a token to another expert and change its probability by a factor of e: a k3 of e - 2.
+# Means are taken over so many tokens that one such token does not raise them above K3_NATS. In a run of fewer
+# tokens, more than five such tokens are required.
 MISMATCH_TOKENS = (math.e - 2) / K3_NATS
 ESS_LEFT = 0.9
-COVERED = 0.999  # of trained rows, with a recorded route
-FAULT_SHARE = 0.01  # of answers
-DRAFT_LOSS = 0.03  # of the rollouts' time; smaller losses are within the estimate's error
+COVERED = 0.999  # share of trained rows with a recorded route
+FAULT_SHARE = 0.01  # share of answers
+DRAFT_LOSS = 0.03  # share of the rollouts' time; smaller losses are within the estimate's error
 LOOKED_AT = (
     "held-out score, faults, refused and empty steps, equal rewards, truncation, entropy, gradient norm, "
     "sampler against trainer, collapse"
@@ -47,16 +47,23 @@ class Concern(NamedTuple):
 def concerns(data: RunRows) -> list[Concern]:
     """All concerns, the most serious first; may be empty."""
     rows = data.metrics
-    found = [*_files(data), *_score(data), *_rewards(data), *_alarms(data)]
-    found += [*_counted(rows), *_signal(rows), *_mismatch(rows), *_replayed(data), *_drafts(rows)]
-    return sorted(found, key=lambda concern: list(Level).index(concern.level))
+    all_concerns = [*_files(data), *_score(data), *_check_rewards(data), *_report_alarms(data)]
+    all_concerns += [
+        *_counted(rows),
+        *_check_signal(rows),
+        *_check_mismatch(rows),
+        *_check_replay(data),
+        *_check_drafts(rows),
+    ]
+    return sorted(all_concerns, key=lambda concern: list(Level).index(concern.level))
 
 
 def _files(data: RunRows) -> Iterator[Concern]:
+    """Yield concerns about damaged or unread files, and an unfinished run."""
     for sentence in data.damage:
         yield Concern(Level.BAD, sentence)
-    for name, left in data.reading.items():
-        yield Concern(Level.NOTE, f"{name}.jsonl is being read: {left / 1e6:,.0f} MB are left.")
+    for name, bytes_left in data.reading.items():
+        yield Concern(Level.NOTE, f"{name}.jsonl is being read: {bytes_left / 1e6:,.0f} MB are left.")
     planned, rows = planned_steps(data), data.logs["metrics"]
     if not finish(data) and status(data)["tone"] != "live":
         steps = f"{len(rows)} steps" if planned is None else f"{len(rows)} of {planned} steps"
@@ -66,6 +73,7 @@ def _files(data: RunRows) -> Iterator[Concern]:
 
 
 def _score(data: RunRows) -> Iterator[Concern]:
+    """Yield concerns about the held-out score: missing, fallen, or with prompts left out."""
     rows = data.evals
     scores = [(row["step"], score) for row in rows if (score := estimate(row, "pass@1")) is not None]
     if not scores:
@@ -85,25 +93,28 @@ def _score(data: RunRows) -> Iterator[Concern]:
         yield Concern(Level.LOOK, text, "faults")
 
 
-def _rewards(data: RunRows) -> Iterator[Concern]:
-    if why := unsolved(data.evals):
-        yield Concern(Level.BAD, f"{why[0].upper()}{why[1:]}.", "score")
+def _check_rewards(data: RunRows) -> Iterator[Concern]:
+    """Yield concerns about rewards that solve no answer, or failed."""
+    if reason := unsolved(data.evals):
+        yield Concern(Level.BAD, f"{reason[0].upper()}{reason[1:]}.", "score")
     for failed in failed_rewards(data.logs["failed_rewards"]):
         yield Concern(Level.LOOK, f"{failed.sentence}; the traceback is under the faults.", "faults")
 
 
-def _alarms(data: RunRows) -> Iterator[Concern]:
-    """What the stability watch reported during the run."""
+def _report_alarms(data: RunRows) -> Iterator[Concern]:
+    """Yield the alarms of the stability watch."""
     for alarm in data.logs["watch"]:
         step, collapsed = number(alarm, "step") or 0, bool(alarm.get("collapse"))
-        what = "The run collapsed" if collapsed else "The stability watch raised an alarm"
+        event = "The run collapsed" if collapsed else "The stability watch raised an alarm"
         since = number(alarm, "since") or step
-        why = f"{alarm.get('sentence', alarm.get('rule', '?'))}, since step {since:.0f}"
-        yield Concern(Level.BAD if collapsed else Level.LOOK, f"{what} at step {step:.0f}: {why}.", "policy")
+        reason = f"{alarm.get('sentence', alarm.get('rule', '?'))}, since step {since:.0f}"
+        yield Concern(
+            Level.BAD if collapsed else Level.LOOK, f"{event} at step {step:.0f}: {reason}.", "policy"
+        )
 
 
-def _replayed(data: RunRows) -> Iterator[Concern]:
-    """Concerns about replay, from the last full comparison of sampler and trainer."""
+def _check_replay(data: RunRows) -> Iterator[Concern]:
+    """Yield concerns about replay, from the last full comparison of sampler and trainer."""
     rows = measured(data)
     if not rows or not arm_of(rows[-1], "replay"):
         return
@@ -121,30 +132,32 @@ def _replayed(data: RunRows) -> Iterator[Concern]:
         yield Concern(Level.LOOK, text, "gap")
 
 
-def _signal(rows: Sequence[Row]) -> Iterator[Concern]:
+def _check_signal(rows: Sequence[Row]) -> Iterator[Concern]:
+    """Yield a concern if most groups had equal rewards."""
     share = mean(tenth(rows), "frac_reward_zero_std")
     if share is not None and share > ZERO_VARIANCE_SHARE:
         none, every = mean(tenth(rows), "solved_none") or 0.0, mean(tenth(rows), "solved_all") or 0.0
         side = "all: the task is too easy" if every > none else "none: it is too hard"
         text = f"{share:.0%} of groups had equal rewards and taught nothing, mostly solved by {side}."
-        yield Concern(Level.LOOK, f"In {_span(tenth(rows))}, {text}", "signal")
+        yield Concern(Level.LOOK, f"In {_name_span(tenth(rows))}, {text}", "signal")
 
 
-def _mismatch(rows: Sequence[Row]) -> Iterator[Concern]:
-    k3, at = max(_pooled(rows, "sampling/kl_k3"), default=(0.0, 0))
-    if not at:
-        few = [
+def _check_mismatch(rows: Sequence[Row]) -> Iterator[Concern]:
+    """Yield concerns about the KL and the effective sample size between sampler and trainer."""
+    k3, step = max(_pool_means(rows, "sampling/kl_k3"), default=(0.0, 0))
+    if not step:
+        measured_rows = [
             row for row in rows if number(row, "sampling/kl_k3") is not None and number(row, "tokens/trained")
         ]
-        tokens = sum(row["tokens/trained"] for row in few)
-        nats = sum(row["sampling/kl_k3"] * row["tokens/trained"] for row in few)
-        k3, at = (nats / tokens, int(few[-1]["step"])) if nats > 5 * (math.e - 2) else (k3, at)
+        tokens = sum(row["tokens/trained"] for row in measured_rows)
+        nats = sum(row["sampling/kl_k3"] * row["tokens/trained"] for row in measured_rows)
+        k3, step = (nats / tokens, int(measured_rows[-1]["step"])) if nats > 5 * (math.e - 2) else (k3, step)
     if k3 > K3_NATS:
-        reached = f"KL (k3) reached {k3:.2g} nats per token at step {at}; up to {K3_NATS:g} is rounding"
+        reached = f"KL (k3) reached {k3:.2g} nats per token at step {step}; up to {K3_NATS:g} is rounding"
         yield Concern(Level.LOOK, f"Sampler and trainer disagree: {reached}.", "gap")
-    ess, at = min(_pooled(rows, "sampling/ess"), default=(1.0, 0))
+    ess, step = min(_pool_means(rows, "sampling/ess"), default=(1.0, 0))
     if ess < ESS_LEFT:
-        text = f"The effective sample size fell to {ess:.0%} at step {at}: a few tokens carry the weight."
+        text = f"The effective sample size fell to {ess:.0%} at step {step}: a few tokens carry the weight."
         yield Concern(Level.LOOK, text, "gap")
 
 
@@ -157,32 +170,37 @@ ANSWERS = (("rollout/failed", "failed"), ("rollout/no_verdict", "got no verdict"
 
 
 def _counted(rows: Sequence[Row]) -> Iterator[Concern]:
+    """Yield concerns about refused and empty steps, and answers without a verdict."""
     answers = total(rows, "rollout/trajectories")
     for key, level, what in STEPS:
-        if when := _when(rows, key):
-            steps = "1 step was" if len(when) == 1 else f"{len(when)} steps were"
-            yield Concern(level, f"{steps} {what} (step {steps_text(when)}).", "faults")
+        if numbers := _find_steps(rows, key):
+            steps = "1 step was" if len(numbers) == 1 else f"{len(numbers)} steps were"
+            yield Concern(level, f"{steps} {what} (step {steps_text(numbers)}).", "faults")
     for key, what in ANSWERS:
         if count := total(rows, key):
             level = Level.BAD if answers and count / answers > FAULT_SHARE else Level.NOTE
-            text = f"{count:,.0f} of {answers:,.0f} answers {what}, in step {steps_text(_when(rows, key))}"
+            text = (
+                f"{count:,.0f} of {answers:,.0f} answers {what}, in step {steps_text(_find_steps(rows, key))}"
+            )
             yield Concern(level, f"{text}; see the faults.", "faults")
 
 
-def _drafts(rows: Sequence[Row]) -> Iterator[Concern]:
+def _check_drafts(rows: Sequence[Row]) -> Iterator[Concern]:
+    """Yield a concern if drafts made rollouts longer."""
     saved, spent = total(tenth(rows), "draft/seconds_saved"), total(tenth(rows), "time/rollout_s")
     if spent and saved < -DRAFT_LOSS * spent:
         text = f"drafts made rollouts {-saved / spent:.0%} longer by the engine's estimate"
-        text = f"In {_span(tenth(rows))}, {text}; draft.enabled = false does without."
+        text = f"In {_name_span(tenth(rows))}, {text}; draft.enabled = false does without."
         yield Concern(Level.LOOK, text, "drafts")
 
 
-def _when(rows: Sequence[Row], key: str) -> list[int]:
+def _find_steps(rows: Sequence[Row], key: str) -> list[int]:
+    """The steps whose row has a nonzero ``key``."""
     return [int(row["step"]) for row, value in zip(rows, column(rows, key), strict=True) if value]
 
 
-def _pooled(rows: Sequence[Row], key: str) -> Iterator[tuple[float, int]]:
-    """(mean over trained tokens, last step) of each series of steps with MISMATCH_TOKENS or more together."""
+def _pool_means(rows: Sequence[Row], key: str) -> Iterator[tuple[float, int]]:
+    """(mean of ``key`` over trained tokens, last step) of successive series of MISMATCH_TOKENS or more."""
     tokens = weighted = 0.0
     for row in rows:
         value, trained = number(row, key), number(row, "tokens/trained")
@@ -195,7 +213,7 @@ def _pooled(rows: Sequence[Row], key: str) -> Iterator[tuple[float, int]]:
             tokens = weighted = 0.0
 
 
-def _span(rows: Sequence[Row]) -> str:
+def _name_span(rows: Sequence[Row]) -> str:
     first, last = int(rows[0]["step"]), int(rows[-1]["step"])
     return f"step {last}" if first == last else f"steps {first} to {last}"
 
@@ -204,17 +222,19 @@ def _span(rows: Sequence[Row]) -> str:
 
 
 def unsolved(evals: Sequence[Row]) -> str:
-    """One sentence on why pass@1 is uninformative, if the evaluations of one set have no solved answer;
-    empty if they have one, or no score."""
+    """The reason why pass@1 is uninformative, if no answer in the evaluations of a set is solved; empty if
+    one is, or there is no score."""
     scored = [row for row in evals if number(row, "pass@1") is not None]
     if not scored or any(row["pass@1"] > 0 for row in scored):
         return ""
     rewards = [reward for row in scored if (reward := number(row, "reward")) is not None]
-    highest = max((most for row in scored if (most := number(row, "reward_max")) is not None), default=None)
+    highest = max(
+        (maximum for row in scored if (maximum := number(row, "reward_max")) is not None), default=None
+    )
     limit = number(scored[-1], "solved_at")
     if not rewards or highest is None or limit is None or highest <= 0:
         return "no held-out answer was ever solved, and none had a reward above 0"
-    reached, needed = _told_apart(highest, limit)
+    reached, needed = _format_apart(highest, limit)
     return (
         f"no held-out answer was ever solved, so pass@1 shows nothing: the highest reward was {reached}, "
         f"and an answer is solved from {needed} on (reward.solved_at); look at the mean reward, now "
@@ -222,8 +242,8 @@ def unsolved(evals: Sequence[Row]) -> str:
     )
 
 
-def _told_apart(a: float, b: float) -> tuple[str, str]:
-    """Both in as few digits, from three on, as show that they differ."""
+def _format_apart(a: float, b: float) -> tuple[str, str]:
+    """Both numbers as texts, with the fewest digits, at least three, that show a difference."""
     written = [(f"{a:.{digits}g}", f"{b:.{digits}g}") for digits in range(3, 18)]
     return next((pair for pair in written if pair[0] != pair[1]), written[-1])
 
@@ -238,14 +258,15 @@ class Failed:
 
 
 def failed_rewards(rows: Iterable[Row]) -> list[Failed]:
-    """From rows of failed_rewards.jsonl, in the order in which the functions first failed."""
+    """Failed reward functions from rows of failed_rewards.jsonl, in the order of their first failure."""
     by_function: dict[str, list[Row]] = {}
     for row in rows:
         by_function.setdefault(str(row.get("function")), []).append(row)
-    return [_failed(name, some) for name, some in by_function.items()]
+    return [_summarize_failures(name, function_rows) for name, function_rows in by_function.items()]
 
 
-def _failed(name: str, rows: Sequence[Row]) -> Failed:
+def _summarize_failures(name: str, rows: Sequence[Row]) -> Failed:
+    """The summary of the failures of one function."""
     last, count = rows[-1], sum(number(row, "count") or 0 for row in rows)
     shown = next((row for row in reversed(rows) if row.get("trace")), last)
     part = "" if last.get("part") == "train" else f" in the evaluation of the set {last.get('part')}"

@@ -1,4 +1,4 @@
-"""Sampler-trainer mismatch statistics: of one set of log ratios (an arm), and of router disagreement.
+"""Statistics of the mismatch of sampler and trainer: log ratios (an arm), and router disagreement.
 
 ``algo.offpolicy`` corrects a loss and measures every step; here a whole batch is described once in a while,
 with intervals and curves, as rows for a report. Everything is numpy and pure, and is returned as plain
@@ -22,9 +22,9 @@ from ostinato.algo.routing import lowest, overlap_ratio, part_sums, shared_ids
 DIRECTION = "KL(sampler || trainer)"  # tokens come from the sampler; the paper prints it the other way round
 TAUS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0)
 _CDF_AT = np.logspace(-7, 1, 33)  # four points per decade, the same for all arms
-_LEAST_CLUSTERS = 5  # with fewer, a bootstrap means nothing: with one its interval has no width
+_LEAST_CLUSTERS = 5  # with fewer a bootstrap is meaningless: with one, its interval has no width
 
-# What the corrections in use would touch, at their usual settings.
+# Usual settings of the corrections in use.
 _TRUNCATE_AT = 2.0  # TIS, Yao et al. 2025
 _MASK_OUTSIDE = (0.5, 5.0)  # IcePop, arXiv 2510.18855
 _SEQUENCE_MASK_AT = 3.0  # TRL's vllm_importance_sampling_cap
@@ -55,7 +55,7 @@ def arm(
     bounded = log_ratio.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     gap, ratio = np.abs(log_ratio), np.exp(bounded)
     k3 = np.expm1(bounded) - bounded  # expm1: r - 1 would cancel where the two almost agree
-    low, high = _interval(k3, owner if clusters is None else clusters, bootstrap, seed)
+    low, high = _bootstrap_mean(k3, owner if clusters is None else clusters, bootstrap, seed)
     squares = float(np.square(ratio).mean())
     return {
         "tokens": len(log_ratio),
@@ -67,7 +67,7 @@ def arm(
         "abs_max": float(gap.max()),
         "ess": min(1.0, float(ratio.mean()) ** 2 / squares),  # <= 1 by Cauchy-Schwarz, but for rounding
         "tails": [[tau, float((gap > math.log(tau)).mean())] for tau in TAUS],
-        "cdf": _cdf(gap),
+        "cdf": _tabulate_cdf(gap),
         "masked": {
             "token_truncate": float((ratio > _TRUNCATE_AT).mean()),
             "token_mask": float(((ratio < _MASK_OUTSIDE[0]) | (ratio > _MASK_OUTSIDE[1])).mean()),
@@ -91,7 +91,7 @@ def routers(
     spans: np.ndarray | None = None,
     layers: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """How often, and where, the trainer's routers choose other experts than the sampler's did.
+    """Statistics of routers in which the trainer chooses other experts than the sampler did.
 
     native, recorded: [T, L, K] expert ids, recorded NO_EXPERT where unknown. margins: [T, L], by how much
     the last expert chosen beat the first one left out (``model.moe.margins``). A router is one (token,
@@ -109,23 +109,25 @@ def routers(
         "differ": _share(differ.sum(), known.sum()),
         "tokens_differ": _share(differ.any(axis=1).sum(), tokens.sum()),
         "overlap": _mean(share),
-        "lowest_sequence": math.nan if spans is None else _lowest(share, spans),
+        "lowest_sequence": math.nan if spans is None else _find_lowest(share, spans),
         "layers": [
             {
                 "layer": int(number),
                 "differ": _share(differ[:, i].sum(), known[:, i].sum()),
                 "overlap": _mean(share[:, i]),
-                "margin": _quantile(margins[:, i][known[:, i]], 0.5),
-                "margin_flip": _quantile(margins[:, i][differ[:, i]], 0.5),
+                "margin": _take_quantile(margins[:, i][known[:, i]], 0.5),
+                "margin_flip": _take_quantile(margins[:, i][differ[:, i]], 0.5),
             }
             for i, number in enumerate(numbers)
         ],
-        "margin_median": _quantile(margins[known], 0.5),
-        "margin_flip_median": _quantile(margins[differ], 0.5),
+        "margin_median": _take_quantile(margins[known], 0.5),
+        "margin_flip_median": _take_quantile(margins[differ], 0.5),
     }
 
 
-def _interval(values: np.ndarray, clusters: np.ndarray, bootstrap: int, seed: int) -> tuple[float, float]:
+def _bootstrap_mean(
+    values: np.ndarray, clusters: np.ndarray, bootstrap: int, seed: int
+) -> tuple[float, float]:
     """95 % bootstrap interval of the mean of ``values`` [R], resampling whole clusters."""
     _, owner = np.unique(clusters, return_inverse=True)
     sums, lengths = np.bincount(owner, weights=values), np.bincount(owner)
@@ -134,20 +136,20 @@ def _interval(values: np.ndarray, clusters: np.ndarray, bootstrap: int, seed: in
     rng, means = np.random.default_rng(seed), np.empty(bootstrap)
     block = max(1, (1 << 20) // count)  # a million draws at a time: memory stays small
     for first in range(0, bootstrap, block):
-        drawn = rng.integers(count, size=(min(block, bootstrap - first), count))
-        means[first : first + block] = sums[drawn].sum(axis=1) / lengths[drawn].sum(axis=1)
+        picks = rng.integers(count, size=(min(block, bootstrap - first), count))
+        means[first : first + block] = sums[picks].sum(axis=1) / lengths[picks].sum(axis=1)
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)
 
 
-def _cdf(gap: np.ndarray) -> list[list[float]]:
-    """[abs log ratio, share of tokens at or below] at fixed points."""
+def _tabulate_cdf(gap: np.ndarray) -> list[list[float]]:
+    """Rows [abs log ratio, share of tokens at or below] at the fixed points _CDF_AT."""
     below = np.searchsorted(np.sort(gap), _CDF_AT, side="right") / len(gap)
-    return [[float(at), float(share)] for at, share in zip(_CDF_AT, below, strict=True)]
+    return [[float(point), float(share)] for point, share in zip(_CDF_AT, below, strict=True)]
 
 
-def _lowest(share: np.ndarray, spans: np.ndarray) -> float:
-    """The lowest overlap among the sequences' answers and prompts that are long enough."""
+def _find_lowest(share: np.ndarray, spans: np.ndarray) -> float:
+    """The lowest overlap of a sequence's answer or prompt, of those that are long enough."""
     known = ~np.isnan(share)
     common, routers = part_sums(np.stack((np.where(known, share, 0).sum(axis=1), known.sum(axis=1))), spans)
     return lowest(overlap_ratio(common, routers), routers)
@@ -162,6 +164,6 @@ def _mean(values: np.ndarray) -> float:
     return float(known.mean(dtype=np.float64)) if known.size else math.nan
 
 
-def _quantile(values: np.ndarray, q: float) -> float:
+def _take_quantile(values: np.ndarray, q: float) -> float:
     known = values[~np.isnan(values)]
     return float(np.quantile(known, q)) if known.size else math.nan

@@ -1,8 +1,8 @@
-"""A run folder as rows, read once or followed while it grows: where page, terminal and other readers start.
+"""A run folder as rows, read once or followed while it grows: the source of page, terminal and other readers.
 
 Logs are read by byte offset, each byte once. A torn last line is the ordinary end of a killed run; a line
-that is no JSON ends the reading of its log, which ``damage`` says. A log that was replaced by a shorter one,
-as its run went back to a checkpoint, is read anew. Nothing here writes, locks or waits.
+that is not JSON ends the reading of its log, as ``damage`` reports. A log that a resumed run has replaced is
+read again. Nothing here writes, locks or waits.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from ostinato.run import GREEDY_SET, MAIN_SET, RunFolder
 
 Row = Mapping[str, Any]
 
-CHUNK = 8 << 20  # bytes of a log that are read at once, so that the first answer comes soon
+CHUNK = 8 << 20  # bytes of a log that are read at once, so that first rows come soon
 WITNESS = 64  # bytes before the offset, by which a log is recognised
-SPANS = 60_000  # of the timeline; above twice as many, neighbours are merged
+SPANS = 60_000  # spans of the timeline; above twice as many, neighbours are merged
 HORIZON_S = 900.0  # seconds of the timeline that are followed
 LOGS = ("metrics", "eval", "ledger", "watch", "forecast", "mismatch", "failed_rewards", "starts", "timeline")
 
 
 class Tail:
-    """The complete rows of a log of JSON lines, each of them once."""
+    """A reader of the complete rows of a growing log of JSON lines, each once."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.damage, self.left = path, "", 0  # left: bytes that are not read yet
         self._offset, self._before, self._inode = 0, b"", -1
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """(was the log replaced: if so, forget its earlier rows; its next rows, of ``CHUNK`` bytes)."""
+        """(whether the log was replaced, so that earlier rows are void; the next rows, from ``CHUNK``
+        bytes)."""
         try:
             with self.path.open("rb") as file:
                 replaced = self._inode != -1 and not self._same(file)
@@ -53,15 +54,16 @@ class Tail:
             return replaced, []
 
     def _same(self, file: BinaryIO) -> bool:
+        """Whether the file is the one read before, by its inode and the bytes before the offset."""
         file.seek(self._offset - len(self._before))
         return file.read(len(self._before)) == self._before and os.fstat(file.fileno()).st_ino == self._inode
 
     def _rows(self, file: BinaryIO) -> Iterator[dict[str, Any]]:
-        """The rows from the offset on, which moves behind them."""
+        """Yield the rows from the offset on, and advance it."""
         file.seek(self._offset)
         data = file.read(CHUNK)
-        while data and b"\n" not in data and (more := file.read(CHUNK)):  # a line longer than a chunk
-            data += more
+        while data and b"\n" not in data and (further := file.read(CHUNK)):  # a line longer than a chunk
+            data += further
         self.damage = ""
         for line in data.splitlines(keepends=True):
             if not line.endswith(b"\n"):
@@ -80,7 +82,7 @@ class Tail:
 
 
 class RunRows:
-    """All of a run but its trajectories. ``follow``: of the timeline only the last minutes are kept."""
+    """All logs of a run but its trajectories. ``follow``: keep only the last minutes of the timeline."""
 
     def __init__(self, run: RunFolder, *, follow: bool = False) -> None:
         self.run, self.name, self.follow = run, run.path.resolve().name, follow
@@ -88,7 +90,7 @@ class RunRows:
         self.arrived: list[
             tuple[str, Row]
         ] = []  # (log, row) of metrics and timeline, in the order of reading
-        self.epoch = 0  # how often a log was replaced, whose rows then left ``arrived``
+        self.epoch = 0  # number of times a log was replaced, whose rows then left ``arrived``
         self.spans: list[Span] = []
         self.recipe: Row = {}
         self.recipe_text = ""
@@ -105,8 +107,8 @@ class RunRows:
         return self
 
     def look(self) -> None:
-        """Read what is new, at most ``CHUNK`` bytes of each log."""
-        self.recipe_text = _text(self.run.recipe)
+        """Read new rows, at most ``CHUNK`` bytes of each log."""
+        self.recipe_text = _read_text(self.run.recipe)
         self.recipe = self._whole(self.run.recipe, lambda text: parse_toml(text))
         self.plan = self._whole(self.run.path / "plan.json", lambda text: parse_json(text, surrogates=True))
         for name, tail in self._tails.items():
@@ -120,6 +122,8 @@ class RunRows:
             self._take(name, rows)
 
     def _take(self, name: str, rows: Sequence[Row]) -> None:
+        """Add new rows of the log ``name``; the timeline is thinned, and a faulty ledger ends before its
+        fault."""
         if name == "timeline":
             for row in rows:
                 try:
@@ -136,19 +140,19 @@ class RunRows:
             return
         if name == "ledger":
             rows = [] if name in self._files else rows
-            for at, row in enumerate(rows):
-                if why := find_fault(row, first=not self.logs[name] and at == 0):
-                    self._files[name] = f"ledger.jsonl has a row that {why}; what it cost is not counted."
-                    rows = rows[:at]
+            for index, row in enumerate(rows):
+                if fault := find_fault(row, first=not self.logs[name] and index == 0):
+                    self._files[name] = f"ledger.jsonl has a row that {fault}; what it cost is not counted."
+                    rows = rows[:index]
                     break
         self.logs[name] += rows
         self.arrived += [(name, row) for row in rows] if name == "metrics" else []
 
     def _whole(self, path: Path, parse: Any) -> Row:
-        """The object in a file; empty where there is none."""
+        """The object in a file; empty without a valid one, which ``damage`` reports."""
         self._files.pop(path.name, None)
         try:
-            value = parse(_text(path)) if path.is_file() else {}
+            value = parse(_read_text(path)) if path.is_file() else {}
         except ValueError as error:
             self._files[path.name] = f"{path.name} cannot be read: {error}."
             return {}
@@ -161,7 +165,7 @@ class RunRows:
 
     @property
     def reading(self) -> dict[str, int]:
-        """Bytes that are left to be read, by log."""
+        """Unread bytes by log, of logs that have any."""
         return {name: tail.left for name, tail in self._tails.items() if tail.left}
 
     def setting(self, dotted: str, default: Any = None) -> Any:
@@ -181,18 +185,18 @@ class RunRows:
 
     @property
     def evals(self) -> list[Row]:
-        """Of the main set and the run's own sampler."""
+        """Rows of the main set, scored by the run's own sampler."""
         return self.scores["evals"]
 
     @property
     def downstream(self) -> dict[str, list[Row]]:
-        """Of the sets that are not trained on."""
+        """Rows of the downstream sets by name."""
         names = dict.fromkeys(str(row.get("set", MAIN_SET)) for row in self.logs["eval"])
-        own = {name: [row for row in self.logs["eval"] if row.get("set") == name] for name in names}
-        return {name: by_step(rows) for name, rows in own.items() if name not in (MAIN_SET, GREEDY_SET)}
+        rows_of = {name: [row for row in self.logs["eval"] if row.get("set") == name] for name in names}
+        return {name: by_step(rows) for name, rows in rows_of.items() if name not in (MAIN_SET, GREEDY_SET)}
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -200,9 +204,9 @@ def _text(path: Path) -> str:
 
 
 def main_scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
-    """Rows of eval.jsonl as {"evals": of the main set, one split and one kind of weights; "exported": the
-    last one with the model's own weights, where the sampler's differ, or None; "greedy": at temperature 0}.
-    """
+    """Rows of eval.jsonl as {"evals": rows of the main set, one split and one kind of weights; "exported":
+    the last row with the model's own weights if the sampler's differ, else None; "greedy": rows at
+    temperature 0}."""
     greedy = by_step([row for row in rows if row.get("set") == GREEDY_SET])
     rows = [row for row in rows if row.get("set", MAIN_SET) == MAIN_SET]
     splits = [row.get("split") for row in rows]
@@ -213,14 +217,15 @@ def main_scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
     named = recipe.get("engine", {}).get("weights")
     kind = named if named in kinds else next(iter(kinds), "model")
     sampler, exact = (
-        [row for row, has in zip(rows, kinds, strict=True) if has == one] for one in (kind, "model")
+        [row for row, weights in zip(rows, kinds, strict=True) if weights == wanted]
+        for wanted in (kind, "model")
     )
     exported = exact[-1] if exact and kind != "model" else None
     return {"evals": by_step(sampler), "exported": exported, "greedy": greedy}
 
 
 def ends(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
-    """The held-out rows of step 0 and of the last evaluated step after it; None for a missing one."""
+    """(row of step 0, row of the last step after it); None for a missing row."""
     before = next((row for row in rows if row["step"] == 0), None)
     after = rows[-1] if rows and rows[-1]["step"] > 0 else None
     return before, after
@@ -242,11 +247,14 @@ def by_step(rows: Sequence[Row]) -> list[Row]:
 
 def thin_rows(rows: Sequence[Row], most: int = 1000) -> list[Row]:
     """All ``rows`` if they are at most 2 x ``most``; else means of neighbours, under the last one's step."""
-    each = len(rows) // most
-    return [_mean(rows[at : at + each]) for at in range(0, len(rows), each)] if each > 1 else list(rows)
+    size = len(rows) // most
+    return (
+        [_mean(rows[start : start + size]) for start in range(0, len(rows), size)] if size > 1 else list(rows)
+    )
 
 
 def _mean(rows: Sequence[Row]) -> Row:
+    """Mean of every column over the rows that have it, under the last row's step."""
     sums, counts = Counter[str](), Counter[str]()
     for row in rows:
         known = {name: value for name in row if (value := number(row, name)) is not None}
@@ -275,7 +283,7 @@ def mean(rows: Sequence[Row], name: str) -> float | None:
 
 
 def names_under(rows: Sequence[Row], prefix: str) -> list[str]:
-    """What follows ``prefix`` in the keys of any row, sorted."""
+    """The sorted rests of all keys that start with ``prefix``, in any row."""
     return sorted(key.removeprefix(prefix) for key in set[str]().union(*rows) if key.startswith(prefix))
 
 

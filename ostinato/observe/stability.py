@@ -1,8 +1,8 @@
-"""The stability watch: is a run still learning, or has it begun to diverge?
+"""The stability watch: detects that a run has stopped learning and begun to diverge.
 
-Mixtures of experts rarely break in one step. Sampler and trainer drift apart, the gradient answers for tokens
-that the sampler would not have drawn, and the reward follows some tens of steps later. ``Watch`` reads that
-from columns that every run writes. The condition of a rule must hold for several steps in a row; a rule is
+Mixtures of experts rarely break in one step. Sampler and trainer drift apart, the gradient comes from tokens
+that the sampler would not have drawn, and the reward follows some tens of steps later. ``Watch`` detects this
+in columns that every run writes. The condition of a rule must hold for several steps in a row; a rule is
 reported once, from past rows only: the alarms after n steps are those of the first n of a longer run.
 
 Three rules count as a collapse, as in published studies of collapse: F(2), k3 and the reward. The others
@@ -45,7 +45,7 @@ COLLAPSES = frozenset({Rule.TAIL, Rule.KL, Rule.REWARD})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The threshold of each rule, and why. ``*_steps``: consecutive finished steps for which it must hold."""
+    """The threshold of each rule and its reason. ``*_steps``: consecutive steps for which it must hold."""
 
     # F(2), the share of tokens to which one side gives more than twice the probability of the other: 1e-5 to
     # 2e-3 in published healthy runs, above 0.1 just before GRPO collapsed (R3, arXiv 2510.11370).
@@ -153,12 +153,12 @@ class Course:
 
     @property
     def rising(self) -> bool:
-        """Above what it was a window ago."""
+        """Whether the mean is above the mean one window ago."""
         return len(self._means) > self.window and self._means[-1] > self._means[0]
 
 
 class Sign(NamedTuple):
-    """A rule applied to a row: does its condition hold, and what to report once it has held for ``steps``."""
+    """A rule applied to a row: whether its condition holds, and the report once it has held for ``steps``."""
 
     rule: Rule
     steps: int
@@ -182,7 +182,7 @@ class Watch:
 
     @property
     def collapsed(self) -> bool:
-        """Has a collapse rule been met? Never reset: whether a run has recovered is for a person to judge."""
+        """Whether a collapse rule has been met; never reset, as people judge whether a run has recovered."""
         return not self._reported.isdisjoint(COLLAPSES)
 
     def see(self, row: Row) -> list[Alarm]:
@@ -190,20 +190,21 @@ class Watch:
         ignored: it neither extends a streak nor ends it."""
         if (spread := _number(row, "reward_std")) is not None:
             self._spread.add(spread)
-        step, found = int(_number(row, "step") or 0), list[Alarm]()
+        step, alarms = int(_number(row, "step") or 0), list[Alarm]()
         for key, rule in (
             ("sampling/tail_2", self._tail),
             ("sampling/kl_k3", self._kl),
-            ("reward", self._fall),
+            ("reward", self._check_fall),
             ("grad_norm", self._gradient),
-            ("entropy", self._entropies),
-            ("completions/clipped_ratio", self._cut_short),
+            ("entropy", self._check_entropy),
+            ("completions/clipped_ratio", self._check_truncation),
         ):
             if (value := _number(row, key)) is not None:
-                found += [alarm for sign in rule(value) if (alarm := self._judge(step, sign))]
-        return found
+                alarms += [alarm for sign in rule(value) if (alarm := self._judge(step, sign))]
+        return alarms
 
     def _judge(self, step: int, sign: Sign) -> Alarm | None:
+        """Update the streak of a rule; the alarm if it is met for the first time."""
         streak = self._streaks[sign.rule]
         if not sign.holds:
             streak.clear()
@@ -215,6 +216,7 @@ class Watch:
         return Alarm(step, streak[0], sign.rule, sign.rule in COLLAPSES, sign.sentence)
 
     def _tail(self, share: float) -> Iterator[Sign]:
+        """The rule of F(2)."""
         limit = self._limits.tail
         sentence = (
             f"F(2) is {share:.2g}: trainer and sampler give that share of the tokens probabilities "
@@ -223,6 +225,7 @@ class Watch:
         yield Sign(Rule.TAIL, self._limits.tail_steps, share > limit, sentence)
 
     def _kl(self, k3: float) -> Iterator[Sign]:
+        """The rule of k3, against the median of its first values."""
         limits, early = self._limits, list(self._early)
         if len(early) < limits.kl_early:
             self._early.append(k3)
@@ -236,13 +239,14 @@ class Watch:
         )
         yield Sign(Rule.KL, limits.kl_steps, k3 > limit, sentence)
 
-    def _fall(self, reward: float) -> Iterator[Sign]:
+    def _check_fall(self, reward: float) -> Iterator[Sign]:
+        """The rule of a fallen reward."""
         limits, course = self._limits, self._reward
         course.add(reward)
         if course.now is None:
             return
-        # how far it has fallen, in units of what it had gained, or of the deviation between answers where
-        # that is more; neither depends on what a reward of 0 means
+        # the fall in units of the gain before it, or of the deviation between answers if that is larger;
+        # neither depends on the meaning of a reward of 0
         lost, scale = course.best - course.now, max(course.best - course.start, self._spread.now or 0.0)
         deep = lost > 0 and (lost / scale if scale > 0 else math.inf) > limits.reward_lost
         beyond_noise = lost > limits.reward_errors * course.error
@@ -255,6 +259,7 @@ class Watch:
         yield Sign(Rule.REWARD, limits.reward_steps, deep and beyond_noise and halved, sentence)
 
     def _gradient(self, norm: float) -> Iterator[Sign]:
+        """The rule of the gradient norm, against the median of earlier norms."""
         if norm <= 0:  # a step without a gradient
             return
         limits, before = self._limits, len(self._norms)
@@ -265,41 +270,43 @@ class Watch:
         sentence = f"the gradient norm is {norm:.3g}, {norm / typical:.0f} times the median before it"
         yield Sign(Rule.GRADIENT, limits.gradient_steps, norm > limits.gradient_times * typical, sentence)
 
-    def _entropies(self, entropy: float) -> Iterator[Sign]:
+    def _check_entropy(self, entropy: float) -> Iterator[Sign]:
+        """The rules of low and of high entropy."""
         limits, course, reward = self._limits, self._entropy, self._reward
         course.add(entropy)
         if course.now is None:
             return
-        now, start = course.now, course.start
+        current, start = course.now, course.start
         needed = reward.start + limits.thriving * (reward.best - reward.start)
         thriving = reward.now is not None and reward.now >= needed
-        low = now < limits.entropy_left * start and not thriving
-        high = now > max(limits.entropy_times * start, start + limits.entropy_nats) and course.rising
-        sentence = f"entropy is {now:.3g} nats per token after {start:.3g} at the start"
+        low = current < limits.entropy_left * start and not thriving
+        high = current > max(limits.entropy_times * start, start + limits.entropy_nats) and course.rising
+        sentence = f"entropy is {current:.3g} nats per token after {start:.3g} at the start"
         narrowed = f"{sentence}, and the reward is not near its best: the policy has narrowed"
         dissolving = f"{sentence} and rising: the policy is dissolving"
         yield Sign(Rule.ENTROPY_LOW, limits.entropy_steps, low, narrowed)
         yield Sign(Rule.ENTROPY_HIGH, limits.entropy_steps, high, dissolving)
 
-    def _cut_short(self, share: float) -> Iterator[Sign]:
+    def _check_truncation(self, share: float) -> Iterator[Sign]:
+        """The rules of truncated answers: at the start, as a warning, as an alarm."""
         limits, course = self._limits, self._truncated
         course.add(share)
         if course.now is None:
             return
-        now, start, steps = course.now, course.start, limits.truncated_steps
+        current, start, steps = course.now, course.start, limits.truncated_steps
         warning, alarm = limits.truncated_warning, limits.truncated_alarm
-        was_low = course.least <= warning  # what began high and came down may rise again
-        much = alarm if was_low or start <= alarm else start + limits.truncated_rise
-        sentence = f"{now:.0%} of the answers were cut by length (mean of {course.window} steps)"
+        was_low = course.least <= warning  # a share that began high and fell may rise again
+        alarm_limit = alarm if was_low or start <= alarm else start + limits.truncated_rise
+        sentence = f"{current:.0%} of the answers were cut by length (mean of {course.window} steps)"
         rose = f"{sentence} after {start:.0%} at the start"
         early = f"the run begins with truncated answers: {sentence}"
-        lost = (
+        alarm_sentence = (
             "truncation has risen to where published runs did not recover, and rollout.interrupt_after, "
             f"algo.overlong_buffer or more rollout.max_tokens end it: {rose}"
         )
         yield Sign(Rule.TRUNCATED_EARLY, steps, start > warning, early)
-        yield Sign(Rule.TRUNCATED, steps, was_low and now > warning, f"truncation has risen: {rose}")
-        yield Sign(Rule.TRUNCATED_MUCH, steps, now > much, lost)
+        yield Sign(Rule.TRUNCATED, steps, was_low and current > warning, f"truncation has risen: {rose}")
+        yield Sign(Rule.TRUNCATED_MUCH, steps, current > alarm_limit, alarm_sentence)
 
 
 def watch_after(rows: Iterable[Row], limits: Limits | None = None) -> Watch:

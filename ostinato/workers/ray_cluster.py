@@ -2,7 +2,7 @@
 
     Cluster.open(address, needs) -> places reserved -> .remote(name, factory, arguments) -> RayRemote
                                          |
-                                    Watch: does the head still answer?
+                                    Watch: checks that the head answers
 
 A worker is one async actor of ``host.Host``. Ray restarts nothing by itself: the caller of a worker decides
 what becomes of its work, and starts a new one. Actors and reservations die with this process. Ray aborts a
@@ -52,14 +52,14 @@ LEAN = {  # for a Ray that we start: no prestarted workers, whose environment wo
     "prestart_worker_first_driver": False,
     "worker_niceness": 0,
 }
-CALLS = 256  # at once, to one worker
-CLOSE_S = 5.0  # for the head to release workers and places
-REACH_S = 5.0  # for an address to answer at all
+CALLS = 256  # concurrent calls to one worker
+CLOSE_S = 5.0  # limit for the head to release workers and places
+REACH_S = 5.0  # limit for an address to answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a worker needs of its host."""
+    """The resources that a worker needs."""
 
     name: str
     cpus: int = 1
@@ -99,10 +99,10 @@ class Cluster:
         if pin and not hasattr(os, "sched_setaffinity"):
             raise ValueError(f"cluster.pin is true, but {sys.platform} cannot pin a process; set it to false")
         joined = ray.is_initialized()
-        folder = None if joined or address else _short_folder()
+        folder = None if joined or address else _make_folder()
         with witness(last_words, folder):
             if not joined:
-                _begin(address, needs, folder)
+                _connect(address, needs, folder)
             cluster = cls(needs, pin=pin, silence_s=silence_s, folder=folder)
             try:
                 if pin:
@@ -119,10 +119,10 @@ class Cluster:
         ]
         self._group = placement_group(bundles, strategy="PACK" if self._folder else "SPREAD")
         if not self._group.wait(start_s):
-            has = ray.cluster_resources()
+            available = ray.cluster_resources()
             requested = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
             needed = ", ".join(
-                f"{requested[kind]:g} of {has.get(kind, 0):g} {kind}s"
+                f"{requested[kind]:g} of {available.get(kind, 0):g} {kind}s"
                 for kind in requested
                 if requested[kind]
             )
@@ -132,11 +132,11 @@ class Cluster:
             )
 
     def remote(self, name: str, factory: str, arguments: Mapping[str, Any], *, start_s: float) -> RayRemote:
-        """Start a worker of that name (one of ``needs``), which begins to build its object; an earlier one of
-        that name is killed. Returns at once."""
+        """Start the worker ``name`` (one of ``needs``), which begins to build its object; an earlier worker
+        of that name is killed. Returns at once."""
         self.check()
-        if (before := self._alive.get(name)) is not None:
-            before.kill()
+        if (earlier := self._alive.get(name)) is not None:
+            earlier.kill()
         need, place = self._needs[name], self._places[name]
         actor = ray.remote(Host).options(
             num_cpus=need.cpus,
@@ -146,21 +146,21 @@ class Cluster:
             runtime_env={"env_vars": _environment(need.cpus, local=self._folder is not None)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, place),
         )
-        first = sum(other.cpus for other in [*self._needs.values()][:place])
+        first = sum(earlier_need.cpus for earlier_need in [*self._needs.values()][:place])
         handle = actor.remote(name, (first, need.cpus) if self._pin else None, need.nice)
         self._alive[name] = remote = RayRemote(self, name, handle, start_s)
         remote.build(factory, arguments)
         return remote
 
     def place(self, name: str) -> Place | None:
-        """Where that worker is; None until it has been built."""
+        """The place of a worker; None until it has been built."""
         remote = self._alive.get(name)
         return None if remote is None else remote.place
 
     def check(self) -> None:
         """Raises a final WorkerLost once the head has stopped answering."""
-        if why := self._watch.lost:
-            raise WorkerLost(WorkerKind.CLUSTER, why, final=True)
+        if reason := self._watch.lost:
+            raise WorkerLost(WorkerKind.CLUSTER, reason, final=True)
 
     def shelf(self, value: Any) -> Any:
         """A reference to the sealed ``value``, put once for all workers that get it in succession."""
@@ -169,16 +169,18 @@ class Cluster:
         return self._sent[1]
 
     def close(self, *, leave: bool) -> None:
-        """End the workers, release their resources. ``leave`` Ray, which ends it if it was started here."""
+        """End the workers and release their resources. ``leave``: disconnect from Ray, which ends a Ray
+        started here."""
         self._watch.stop()
         self._sent = (None, None)
-        at_most(CLOSE_S, self._give_back)
+        at_most(CLOSE_S, self._release)
         if leave:
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
+        """Kill all workers and remove the reservation."""
         for remote in self._alive.values():
             remote.kill()
         if self._group is not None:
@@ -186,7 +188,7 @@ class Cluster:
 
 
 def at_most(seconds: float, work: Callable[[], None]) -> None:
-    """Do ``work``, but wait at most ``seconds``: a call to a dead head returns after a minute, if ever."""
+    """Do ``work`` in a thread, but wait at most ``seconds``: a call to a dead head may never return."""
     thread = threading.Thread(target=work, name="ray-at-most", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -205,6 +207,8 @@ class RayRemote:
         self._build = self._send(BUILD, seal((factory, dict(arguments), os.getcwd())))
 
     def _send(self, method: str, payload: Any) -> Any:
+        """Call ``method`` of the actor; returns a reference. Raises WorkerLost for a lost worker or
+        cluster."""
         if self._gone:
             raise WorkerLost(WorkerKind.of(self.name), self._gone, self.name)
         self._cluster.check()  # workers answer for a while after the head is lost
@@ -221,15 +225,17 @@ class RayRemote:
         return unpack_outcome(await self._answer(reference, method, within_s))
 
     def _arrive(self, place: Place) -> None:
-        if place.ostinato != (ours := here().ostinato):
+        """Set the place of the built worker. Raises WorkerFault for another version of ostinato."""
+        if place.ostinato != (version := here().ostinato):
             raise WorkerFault(
-                f"{self.name} on {place.host} has ostinato {place.ostinato} and this process {ours}; install "
-                "one version on all hosts"
+                f"{self.name} on {place.host} has ostinato {place.ostinato} and this process {version}; "
+                "install one version on all hosts"
             )
         self.place = place
 
     async def _answer(self, reference: Any, method: str, within_s: float) -> bytes:
-        future, patience = asyncio.wrap_future(reference.future()), self._patience(method, within_s)
+        """The result of a call. Raises WorkerLost if the worker or the cluster stops answering."""
+        future, patience = asyncio.wrap_future(reference.future()), self._new_patience(method, within_s)
         try:
             while not (await asyncio.wait({future}, timeout=SLICE_S))[0]:
                 self._cluster.check()
@@ -242,26 +248,28 @@ class RayRemote:
     def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
         reference = self._send(method, seal(arguments))
         if self.place is None:
-            self._arrive(unpack_outcome(self._awaited(self._build, BUILD, self._start_s)))
-        return unpack_outcome(self._awaited(reference, method, within_s))
+            self._arrive(unpack_outcome(self._wait_for(self._build, BUILD, self._start_s)))
+        return unpack_outcome(self._wait_for(reference, method, within_s))
 
-    def _awaited(self, reference: Any, method: str, within_s: float) -> bytes:
-        """``_answer`` for a thread."""
-        patience = self._patience(method, within_s)
+    def _wait_for(self, reference: Any, method: str, within_s: float) -> bytes:
+        """``_answer``, blocking."""
+        patience = self._new_patience(method, within_s)
         while True:
             with self._named(method), contextlib.suppress(exceptions.GetTimeoutError):
                 return ray.get(reference, timeout=SLICE_S)
             self._cluster.check()
             patience.wear()
 
-    def _patience(self, method: str, within_s: float) -> Patience:
-        # what a worker imports while it is built may keep it from answering
+    def _new_patience(self, method: str, within_s: float) -> Patience:
+        """The time limits of a call."""
+        # imports while a worker is built may keep it from answering
         silence_s = math.inf if method == BUILD else self._cluster.silence_s
         signs = lambda: self._handle.alive.remote().future()  # noqa: E731
         return Patience(signs, self.name, f"gave no answer to {method}", within_s, silence_s)
 
     @contextlib.contextmanager
     def _named(self, method: str) -> Iterator[None]:
+        """Replace Ray's errors by a WorkerLost that names worker and ``method``; timeouts pass."""
         try:
             yield
         except exceptions.GetTimeoutError:
@@ -278,10 +286,10 @@ class RayRemote:
 
 
 class Watch:
-    """Checks every ``every_s`` seconds, in a thread, whether the cluster's head answers; ``lost`` says when
-    it does not. It stops when this process has left Ray, as a further query would start another one.
+    """Checks every ``every_s`` seconds, in a thread, that the cluster's head answers; ``lost`` is the reason
+    once it does not. It stops when this process has left Ray, as a further query would start another one.
 
-    Seconds are those that were waited: a machine that slept makes no head late."""
+    Only seconds of waiting count, so that a machine's sleep does not make the head seem lost."""
 
     def __init__(self, every_s: float = 2.0, head_s: int = HEAD_S) -> None:
         self.lost = ""
@@ -293,12 +301,12 @@ class Watch:
         self._stopped.set()
 
     def _watch(self, every_s: float, head_s: int) -> None:
-        silent_s, left = 0.0, 0  # queries in a row without an answer
+        silent_s, num_unanswered = 0.0, 0  # queries in a row without an answer
         while silent_s < head_s:
             answered = threading.Event()
             at_most(every_s, lambda answered=answered: self._ask(answered))
-            left = 0 if answered.is_set() else left + 1
-            silent_s = left * 2 * every_s
+            num_unanswered = 0 if answered.is_set() else num_unanswered + 1
+            silent_s = num_unanswered * 2 * every_s
             if self._stopped.wait(every_s) or not ray.is_initialized():
                 return
         self.lost = f"the head of the Ray cluster, or its daemon here, has not answered for {silent_s:.0f} s"
@@ -309,12 +317,13 @@ class Watch:
                 answered.set()
 
 
-def _begin(address: str, needs: Sequence[Need], folder: Path | None) -> None:
-    """Join the Ray at ``address``, or start one in ``folder``. Keeps our SIGTERM handler."""
+def _connect(address: str, needs: Sequence[Need], folder: Path | None) -> None:
+    """Join the Ray at ``address``, or start one in ``folder``. Keeps our SIGTERM handler. Raises
+    ValueError."""
     if address not in ("", "auto"):
         reach(address)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    mine = threading.current_thread() is threading.main_thread()
+    in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
     try:
@@ -336,20 +345,20 @@ def _begin(address: str, needs: Sequence[Need], folder: Path | None) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             raise ValueError(f"no Ray could be started on this machine: {words(error)}") from error
         if address == "auto":
-            raise ValueError(_nobody(address, words(error))) from error
+            raise ValueError(_explain_unreachable(address, words(error))) from error
         raise ValueError(
             f"cluster.address is {address!r}, where a server answers, but no Ray that this process may join "
             f"({words(error)}); it has to be of this version ({ray.__version__}), and where it requires a "
             "token (RAY_AUTH_MODE=token) this process needs both"
         ) from error
     finally:
-        if mine:
+        if in_main_thread:
             signal.signal(signal.SIGTERM, handler)
 
 
 def keep_token(file: Path) -> None:
-    """Ray listens on all interfaces and accepts anyone with its token, which it writes to a file that all
-    users of the host can read. This makes the file private to this user."""
+    """Make the file of Ray's token private to this user. Ray listens on all interfaces, accepts anyone with
+    the token, and writes it to a file that all users of the host can read."""
     with contextlib.suppress(OSError):
         file.chmod(0o600)
 
@@ -365,7 +374,7 @@ def check_one_host(nodes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def reach(address: str) -> None:
-    """Is there a server at "host:port"? Ray itself tries for minutes. Raises ValueError without one."""
+    """Raises ValueError if no server answers at "host:port"; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         raise ValueError(
@@ -374,26 +383,27 @@ def reach(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except OSError as error:
-        raise ValueError(_nobody(address, str(error))) from error
+        raise ValueError(_explain_unreachable(address, str(error))) from error
 
 
-def _nobody(address: str, why: str) -> str:
+def _explain_unreachable(address: str, why: str) -> str:
     return (
         f'cluster.address is {address!r}, where no Ray answers ({why}); start one with "ray start --head", '
         "or leave the address empty to have one started here"
     )
 
 
-def _short_folder() -> Path:
+def _make_folder() -> Path:
     """A new folder for logs and sockets, whose paths may have 107 bytes at most."""
     root = "/tmp" if os.access("/tmp", os.W_OK) else None
     return Path(tempfile.mkdtemp(prefix="ostinato-ray-", dir=root))
 
 
 def _environment(cpus: int, *, local: bool) -> dict[str, str]:
-    """Variables that a worker's libraries read when they are loaded: OpenMP its threads, Python its path."""
-    kept = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    """Environment variables for a worker's libraries: threads of OpenMP, and for a local Ray Python's
+    path."""
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: os.environ[name] for name in names if name in os.environ}
     environment["OMP_NUM_THREADS"] = str(cpus)
     if local:
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -401,7 +411,7 @@ def _environment(cpus: int, *, local: bool) -> dict[str, str]:
 
 
 def words(error: BaseException) -> str:
-    """Ray's message without its general advice; for a dead actor, how its process ended."""
+    """Ray's message without its general advice; for a dead actor, the end of its process."""
     text = " ".join(str(error).split())
     if "connection error code 2" in text:
         return "its process ended, as one does that is killed or out of memory"
