@@ -21,14 +21,14 @@ NO_EXPERT = -1  # routing of a token that never passed through the layers (the l
 Constraint = Callable[[np.ndarray], np.ndarray]  # an answer so far -> [vocabulary] bool: what must not follow
 
 
-def _brief(self: Any) -> str:
-    """The repr of what holds arrays: they are shown by type and shape, tuples of ours by their number.
+def _format_brief(self: Any) -> str:
+    """The repr of a dataclass with arrays as type and shape, and tuples of dataclasses as their number.
 
-    ``asyncio.run`` formats its main task, result and all, whenever it ends (``signal`` looks the handler up
-    as an enum member and throws the message away), so a repr has to cost nothing, however much it stands for.
+    ``asyncio.run`` formats its main task with the result whenever it ends (``signal`` looks the handler up as
+    an enum member and discards the message), so a repr must be cheap for values of any size.
     """
-    shown = (f"{one.name}={_shown(getattr(self, one.name))}" for one in fields(self))
-    return f"{type(self).__name__}({', '.join(shown)})"
+    values = (f"{field.name}={_shown(getattr(self, field.name))}" for field in fields(self))
+    return f"{type(self).__name__}({', '.join(values)})"
 
 
 def _shown(value: Any) -> str:
@@ -102,7 +102,7 @@ class Support:
     counts: np.ndarray  # [T] int32
     ids: np.ndarray  # [sum of counts] int32, ascending within a token
 
-    __repr__ = _brief
+    __repr__ = _format_brief
 
     def __post_init__(self) -> None:
         if (total := int(self.counts.sum())) != len(self.ids):
@@ -118,13 +118,13 @@ class Support:
 
     @classmethod
     def of(cls, kept: Sequence[np.ndarray]) -> Support:
-        """From the ids [n] of each token."""
+        """The support of tokens, from the ids [n] of each."""
         counts = np.array([len(ids) for ids in kept], np.int32)
         return cls(counts=counts, ids=np.concatenate([np.empty(0, np.int32), *kept]))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Support]) -> Support:
-        """Token after token; at least one part."""
+        """The parts one after another; at least one."""
         counts = np.concatenate([part.counts for part in parts])
         return cls(counts=counts, ids=np.concatenate([part.ids for part in parts]))
 
@@ -139,17 +139,17 @@ class Support:
         ]
 
     def take(self, tokens: np.ndarray) -> Support:
-        """Of the tokens at these places ([n] ascending integers) alone."""
-        wanted = np.zeros(len(self), bool)
-        wanted[tokens] = True
-        return Support(counts=self.counts[wanted], ids=self.ids[np.repeat(wanted, self.counts)])
+        """The support of the tokens at these indices ([n], ascending)."""
+        mask = np.zeros(len(self), bool)
+        mask[tokens] = True
+        return Support(counts=self.counts[mask], ids=self.ids[np.repeat(mask, self.counts)])
 
     def holds(self, tokens: np.ndarray) -> np.ndarray:
-        """[T] bool: is token t ([T] token ids) among the ids that it was drawn from?"""
+        """[T] bool: whether token t of ``tokens`` ([T] ids) is among the ids that it was drawn from."""
         owners = np.repeat(np.arange(len(self)), self.counts)
-        held = self.counts == 0
-        held[owners[self.ids == np.repeat(tokens, self.counts)]] = True
-        return held
+        result = self.counts == 0
+        result[owners[self.ids == np.repeat(tokens, self.counts)]] = True
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -221,7 +221,7 @@ class Completion:
     recomputed: np.ndarray | None = None  # [n, 2] int32: positions [from, to) run again, by preemption
     error: str = ""  # one sentence when stop is ERROR
 
-    __repr__ = _brief
+    __repr__ = _format_brief
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "edges", "versions", "experts", "support", "injected"):
@@ -263,7 +263,7 @@ class PollResult:
     spans: tuple[Any, ...] = ()  # ``timeline.Span``: what it did since it was last queried
     counters: Mapping[str, float] = field(default_factory=dict)  # of its engine, since it began
 
-    __repr__ = _brief
+    __repr__ = _format_brief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -346,7 +346,7 @@ class Trajectory:
     env_reward: float | None = None  # of the environment itself, where it gives one
     error: str = ""
 
-    __repr__ = _brief
+    __repr__ = _format_brief
 
     @property
     def rows(self) -> list[tuple[Turn, ...]]:
@@ -363,7 +363,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     step: int  # the step that requested it
 
-    __repr__ = _brief
+    __repr__ = _format_brief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -389,7 +389,7 @@ class Sample:
     experts: np.ndarray | None = None  # [L, moe_layers, top_k], typed as in Completion
     support: Support | None = None  # of L tokens; None: the whole vocabulary everywhere
 
-    __repr__ = _brief
+    __repr__ = _format_brief
 
     def __post_init__(self) -> None:
         for name in ("loss_mask", "logprobs", "advantages", "versions", "experts", "support"):
@@ -440,7 +440,7 @@ class Microbatch:
     experts: np.ndarray | None = None  # [T, moe_layers, top_k] to replay, typed as in Completion
     minibatch: int = 0  # which of the optimizer steps on its batch learns from it
 
-    __repr__ = _brief
+    __repr__ = _format_brief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""``ostinato doctor``: what this machine has, what is missing and how to get it, and a short self-test."""
+"""``ostinato doctor``: what this machine has and lacks, how to install it, and a short self-test."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Finding:
 
 
 def doctor(model: str, *, measure: bool) -> int:
-    """Print the table, threads chosen by the products of ``model``; return the exit code, 1 when something
-    that every run needs is at fault. Raises ValueError for a model that is none."""
+    """Print the table, with threads chosen by the products of ``model``; returns the exit code, 1 if
+    something that every run needs is at fault. Raises ValueError for an invalid model."""
     with logged(threads.__name__):
         work = threads.Products(model=model)
         choice = threads.measure(work) if measure else None
-        given = (choice.count, choice.policy) if choice else ("auto", "auto")
-        choice = threads.configure(*given, work=work)
+        settings = (choice.count, choice.policy) if choice else ("auto", "auto")
+        choice = threads.configure(*settings, work=work)
     findings = [
         *machine(),
         Finding(name="threads", value=str(choice)),
@@ -68,6 +68,7 @@ def doctor(model: str, *, measure: bool) -> int:
 
 
 def machine() -> Iterator[Finding]:
+    """Findings on versions, cores, memory, isolation of rewards, and the compiler."""
     yield Finding(name="ostinato", value=__version__)
     yield Finding(
         name="python", value=f"{platform.python_version()} on {platform.system()} {platform.machine()}"
@@ -83,6 +84,7 @@ def machine() -> Iterator[Finding]:
 
 
 def torch_findings() -> Iterator[Finding]:
+    """Findings on torch, GPUs and native kernels; one fault if torch cannot be imported."""
     try:
         import torch
     except ImportError as error:
@@ -96,20 +98,22 @@ def torch_findings() -> Iterator[Finding]:
 
 
 def backend_of(model: str) -> Finding:
-    """What computes ``model`` where a recipe says "auto"."""
+    """The backend of ``model`` for model.backend = "auto", and the reason."""
     from ostinato.launch.machine import choose_backend
     from ostinato.model.named import local_folder
 
     if (folder := local_folder(model)) is None:
         return Finding(name="model.backend", value=f"{model} is not on this machine yet")
     try:
-        name, why = choose_backend(folder)
+        name, reason = choose_backend(folder)
     except ValueError as error:
         return Finding(name="model.backend", value=str(error), ok=False)
-    return Finding(name="model.backend", value=f"{name}: {why}".replace("[", r"\["))
+    return Finding(name="model.backend", value=f"{name}: {reason}".replace("[", r"\["))
 
 
 def native() -> Finding:
+    """Whether the native kernels load, which compiles them on first use."""
+
     from ostinato.model.native import load
     from ostinato.model.native.build import BuildError
 
@@ -134,18 +138,20 @@ def arithmetic(choice: threads.Threads, environ: Mapping[str, str]) -> Iterator[
     limit = "" if cap == isa.NATIVE else f" ({isa.VARIABLE}={cap} caps it)"
     yield Finding(name="instruction set", value=isa.instruction_set() + limit)
     logical, physical = threads.logical_cores(), threads.physical_cores()
-    found = []
+    warnings = []
     if choice.source == "environment" and 2 * choice.count <= physical:
-        found.append(f"OMP_NUM_THREADS={choice.count} leaves {physical - choice.count} cores idle: unset it")
+        warnings.append(
+            f"OMP_NUM_THREADS={choice.count} leaves {physical - choice.count} cores idle: unset it"
+        )
     if choice.count > logical:
-        found.append(f"OMP_NUM_THREADS={choice.count} is more than the {logical} usable cores: unset it")
+        warnings.append(f"OMP_NUM_THREADS={choice.count} is more than the {logical} usable cores: unset it")
     if environ.get("GOMP_SPINCOUNT", "").lower() in ("infinite", "infinity"):
-        found.append("GOMP_SPINCOUNT=infinite keeps waiting threads on their cores: unset it")
-    yield from (Finding(name="warning", value=f"[yellow]{warning}[/yellow]") for warning in found)
+        warnings.append("GOMP_SPINCOUNT=infinite keeps waiting threads on their cores: unset it")
+    yield from (Finding(name="warning", value=f"[yellow]{warning}[/yellow]") for warning in warnings)
 
 
 def self_test() -> Finding:
-    """Sample from the packaged model for about two seconds and say how fast that went."""
+    """The speed of sampling from the packaged model for about two seconds."""
     try:
         speed = asyncio.run(sampled_tokens_per_s("asset:seed-moe", SELF_TEST_S))
     except (ValueError, RuntimeError, ImportError) as error:

@@ -19,23 +19,24 @@ from ostinato.terminal import say
 if TYPE_CHECKING:
     from ostinato.launch.policy import Policy
 
-CONVERTER = "convert_hf_to_gguf.py"  # of llama.cpp
+CONVERTER = "convert_hf_to_gguf.py"  # a program of llama.cpp
 
 
 def export(run: Path, to: Path, *, merged: bool, gguf: bool = False, float32: bool = False) -> None:
     """Write the policy of ``run`` into ``to``, which must be empty or not exist; print how to serve it.
 
-    ``float32``: of merged weights, whatever the dtype of the run.
+    ``float32``: dtype of merged weights, whatever the dtype of the run. Raises ValueError for options that
+    exclude each other, and for a missing run or converter.
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"{to} exists and is not empty; name another folder")
     if not (run / "recipe.toml").is_file():
         raise ValueError(f"run folder {run} holds no recipe.toml; name the folder of a started run")
-    converter = _converter() if gguf else []
+    converter = _find_converter() if gguf else []
     merged = merged or gguf
     if float32 and not merged:
         raise ValueError("--float32 is for merged weights; add --merged, or drop it")
-    # codes have no room for an update: it is merged into the weights as they are published
+    # 8-bit codes cannot hold an update, so it is merged into the weights as published
     coded = merged and Recipe.load(RunFolder.open(run).recipe).model.storage == "int8"
     policy = load_policy(str(run), *(["model.storage=same"] if coded else []))
     if merged and policy.adapters is not None:
@@ -49,41 +50,44 @@ def export(run: Path, to: Path, *, merged: bool, gguf: bool = False, float32: bo
             )
         decoder = policy.decoder.float() if float32 else policy.decoder  # widening is exact
         error = export_merged(decoder, policy.adapters, to, tokenizer_from=policy.folder)
-        print(_rounding(error, str(decoder.storage).removeprefix("torch.")))
+        print(_explain_rounding(error, str(decoder.storage).removeprefix("torch.")))
     else:
         write_policy(policy.decoder, policy.adapters, policy.folder, to, policy.recipe.model.path)
     if gguf:
         _convert(converter, to)
     say(f"wrote {to}: the policy after {policy.step} steps")
-    say(*_served_by(policy, run.resolve().name, to.resolve(), merged=merged, gguf=gguf))
+    say(*_list_servers(policy, run.resolve().name, to.resolve(), merged=merged, gguf=gguf))
 
 
-def _rounding(error: float, dtype: str) -> str:
-    """What the merged weights are worth beside the policy: at small learning rates most of an update can be
+def _explain_rounding(error: float, dtype: str) -> str:
+    """Sentence on the rounding error of merged weights: at small learning rates most of an update can be
     below half a unit in the last place of a 16-bit weight."""
     advice = "" if dtype == "float32" else "; the adapter alone has none, --float32 next to none"
     return f"merged in {dtype}: rounding error {100 * error:.2g} % of the update{advice}"
 
 
-def _converter() -> list[str]:
-    """The command of llama.cpp's converter. ValueError where it is not installed."""
-    found = shutil.which(CONVERTER)
-    if found is None:
+def _find_converter() -> list[str]:
+    """The command of llama.cpp's converter. Raises ValueError if it is not installed."""
+    path = shutil.which(CONVERTER)
+    if path is None:
         raise ValueError(f"--gguf needs llama.cpp's {CONVERTER} on the PATH; install it, or use --merged")
-    return [found] if os.access(found, os.X_OK) else [sys.executable, found]
+    return [path] if os.access(path, os.X_OK) else [sys.executable, path]
 
 
 def _convert(converter: list[str], folder: Path) -> None:
+    """Write model.gguf and a Modelfile beside the merged model. Raises RunFailed if the converter fails."""
     command = [*converter, str(folder), "--outfile", str(folder / "model.gguf"), "--outtype", "f16"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise RunFailed(f"{CONVERTER} ended with {done.returncode}: {last}; the merged model is in {folder}")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        last_line = result.stderr.strip().rpartition("\n")[2]
+        raise RunFailed(
+            f"{CONVERTER} ended with {result.returncode}: {last_line}; the merged model is in {folder}"
+        )
     (folder / "Modelfile").write_text("FROM ./model.gguf\n", encoding="utf-8")
 
 
-def _served_by(policy: Policy, name: str, to: Path, *, merged: bool, gguf: bool) -> Iterator[str]:
-    """Lines that start the servers of others."""
+def _list_servers(policy: Policy, name: str, to: Path, *, merged: bool, gguf: bool) -> Iterator[str]:
+    """Yield commands that serve the export with other programs."""
     if merged or policy.adapters is None:
         yield f"vLLM    vllm serve {to} --served-model-name {name}"
     else:

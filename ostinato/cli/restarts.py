@@ -2,10 +2,9 @@
 
     ostinato train RECIPE --restarts 3   ->   ostinato session RUN --recipe RECIPE   ->   ... the same again
 
-A loss is an end that Python knew nothing of (``kill -9``, no memory, a crash in C, Ray's exit where its
-daemon is gone), or one by the exit code LOST: a ``failure.Lost`` ended the run by name. A session that finds
-a recipe in RUN resumes it, to the same bits: a loss costs time and nothing else. Other ends are the run's.
-"""
+A loss is an end that Python could not handle (``kill -9``, no memory, a crash in C, Ray's exit when its
+daemon is gone), or the exit code LOST, by which a ``failure.Lost`` ends a run. A session that finds a recipe
+in RUN resumes it, to the same bits, so a loss costs only time. Any other end is final."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def supervise(run: Path, restarts: int, command: Sequence[str]) -> int:
-    """The exit code of the last session of ``run``, each of which is ``command``; 128 and its number for a
-    signal. There are at most 1 + ``restarts``, fewer after MOST_IDLE restarts in a row without a new step.
-    Each restart is a row of restarts.jsonl.
+    """Run ``command`` as sessions of ``run``, at most 1 + ``restarts``, fewer after MOST_IDLE restarts in a
+    row without a new step; returns the exit code of the last, for a signal 128 + its number. Each restart is
+    a row of restarts.jsonl.
 
     Raises ValueError for a rank that torchrun has started."""
     if Place.of(os.environ) is not None:
@@ -40,44 +39,52 @@ def supervise(run: Path, restarts: int, command: Sequence[str]) -> int:
             "--restarts is for ranks that ostinato starts; torchrun has --max-restarts (ostinato resume RUN)"
         )
     folder = RunFolder(run)
-    most, idle = _steps(folder), 0
+    most_steps, idle = _steps(folder), 0
     with _Session(command) as session:
         for number in range(restarts + 1):
             code = session.run()
-            done = _steps(folder)
-            idle = idle + 1 if number and done <= most else 0
-            most = max(most, done)
+            num_steps = _steps(folder)
+            idle = idle + 1 if number and num_steps <= most_steps else 0
+            most_steps = max(most_steps, num_steps)
             if session.stopped or not is_loss(code, run):
                 break
             cause = ending(code) if code != LOST else "it lost what its last line names"
             if number == restarts or idle == MOST_IDLE:
-                why = "all restarts are used" if number == restarts else f"{idle} in a row made no progress"
-                say(f"ostinato: {cause}; {why}; to go on: ostinato resume {run}", error=True)
+                reason = (
+                    "all restarts are used" if number == restarts else f"{idle} in a row made no progress"
+                )
+                say(f"ostinato: {cause}; {reason}; to go on: ostinato resume {run}", error=True)
                 break
-            row = {"at": time.time(), "restart": number + 1, "of": restarts, "step": done, "cause": cause}
+            row = {
+                "at": time.time(),
+                "restart": number + 1,
+                "of": restarts,
+                "step": num_steps,
+                "cause": cause,
+            }
             folder.restarts.append(row)
-            say(f"restart {number + 1} of {restarts} after step {done}: {cause}", error=True)
+            say(f"restart {number + 1} of {restarts} after step {num_steps}: {cause}", error=True)
     return code if code >= 0 else 128 - code
 
 
 def session_of(run: Path, *arguments: str) -> list[str]:
-    """The command of a session."""
+    """The command of a session of ``run``."""
     return [sys.executable, "-m", "ostinato", "session", str(run), *arguments]
 
 
 def is_loss(code: int, run: Path) -> bool:
-    """Of the exit code of a session of ``run``, as ``subprocess`` has it."""
+    """Whether an exit code of a session of ``run``, negative for a signal, is a loss."""
     return code == LOST or (code < 0 and -code not in PASSED_ON) or (code == 1 and is_left(run))
 
 
 def end_with_supervisor() -> None:
-    """In a session: when the process that restarts it is gone, finish the step and save, as after SIGTERM."""
+    """In a session: finish the step and save, as after SIGTERM, when the supervising process is gone."""
     end_with_parent(lambda why: os.kill(os.getpid(), signal.SIGTERM))
 
 
 class _Session:
-    """``command`` as a child in a process group of its own, so that each signal to this process reaches it
-    once, from here. It ends when this process does (``end_with_supervisor``)."""
+    """Runs ``command`` as a child in its own process group and passes signals on to it, so that each arrives
+    once. The child ends when this process does (``end_with_supervisor``)."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.stopped = False  # by a signal to this process
@@ -86,7 +93,9 @@ class _Session:
 
     def __enter__(self) -> _Session:
         ignored = [number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN]  # nohup
-        self._before = {n: signal.signal(n, self._pass_on) for n in PASSED_ON if n not in ignored}
+        self._before = {
+            number: signal.signal(number, self._pass_on) for number in PASSED_ON if number not in ignored
+        }
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -111,5 +120,5 @@ class _Session:
 
 
 def _steps(folder: RunFolder) -> int:
-    """Finished ones, as the newest row of metrics.jsonl has them."""
+    """Number of finished steps, by metrics.jsonl."""
     return max((row["step"] for row in folder.metrics.rows()), default=0)

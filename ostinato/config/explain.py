@@ -1,4 +1,4 @@
-"""What is wrong with a TOML file (a recipe, a product), in one sentence: the field, the value, the fix."""
+"""Errors of a TOML file (a recipe, a product) as one sentence: the field, the value, the fix."""
 
 from __future__ import annotations
 
@@ -49,19 +49,20 @@ def explain(error: ValidationError, model: Model, what: str = "a recipe") -> str
     faults = error.errors(include_url=False)
     first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")  # a typo explains the rest
     fields = {fault["loc"][:2] for fault in faults}  # members of a union report one fault each
-    more = f" (and {len(fields) - 1} more in {what.replace('a ', 'this ', 1)})" if len(fields) > 1 else ""
-    return _sentence(first, model, what) + more
+    others = f" (and {len(fields) - 1} more in {what.replace('a ', 'this ', 1)})" if len(fields) > 1 else ""
+    return _explain_fault(first, model, what) + others
 
 
-def _sentence(fault: Any, model: Model, what: str) -> str:
+def _explain_fault(fault: Any, model: Model, what: str) -> str:
+    """The sentence of one of pydantic's faults."""
     loc = [str(part) for part in fault["loc"] if part != "[key]"]
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     if fault["type"] == "extra_forbidden":
-        return _unknown_key(loc, model, what)
-    field = _dotted(loc, model)
+        return _explain_unknown(loc, model, what)
+    field = _join_name(loc, model)
     if fault["type"] == "missing":
-        entry = f"every {_dotted(loc[:-2], model)} section names its own" if len(loc) > 2 else "add it"
+        entry = f"every {_join_name(loc[:-2], model)} section names its own" if len(loc) > 2 else "add it"
         return f"{field} is missing; {entry}"
     if (
         union := "eval.every" if (loc[:2] == ["eval", "downstream"] and loc[3:4] == ["every"]) else field
@@ -74,21 +75,22 @@ def _sentence(fault: Any, model: Model, what: str) -> str:
     return f"{field} is {fault['input']!r:.200}; {fix}"
 
 
-def _dotted(loc: Sequence[str], model: Model) -> str:
-    """Without what pydantic appends: the branches of a union."""
-    depth, _ = _section_at(loc, model)
+def _join_name(loc: Sequence[str], model: Model) -> str:
+    """The dotted name of a field, without the branches of a union that pydantic appends."""
+    depth, _ = _find_section(loc, model)
     text = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in loc[:depth]).removeprefix(".")
     return text + "".join(f"[{part}]" for part in loc[depth:] if part.isdigit())
 
 
-def _section_at(loc: Sequence[str], model: Model) -> tuple[int, Model | None]:
-    """How many parts of ``loc`` are names of fields and entries, and the section that they end in, if any."""
+def _find_section(loc: Sequence[str], model: Model) -> tuple[int, Model | None]:
+    """(number of leading parts of ``loc`` that name fields and entries, the section that they end in or
+    None)."""
     depth, section = 0, model
     while depth < len(loc):
         field = section.model_fields.get(loc[depth])
         if field is None:
             return depth + 1, None
-        inner, entries = _section_of(field.annotation)
+        inner, entries = _unwrap_section(field.annotation)
         depth += 1 + entries
         if inner is None or depth >= len(loc):
             return min(depth, len(loc)), inner
@@ -96,38 +98,43 @@ def _section_at(loc: Sequence[str], model: Model) -> tuple[int, Model | None]:
     return depth, section
 
 
-def _section_of(annotation: Any) -> tuple[Model | None, bool]:
-    """The kind of section that a field holds, and whether it holds several, by name or by number."""
+def _unwrap_section(annotation: Any) -> tuple[Model | None, bool]:
+    """(class of the sections in a field, or None; whether the field holds several, by name or number)."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     several = typing.get_origin(annotation) not in (typing.Union, types.UnionType, typing.Annotated)
     for argument in typing.get_args(annotation):
-        section, inside = _section_of(argument)
+        section, inside = _unwrap_section(argument)
         if section is not None:
             return section, several or inside
     return None, False
 
 
-def _sections(model: Model, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Model]]:
-    """(path, section) of the root and of every section that is there once."""
+def _list_sections(model: Model, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Model]]:
+    """Yield (path, section) of the root and of every single section."""
     yield path, model
     for name, field in model.model_fields.items():
-        section, several = _section_of(field.annotation)
+        section, several = _unwrap_section(field.annotation)
         if section is not None and not several:
-            yield from _sections(section, (*path, name))
+            yield from _list_sections(section, (*path, name))
 
 
-def _unknown_key(loc: Sequence[str], model: Model, what: str) -> str:
+def _explain_unknown(loc: Sequence[str], model: Model, what: str) -> str:
+    """The sentence of an unknown key, with a hint, a similar key, or a section that has it."""
     parent, key = tuple(loc[:-1]), loc[-1]
-    section = _section_at(parent, model)[1] or model
-    near = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0.6)
-    others = [".".join((*path, key)) for path, one in _sections(model) if key in one.model_fields]
+    section = _find_section(parent, model)[1] or model
+    matches = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0.6)
+    elsewhere = [
+        ".".join((*path, key))
+        for path, section_model in _list_sections(model)
+        if key in section_model.model_fields
+    ]
     if what == "a recipe" and (name := key_hint(".".join(loc))):
         fix = name
-    elif near:
-        fix = f"did you mean {'.'.join((*parent, near[0]))}?"
-    elif others:
-        fix = f"did you mean {others[0]}?"
+    elif matches:
+        fix = f"did you mean {'.'.join((*parent, matches[0]))}?"
+    elif elsewhere:
+        fix = f"did you mean {elsewhere[0]}?"
     else:
         fix = f"the keys of {'.'.join(parent) or what} are {', '.join(section.model_fields)}"
     return f"{'.'.join(loc)} is not a key of {what}; {fix}"

@@ -1,7 +1,7 @@
 """The reference of all recipe keys as Markdown: ``python -m ostinato.config.reference > docs/recipe.md``.
 
 Types and defaults come from the sections, comments from the text of their source. The keys of ``[algo]`` are
-those of ``algo.algorithms.Algorithm``, which is read as text: a recipe can be read without torch.
+those of ``algo.algorithms.Algorithm``, which is read as text, so that torch is not needed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Key = tuple[str, str, str, str]  # name, type, default, comment
 
 
 def reference() -> str:
-    """The whole page."""
+    """The text of the page."""
     parts = [HEAD]
     for title, text, keys in sections():
         lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]
@@ -57,7 +57,7 @@ def reference() -> str:
 
 
 def find_keys(pattern: str) -> Iterator[str]:
-    """A line for each key whose name or description has ``pattern``. Raises ValueError where none has."""
+    """Yield a line for each key whose name or description has ``pattern``. Raises ValueError without any."""
     number, section = 0, ""
     for title, _, keys in sections():
         section = title.strip("[]") if title else section
@@ -72,22 +72,22 @@ def find_keys(pattern: str) -> Iterator[str]:
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
-    """(title, text, keys) of each table of the page; a title of "" goes on with the section before."""
-    here, fields = Path(__file__).parent, Recipe.model_fields
+    """Yield (title, text, keys) of each table of the page; a title of "" continues the section before."""
+    folder, fields = Path(__file__).parent, Recipe.model_fields
     comments: dict[str, dict[str, str]] = {}
     for name in ("sections.py", "tasks.py", "recipe.py"):
-        comments |= comments_of((here / name).read_text(encoding="utf-8"))
+        comments |= comments_of((folder / name).read_text(encoding="utf-8"))
 
     def table(title: str, section: type[Section], above: Mapping[str, Any] = MappingProxyType({})) -> Any:
         described = {
-            k: v for one in reversed(section.__mro__) for k, v in comments.get(one.__name__, {}).items()
+            k: v for base in reversed(section.__mro__) for k, v in comments.get(base.__name__, {}).items()
         }
         lines = [line.strip() for line in (section.__doc__ or "").strip().splitlines()]
         text = "\n".join(lines).replace("``", "`").replace("<", "&lt;") + "\n"
-        own = {name: field for name, field in section.model_fields.items() if name not in above}
-        return title, text, _keys(own, described)
+        new_fields = {name: field for name, field in section.model_fields.items() if name not in above}
+        return title, text, _describe_keys(new_fields, described)
 
-    yield TOP, "", _keys({n: f for n, f in fields.items() if not _is_section(f)}, comments["Recipe"])
+    yield TOP, "", _describe_keys({n: f for n, f in fields.items() if not _is_section(f)}, comments["Recipe"])
     for name, field in fields.items():
         if _is_section(field):
             yield table(f"[{name}]", typing.cast(type[Section], field.annotation))
@@ -100,7 +100,7 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
 
 
 def comments_of(source: str) -> dict[str, dict[str, str]]:
-    """By class and field: the comment at the end of the field's line."""
+    """{class: {field: comment at the end of its line}} of Python source."""
     lines = {
         token.start[0]: token.string.removeprefix("#").strip()
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -118,10 +118,10 @@ def comments_of(source: str) -> dict[str, dict[str, str]]:
 
 
 def algorithm_keys() -> Iterator[Key]:
-    """(key, type, default, comment) of every key that ``[algo]`` takes beside its name."""
+    """Yield (key, type, default, comment) of every key of ``[algo]`` but its name."""
     source = (ALGO / "algorithms.py").read_text(encoding="utf-8")
     comments = comments_of(source)["Algorithm"]
-    choices = _choices()
+    choices = _read_choices()
     record = next(
         node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Algorithm"
     )
@@ -134,14 +134,14 @@ def algorithm_keys() -> Iterator[Key]:
         if isinstance(item.value, ast.Attribute):
             members = choices[kind.partition(" | ")[0]]
             default: Any = members[item.value.attr]
-            kind = " or ".join(f"`{_toml(value)}`" for value in members.values())
+            kind = " or ".join(f"`{_to_toml(value)}`" for value in members.values())
         else:
             default, kind = ast.literal_eval(item.value), NAMES[kind]
-        yield name, kind, _toml(default), comments[name]
+        yield name, kind, _to_toml(default), comments[name]
 
 
-def _choices() -> dict[str, dict[str, str]]:
-    """By enumeration of ``algo`` and member: the value that a recipe writes."""
+def _read_choices() -> dict[str, dict[str, str]]:
+    """{enumeration: {member: value in a recipe}} of the package ``algo``."""
     choices: dict[str, dict[str, str]] = {}
     for file in sorted(ALGO.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -151,17 +151,18 @@ def _choices() -> dict[str, dict[str, str]]:
     return choices
 
 
-def _keys(fields: Mapping[str, FieldInfo], comments: Mapping[str, str]) -> list[Key]:
+def _describe_keys(fields: Mapping[str, FieldInfo], comments: Mapping[str, str]) -> list[Key]:
+    """The keys of a section, with bounds in their type."""
     keys = []
     for name, field in fields.items():
-        default = "" if field.is_required() else _toml(field.get_default(call_default_factory=True))
+        default = "" if field.is_required() else _to_toml(field.get_default(call_default_factory=True))
         limits = [
             words.format(f"{limit:g}")
             for metadata in field.metadata
             for bound, words in BOUNDS.items()
             if (limit := getattr(metadata, bound, None)) is not None
         ]
-        keys.append((name, ", ".join([_kind(field.annotation), *limits]), default, comments[name]))
+        keys.append((name, ", ".join([_describe_type(field.annotation), *limits]), default, comments[name]))
     return keys
 
 
@@ -169,30 +170,32 @@ def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 
 
-def _toml(value: Any) -> str:
+def _to_toml(value: Any) -> str:
+    """A default value as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, tuple):
-        return f"[{', '.join(_toml(item) for item in value)}]"
+        return f"[{', '.join(_to_toml(item) for item in value)}]"
     return str(value)
 
 
-def _kind(annotation: Any) -> str:
+def _describe_type(annotation: Any) -> str:
+    """The description of a type in the page."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _kind(arguments[0])
+        return _describe_type(arguments[0])
     if origin is Literal:
-        return " or ".join(f"`{_toml(value)}`" for value in arguments)
+        return " or ".join(f"`{_to_toml(value)}`" for value in arguments)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_kind(part) for part in arguments)
+        return " or ".join(_describe_type(part) for part in arguments)
     if origin is tuple:
-        return f"list of {_kind(arguments[0])}"
+        return f"list of {_describe_type(arguments[0])}"
     if origin is dict:
-        return f"table of {_kind(arguments[1])}" if arguments[1] is not Any else "table"
+        return f"table of {_describe_type(arguments[1])}" if arguments[1] is not Any else "table"
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-        return " or ".join(f"`{_toml(str(value))}`" for value in annotation)
+        return " or ".join(f"`{_to_toml(str(value))}`" for value in annotation)
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
     return NAMES[annotation.__name__]

@@ -1,6 +1,6 @@
-"""The machine that a run is on, and what a recipe leaves to it: threads, device, backend and dtype.
+"""The machine of a run, and settings that depend on it: threads, device, backend and dtype.
 
-Torch is imported inside functions alone: threads have to be chosen before it is loaded.
+Torch is imported only inside functions, as threads must be chosen before it is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 INSTALL = 'pip install "ostinato[transformers]"'
-DRIVER = Path("/dev/nvidiactl")  # there where NVIDIA's driver is
+DRIVER = Path("/dev/nvidiactl")  # exists with NVIDIA's driver
 # oneDNN and torch each keep up to 1,024 prepared bf16 products, one for every number of rows: batches are
 # packed, so hardly any comes twice, and a process that trains grows by 20 to 130 MB a step. Preparing anew
 # costs 0 to 4 % of a small step (lab/studies/2026-11-24-race), and more where a decode step repeats its
@@ -35,15 +35,15 @@ DRIVER = Path("/dev/nvidiactl")  # there where NVIDIA's driver is
 CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 
 
-# ---- as the run folder records it
+# ---- records in the run folder
 
 
 def record_start(
     run: RunFolder, device: str = "", algorithm: Mapping[str, Any] | None = None, train_prompts: int = 0
 ) -> None:
-    """Append to starts.jsonl which machine and versions work on the run from now on; ``device`` names the
-    accelerator. A report written elsewhere or later can then say so. ``algorithm``: all of its choices, of
-    which a recipe holds only the user's. ``train_prompts``: how many there are; a recipe may say "all"."""
+    """Append a row with machine and versions to starts.jsonl, for reports written elsewhere. ``device``: name
+    of the accelerator; ``algorithm``: all of its settings, of which a recipe has only the user's;
+    ``train_prompts``: their number, for which a recipe may say "all"."""
     row = {"at": time.time(), "machine": machine(device), "versions": versions()}
     row |= {"algorithm": dict(algorithm)} if algorithm else {}
     row |= {"train_prompts": train_prompts} if train_prompts else {}
@@ -51,7 +51,8 @@ def record_start(
 
 
 def machine(device: str = "") -> str:
-    """ "AMD EPYC 7763, 2 cores, 7.8 GiB, Linux x86_64"; no name of the host or the user."""
+    """Description of the machine, as "AMD EPYC 7763, 2 cores, 7.8 GiB, Linux x86_64"; without host and
+    user."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parts = [processor_name(), f"{cores} cores"]
     if (size := memory_gib()) is not None:
@@ -60,7 +61,7 @@ def machine(device: str = "") -> str:
 
 
 def processor_name() -> str:
-    """As far as the system has it."""
+    """The processor's model name, or its architecture if unknown."""
     lines = (line.partition(":") for line in isa.processor().splitlines())
     names = (value.strip() for key, _, value in lines if key.strip().lower() == "model name")
     return next(names, "") or platform.processor() or platform.machine()
@@ -74,7 +75,7 @@ def memory_gib() -> float | None:
 
 
 def versions() -> str:
-    """ "ostinato 0.1.0, torch 2.13.0, Python 3.12.4"."""
+    """Versions as text: "ostinato 0.1.0, torch 2.13.0, Python 3.12.4"."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
@@ -93,23 +94,22 @@ def device_name(decoder: Base) -> str:
 
 
 def configure_threads(recipe: Recipe) -> Threads | None:
-    """Chosen, and set, before torch is imported; None, and nothing done, once it is. What the user has set
-    stays. Raises ValueError for a model that is not there or of no family that is known: its products are
-    what is measured."""
+    """Choose and set threads before torch is imported, by the products of the model; None once it is
+    imported. The user's settings stay. Raises ValueError for a missing model or an unknown family."""
     section = recipe.model
-    known = section.backend != "transformers"
-    if (folder := local_folder(section.path)) is not None and known:
-        known = section.backend == "native" or choose_backend(folder)[0] == "native"
-        if known:
+    is_native = section.backend != "transformers"
+    if (folder := local_folder(section.path)) is not None and is_native:
+        is_native = section.backend == "native" or choose_backend(folder)[0] == "native"
+        if is_native:
             read_config(folder)
     work = Products(model=section.path, dtype=section.dtype, native=recipe.engine.native)
     on_gpu = expects_gpu(section.device, os.environ)
-    chosen = configure_early(recipe.engine.threads, None if on_gpu or not known else work)
-    if chosen is not None:
+    threads = configure_early(recipe.engine.threads, None if on_gpu or not is_native else work)
+    if threads is not None:
         keep_few(recipe.engine.native, os.environ)
         if on_gpu:  # batches of many sizes come and go: blocks of fixed sizes would leave holes
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    return chosen
+    return threads
 
 
 def expects_gpu(device: str, environ: Mapping[str, str], driver: Path = DRIVER) -> bool:
@@ -117,15 +117,15 @@ def expects_gpu(device: str, environ: Mapping[str, str], driver: Path = DRIVER) 
     if device != "auto":
         return device.startswith("cuda")
     try:
-        without = version("torch").endswith("+cpu")
+        cpu_only = version("torch").endswith("+cpu")
     except PackageNotFoundError:
-        without = True
+        cpu_only = True
     hidden = environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    return driver.exists() and not hidden and not without
+    return driver.exists() and not hidden and not cpu_only
 
 
 def keep_few(native: bool, environ: MutableMapping[str, str]) -> None:
-    """Products of torch that hardly come twice, because ``native`` kernels run those that do."""
+    """Limit the caches of torch's products, which rarely repeat if ``native`` kernels run those that do."""
     for name, capacity in CACHES.items() if native and compiler.find() else ():
         environ.setdefault(name, capacity)
 
@@ -134,7 +134,7 @@ def keep_few(native: bool, environ: MutableMapping[str, str]) -> None:
 
 
 def device_of(section: ModelSection) -> str:
-    """Where the model goes, "auto" resolved. Raises ValueError where there is no such device."""
+    """The device of the model, with "auto" resolved. Raises ValueError for a missing device."""
     import torch
 
     device = section.device
@@ -148,14 +148,14 @@ def device_of(section: ModelSection) -> str:
 
 
 def with_backend(recipe: Recipe) -> Recipe:
-    """``recipe`` with a backend in place of "auto"; with transformers, the reason logged, nothing is drafted.
+    """``recipe`` with "auto" replaced by a backend, the reason logged; with transformers, drafts are off.
 
     Raises ValueError for a model that cannot be read or needs a package, and for keys that do not go with it.
     """
     if recipe.model.backend == "auto":
-        name, why = choose_backend(model_folder(recipe.model.path))
+        name, reason = choose_backend(model_folder(recipe.model.path))
         if name != "native":
-            logger.info(f"model.backend auto: {name}; {why}")
+            logger.info(f"model.backend auto: {name}; {reason}")
         section = recipe.model.model_copy(update={"backend": name})
         recipe = recipe.model_copy(update={"model": section})
     if recipe.model.backend != "transformers":
@@ -165,7 +165,7 @@ def with_backend(recipe: Recipe) -> Recipe:
 
 
 def choose_backend(folder: Path) -> tuple[str, str]:
-    """(backend of the model in ``folder``, why). Raises ValueError for one that has none here."""
+    """(backend of the model in ``folder``, reason). Raises ValueError for a model without one here."""
     try:
         return "native", f"our decoder has the family {read_config(folder).model_type}"
     except NotNative as error:
@@ -175,11 +175,11 @@ def choose_backend(folder: Path) -> tuple[str, str]:
 
 
 def check_transformers(recipe: Recipe) -> None:
-    """Raises ValueError, in one sentence, for what a model of transformers cannot do here."""
+    """Raises ValueError for keys that a model of transformers does not support."""
     if find_spec("transformers") is None:
         raise ValueError(f'model.backend is "transformers", which needs a package: {INSTALL}')
     model, engine = recipe.model, recipe.engine
-    apart = {
+    unsupported = {
         'adapter.kind "full"': (recipe.adapter.kind == "full", 'set it to "lora"'),
         f'parallel.layout "{recipe.parallel.layout}"': (recipe.parallel.sharded, "leave it empty"),
         f"cluster.samplers {recipe.cluster.samplers}": (recipe.cluster.samplers > 0, "set it to 0"),
@@ -189,34 +189,34 @@ def check_transformers(recipe: Recipe) -> None:
         "model.exact true": (model.exact, "set it to false"),
         "model.fp32_head true": (model.fp32_head, "set it to false"),
     }
-    for what, (given, fix) in apart.items():
-        if given:
-            raise ValueError(f'model.backend is "transformers", which does not go with {what}; {fix}')
+    for setting, (is_set, fix) in unsupported.items():
+        if is_set:
+            raise ValueError(f'model.backend is "transformers", which does not go with {setting}; {fix}')
 
 
 def resolve_auto(recipe: Recipe, *, run: Path | None = None, warn: bool = False) -> Recipe:
-    """``recipe`` with a backend and a dtype in place of "auto"; the reasons are logged. ``run``: the folder
-    of the run that goes on, whose dtype is kept. ``warn``: also of a dtype that is written and much slower
-    than the other here. Raises ValueError for a model that cannot be read."""
+    """``recipe`` with "auto" replaced by a backend and a dtype; the reasons are logged. ``run``: folder of a
+    resumed run, whose dtype stays. ``warn``: also log a warning for a given dtype that is much slower than
+    the other here. Raises ValueError for a model that cannot be read."""
     recipe = with_backend(recipe)
     model, native = recipe.model, recipe.engine.native
     if model.dtype == "auto":
         dtype = Recipe.load(RunFolder.open(run).recipe).model.dtype if run is not None else "auto"
         if dtype == "auto":
-            dtype, why = _choose_dtype(recipe)
-            logger.info(f"model.dtype auto: {dtype}; {why}")
+            dtype, reason = _choose_dtype(recipe)
+            logger.info(f"model.dtype auto: {dtype}; {reason}")
         return recipe.model_copy(update={"model": model.model_copy(update={"dtype": dtype})})
     if warn and model.backend == "native" and recipe.adapter.kind != "full" and device_of(model) == "cpu":
         from ostinato.engine import products
 
         config = read_config(model_folder(model.path))
-        if slow := products.warning(config, model.dtype, native=native, fp32_head=model.fp32_head):
-            logger.warning(f'model.dtype {model.dtype}, as written: {slow}; "auto" would choose')
+        if advice := products.warning(config, model.dtype, native=native, fp32_head=model.fp32_head):
+            logger.warning(f'model.dtype {model.dtype}, as written: {advice}; "auto" would choose')
     return recipe
 
 
 def _choose_dtype(recipe: Recipe) -> tuple[str, str]:
-    """(dtype, why)."""
+    """(dtype, reason)."""
     if recipe.adapter.kind == "full":
         return "float32", 'adapter.kind = "full" trains fp32 parameters'
     from ostinato.engine import products

@@ -1,4 +1,4 @@
-"""The rows of ledger.jsonl: the fields that each must have, and the time that it accounts for."""
+"""The rows of ledger.jsonl: their required fields, and the time that each accounts for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Event(StrEnum):
     END = "end"
 
 
-# ---- what a row has
+# ---- fields of a row
 
 
 def is_number(value: Any) -> bool:
@@ -28,17 +28,17 @@ def is_number(value: Any) -> bool:
 
 
 def _counts(value: Any) -> bool:
-    """Numbers by name."""
+    """Whether ``value`` is a mapping of names to numbers."""
     return isinstance(value, dict) and all(map(is_number, value.values()))
 
 
 def _tokens(value: Any) -> bool:
-    """Numbers by name, and under "dropped" those of dropped tokens by reason."""
+    """Whether ``value`` maps names to numbers, and "dropped" to numbers by reason."""
     return isinstance(value, dict) and _counts(value | {"dropped": 0}) and _counts(value.get("dropped", {}))
 
 
 def _pools(value: Any) -> bool:
-    """By name: a number of devices, and their busy seconds by part."""
+    """Whether ``value`` maps names to a number of devices and their busy seconds by part."""
     pools = value.values() if isinstance(value, dict) else [None]
     return all(
         isinstance(pool, dict) and is_number(pool.get("devices")) and _counts(pool.get("busy", {}))
@@ -46,7 +46,7 @@ def _pools(value: Any) -> bool:
     )
 
 
-def _text(value: Any) -> bool:
+def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
@@ -54,7 +54,7 @@ FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("session", "step", "at", "process_started", "seconds", "ended_at"), is_number),
     **dict.fromkeys(("price_per_device_hour", "clock_back"), is_number),
     **dict.fromkeys(("flops", "routing", "judge", "forgetting"), _counts),
-    **{"tokens": _tokens, "pools": _pools, "currency": _text, "why": _text, "part": _text},
+    **{"tokens": _tokens, "pools": _pools, "currency": _is_text, "why": _is_text, "part": _is_text},
 }
 NEEDS: Mapping[Event, tuple[str, ...]] = {  # the fields that every reader needs
     Event.START: ("session", "at", "process_started", "step", "pools", "price_per_device_hour", "currency"),
@@ -64,7 +64,7 @@ NEEDS: Mapping[Event, tuple[str, ...]] = {  # the fields that every reader needs
 }
 
 
-OLDER = ("save", "lost")  # rows of earlier versions; their time is idle here, as that of no row is
+OLDER = ("save", "lost")  # rows of earlier versions, whose time counts as idle
 
 
 def read(folder: RunFolder) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ def read(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def check_ledger(log: Jsonl) -> Iterator[dict[str, Any]]:
-    """``read``, row by row."""
+    """Yield the rows of ``read``."""
     for number, row in enumerate(log.rows(), start=1):
         if row.get("event") in OLDER:
             continue
@@ -88,7 +88,7 @@ def check_ledger(log: Jsonl) -> Iterator[dict[str, Any]]:
 
 
 def find_fault(row: Row, *, first: bool) -> str:
-    """What is wrong with a row; empty if nothing is."""
+    """The fault of a row, as the rest of a sentence; empty for a good one."""
     event = row.get("event")
     if event not in tuple(Event):
         return "has no 'event'"
@@ -109,7 +109,7 @@ def find_fault(row: Row, *, first: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spell:
-    """A row and the time it accounts for: its own seconds, and the ``gap`` before it that no row covers."""
+    """A row and the time that it accounts for: its own seconds, and the ``gap`` before it without a row."""
 
     row: Row
     start: Row  # of its session
@@ -119,7 +119,7 @@ class Spell:
 
     @property
     def evaluation(self) -> bool:
-        """Are its own seconds those of a held-out evaluation, whether finished or lost?"""
+        """Whether its own seconds are those of a held-out evaluation, finished or lost."""
         return self.event is Event.EVAL or (self.event is Event.END and self.row.get("part") == "eval")
 
     @property
@@ -133,12 +133,12 @@ class Spell:
         return devices_of(self.row if "pools" in self.row else self.start)
 
     def device_seconds(self, *, training: bool = False) -> float:
-        own = 0.0 if training and self.evaluation else self.seconds
-        return self.gap * sum(devices_of(self.start).values()) + own * sum(self.devices.values())
+        own_seconds = 0.0 if training and self.evaluation else self.seconds
+        return self.gap * sum(devices_of(self.start).values()) + own_seconds * sum(self.devices.values())
 
 
 def spells(rows: Iterable[Row]) -> Iterator[Spell]:
-    """The rows with their time. Within a session each begins no earlier than the previous one ended."""
+    """Yield the rows with their time. Within a session no row begins before the previous one ended."""
     start: Row = {}
     cursor = 0.0
     for row in rows:
@@ -152,7 +152,7 @@ def spells(rows: Iterable[Row]) -> Iterator[Spell]:
 
 
 def end_of(row: Row) -> float:
-    """When the row ended: Unix seconds, by the clock of its process."""
+    """The end of the row in Unix seconds, by the clock of its process."""
     return row["ended_at"] if "ended_at" in row else row["at"]
 
 
