@@ -1,7 +1,7 @@
-"""Whole files, and the user's cache: what is written there by a rename, and what is believed of it.
+"""Atomic writes of whole files, and the user's cache.
 
 A cache is untrusted: a full disk, a power cut, another version or another user may have left anything there.
-What does not prove whole is made again.
+A file that is not verified to be whole is made again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def atomic_write(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
-    """Replace ``path`` by ``content``: text (UTF-8; what is no character is escaped), bytes, or a function
+    """Replace ``path`` by ``content``: text (UTF-8, lone surrogates escaped), bytes, or a function
     that writes the file at the path it is given.
 
     Any failure (a full disk, an exception of the function) leaves the old file and no litter, and is raised.
@@ -53,7 +53,7 @@ def atomic_write(path: Path, content: str | bytes | Callable[[Path], object]) ->
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """The error of a write names no file by itself: add it, for the user who has to free the disk."""
+    """Add ``path`` to an OSError without a file name, for the user who has to free the disk."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def remedy(error: Exception) -> str:
-    """What to do about a failed write. The safetensors library has the system's words alone."""
+    """Advice on a failed write, by the words of its error, as safetensors gives no error number."""
     refused = ("Permission denied", "Read-only file system", "Operation not permitted")
     is_refused = any(words in str(error) for words in refused)
     return "make the folder writable for this user" if is_refused else "free disk space"
@@ -85,9 +85,9 @@ def umask() -> int:
 
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/ostinato`` or ``~/.cache/ostinato``; for a user id without a home, as containers have
-    them, a folder of its own among the temporary files. Raises ValueError where that is another user's."""
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given) / "ostinato"
+    them, a folder of its own among the temporary files. Raises ValueError if that is another user's."""
+    if xdg_cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg_cache) / "ostinato"
     try:
         return Path.home() / ".cache" / "ostinato"
     except RuntimeError:  # neither HOME nor an entry in the table of users
@@ -95,19 +95,18 @@ def cache_folder() -> Path:
     user = os.geteuid()
     folder = Path(tempfile.gettempdir()) / f"ostinato-{user}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if why := distrusted(folder.lstat(), user):
+    if reason := distrusted(folder.lstat(), user):
         raise ValueError(
-            f"there is no home folder, and {folder} {why}; set XDG_CACHE_HOME to your own folder"
+            f"there is no home folder, and {folder} {reason}; set XDG_CACHE_HOME to your own folder"
         )
     return folder
 
 
 def read_cached(file: Path, parse: Callable[[Any], T]) -> T | None:
-    """What ``parse`` makes of the JSON in a file of the cache; None where there is none.
+    """The result of ``parse`` on the JSON in a file of the cache; None for a missing file.
 
-    ``parse`` raises ValueError, TypeError, LookupError, AttributeError or ArithmeticError for what is not of
-    its form: that is None too, and a warning.
-    """
+    ``parse`` raises ValueError, TypeError, LookupError, AttributeError or ArithmeticError for an invalid
+    form, which also gives None, with a warning."""
     try:
         data = file.read_bytes()
     except OSError:
@@ -115,13 +114,13 @@ def read_cached(file: Path, parse: Callable[[Any], T]) -> T | None:
     try:
         return parse(parse_json(data))
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        why = f"{type(error).__name__}: {error}"
-        logger.warning(f"{file} is damaged or of another version ({why}) and is not used")
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning(f"{file} is damaged or of another version ({reason}) and is not used")
         return None
 
 
 def distrusted(facts: os.stat_result, user: int) -> str:
-    """Why a file or folder is not one that only ``user`` (or root) can change; empty where it is."""
+    """The reason why others than ``user`` and root can change a file or folder; empty if they cannot."""
     if facts.st_uid not in (user, 0):
         return f"belongs to user {facts.st_uid}, not to {user}"
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

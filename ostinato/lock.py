@@ -1,4 +1,5 @@
-"""One process at a time writes a run folder: a lock that the kernel holds, and takes back from who is killed.
+"""A lock by which one process at a time writes a run folder; the kernel releases it when its holder is
+killed.
 
     RUN/.lock    flock(2), exclusive, while its holder lives; its content names the holder
 
@@ -27,9 +28,9 @@ class Locked(ValueError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """In here no other process writes into ``folder``, which exists. Child processes do not inherit the lock.
+    """Hold the lock of ``folder``, which exists. Child processes do not inherit the lock.
 
-    Raises Locked at once where another one does; a file system without locks is a warning.
+    Raises Locked at once if another process holds it; a file system without locks gives a warning.
     """
     path = folder / LOCK
     try:
@@ -42,7 +43,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Locked(_refusal(folder, file.read())) from None
+            raise Locked(_explain_refusal(folder, file.read())) from None
         except OSError as error:  # of some network file systems
             logger.warning(f"{path} cannot be locked ({error}): another process may write there too")
         holder = {
@@ -59,7 +60,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_left(folder: Path) -> bool:
-    """Whether the last process that held the lock ended without giving it back."""
+    """Whether the last process that held the lock ended without releasing it."""
     try:
         return (folder / LOCK).stat().st_size > 0
     except OSError:
@@ -67,7 +68,7 @@ def is_left(folder: Path) -> bool:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process of this machine writes ``folder``; None where the lock names none of this machine."""
+    """Whether a process of this machine holds the lock; None if the lock names no process of this machine."""
     try:
         holder = json.loads((folder / LOCK).read_bytes())
         if holder["host"] != socket.gethostname():
@@ -82,7 +83,8 @@ def is_held(folder: Path) -> bool | None:
     return True
 
 
-def _refusal(folder: Path, content: bytes) -> str:
+def _explain_refusal(folder: Path, content: bytes) -> str:
+    """The message of Locked, from the content of the lock."""
     try:
         holder = json.loads(content)
         who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"

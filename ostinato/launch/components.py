@@ -27,27 +27,27 @@ T = TypeVar("T")
 def open_components(
     inputs: RunInputs, folder: Path, memory: Memory | None, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
-    """The components of the recipe, and the inputs they work with, until the context ends.
-    ``folder`` is of the run, ``workers`` the module that makes those of a cluster."""
+    """Yield (inputs, components) of the recipe. ``folder``: of the run; ``workers``: the module that makes a
+    cluster's workers."""
     if inputs.recipe.cluster.samplers:
         from ostinato.launch.cluster import open_cluster
 
-        with open_cluster(inputs, folder, memory, workers) as found:
-            yield found
+        with open_cluster(inputs, folder, memory, workers) as opened:
+            yield opened
         return
     recipe, decoder = inputs.recipe, inputs.decoder
-    with contextlib.ExitStack() as held:
-        trainer = held.enter_context(open_trainer(inputs, folder))
+    with contextlib.ExitStack() as stack:
+        trainer = stack.enter_context(open_trainer(inputs, folder))
         if recipe.engine.backend == "vllm":
-            yield inputs, held.enter_context(_sampling_by_vllm(inputs, trainer, folder))
+            yield inputs, stack.enter_context(_sample_by_vllm(inputs, trainer, folder))
             return
         engine = any_engine(recipe, decoder, inputs.renderer, memory, need=rollout_need(inputs))
         if isinstance(engine, LocalEngine) and lends_memory(recipe, decoder):
             trainer = LentTrainer(trainer, engine.lent)
         drafting = None
         if memory is not None and isinstance(engine, LocalEngine):
-            counted = engine.counters
-            drafting = memory.drafting(memory.history, lambda: counted.seconds_without - counted.seconds)
+            counters = engine.counters
+            drafting = memory.drafting(memory.history, lambda: counters.seconds_without - counters.seconds)
         yield (
             inputs,
             RunComponents(
@@ -63,8 +63,8 @@ def open_components(
 
 
 @contextlib.contextmanager
-def _sampling_by_vllm(inputs: RunInputs, trainer: RestorableTrainer, folder: Path) -> Iterator[RunComponents]:
-    """Components without drafts; what policies were proven by is in each row of metrics."""
+def _sample_by_vllm(inputs: RunInputs, trainer: RestorableTrainer, folder: Path) -> Iterator[RunComponents]:
+    """Yield components without drafts, whose metrics have the verdicts on published policies."""
     recipe, renderer = inputs.recipe, inputs.renderer
     prompt = asyncio.run(first_context(environment(recipe, renderer, inputs.tools)(inputs.train_prompts[0])))
     with vllm_engine(
@@ -86,7 +86,7 @@ def _sampling_by_vllm(inputs: RunInputs, trainer: RestorableTrainer, folder: Pat
 
 
 class LentTrainer:
-    """``trainer`` with the memory of the sampler on its GPU in each step: ``lent`` is the time of that."""
+    """``trainer``, with each step in the context ``lent``, in which the sampler lends its GPU memory."""
 
     def __init__(
         self, trainer: RestorableTrainer, lent: Callable[[], contextlib.AbstractContextManager[None]]
@@ -100,12 +100,13 @@ class LentTrainer:
         return self._trainer.progress
 
     def step(self, batch: Batch) -> StepReport:
-        return self._in_lent_memory(lambda: self._trainer.step(batch))
+        return self._borrow_memory(lambda: self._trainer.step(batch))
 
     def score(self, batch: Batch) -> Sequence[Any]:
-        return self._in_lent_memory(lambda: self._trainer.score(batch))
+        return self._borrow_memory(lambda: self._trainer.score(batch))
 
-    def _in_lent_memory(self, work: Callable[[], T]) -> T:
+    def _borrow_memory(self, work: Callable[[], T]) -> T:
+        """The result of ``work``, done in lent memory, which is then given back."""
         with self._lent():
             try:
                 return work()
@@ -114,7 +115,7 @@ class LentTrainer:
 
 
 def proof_row(verdict: Verdict | None) -> dict[str, float]:
-    """In the row of the step in which a policy was judged, and in no other one."""
+    """Metrics of the verdict on a policy; empty in steps without one."""
     if verdict is None:
         return {}
     row = {"k3": verdict.k3, "k3_version": verdict.version, "k3_tokens": verdict.tokens}

@@ -10,8 +10,8 @@ from ostinato.config import Recipe
 from ostinato.config.recipe import merge
 from ostinato.objects import name_object, write_rows
 
-OBJECTS = "objects"  # folder beside the runs: what has no name of its own, named by its content
-HOLDOUT = 0.1  # of rows that come without others to evaluate on
+OBJECTS = "objects"  # folder beside the runs, for objects without a name, named by content
+HOLDOUT = 0.1  # share of rows held out if none are given to evaluate on
 
 
 def recipe_with(
@@ -38,22 +38,22 @@ def recipe_with(
             'data is not given; give rows, a file of them, or the name of a source: "arithmetic"'
         )
     base = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe or {"name": "learn"}, *overrides)
-    below = {key: dict(value) for key, value in sections.items() if isinstance(value, Mapping)}
-    folder = Path(below.get("log", {}).get("dir", base.log.dir)).absolute() / OBJECTS
+    section_keys = {key: dict(value) for key, value in sections.items() if isinstance(value, Mapping)}
+    folder = Path(section_keys.get("log", {}).get("dir", base.log.dir)).absolute() / OBJECTS
     changes: dict[str, dict[str, Any]] = {"task": {}}
     if model is not None:
         changes["model"] = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
     if data is None and eval_data is not None:
         raise ValueError("eval_data needs data beside it, the rows to train on")
     if data is not None:
-        task = below.setdefault("task", {})
+        task = section_keys.setdefault("task", {})
         changes["task"] = _task(data, eval_data, folder, {**base.task.params, **task.get("params", {})})
         if not isinstance(data, str | Path):
             task.setdefault("n_train", 0)  # all rows
     if reward is not None:
         keys = dict(reward) if isinstance(reward, Mapping) else {"functions": reward}
         if "functions" in keys:
-            named = [name_object(value, folder, "reward") for value in _several(keys["functions"])]
+            named = [name_object(value, folder, "reward") for value in _to_sequence(keys["functions"])]
             keys["functions"] = named
         changes["reward"] = keys
     if env is not None:
@@ -61,11 +61,14 @@ def recipe_with(
     if loss is not None:
         changes["algo"] = {"loss": name_object(loss, folder, "loss")}
     if tools:
-        changes["task"]["tools"] = [name_object(value, folder, "tools") for value in _several(tools)]
-    return merge(base, {**sections, **{key: below.get(key, {}) | keys for key, keys in changes.items()}})
+        changes["task"]["tools"] = [name_object(value, folder, "tools") for value in _to_sequence(tools)]
+    return merge(
+        base, {**sections, **{key: section_keys.get(key, {}) | keys for key, keys in changes.items()}}
+    )
 
 
-def _several(objects: Any) -> Sequence[Any]:
+def _to_sequence(objects: Any) -> Sequence[Any]:
+    """``objects`` if it is a sequence, else a list of the one object."""
     return objects if isinstance(objects, Sequence) and not isinstance(objects, str) else [objects]
 
 
@@ -93,10 +96,10 @@ def _task(data: Any, eval_data: Any, folder: Path, params: Mapping[str, Any]) ->
 
 
 def _split_folder(train: Path, evaluation: Path, folder: Path) -> Path:
-    """A folder of both files, as ``task.source`` reads splits."""
-    both = folder / f"{train.stem}-{evaluation.stem}"
-    both.mkdir(exist_ok=True)
+    """Move both files into a new folder, from which ``task.source`` reads splits."""
+    target = folder / f"{train.stem}-{evaluation.stem}"
+    target.mkdir(exist_ok=True)
     for name, path in (("train", train), ("eval", evaluation)):
-        (both / f"{name}.jsonl").write_bytes(path.read_bytes())
+        (target / f"{name}.jsonl").write_bytes(path.read_bytes())
         path.unlink()
-    return both
+    return target

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run came to. ``before`` and ``after`` are rows of eval.jsonl, None when not measured, and the
-    sampler's; ``exported`` is the trained policy's where the sampler has weights of its own
+    """The result of a run. ``before`` and ``after``: rows of eval.jsonl, scored by the sampler, None if not
+    measured; ``exported``: the row of the exported policy if the sampler has other weights
     (``engine.weights``)."""
 
     folder: Path
@@ -67,15 +67,16 @@ class Outcome:
 
     @property
     def adapter(self) -> Path:
-        """What was trained, in PEFT's format; the whole model with ``adapter.kind = "full"``."""
+        """Folder of the trained adapter in PEFT's format; of the whole model with ``adapter.kind =
+        "full"``."""
         return RunFolder(self.folder).adapter
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of metrics.jsonl: one for each step, with the step and its metrics by TRL's names."""
+        """The rows of metrics.jsonl: one per step, with its metrics by TRL's names."""
         return list(RunFolder.open(self.folder).metrics.rows())
 
     def evals(self) -> list[dict[str, Any]]:
-        """Of eval.jsonl: one for each score of a set."""
+        """The rows of eval.jsonl: one per score of a set."""
         return list(RunFolder.open(self.folder).eval.rows())
 
     def generate(
@@ -87,8 +88,8 @@ class Outcome:
         top_p: float | None = None,
         seed: int = 0,
     ) -> list[str]:
-        """The trained policy's answer to each prompt: a text, which it reads as it is, or the messages of a
-        chat; to one, or to several. None: as the model's generation_config.json says."""
+        """The trained policy's answer to each prompt: one or several, each a plain text or the messages of a
+        chat. None: the value in the model's generation_config.json."""
         from ostinato.launch.policy import SamplingOptions, answer
 
         options = SamplingOptions(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
@@ -97,7 +98,7 @@ class Outcome:
         return outside_loop(lambda: answer(str(self.folder), several, options))
 
     def show(self) -> None:
-        """Print the ten numbers that the page of the run begins with: scores before and after, cost ..."""
+        """Print the ten numbers that the page of the run begins with: scores before and after, cost, ..."""
         from ostinato.observe.figures import tabulate
         from ostinato.observe.rows import RunRows
 
@@ -124,8 +125,8 @@ def learn(
     folder: Path | None = None,
     **sections: Any,
 ) -> Outcome:
-    """Train what ``recipe`` says (None: the defaults of all keys), from the start, in a new run folder
-    (``folder``, empty; None: one under ``log.dir``). The command ``train`` is this.
+    """Train by ``recipe`` (None: the defaults of all keys) from the start, in a new run folder (``folder``,
+    empty; None: one under ``log.dir``), as the command ``train`` does.
 
     Objects take the place of names in the recipe, and further keywords are its sections and keys, as in
     ``learn(model="Qwen/Qwen3-0.6B", data=rows, reward=score, trainer={"steps": 50}, seed=1)``:
@@ -164,7 +165,7 @@ def resume(
     quiet: bool = False,
     workers: str = WORKERS,
 ) -> Outcome:
-    """Go on with the run in ``path`` from its newest whole checkpoint; without one, from the start.
+    """Resume the run in ``path`` from its newest whole checkpoint; without one, from the start.
 
     ``overrides`` change its recipe from here on, e.g. ``trainer.steps=200`` to train for longer. ``workers``
     is as in ``learn``, and no part of the recipe: other ones have to be named again.
@@ -186,20 +187,19 @@ def resume(
 
 
 def check_steps(run: RunFolder, steps: int) -> None:
-    """Raise ValueError where a run that is to have ``steps`` has done more of them."""
+    """Raises ValueError if the run has already done more than ``steps``."""
     from ostinato.train.checkpoint import newest_step
 
-    if (done := newest_step(run.checkpoints)) > steps:
+    if (finished := newest_step(run.checkpoints)) > steps:
         raise ValueError(
-            f"trainer.steps is {steps}, and {run.path} has done {done} steps; give it {done} or more"
+            f"trainer.steps is {steps}, and {run.path} has done {finished} steps; give it {finished} or more"
         )
 
 
 @contextlib.contextmanager
 def new_folder(recipe: Recipe, path: Path | None = None) -> Iterator[Path]:
-    """The folder of a new run, locked; ``path``, or one with a new name; it is gone where the run
-    did not begin. Absolute: a tool or an
-    environment may change the working directory."""
+    """Yield the folder of a new run, locked: ``path``, or one with a new name. It is removed if the run did
+    not begin. Its path is absolute, as a tool or an environment may change the working directory."""
     path = path or new_run_path(Path(recipe.log.dir).absolute(), recipe.name)
     try:
         with locked(path):
@@ -223,7 +223,8 @@ def _train(
     workers: str,
     on_step: StepCallback | None,
 ) -> Outcome:
-    """``changed``: sections of the recipe that overrides of a resumed run name; None: a new run."""
+    """Check arguments and run a session. ``changed``: sections that a resumed run overrides; None: a new
+    run."""
     if on_step is not None and not callable(on_step):
         raise ValueError(
             f"on_step is {on_step!r:.80}, which is not callable; give a function of a row of metrics"
@@ -236,8 +237,8 @@ def _train(
 
 @contextlib.contextmanager
 def named_failures(path: Path, *, begun: bool = False) -> Iterator[None]:
-    """Around work on the run in ``path``: a signal gets the path, where there is anything to go on with; once
-    it has ``begun`` its named failures become RunFailed."""
+    """Context of work on the run in ``path``: a signal gets a message with the path if the run can be
+    resumed; once the run has ``begun``, named failures become RunFailed."""
     from ostinato.pipeline.failed import RewardFails
     from ostinato.pipeline.state import NoTrainableSamples
 
@@ -273,10 +274,10 @@ def _session(
     workers: str,
     on_step: StepCallback | None,
 ) -> Outcome:
-    """From the start or the newest checkpoint to the end."""
+    """Run from the start or the newest checkpoint to the end, and export the policy."""
     clock, resume = SteadyClock(), changed is not None
-    with contextlib.ExitStack() as held:
-        chosen = configure_threads(recipe)
+    with contextlib.ExitStack() as stack:
+        threads = configure_threads(recipe)
         recipe = resolve_auto(recipe, run=path if resume else None, warn=True)
         from ostinato.launch.components import open_components
         from ostinato.launch.device_memory import named_out_of_memory
@@ -287,28 +288,28 @@ def _session(
         from ostinato.pipeline.state import LoopState
 
         recipe = load("judge revisions")(recipe)
-        held.enter_context(named_out_of_memory(recipe, f"to go on: ostinato resume {path}"))
+        stack.enter_context(named_out_of_memory(recipe, f"to go on: ostinato resume {path}"))
         with waiting("loading the model, its prompts and rewards"):
-            inputs = held.enter_context(prepare(recipe, training=True))
+            inputs = stack.enter_context(prepare(recipe, training=True))
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None)
-        inputs, components = held.enter_context(open_components(inputs, path, memory, workers))
+        inputs, components = stack.enter_context(open_components(inputs, path, memory, workers))
         state = LoopState()
         if changed is not None:
             state = restore(RunFolder.open(path), components.trainer, inputs, changed)
         if memory is not None:
-            memory.history.forget_after(state.step)  # an older checkpoint than the history is of
+            memory.history.forget_after(state.step)  # the history may be newer than the checkpoint
         check_writers(recipe.log.writers)
         run = open_folder(path, dump_toml(recipe), resume)
         ledger = new_ledger(recipe, run, inputs.decoder, clock, components.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
-        done, budget = {"step": state.step, **state.totals}, new_budget(recipe.trainer)
+        last_row, budget = {"step": state.step, **state.totals}, new_budget(recipe.trainer)
         at_start, held_out = recipe.eval.at_start and state.step == 0, len(inputs.eval_prompts)
         first = f"scoring {held_out} held-out prompts before the first step" if at_start else ""
-        screen = Monitor(recipe.trainer.steps, row=done, budget=budget, console=console, first=first)
+        screen = Monitor(recipe.trainer.steps, row=last_row, budget=budget, console=console, first=first)
         with ledger.session(state.step), screen as monitor:
             algorithm, prompts = asdict(inputs.algorithm), len(inputs.train_prompts)
             record_start(run, device_name(inputs.decoder), algorithm, prompts)
-            for line in introduction(inputs, components, path, chosen):
+            for line in introduction(inputs, components, path, threads):
                 monitor.say(line)
             if first and not console.is_terminal:  # there it is the live line
                 monitor.say(first)
@@ -329,8 +330,8 @@ def _export(
     ledger: Ledger,
     monitor: Monitor,
 ) -> None:
-    """Write the trained policy. Where the sampler has weights of its own, add to eval.jsonl, unless it is
-    there, the score with the weights that the policy is exported for."""
+    """Write the trained policy. If the sampler has other weights, also append its score with the exported
+    weights to eval.jsonl, once."""
     from ostinato.launch.checks import own_weights
     from ostinato.launch.loop import score_exported
     from ostinato.launch.policy import write_policy
