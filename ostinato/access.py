@@ -1,7 +1,7 @@
-"""Which requests a server takes, by their headers: one rule for every server of the package.
+"""The rule by which all servers of the package accept or refuse requests, by their headers.
 
 A web page can give its own name the address 127.0.0.1 (DNS rebinding), and it can send a POST of text/plain
-to any address without a preflight (CSRF). The first is told by ``Host``, the second by ``Origin`` and
+to any address without a preflight (CSRF). The first is detected by ``Host``, the second by ``Origin`` and
 ``Content-Type``.
 """
 
@@ -19,7 +19,7 @@ READ = frozenset({"host", "origin", "content-type", "content-length", "transfer-
 
 @lru_cache(256)
 def is_loopback(host: str) -> bool:
-    """Is ``host`` a loopback address or "localhost"?"""
+    """Whether ``host`` is a loopback address or "localhost"."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -28,20 +28,20 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """``hosts``: names under which a server may be called beside those of the loopback; without any, one that
-    listens on other addresses is called by any name. ``origins``: web pages of other addresses that may call
-    it, "*" for all. ``types``: media types of bodies."""
+    """Permitted requests. ``hosts``: names of the server beside those of the loopback; without any, a server
+    that listens on other addresses may be called by any name. ``origins``: web pages of other addresses that
+    may call it, "*" for all. ``types``: media types of bodies."""
 
     hosts: frozenset[str] = frozenset()
     origins: frozenset[str] = frozenset()
     types: frozenset[str] = frozenset({JSON})
 
     def with_types(self, *types: str) -> Access:
-        """The same for a server that takes bodies of further media types."""
+        """A copy that also permits bodies of further media types."""
         return replace(self, types=self.types | {*types})
 
     def refusal(self, method: str, headers: Mapping[str, str], *, local: bool) -> tuple[int, str] | None:
-        """(HTTP status, one sentence) of a request that is refused; None for one that is taken.
+        """(HTTP status, reason) for a refused request; None for a permitted one.
 
         ``headers``: those in ``READ``, by lower-case name; ``local``: it listens on a loopback address.
         """
@@ -61,13 +61,13 @@ class Access:
         return None
 
     def _is_own(self, host: str) -> bool:
-        name = _name_in(host)
+        name = _parse_name(host)
         return name is not None and (is_loopback(name) or name in self.hosts)
 
 
 @lru_cache(256)
-def _name_in(host: str) -> str | None:
-    """The name in a Host header, without the port; None where there is none."""
+def _parse_name(host: str) -> str | None:
+    """The name in a Host header, without the port; None for an invalid one."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:

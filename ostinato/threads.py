@@ -1,4 +1,4 @@
-"""Work in a thread of its own."""
+"""Work in separate threads."""
 
 from __future__ import annotations
 
@@ -14,85 +14,86 @@ T = TypeVar("T")
 
 
 def end_python(thread: int) -> None:
-    """Raise SystemExit in the thread with this id at its next step of Python: a loop that was given up would
-    go on taking the interpreter from all others. Threads end with it without a word."""
+    """Raise SystemExit in the thread with this id at its next step of Python, which ends it silently, so that
+    an abandoned loop does not slow down all others."""
     _raise_in(thread, SystemExit)
 
 
 def _raise_in(thread: int, error: type[BaseException]) -> None:
+    """Raise ``error`` in another thread, by its id."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 def within(work: Callable[[], T], timeout_s: float) -> T:
-    """The result of ``work()``, done in a thread of its own. Raises TimeoutError after ``timeout_s``.
+    """The result of ``work()``, done in a new thread. Raises TimeoutError after ``timeout_s``.
 
-    The thread is then left to itself, and a process that ends does not wait for it.
+    The thread then goes on, and a process that ends does not wait for it.
     """
-    done: Future[T] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.set_result(work())
+            future.set_result(work())
         except Exception as raised:
-            done.set_exception(raised)
+            future.set_exception(raised)
         except BaseException as raised:  # SystemExit would end the caller
-            done.set_exception(RuntimeError(f"{raised!r} in a thread"))
+            future.set_exception(RuntimeError(f"{raised!r} in a thread"))
 
     threading.Thread(target=run, daemon=True).start()
-    return done.result(timeout_s)
+    return future.result(timeout_s)
 
 
 def outside_loop(work: Callable[[], T]) -> T:
-    """The result of ``work()``, which starts an event loop: done here, or in a thread of its own where this
-    thread already runs a loop (a notebook). Ctrl-C then ends the work, and is raised when it has ended."""
+    """The result of ``work()``, which starts an event loop: done here, or in a new thread if this thread
+    already runs a loop (a notebook). Ctrl-C then ends the work, and is raised when it has ended."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    done: Future[T] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.set_result(work())
+            future.set_result(work())
         except BaseException as raised:
-            done.set_exception(raised)
+            future.set_exception(raised)
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        return done.result()
+        return future.result()
     except KeyboardInterrupt:
         if thread.is_alive() and thread.ident is not None:
             _raise_in(thread.ident, KeyboardInterrupt)
-        return done.result()
+        return future.result()
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """The result of ``work()``, done in a thread of its own while the event loop goes on.
+    """The result of ``work()``, done in a new thread while the event loop goes on.
 
-    A cancelled caller leaves the thread to itself, and a process that ends does not wait for it.
+    If the caller is cancelled the thread goes on, and a process that ends does not wait for it.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
+        if future.cancelled():
             return
         if error is None:
-            done.set_result(result)  # type: ignore[arg-type]
+            future.set_result(result)  # type: ignore[arg-type]
         else:
-            done.set_exception(error)
+            future.set_exception(error)
 
     def run() -> None:
         result, error = None, None
         try:
             result = work()
-        except StopIteration as raised:  # which no future can hold
+        except StopIteration as raised:  # no future can hold this
             error = RuntimeError(f"{raised!r} in a thread")
-        except BaseException as raised:  # an edge of the process: whatever it is, it is the caller's
+        except BaseException as raised:  # any error is passed to the caller
             error = raised
-        with suppress(RuntimeError):  # of a loop that is closed: there is no caller any more
+        with suppress(RuntimeError):  # the loop is closed, so there is no caller
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, daemon=True).start()
-    return await done
+    return await future

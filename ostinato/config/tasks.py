@@ -78,7 +78,7 @@ class TaskSection(OneTask):
     @property
     def by_name(self) -> dict[str, OneTask]:
         """The tasks of the mixture; without one this task, under the name ""."""
-        return {one.name: one for one in self.mix} or {"": self}
+        return {task.name: task for task in self.mix} or {"": self}
 
     @model_validator(mode="after")
     def _check(self) -> TaskSection:

@@ -1,7 +1,6 @@
 """Drafts of a run: the history that they come from, kept in its folder, and the drafter on it.
 
-A history costs time when it is lost and nothing else, so nothing here can end a run: what goes wrong with the
-file is a warning.
+Losing a history only costs time, so nothing here ends a run: errors of its file are warnings.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a run remembers, and the drafter that reads it."""
+    """The history of a run's answers, and the drafter that reads it."""
 
     history: History
     drafter: HistoryDrafter
@@ -36,13 +35,13 @@ class Memory:
         return expected(self.history.lengths, request)
 
     def drafting(self, store: Store, saved_s: Callable[[], float]) -> Drafting:
-        """The accounts of drafts, and what remembers the answers for the next ones."""
+        """The metrics of drafts, with ``store``, which adds new answers to the history."""
         lengths, drafter = self.history.lengths, self.drafter
         return Drafting(store=store, lengths=lengths, drafter=drafter, saved_s=saved_s)
 
 
 class Seen:
-    """Lengths of answers without a history: of this process alone."""
+    """Lengths of answers in this process, for runs without a history."""
 
     def __init__(self) -> None:
         self._lengths = Lengths()
@@ -56,14 +55,14 @@ class Seen:
 
 
 def expected(lengths: Lengths, request: Request) -> float:
-    """How many tokens the request will be answered with; 0 where nothing is known."""
+    """Expected number of tokens of the answer to a request; 0 if unknown."""
     length = lengths.predict(request.uid)
     return length if math.isfinite(length) else 0.0
 
 
 def new_memory(section: DraftSection, saved: Path | None) -> Memory | None:
-    """The memory of a run, with what is ``saved``; None where the recipe has no drafts, or where there is
-    no compiler."""
+    """The memory of a run, from the file ``saved`` if given; None without drafts in the recipe, or without a
+    compiler."""
     if not section.enabled:
         return None
     try:
@@ -77,7 +76,7 @@ def new_memory(section: DraftSection, saved: Path | None) -> Memory | None:
 
 
 def load_history(path: Path) -> History | None:
-    """The history in ``path``; None, and a warning, where there is none or it cannot be used."""
+    """The history in ``path``; None, with a warning, if it is missing or cannot be used."""
     try:
         return History.load(path)
     except (OSError, ValueError) as error:

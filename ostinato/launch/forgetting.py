@@ -99,16 +99,16 @@ def questions_of(recipe: Recipe, count: int) -> tuple[str, list[Prompt]]:
             *plain,
         ]
     digits, terms = (
-        max(one.get(key, default) for one in trained) for key, default in (("digits", 3), ("terms", 5))
+        max(item.get(key, default) for item in trained) for key, default in (("digits", 3), ("terms", 5))
     )
-    families = {family for one in trained for family in one.get("families", tuple(Family))}
+    families = {family for item in trained for family in item.get("families", tuple(Family))}
     if untrained := [family for family in Family if family not in families]:
         params = {"families": untrained, "digits": digits, "terms": terms}
         return f"arithmetic that is not trained ({', '.join(untrained)})", _load_arithmetic(
             seed, count, params
         )
     params = {"digits": digits + 1, "terms": terms + 2}
-    longer = [one for one in _load_arithmetic(seed, 8 * count, params) if _is_longer(one, digits, terms)]
+    longer = [item for item in _load_arithmetic(seed, 8 * count, params) if _is_longer(item, digits, terms)]
     return f"longer arithmetic (to {digits + 1} digits, {terms + 2} terms)", longer[:count]
 
 

@@ -1,4 +1,4 @@
-"""The recipe's reward functions, in children of this process or of a worker, which needs no torch for it."""
+"""Graders of a recipe's reward functions, run in children of this process or of a worker, without torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ostinato.workers.remote import WorkerFault
 def new_grader(
     recipe: Recipe, scorers: Mapping[str, Scorer] = MappingProxyType({}), counters: Counter[str] | None = None
 ) -> WorkerGrader:
-    """``scorers``: the judges among its functions, which count in ``counters``."""
+    """The grader of a recipe. ``scorers``: the judges among its functions, which count in ``counters``."""
     return WorkerGrader(
         list(recipe.reward.functions),
         weights=list(recipe.reward.weights) or None,
         timeout_s=recipe.reward.timeout_s,
         workers=recipe.reward.workers,
         isolation=recipe.reward.isolation,
-        judges={one.name: one.rewards for one in recipe.task.mix if one.rewards},
+        judges={task.name: task.rewards for task in recipe.task.mix if task.rewards},
         scorers=scorers,
         counters=counters,
         max_steps=recipe.trainer.steps,
@@ -32,14 +32,14 @@ def new_grader(
 
 
 def grader(recipe: str, name: str) -> GraderServer:
-    """A worker of a cluster (see ``launch.workers``) that grades; ``name`` is its own in the timeline.
+    """A worker of a cluster (see ``launch.workers``) that grades; ``name`` is its name in the timeline.
 
-    Raises WorkerFault where the rewards cannot be imported: on its host, for the driver's has done so.
+    Raises WorkerFault if the rewards cannot be imported on its host; on the driver's they can.
     """
-    made = new_grader(Recipe.parse(tomllib.loads(recipe)))
+    worker_grader = new_grader(Recipe.parse(tomllib.loads(recipe)))
     try:
-        made.check()
+        worker_grader.check()
     except ValueError as error:
-        made.close()
+        worker_grader.close()
         raise WorkerFault(f"{name} on {here().host}: {error}") from error
-    return GraderServer(made, name)
+    return GraderServer(worker_grader, name)

@@ -88,10 +88,10 @@ def recipe_of(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:
         return Recipe.load(run.recipe, *overrides), run
     if is_model_name(target):
         recipe = Recipe.load("quickstart")
-        own = [f"model.path={target}"]
+        model_overrides = [f"model.path={target}"]
         if target != recipe.model.path:  # its other keys of [model] are chosen for its own model
-            own.append(f"model.fp32_head={str(ModelSection().fp32_head).lower()}")
-        return Recipe.load("quickstart", *own, *overrides), None
+            model_overrides.append(f"model.fp32_head={str(ModelSection().fp32_head).lower()}")
+        return Recipe.load("quickstart", *model_overrides, *overrides), None
     try:
         return Recipe.load(find_recipe(target), *overrides), None
     except ValueError as error:

@@ -222,7 +222,7 @@ def _check_tokens(name: str, student: str, renderer: Renderer) -> None:
     student."""
     folder = model_folder(name)
     student_vocab, teacher_vocab = (
-        one.tokenizer.get_vocab(with_added_tokens=True) for one in (renderer, Renderer(folder))
+        source.tokenizer.get_vocab(with_added_tokens=True) for source in (renderer, Renderer(folder))
     )
     if student_vocab != teacher_vocab:
         raise ValueError(
@@ -230,7 +230,7 @@ def _check_tokens(name: str, student: str, renderer: Renderer) -> None:
             f"({len(student_vocab)} tokens), so it cannot score the same tokens; use a teacher with the same "
             "tokenizer"
         )
-    sizes = [read_config(one).vocab_size for one in (folder, renderer.folder)]
+    sizes = [read_config(source).vocab_size for source in (folder, renderer.folder)]
     if sizes[0] < sizes[1]:
         raise ValueError(
             f"teacher.model {name} has logits of {sizes[0]} tokens and {student} of {sizes[1]}; use a "

@@ -1,7 +1,7 @@
-"""What the workers of a cluster are made of: factories from a recipe's text and plain names.
+"""Factories of a cluster's workers, from a recipe's text and plain names.
 
-They run in the worker's own process, on whatever host it has; ``workers.host`` calls them by name. All that a
-worker needs it finds or makes there: the recipe comes as TOML, the base is the one copy of its host.
+They run in the worker's own process, on any host; ``workers.host`` calls them by name. The recipe comes as
+TOML, and the base is the one copy on the worker's host.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class Remembering:
 
     def __call__(self, uid: str, step: int, answers: Sequence[HistoryEntry]) -> None:
         self._memory.history.add(uid, step, answers)
-        self._memory.drafter.forget()  # the live text of what has ended: it is history now, or never will be
+        self._memory.drafter.forget()  # live text of ended answers, which is in the history by now
 
 
 def _read(recipe: str) -> tuple[Recipe, Path]:
-    sweep()  # what a killed run left on this host, which may be another than the driver's
+    """(recipe of its TOML, folder of its model on this host)."""
+    sweep()  # copies that a killed run left on this host
     parsed = Recipe.parse(tomllib.loads(recipe))
     return parsed, model_folder(parsed.model.path)

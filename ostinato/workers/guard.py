@@ -1,7 +1,8 @@
-"""Runs a command, and ends it and all that it started when the standard input of this process closes.
+"""Run a command, and end it with all processes that it started when the standard input of this process
+closes.
 
-The other end of that pipe is held by the program that started the command: however that program ends, even by
-kill -9, the pipe closes. Run as a script in a session of its own; argv is the command.
+The program that started the command holds the other end of that pipe, which closes however that program ends,
+even by kill -9. Run this as a script in its own session; argv is the command.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ def main() -> None:
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_with_the_parent, args=(child,), daemon=True).start()
     code = child.wait()
-    how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-    print(f"the server ended: {how}", file=sys.stderr, flush=True)
+    outcome = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+    print(f"the server ended: {outcome}", file=sys.stderr, flush=True)
     _kill_all()
 
 
 def _end_with_the_parent(child: subprocess.Popen[bytes]) -> None:
+    """Wait until standard input closes, then terminate the child, and kill the session after GRACE_S."""
     while os.read(0, 1 << 12):
         pass
     child.terminate()

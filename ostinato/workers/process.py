@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 TAIL_BYTES = 1 << 14
-REAP_S = 30.0  # for the kernel to end what was killed
+REAP_S = 30.0  # limit for the kernel to end a killed process
 
 
 class Child:
-    """``command`` as a process in a session of its own: Ctrl-C is the parent's to handle, and the whole group
-    can be killed. What it prints is appended to ``log``, or goes to the stderr of this process.
+    """``command`` as a process in its own session, so that the parent handles Ctrl-C, and the whole group can
+    be killed. Its output is appended to ``log``, or goes to the stderr of this process.
 
     lifeline: its stdin is a pipe whose other end only this process has. However this process ends, even by
     kill -9, the pipe closes (``end_with_parent``; ``guard.py`` for commands that do not check). Otherwise
@@ -49,7 +49,7 @@ class Child:
         self.pid = self._process.pid
 
     def ended(self) -> str:
-        """How it ended: "exit status 3", "killed by signal 9"; "" while it runs."""
+        """The end of the process: "exit status 3", "killed by signal 9"; "" while it runs."""
         code = self._process.poll()
         return "" if code is None else ending(code)
 
@@ -66,12 +66,12 @@ class Child:
                 self._process.stdin.close()
 
     def kill_group(self) -> None:
-        """Kill it and all that it started, except what has left its process group."""
+        """Kill its process group: the process and those that it started, unless they have left the group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # EPERM: a zombie on macOS
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self, within_s: float) -> str:
-        """Hang up, wait for ``within_s``, kill its group, reap it: how it ended."""
+        """Hang up, wait for ``within_s``, kill its group and reap it; returns its end as ``ended`` does."""
         self.hang_up()
         self.wait(within_s)
         self.kill_group()
@@ -119,9 +119,9 @@ def witness(sentence: str, folder: Path | None) -> Iterator[None]:
         'read -r word; [ "$word" = done ] && exit; echo "$1" >&2; [ -z "$2" ] || { sleep 5; rm -rf "$2"; }'
     )
     command = ["/bin/sh", "-c", script, "witness", sentence, str(folder or "")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as other:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as helper:
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
-                other.communicate(b"done\n")
+                helper.communicate(b"done\n")
