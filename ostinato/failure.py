@@ -1,10 +1,10 @@
-"""What ends a run by name: printed as one sentence with how to go on, and not as a traceback."""
+"""Named failures that end a run: printed as one sentence with the way to go on, without a traceback."""
 
 from __future__ import annotations
 
 
 class NamedFailure(RuntimeError):
-    """Of a run; the message says what is wrong and what is to be done."""
+    """A failure of a run; the message is the fault and its fix."""
 
 
 class Lost(NamedFailure):

@@ -37,7 +37,7 @@ def parse_json(data: str | bytes, *, surrogates: bool = False) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tree of a TOML text. Raises ValueError for what is no TOML or is nested too deeply."""
+    """The tree of a TOML text. Raises ValueError for invalid TOML, and for too deep a nesting."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -49,9 +49,9 @@ def _is_deep(value: Any) -> bool:
     for _ in range(MAX_DEPTH + 1):
         level = [
             item
-            for one in level
-            if isinstance(one, dict | list)
-            for item in (one.values() if isinstance(one, dict) else one)
+            for container in level
+            if isinstance(container, dict | list)
+            for item in (container.values() if isinstance(container, dict) else container)
         ]
         if not level:
             return False
@@ -62,20 +62,20 @@ def has_surrogate(value: Any) -> bool:
     """Whether a text anywhere in ``value`` (keys too) holds half of a surrogate pair."""
     pending = [value]
     while pending:
-        one = pending.pop()
-        if isinstance(one, str):
-            if not one.isascii() and _SURROGATE.search(one):
+        node = pending.pop()
+        if isinstance(node, str):
+            if not node.isascii() and _SURROGATE.search(node):
                 return True
-        elif isinstance(one, Mapping):
-            pending += [*one, *one.values()]
-        elif isinstance(one, list | tuple):
-            pending += one
+        elif isinstance(node, Mapping):
+            pending += [*node, *node.values()]
+        elif isinstance(node, list | tuple):
+            pending += node
     return False
 
 
 def escape_surrogates(text: str) -> str:
-    """``text`` with halves of surrogate pairs written as ``\\udc80``: in JSON the same value, elsewhere what
-    the reader sees. What is written or printed never fails after it."""
+    """``text`` with halves of surrogate pairs written as ``\\udc80``, the same value in JSON, so that writing
+    or printing it never fails."""
     return text if text.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 

@@ -51,7 +51,7 @@ class Sampler(Protocol):
         ...
 
     async def collect(self, wait_s: float) -> PollResult:
-        """What has ended since the last time; at once when something has, else after ``wait_s`` at most."""
+        """The report since the last call; returned at once if an answer has ended, else within ``wait_s``."""
         ...
 
     async def publish(self, publication: Publication) -> str:
@@ -67,7 +67,7 @@ class Timed(Protocol):
     """Something whose time is drawn in the timeline."""
 
     def take_spans(self) -> Sequence[Span]:
-        """What it was busy with since it was last queried, in order."""
+        """The spans of work since the last query, in order."""
         ...
 
 
@@ -83,7 +83,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, emitted: SampledTokens) -> None:
-        """What the pass gave, drafted or not."""
+        """Take the result of a pass, drafted or not."""
         ...
 
 
@@ -110,7 +110,7 @@ class Tasks(Protocol):
         ...
 
     def __len__(self) -> int:
-        """How many prompts there are."""
+        """Number of prompts."""
         ...
 
     @property

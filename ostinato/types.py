@@ -40,7 +40,7 @@ def _shown(value: Any) -> str:
 
 
 class Stop(StrEnum):
-    """Why a completion or an episode ended."""
+    """The reason why a completion or an episode ended."""
 
     EOS = "eos"  # a stop token was sampled
     STRING = "string"  # a stop string appeared in the text
@@ -51,8 +51,8 @@ class Stop(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one completion is drawn. ``top_k=0``, ``top_p=1`` and ``min_p=0`` mean off; ``temperature=0`` is
-    greedy.
+    """Parameters of drawing one completion. ``top_k=0``, ``top_p=1`` and ``min_p=0`` mean off;
+    ``temperature=0`` is greedy.
 
     Order of the filters as in vLLM: temperature, then top-k, top-p, min-p on the scaled distribution.
     """
@@ -173,7 +173,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Emitted:
-    """What one pass has added to an answer: T tokens, more than one where drafts were accepted.
+    """The addition of one pass to an answer: T tokens, more than one where drafts were accepted.
 
     ``top``: for each token the likeliest ones and their log-probabilities, best first, under the distribution
     that was sampled from; temperature 0 counts as 1.
@@ -187,7 +187,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """What an engine returns. Arrays are aligned with ``tokens`` (length T).
+    """The answer of an engine. Arrays are aligned with ``tokens`` (length T).
 
     ``logprobs`` are under the distribution that was really sampled from (after temperature and filters).
     ``experts[t]`` are the experts that token t chose on its way through the layers; the last sampled
@@ -253,7 +253,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PollResult:
-    """What a sampler reports: answers that ended, and proof of what it serves."""
+    """The report of a sampler: ended answers, and proof of the weights that it serves."""
 
     done: tuple[tuple[int, Completion], ...]  # (id of the call, answer); dropped calls end as ABORT
     version: int
@@ -290,7 +290,7 @@ class Prompt:
 
     @property
     def where(self) -> str:
-        """What errors call it."""
+        """The name of the prompt in errors."""
         return self.row or f"prompt {self.uid}"
 
     @property
@@ -454,7 +454,7 @@ class Batch:
 
     @property
     def minibatches(self) -> tuple[tuple[Microbatch, ...], ...]:
-        """What each optimizer step learns from, in order."""
+        """The data of each optimizer step, in order."""
         numbers = sorted({microbatch.minibatch for microbatch in self.microbatches})
         return tuple(
             tuple(microbatch for microbatch in self.microbatches if microbatch.minibatch == n)
@@ -464,7 +464,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one optimizer step did; ``metrics`` use TRL's names where TRL has one."""
+    """The result of one optimizer step; ``metrics`` use TRL's names where TRL has one."""
 
     metrics: Mapping[str, float]
     skipped: str = ""  # one sentence when a non-finite loss or gradient refused the step
@@ -475,7 +475,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftQuery:
-    """What a drafter has to continue: S sequences that are about to run their last token.
+    """The input of a drafter: S sequences that are about to run their last token.
 
     Depth d of a draft stands for the token at position (length of the sequence) + d of its request.
     """
@@ -496,7 +496,7 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledTokens:
-    """What a pass gave: the tokens really sampled, whatever was drafted, sequence after sequence."""
+    """The result of a pass: the tokens actually sampled, whatever was drafted, sequence after sequence."""
 
     handles: np.ndarray  # [S] int64
     counts: np.ndarray  # [S] int32; 0 for a sequence that was given up

@@ -58,7 +58,7 @@ FORMER = {
 class Recipe(Section):
     """All settings of a run. ``Recipe.load`` reads one; ``dump_toml`` writes it back."""
 
-    name: str = "recipe"  # in the name of the run folder; by default the file's name
+    name: str = "recipe"  # of the run folder; the file's name unless given
     seed: Seed = 0
     model: ModelSection = ModelSection()
     adapter: AdapterSection = AdapterSection()

@@ -1,4 +1,4 @@
-"""What assembles a run, from a recipe to its end; ``session`` is where it begins."""
+"""Assembly of a run, from a recipe to its end; it begins in ``session``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user names, a run, a recipe or a model: its recipe, its base model, its checkpoint."""
+"""The recipe, base model and checkpoint of a run, a recipe or a model that a user names."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def adapter_spec(section: AdapterSection) -> AdapterSpec:
 
 
 def recipe_of(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:
-    """What ``target`` means: a run folder (recipe and run), a recipe, or a model (a recipe with its path)."""
+    """(recipe, run or None) of ``target``: a run folder, a recipe, or a model (a recipe with its path)."""
     from ostinato.run import RunFolder
 
     path = Path(target).expanduser()

@@ -1,6 +1,6 @@
-"""From what a user names, a run, a recipe or a model, to a policy that can be sampled from.
+"""Loading of a policy that can be sampled from, by the name of a run, a recipe or a model.
 
-Nothing heavy is imported at the top: threads have to be chosen before torch is loaded.
+Nothing heavy is imported at the top, as threads must be chosen before torch is loaded.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def write_policy(decoder: Base, adapters: Adapters | None, base: Path, to: Path,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How a user wants to sample; None: as the model's generation_config.json says."""
+    """A user's sampling parameters; None: the value in the model's generation_config.json."""
 
     max_tokens: int
     temperature: float | None

@@ -1,4 +1,4 @@
-"""The worker's side: an object, built here from a factory, whose methods are called remotely.
+"""The worker's side of calls: an object, built here from a factory, whose methods are called remotely.
 
 A factory is named "module:function" and takes plain arguments, so that nothing but names and values is sent.
 Coroutines run in the event loop of the worker; other methods one after another in one thread, so that the
@@ -21,12 +21,12 @@ from typing import Any
 
 from ostinato.workers.remote import pack_answer, pack_refusal, unseal
 
-BUILD = "build"  # the first call; nothing else begins before it has ended
+BUILD = "build"  # the first call; no other begins before its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a worker is, and what it runs."""
+    """Process and host of a worker, with its versions."""
 
     pid: int
     host: str
@@ -35,16 +35,19 @@ class Place:
 
 
 def here() -> Place:
+    """The place of this process."""
     try:
-        ours = version("ostinato")
+        own_version = version("ostinato")
     except PackageNotFoundError:  # a checkout on the path
-        ours = "unknown"
-    return Place(pid=os.getpid(), host=platform.node(), python=platform.python_version(), ostinato=ours)
+        own_version = "unknown"
+    return Place(
+        pid=os.getpid(), host=platform.node(), python=platform.python_version(), ostinato=own_version
+    )
 
 
 class Host:
-    """Serves one object. ``cores`` (first, count): the only cores of its host that it computes on; ``nice``:
-    how much its nice value is raised, as by the command of that name.
+    """Serves one object. ``cores`` (first, count): the only cores of its host that it uses; ``nice``:
+    increase of its nice value, as by the command of that name.
 
     Every call carries its number, and begins when all before it have begun: a Ray actor that serves
     several calls at once may start a small one before a large one that was sent first.
@@ -78,6 +81,7 @@ class Host:
             return pack_refusal(error, self._name)
 
     async def _turn(self, number: int) -> None:
+        """Wait until all calls before ``number`` have begun."""
         if number != self._next:
             self._early[number] = asyncio.get_running_loop().create_future()
             await self._early[number]
@@ -87,6 +91,7 @@ class Host:
             following.set_result(None)
 
     async def _build(self, factory: str, arguments: Mapping[str, Any], folder: str) -> Place:
+        """Build the object in the working directory ``folder``, if it exists; returns this place."""
         self._built = asyncio.get_running_loop().create_future()
         try:
             if os.path.isdir(folder):
@@ -97,6 +102,7 @@ class Host:
         return here()
 
     async def _run(self, function: Any, arguments: Sequence[Any]) -> Any:
+        """The result of a coroutine function in the event loop, or of another function in the thread."""
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

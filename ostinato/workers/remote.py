@@ -53,13 +53,15 @@ class WorkerLost(Lost):
 
 
 def seal(value: Any) -> bytes:
+    """``value`` as a pickle, with tensors of torch as arrays."""
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(value)
     return stream.getvalue()
 
 
 def unseal(payload: bytes) -> Any:
-    """What was ``seal``; only by a process of the same run, as a pickle can run any code."""
+    """The value that was given to ``seal``; only for payloads of the same run, as a pickle can run any
+    code."""
     return pickle.loads(payload)
 
 
@@ -76,7 +78,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(raw: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> Any:
-    torch = sys.modules["torch"]  # which ``dtype`` has brought along
+    torch = sys.modules["torch"]  # loaded, as ``dtype`` is torch's
     return torch.from_numpy(raw).view(dtype).reshape(shape)
 
 
@@ -93,10 +95,10 @@ class Remote(Protocol):
     name: str
 
     async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
-        """What ``method`` of the worker's object returns, or raises. ``shared``: other workers are about to
-        get the same arguments, so they are packed once. Raises WorkerLost if the worker died, stopped
-        answering, or its object made no progress for ``within_s`` seconds; a final one if the cluster is
-        lost."""
+        """The result of ``method`` of the worker's object, or the exception that it raises. ``shared``: other
+        workers will get the same arguments, so they are packed once. Raises WorkerLost if the worker died,
+        stopped answering, or its object made no progress for ``within_s`` seconds; a final one if the cluster
+        is lost."""
         ...
 
     def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
@@ -104,15 +106,15 @@ class Remote(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it at once; does nothing if it has already ended."""
+        """End the worker at once; does nothing if it has already ended."""
         ...
 
 
 class Patience:
-    """How long to wait for an answer: until the worker's object has made no progress for ``within_s``
-    seconds, or the worker has not answered ``query``, its heartbeat, for ``silence_s``.
+    """The limits of waiting for an answer: ``within_s`` seconds without progress of the worker's object, or
+    ``silence_s`` without an answer to ``query``, its heartbeat.
 
-    Seconds are counted as slices in which a caller waited: a blocked event loop does not make a worker late.
+    Only slices in which a caller waited count: a blocked event loop does not make a worker late.
     """
 
     def __init__(
@@ -132,18 +134,18 @@ class Patience:
             if (progress := self._sign.result()) > self._progress:
                 self._idle, self._progress = 0.0, progress
             self._silent, self._sign = 0.0, self._query()
-        for passed, limit in ((self._silent, self._silence_s), (self._idle, self._within_s)):
-            if passed >= limit:
+        for elapsed, limit in ((self._silent, self._silence_s), (self._idle, self._within_s)):
+            if elapsed >= limit:
                 raise WorkerLost(WorkerKind.of(self._name), f"{self._what} in {limit:g} s", self._name)
 
 
 def pack_answer(value: Any) -> bytes:
-    """What a worker sends back when a method has returned."""
+    """The payload of a method's result."""
     return seal((True, value))
 
 
 def pack_refusal(error: BaseException, name: str) -> bytes:
-    """What a worker sends back when a method has raised: the exception, with its traceback as a note."""
+    """The payload of an exception that a method raised, with its traceback as a note."""
     lines = "".join(traceback.format_exception(error))
     error.add_note(f"in {name}:\n{lines}")
     try:
@@ -157,8 +159,8 @@ def pack_refusal(error: BaseException, name: str) -> bytes:
 
 
 def unpack_outcome(payload: bytes) -> Any:
-    """At the caller: the value, or the exception raised."""
-    fine, value = unseal(payload)
-    if fine:
+    """The value of an answer; raises the exception of a refusal."""
+    is_answer, value = unseal(payload)
+    if is_answer:
         return value
     raise value

@@ -117,7 +117,7 @@ class Ledger:
         return self._session, self._step + 1
 
     def has(self, row: tuple[int, int]) -> bool:
-        """Has an earlier process written this step row (``coming``, of that process)?"""
+        """Whether an earlier process has written this step row, which is ``coming`` from that process."""
         return row in self._before
 
     def _start(self, step: int) -> None:
