@@ -46,8 +46,8 @@ class Sampler(Protocol):
     """
 
     async def start(self, calls: Sequence[tuple[int, Request]], drop: Sequence[int] = ()) -> None:
-        """Begin with ``calls``, each under an id of the caller's, and give those in ``drop`` up: they come
-        back with what they had."""
+        """Begin ``calls``, each under the caller's id, and stop those in ``drop``, which return what they
+        have."""
         ...
 
     async def collect(self, wait_s: float) -> PollResult:
@@ -55,11 +55,12 @@ class Sampler(Protocol):
         ...
 
     async def publish(self, publication: Publication) -> str:
-        """Serve it from the next pass on, running calls too. The fingerprint of what is served then."""
+        """Serve the publication from the next pass on, also in running calls; returns the fingerprint
+        served."""
         ...
 
     async def close(self) -> None:
-        """Give back what it holds, as far as it can: it is given up in any case."""
+        """Release its resources as far as possible; the worker is given up in any case."""
         ...
 
 
@@ -75,7 +76,7 @@ class Drafter(Protocol):
     """Guesses the next tokens of running sequences. Tokens never depend on it, only the time they take."""
 
     def open(self, request: Request) -> int:
-        """A sequence begins; the handle under which it is continued."""
+        """Begin a sequence; returns the handle under which it is continued."""
         ...
 
     def propose(self, running: DraftQuery) -> Drafts:

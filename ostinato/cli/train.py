@@ -49,7 +49,7 @@ def finish(work: Callable[[], Outcome]) -> int:
 
 
 def _last_lines(outcome: Outcome) -> Iterator[str]:
-    """What was written, and where and why the run has ended early."""
+    """Lines on what was written, and on where and why the run has ended early."""
     yield from _verdicts(RunFolder(outcome.folder))
     yield f"adapter      {RunFolder(outcome.folder).adapter}"
     yield f"report       {write_report(RunFolder.open(outcome.folder))}"

@@ -101,26 +101,26 @@ def routers(
     without known routers is NaN.
     """
     share = shared_ids(native, recorded)
-    known = ~np.isnan(share)
-    differ = known & (share < 1)
-    tokens = known.any(axis=1)
+    is_known = ~np.isnan(share)
+    differ = is_known & (share < 1)
+    tokens = is_known.any(axis=1)
     numbers = range(share.shape[1]) if layers is None else layers
     return {
-        "differ": _share(differ.sum(), known.sum()),
+        "differ": _share(differ.sum(), is_known.sum()),
         "tokens_differ": _share(differ.any(axis=1).sum(), tokens.sum()),
         "overlap": _mean(share),
         "lowest_sequence": math.nan if spans is None else _find_lowest(share, spans),
         "layers": [
             {
                 "layer": int(number),
-                "differ": _share(differ[:, i].sum(), known[:, i].sum()),
+                "differ": _share(differ[:, i].sum(), is_known[:, i].sum()),
                 "overlap": _mean(share[:, i]),
-                "margin": _take_quantile(margins[:, i][known[:, i]], 0.5),
+                "margin": _take_quantile(margins[:, i][is_known[:, i]], 0.5),
                 "margin_flip": _take_quantile(margins[:, i][differ[:, i]], 0.5),
             }
             for i, number in enumerate(numbers)
         ],
-        "margin_median": _take_quantile(margins[known], 0.5),
+        "margin_median": _take_quantile(margins[is_known], 0.5),
         "margin_flip_median": _take_quantile(margins[differ], 0.5),
     }
 
@@ -150,8 +150,10 @@ def _tabulate_cdf(gap: np.ndarray) -> list[list[float]]:
 
 def _find_lowest(share: np.ndarray, spans: np.ndarray) -> float:
     """The lowest overlap of a sequence's answer or prompt, of those that are long enough."""
-    known = ~np.isnan(share)
-    common, routers = part_sums(np.stack((np.where(known, share, 0).sum(axis=1), known.sum(axis=1))), spans)
+    is_known = ~np.isnan(share)
+    common, routers = part_sums(
+        np.stack((np.where(is_known, share, 0).sum(axis=1), is_known.sum(axis=1))), spans
+    )
     return lowest(overlap_ratio(common, routers), routers)
 
 

@@ -80,7 +80,7 @@ class Ledger:
         self._end(self.why)
 
     def lose(self) -> None:
-        """What this process did since the last row is lost; the end row says so."""
+        """Count the work of this process since the last row as lost, in the end row."""
         self._lost = {"seconds": self.clock() - self._last, "part": self._part}
 
     @contextmanager
