@@ -182,8 +182,7 @@ class Renderer:
         return re.search(rf"\b{re.escape(name)}\b", self._template_text or "") is not None
 
     def unread(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> str:
-        """The first name that the chat template leaves out of the chat, or ""; a switch that is off does not
-        count."""
+        """The first name that the chat template leaves out, or ""; a switch that is off does not count."""
         names = [name for name, value in template_kwargs.items() if value not in (None, False)]
         names += ["reasoning_content"] * any(message.get("reasoning_content") for message in messages)
         return next((name for name in names if not self.reads(name)), "")
@@ -312,7 +311,6 @@ class Renderer:
         return cached[1]
 
     def _opens_thought(self, tokens: np.ndarray) -> bool:
-        """Whether a context ends behind the opening of a thought."""
         last = int(max(np.flatnonzero(np.isin(tokens, list(self.control.ids.values()))), default=-1))
         text = self.decode(tokens[last + 1 :], skip_special=False)
         spelled = self.decode(tokens[-_LONGEST_OPENING:], skip_special=False).rstrip()  # by control tokens

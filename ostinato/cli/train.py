@@ -44,26 +44,26 @@ def finish(work: Callable[[], Outcome]) -> int:
         say(f"ostinato: {how}; {str(stop) or 'nothing had begun'}", error=True)
         return EXIT[why]
     outcome.show()
-    say(*_last_lines(outcome))
+    say(*_summarize_end(outcome))
     return EXIT.get(outcome.why, 0)
 
 
-def _last_lines(outcome: Outcome) -> Iterator[str]:
+def _summarize_end(outcome: Outcome) -> Iterator[str]:
     """Lines on what was written, and on where and why the run has ended early."""
-    yield from _verdicts(RunFolder(outcome.folder))
+    yield from _explain_verdicts(RunFolder(outcome.folder))
     yield f"adapter      {RunFolder(outcome.folder).adapter}"
     yield f"report       {write_report(RunFolder.open(outcome.folder))}"
     yield f"talk to it   ostinato serve {outcome.folder}"
     if outcome.why in EXIT:
         yield f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
     if outcome.why == "enough":
-        why = "by its own forecast the rest is not worth its compute"
-        anyway = f"ostinato resume {outcome.folder} forecast.stop=false"
-        yield f"stopped after step {outcome.step}: {why}; to go on all the same: {anyway}"
+        reason = "by its own forecast the rest is not worth its compute"
+        command = f"ostinato resume {outcome.folder} forecast.stop=false"
+        yield f"stopped after step {outcome.step}: {reason}; to go on all the same: {command}"
 
 
-def _verdicts(run: RunFolder) -> Iterator[str]:
-    """Where nothing was ever solved, and each reward function that failed, with its last traceback."""
+def _explain_verdicts(run: RunFolder) -> Iterator[str]:
+    """Warnings about an unsolved held-out set, and each failed reward function, with its last traceback."""
     if why := unsolved([row for row in run.eval.rows() if row.get("set") == MAIN_SET]):
         yield f"warning      {why}"
     for failed in failed_rewards(list(run.failed.rows())):
@@ -71,7 +71,8 @@ def _verdicts(run: RunFolder) -> Iterator[str]:
 
 
 def sft(target: str, overrides: Sequence[str], *, preference: bool) -> int:
-    """Returns the exit code. A model stands for the packaged recipe with it, and every row."""
+    """Run supervised training; returns the exit code. A model as ``target`` means the packaged recipe with
+    it, on all rows."""
     if is_model_name(target) or (Path(target).expanduser() / "config.json").is_file():
         packaged = "dpo" if preference else "sft"
         recipe = Recipe.load(packaged, f"model.path={target}", "task.n_train=0", *overrides)
@@ -82,7 +83,7 @@ def sft(target: str, overrides: Sequence[str], *, preference: bool) -> int:
 
 
 def resume(path: Path, overrides: Sequence[str], restarts: int = 0) -> int:
-    """Of any run, supervised or not."""
+    """Resume a run, supervised or not; returns the exit code."""
     recipe = Recipe.load(RunFolder.open(path).recipe, *overrides)
     if restarts:
         return supervise(path, restarts, session_of(path, *overrides))
