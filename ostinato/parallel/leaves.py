@@ -1,4 +1,4 @@
-"""What the ranks of a layout train: gradients made complete, and the whole of it for callers.
+"""What the ranks of a layout train: sums of its gradients over ranks, and the complete tensors for callers.
 
 A leaf that several ranks keep has a part of its gradient on each of them, since every row belongs to one rank
 (``parallel.rows``). Over which ranks it is summed follows from what it is:
@@ -50,24 +50,26 @@ class ShardedLeaves:
         self._mesh, self._links, self._pieces, self._config = mesh, links, pieces, config
         world = range(mesh.layout.world)
         self._shares = [shares_of(mesh.layout, config, rank, placement) for rank in world]
-        own = self._shares[mesh.rank][0]
+        own_share = self._shares[mesh.rank][0]
         self._axes = {
-            name: summed_over(name, shapes[name], own, in_pieces=self._in_pieces(leaf))
+            name: summed_over(name, shapes[name], own_share, in_pieces=self._is_in_pieces(leaf))
             for name, leaf in named.items()
         }
 
     def reduce(self) -> Tensor:
-        """See ``train.leaves.Leaves``. A leaf that no row of this rank has touched counts as zero."""
+        """See ``train.leaves.Leaves``. A leaf that no row of this rank has touched has a gradient of zero."""
         for leaf in self.named.values():
             if leaf.grad is None:
                 leaf.grad = torch.zeros_like(leaf)
         for axes in sorted(set(self._axes.values())):
-            gradients = [_gradient(leaf) for name, leaf in self.named.items() if self._axes[name] == axes]
-            for bucket in _buckets(gradients):
+            gradients = [
+                _require_gradient(leaf) for name, leaf in self.named.items() if self._axes[name] == axes
+            ]
+            for bucket in _group_into_buckets(gradients):
                 self._sum(bucket, axes)
         self._sum_tied()
         squares = [
-            torch.linalg.vector_norm(_gradient(leaf), dtype=torch.float64).square()
+            torch.linalg.vector_norm(_require_gradient(leaf), dtype=torch.float64).square()
             for name, leaf in self.named.items()
             if self._counts(name)
         ]
@@ -76,41 +78,44 @@ class ShardedLeaves:
         return self._links.sum_(total.reshape(1), "all").sqrt()[0]
 
     def whole(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """On the first rank, complete and on the CPU; a tensor at a time, each part sent by one rank. ``own``
-        has all leaves here, or none of them on any rank; scalars are alike everywhere, and not sent."""
-        found: dict[str, Tensor] = {}
+        """Complete tensors by name, on the first rank and its CPU; empty on the others. Tensors are sent one at
+        a time, each part by one rank. ``own`` has all leaves of this rank, or none of them on any rank;
+        scalars are alike everywhere, and not sent."""
+        complete: dict[str, Tensor] = {}
         if not own:
-            return found
-        some = next(iter(own.values()))
-        if not some.ndim:
-            return {name: some.cpu().clone() for name in self.shapes} if self._mesh.rank == 0 else found
+            return complete
+        example = next(iter(own.values()))
+        if not example.ndim:
+            return {name: example.cpu().clone() for name in self.shapes} if self._mesh.rank == 0 else complete
         for name, shape in self.shapes.items():
-            mine = own.get(name)
-            if mine is not None and self._in_pieces(self.named[name]):
+            local_tensor = own.get(name)
+            if local_tensor is not None and self._is_in_pieces(self.named[name]):
                 assert self._pieces is not None
-                mine = self._pieces.joined(self.named[name], mine)
-            whole = torch.empty(shape, dtype=some.dtype) if self._mesh.rank == 0 else None
+                local_tensor = self._pieces.joined(self.named[name], local_tensor)
+            whole = torch.empty(shape, dtype=example.dtype) if self._mesh.rank == 0 else None
             for part in owned_parts(self._config, self._shares, name, shape):
-                self._bring(part, mine, whole, some.dtype)
+                self._transfer_part(part, local_tensor, whole, example.dtype)
             if whole is not None:
-                found[name] = whole
-        return found
+                complete[name] = whole
+        return complete
 
     def own(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a complete tensor that belongs to the leaf ``name``; a scalar is its own."""
         if not whole.ndim:
             return whole
         share = next(share for share in self._shares[self._mesh.rank] if keeps(self._config, share, name))
         part = cut(whole, placed(self._config, share, name, whole.shape))
         leaf = self.named[name]
-        if not self._in_pieces(leaf):
+        if not self._is_in_pieces(leaf):
             return part
         assert self._pieces is not None
         return self._pieces.own(leaf, part)
 
-    def _in_pieces(self, leaf: Tensor) -> bool:
+    def _is_in_pieces(self, leaf: Tensor) -> bool:
         return self._pieces is not None and self._pieces.shape(leaf) is not None
 
     def _sum(self, gradients: Sequence[Tensor], axes: Sequence[str]) -> None:
+        """Sum ``gradients`` in place over ``axes``, flattened into one tensor."""
         if all(self._mesh.size(axis) == 1 for axis in axes):
             return
         flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -122,11 +127,12 @@ class ShardedLeaves:
             gradient.copy_(summed.view_as(gradient))
 
     def _sum_tied(self) -> None:
-        """An embedding that is the head too: the last stage's gradient to the first, and the sum back."""
+        """Sum the gradients of an embedding that is the head too: the last stage sends its own to the first
+        and receives the sum."""
         leaf, stages = self.named.get("embed"), self._mesh.layout.pipeline
         if leaf is None or stages == 1 or not self._config.tie_embeddings:
             return
-        gradient, stage = _gradient(leaf), self._mesh.coords.pipeline
+        gradient, stage = _require_gradient(leaf), self._mesh.coords.pipeline
         shape, dtype = gradient.shape, gradient.dtype
         if stage == 0:
             gradient += self._links.receive(shape, dtype, "p", stages - 1).wait()
@@ -136,30 +142,33 @@ class ShardedLeaves:
             gradient.copy_(self._links.receive(shape, dtype, "p", 0).wait())
 
     def _counts(self, name: str) -> bool:
-        """Is this the rank at which the elements of a leaf count in the norm?"""
+        """Whether the elements of a leaf count in the norm at this rank."""
         if name == "embed" and self._mesh.coords.pipeline > 0:
             return False  # it is the head, and tied to that of the first stage
         return all(self._mesh.place(axis) == 0 for axis in self._axes[name])
 
-    def _bring(self, part: OwnedPart, mine: Tensor | None, whole: Tensor | None, dtype: torch.dtype) -> None:
-        """One part to the first rank, into its place."""
+    def _transfer_part(
+        self, part: OwnedPart, local_tensor: Tensor | None, whole: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """Send one part to the first rank, which writes it into its place in ``whole``."""
         if self._mesh.rank == part.rank:
-            assert mine is not None
+            assert local_tensor is not None
             if whole is None:
-                self._links.send(mine, "all", 0).wait()
+                self._links.send(local_tensor, "all", 0).wait()
             else:
-                put(whole, part.spans, mine.cpu())
+                put(whole, part.spans, local_tensor.cpu())
         elif whole is not None:
             shape = [size_of([spans]) for spans in part.spans]
             put(whole, part.spans, self._links.receive(shape, dtype, "all", part.rank).wait().cpu())
 
 
-def _gradient(leaf: Tensor) -> Tensor:
+def _require_gradient(leaf: Tensor) -> Tensor:
+    """The gradient of a leaf that must have one."""
     assert leaf.grad is not None
     return leaf.grad
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _group_into_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Runs of tensors of about BUCKET_BYTES together, at least one in each."""
     bucket: list[Tensor] = []
     size = 0

@@ -1,4 +1,4 @@
-"""Which rank keeps which experts, from measured loads. numpy only, and a pure function of its arguments.
+"""Which rank keeps which experts, from measured loads: pure functions, in numpy alone.
 
 A placement is ``owner`` [L, E]: the rank that keeps an expert. Every rank keeps equally many in every layer,
 so that memory and shapes are the same everywhere. The aim is the smallest largest load of a rank, layer by
@@ -22,36 +22,43 @@ from ostinato.run import atomic_write, to_json
 
 
 def contiguous(layers: int, experts: int, ranks: int) -> np.ndarray:
-    """[L, E]: the first E / R experts to rank 0, and so on; ValueError where they do not come out even."""
-    return np.tile(np.repeat(np.arange(ranks), _each(experts, ranks)), (layers, 1))
+    """Owner [L, E] with the first E / R experts on rank 0, and so on. Raises ValueError where R does not
+    divide E."""
+    return np.tile(np.repeat(np.arange(ranks), _divide_experts(experts, ranks)), (layers, 1))
 
 
 def place(loads: np.ndarray, ranks: int, *, nodes: int = 1) -> np.ndarray:
-    """[L, E]: a placement that spreads loads [L, E] as evenly as it finds.
+    """Owner [L, E] that spreads loads [L, E] over the ranks as evenly as the search finds.
 
-    With ``nodes``, ranks are grouped into so many of equal size; loads are spread over nodes first, since
-    links between nodes are the slower ones, and then over the ranks of each.
+    The ranks are grouped into ``nodes`` groups of equal size; loads are spread over nodes first, since links
+    between nodes are the slower ones, and then over the ranks of each. Raises ValueError where nodes do not
+    divide the ranks, or ranks the experts.
     """
     if ranks % nodes:
         raise ValueError(f"{ranks} expert ranks on {nodes} nodes do not come out even; use a divisor")
-    each = _each(loads.shape[1], ranks)
-    return np.stack([_place_layer(layer.astype(np.float64), ranks, nodes, each) for layer in loads])
+    experts_per_rank = _divide_experts(loads.shape[1], ranks)
+    return np.stack(
+        [_place_layer(layer.astype(np.float64), ranks, nodes, experts_per_rank) for layer in loads]
+    )
 
 
-def _place_layer(loads: np.ndarray, ranks: int, nodes: int, each: int) -> np.ndarray:
+def _place_layer(loads: np.ndarray, ranks: int, nodes: int, experts_per_rank: int) -> np.ndarray:
+    """Owner [E] of one layer of loads [E], over nodes first."""
     if nodes == 1:
-        return _improved(loads, _greedy(loads, ranks, each), ranks)
-    node, per_node = _place_layer(loads, nodes, 1, len(loads) // nodes), ranks // nodes
-    owner = np.empty_like(node)
-    for one in range(nodes):
-        here = np.flatnonzero(node == one)
-        owner[here] = one * per_node + _place_layer(loads[here], per_node, 1, each)
+        return _apply_swaps(loads, _assign_greedily(loads, ranks, experts_per_rank), ranks)
+    node_of_expert, ranks_per_node = _place_layer(loads, nodes, 1, len(loads) // nodes), ranks // nodes
+    owner = np.empty_like(node_of_expert)
+    for node in range(nodes):
+        experts = np.flatnonzero(node_of_expert == node)
+        owner[experts] = node * ranks_per_node + _place_layer(
+            loads[experts], ranks_per_node, 1, experts_per_rank
+        )
     return owner
 
 
-def _greedy(loads: np.ndarray, ranks: int, each: int) -> np.ndarray:
-    """Longest processing time first, with room for ``each`` experts on a rank."""
-    owner, room = np.empty(len(loads), np.int64), [each] * ranks
+def _assign_greedily(loads: np.ndarray, ranks: int, experts_per_rank: int) -> np.ndarray:
+    """Longest processing time first, with room for ``experts_per_rank`` experts on a rank."""
+    owner, room = np.empty(len(loads), np.int64), [experts_per_rank] * ranks
     lightest = [(0.0, rank) for rank in range(ranks)]
     for expert in np.argsort(-loads, kind="stable").tolist():
         load, rank = heapq.heappop(lightest)
@@ -62,10 +69,11 @@ def _greedy(loads: np.ndarray, ranks: int, each: int) -> np.ndarray:
     return owner
 
 
-def _improved(loads: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
+def _apply_swaps(loads: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
+    """A copy of ``owner`` after all ``swaps``."""
     owner = owner.copy()
-    for one, other in swaps(loads, owner, ranks):
-        owner[one], owner[other] = owner[other], owner[one]
+    for first, second in swaps(loads, owner, ranks):
+        owner[first], owner[second] = owner[second], owner[first]
     return owner
 
 
@@ -77,34 +85,34 @@ def swaps(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Iterator[tuple[in
     """
     loads, owner = loads.astype(np.float64), owner.copy()
     totals = np.bincount(owner, weights=loads, minlength=ranks)
-    least = 1e-9 * totals.max(initial=0)  # rounding is no improvement
+    tolerance = 1e-9 * totals.max(initial=0)  # rounding is no improvement
     while True:
-        top = int(totals.argmax())
-        here, there = np.flatnonzero(owner == top), np.flatnonzero(owner != top)
-        if not len(there):
+        heaviest = int(totals.argmax())
+        local_experts, remote_experts = np.flatnonzero(owner == heaviest), np.flatnonzero(owner != heaviest)
+        if not len(remote_experts):
             return
-        moved = loads[here, None] - loads[there]
-        larger = np.maximum(totals[top] - moved, totals[owner[there]] + moved)
-        best = np.unravel_index(larger.argmin(), larger.shape)
-        if larger[best] >= totals[top] - least:
+        moved = loads[local_experts, None] - loads[remote_experts]
+        larger_total = np.maximum(totals[heaviest] - moved, totals[owner[remote_experts]] + moved)
+        best = np.unravel_index(larger_total.argmin(), larger_total.shape)
+        if larger_total[best] >= totals[heaviest] - tolerance:
             return
-        one, other = int(here[best[0]]), int(there[best[1]])
-        rank = int(owner[other])
-        totals[top] -= moved[best]
-        totals[rank] += moved[best]
-        owner[one], owner[other] = rank, top
-        yield one, other
+        outgoing, incoming = int(local_experts[best[0]]), int(remote_experts[best[1]])
+        partner = int(owner[incoming])
+        totals[heaviest] -= moved[best]
+        totals[partner] += moved[best]
+        owner[outgoing], owner[incoming] = partner, heaviest
+        yield outgoing, incoming
 
 
 def placed_experts(owner: np.ndarray, ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """By MoE layer and rank the experts that it keeps, ascending: what ``shares_of`` takes."""
+    """The experts that each rank keeps, by MoE layer and rank, ascending: what ``shares_of`` takes."""
     return tuple(
         tuple(tuple(np.flatnonzero(layer == rank).tolist()) for rank in range(ranks)) for layer in owner
     )
 
 
 def owner_of(placement: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
-    """[L, E]: the inverse of ``placed_experts``."""
+    """Owner [L, E] from the experts of each layer and rank: the inverse of ``placed_experts``."""
     owner = np.empty((len(placement), sum(map(len, placement[0]))), np.int64)
     for layer, ranks in zip(owner, placement, strict=True):
         for rank, experts in enumerate(ranks):
@@ -113,14 +121,15 @@ def owner_of(placement: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
 
 
 def slots(owner: np.ndarray) -> np.ndarray:
-    """[L, E] int64: the place of every expert when all that ranks keep stands in a row, rank after rank."""
+    """Place [L, E] int64 of every expert in the list of all experts, ordered by rank and then by index."""
     order = np.argsort(owner, axis=1, kind="stable")
-    found = np.empty_like(order)
-    np.put_along_axis(found, order, np.arange(owner.shape[1])[None], axis=1)
-    return found
+    places = np.empty_like(order)
+    np.put_along_axis(places, order, np.arange(owner.shape[1])[None], axis=1)
+    return places
 
 
-def _each(experts: int, ranks: int) -> int:
+def _divide_experts(experts: int, ranks: int) -> int:
+    """Experts per rank. Raises ValueError where they do not come out even."""
     if experts % ranks:
         raise ValueError(f"{experts} experts on {ranks} ranks do not come out even; use a divisor")
     return experts // ranks
@@ -132,10 +141,10 @@ def write_placement(path: Path, placement: Placement) -> None:
 
 
 def read_placement(path: Path, ranks: int) -> Placement:
-    """What ``write_placement`` wrote. Raises ValueError where it is no such file, or for other ranks."""
+    """The placement that ``write_placement`` wrote. Raises ValueError for other files, or for other ranks."""
     try:
-        found = parse_json(path.expanduser().read_text())
-        written, experts = int(found["ranks"]), found["experts"]
+        content = parse_json(path.expanduser().read_text())
+        written, experts = int(content["ranks"]), content["experts"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"parallel.placement is {str(path)!r}, which is no placement ({error}); "
@@ -146,4 +155,4 @@ def read_placement(path: Path, ranks: int) -> Placement:
             f"parallel.placement is {str(path)!r}, for {written} expert ranks, and the layout has {ranks}; "
             f"make one with ostinato place --ranks {ranks}"
         )
-    return tuple(tuple(tuple(kept) for kept in layer) for layer in experts)
+    return tuple(tuple(tuple(ids) for ids in layer) for layer in experts)

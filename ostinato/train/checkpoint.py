@@ -75,19 +75,19 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> P
         with atomic_folder(path) as temporary:
             _write(temporary, checkpoint)
     except (OSError, SafetensorError) as error:
-        good = checkpoints(folder)
-        last = f"the last good one is {good[-1]}" if good else "there is no earlier one"
+        saved = checkpoints(folder)
+        fallback = f"the last good one is {saved[-1]}" if saved else "there is no earlier one"
         raise CheckpointError(
-            f"checkpoint {path} could not be written ({error}); {remedy(error)}: {last}"
+            f"checkpoint {path} could not be written ({error}); {remedy(error)}: {fallback}"
         ) from error
     for old in checkpoints(folder)[:-keep]:
-        _delete(old)
+        _remove_checkpoint(old)
     return path
 
 
 def repair(folder: Path) -> None:
-    """Clean up after a killed process: a checkpoint that it had moved aside gets its name back, and what it
-    had half written or half deleted is removed. Only for the holder of the run's lock."""
+    """Clean up after a killed process: give a checkpoint that it had moved aside its name back, and remove
+    what it had half written or half deleted. Only the holder of the run's lock may call it."""
     for path in checkpoints(folder):
         if path.suffix == ASIDE:
             path.rename(folder / _name(path))
@@ -106,16 +106,16 @@ def load_checkpoint(folder: Path, *, identity: Mapping[str, str]) -> Checkpoint 
         ValueError: the checkpoint was made with another ``identity``.
     """
     while True:
-        found, lines = checkpoints(folder), list[str]()
+        paths, warnings = checkpoints(folder), list[str]()
         try:
-            checkpoint = _load(folder, found, identity, lines.append)
+            checkpoint = _load(folder, paths, identity, warnings.append)
         except (OSError, CheckpointError):
-            if all(map(Path.exists, found)):
+            if all(map(Path.exists, paths)):
                 raise
             continue
-        if lines and not all(map(Path.exists, found)):
+        if warnings and not all(map(Path.exists, paths)):
             continue
-        for sentence in lines:
+        for sentence in warnings:
             logger.warning(sentence)
         return checkpoint
 
@@ -123,7 +123,8 @@ def load_checkpoint(folder: Path, *, identity: Mapping[str, str]) -> Checkpoint 
 def _load(
     folder: Path, found: list[Path], identity: Mapping[str, str], warn: Callable[[str], None]
 ) -> Checkpoint | None:
-    """``load_checkpoint`` from those that were ``found``."""
+    """The newest whole checkpoint among the paths ``found``, oldest first; ``warn`` gets a sentence for each
+    damaged one. Raises CheckpointError where all are damaged."""
     for path in reversed(found):
         if damage := find_damage(path):
             warn(f"checkpoint {path} is damaged ({damage}) and was skipped")
@@ -137,9 +138,9 @@ def _load(
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in ``folder`` by step, oldest first; `find_damage` says whether they are whole. One
     that `atomic_folder` has moved aside is included until its replacement appears."""
-    found = {_name(path): path for path in folder.glob(f".step-*{ASIDE}")}
-    found |= {path.name: path for path in folder.glob("step-*") if path.is_dir()}
-    return [found[name] for name in sorted(found)]
+    path_by_name = {_name(path): path for path in folder.glob(f".step-*{ASIDE}")}
+    path_by_name |= {path.name: path for path in folder.glob("step-*") if path.is_dir()}
+    return [path_by_name[name] for name in sorted(path_by_name)]
 
 
 def oldest_step(folder: Path) -> int:
@@ -149,12 +150,12 @@ def oldest_step(folder: Path) -> int:
 
 def newest_step(folder: Path) -> int:
     """The step of the newest checkpoint, 0 without any."""
-    found = checkpoints(folder)
-    return int(_name(found[-1]).removeprefix("step-")) if found else 0
+    saved = checkpoints(folder)
+    return int(_name(saved[-1]).removeprefix("step-")) if saved else 0
 
 
 def _name(path: Path) -> str:
-    """The name of a checkpoint, also of one that was moved aside."""
+    """The name of a checkpoint at ``path``, which may have been moved aside."""
     return path.name.removeprefix(".").removesuffix(ASIDE)
 
 
@@ -173,12 +174,13 @@ def find_damage(path: Path) -> str:
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if _sha256(file) != digest:
+        if _hash_file(file) != digest:
             return f"{name} has changed since it was written"
     return ""
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write all files of a checkpoint into ``folder``, the manifest last."""
     from safetensors.torch import save_file
 
     save_file(
@@ -189,13 +191,14 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     for name, content in checkpoint.files.items():
         (folder / name).write_bytes(content)
     entries = {
-        file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+        file.name: {"bytes": file.stat().st_size, "sha256": _hash_file(file)}
         for file in sorted(folder.iterdir())
     }
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1))
 
 
 def _read(path: Path, identity: Mapping[str, str]) -> Checkpoint:
+    """The whole checkpoint at ``path``. Raises ValueError where its identity is not ``identity``."""
     state = parse_json((path / STATE).read_bytes(), surrogates=True)
     saved = state["identity"]
     for name in sorted(saved.keys() | identity.keys()):
@@ -206,8 +209,8 @@ def _read(path: Path, identity: Mapping[str, str]) -> Checkpoint:
             )
     from safetensors.torch import load_file
 
-    known = {MANIFEST, STATE, TENSORS}
-    names = parse_json((path / MANIFEST).read_bytes(), surrogates=True)["files"].keys() - known
+    own_files = {MANIFEST, STATE, TENSORS}
+    names = parse_json((path / MANIFEST).read_bytes(), surrogates=True)["files"].keys() - own_files
     return Checkpoint(
         step=state["step"],
         tensors=load_file(path / TENSORS),
@@ -217,12 +220,12 @@ def _read(path: Path, identity: Mapping[str, str]) -> Checkpoint:
     )
 
 
-def _sha256(file: Path) -> str:
+def _hash_file(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _delete(path: Path) -> None:
+def _remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint so that no half of one is ever found under its name."""
     grave = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     path.rename(grave / path.name)

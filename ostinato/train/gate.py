@@ -1,4 +1,4 @@
-"""The alignment gate: are the routes that a batch carries the routes of its tokens?
+"""The alignment gate: whether the routes that a batch carries are the routes of its tokens.
 
 The trainer computes its own choice of experts anyway, so comparing it with the choice that came with the
 batch costs next to nothing. Aligned sequences agree in 98 % of the ids and more; routes shifted by a row, of
@@ -57,30 +57,31 @@ class Agreement:
     def metrics(self) -> dict[str, float]:
         """routing/overlap, routing/differ, and the lowest overlap of a part of at least 32 routers, if
         there is one; empty if nothing is known."""
-        if not (known := self.together_routers.sum()):
+        if not (num_known := self.together_routers.sum()):
             return {}
-        least = lowest(self.overlaps, self.routers)
-        overlap = float(np.nansum(self.together * self.together_routers) / known)
-        found = {"routing/overlap": overlap, "routing/differ": self.differ}
-        return found if np.isnan(least) else found | {"routing/lowest_sequence": least}
+        lowest_overlap = lowest(self.overlaps, self.routers)
+        overlap = float(np.nansum(self.together * self.together_routers) / num_known)
+        metrics = {"routing/overlap": overlap, "routing/differ": self.differ}
+        return metrics if np.isnan(lowest_overlap) else metrics | {"routing/lowest_sequence": lowest_overlap}
 
     def at_fault(self, threshold: float) -> np.ndarray:
-        """[S] bool: sequences that are too low (``algo.routing.is_too_low``). If all answers together, or all
-        prompts, are below the threshold beyond chance, also every sequence whose own is below it."""
-        surely = improbability(self.together, self.together_routers, threshold) > SURE
-        below = (self.overlaps < threshold) & (self.together < threshold) & surely
-        return np.asarray((below | is_too_low(self.overlaps, self.routers, threshold)).any(axis=1))
+        """[S] bool: sequences whose overlap is too low (``algo.routing.is_too_low``). If all answers together,
+        or all prompts, are below the threshold beyond chance, also every sequence whose own part is below it."""
+        is_certain = improbability(self.together, self.together_routers, threshold) > SURE
+        is_below = (self.overlaps < threshold) & (self.together < threshold) & is_certain
+        return np.asarray((is_below | is_too_low(self.overlaps, self.routers, threshold)).any(axis=1))
 
 
 def row_counts(native: Tensor, carried: Tensor) -> Tensor:
-    """[3, T] int64 of two [T, L, K] on one device: ids in common, ids known, ids in sets that differ.
+    """Counts [3, T] int64 by row of two [T, L, K] on one device: ids in common, ids known, ids in sets that
+    differ.
 
     A row of NO_EXPERT is unknown and not counted. In numpy: ``algo.routing.shared_ids``.
     """
     top_k = native.shape[-1]
-    known = carried[..., 0] != NO_EXPERT
-    common = (native.unsqueeze(-1) == carried.unsqueeze(-2)).flatten(2).sum(dim=-1) * known
-    return torch.stack((common, top_k * known, top_k * (known & (common < top_k)))).sum(dim=-1)
+    is_known = carried[..., 0] != NO_EXPERT
+    common = (native.unsqueeze(-1) == carried.unsqueeze(-2)).flatten(2).sum(dim=-1) * is_known
+    return torch.stack((common, top_k * is_known, top_k * (is_known & (common < top_k)))).sum(dim=-1)
 
 
 def agreement(counted: Sequence[tuple[Microbatch, Tensor]], top_k: int) -> Agreement:
@@ -90,23 +91,23 @@ def agreement(counted: Sequence[tuple[Microbatch, Tensor]], top_k: int) -> Agree
         part_sums(counts[:2], sequence_spans(microbatch))
         for (microbatch, _), counts in zip(counted, rows, strict=True)
     ]
-    common, known = np.concatenate(parts, axis=1)
-    all_common, all_known, differ = np.concatenate(rows, axis=1).sum(axis=1)
-    answers = common[:, 0].sum(), known[:, 0].sum()
-    routers = np.array([answers[1], all_known - answers[1]])  # a prompt is shared by its siblings
+    num_common, num_known = np.concatenate(parts, axis=1)
+    total_common, total_known, num_differing = np.concatenate(rows, axis=1).sum(axis=1)
+    answers = num_common[:, 0].sum(), num_known[:, 0].sum()
+    routers = np.array([answers[1], total_known - answers[1]])  # a prompt is shared by its siblings
     return Agreement(
         uids=tuple(uid for microbatch, _ in counted for uid in microbatch.uids),
-        ages=np.concatenate([_oldest(microbatch) for microbatch, _ in counted]),
-        overlaps=overlap_ratio(common, known),
-        routers=known / top_k,
-        together=overlap_ratio(np.array([answers[0], all_common - answers[0]]), routers),
+        ages=np.concatenate([_max_staleness(microbatch) for microbatch, _ in counted]),
+        overlaps=overlap_ratio(num_common, num_known),
+        routers=num_known / top_k,
+        together=overlap_ratio(np.array([answers[0], total_common - answers[0]]), routers),
         together_routers=routers / top_k,
-        differ=float(overlap_ratio(differ, all_known)),
+        differ=float(overlap_ratio(num_differing, total_known)),
     )
 
 
-def _oldest(microbatch: Microbatch) -> np.ndarray:
-    """[S] the staleness of the oldest token of each sequence."""
+def _max_staleness(microbatch: Microbatch) -> np.ndarray:
+    """Staleness [S] of the oldest token of each sequence."""
     firsts = np.append(0, np.flatnonzero(np.diff(microbatch.sample_idx)) + 1)
     return np.maximum.reduceat(microbatch.staleness, firsts)
 
@@ -124,15 +125,15 @@ def refusal(
     native, carried = [], []
     for microbatch, ids in chosen:
         assert microbatch.experts is not None
-        for start, stop, first, last in sequence_spans(microbatch):
-            rows = np.r_[first:last, start:stop]
+        for start, stop, prompt_start, prompt_stop in sequence_spans(microbatch):
+            rows = np.r_[prompt_start:prompt_stop, start:stop]
             native.append(ids[rows])
             carried.append(microbatch.experts[rows])
     overlaps = np.fmin.reduce(seen.overlaps, axis=1)  # of the worse part
-    found = new_misaligned(native, carried, overlaps, threshold, seen.uids, seen.at_fault(threshold))
+    error = new_misaligned(native, carried, overlaps, threshold, seen.uids, seen.at_fault(threshold))
     done, planned = steps
-    learned = f"{done} of {planned} optimizer steps of this batch had been taken" if done else _NOTHING
-    return Misaligned(f"{found}; {learned}{_MEND}", found.diagnosis, found.uids, steps_taken=done)
+    progress_note = f"{done} of {planned} optimizer steps of this batch had been taken" if done else _NOTHING
+    return Misaligned(f"{error}; {progress_note}{_MEND}", error.diagnosis, error.uids, steps_taken=done)
 
 
 def unreplayable(microbatches: Sequence[Microbatch], moe: MoEConfig) -> Misaligned | None:
@@ -140,14 +141,18 @@ def unreplayable(microbatches: Sequence[Microbatch], moe: MoEConfig) -> Misalign
     that was not filled, physical instead of logical ids, partly known rows. It names the sequences; None
     if all can be replayed. Each array is checked once, before any pass."""
     broken = [
-        (microbatch, fault) for microbatch in microbatches if (fault := _fault(microbatch, slice(None), moe))
+        (microbatch, fault)
+        for microbatch in microbatches
+        if (fault := _find_routing_fault(microbatch, slice(None), moe))
     ]
     if not broken:
         return None
-    uids = [uid for one, _ in broken for uid in _broken_sequences(one, moe)]
-    zero = any(is_never_written(one.experts) for one, _ in broken if one.experts is not None)
-    cause = Cause.ZERO if zero else Cause.UNRELATED
-    detail = "rows name one expert several times, nothing was recorded" if zero else broken[0][1]
+    uids = [uid for microbatch, _ in broken for uid in _find_broken_uids(microbatch, moe)]
+    is_unwritten = any(
+        is_never_written(microbatch.experts) for microbatch, _ in broken if microbatch.experts is not None
+    )
+    cause = Cause.ZERO if is_unwritten else Cause.UNRELATED
+    detail = "rows name one expert several times, nothing was recorded" if is_unwritten else broken[0][1]
     return Misaligned(
         f"routes of samples {', '.join(uids)} cannot be replayed; probable cause: {cause}, {detail}; "
         f"{_NOTHING}{_MEND}",
@@ -156,33 +161,38 @@ def unreplayable(microbatches: Sequence[Microbatch], moe: MoEConfig) -> Misalign
     )
 
 
-def _broken_sequences(microbatch: Microbatch, moe: MoEConfig) -> list[str]:
+def _find_broken_uids(microbatch: Microbatch, moe: MoEConfig) -> list[str]:
     """The uids at fault in a microbatch; all, where its array as a whole has the wrong shape."""
     assert microbatch.experts is not None
     if len(microbatch.experts) != len(microbatch.tokens):
         return list(microbatch.uids)
     spans = zip(microbatch.uids, sequence_spans(microbatch), strict=True)
-    return [uid for uid, (a, z, first, last) in spans if _fault(microbatch, np.r_[first:last, a:z], moe)]
+    return [
+        uid
+        for uid, (start, stop, prompt_start, prompt_stop) in spans
+        if _find_routing_fault(microbatch, np.r_[prompt_start:prompt_stop, start:stop], moe)
+    ]
 
 
-def _fault(microbatch: Microbatch, rows: slice | np.ndarray, moe: MoEConfig) -> str:
-    """What is wrong with the experts of some rows; empty where nothing is."""
+def _find_routing_fault(microbatch: Microbatch, rows: slice | np.ndarray, moe: MoEConfig) -> str:
+    """What is wrong with the experts of ``rows``; empty where nothing is."""
     if microbatch.experts is None:
         return ""
     return routing_fault(torch.from_numpy(microbatch.experts[rows]), len(microbatch.tokens[rows]), moe)
 
 
 def without_routes(batch: Batch) -> Batch:
+    """The batch without the experts that it carries."""
     return replace(
         batch, microbatches=tuple(replace(microbatch, experts=None) for microbatch in batch.microbatches)
     )
 
 
 def coverage(microbatches: Sequence[Microbatch]) -> float:
-    """The share of rows whose experts are known."""
-    known = sum(
+    """Share of rows whose experts are known."""
+    num_known = sum(
         int(np.count_nonzero(microbatch.experts[:, 0, 0] != NO_EXPERT))
         for microbatch in microbatches
         if microbatch.experts is not None
     )
-    return known / sum(len(microbatch.tokens) for microbatch in microbatches)
+    return num_known / sum(len(microbatch.tokens) for microbatch in microbatches)

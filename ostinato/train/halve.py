@@ -1,6 +1,6 @@
-"""A microbatch in two, for a device that is full: whole sequences, each with the rows of its prompt.
+"""Splitting a microbatch in two for a device that is full: whole sequences, each with the rows of its prompt.
 
-What is computed of the halves is put together as if of the whole. Only rounding differs.
+Results of the halves are merged into those of the whole; they differ from it only by rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ostinato.train.passes import Outcome, Scores
 from ostinato.types import Microbatch, Segment
 
 T = TypeVar("T")
-# of the targets, [R] each
+# fields of the targets, [R] each
 SCORED = ("targets", "behaviour", "advantages", "weights", "sample_idx", "old", "reference", "teacher")
 
 
@@ -33,7 +33,7 @@ class Half:
 
 
 def halves(part: Inputs) -> tuple[Half, Half] | None:
-    """About as many rows of answers in each; None for a single sequence."""
+    """Two halves with about equally many rows of answers; None for a single sequence."""
     spans = sequence_spans(part.source)
     if len(spans) < 2:
         return None
@@ -42,47 +42,49 @@ def halves(part: Inputs) -> tuple[Half, Half] | None:
     cut = min(cut, len(spans) - 1)
     edges = np.concatenate(([0], np.flatnonzero(np.diff(part.source.sample_idx)) + 1, [len(part.rows)]))
     first, second = (
-        _half(part, spans[a:z], slice(a, z), slice(int(edges[a]), int(edges[z])))
-        for a, z in ((0, cut), (cut, len(spans)))
+        _take_half(part, spans[begin:end], slice(begin, end), slice(int(edges[begin]), int(edges[end])))
+        for begin, end in ((0, cut), (cut, len(spans)))
     )
     return first, second
 
 
-def _half(part: Inputs, spans: np.ndarray, sequences: slice, scored: slice) -> Half:
-    """Of the sequences with these ``spans``, whose targets are the ``scored`` ones."""
+def _take_half(part: Inputs, spans: np.ndarray, sequences: slice, targets: slice) -> Half:
+    """The half with the sequences at these ``spans`` [S, 4]; ``targets``: the slice of their targets."""
     source = part.source
-    wanted = np.zeros(len(source.tokens), bool)
+    is_taken = np.zeros(len(source.tokens), bool)
     for start, stop, prompt_start, prompt_stop in spans:
-        wanted[start:stop] = True
-        wanted[prompt_start:prompt_stop] = True
+        is_taken[start:stop] = True
+        is_taken[prompt_start:prompt_stop] = True
     segments: list[Segment] = []
     for segment in reversed(source.segments):  # a prefix lies before its readers
-        if wanted[segment.start : segment.stop].any():
-            wanted[segment.start : segment.stop] = wanted[segment.prefix_start : segment.prefix_stop] = True
+        if is_taken[segment.start : segment.stop].any():
+            is_taken[segment.start : segment.stop] = is_taken[segment.prefix_start : segment.prefix_stop] = (
+                True
+            )
             segments.append(segment)
-    place = np.concatenate(([0], wanted.cumsum()))  # of a row, and of the end of rows
-    moved = tuple(
+    new_row = np.concatenate(([0], is_taken.cumsum()))  # of each old row, and of the end of the rows
+    new_segments = tuple(
         Segment(
-            start=int(place[s.start]),
-            stop=int(place[s.stop]),
-            prefix_start=int(place[s.prefix_start]),
-            prefix_stop=int(place[s.prefix_stop]),
+            start=int(new_row[s.start]),
+            stop=int(new_row[s.stop]),
+            prefix_start=int(new_row[s.prefix_start]),
+            prefix_stop=int(new_row[s.prefix_stop]),
         )
         for s in reversed(segments)
     )
-    taken = _taken(source, wanted, place, moved, sequences, scored)
-    rows = torch.from_numpy(np.flatnonzero(wanted)).to(part.tokens.device)
+    half_source = _taken(source, is_taken, new_row, new_segments, sequences, targets)
+    rows = torch.from_numpy(np.flatnonzero(is_taken)).to(part.tokens.device)
     inputs = replace(
         part,
-        source=taken,
+        source=half_source,
         tokens=part.tokens[rows],
         positions=part.positions[rows],
-        segments=moved,
-        rows=torch.from_numpy(taken.rows.astype(np.int64)).to(rows),
+        segments=new_segments,
+        rows=torch.from_numpy(half_source.rows.astype(np.int64)).to(rows),
         carried=None if part.carried is None else part.carried[rows],
         routing=None if part.routing is None else part.routing[rows],
         counts=None if part.counts is None else part.counts[:, rows],
-        **{name: None if (x := getattr(part, name)) is None else x[scored] for name in SCORED},
+        **{name: None if (x := getattr(part, name)) is None else x[targets] for name in SCORED},
     )
     return Half(inputs=inputs, rows=rows)
 
@@ -95,8 +97,9 @@ def _taken(
     sequences: slice,
     scored: slice,
 ) -> Microbatch:
+    """The microbatch of a half: its rows are ``wanted`` [T] bool, ``place`` [T + 1] their new indices."""
     names = ("targets", "logprobs", "advantages", "weights", "sample_idx", "staleness")
-    numbers = np.arange(len(source.rows))[scored]
+    target_indices = np.arange(len(source.rows))[scored]
     return replace(
         source,
         tokens=source.tokens[wanted],
@@ -104,52 +107,61 @@ def _taken(
         segments=segments,
         rows=place[source.rows[scored]].astype(source.rows.dtype),
         uids=source.uids[sequences],
-        support=None if source.support is None else source.support.take(numbers),
+        support=None if source.support is None else source.support.take(target_indices),
         experts=None if source.experts is None else source.experts[wanted],
         **{name: getattr(source, name)[scored] for name in names},
     )
 
 
 def whole_scores(parts: Sequence[tuple[Tensor, Scores]]) -> Scores:
-    """Of (rows, scores) of both halves."""
+    """Scores of the whole from the (rows, scores) of both halves."""
     return Scores(
-        logprobs=_joined(parts, lambda one: one.logprobs),
-        entropy=_joined(parts, lambda one: one.entropy),
-        counts=_by_row(parts, lambda one: one.counts, 1),
-        native=_by_row(parts, lambda one: one.native, 0),
-        margins=_by_row(parts, lambda one: one.margins, 0),
+        logprobs=_join_targets(parts, lambda scores: scores.logprobs),
+        entropy=_join_targets(parts, lambda scores: scores.entropy),
+        counts=_merge_rows(parts, lambda scores: scores.counts, 1),
+        native=_merge_rows(parts, lambda scores: scores.native, 0),
+        margins=_merge_rows(parts, lambda scores: scores.margins, 0),
     )
 
 
 def whole_outcome(parts: Sequence[tuple[Tensor, Outcome]]) -> Outcome:
-    """Of (rows, outcome) of both halves: losses and statistics are sums over tokens."""
-    (_, one), (_, other) = parts
-    a, b = one.mismatch, other.mismatch
+    """Outcome of the whole from the (rows, outcome) of both halves; losses and statistics are sums over
+    tokens, and are added."""
+    (_, first), (_, second) = parts
+    first_mismatch, second_mismatch = first.mismatch, second.mismatch
     return Outcome(
-        loss=one.loss + other.loss,
-        stats={name: value + other.stats[name] for name, value in one.stats.items()},
+        loss=first.loss + second.loss,
+        stats={name: value + second.stats[name] for name, value in first.stats.items()},
         mismatch=Mismatch(
-            a.count + b.count,
-            {name: value + b.sums[name] for name, value in a.sums.items()},
-            {name: torch.maximum(value, b.maxima[name]) for name, value in a.maxima.items()},
+            first_mismatch.count + second_mismatch.count,
+            {name: value + second_mismatch.sums[name] for name, value in first_mismatch.sums.items()},
+            {
+                name: torch.maximum(value, second_mismatch.maxima[name])
+                for name, value in first_mismatch.maxima.items()
+            },
         ),
-        counts=_by_row(parts, lambda outcome: outcome.counts, 1),
+        counts=_merge_rows(parts, lambda outcome: outcome.counts, 1),
     )
 
 
-def _joined(parts: Sequence[tuple[Tensor, T]], of: Callable[[T], Tensor | None]) -> Tensor | None:
-    found = [x for _, one in parts if (x := of(one)) is not None]
-    return torch.cat(found) if found else None
+def _join_targets(
+    parts: Sequence[tuple[Tensor, T]], get_value: Callable[[T], Tensor | None]
+) -> Tensor | None:
+    values = [x for _, result in parts if (x := get_value(result)) is not None]
+    return torch.cat(values) if values else None
 
 
-def _by_row(parts: Sequence[tuple[Tensor, T]], of: Callable[[T], Tensor | None], dim: int) -> Tensor | None:
-    """Rows back in their places in the whole; those of a prompt in both halves are the second's."""
-    found = [(rows, x) for rows, one in parts if (x := of(one)) is not None]
-    if not found:
+def _merge_rows(
+    parts: Sequence[tuple[Tensor, T]], get_value: Callable[[T], Tensor | None], dim: int
+) -> Tensor | None:
+    """Values by row, put back at their rows of the whole along ``dim``; where both halves have the row of a
+    prompt, the second half's stays. None without values."""
+    values_by_rows = [(rows, x) for rows, result in parts if (x := get_value(result)) is not None]
+    if not values_by_rows:
         return None
-    shape = list(found[0][1].shape)
-    shape[dim] = 1 + max(int(rows[-1]) for rows, _ in found)
-    whole = found[0][1].new_zeros(shape)
-    for rows, x in found:
+    shape = list(values_by_rows[0][1].shape)
+    shape[dim] = 1 + max(int(rows[-1]) for rows, _ in values_by_rows)
+    whole = values_by_rows[0][1].new_zeros(shape)
+    for rows, x in values_by_rows:
         whole.index_copy_(dim, rows, x)
     return whole

@@ -1,8 +1,8 @@
 """Which experts a step replays, and whether it may train on them.
 
-admit      before a step: routes that no model could replay refuse the batch; now and then the mismatch is
-           measured
-judge      before each optimizer step: are the carried experts those of their tokens?
+admit      before a step: refuses a batch with routes that no model could replay, and at intervals measures the
+           mismatch
+judge      before each optimizer step: refuses carried experts that are not those of their tokens
 metrics    after the step
 """
 
@@ -28,6 +28,8 @@ from ostinato.types import Batch, Microbatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
+    """A batch that may be trained on."""
+
     batch: Batch
     mismatch: dict[str, Any] | None  # a row of mismatch.jsonl without its step
     note: str  # a message for the user; "" for none
@@ -58,17 +60,18 @@ class ReplayGuard:
         self._missing = ""  # the last note on experts that a batch should have carried
 
     def inputs(self, microbatch: Microbatch) -> Inputs:
-        """As tensors, with the routes that this step replays."""
+        """The tensors of a microbatch, with the routes that this step replays."""
         if self._replay == "shuffled" and microbatch.experts is not None:
             half = len(microbatch.experts) // 2
             microbatch = replace(microbatch, experts=np.roll(microbatch.experts, half, axis=0))
         return as_inputs(microbatch, self._device, moe=self._moe is not None, replay=bool(self._replay))
 
     def admit(self, batch: Batch, step: int) -> Admitted:
-        """Before training step number ``step``. Raises ``Misaligned`` for routes that cannot be replayed."""
-        batch, note = self._replayable(batch)
-        every, row = self._measure_every, None
-        if every and step % every == 0:
+        """Check a batch before training step number ``step``, and measure it where that is due. Raises
+        ``Misaligned`` for routes that cannot be replayed."""
+        batch, note = self._check_routes(batch)
+        interval, row = self._measure_every, None
+        if interval and step % interval == 0:
             floor = step == 0 and self._moe is not None  # it costs most, and hardly changes
             row = self.measure(batch, floor=floor)
         return Admitted(batch=batch, mismatch=row, note=note)
@@ -82,67 +85,72 @@ class ReplayGuard:
         """
         started = time.perf_counter()
         parts = [self.inputs(microbatch) for microbatch in batch.microbatches]
-        usable = self._moe is not None and not unreplayable(batch.microbatches, self._moe)
-        found = scored(self._passes, parts, floor=floor, replay=usable)
-        row = mismatch_row(found, self._moe.layers if self._moe else ())
+        can_replay = self._moe is not None and not unreplayable(batch.microbatches, self._moe)
+        results = scored(self._passes, parts, floor=floor, replay=can_replay)
+        row = mismatch_row(results, self._moe.layers if self._moe else ())
         row["replay"] = "replay" in row["arms"] and bool(self._replay)
-        work = sum((one.work for one in found), Work())
-        own = sum((part.work for part in parts), Work())
-        row["passes"] = self._flops.forward(work) / self._flops.forward(own)
+        work = sum((result.work for result in results), Work())
+        single_pass_work = sum((part.work for part in parts), Work())
+        row["passes"] = self._flops.forward(work) / self._flops.forward(single_pass_work)
         return row | {"seconds": time.perf_counter() - started}
 
     def judge(self, totals: Totals, num_minibatches: int) -> Misaligned | None:
-        """Before an optimizer step: the error to raise where carried experts that were not judged yet are not
-        those of their tokens, else None.
+        """The error to raise before an optimizer step where carried experts that were not judged yet are not
+        those of their tokens; None where they are.
 
         Once weights have changed since the experts were chosen, by this batch or by earlier ones, that may be
         why the trainer chooses others. Then routes are refused only if they would agree once corrected: those
         of a neighbouring token, of other layers, of another sequence.
         """
-        fresh, totals.unjudged = totals.unjudged, []
-        totals.judged += fresh
-        if not fresh or self._moe is None or self._replay in (False, "shuffled"):
+        unjudged, totals.unjudged = totals.unjudged, []
+        totals.judged += unjudged
+        if not unjudged or self._moe is None or self._replay in (False, "shuffled"):
             return None
-        seen = agreement([(part.source, counts) for part, counts in fresh], self._moe.top_k)
-        at_fault = seen.at_fault(self._threshold)
+        agreements = agreement([(part.source, counts) for part, counts in unjudged], self._moe.top_k)
+        at_fault = agreements.at_fault(self._threshold)
         if not at_fault.any():
             return None
-        totals.extra_flops += sum(self._flops.forward(replace(part.work, logits=0)) for part, _ in fresh)
+        totals.extra_flops += sum(self._flops.forward(replace(part.work, logits=0)) for part, _ in unjudged)
         # natively: after a layer with wrong experts, later choices are no longer the model's own
-        alone = [replace(part, routing=None) for part, _ in fresh]
-        natives = self._passes.score(alone, ScoreOptions(as_trained=False, logprobs=False, native=True))
-        chosen = [
-            (part.source, one.native.cpu().numpy())
-            for (part, _), one in zip(fresh, natives, strict=True)
-            if one.native is not None
+        native_parts = [replace(part, routing=None) for part, _ in unjudged]
+        natives = self._passes.score(
+            native_parts, ScoreOptions(as_trained=False, logprobs=False, native=True)
+        )
+        native_choices = [
+            (part.source, scores.native.cpu().numpy())
+            for (part, _), scores in zip(unjudged, natives, strict=True)
+            if scores.native is not None
         ]
         steps = (totals.steps_taken, num_minibatches)
-        found = refusal(seen, chosen, self._threshold, steps=steps)
-        moved = totals.steps_taken or seen.ages[at_fault].min() > 0
-        return found if not moved or found.diagnosis.best >= self._threshold else None
+        error = refusal(agreements, native_choices, self._threshold, steps=steps)
+        weights_changed = totals.steps_taken or agreements.ages[at_fault].min() > 0
+        return error if not weights_changed or error.diagnosis.best >= self._threshold else None
 
     def metrics(self, batch: Batch, totals: Totals) -> dict[str, float]:
-        """``routing/*`` of a mixture of experts, after its step."""
+        """Metrics ``routing/*`` of a mixture of experts after its step; empty for a dense model."""
         moe = self._moe
         if moe is None:
             return {}
-        share, counted = coverage(batch.microbatches), [(one.source, counts) for one, counts in totals.judged]
-        found = {"routing/coverage": share, "routing/replay": float(bool(self._replay) and share > 0)}
-        found |= balance(batch, moe, self._owner)
-        return found | agreement(counted, moe.top_k).metrics if counted else found
+        share, counted = (
+            coverage(batch.microbatches),
+            [(part.source, counts) for part, counts in totals.judged],
+        )
+        metrics = {"routing/coverage": share, "routing/replay": float(bool(self._replay) and share > 0)}
+        metrics |= balance(batch, moe, self._owner)
+        return metrics | agreement(counted, moe.top_k).metrics if counted else metrics
 
-    def _replayable(self, batch: Batch) -> tuple[Batch, str]:
-        """The batch, and one sentence if there is something new about the experts that it carries. Experts
-        that no model could replay raise ``Misaligned``; without replay, they are left out instead."""
+    def _check_routes(self, batch: Batch) -> tuple[Batch, str]:
+        """The batch, and one sentence if there is something new to say about the experts that it carries, else
+        "". Raises ``Misaligned`` for experts that no model could replay; without replay, removes them."""
         if self._moe is None:
             return batch, ""
-        sentence = ""
-        if (found := unreplayable(batch.microbatches, self._moe)) is not None:
+        note = ""
+        if (error := unreplayable(batch.microbatches, self._moe)) is not None:
             if self._replay is not False:
-                raise found
+                raise error
             batch = without_routes(batch)
-            sentence = f"the batch carries routes that cannot be replayed: {found.diagnosis.detail}"
+            note = f"the batch carries routes that cannot be replayed: {error.diagnosis.detail}"
         elif self._replay and not coverage(batch.microbatches):
-            sentence = "replay is on, but the batch carries no experts: the trainer chooses its own"
-        news, self._missing = sentence if sentence != self._missing else "", sentence
-        return batch, news
+            note = "replay is on, but the batch carries no experts: the trainer chooses its own"
+        new_note, self._missing = note if note != self._missing else "", note
+        return batch, new_note

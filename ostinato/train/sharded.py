@@ -7,7 +7,7 @@
                same loss
     pipeline   ``parallel.stages``
 
-The scores of a microbatch are then sent to all ranks (``_everywhere``), so that the trainer decides the
+The scores of a microbatch are then sent to all ranks (``_gather_values``), so that the trainer decides the
 same on all of them. Gradients are left as partial sums (``parallel.leaves``).
 """
 
@@ -58,21 +58,21 @@ class Slice:
 
 
 def sliced(part: Inputs, index: int, mesh: Mesh, links: Collectives) -> Slice:
-    """The share of this rank in a microbatch of its data rank."""
+    """The part that this rank computes of a microbatch of its data rank."""
     length = len(part.tokens)
     total = length + padding(length, mesh.layout)
-    context, own = _ranges(total, mesh)
+    context, own = _split_rows(total, mesh)
     segments = part.segments
     if total > length:
         segments = (*segments, Segment(start=length, stop=total))
-    here = (part.rows >= context.start) & (part.rows < context.stop)
+    is_local = (part.rows >= context.start) & (part.rows < context.stop)
 
     def routes(ids: Tensor | None) -> Tensor | None:
-        return None if ids is None else _filled(ids, own, NO_EXPERT)
+        return None if ids is None else _pad_rows(ids, own, NO_EXPERT)
 
     rows = Rows(
-        tokens=_filled(part.tokens, context, 0),
-        positions=_filled(part.positions, context, 0),
+        tokens=_pad_rows(part.tokens, context, 0),
+        positions=_pad_rows(part.positions, context, 0),
         attend=Ulysses(PackedAttention(segments), links),
         routing=routes(part.routing),
     )
@@ -83,15 +83,15 @@ def sliced(part: Inputs, index: int, mesh: Mesh, links: Collectives) -> Slice:
         own=own,
         real=max(0, min(length, own.stop) - own.start),
         carried=routes(part.carried),
-        predictors=part.rows[here] - context.start,
-        places=here.nonzero().squeeze(1),
+        predictors=part.rows[is_local] - context.start,
+        places=is_local.nonzero().squeeze(1),
     )
 
 
 def idle(mesh: Mesh, links: Collectives) -> Slice:
-    """A pass of a rank that has no microbatch left, so that it joins the collectives of the others."""
+    """A slice of padding only: a rank without a microbatch runs it to join the collectives of the others."""
     total = mesh.layout.row_shards
-    context, own = _ranges(total, mesh)
+    context, own = _split_rows(total, mesh)
     blank = torch.zeros(len(context), dtype=torch.int64, device=mesh.device)
     attend = Ulysses(PackedAttention((Segment(start=0, stop=total),)), links)
     none = blank[:0]
@@ -108,24 +108,24 @@ def idle(mesh: Mesh, links: Collectives) -> Slice:
 
 
 def padding(rows: int, layout: Layout) -> int:
-    """Padding rows of a microbatch of ``rows`` rows, so that it can be cut evenly."""
+    """Number of padding rows with which a microbatch of ``rows`` rows is cut evenly."""
     return -rows % layout.row_shards
 
 
-def _ranges(total: int, mesh: Mesh) -> tuple[range, range]:
-    """(rows of a context slice, own rows)."""
-    layout, at = mesh.layout, mesh.coords
-    width, narrow = total // layout.context, total // layout.row_shards
-    start = at.context * width
-    first = start + at.tensor * narrow
-    return range(start, start + width), range(first, first + narrow)
+def _split_rows(total: int, mesh: Mesh) -> tuple[range, range]:
+    """This rank's (context slice, own rows) as ranges of the ``total`` padded rows."""
+    layout, coords = mesh.layout, mesh.coords
+    context_rows, own_rows = total // layout.context, total // layout.row_shards
+    start = coords.context * context_rows
+    first = start + coords.tensor * own_rows
+    return range(start, start + context_rows), range(first, first + own_rows)
 
 
-def _filled(x: Tensor, rows: range, fill: int) -> Tensor:
-    """``rows`` of x; those past its end are ``fill``."""
-    found = x[rows.start : rows.stop]
-    missing = len(rows) - len(found)
-    return torch.cat((found, x.new_full((missing, *x.shape[1:]), fill))) if missing else found
+def _pad_rows(x: Tensor, rows: range, fill: int) -> Tensor:
+    """Rows ``rows`` of x; those past its end are filled with ``fill``."""
+    present = x[rows.start : rows.stop]
+    num_missing = len(rows) - len(present)
+    return torch.cat((present, x.new_full((num_missing, *x.shape[1:]), fill))) if num_missing else present
 
 
 class ShardedPasses:
@@ -156,7 +156,7 @@ class ShardedPasses:
         config = decoders[0].config
         self._config, self._moe_layers = config, config.moe.layers if config.moe else ()
         self._stages: Stages[Slice] = Stages.at(
-            mesh, links, shape=lambda one: (len(one.own), config.hidden_size), dtype=decoders[0].dtype
+            mesh, links, shape=lambda shard: (len(shard.own), config.hidden_size), dtype=decoders[0].dtype
         )
         self._passed = 0
         self._idle = self._padding = 0
@@ -167,102 +167,107 @@ class ShardedPasses:
         return float(self._passed + self._links.progress)
 
     def train(self, parts: Sequence[Inputs], objective: Objective, scale: float) -> list[Outcome]:
-        mine = self._mine(parts)
-        found: dict[int, Tensor] = {}
+        shards = self._shard_microbatches(parts)
+        scores_by_index: dict[int, Tensor] = {}
 
         def loss(one: Slice, hidden: Tensor, _: Any) -> Tensor:
             logprobs, entropy = self._head(hidden, one, want_entropy=True)
             if one.source is None:
                 return logprobs.sum()  # an empty sum, but other ranks wait for its backward
-            found[one.index] = torch.stack((logprobs, entropy)).detach()
+            scores_by_index[one.index] = torch.stack((logprobs, entropy)).detach()
             return objective(one.source, Scores(logprobs=logprobs, entropy=entropy)).loss * scale
 
-        extras = self._stages.train(mine, self._forward(ScoreOptions()), loss)
-        pairs = self._everywhere([(2, len(part.rows)) for part in parts], found if self._leads else {})
-        counts = self._counts(parts, mine, extras)
+        extras = self._stages.train(shards, self._forward(ScoreOptions()), loss)
+        pairs = self._gather_values(
+            [(2, len(part.rows)) for part in parts], scores_by_index if self._leads else {}
+        )
+        counts = self._counts(parts, shards, extras)
         outcomes = []
-        for part, (logprobs, entropy), seen in zip(parts, pairs, counts, strict=True):
+        for part, (logprobs, entropy), part_counts in zip(parts, pairs, counts, strict=True):
             entropy.requires_grad_()  # an objective that uses its gradient requires one
-            scores = Scores(logprobs=logprobs, entropy=entropy, counts=seen)
+            scores = Scores(logprobs=logprobs, entropy=entropy, counts=part_counts)
             outcomes.append(objective(part, scores).detached())
         return outcomes
 
     def score(self, parts: Sequence[Inputs], options: ScoreOptions) -> list[Scores]:
-        mine = self._mine(parts)
-        found: dict[int, Tensor] = {}
+        shards = self._shard_microbatches(parts)
+        logprobs_by_index: dict[int, Tensor] = {}
 
         @torch.no_grad()
         def use(one: Slice, hidden: Tensor, _: Any) -> None:
             if options.logprobs and one.source is not None:
-                found[one.index] = self._head(hidden.detach(), one, want_entropy=False)[0]
+                logprobs_by_index[one.index] = self._head(hidden.detach(), one, want_entropy=False)[0]
 
         with torch.set_grad_enabled(options.as_trained):
-            extras = self._stages.score(mine, self._forward(options), use)
+            extras = self._stages.score(shards, self._forward(options), use)
         logprobs = native = margins = [None] * len(parts)
         if options.logprobs:
-            logprobs = self._everywhere([(len(part.rows),) for part in parts], found if self._leads else {})
+            logprobs = self._gather_values(
+                [(len(part.rows),) for part in parts], logprobs_by_index if self._leads else {}
+            )
         if self._moe_layers and options.native:
-            native = self._choices(parts, mine, extras)
+            native = self._choices(parts, shards, extras)
         if self._moe_layers and options.margins:
-            # [T, L_moe] of every microbatch.
-            margins = self._by_rows(parts, mine, extras, 1, (len(self._moe_layers),), self._wide)
-        columns = zip(logprobs, self._counts(parts, mine, extras), native, margins, strict=True)
+            # [T, L_moe] of every microbatch
+            margins = self._by_rows(parts, shards, extras, 1, (len(self._moe_layers),), self._wide)
+        columns = zip(logprobs, self._counts(parts, shards, extras), native, margins, strict=True)
         return [Scores(logprobs=a, counts=b, native=c, margins=d) for a, b, c, d in columns]
 
     def metrics(self) -> dict[str, float]:
-        """The traffic that this rank sent, and idle passes and padding rows, summed over all data ranks."""
-        found = self._links.traffic.take().metrics()
-        found |= {"parallel/idle_passes": float(self._idle), "parallel/padding_rows": float(self._padding)}
+        """The traffic that this rank sent, and the idle passes and padding rows of all data ranks, since the
+        last call."""
+        metrics = self._links.traffic.take().metrics()
+        metrics |= {"parallel/idle_passes": float(self._idle), "parallel/padding_rows": float(self._padding)}
         self._idle = self._padding = 0
-        return found
+        return metrics
 
-    def _mine(self, parts: Sequence[Inputs]) -> list[Slice]:
-        """This rank's slices of the microbatches, in order; counts the padding that all ranks run."""
+    def _shard_microbatches(self, parts: Sequence[Inputs]) -> list[Slice]:
+        """Cut this rank's slices of its microbatches, in order, and count the padding that all ranks run."""
         mesh, layout = self._mesh, self._mesh.layout
-        mine = [
+        shards = [
             sliced(part, index, mesh, self._links)
             for index, part in enumerate(parts)
             if index % layout.data == mesh.coords.data
         ]
         self._padding += sum(padding(len(part.tokens), layout) for part in parts)
         if layout.couples_microbatches:
-            spare = -len(parts) % layout.data
-            self._idle += spare
-            self._padding += spare * layout.row_shards
-            mine += [idle(mesh, self._links)] * (-(-len(parts) // layout.data) - len(mine))
-        return mine
+            num_idle = -len(parts) % layout.data
+            self._idle += num_idle
+            self._padding += num_idle * layout.row_shards
+            shards += [idle(mesh, self._links)] * (-(-len(parts) // layout.data) - len(shards))
+        return shards
 
     def _forward(self, options: ScoreOptions) -> Forward[Slice]:
-        """The forward for ``parallel.stages``: besides the stream, each chunk returns its own choice of
+        """Build the forward for ``parallel.stages``: besides the stream, each chunk returns its own choice of
         experts for own rows, and the margins."""
-        gaps: list[Tensor] = []
+        margins_by_layer: list[Tensor] = []
         run = decoder_chunks(
             dict(zip(self._stages.chunks, self._decoders, strict=True)),
             self._reference if options.reference else self._adapters,
             _rows,
-            ops=watching(self._ops, gaps) if options.margins else self._ops,
+            ops=watching(self._ops, margins_by_layer) if options.margins else self._ops,
             recompute=self._recompute,
         )
 
         def forward(chunk: int, one: Slice, x: Tensor | None, /) -> tuple[Tensor, Any]:
             self._passed += 1
             out, native = run(chunk, one, x)
-            margins = torch.stack(gaps, dim=1) if gaps else None
-            gaps.clear()
+            margins = torch.stack(margins_by_layer, dim=1) if margins_by_layer else None
+            margins_by_layer.clear()
             return out, (native, margins)
 
         return forward
 
     def _layers(self, local: int) -> list[int]:
-        """The indices of a chunk's MoE layers among those of the model."""
-        kept = self._decoders[local].share.layers
-        return [place for place, layer in enumerate(self._moe_layers) if layer in kept]
+        """Indices of a chunk's MoE layers among those of the model."""
+        chunk_layers = self._decoders[local].share.layers
+        return [index for index, layer in enumerate(self._moe_layers) if layer in chunk_layers]
 
     def _head(self, hidden: Tensor, one: Slice, *, want_entropy: bool) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropy [R] of all targets of a microbatch, from hidden states of own rows.
+        """Log-probabilities and entropy, each [R], of all targets of a microbatch, from own hidden states.
 
         Each tensor rank has a part of the vocabulary, each context rank its rows; the result is whole on all
-        of them. So gradients flow to a context rank's own rows, and through a tensor rank's own logits.
+        of them. Gradients flow to a context rank's own rows, and through a tensor rank's own logits.
         """
         assert one.source is not None or not len(one.predictors)
         decoder = self._decoders[-1]
@@ -272,18 +277,18 @@ class ShardedPasses:
             empty = hidden.sum(-1)
             return empty, empty.detach()
         if len(one.predictors):
-            found = torch.stack(self._scored(decoder, hidden, one, want_entropy), dim=1)
+            scores = torch.stack(self._scored(decoder, hidden, one, want_entropy), dim=1)
         else:  # rows of other slices predict all targets, but other ranks wait for this part of the graph
-            found = hidden.sum(-1, keepdim=True).to(self._wide).expand(-1, 2)
+            scores = hidden.sum(-1, keepdim=True).to(self._wide).expand(-1, 2)
         if self._layout.context > 1:
-            whole = found.new_zeros(len(one.source.rows), 2).index_copy(0, one.places, found)
-            found = self._links.all_reduce(whole, "c")
-        return found[:, 0], found[:, 1]
+            whole = scores.new_zeros(len(one.source.rows), 2).index_copy(0, one.places, scores)
+            scores = self._links.all_reduce(whole, "c")
+        return scores[:, 0], scores[:, 1]
 
     def _scored(
         self, decoder: Decoder, hidden: Tensor, one: Slice, want_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropy) [m] of the targets whose hidden states [m, D] are here."""
+        """(log-probabilities, entropy), each [m], of the targets whose hidden states [m, D] are here."""
         assert one.source is not None
         support = one.source.source.support
         head, targets = decoder.head_weight, one.source.targets[one.places]
@@ -291,7 +296,7 @@ class ShardedPasses:
             "support": None if support is None else support.take(one.places.cpu().numpy()),
             "temperature": self._temperature,
             "want_entropy": want_entropy,
-            "vocabulary": self._vocabulary(head),
+            "vocabulary": self._make_vocabulary(head),
         }
         if head.requires_grad:
             return chunked_logprobs(hidden, targets, decoder.logits, **options)
@@ -299,7 +304,8 @@ class ShardedPasses:
         options["matmul_nt"], options["matmul_nn"] = head_products(decoder, self._ops)
         return linear_logprobs(hidden, head, targets, **options)
 
-    def _vocabulary(self, head: Tensor) -> Vocabulary | None:
+    def _make_vocabulary(self, head: Tensor) -> Vocabulary | None:
+        """This rank's part of the vocabulary and its reductions; None where it is whole."""
         if self._layout.tensor == 1:
             return None
         return Vocabulary(
@@ -319,37 +325,40 @@ class ShardedPasses:
         """Whether this rank, of those with a microbatch's log-probabilities, is the one that sends them."""
         return self._stages.is_last and self._at.context == 0 and self._at.tensor == 0
 
-    def _everywhere(self, shapes: Sequence[Sequence[int]], own: Mapping[int, Tensor]) -> list[Any]:
+    def _gather_values(self, shapes: Sequence[Sequence[int]], own: Mapping[int, Tensor]) -> list[Any]:
         device = self._decoders[0].device
         return all_gather_ragged(self._links, shapes, own, dtype=self._wide, device=device)
 
     def _counts(self, parts: Sequence[Inputs], mine: Sequence[Slice], extras: Any) -> list[Tensor | None]:
-        """``gate.row_counts`` over all layers and rows: the sum of what each rank counts for its own."""
+        """``gate.row_counts`` [3, T] of each microbatch over all layers: the sum of what each rank counts for
+        its own rows; None for those without routes."""
         if not self._moe_layers or all(part.carried is None for part in parts):
             return [None] * len(parts)
         shapes = [(3, len(part.tokens) if part.carried is not None else 0) for part in parts]
-        own = {}
-        for place, one in enumerate(mine):
-            if one.source is None or one.carried is None:
+        local_counts = {}
+        for position, shard in enumerate(mine):
+            if shard.source is None or shard.carried is None:
                 continue
-            counts = one.places.new_zeros(shapes[one.index])
-            for local in range(len(self._decoders)):
-                native = extras[local][place][0]
+            shard_counts = shard.places.new_zeros(shapes[shard.index])
+            for chunk in range(len(self._decoders)):
+                native = extras[chunk][position][0]
                 if native is not None:
-                    rows = slice(one.own.start, one.own.start + one.real)
-                    carried = one.carried[: one.real, self._layers(local)]
-                    counts[:, rows] += row_counts(native[: one.real], carried)
-            own[one.index] = counts
+                    rows = slice(shard.own.start, shard.own.start + shard.real)
+                    carried = shard.carried[: shard.real, self._layers(chunk)]
+                    shard_counts[:, rows] += row_counts(native[: shard.real], carried)
+            local_counts[shard.index] = shard_counts
         device = self._decoders[0].device
-        found = all_gather_ragged(self._links, shapes, own, dtype=torch.int64, device=device)
-        return [None if part.carried is None else one for part, one in zip(parts, found, strict=True)]
+        gathered = all_gather_ragged(self._links, shapes, local_counts, dtype=torch.int64, device=device)
+        return [
+            None if part.carried is None else counts for part, counts in zip(parts, gathered, strict=True)
+        ]
 
     def _choices(self, parts: Sequence[Inputs], mine: Sequence[Slice], extras: Any) -> list[Tensor]:
-        """[T, L_moe, K] int16 of every microbatch."""
+        """The trainer's own choice of experts [T, L_moe, K] int16 in every microbatch."""
         assert self._config.moe is not None
         widths = (len(self._moe_layers), self._config.moe.top_k)
-        found = self._by_rows(parts, mine, extras, 0, widths, torch.int32)  # gloo has no sums of 16 bits
-        return [one.to(torch.int16) for one in found]
+        choices = self._by_rows(parts, mine, extras, 0, widths, torch.int32)  # gloo has no sums of 16 bits
+        return [ids.to(torch.int16) for ids in choices]
 
     def _by_rows(
         self,
@@ -360,21 +369,22 @@ class ShardedPasses:
         widths: tuple[int, ...],
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """[T, L_moe, ...] of every microbatch, from what a chunk's forward gave for own rows and layers."""
+        """[T, L_moe, *widths] of every microbatch, from entry ``which`` of what each chunk's forward returned
+        for own rows and layers."""
         device = self._decoders[0].device
         shapes = [(len(part.tokens), *widths) for part in parts]
-        own = {}
-        for place, one in enumerate(mine):
-            if one.source is None:
+        local_values = {}
+        for position, shard in enumerate(mine):
+            if shard.source is None:
                 continue
-            values = torch.zeros(shapes[one.index], dtype=dtype, device=device)
-            for local in range(len(self._decoders)):
-                part = extras[local][place][which]
-                if part is not None:
-                    rows = slice(one.own.start, one.own.start + one.real)
-                    values[rows, self._layers(local)] = part[: one.real].to(dtype)
-            own[one.index] = values
-        return all_gather_ragged(self._links, shapes, own, dtype=dtype, device=device)
+            values = torch.zeros(shapes[shard.index], dtype=dtype, device=device)
+            for chunk in range(len(self._decoders)):
+                chunk_values = extras[chunk][position][which]
+                if chunk_values is not None:
+                    rows = slice(shard.own.start, shard.own.start + shard.real)
+                    values[rows, self._layers(chunk)] = chunk_values[: shard.real].to(dtype)
+            local_values[shard.index] = values
+        return all_gather_ragged(self._links, shapes, local_values, dtype=dtype, device=device)
 
 
 def _rows(one: Slice) -> Rows:
