@@ -47,7 +47,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found in the worst sequences; ``best``: the overlap that they would have if fixed."""
+    """The probable cause in the worst sequences; ``best``: their overlap if it were fixed."""
 
     cause: Cause
     best: float
@@ -68,12 +68,12 @@ class Misaligned(NamedFailure):
         self.diagnosis, self.uids, self.steps_taken = diagnosis, tuple(uids), steps_taken
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles all fields: a trainer in another process raises the same error as one in this process."""
+        """Pickle all fields: a trainer in another process raises the same error as one in this process."""
         return type(self), (str(self), self.diagnosis), self.__dict__
 
 
 def shared_ids(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The share of ids in common, [T, L] float32 of two [T, L, K]; NaN where either side is unknown.
+    """Share of ids in common, [T, L] float32, of two [T, L, K]; NaN where either side is unknown.
 
     The order of the K ids does not matter. The ids of a row must differ, else one counts twice.
     """
@@ -88,7 +88,7 @@ def alignment(native: Sequence[np.ndarray], replayed: Sequence[np.ndarray]) -> n
 
     native, replayed: B integer arrays [T_b, L, K]. Raises ValueError where their shapes differ.
     """
-    return np.array([_mean(a, b) for a, b in _pairs(native, replayed)])
+    return np.array([_mean(a, b) for a, b in _pair_routes(native, replayed)])
 
 
 def require_aligned(
@@ -111,17 +111,19 @@ def new_misaligned(
 ) -> Misaligned:
     """The error to raise where some ``overlaps`` [B] are below the threshold. ``uids`` name the sequences;
     ``at_fault`` [B] bool: those that are blamed, by default all below it."""
-    low = np.flatnonzero(overlaps < threshold if at_fault is None else at_fault).tolist()
-    diagnosis = diagnose([native[i] for i in low], [replayed[i] for i in low], threshold, others=replayed)
-    named = [uids[i] for i in low] if uids else []
-    first = named[0] if named else low[0]
+    faulty = np.flatnonzero(overlaps < threshold if at_fault is None else at_fault).tolist()
+    diagnosis = diagnose(
+        [native[i] for i in faulty], [replayed[i] for i in faulty], threshold, others=replayed
+    )
+    faulty_uids = [uids[i] for i in faulty] if uids else []
+    first = faulty_uids[0] if faulty_uids else faulty[0]
     return Misaligned(
-        f"routes of {len(low)} of {len(overlaps)} sequences agree with the trainer's own in less than "
-        f"{threshold:g} of the ids (sequence {first}: {overlaps[low[0]]:.2f}); probable cause: "
+        f"routes of {len(faulty)} of {len(overlaps)} sequences agree with the trainer's own in less than "
+        f"{threshold:g} of the ids (sequence {first}: {overlaps[faulty[0]]:.2f}); probable cause: "
         f"{diagnosis.cause}{f', {diagnosis.detail}' if diagnosis.detail else ''} "
         f"(fixed: {diagnosis.best:.2f})",
         diagnosis,
-        named,
+        faulty_uids,
     )
 
 
@@ -134,14 +136,19 @@ def sequence_spans(microbatch: Microbatch) -> np.ndarray:
     """
     edges = np.flatnonzero(np.diff(microbatch.sample_idx))
     firsts, lasts = np.append(0, edges + 1), np.append(edges, len(microbatch.rows) - 1)
-    segments = np.array([(s.start, s.stop, s.prefix_start, s.prefix_stop) for s in microbatch.segments])
+    segments = np.array(
+        [
+            (segment.start, segment.stop, segment.prefix_start, segment.prefix_stop)
+            for segment in microbatch.segments
+        ]
+    )
     start, stop, prompt_start, prompt_stop = segments[
         np.searchsorted(segments[:, 0], microbatch.rows[lasts], side="right") - 1
     ].T
-    shared = prompt_stop > prompt_start
-    split = np.where(shared, start, microbatch.rows[firsts] + 1)
-    prompt = np.where(shared, prompt_start, start), np.where(shared, prompt_stop, split)
-    return np.stack((split, stop, *prompt), axis=1)
+    is_shared = prompt_stop > prompt_start
+    answer_start = np.where(is_shared, start, microbatch.rows[firsts] + 1)
+    prompt = np.where(is_shared, prompt_start, start), np.where(is_shared, prompt_stop, answer_start)
+    return np.stack((answer_start, stop, *prompt), axis=1)
 
 
 def part_sums(values: np.ndarray, spans: np.ndarray) -> np.ndarray:
@@ -160,7 +167,7 @@ def overlap_ratio(common: ArrayLike, total: ArrayLike) -> np.ndarray:
 
 
 def is_too_low(overlaps: np.ndarray, routers: np.ndarray, threshold: float = THRESHOLD) -> np.ndarray:
-    """[S, P] bool: which parts of a batch are below the threshold, and lower than chance would make them.
+    """Parts [S, P] bool of a batch that are below the threshold, and lower than chance would make them.
 
     overlaps [S, P]: of each part of a sequence (answer, prompt), NaN where nothing is known. routers [S, P]:
     how many (token, layer) pairs each is the mean of.
@@ -172,7 +179,7 @@ def is_too_low(overlaps: np.ndarray, routers: np.ndarray, threshold: float = THR
     they mostly differ in one of K, and a share of K ids scatters less than the one coin per router that the
     bound allows for.
     """
-    medians = [np.median(part[~np.isnan(part)]) for part in overlaps.T if not np.isnan(part).all()]
+    medians = [np.median(values[~np.isnan(values)]) for values in overlaps.T if not np.isnan(values).all()]
     usual = min(max([threshold, *map(float, medians)]), max(USUAL, threshold))
     return (overlaps < threshold) & (improbability(overlaps, routers, usual) > SURE)
 
@@ -189,8 +196,8 @@ def improbability(overlaps: ArrayLike, routers: ArrayLike, usual: float) -> np.n
 
 def lowest(overlaps: np.ndarray, routers: np.ndarray) -> float:
     """The lowest overlap among parts with at least 32 routers; NaN if there are none."""
-    lone = overlaps[(routers >= ALONE) & ~np.isnan(overlaps)]
-    return float(lone.min()) if lone.size else math.nan
+    reliable = overlaps[(routers >= ALONE) & ~np.isnan(overlaps)]
+    return float(reliable.min()) if reliable.size else math.nan
 
 
 def is_never_written(routes: np.ndarray) -> bool:
@@ -208,37 +215,40 @@ def diagnose(
 ) -> Diagnosis:
     """The explanation of a disagreement that would fix most of it, and by how much. Looks at the worst
     stretch of the 16 worst sequences, and for shuffled routes also at the first 512 of ``others``."""
-    pairs = [(a, b) for a, b in _pairs(native, replayed) if len(a)]
-    worst = sorted(pairs, key=lambda pair: np.nan_to_num(_mean(*pair), nan=1.0))[:_SEQUENCES]
-    windows = [_worst_stretch(a, b, threshold) for a, b in worst]
-    stretches = [(a[w], b[w], w) for (a, b), w in zip(worst, windows, strict=True)]
+    pairs = [(a, b) for a, b in _pair_routes(native, replayed) if len(a)]
+    worst_pairs = sorted(pairs, key=lambda pair: np.nan_to_num(_mean(*pair), nan=1.0))[:_SEQUENCES]
+    windows = [_find_worst_stretch(a, b, threshold) for a, b in worst_pairs]
+    stretches = [(a[w], b[w], w) for (a, b), w in zip(worst_pairs, windows, strict=True)]
     # aligned stretches need no explanation, and would dilute the fault of a misaligned one
     stretches = [(a, b, w) for a, b, w in stretches if _mean(a, b) < threshold] or stretches
     pairs = [(a, b) for a, b, _ in stretches]
-    overlap = _mean_of([_mean(a, b) for a, b in pairs])
+    overlap = _average_known([_mean(a, b) for a, b in pairs])
     if not overlap < threshold:
         return Diagnosis(cause=Cause.ALIGNED, best=overlap)
-    if _mean_of([_repeat_share(b) for _, b in pairs]) > 0.5:
+    if _average_known([_measure_repeats(b) for _, b in pairs]) > 0.5:
         return Diagnosis(cause=Cause.ZERO, best=overlap, detail="rows name one expert several times")
-    elsewhere = [[other[w] for other in [*replayed, *others][:_OTHERS]] for *_, w in stretches]
-    fits = threshold - _MARGIN
+    candidates = [[routes[w] for routes in [*replayed, *others][:_OTHERS]] for *_, w in stretches]
+    convincing = threshold - _MARGIN
 
-    def plausible(explanation: tuple[float, Cause, str]) -> tuple[bool, float]:
-        """One of many sequences fits a short stretch by luck: causes without such a search come first."""
-        return explanation[1] is not Cause.SHUFFLED and explanation[0] >= fits, explanation[0]
+    def rank_explanation(explanation: tuple[float, Cause, str]) -> tuple[bool, float]:
+        """Sort key: SHUFFLED comes last, since one of many sequences fits a short stretch by luck."""
+        return explanation[1] is not Cause.SHUFFLED and explanation[0] >= convincing, explanation[0]
 
-    best, cause, detail = max(_explanations(pairs, elsewhere), key=plausible, default=(0.0, Cause.STALE, ""))
-    # the best of many wrong sequences fits better than one alone; the right one reaches ``fits``
-    by_chance = cause is Cause.SHUFFLED and best < fits
+    best, cause, detail = max(
+        _try_explanations(pairs, candidates), key=rank_explanation, default=(0.0, Cause.STALE, "")
+    )
+    # the best of many wrong sequences fits better than one alone; the right one is ``convincing``
+    by_chance = cause is Cause.SHUFFLED and best < convincing
     if best >= overlap + _MARGIN and not by_chance:
         return Diagnosis(cause=cause, best=best, detail=detail)
-    cause = Cause.STALE if overlap > _chance(pairs) + _MARGIN else Cause.UNRELATED
+    cause = Cause.STALE if overlap > _measure_chance_overlap(pairs) + _MARGIN else Cause.UNRELATED
     return Diagnosis(cause=cause, best=overlap)
 
 
-def _pairs(
+def _pair_routes(
     native: Sequence[np.ndarray], replayed: Sequence[np.ndarray]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(native, replayed) of each sequence. Raises ValueError where their shapes differ."""
     pairs = list(zip(native, replayed, strict=True))
     for i, (a, b) in enumerate(pairs):
         if a.shape != b.shape or a.ndim != 3:
@@ -248,53 +258,54 @@ def _pairs(
     return pairs
 
 
-def _worst_stretch(native: np.ndarray, replayed: np.ndarray, threshold: float) -> slice:
-    """The 16 to 512 adjacent rows that fall furthest short of the threshold: rows that a bug did not affect,
+def _find_worst_stretch(native: np.ndarray, replayed: np.ndarray, threshold: float) -> slice:
+    """The 16 to 512 adjacent rows that fall furthest short of the threshold. Rows that a bug did not affect,
     such as a prompt that siblings share, would hide what fixes the rest."""
     share = shared_ids(native, replayed)
-    short = np.where(np.isnan(share), 0, threshold - share).sum(axis=1).cumsum()
-    before = np.minimum.accumulate(np.concatenate(([0.0], short)))[:-1]
-    stop = int(np.argmax(short - before)) + 1  # the largest sum of neighbours ends here
-    start = int(np.argmin(np.concatenate(([0.0], short))[:stop]))
+    deficit = np.where(np.isnan(share), 0, threshold - share).sum(axis=1).cumsum()
+    least_before = np.minimum.accumulate(np.concatenate(([0.0], deficit)))[:-1]
+    stop = int(np.argmax(deficit - least_before)) + 1  # the largest sum of neighbours ends here
+    start = int(np.argmin(np.concatenate(([0.0], deficit))[:stop]))
     start = min(start, max(0, stop - _LEAST))
     return slice(start, min(stop, start + _LOOK))
 
 
-def _explanations(
-    pairs: list[tuple[np.ndarray, np.ndarray]], elsewhere: Sequence[Sequence[np.ndarray]]
+def _try_explanations(
+    pairs: list[tuple[np.ndarray, np.ndarray]], candidates_by_pair: Sequence[Sequence[np.ndarray]]
 ) -> Iterator[tuple[float, Cause, str]]:
-    """(overlap once fixed, cause, detail) of every explanation worth trying; ``elsewhere``: for each pair,
-    the routes of other sequences that it may have got."""
+    """(overlap once fixed, cause, detail) of every explanation worth trying; ``candidates_by_pair``: for each
+    pair, the routes of other sequences that it may have got."""
     for shift in (-2, -1, 1, 2):
-        here = [(a[max(-shift, 0) : len(a) - max(shift, 0)], b[max(shift, 0) :]) for a, b in pairs]
-        overlap = _mean_of([_mean(a, b[: len(a)]) for a, b in here])
-        late = "later" if shift > 0 else "earlier"
-        yield overlap, Cause.SHIFTED, f"each token's routes stand {abs(shift)} row(s) {late}"
+        overlapping = [(a[max(-shift, 0) : len(a) - max(shift, 0)], b[max(shift, 0) :]) for a, b in pairs]
+        overlap = _average_known([_mean(a, b[: len(a)]) for a, b in overlapping])
+        direction = "later" if shift > 0 else "earlier"
+        yield overlap, Cause.SHIFTED, f"each token's routes stand {abs(shift)} row(s) {direction}"
     layers = pairs[0][0].shape[1]
     for roll in range(1, layers):
-        overlap = _mean_of([_mean(a, np.roll(b, -roll, axis=1)) for a, b in pairs])
+        overlap = _average_known([_mean(a, np.roll(b, -roll, axis=1)) for a, b in pairs])
         yield overlap, Cause.LAYERS, f"layers rolled by {roll} of {layers}"
     if layers > 2:  # of two layers, the reverse is a roll
-        yield _mean_of([_mean(a, b[:, ::-1]) for a, b in pairs]), Cause.LAYERS, "layers reversed"
+        yield _average_known([_mean(a, b[:, ::-1]) for a, b in pairs]), Cause.LAYERS, "layers reversed"
     best = [
-        max(_prefix(a, b) for b in candidates) for (a, _), candidates in zip(pairs, elsewhere, strict=True)
+        max(_measure_prefix_overlap(a, b) for b in candidates)
+        for (a, _), candidates in zip(pairs, candidates_by_pair, strict=True)
     ]
-    yield _mean_of(best), Cause.SHUFFLED, "another sequence of the batch fits better"
+    yield _average_known(best), Cause.SHUFFLED, "another sequence of the batch fits better"
 
 
-def _prefix(a: np.ndarray, b: np.ndarray) -> float:
-    """The overlap over their common length; 0 where that is short, since a few rows agree by chance."""
+def _measure_prefix_overlap(a: np.ndarray, b: np.ndarray) -> float:
+    """Overlap over the common length; 0 where that is below half of ``a``: a few rows agree by chance."""
     length = min(len(a), len(b))
     return float(np.nan_to_num(_mean(a[:length], b[:length]))) if 2 * length >= len(a) else 0.0
 
 
-def _chance(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """The overlap with rows of other tokens: some experts are popular everywhere."""
-    return _mean_of([_mean(a, np.roll(b, len(b) // 2, axis=0)) for a, b in pairs])
+def _measure_chance_overlap(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Overlap with rows of other tokens, which is above zero since some experts are popular everywhere."""
+    return _average_known([_mean(a, np.roll(b, len(b) // 2, axis=0)) for a, b in pairs])
 
 
-def _repeat_share(ids: np.ndarray) -> float:
-    """The share of known rows in which an expert occurs twice."""
+def _measure_repeats(ids: np.ndarray) -> float:
+    """Share of known rows in which an expert occurs twice; NaN without any."""
     ordered = np.sort(ids[ids[:, 0, 0] != NO_EXPERT], axis=-1)
     if ordered.size == 0 or ordered.shape[-1] == 1:
         return float("nan")
@@ -302,11 +313,11 @@ def _repeat_share(ids: np.ndarray) -> float:
 
 
 def _mean(a: np.ndarray, b: np.ndarray) -> float:
-    return _mean_of(shared_ids(a, b))
+    return _average_known(shared_ids(a, b))
 
 
-def _mean_of(values: np.ndarray | Sequence[float]) -> float:
-    """The mean of the values that are not NaN; NaN, without a warning, if there are none."""
+def _average_known(values: np.ndarray | Sequence[float]) -> float:
+    """Mean of the values that are not NaN; NaN, without a warning, if there are none."""
     numbers = np.asarray(values, np.float64)
     numbers = numbers[~np.isnan(numbers)]
     return float(numbers.mean()) if numbers.size else float("nan")

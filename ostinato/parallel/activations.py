@@ -50,22 +50,24 @@ class Slots:
         return self.ranks.get(slot, 0)
 
     def reads(self, slot: str) -> bool:
-        """Is the input of this matrix kept?"""
+        """Whether the input of this matrix is kept for its backward."""
         return self.full or self.low(slot) > 0
 
 
 @lru_cache(maxsize=1024)
 def slots_of(config: ModelConfig, adapter: AdapterSpec | None, layer: int) -> Slots:
-    """Of ``layer``; ``adapter`` None is full-parameter training."""
+    """The slots of decoder layer ``layer``; ``adapter`` None is full-parameter training."""
     if adapter is None:
         return Slots({}, True, False)
     prefix = f"layers.{layer}."
-    by_name = {
+    rank_by_name = {
         name: a[-2] for name, (a, _) in adapter_shapes(config, adapter).items() if name.startswith(prefix)
     }
-    ranks = {slot: sum(by_name.get(prefix + name, 0) for name in names) for slot, names in STACKED.items()}
-    ranks["experts_gate_up"] = sum(by_name.get(f"{prefix}experts.{name}", 0) for name in ("gate", "up"))
-    ranks["experts_down"] = by_name.get(f"{prefix}experts.down", 0)
+    ranks = {
+        slot: sum(rank_by_name.get(prefix + name, 0) for name in names) for slot, names in STACKED.items()
+    }
+    ranks["experts_gate_up"] = sum(rank_by_name.get(f"{prefix}experts.{name}", 0) for name in ("gate", "up"))
+    ranks["experts_down"] = rank_by_name.get(f"{prefix}experts.down", 0)
     if ranks["experts_gate_up"] and not ranks["experts_down"]:  # a zero update stands in
         ranks["experts_idle"] = adapter.rank_of(prefix + "experts.down")
     return Slots(ranks, False, adapter.expert_scheme == ExpertScheme.SHARED_OUTER)
@@ -76,10 +78,14 @@ def saved(config: ModelConfig, slots: Slots, rows: Rows, width: float, *, moe: b
     (``share.local_config``); ``width``: bytes of an activation."""
     b, hidden = width, config.hidden_size
     residual = 2 * rows.own * (hidden * b + FP32)  # what the two norms read, and their inverse roots
-    attention = _latent(config, slots, rows, b) if config.mla else _grouped(config, slots, rows, b)
+    attention = (
+        _count_latent_attention(config, slots, rows, b)
+        if config.mla
+        else _count_grouped_attention(config, slots, rows, b)
+    )
     if moe:
-        return residual + attention + _mixture(config, slots, rows, b)
-    return residual + attention + _mlp(config, slots, rows, b, config.intermediate_size, "")
+        return residual + attention + _count_mixture(config, slots, rows, b)
+    return residual + attention + _count_mlp(config, slots, rows, b, config.intermediate_size, "")
 
 
 def boundary(config: ModelConfig, rows: Rows, width: float) -> float:
@@ -98,108 +104,122 @@ def ends(config: ModelConfig, rows: Rows, width: float, *, first: bool, last: bo
     where the embedding is trained. Where it is not, nothing is kept of the first norm, since nothing below
     it waits for a gradient."""
     norm = rows.own * (config.hidden_size * width + FP32)
-    kept = norm * last
+    num_bytes = norm * last
     if first:
-        kept += rows.slice * INT64 if full else -norm
-    return kept
+        num_bytes += rows.slice * INT64 if full else -norm
+    return num_bytes
 
 
-def _grouped(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
-    """Grouped-query attention."""
+def _count_grouped_attention(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
+    """Bytes that grouped-query attention keeps."""
     t, heads, groups, dk = rows.slice, c.num_heads, c.num_kv_heads, c.head_dim
-    stacked = t * (heads + 2 * groups) * dk
-    kept = t * c.hidden_size * slots.reads("qkv") + t * slots.low("qkv")
+    stacked_elements = t * (heads + 2 * groups) * dk
+    elements = t * c.hidden_size * slots.reads("qkv") + t * slots.low("qkv")
     copies = (c.qk_norm == QKNorm.FULL) + (c.clip_qkv is not None)  # each reads one qkv and makes another
-    exchanged = rows.context > 1
-    if not exchanged or c.qk_norm == QKNorm.HEAD:
+    exchanges_heads = rows.context > 1
+    if not exchanges_heads or c.qk_norm == QKNorm.HEAD:
         copies += 1  # the last one lives on in v, and in what is normed
-    kept += copies * stacked
-    rotated = t * (heads + groups) * dk
-    kept += stacked if exchanged else rotated  # heads that came, all of q, k and v; else v is a view
-    inverse = {QKNorm.NONE: 0, QKNorm.HEAD: heads + groups, QKNorm.FULL: 2}[c.qk_norm]
-    return kept * b + t * inverse * FP32 + _attended(c, slots, rows, b)
+    elements += copies * stacked_elements
+    rotated_elements = t * (heads + groups) * dk
+    # heads that came, all of q, k and v; else v is a view
+    elements += stacked_elements if exchanges_heads else rotated_elements
+    inverse_norms = {QKNorm.NONE: 0, QKNorm.HEAD: heads + groups, QKNorm.FULL: 2}[c.qk_norm]
+    return elements * b + t * inverse_norms * FP32 + _count_attention_output(c, slots, rows, b)
 
 
-def _latent(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
-    """Multi-head latent attention with keys and values expanded."""
+def _count_latent_attention(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
+    """Bytes that multi-head latent attention keeps, with keys and values expanded."""
     mla, t, heads = c.mla, rows.slice, c.num_heads
     assert mla is not None
     reads = slots.reads("q") if mla.q_lora_rank is None else slots.reads("q_a")
-    kept = t * c.hidden_size * (reads or slots.reads("kv_a"))
-    kept += t * (slots.low("q") + slots.low("q_a") + slots.low("q_b") + slots.low("kv_a") + slots.low("kv_b"))
+    elements = t * c.hidden_size * (reads or slots.reads("kv_a"))
+    elements += t * (
+        slots.low("q") + slots.low("q_a") + slots.low("q_b") + slots.low("kv_a") + slots.low("kv_b")
+    )
     if mla.q_lora_rank is not None:
-        kept += t * mla.q_lora_rank * (1 + slots.reads("q_b"))
-    kept += t * (mla.kv_lora_rank + mla.rope_head_dim) + t * mla.kv_lora_rank * slots.reads("kv_b")
+        elements += t * mla.q_lora_rank * (1 + slots.reads("q_b"))
+    elements += t * (mla.kv_lora_rank + mla.rope_head_dim) + t * mla.kv_lora_rank * slots.reads("kv_b")
     queries, values = heads * c.head_dim, heads * mla.v_head_dim
     # v is a view of all that kv_b gave, unless heads are exchanged
-    kept += t * (2 * queries + (values if rows.context > 1 else heads * (mla.nope_head_dim + mla.v_head_dim)))
-    return kept * b + t * (1 + (mla.q_lora_rank is not None)) * FP32 + _attended(c, slots, rows, b)
+    elements += t * (
+        2 * queries + (values if rows.context > 1 else heads * (mla.nope_head_dim + mla.v_head_dim))
+    )
+    return (
+        elements * b
+        + t * (1 + (mla.q_lora_rank is not None)) * FP32
+        + _count_attention_output(c, slots, rows, b)
+    )
 
 
-def _attended(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
-    """The output of attention, its log-sum-exp, and what the map behind it keeps."""
+def _count_attention_output(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
+    """Bytes of the output of attention, its log-sum-exp, and what the output projection keeps."""
     t, values = rows.slice, c.num_heads * c.v_head_dim
     out = t * values * (1 + (rows.context > 1 and slots.reads("o")))
     return (out + t * slots.low("o")) * b + t * c.num_heads * FP32
 
 
-def _mlp(c: ModelConfig, slots: Slots, rows: Rows, b: float, width: int, role: str) -> float:
+def _count_mlp(c: ModelConfig, slots: Slots, rows: Rows, b: float, width: int, role: str) -> float:
+    """Bytes that a gated MLP keeps; ``role``: the prefix of its slots."""
     t, gate_up, down = rows.slice, f"{role}gate_up", f"{role}down"
-    kept = t * c.hidden_size * slots.reads(gate_up) + t * slots.low(gate_up)
-    kept += t * 2 * width + t * width * slots.reads(down) + t * slots.low(down)
-    return kept * b
+    elements = t * c.hidden_size * slots.reads(gate_up) + t * slots.low(gate_up)
+    elements += t * 2 * width + t * width * slots.reads(down) + t * slots.low(down)
+    return elements * b
 
 
-def _mixture(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
+def _count_mixture(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
+    """Bytes that a mixture of experts keeps, with its router and its shared experts."""
     moe = c.moe
     assert moe is not None
-    kept = _router(c, slots, rows, b) + _experts(c, slots, rows, b)
-    own = rows.own * c.hidden_size * b * _reads_own(slots, rows, b)
+    num_bytes = _count_router(c, slots, rows, b) + _experts(c, slots, rows, b)
+    input_bytes = rows.own * c.hidden_size * b * _keeps_mixture_input(slots, rows, b)
     if not moe.shared_intermediate_size:
-        return kept + own
+        return num_bytes + input_bytes
     if rows.tensor == 1 and slots.reads("shared_gate_up"):
-        own = 0.0  # the shared experts keep the very same tensor
-    return kept + own + _mlp(c, slots, rows, b, moe.shared_intermediate_size, "shared_")
+        input_bytes = 0.0  # the shared experts keep the very same tensor
+    return num_bytes + input_bytes + _count_mlp(c, slots, rows, b, moe.shared_intermediate_size, "shared_")
 
 
-def _reads_own(slots: Slots, rows: Rows, b: float) -> bool:
-    """Is the input of the mixture itself kept, by the router or by a factor that all experts share?"""
+def _keeps_mixture_input(slots: Slots, rows: Rows, b: float) -> bool:
+    """Whether the input of the mixture is kept, by the router or by a factor that all experts share."""
     router = slots.low("router") > 0 or (slots.full and b == FP32)
     return router or (rows.expert == 1 and slots.low("experts_gate_up") > 0 and slots.shared_outer)
 
 
-def _router(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
-    """Logits, scores, the choice and its weights in fp32; and the router's weight, widened."""
+def _count_router(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
+    """Bytes of logits, scores, the choice and its weights in fp32, and of the router's weight, widened."""
     moe = c.moe
     assert moe is not None
-    t, k, narrow = rows.own, moe.top_k, b < FP32
-    wide = 1 if moe.scoring == Scoring.SOFTMAX else 4  # a sigmoid that is spelled out keeps every step
-    kept = t * (moe.num_experts * wide * FP32 + k * INT64)
-    kept += t * (k + 1) * FP32 * moe.norm_topk
-    kept += moe.num_experts * c.hidden_size * FP32 * narrow
-    kept += t * c.hidden_size * FP32 * (slots.full and narrow)
-    return kept + t * slots.low("router") * b
+    t, k, is_narrow = rows.own, moe.top_k, b < FP32
+    # a sigmoid that is spelled out keeps every step
+    score_tensors = 1 if moe.scoring == Scoring.SOFTMAX else 4
+    num_bytes = t * (moe.num_experts * score_tensors * FP32 + k * INT64)
+    num_bytes += t * (k + 1) * FP32 * moe.norm_topk
+    num_bytes += moe.num_experts * c.hidden_size * FP32 * is_narrow
+    num_bytes += t * c.hidden_size * FP32 * (slots.full and is_narrow)
+    return num_bytes + t * slots.low("router") * b
 
 
 def _experts(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
+    """Bytes that the routed experts of this rank keep."""
     moe, hidden = c.moe, c.hidden_size
     assert moe is not None
     n, up, down = rows.copies, slots.low("experts_gate_up"), slots.low("experts_down")
-    kept = n * 2 * moe.intermediate_size + n * hidden  # what the gate reads, and what is summed with weights
+    # what the gate reads, and what is summed with weights
+    elements = n * 2 * moe.intermediate_size + n * hidden
     if slots.full:
-        kept += n * hidden + n * moe.intermediate_size
+        elements += n * hidden + n * moe.intermediate_size
     if up:
-        kept += n * up
+        elements += n * up
         if not slots.shared_outer:
-            kept += n * hidden
+            elements += n * hidden
         elif rows.expert > 1:
-            kept += rows.received * hidden
+            elements += rows.received * hidden
     if down:
-        kept += n * moe.intermediate_size + n * down
-        kept += rows.received * down if slots.shared_outer else n * hidden
-    kept += n * slots.low("experts_idle")
+        elements += n * moe.intermediate_size + n * down
+        elements += rows.received * down if slots.shared_outer else n * hidden
+    elements += n * slots.low("experts_idle")
     sums = 1 + (up > 0 or down > 0)
     indices = INT64 * (n + sums * n if rows.expert == 1 else 5 * n)
     indices += moe.num_experts / rows.expert * FP32  # where the rows of each expert end
     weights = rows.own * moe.top_k * b * (sums if b < FP32 else 1)
-    return kept * b + indices + weights
+    return elements * b + indices + weights

@@ -78,7 +78,7 @@ class ShardedLeaves:
         return self._links.sum_(total.reshape(1), "all").sqrt()[0]
 
     def whole(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Complete tensors by name, on the first rank and its CPU; empty on the others. Tensors are sent one at
+        """Complete tensors by name, on the first rank and its CPU; empty on the others. They are sent one at
         a time, each part by one rank. ``own`` has all leaves of this rank, or none of them on any rank;
         scalars are alike everywhere, and not sent."""
         complete: dict[str, Tensor] = {}

@@ -47,7 +47,7 @@ class DType(StrEnum):
 
     @property
     def num_bytes(self) -> float:
-        """Of one value, its share of the scales included."""
+        """Bytes of one value, with its share of the scales."""
         return _BYTES[self]
 
 
@@ -74,11 +74,12 @@ class Precision:
 
 
 def weight_bytes(elements: Elements, dtype: DType, shard: int = 1) -> float:
-    """Of base weights in ``dtype``; routers, norms, embedding and head are never quantised."""
-    plain = (dtype if dtype in (DType.FP32, DType.BF16) else DType.BF16).num_bytes
-    cut = (elements.matrices * dtype.num_bytes + elements.routers * plain) / shard
-    rest = (elements.ends + elements.vectors) * plain + elements.untrained * FP32
-    return cut + elements.experts * dtype.num_bytes + rest
+    """Bytes of base weights in ``dtype``; routers, norms, embedding and head are never quantised. Matrices
+    and routers are cut over ``shard`` ranks."""
+    unquantised_bytes = (dtype if dtype in (DType.FP32, DType.BF16) else DType.BF16).num_bytes
+    sharded_bytes = (elements.matrices * dtype.num_bytes + elements.routers * unquantised_bytes) / shard
+    whole_bytes = (elements.ends + elements.vectors) * unquantised_bytes + elements.untrained * FP32
+    return sharded_bytes + elements.experts * dtype.num_bytes + whole_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class Training:
     microbatches: int = 1  # of one data rank in one optimizer step
 
     def state(self, stage: int = 0) -> dict[str, float]:
-        """Weights, gradients and optimizer of a rank of ``stage``."""
+        """Bytes of weights, gradients and optimizer of a rank of ``stage``, by term."""
         precision, shard = self.precision, self.layout.shard
         elements = stage_elements(self.config, self.adapter, self.layout, stage)
         trained: float = elements.adapters
@@ -113,16 +114,16 @@ class Training:
         return {name: size for name, size in terms.items() if size}
 
     def rows(self) -> Rows:
-        """Of one microbatch on one rank, that of the fullest experts (95 % of steps)."""
+        """Rows of one microbatch on the rank with the fullest experts, at the 95th percentile of steps."""
         layout, moe, total = self.layout, self.config.moe, float(self.microbatch)
         own = total / layout.row_shards
         received = own if layout.expert_tensor == 1 else total / layout.context
         copies = 0.0
         if moe is not None:
-            uneven = expected_straggler(moe.num_experts, layout.expert).high
-            copies = received * moe.top_k * uneven
+            straggler = expected_straggler(moe.num_experts, layout.expert).high
+            copies = received * moe.top_k * straggler
             if layout.expert > 1:
-                received *= distinct_ranks(moe.num_experts, moe.top_k, layout.expert) * uneven
+                received *= distinct_ranks(moe.num_experts, moe.top_k, layout.expert) * straggler
         return Rows(
             slice=total / layout.context,
             own=own,
@@ -135,62 +136,69 @@ class Training:
         )
 
     def fullest(self, *, backward: bool = True) -> tuple[int, dict[str, float]]:
-        """(stage, terms) of the rank that keeps most while it trains, or scores old log-probabilities. Of
-        many stages the first ones (embedding, dense layers, most in flight) and the last one (head)."""
-        layer_bytes = {moe: self._layer_bytes(moe) for moe in (False, True)}
+        """(stage, bytes by term) of the rank that keeps most while it trains or, without ``backward``, scores
+        old log-probabilities, among ``stages``."""
+        layer_bytes = {moe: self._count_layer_bytes(moe) for moe in (False, True)}
         terms = {stage: self._terms(stage, layer_bytes, backward) for stage in self.stages()}
-        stage = max(terms, key=lambda one: sum(terms[one].values()))
+        stage = max(terms, key=lambda candidate: sum(terms[candidate].values()))
         return stage, terms[stage] | {"fragmentation": fragmentation(terms[stage])}
 
     def stages(self) -> tuple[int, ...]:
-        """Those that may be fullest."""
+        """Stages that may be fullest: all up to 8, of more the first five (embedding, dense layers, most in
+        flight) and the last one (head)."""
         pipeline = self.layout.pipeline
         return tuple(range(pipeline)) if pipeline <= 8 else (*range(5), pipeline - 1)
 
-    def _layer_bytes(self, moe: bool) -> float:
+    def _count_layer_bytes(self, moe: bool) -> float:
         """Bytes that one layer of a kind keeps of one microbatch, not recomputed."""
         layer = layer_of(self.config, moe=moe)
         if layer is None:
             return 0.0
-        slots, here = slots_of(self.config, self.adapter, layer), local(self.config, self.layout)
-        return saved(here, slots, self.rows(), self.precision.compute.num_bytes, moe=moe)
+        slots, local_config = slots_of(self.config, self.adapter, layer), local(self.config, self.layout)
+        return saved(local_config, slots, self.rows(), self.precision.compute.num_bytes, moe=moe)
 
     def _terms(self, stage: int, layer_bytes: dict[bool, float], backward: bool) -> dict[str, float]:
+        """Bytes of a rank of ``stage`` by term, without fragmentation."""
         config, layout, rows = self.config, self.layout, self.rows()
         width, hidden = self.precision.compute.num_bytes, config.hidden_size
         chunks = chunk_layers(config, layout, stage)
         kind = Schedule.training(layout.virtual) if backward else Schedule.FORWARD
-        flying = in_flight(
+        num_in_flight = in_flight(
             kind, rank=stage, ranks=layout.pipeline, virtual=layout.virtual, parts=self.microbatches
         )
-        edge, first, last = boundary(config, rows, width), stage == 0, stage == layout.pipeline - 1
+        residual_bytes, first, last = boundary(config, rows, width), stage == 0, stage == layout.pipeline - 1
         layers = max(
-            sum(edge if self.recompute else layer_bytes[is_moe(config, layer)] for layer in chunk)
+            sum(residual_bytes if self.recompute else layer_bytes[is_moe(config, layer)] for layer in chunk)
             for chunk in chunks
         )
-        beside = ends(config, rows, width, first=first, last=last, full=self.adapter is None)
+        end_bytes = ends(config, rows, width, first=first, last=last, full=self.adapter is None)
         terms = self.state(stage)
-        terms["activations"] = flying * (layers + once(config, rows, width) + max(beside, 0.0))
+        terms["activations"] = num_in_flight * (layers + once(config, rows, width) + max(end_bytes, 0.0))
         if self.adapter is not None:
             copies = stage_elements(config, self.adapter, layout, stage).copies
-            terms["adapter copies"] = flying * copies / len(chunks) * width
-        terms["working set"] = self._working_set(stage, layer_bytes, backward)
+            terms["adapter copies"] = num_in_flight * copies / len(chunks) * width
+        terms["working set"] = self._estimate_working_set(stage, layer_bytes, backward)
         if layout.shard > 1:  # one layer at a time, and once more while it is put together
-            each = (layer_elements(config, self.adapter, layout, moe=moe) for moe in self._kinds(stage))
-            terms["gathered weights"] = 2 * max(one.matrices + one.routers for one in each) * width
+            elements_by_kind = (
+                layer_elements(config, self.adapter, layout, moe=moe) for moe in self._kinds(stage)
+            )
+            terms["gathered weights"] = (
+                2 * max(elements.matrices + elements.routers for elements in elements_by_kind) * width
+            )
         if layout.expert > 1 and config.moe is not None:
-            sent = rows.received / expected_straggler(config.moe.num_experts, layout.expert).high
-            terms["dispatch"] = 2 * (sent + rows.received) * hidden * width
+            sent_rows = rows.received / expected_straggler(config.moe.num_experts, layout.expert).high
+            terms["dispatch"] = 2 * (sent_rows + rows.received) * hidden * width
         if layout.pipeline > 1:
             tensors = 5 if layout.virtual == 1 else 8  # received and not used yet, sent and not confirmed
             terms["pipeline buffers"] = tensors * rows.own * hidden * width
         return terms
 
     def _kinds(self, stage: int) -> list[bool]:
-        return [moe for moe, number in layers_by_kind(self.config, self.layout, stage).items() if number]
+        """The kinds of layers on a stage: whether each is a mixture."""
+        return [moe for moe, count in layers_by_kind(self.config, self.layout, stage).items() if count]
 
-    def _working_set(self, stage: int, layer_bytes: dict[bool, float], backward: bool) -> float:
-        """The larger of the head's logits with slopes, and of a layer's backward beside slopes."""
+    def _estimate_working_set(self, stage: int, layer_bytes: dict[bool, float], backward: bool) -> float:
+        """Bytes of the larger of the head's logits with slopes, and of a layer's backward beside slopes."""
         rows, width = self.rows(), self.precision.compute.num_bytes
         last = stage == self.layout.pipeline - 1
         hidden = rows.loss * self.config.hidden_size * last
@@ -199,24 +207,29 @@ class Training:
         if not backward:
             return logits
         layer = max(
-            self._backward(rows, moe) + (layer_bytes[moe] if self.recompute else 0.0)
+            self._estimate_backward(rows, moe) + (layer_bytes[moe] if self.recompute else 0.0)
             for moe in self._kinds(stage)
         )
         return max(logits + 2 * hidden * FP32, hidden * FP32 + layer) + hidden * width
 
-    def _backward(self, rows: Rows, moe: bool) -> float:
-        """What the backward of one layer makes and frees: gradients of the largest tensors at a time."""
+    def _estimate_backward(self, rows: Rows, moe: bool) -> float:
+        """Bytes that the backward of one layer allocates and frees: gradients of its largest tensors."""
         c, b = local(self.config, self.layout), self.precision.compute.num_bytes
-        values = c.num_heads * (c.head_dim + c.v_head_dim) + c.num_kv_heads * (c.head_dim + c.v_head_dim)
-        attention = rows.slice * (values * (FP32 + b) + c.hidden_size * b)
-        wide, width = 0.0, c.intermediate_size
+        attention_width = c.num_heads * (c.head_dim + c.v_head_dim) + c.num_kv_heads * (
+            c.head_dim + c.v_head_dim
+        )
+        attention_bytes = rows.slice * (attention_width * (FP32 + b) + c.hidden_size * b)
+        expert_elements, width = 0.0, c.intermediate_size
         if moe and c.moe is not None:
-            wide = rows.copies * (2 * c.hidden_size + 3 * c.moe.intermediate_size)
-            wide, width = wide + rows.received * c.hidden_size, c.moe.shared_intermediate_size
-        mlp = wide + rows.slice * (3 * width + c.hidden_size)
-        return max(attention, mlp * b) + 2 * rows.own * c.hidden_size * b
+            expert_elements = rows.copies * (2 * c.hidden_size + 3 * c.moe.intermediate_size)
+            expert_elements, width = (
+                expert_elements + rows.received * c.hidden_size,
+                c.moe.shared_intermediate_size,
+            )
+        mlp_elements = expert_elements + rows.slice * (3 * width + c.hidden_size)
+        return max(attention_bytes, mlp_elements * b) + 2 * rows.own * c.hidden_size * b
 
 
 def fragmentation(terms: dict[str, float]) -> float:
-    """Bytes lost between blocks, by estimate."""
+    """Estimated bytes lost between blocks."""
     return FRAGMENTATION * sum(size for name, size in terms.items() if name in DYNAMIC)

@@ -66,9 +66,9 @@ class Row:
     @property
     def prompt_len(self) -> int:
         """Tokens before the first target with non-zero values, which siblings may share; all if none has."""
-        telling = [values for name, values in self.values.items() if name not in BOUNDS]
-        flat = [values.reshape(len(self.tokens), -1).any(1) for values in telling]
-        first = np.flatnonzero(np.logical_or.reduce(flat)) if flat else np.zeros(1, np.int64)
+        weightings = [values for name, values in self.values.items() if name not in BOUNDS]
+        is_weighted = [values.reshape(len(self.tokens), -1).any(1) for values in weightings]
+        first = np.flatnonzero(np.logical_or.reduce(is_weighted)) if is_weighted else np.zeros(1, np.int64)
         return int(first[0]) + 1 if len(first) else len(self.tokens)
 
 
@@ -142,12 +142,12 @@ class Accumulator:
         return self._adapters
 
     def forward_backward(self, rows: Sequence[Row], loss: TokenLoss) -> Scored:
-        """Adds the gradients of the loss. Raises ValueError naming the first row that cannot be learned from,
+        """Add the gradients of the loss. Raises ValueError naming the first row that cannot be learned from,
         before any work."""
         return drained(self.pieces(rows, loss, learn=True))
 
     def forward(self, rows: Sequence[Row], loss: TokenLoss) -> Scored:
-        """The same without gradients: log-probabilities are those of ``forward_backward``, bit for bit."""
+        """Score rows without gradients; log-probabilities equal those of ``forward_backward`` bit for bit."""
         return drained(self.pieces(rows, loss, learn=False))
 
     def pieces(self, rows: Sequence[Row], loss: TokenLoss, *, learn: bool) -> Generator[None, None, Scored]:
@@ -155,40 +155,44 @@ class Accumulator:
         between, but none on this adapter. An error restores the gradients from before the call; NotFinite is
         one, of scores."""
         check_rows(rows, loss, self.decoder.config.vocab_size, self.decoder.config.max_positions)
-        found: dict[int, np.ndarray] = {}
+        logprobs_by_row: dict[int, np.ndarray] = {}
         total = 0.0
         leaves = self._leaves.named.values()
-        before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves] if learn else []
+        saved_gradients = (
+            [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves] if learn else []
+        )
         try:
             for part in packed(rows, self._budget, self.decoder):
                 logprobs, value = self._learned(part, loss) if learn else self._read(part, loss)
                 total += value
-                found |= part.split(logprobs)
+                logprobs_by_row |= part.split(logprobs)
                 yield
-            if not all(np.isfinite(one).all() for one in (total, *found.values())):
+            if not all(np.isfinite(result).all() for result in (total, *logprobs_by_row.values())):
                 raise NotFinite(
                     "log-probabilities or loss are not finite; load a state that was saved before"
                 )
         except Exception:
-            for leaf, grad in zip(leaves, before, strict=True) if learn else ():
+            for leaf, grad in zip(leaves, saved_gradients, strict=True) if learn else ():
                 leaf.grad = grad
             raise
-        return Scored(logprobs=[found[index] for index in range(len(rows))], loss=total)
+        return Scored(logprobs=[logprobs_by_row[index] for index in range(len(rows))], loss=total)
 
     def _learned(self, part: Part, loss: TokenLoss) -> tuple[Tensor, float]:
-        seen: list[Tensor] = []
+        """(log-probabilities [R], loss) of a part, whose gradients are added."""
+        detached_logprobs: list[Tensor] = []
 
         def objective(inputs: Inputs, scores: Scores) -> Outcome:
             assert scores.logprobs is not None
             logprobs = scores.logprobs.index_select(0, part.places)
-            seen.append(logprobs.detach())
+            detached_logprobs.append(logprobs.detach())
             unmeasured = Mismatch(0, {}, {})  # comparing with the sampler's is up to the client
             return Outcome(loss=loss(logprobs, part.values), stats={}, mismatch=unmeasured, counts=None)
 
         (outcome,) = self._passes.train([part.inputs], objective, 1.0)
-        return seen[0], float(outcome.loss)
+        return detached_logprobs[0], float(outcome.loss)
 
     def _read(self, part: Part, loss: TokenLoss) -> tuple[Tensor, float]:
+        """(log-probabilities [R], loss) of a part, without gradients."""
         (scores,) = self._passes.score([part.inputs], ScoreOptions())
         assert scores.logprobs is not None
         logprobs = scores.logprobs.index_select(0, part.places)
@@ -224,13 +228,13 @@ class Accumulator:
         """Restore, bit for bit, the state saved in ``tensors``, without gradients; without ``optimizer`` its
         moments start from zero. Raises ValueError for the tensors of another adapter."""
         if not optimizer:
-            tensors = {name: one for name, one in tensors.items() if not name.startswith("optimizer.")}
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
         load_state_tensors(self._leaves, self._optimizer, tensors)
         self._optimizer.zero_grad()
 
 
 def drained(work: Generator[None, None, T]) -> T:
-    """Run a generator to its end; returns its return value."""
+    """Run a generator to its end and return its return value."""
     while True:
         try:
             next(work)
@@ -239,7 +243,7 @@ def drained(work: Generator[None, None, T]) -> T:
 
 
 def check_rows(rows: Sequence[Row], loss: TokenLoss, vocab_size: int, context: int) -> None:
-    """Raises ValueError naming the first row that ``loss`` or the model cannot take."""
+    """Raise ValueError naming the first row that ``loss`` or the model cannot take."""
     for index, row in enumerate(rows):
         missing = [name for name in loss.needed if name not in row.values]
         unread = sorted(row.values.keys() - {*loss.needed, *loss.optional})
@@ -259,7 +263,7 @@ def check_rows(rows: Sequence[Row], loss: TokenLoss, vocab_size: int, context: i
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """A microbatch of rows. What siblings have in common is scored once: R targets, at U places."""
+    """A microbatch of rows. R targets are scored at U places: what siblings have in common, once."""
 
     inputs: Inputs  # of U targets
     places: Tensor  # [R] int64, into the U
@@ -267,11 +271,12 @@ class Part:
     shapes: Mapping[int, tuple[int, ...]]  # of the targets of each row, in the order of R
 
     def split(self, flat: Tensor) -> dict[int, np.ndarray]:
-        """[R] by row."""
+        """``flat`` [R] by index of the row, in the shape of its targets."""
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         parts = np.split(flat.cpu().numpy(), np.cumsum(sizes)[:-1])
         return {
-            index: one.reshape(shape) for one, (index, shape) in zip(parts, self.shapes.items(), strict=True)
+            index: part.reshape(shape)
+            for part, (index, shape) in zip(parts, self.shapes.items(), strict=True)
         }
 
 
@@ -285,7 +290,7 @@ def packed(rows: Sequence[Row], tokens_per_microbatch: int, decoder: Base) -> It
 
 
 def _sample(row: Row, index: int) -> Sample:
-    """The row plus a dummy token at its end, for ``pack``, which lays out all before the last trained one."""
+    """A sample for ``pack``: the row and a dummy token, the trained one: ``pack`` lays out all before it."""
     length = len(row.tokens) + 1
     mask = np.arange(length) == length - 1
     return Sample(
@@ -301,18 +306,19 @@ def _sample(row: Row, index: int) -> Sample:
 
 
 def _part(microbatch: Microbatch, rows: Sequence[Row], decoder: Base) -> Part:
+    """The part of a packed microbatch: its (row, target) pairs without repetition, and all values."""
     order = [int(uid) for uid in microbatch.uids]
     spans = sequence_spans(microbatch).tolist()
     predictors, targets = [], []
     for index, (start, stop, first, last) in zip(order, spans, strict=True):
-        own = np.concatenate([np.arange(first, last), np.arange(start, stop)])
-        wanted = rows[index].targets.reshape(len(own), -1)
-        predictors.append(np.repeat(own, wanted.shape[1]))
-        targets.append(wanted.reshape(-1))
+        input_rows = np.concatenate([np.arange(first, last), np.arange(start, stop)])
+        row_targets = rows[index].targets.reshape(len(input_rows), -1)
+        predictors.append(np.repeat(input_rows, row_targets.shape[1]))
+        targets.append(row_targets.reshape(-1))
     pairs = np.stack([np.concatenate(predictors), np.concatenate(targets)], axis=1)
     unique, places = np.unique(pairs, axis=0, return_inverse=True)
     zeros = np.zeros(len(unique), np.float32)
-    scored = replace(
+    deduplicated = replace(
         microbatch,
         rows=unique[:, 0].astype(np.int32),
         targets=unique[:, 1].astype(np.int32),
@@ -324,13 +330,13 @@ def _part(microbatch: Microbatch, rows: Sequence[Row], decoder: Base) -> Part:
     )
     device = decoder.device
 
-    def joined(name: str) -> Tensor:
+    def join_values(name: str) -> Tensor:
         flat = [rows[index].values[name].reshape(-1) for index in order]
         return torch.from_numpy(np.concatenate(flat).astype(np.float32)).to(device)
 
-    values = {name: joined(name) for name in rows[order[0]].values}  # the same in all rows: checked
+    values = {name: join_values(name) for name in rows[order[0]].values}  # the same in all rows: checked
     return Part(
-        inputs=as_inputs(scored, device, moe=False, replay=False),
+        inputs=as_inputs(deduplicated, device, moe=False, replay=False),
         places=torch.from_numpy(places.reshape(-1)).to(device),
         values=values,
         shapes={index: rows[index].targets.shape for index in order},
@@ -341,29 +347,29 @@ def _part(microbatch: Microbatch, rows: Sequence[Row], decoder: Base) -> Part:
 def prompt_scores(
     decoder: Base, adapters: Adapters | None, tokens: np.ndarray, top: int = 0, ops: Ops = TORCH_OPS
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
-    """Log-probabilities [P - 1] of all tokens but the first, at temperature 1, and the ``top`` likeliest at
-    each place (ids, log-probabilities [P - 1, top], best first), by the forward of training."""
-    length, places = len(tokens) - 1, decoder.device
-    if not length:
+    """Log-probabilities [P - 1] of all ``tokens`` [P] but the first, at temperature 1, and the ``top``
+    likeliest at each place (ids, log-probabilities [P - 1, top], best first), by the forward of training."""
+    num_inputs, device = len(tokens) - 1, decoder.device
+    if not num_inputs:
         none = np.zeros((0, top))
         return np.zeros(0, np.float32), (none.astype(np.int32), none.astype(np.float32)) if top else None
-    ids = torch.from_numpy(tokens.astype(np.int64)).to(places)
-    attend = ops.attention((Segment(start=0, stop=length),))
-    hidden, _ = decoder(ids[:-1], torch.arange(length, device=places), attend, adapters=adapters, ops=ops)
-    found, best = [], []
-    for some, wanted in zip(hidden.split(CHUNK), ids[1:].split(CHUNK), strict=True):
-        logits = decoder.logits(some, ops=ops).float()
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    attend = ops.attention((Segment(start=0, stop=num_inputs),))
+    hidden, _ = decoder(ids[:-1], torch.arange(num_inputs, device=device), attend, adapters=adapters, ops=ops)
+    token_logprobs, top_chunks = [], []
+    for hidden_chunk, target_chunk in zip(hidden.split(CHUNK), ids[1:].split(CHUNK), strict=True):
+        logits = decoder.logits(hidden_chunk, ops=ops).float()
         log_p = torch.log_softmax(logits, dim=-1)
-        own = (
-            log_p.gather(1, wanted[:, None]).squeeze(1)
+        chunk_logprobs = (
+            log_p.gather(1, target_chunk[:, None]).squeeze(1)
             if ops.score is None
-            else ops.score(logits, 1.0, wanted)
+            else ops.score(logits, 1.0, target_chunk)
         )
-        found.append(own)
-        best.append(log_p.topk(top, dim=-1) if top else None)
-    logprobs = torch.cat(found).cpu().numpy()
-    kept = [one for one in best if one is not None]
-    if not kept:
+        token_logprobs.append(chunk_logprobs)
+        top_chunks.append(log_p.topk(top, dim=-1) if top else None)
+    logprobs = torch.cat(token_logprobs).cpu().numpy()
+    computed = [chunk for chunk in top_chunks if chunk is not None]
+    if not computed:
         return logprobs, None
-    values, indices = (torch.cat([one[k] for one in kept]).cpu().numpy() for k in (0, 1))
+    values, indices = (torch.cat([chunk[k] for chunk in computed]).cpu().numpy() for k in (0, 1))
     return logprobs, (indices.astype(np.int32), values)

@@ -65,8 +65,9 @@ class Agreement:
         return metrics if np.isnan(lowest_overlap) else metrics | {"routing/lowest_sequence": lowest_overlap}
 
     def at_fault(self, threshold: float) -> np.ndarray:
-        """[S] bool: sequences whose overlap is too low (``algo.routing.is_too_low``). If all answers together,
-        or all prompts, are below the threshold beyond chance, also every sequence whose own part is below it."""
+        """Sequences [S] bool whose overlap is too low (``algo.routing.is_too_low``). If all answers
+        together, or all prompts, are below the threshold beyond chance, also every sequence whose own part
+        is below it."""
         is_certain = improbability(self.together, self.together_routers, threshold) > SURE
         is_below = (self.overlaps < threshold) & (self.together < threshold) & is_certain
         return np.asarray((is_below | is_too_low(self.overlaps, self.routers, threshold)).any(axis=1))

@@ -1,7 +1,7 @@
 """Which experts a step replays, and whether it may train on them.
 
-admit      before a step: refuses a batch with routes that no model could replay, and at intervals measures the
-           mismatch
+admit      before a step: refuses a batch with routes that no model could replay, and at intervals measures
+           the mismatch
 judge      before each optimizer step: refuses carried experts that are not those of their tokens
 metrics    after the step
 """
@@ -140,8 +140,8 @@ class ReplayGuard:
         return metrics | agreement(counted, moe.top_k).metrics if counted else metrics
 
     def _check_routes(self, batch: Batch) -> tuple[Batch, str]:
-        """The batch, and one sentence if there is something new to say about the experts that it carries, else
-        "". Raises ``Misaligned`` for experts that no model could replay; without replay, removes them."""
+        """The batch, and one sentence if there is something new about the experts that it carries, else "".
+        Raises ``Misaligned`` for experts that no model could replay; without replay, removes them."""
         if self._moe is None:
             return batch, ""
         note = ""
