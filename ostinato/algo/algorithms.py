@@ -212,24 +212,24 @@ def algorithm(name: str, **overrides: Any) -> Algorithm:
     type, and for a key that has no effect given the others.
     """
     if name not in NAMED:
-        key = _choice_of(name)
-        hint = f"that is an algo.{key}, known: {', '.join(NAMED)}" if key else _nearest(name, NAMED)
+        key = _find_key_of_choice(name)
+        hint = f"that is an algo.{key}, known: {', '.join(NAMED)}" if key else _suggest_nearest(name, NAMED)
         raise ValueError(f"algo.name is {name!r}; {hint}")
     keys = [field.name for field in dataclasses.fields(Algorithm) if field.name not in ("name", "overridden")]
     for key in overrides:
         if key not in keys:
             loss = overrides.get("loss", NAMED[name].get("loss"))
-            hint = _hint(key, loss) or _nearest(key, ["name", *keys])
+            hint = _explain_foreign_key(key, loss) or _suggest_nearest(key, ["name", *keys])
             raise ValueError(f"algo.{key} is not a key; {hint}")
     values = {key: _parse_value(key, value) for key, value in overrides.items()}
     choices = {**NAMED[name], **values}
     if bounds := BOUNDS.get(choices.get("correction", Correction.NONE)):
         choices = {"correction_low": bounds[0], "correction_high": bounds[1], **choices}
-    chosen = Algorithm(**{**choices, "name": name, "overridden": tuple(overrides)})
-    for key, reason in _idle_keys(chosen).items():
+    result = Algorithm(**{**choices, "name": name, "overridden": tuple(overrides)})
+    for key, reason in _idle_keys(result).items():
         if key in overrides:
             raise ValueError(f"algo.{key} has no effect because {reason}; remove it or change that")
-    return chosen
+    return result
 
 
 def _policy_term(
@@ -241,6 +241,7 @@ def _policy_term(
     samples: tuple[Tensor, int],  # of each token, and how many there are
     correction: Tensor | None,
 ) -> LossTerms:
+    """The policy loss that ``algorithm.loss`` names."""
     per_token = (new_logprobs, old_logprobs, advantages, weights)
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     match algorithm.loss:
@@ -276,18 +277,18 @@ def policy_loss(
     Arguments as in ``algo.losses``, all [R]; ``num_samples`` is the batch's. ``entropy`` needs a gradient.
     Raises ValueError when a term with a non-zero coefficient lacks its tensor.
     """
-    distilled: dict[str, Tensor] = {}
+    teacher_stats: dict[str, Tensor] = {}
     if algorithm.needs_teacher:
         if teacher_logprobs is None:
             raise ValueError(
                 f"algo.teacher_coef is {algorithm.teacher_coef} but teacher_logprobs is None; pass them"
             )
-        advantages, distilled = losses.add_teacher_kl(
+        advantages, teacher_stats = losses.add_teacher_kl(
             advantages, new_logprobs, teacher_logprobs, algorithm.teacher_coef
         )
     per_token = (new_logprobs, old_logprobs, advantages, weights)
     terms = _policy_term(algorithm, *per_token, (sample_idx, num_samples), correction)
-    total, stats = terms.total, terms.stats | distilled
+    total, stats = terms.total, terms.stats | teacher_stats
     if algorithm.needs_reference:
         if ref_logprobs is None:
             raise ValueError(f"algo.kl_coef is {algorithm.kl_coef} but ref_logprobs is None; pass them")
@@ -305,39 +306,43 @@ def policy_loss(
 
 def _idle_keys(chosen: Algorithm) -> dict[str, str]:
     """Keys that have no effect under the other choices, and why."""
-    clips = chosen.loss in (Loss.CLIPPED, Loss.SEQUENCE_CLIPPED)
-    truncates = chosen.correction in (Correction.TOKEN_TRUNCATE, Correction.SEQUENCE_TRUNCATE)
+    has_clip = chosen.loss in (Loss.CLIPPED, Loss.SEQUENCE_CLIPPED)
+    is_truncated = chosen.correction in (Correction.TOKEN_TRUNCATE, Correction.SEQUENCE_TRUNCATE)
     loss, correction = f"algo.loss is '{chosen.loss}'", f"algo.correction is '{chosen.correction}'"
-    corrects = chosen.correction is not Correction.NONE
-    measured = (chosen.reward_coef == 0, "algo.reward_coef is 0")
-    apart = (chosen.rewards is Rewards.APART, "algo.rewards is 'apart', which compares with the group")
+    is_corrected = chosen.correction is not Correction.NONE
+    rewards_unused = (chosen.reward_coef == 0, "algo.reward_coef is 0")
+    rewards_apart = (
+        chosen.rewards is Rewards.APART,
+        "algo.rewards is 'apart', which compares with the group",
+    )
     rules = {
-        "clip_low": (not clips, loss),
-        "clip_high": (not clips, loss),
+        "clip_low": (not has_clip, loss),
+        "clip_high": (not has_clip, loss),
         "ratio_cap": (chosen.loss is not Loss.CISPO, loss),
-        **dict.fromkeys(("rewards", "overlong_buffer"), measured),
-        **dict.fromkeys(("baseline", "scale"), apart if apart[0] else measured),
-        "batch_pool": apart
-        if apart[0]
+        **dict.fromkeys(("rewards", "overlong_buffer"), rewards_unused),
+        **dict.fromkeys(("baseline", "scale"), rewards_apart if rewards_apart[0] else rewards_unused),
+        "batch_pool": rewards_apart
+        if rewards_apart[0]
         else (chosen.scale is not Scale.BATCH, f"algo.scale is '{chosen.scale}'"),
         "overlong_factor": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
         "overlong_scope": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
-        "correction_low": (truncates or not corrects, correction),
-        "correction_high": (not corrects, correction),
-        "anchor": (corrects or chosen.loss is Loss.REINFORCE, correction if corrects else loss),
+        "correction_low": (is_truncated or not is_corrected, correction),
+        "correction_high": (not is_corrected, correction),
+        "anchor": (is_corrected or chosen.loss is Loss.REINFORCE, correction if is_corrected else loss),
     }
-    return {key: reason for key, (idle, reason) in rules.items() if idle}
+    return {key: reason for key, (is_idle, reason) in rules.items() if is_idle}
 
 
 def _parse_value(key: str, value: Any) -> Any:
+    """``value`` in the type of the field ``key``. Raises ValueError for another type or an unknown choice."""
     default = getattr(_DEFAULTS, key)
     if key == "loss" and ":" in str(value):
         return load_loss(value)
     if isinstance(default, StrEnum):
         choices = [str(choice) for choice in type(default)]
         if value not in choices:
-            named = f"that is an algo.name, known: {', '.join(choices)}"
-            hint = named if value in NAMED else _nearest(str(value), choices)
+            name_hint = f"that is an algo.name, known: {', '.join(choices)}"
+            hint = name_hint if value in NAMED else _suggest_nearest(str(value), choices)
             hint += ', or one of your own, "file.py:function"' if key == "loss" else ""
             raise ValueError(f"algo.{key} is {value!r}; {hint}")
         return type(default)(value)
@@ -350,14 +355,14 @@ def _parse_value(key: str, value: Any) -> Any:
     return float(value)
 
 
-def _choice_of(value: str) -> str:
-    """The key of which ``value`` is one of the choices; "" where there is none."""
+def _find_key_of_choice(value: str) -> str:
+    """The key that has ``value`` among its choices; "" where there is none."""
     defaults = ((field.name, getattr(_DEFAULTS, field.name)) for field in dataclasses.fields(Algorithm))
     enums = ((key, type(default)) for key, default in defaults if isinstance(default, StrEnum))
     return next((key for key, choices in enums if value in map(str, choices)), "")
 
 
-def _hint(key: str, loss: Any) -> str:
+def _explain_foreign_key(key: str, loss: Any) -> str:
     """A hint with our name for a key of another trainer; empty for other keys. By spelling alone, our name
     closest to TRL's epsilon_high would be correction_high."""
     if loss == Loss.CISPO and key.startswith("epsilon"):  # its epsilon_high is the cap itself
@@ -365,9 +370,10 @@ def _hint(key: str, loss: Any) -> str:
     return key_hint(key)
 
 
-def _nearest(word: str, names: Any) -> str:
-    close = difflib.get_close_matches(word, list(names), n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+def _suggest_nearest(word: str, names: Any) -> str:
+    """A hint with the name closest to ``word``, if there is one, and all ``names``."""
+    matches = difflib.get_close_matches(word, list(names), n=1)
+    hint = f"did you mean {matches[0]!r}? " if matches else ""
     return f"{hint}known: {', '.join(names)}"
 
 

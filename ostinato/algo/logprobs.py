@@ -75,14 +75,14 @@ def chunked_logprobs(
     """
     _check(targets, hidden, support, temperature, chunk)
 
-    def rows(hidden_nD: Tensor, targets_n: Tensor, support_n: Support | None) -> tuple[Tensor, Tensor]:
-        scaled_nV = _at_least_fp32(logits(hidden_nD)) / temperature
+    def score_chunk(hidden_nD: Tensor, targets_n: Tensor, support_n: Support | None) -> tuple[Tensor, Tensor]:
+        scaled_nV = _widen_to_fp32(logits(hidden_nD)) / temperature
         if support_n is not None:
             scaled_nV = scaled_nV.masked_fill(
-                _outside_mask(support_n, scaled_nV, vocabulary), _lowest(scaled_nV)
+                _mask_outside(support_n, scaled_nV, vocabulary), _choose_masked_logit(scaled_nV)
             )
         if vocabulary is not None:
-            return _logprobs_of_part(scaled_nV, targets_n, vocabulary, want_entropy)
+            return _score_part_with_grad(scaled_nV, targets_n, vocabulary, want_entropy)
         log_p_nV = torch.log_softmax(scaled_nV, dim=-1)
         logprobs_n = log_p_nV.gather(1, targets_n[:, None]).squeeze(1)
         if not want_entropy:
@@ -91,32 +91,38 @@ def chunked_logprobs(
 
     # Checkpointing per chunk keeps the chunk's inputs only. Without gradients it would only warn and slow.
     parts = [
-        checkpoint(rows, *inputs, use_reentrant=False) if torch.is_grad_enabled() else rows(*inputs)
-        for inputs in _chunks(hidden, targets.long(), support, chunk)
+        checkpoint(score_chunk, *inputs, use_reentrant=False)
+        if torch.is_grad_enabled()
+        else score_chunk(*inputs)
+        for inputs in _split_chunks(hidden, targets.long(), support, chunk)
     ]
     logprobs, entropy = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def _logprobs_of_part(
+def _score_part_with_grad(
     z_nV: Tensor, targets_n: Tensor, vocabulary: Vocabulary, want_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropy [n] from one part of the logits."""
+    """Log-probabilities and entropy, each [n], from one part of the logits, with gradients."""
     z_nV = z_nV - vocabulary.max(
         z_nV.detach().amax(-1, keepdim=True)
     )  # a shift for numerical range only: it needs no gradient
     p_nV = z_nV.exp()
-    shares = (_at_target(z_nV, targets_n, vocabulary), p_nV.sum(-1), torch.linalg.vecdot(p_nV, z_nV))
-    sums: Tensor = _Sum.apply(torch.stack(shares, dim=1), vocabulary.sum)  # type: ignore[assignment]
-    at_target, total, weighted = sums.unbind(1)
-    logprobs = at_target - total.log()
+    local_sums = (
+        _gather_target_logits(z_nV, targets_n, vocabulary),
+        p_nV.sum(-1),
+        torch.linalg.vecdot(p_nV, z_nV),
+    )
+    sums: Tensor = _Sum.apply(torch.stack(local_sums, dim=1), vocabulary.sum)  # type: ignore[assignment]
+    target_logit, exp_sum, weighted_sum = sums.unbind(1)
+    logprobs = target_logit - exp_sum.log()
     if not want_entropy:
         return logprobs, torch.full_like(logprobs, torch.nan)
-    return logprobs, total.log() - weighted / total
+    return logprobs, exp_sum.log() - weighted_sum / exp_sum
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over parts. All parts compute the same from it, so each one's share gets the sum's gradient."""
+    """Sum over parts. All parts compute the same from it, so each summand has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, over: Over) -> Tensor:
@@ -169,7 +175,7 @@ def linear_logprobs(
         raise ValueError("one of matmul_nt and matmul_nn is missing; give both or neither")
     if matmul_nt is None or matmul_nn is None:
         weight = weight.to(torch.promote_types(hidden.dtype, torch.float32))
-        matmul_nt, matmul_nn = _fp32_head(weight, min(chunk, len(hidden)))
+        matmul_nt, matmul_nn = _make_fp32_head(weight, min(chunk, len(hidden)))
     logprobs, entropy = _LinearLogprobs.apply(
         hidden,
         weight,
@@ -188,7 +194,7 @@ def linear_logprobs(
     return logprobs, entropy
 
 
-def _fp32_head(weight_VD: Tensor, max_rows: int) -> tuple[Matmul, Matmul]:
+def _make_fp32_head(weight_VD: Tensor, max_rows: int) -> tuple[Matmul, Matmul]:
     # One logits buffer for all chunks: fresh pages cost the CPU more than the softmax does.
     buffer = weight_VD.new_empty(max_rows, len(weight_VD))
 
@@ -218,12 +224,14 @@ class _LinearLogprobs(torch.autograd.Function):
         matmul_nt, matmul_nn = matmuls
         want_slope = ctx.needs_input_grad[0]
         scores, slopes, entropy_slopes = [], [], []
-        for hidden_nD, targets_n, support_n in _chunks(hidden, targets, support, chunk):
-            logits_nV = _at_least_fp32(matmul_nt(hidden_nD, weight))
+        for hidden_nD, targets_n, support_n in _split_chunks(hidden, targets, support, chunk):
+            logits_nV = _widen_to_fp32(matmul_nt(hidden_nD, weight))
             if score_of is not None:
-                outside_nV = None if support_n is None else _outside_mask(support_n, logits_nV, None)
-                seen_nV = logits_nV if outside_nV is None else logits_nV.masked_fill(outside_nV, -torch.inf)
-                own_n = score_of(seen_nV, temperature, targets_n)
+                outside_nV = None if support_n is None else _mask_outside(support_n, logits_nV, None)
+                supported_nV = (
+                    logits_nV if outside_nV is None else logits_nV.masked_fill(outside_nV, -torch.inf)
+                )
+                logprobs_n = score_of(supported_nV, temperature, targets_n)
             if temperature != 1:
                 logits_nV.div_(temperature)
             entropy_slope_nV = torch.empty_like(logits_nV) if want_slope and entropy_grad else None
@@ -240,7 +248,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 if not want_entropy:
                     score[:, 1] = torch.nan
             if score_of is not None:
-                score[:, 0] = own_n
+                score[:, 0] = logprobs_n
             scores.append(score)
             if want_slope:
                 slopes.append(matmul_nn(logits_nV, weight) / temperature)
@@ -264,7 +272,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return grad_RD.to(ctx.dtype), *(None,) * 12
 
 
-def _chunks(
+def _split_chunks(
     hidden: Tensor, targets: Tensor, support: Support | None, chunk: int
 ) -> Iterator[tuple[Tensor, Tensor, Support | None]]:
     """The inputs of ``chunk`` rows at a time; the support is None where it restricts none of them."""
@@ -279,10 +287,10 @@ def _score(
     entropy_slope_nV: Tensor | None,
     want_entropy: bool,
 ) -> Tensor:
-    """[n, 2]: log p[target] and entropy. Leaves d log p[target] / d logits = onehot - p in ``logits_nV``.
+    """(log p[target], entropy) [n, 2]. Leaves d log p[target] / d logits = onehot - p in ``logits_nV``.
 
-    On a CPU a few rows at a time, in place: six passes over a tile in the cache, five times faster than
-    six passes over the chunk in memory. On a GPU the whole chunk at once.
+    A CPU takes a few rows at a time, in place: six passes over a tile in the cache are five times faster than
+    six passes over the chunk in memory. A GPU takes the whole chunk at once.
     """
     num_rows, vocab_size = logits_nV.shape
     in_cache = max(1, CACHE_BYTES // (vocab_size * logits_nV.element_size()))
@@ -299,12 +307,12 @@ def _score(
             # exponential of -1e30 takes twelve times as long.
             _set_outside(z, part, z.gather(1, target))
         z.sub_(z.amax(-1, keepdim=True))
-        at_target = z.gather(1, target)
+        target_logit = z.gather(1, target)
         torch.exp(z, out=p)
         if part is not None:
             _set_outside(p, part, p.new_zeros(()))
         total = p.sum(-1, keepdim=True)
-        score[:, :1] = at_target - total.log()
+        score[:, :1] = target_logit - total.log()
         if want_entropy:
             score[:, 1:] = total.log() - torch.linalg.vecdot(p, z)[:, None] / total
         if entropy_slope_nV is not None:  # dH / d logits = -p (log p + H)
@@ -324,65 +332,65 @@ def _score_part(
     want_entropy: bool,
 ) -> Tensor:
     """``_score`` for the logits of a part of the vocabulary: a whole chunk at once, with two exchanges."""
-    z, nothing = logits_nV, logits_nV.new_zeros(())
+    z, zero = logits_nV, logits_nV.new_zeros(())
     if support is not None:
-        _set_outside(z, support, torch.full_like(nothing, _lowest(z)), vocabulary)
+        _set_outside(z, support, torch.full_like(zero, _choose_masked_logit(z)), vocabulary)
     z.sub_(vocabulary.max(z.amax(-1, keepdim=True)))
-    at_target = _at_target(z, targets_n, vocabulary)
+    target_logit = _gather_target_logits(z, targets_n, vocabulary)
     if support is not None:
-        _set_outside(z, support, nothing, vocabulary)  # see ``_score``: this makes their exponential fast
+        _set_outside(z, support, zero, vocabulary)  # see ``_score``: this makes their exponential fast
     p = torch.exp(z)
     if support is not None:
-        _set_outside(p, support, nothing, vocabulary)
-    shares = torch.stack((at_target, p.sum(-1), torch.linalg.vecdot(p, z)), dim=1)
-    at_target, total, weighted = vocabulary.sum(shares).split(1, dim=1)
-    log_p, entropy = at_target - total.log(), total.log() - weighted / total
+        _set_outside(p, support, zero, vocabulary)
+    local_sums = torch.stack((target_logit, p.sum(-1), torch.linalg.vecdot(p, z)), dim=1)
+    target_logit, total, weighted_sum = vocabulary.sum(local_sums).split(1, dim=1)
+    log_p, entropy = target_logit - total.log(), total.log() - weighted_sum / total
     if entropy_slope_nV is not None:
         torch.sub(z, total.log() - entropy, out=entropy_slope_nV).mul_(p).div_(-total)
     torch.div(p, -total, out=z)
-    local, here = _place(targets_n, vocabulary)
-    rows = here.nonzero().squeeze(1)
-    z[rows, local[rows]] = -torch.expm1(log_p[rows, 0])
+    local_ids, is_local = _place(targets_n, vocabulary)
+    rows = is_local.nonzero().squeeze(1)
+    z[rows, local_ids[rows]] = -torch.expm1(log_p[rows, 0])
     return torch.cat((log_p, entropy if want_entropy else torch.full_like(entropy, torch.nan)), dim=1)
 
 
 def _place(targets_n: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
     """(index of each target in this part of the vocabulary, 0 for those elsewhere; whether it is here)."""
-    local = targets_n - vocabulary.start
-    here = (local >= 0) & (local < vocabulary.size)
-    return local.masked_fill(~here, 0), here
+    local_ids = targets_n - vocabulary.start
+    is_local = (local_ids >= 0) & (local_ids < vocabulary.size)
+    return local_ids.masked_fill(~is_local, 0), is_local
 
 
-def _at_target(z_nV: Tensor, targets_n: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[n]: the logit of the target, 0 where the target is in another part."""
-    local, here = _place(targets_n, vocabulary)
-    return z_nV.gather(1, local[:, None]).squeeze(1).masked_fill(~here, 0)
+def _gather_target_logits(z_nV: Tensor, targets_n: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Logit [n] of the target, 0 where the target is in another part."""
+    local_ids, is_local = _place(targets_n, vocabulary)
+    return z_nV.gather(1, local_ids[:, None]).squeeze(1).masked_fill(~is_local, 0)
 
 
 def _split(support: Support | None, size: int, number: int) -> list[Support | None]:
-    """``number`` pieces of ``size`` rows; None for a piece without a restricted row."""
+    """The support in ``number`` pieces of ``size`` rows; None for a piece without a restricted row."""
     if support is None:
         return [None] * number
     return [part if len(part.ids) else None for part in support.split(size)]
 
 
 def _set_outside(x_nV: Tensor, support: Support, value: Tensor, vocabulary: Vocabulary | None = None) -> None:
-    """x = ``value`` ([n, 1] or []) outside of the support of its row, in place; rows without one stay as is.
+    """Set x to ``value`` ([n, 1] or []) outside of the support of its row, in place; rows without one stay.
 
     The kept entries are saved and put back, which costs one sweep where a mask of [n, V] costs many.
     """
-    places, flat = _places(support, x_nV, vocabulary), x_nV.view(-1)
-    inside = flat[places]
+    positions, flat = _places(support, x_nV, vocabulary), x_nV.view(-1)
+    supported = flat[positions]
     if support.counts.all():
         x_nV.copy_(value)  # a tenth of the time of a selection
     else:
         restricted_n = torch.from_numpy(support.counts > 0).to(x_nV.device)
         torch.where(restricted_n[:, None], value, x_nV, out=x_nV)
-    flat[places] = inside
+    flat[positions] = supported
 
 
-def _outside_mask(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """[n, V] bool: whether an id is outside of the support of its row; False where a row has none."""
+def _mask_outside(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+    """Mask [n, V] bool of the ids outside of the support of their row; False where a row has none."""
     restricted = torch.from_numpy(support.counts > 0).to(z_nV.device)
     outside_nV = restricted[:, None].expand(z_nV.shape).contiguous()
     outside_nV.view(-1)[_places(support, z_nV, vocabulary)] = False
@@ -393,17 +401,18 @@ def _places(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Te
     """Int64 indices of the kept ids in the flattened logits, without those of other parts."""
     owners, ids = np.repeat(np.arange(len(support), dtype=np.int64), support.counts), support.ids
     if vocabulary is not None:
-        here = (ids >= vocabulary.start) & (ids < vocabulary.start + vocabulary.size)
-        owners, ids = owners[here], ids[here] - vocabulary.start
+        is_local = (ids >= vocabulary.start) & (ids < vocabulary.start + vocabulary.size)
+        owners, ids = owners[is_local], ids[is_local] - vocabulary.start
     return torch.from_numpy(owners * z_nV.shape[1] + ids).to(z_nV.device)
 
 
-def _lowest(z: Tensor) -> float:
+def _choose_masked_logit(z: Tensor) -> float:
     """A logit whose exponential is 0 next to any other, but finite, so that 0 times it is 0, not NaN."""
     return torch.finfo(z.dtype).min / 4
 
 
-def _at_least_fp32(x: Tensor) -> Tensor:
+def _widen_to_fp32(x: Tensor) -> Tensor:
+    """``x`` in fp32, or in its own dtype where that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -414,8 +423,8 @@ def _check(targets: Tensor, hidden: Tensor, support: Support | None, temperature
         )
     if support is not None and len(support) != len(targets):
         raise ValueError(f"support has {len(support)} entries for {len(targets)} targets; give one each")
-    if support is not None and not (held := support.holds(targets.cpu().numpy())).all():
-        row = int(held.argmin())
+    if support is not None and not (is_held := support.holds(targets.cpu().numpy())).all():
+        row = int(is_held.argmin())
         raise ValueError(
             f"target {int(targets[row])} of row {row} is not in its support; give the ids it was drawn from"
         )

@@ -1,4 +1,4 @@
-"""Samples -> Batch: packing without padding, the prompt of siblings computed once, the next-token shift.
+"""Packs samples into a Batch: no padding, the prompt of siblings computed once, the next-token shift.
 
 This is the only place where a token is paired with the row that predicts it: token t of a sample is
 predicted by the row of token t-1, and the first token after a shared prompt by the prompt's last row.
@@ -64,9 +64,12 @@ def aggregation_weights(
 
 
 def _episodes(samples: Sequence[Sample]) -> np.ndarray:
-    """[S] int64: the episode of each sample, numbered from 0."""
+    """Episode [S] int64 of each sample, numbered from 0."""
     numbers: dict[tuple[int, int | None, int], int] = {}
-    keys = [(s.group, s.member, index if s.member is None else -1) for index, s in enumerate(samples)]
+    keys = [
+        (sample.group, sample.member, index if sample.member is None else -1)
+        for index, sample in enumerate(samples)
+    ]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
@@ -95,10 +98,10 @@ def pack(
     that has a token outside of the support recorded for it.
     """
     _check(samples, weights, tokens_per_microbatch)
-    dealt = _deal(_families(samples, share_prompts), samples, minibatches)
+    families_by_step = _split_into_steps(_group_families(samples, share_prompts), samples, minibatches)
     microbatches = [
-        replace(_microbatch(content, samples, weights, version), minibatch=number)
-        for number, families in enumerate(dealt)
+        replace(_build_microbatch(content, samples, weights, version), minibatch=step)
+        for step, families in enumerate(families_by_step)
         for content in _fill(families, samples, tokens_per_microbatch)
     ]
     return _batch(microbatches, len(samples))
@@ -114,6 +117,7 @@ class _Part:
 
 
 def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_microbatch: int) -> None:
+    """Raise ValueError for what ``pack`` cannot take."""
     if tokens_per_microbatch < 1:
         raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; use at least 1")
     for sample, weight in zip(samples, weights, strict=True):
@@ -129,9 +133,9 @@ def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_
                 f"sample {sample.uid}: loss_mask is True inside the prompt (prompt_len {sample.prompt_len}); "
                 "mask it, or shorten prompt_len to the tokens before the first trained one"
             )
-        if sample.support is not None and not (held := sample.support.holds(sample.tokens)).all():
+        if sample.support is not None and not (is_held := sample.support.holds(sample.tokens)).all():
             raise ValueError(
-                f"sample {sample.uid}: token {int(held.argmin())} is not in its support, the ids that it was "
+                f"sample {sample.uid}: token {int(is_held.argmin())} is not in its support, the ids that it was "
                 "drawn from; record both in one pass or leave the support out"
             )
     if len({sample.experts is None for sample in samples}) > 1:
@@ -141,31 +145,33 @@ def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_
         )
 
 
-def _deal(families: Sequence[list[int]], samples: Sequence[Sample], hands: int) -> list[list[list[int]]]:
-    """The families of each optimizer step, those of a group together: consecutive groups in stream order,
-    which is already shuffled. Split by size, as microbatches are filled, one step would get all the long
+def _split_into_steps(
+    families: Sequence[list[int]], samples: Sequence[Sample], num_steps: int
+) -> list[list[list[int]]]:
+    """The families of each of at most ``num_steps`` optimizer steps. Groups stay whole and in stream order,
+    which is already shuffled: split by size, as microbatches are filled, one step would get all the long
     groups and another most of the prompts."""
     groups = [samples[family[0]].group for family in families]
-    places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
-    hands = min(hands, len(places))
-    dealt: list[list[list[int]]] = [[] for _ in range(hands)]
+    group_index = {group: index for index, group in enumerate(dict.fromkeys(groups))}
+    num_steps = min(num_steps, len(group_index))
+    families_by_step: list[list[list[int]]] = [[] for _ in range(num_steps)]
     for family, group in zip(families, groups, strict=True):
-        dealt[places[group] * hands // len(places)].append(family)
-    return dealt
+        families_by_step[group_index[group] * num_steps // len(group_index)].append(family)
+    return families_by_step
 
 
 def _fill(families: Sequence[list[int]], samples: Sequence[Sample], budget: int) -> list[list[_Part]]:
     """The parts of every microbatch of at most ``budget`` rows."""
     parts = [part for family in families for part in _split_family(family, samples, budget)]
-    return [[parts[i] for i in bin_] for bin_ in _first_fit([part.num_rows for part in parts], budget)]
+    return [[parts[i] for i in bin_] for bin_ in _fill_bins([part.num_rows for part in parts], budget)]
 
 
-def _num_inputs(sample: Sample) -> int:
-    """Tokens that must pass through the layers: all before the last trained one."""
+def _count_inputs(sample: Sample) -> int:
+    """Number of tokens that must pass through the layers: all before the last trained one."""
     return int(np.flatnonzero(sample.loss_mask)[-1])
 
 
-def _families(samples: Sequence[Sample], share_prompts: bool) -> list[list[int]]:
+def _group_families(samples: Sequence[Sample], share_prompts: bool) -> list[list[int]]:
     """Indices of the samples that may share a prompt, in order of appearance; untrained samples left out."""
     families: dict[tuple[int, bytes, bytes], list[int]] = {}
     for index, sample in enumerate(samples):
@@ -182,7 +188,7 @@ def _prompt(sample: Sample) -> tuple[bytes, bytes]:
 
 
 def count_split_prompts(samples: Sequence[Sample]) -> int:
-    """Prompts that ``pack`` runs again because siblings were routed to different experts in them."""
+    """Number of prompts that ``pack`` runs again since siblings were routed to different experts in them."""
     prompts = {(sample.group, *_prompt(sample)) for sample in samples if sample.loss_mask.any()}
     return len(prompts) - len({(group, tokens) for group, tokens, _ in prompts})
 
@@ -190,26 +196,26 @@ def count_split_prompts(samples: Sequence[Sample]) -> int:
 def _split_family(family: list[int], samples: Sequence[Sample], budget: int) -> list[_Part]:
     """Parts of a family, each within the budget where that is possible, each with the whole prompt."""
     prompt_len = samples[family[0]].prompt_len
-    answers = [_num_inputs(samples[index]) - prompt_len for index in family]
+    answers = [_count_inputs(samples[index]) - prompt_len for index in family]
     parts = []
-    for bin_ in _first_fit(answers, budget - prompt_len):
+    for bin_ in _fill_bins(answers, budget - prompt_len):
         num_rows = prompt_len + sum(answers[i] for i in bin_)
         members = tuple(family[i] for i in sorted(bin_))
         parts.append(_Part(members=members, prefix=prompt_len if len(members) > 1 else 0, num_rows=num_rows))
     return parts
 
 
-def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def _fill_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """First-fit-decreasing bins of indices; an item beyond the capacity is alone in its bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        slot = next((b for b, free in enumerate(room) if sizes[index] <= free), len(bins))
-        if slot == len(bins):
+        bin_index = next((b for b, space in enumerate(room) if sizes[index] <= space), len(bins))
+        if bin_index == len(bins):
             bins.append([])
             room.append(capacity)
-        bins[slot].append(index)
-        room[slot] -= sizes[index]
+        bins[bin_index].append(index)
+        room[bin_index] -= sizes[index]
     return bins
 
 
@@ -223,12 +229,13 @@ class _Layout:
     num_rows: int = 0
 
     def place(self, part: _Part, samples: Sequence[Sample]) -> None:
+        """Append the rows of a part: its shared prompt, then the rest of each member."""
         base = self.num_rows if part.prefix else 0
         if part.prefix:
             self._append(part.members[0], 0, part.prefix)
         for index in part.members:
             start = self.num_rows
-            self._append(index, part.prefix, _num_inputs(samples[index]), prefix_start=base)
+            self._append(index, part.prefix, _count_inputs(samples[index]), prefix_start=base)
             predictors = np.flatnonzero(samples[index].loss_mask) - 1
             in_prompt = predictors < part.prefix
             self.rows.append(np.where(in_prompt, base + predictors, start + predictors - part.prefix))
@@ -244,37 +251,40 @@ class _Layout:
         self.num_rows = stop
 
 
-def _microbatch(
+def _build_microbatch(
     parts: Sequence[_Part], samples: Sequence[Sample], weights: Sequence[np.ndarray], version: int
 ) -> Microbatch:
+    """The microbatch of ``parts``; targets in the order of their members."""
     layout = _Layout()
     for part in parts:
         layout.place(part, samples)
     order = [index for part in parts for index in part.members]
     members = [samples[index] for index in order]
-    trained = [np.flatnonzero(sample.loss_mask) for sample in members]
+    target_indices = [np.flatnonzero(sample.loss_mask) for sample in members]
 
-    def inputs(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    def gather_inputs(arrays: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([arrays[index][first:end] for index, first, end in layout.slices])
 
-    def targets(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-        return np.concatenate([array[t] for array, t in zip(arrays, trained, strict=True)]).astype(dtype)
+    def gather_targets(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate(
+            [array[indices] for array, indices in zip(arrays, target_indices, strict=True)]
+        ).astype(dtype)
 
     experts = [sample.experts for sample in samples if sample.experts is not None]  # all or none: checked
     return Microbatch(
-        tokens=inputs([sample.tokens for sample in samples]).astype(np.int32),
+        tokens=gather_inputs([sample.tokens for sample in samples]).astype(np.int32),
         positions=np.concatenate([np.arange(first, end, dtype=np.int32) for _, first, end in layout.slices]),
         segments=tuple(layout.segments),
         rows=np.concatenate(layout.rows).astype(np.int32),
-        targets=targets([sample.tokens for sample in members], np.int32),
-        logprobs=targets([sample.logprobs for sample in members], np.float32),
-        advantages=targets([sample.advantages for sample in members], np.float32),
-        weights=targets([weights[index] for index in order], np.float32),
-        sample_idx=np.repeat(np.array(order, dtype=np.int32), [len(t) for t in trained]),
-        staleness=version - targets([sample.versions for sample in members], np.int32),
+        targets=gather_targets([sample.tokens for sample in members], np.int32),
+        logprobs=gather_targets([sample.logprobs for sample in members], np.float32),
+        advantages=gather_targets([sample.advantages for sample in members], np.float32),
+        weights=gather_targets([weights[index] for index in order], np.float32),
+        sample_idx=np.repeat(np.array(order, dtype=np.int32), [len(indices) for indices in target_indices]),
+        staleness=version - gather_targets([sample.versions for sample in members], np.int32),
         uids=tuple(sample.uid for sample in members),
-        support=_support(members, trained),
-        experts=inputs(experts) if experts else None,
+        support=_support(members, target_indices),
+        experts=gather_inputs(experts) if experts else None,
     )
 
 

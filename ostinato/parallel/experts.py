@@ -68,37 +68,40 @@ class ExpertParallel:
         down: Weight,
         lora: ExpertLora | None,
     ) -> Tensor:
-        """Own rows to wherever their experts are and back."""
-        ranks, kept = self.links.size("e"), gate_up.shape[0]
+        """Send own rows to the ranks of their experts, and add up the results that come back [T, D]."""
+        ranks, num_local = self.links.size("e"), gate_up.shape[0]
         if ranks == 1:
             return experts(x, slots, weights, gate_up, down, lora)
-        owner = slots // kept
+        owner = slots // num_local
         out = Copies.to_ranks(owner, ranks)
-        sent = torch.bincount(out.destination, minlength=ranks)
-        one_each = [1] * ranks
-        received = self.links.all_to_all(sent, one_each, one_each, "e")
-        there, here = sent.tolist(), received.tolist()
+        send_counts = torch.bincount(out.destination, minlength=ranks)
+        one_per_rank = [1] * ranks
+        receive_counts = self.links.all_to_all(send_counts, one_per_rank, one_per_rank, "e")
+        send_splits, receive_splits = send_counts.tolist(), receive_counts.tolist()
 
         def travel(rows: Tensor) -> Tensor:
-            return self.links.all_to_all(rows, there, here, "e")
+            return self.links.all_to_all(rows, send_splits, receive_splits, "e")
 
-        local = slots.index_select(0, out.row) - kept * out.destination.unsqueeze(1)
-        local = travel(torch.where((local >= 0) & (local < kept), local, -1).int())
+        local_ids = slots.index_select(0, out.row) - num_local * out.destination.unsqueeze(1)
+        local_ids = travel(torch.where((local_ids >= 0) & (local_ids < num_local), local_ids, -1).int())
         rows, scale = travel(out.spread(x)), travel(out.spread(weights))
-        partial = _own_experts(rows, local, scale, gate_up, down, lora)
-        return out.collect(self.links.all_to_all(partial, here, there, "e"))
+        partial = _run_local_experts(rows, local_ids, scale, gate_up, down, lora)
+        return out.collect(self.links.all_to_all(partial, receive_splits, send_splits, "e"))
 
 
-def _own_experts(
-    x: Tensor, local: Tensor, weights: Tensor, gate_up: Weight, down: Weight, lora: ExpertLora | None
+def _run_local_experts(
+    x: Tensor, local_ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, lora: ExpertLora | None
 ) -> Tensor:
-    """[R, D]: what the experts here add to rows x [R, D]. local [R, K]: which of them, -1: elsewhere."""
-    kept = gate_up.shape[0]
-    row, column = (local >= 0).nonzero(as_tuple=True)
-    copies = Copies.of(row, local[row, column].long(), len(x))
-    # of every copy its weight, in the order of copies
-    scale = weights.flatten().index_select(0, (row * local.shape[1] + column).index_select(0, copies.order))
-    ends = torch.bincount(copies.destination, minlength=kept).cumsum(0).to(torch.int32)
+    """Weighted sums [R, D] of the outputs of this rank's experts for rows x [R, D]. ``local_ids`` [R, K]: the
+    index of each expert here, -1 where it is elsewhere."""
+    num_local = gate_up.shape[0]
+    row, column = (local_ids >= 0).nonzero(as_tuple=True)
+    copies = Copies.of(row, local_ids[row, column].long(), len(x))
+    # weight of every copy, in the order of copies
+    scale = weights.flatten().index_select(
+        0, (row * local_ids.shape[1] + column).index_select(0, copies.order)
+    )
+    ends = torch.bincount(copies.destination, minlength=num_local).cumsum(0).to(torch.int32)
     return mixture(x, ends, copies.spread, lambda rows: copies.collect(rows, scale), gate_up, down, lora)
 
 
@@ -121,36 +124,38 @@ class Copies:
 
     @classmethod
     def of(cls, row: Tensor, destination: Tensor, rows: int) -> Copies:
-        """From S pairs (row, destination), in any order."""
+        """Copies from S pairs (row, destination), in any order, of ``rows`` rows."""
         order = destination.argsort(stable=True)
         row = row.index_select(0, order)
         by_row = row.argsort(stable=True)
         per_row = torch.bincount(row, minlength=rows)
-        first = per_row.cumsum(0) - per_row
-        turn = torch.arange(len(row), device=row.device) - first.index_select(0, row.index_select(0, by_row))
-        most = int(per_row.max()) if len(row) else 0
-        turns = tuple(by_row[turn == n] for n in range(most))
+        first_copy = per_row.cumsum(0) - per_row
+        turn_of_copy = torch.arange(len(row), device=row.device) - first_copy.index_select(
+            0, row.index_select(0, by_row)
+        )
+        num_turns = int(per_row.max()) if len(row) else 0
+        turns = tuple(by_row[turn_of_copy == n] for n in range(num_turns))
         return cls(
             row=row, destination=destination.index_select(0, order), order=order, turns=turns, rows=rows
         )
 
     @classmethod
     def to_ranks(cls, owner: Tensor, ranks: int) -> Copies:
-        """Of each row one for every rank among the owners [T, K] of its experts."""
-        named = owner.new_zeros(len(owner), ranks, dtype=torch.bool).scatter_(1, owner, True)
-        row, rank = named.nonzero(as_tuple=True)
+        """One copy of each row for every rank among the owners [T, K] of its experts."""
+        is_owner = owner.new_zeros(len(owner), ranks, dtype=torch.bool).scatter_(1, owner, True)
+        row, rank = is_owner.nonzero(as_tuple=True)
         return cls.of(row, rank, len(owner))
 
     def spread(self, x: Tensor) -> Tensor:
-        """[R, ...] -> [S, ...]."""
+        """Copy rows [R, ...] to [S, ...]."""
         return _Spread.apply(x, self)  # type: ignore[return-value]
 
     def collect(self, copies: Tensor, weights: Tensor | None = None) -> Tensor:
-        """[S, N] -> [R, N]: the sum of the copies of each row, weighted with [S]; fp32 sums at least."""
+        """Sum the copies [S, N] of each row to [R, N], weighted with [S], in fp32 at least."""
         return _Collect.apply(copies, weights, self)  # type: ignore[return-value]
 
     def summed(self, copies: Tensor, weights: Tensor | None = None) -> Tensor:
-        """``collect`` of values."""
+        """``collect`` without gradients."""
         wide = torch.promote_types(copies.dtype, torch.float32)
         total = copies.new_zeros(self.rows, *copies.shape[1:], dtype=wide)
         for places in self.turns:
@@ -184,7 +189,7 @@ class _Collect(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         spread = grad.index_select(0, ctx.copies.row)
-        if not (saved := ctx.saved_tensors):  # requested once: under checkpointing it cannot be again
+        if not (saved := ctx.saved_tensors):  # read once: under checkpointing a second read fails
             return spread, None, None
         rows, weights = saved
         wide = torch.promote_types(rows.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Which rank does what, as a string: ``d2t2p2`` is two data, two tensor and two pipeline ranks, 8 in all.
+"""Layout of a trainer over ranks, as a string: ``d2t2p2`` is 2 data, 2 tensor, 2 pipeline ranks, 8 in all.
 
     d  data               each takes a part of the microbatches
     t  tensor             heads, MLP width and vocabulary are cut; rows too between them (sequence parallel,
@@ -78,15 +78,16 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """From "d2t2p2", factors in any order; "" and "1" are one rank. Raises ValueError."""
-        found = re.findall(r"([a-z])(\d+)", text)
-        letters = [letter for letter, _ in found]
-        if "".join(letter + size for letter, size in found) != text and text != "1":
+        """The layout written as ``text`` ("d2t2p2", factors in any order; "" and "1" are one rank). Raises
+        ValueError."""
+        factors = re.findall(r"([a-z])(\d+)", text)
+        letters = [letter for letter, _ in factors]
+        if "".join(letter + size for letter, size in factors) != text and text != "1":
             raise ValueError(f"layout is {text!r}; write factors like d2t2p2 of {', '.join(_LETTERS)}")
         for letter in letters:
             if letter not in _LETTERS or letters.count(letter) > 1:
                 raise ValueError(f"layout is {text!r}; use each of {', '.join(_LETTERS)} once at most")
-        return cls(**{_LETTERS[letter]: int(size) for letter, size in found})
+        return cls(**{_LETTERS[letter]: int(size) for letter, size in factors})
 
     def __str__(self) -> str:
         sizes = [(letter, getattr(self, name)) for letter, name in _LETTERS.items()]
@@ -103,28 +104,28 @@ class Layout:
 
     @property
     def row_shards(self) -> int:
-        """Into how many parts the rows of a microbatch are cut between attention and MLP."""
+        """Number of parts into which the rows of a microbatch are cut between attention and MLP."""
         return self.context * self.tensor
 
     @property
     def chunks(self) -> int:
-        """Of layers, over all stages."""
+        """Number of chunks of layers over all stages."""
         return self.pipeline * self.virtual
 
     @property
     def expert_replicas(self) -> int:
-        """How many ranks of a stage keep the same part of the same experts."""
+        """Number of ranks of a stage that keep the same part of the same experts."""
         return self.stage_ranks // (self.expert * self.expert_tensor)
 
     @property
     def couples_microbatches(self) -> bool:
-        """Do data ranks exchange something in the passes over their own microbatches: weights in pieces, or
-        rows for experts? Those of an expert group lie within one data rank where e divides its slots."""
+        """Whether data ranks exchange something in the passes over their own microbatches: weights in pieces,
+        or rows for experts. An expert group lies within one data rank where e divides its slots."""
         slots = self.context * (1 if self.expert_tensor > 1 else self.tensor)
         return self.shard > 1 or slots % self.expert != 0
 
     def coords(self, rank: int) -> Coords:
-        """Of a rank: tensor runs fastest, then context, data, pipeline."""
+        """Coordinates of ``rank``: tensor runs fastest, then context, data, pipeline. Raises ValueError."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank is {rank}; layout {self} has ranks 0 to {self.world - 1}")
         rank, tensor = divmod(rank, self.tensor)
@@ -140,58 +141,64 @@ class Layout:
         same part of heads and widths; "dcf": of these, those with the same piece of f; "rows": that have a
         part of the same microbatch; "all".
         """
-        found = [other for other in range(self.world) if self._key(axis, other) == self._key(axis, rank)]
-        return tuple(sorted(found, key=lambda other: (self.place(axis, other), other)))
+        members = [
+            candidate
+            for candidate in range(self.world)
+            if self._key(axis, candidate) == self._key(axis, rank)
+        ]
+        return tuple(sorted(members, key=lambda candidate: (self.place(axis, candidate), candidate)))
 
     def place(self, axis: str, rank: int) -> int:
-        """Where ``rank`` stands in its group of ``axis``."""
-        at = self.coords(rank)
+        """Index of ``rank`` in its group of ``axis``."""
+        coords = self.coords(rank)
         return {
-            "p": at.pipeline,
-            "d": at.data,
-            "c": at.context,
-            "t": at.tensor,
-            "f": at.data % self.shard,
-            "e": self._expert(at)[0],
-            "r": self._expert(at)[1],
+            "p": coords.pipeline,
+            "d": coords.data,
+            "c": coords.context,
+            "t": coords.tensor,
+            "f": coords.data % self.shard,
+            "e": self._locate_expert(coords)[0],
+            "r": self._locate_expert(coords)[1],
             "s": rank % self.stage_ranks,
-            "dc": at.data * self.context + at.context,
-            "dcf": at.data // self.shard * self.context + at.context,
-            "rows": at.context * self.tensor + at.tensor,
+            "dc": coords.data * self.context + coords.context,
+            "dcf": coords.data // self.shard * self.context + coords.context,
+            "rows": coords.context * self.tensor + coords.tensor,
             "all": rank,
         }[axis]
 
-    def _expert(self, at: Coords) -> tuple[int, int]:
-        """(which experts, which replica of them)."""
-        slot = at.data * self.context + at.context
+    def _locate_expert(self, coords: Coords) -> tuple[int, int]:
+        """(place on the expert axis, which replica of these experts)."""
+        slot = coords.data * self.context + coords.context
         if self.expert_tensor == 1:
-            slot = slot * self.tensor + at.tensor
+            slot = slot * self.tensor + coords.tensor
         return slot % self.expert, slot // self.expert
 
     def _key(self, axis: str, rank: int) -> tuple[int, ...]:
-        """What is the same for all ranks of a group."""
-        at = self.coords(rank)
-        kept = at.tensor if self.expert_tensor > 1 else 0
+        """Key that exactly the ranks of one group of ``axis`` have in common."""
+        coords = self.coords(rank)
+        expert_tensor_rank = coords.tensor if self.expert_tensor > 1 else 0
         return {
-            "p": (at.data, at.context, at.tensor),
-            "d": (at.pipeline, at.context, at.tensor),
-            "c": (at.pipeline, at.data, at.tensor),
-            "t": (at.pipeline, at.data, at.context),
-            "f": (at.pipeline, at.context, at.tensor, at.data // self.shard),
-            "e": (at.pipeline, kept, self._expert(at)[1]),
-            "r": (at.pipeline, kept, self._expert(at)[0]),
-            "s": (at.pipeline,),
-            "dc": (at.pipeline, at.tensor),
-            "dcf": (at.pipeline, at.tensor, at.data % self.shard),
-            "rows": (at.pipeline, at.data),
+            "p": (coords.data, coords.context, coords.tensor),
+            "d": (coords.pipeline, coords.context, coords.tensor),
+            "c": (coords.pipeline, coords.data, coords.tensor),
+            "t": (coords.pipeline, coords.data, coords.context),
+            "f": (coords.pipeline, coords.context, coords.tensor, coords.data // self.shard),
+            "e": (coords.pipeline, expert_tensor_rank, self._locate_expert(coords)[1]),
+            "r": (coords.pipeline, expert_tensor_rank, self._locate_expert(coords)[0]),
+            "s": (coords.pipeline,),
+            "dc": (coords.pipeline, coords.tensor),
+            "dcf": (coords.pipeline, coords.tensor, coords.data % self.shard),
+            "rows": (coords.pipeline, coords.data),
             "all": (),
         }[axis]
 
     def refuse(self, config: ModelConfig) -> None:
-        """Raise ValueError, in one sentence, where the model cannot be cut so."""
-        for what, size, parts, letters in self._cuts(config):
-            if size % parts:
-                raise ValueError(f"layout {self} cuts {what} ({size}) by {letters} = {parts}; use a divisor")
+        """Raise ValueError where this layout cannot cut the model."""
+        for quantity, size, divisor, letters in self._cuts(config):
+            if size % divisor:
+                raise ValueError(
+                    f"layout {self} cuts {quantity} ({size}) by {letters} = {divisor}; use a divisor"
+                )
         if self.chunks > config.num_layers:
             raise ValueError(
                 f"layout {self} has {self.chunks} chunks for {config.num_layers} layers; use fewer stages"
@@ -206,6 +213,8 @@ class Layout:
             )
 
     def _cuts(self, config: ModelConfig) -> list[tuple[str, int, int, str]]:
+        """(quantity, its size, by what it is cut, the letters of that) of everything that must come out
+        even."""
         heads = self.tensor * self.context
         cuts = [
             ("num_attention_heads", config.num_heads, heads, "t times c"),
@@ -224,12 +233,12 @@ class Layout:
         return cuts
 
     def chunk_layers(self, num_layers: int) -> tuple[range, ...]:
-        """The layers of every chunk, in order; chunk i is on stage i % p. The first ones get one more where
-        they do not come out even, since the last also has the head."""
-        size, more = divmod(num_layers, self.chunks)
+        """The layers of every chunk, in order; chunk i is on stage i % p. Where they do not come out even,
+        the first chunks get one more, since the last also has the head."""
+        size, remainder = divmod(num_layers, self.chunks)
         bounds = [0]
         for chunk in range(self.chunks):
-            bounds.append(bounds[-1] + size + (chunk < more))
+            bounds.append(bounds[-1] + size + (chunk < remainder))
         return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:

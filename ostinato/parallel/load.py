@@ -24,30 +24,31 @@ DRAWS = 1000  # of such popularity: the mean straggler is then known to about 1 
 
 
 def expert_loads(routes: np.ndarray, num_experts: int) -> np.ndarray:
-    """[L, E] int64: by how many tokens of routes [T, L, K] each expert was chosen. Rows of NO_EXPERT are
-    unknown and count nowhere. Raises ValueError for an id that is no expert."""
+    """Number [L, E] int64 of tokens of routes [T, L, K] that chose each expert. Rows of NO_EXPERT are unknown
+    and not counted. Raises ValueError for an id that is no expert."""
     ids = routes.astype(np.int64)
-    known = ids != NO_EXPERT
-    if known.any() and not 0 <= ids[known].min() <= ids[known].max() < num_experts:
+    is_known = ids != NO_EXPERT
+    if is_known.any() and not 0 <= ids[is_known].min() <= ids[is_known].max() < num_experts:
         raise ValueError(
-            f"routes have ids from {ids[known].min()} to {ids[known].max()}; "
+            f"routes have ids from {ids[is_known].min()} to {ids[is_known].max()}; "
             f"experts are 0 to {num_experts - 1}"
         )
     layers = ids.shape[1]
     ids += num_experts * np.arange(layers)[:, None]
-    return np.bincount(ids[known], minlength=layers * num_experts).reshape(layers, num_experts)
+    return np.bincount(ids[is_known], minlength=layers * num_experts).reshape(layers, num_experts)
 
 
 def rank_loads(loads: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
-    """[L, R]: what the experts of each rank have to do, from loads [L, E]: a histogram for each layer."""
+    """Load [L, R] of each rank: the sum of the loads [L, E] of its experts, layer by layer."""
     layers = len(loads)
     slots = owner + ranks * np.arange(layers)[:, None]
-    summed = np.bincount(slots.ravel(), weights=loads.ravel(), minlength=layers * ranks)
-    return summed.reshape(layers, ranks)
+    totals = np.bincount(slots.ravel(), weights=loads.ravel(), minlength=layers * ranks)
+    return totals.reshape(layers, ranks)
 
 
 def stragglers(loads: np.ndarray) -> np.ndarray:
-    """[...]: max over mean of loads [..., R]; 1 where there is no load, since nothing waits."""
+    """Straggler factor [...] of loads [..., R], max over mean; 1 where there is no load, since nothing
+    waits."""
     mean = loads.mean(axis=-1)
     return np.where(mean > 0, loads.max(axis=-1) / np.where(mean > 0, mean, 1), 1.0)
 
@@ -59,7 +60,7 @@ def nominal_ranks(num_experts: int, most: int = NOMINAL_RANKS) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imbalance:
-    """What loads come to under a placement. Factors are max over mean; 1 is even."""
+    """Imbalance of loads under a placement. Factors are max over mean; 1 is even."""
 
     ranks: int
     straggler: float  # of all layers together: the sum of their largest rank loads over that of their means
@@ -78,7 +79,7 @@ class Imbalance:
 
 
 def imbalance(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Imbalance:
-    """Of loads [L, E] where ``owner`` [L, E] says which of the ``ranks`` keeps an expert."""
+    """Imbalance of loads [L, E] where ``owner`` [L, E] says which of the ``ranks`` keeps an expert."""
     by_rank = rank_loads(loads, owner, ranks)
     factors = stragglers(by_rank)
     mean = by_rank.mean(axis=-1).sum()
@@ -100,21 +101,21 @@ class Straggler:
 
 @lru_cache(maxsize=256)
 def expected_straggler(num_experts: int, ranks: int) -> Straggler:
-    """Of ``ranks`` that keep equally many of ``num_experts`` each, in their order, for lognormal popularity
-    of experts; a placement by load (``parallel.placement``) does better."""
+    """Expected straggler of ``ranks`` that keep equally many of ``num_experts`` each, in their order, for
+    lognormal popularity of experts; a placement by load (``parallel.placement``) does better."""
     if ranks == 1:
         return Straggler(mean=1.0, high=1.0)
     rng = np.random.default_rng(0)
-    drawn = np.exp(SIGMA * rng.standard_normal((DRAWS, num_experts)))
-    factors = stragglers(drawn.reshape(DRAWS, ranks, -1).sum(axis=-1))
+    popularity = np.exp(SIGMA * rng.standard_normal((DRAWS, num_experts)))
+    factors = stragglers(popularity.reshape(DRAWS, ranks, -1).sum(axis=-1))
     return Straggler(mean=float(factors.mean()), high=float(np.quantile(factors, 0.95)))
 
 
 @lru_cache(maxsize=256)
 def distinct_ranks(num_experts: int, top_k: int, ranks: int) -> float:
-    """Over how many of ``ranks`` the ``top_k`` experts of a token are spread on average, if all sets of
-    experts are equally likely: a row travels once to each of them."""
-    each, missed = num_experts // ranks, 1.0
-    for drawn in range(top_k):  # the chance that a given rank has none of them
-        missed *= max(0.0, num_experts - each - drawn) / (num_experts - drawn)
-    return ranks * (1.0 - missed)
+    """Mean number of ``ranks`` that keep the ``top_k`` experts of a token, if all sets of experts are equally
+    likely; a row travels once to each of them."""
+    experts_per_rank, miss_chance = num_experts // ranks, 1.0
+    for num_drawn in range(top_k):  # the chance that a given rank has none of them
+        miss_chance *= max(0.0, num_experts - experts_per_rank - num_drawn) / (num_experts - num_drawn)
+    return ranks * (1.0 - miss_chance)

@@ -35,24 +35,28 @@ from enum import StrEnum
 
 
 class Schedule(StrEnum):
+    """Names of the schedules; see the module."""
+
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
     FORWARD = "forward"
 
     @classmethod
     def training(cls, virtual: int) -> Schedule:
-        """The one for so many chunks per rank."""
+        """The training schedule for ``virtual`` chunks per rank."""
         return cls.INTERLEAVED if virtual > 1 else cls.ONE_F_ONE_B
 
 
 class Pass(StrEnum):
+    """Direction of a pass through a chunk."""
+
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A microbatch through a chunk of layers. ``part`` counts the microbatches of an optimizer step."""
+    """A pass of one microbatch through a chunk of layers. ``part``: its index in the optimizer step."""
 
     direction: Pass
     chunk: int  # of all P * V
@@ -68,7 +72,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """What ``of`` made goes to another rank: a residual stream forward, its gradient backward."""
+    """Send the output of ``of`` to another rank: a residual stream forward, its gradient backward."""
 
     of: Compute
     to: int
@@ -79,7 +83,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """What ``of`` makes on another rank comes here."""
+    """Receive the output of ``of`` from the rank that computes it."""
 
     of: Compute
     source: int
@@ -93,7 +97,7 @@ Seconds = Callable[[Compute], float]
 
 
 class Deadlock(RuntimeError):
-    """Ranks wait for each other; ``waiting`` says for what, by rank. No schedule from here does."""
+    """Ranks wait for each other; ``waiting`` says for what, by rank. No schedule of this module causes it."""
 
     def __init__(self, waiting: Sequence[str]) -> None:
         super().__init__("; ".join(f"rank {rank} waits {what}" for rank, what in enumerate(waiting)))
@@ -101,14 +105,15 @@ class Deadlock(RuntimeError):
 
 
 def unit_seconds(compute: Compute) -> float:
-    """A forward takes 1, a backward 2: the products of a linear map, with gradients of input and weight."""
+    """1 for a forward, 2 for a backward: the number of products of a linear map, which in a backward gives
+    gradients of input and weight."""
     return 1.0 if compute.is_forward else 2.0
 
 
 def orders(
     name: Schedule | str, *, ranks: int, virtual: int = 1, parts: int
 ) -> tuple[tuple[Compute, ...], ...]:
-    """What each rank computes, in order.
+    """The computations of each rank, in order.
 
     Raises ValueError for sizes below 1, for an unknown name, and for "1f1b" with several chunks per rank.
     """
@@ -116,35 +121,37 @@ def orders(
     groups = _groups(ranks, virtual, parts)
     forwards = [(v, part) for group in groups for v in range(virtual) for part in group]
     backwards = [(v, part) for group in groups for v in reversed(range(virtual)) for part in group]
-    found = []
+    computes_by_rank = []
     for rank in range(ranks):
-        forth = [Compute(Pass.FORWARD, v * ranks + rank, part) for v, part in forwards]
-        back = [Compute(Pass.BACKWARD, v * ranks + rank, part) for v, part in backwards]
+        forwards_of_rank = [Compute(Pass.FORWARD, v * ranks + rank, part) for v, part in forwards]
+        backwards_of_rank = [Compute(Pass.BACKWARD, v * ranks + rank, part) for v, part in backwards]
         if schedule is Schedule.FORWARD:
-            found.append(tuple(forth))
+            computes_by_rank.append(tuple(forwards_of_rank))
             continue
-        ahead = _ahead(rank, ranks, virtual, parts)
-        pairs = zip(forth[ahead:], back, strict=False)
+        num_ahead = _count_ahead(rank, ranks, virtual, parts)
+        pairs = zip(forwards_of_rank[num_ahead:], backwards_of_rank, strict=False)
         steady = [compute for pair in pairs for compute in pair]
-        found.append((*forth[:ahead], *steady, *back[len(forth) - ahead :]))
-    return tuple(found)
+        computes_by_rank.append(
+            (*forwards_of_rank[:num_ahead], *steady, *backwards_of_rank[len(forwards_of_rank) - num_ahead :])
+        )
+    return tuple(computes_by_rank)
 
 
 def actions(
     name: Schedule | str, *, ranks: int, virtual: int = 1, parts: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """What each rank does, in order: its computations, and the transfers between them and other ranks.
+    """The actions of each rank, in order: its computations, and its transfers from and to other ranks.
 
     Between chunks on one rank (P = 1) nothing is sent. Raises ValueError as ``orders`` does.
     """
-    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    actions_by_rank: list[list[Action]] = [[] for _ in range(ranks)]
     for rank, compute, _, _ in _walk(orders(name, ranks=ranks, virtual=virtual, parts=parts), unit_seconds):
-        lists[rank].append(compute)
-        after = _after(compute, ranks * virtual)
-        if after is not None and (to := after.chunk % ranks) != rank:
-            lists[rank].append(Send(compute, to))
-            lists[to].append(Receive(compute, rank))
-    return tuple(map(tuple, lists))
+        actions_by_rank[rank].append(compute)
+        next_compute = _after(compute, ranks * virtual)
+        if next_compute is not None and (receiver := next_compute.chunk % ranks) != rank:
+            actions_by_rank[rank].append(Send(compute, receiver))
+            actions_by_rank[receiver].append(Receive(compute, rank))
+    return tuple(map(tuple, actions_by_rank))
 
 
 def in_flight(name: Schedule | str, *, rank: int, ranks: int, virtual: int = 1, parts: int) -> int:
@@ -155,13 +162,14 @@ def in_flight(name: Schedule | str, *, rank: int, ranks: int, virtual: int = 1, 
     """
     if _checked(name, ranks, virtual, parts) is Schedule.FORWARD:
         return 1
-    return min(virtual * parts, _ahead(rank, ranks, virtual, parts) + 1)
+    return min(virtual * parts, _count_ahead(rank, ranks, virtual, parts) + 1)
 
 
 def _checked(name: Schedule | str, ranks: int, virtual: int, parts: int) -> Schedule:
-    for what, size in {"ranks": ranks, "virtual": virtual, "parts": parts}.items():
+    """The schedule ``name``. Raises ValueError as ``orders`` does."""
+    for dimension, size in {"ranks": ranks, "virtual": virtual, "parts": parts}.items():
         if size < 1:
-            raise ValueError(f"a pipeline schedule was requested with {what} {size}; use at least 1")
+            raise ValueError(f"a pipeline schedule was requested with {dimension} {size}; use at least 1")
     if name not in tuple(Schedule):
         raise ValueError(f"the pipeline schedule is {name!r}; use one of {', '.join(Schedule)}")
     if name == Schedule.ONE_F_ONE_B and virtual > 1:
@@ -170,17 +178,18 @@ def _checked(name: Schedule | str, ranks: int, virtual: int, parts: int) -> Sche
 
 
 def _groups(ranks: int, virtual: int, parts: int) -> list[range]:
-    """Microbatches that go through all chunks of a rank before the next ones: P or a little more."""
+    """Groups of microbatches, P or a little more, each of which goes through all chunks of a rank before the
+    next."""
     if virtual == 1:
         return [range(parts)]
     count = max(1, parts // ranks)
-    size, more = divmod(parts, count)
-    starts = [index * size + min(index, more) for index in range(count + 1)]
+    size, remainder = divmod(parts, count)
+    starts = [index * size + min(index, remainder) for index in range(count + 1)]
     return [range(starts[index], starts[index + 1]) for index in range(count)]
 
 
-def _ahead(rank: int, ranks: int, virtual: int, parts: int) -> int:
-    """Forwards before the first backward."""
+def _count_ahead(rank: int, ranks: int, virtual: int, parts: int) -> int:
+    """Number of forwards of a rank before its first backward."""
     if virtual == 1:
         return min(parts, ranks - 1 - rank)
     largest = len(_groups(ranks, virtual, parts)[0])
@@ -188,22 +197,22 @@ def _ahead(rank: int, ranks: int, virtual: int, parts: int) -> int:
 
 
 def _needs(compute: Compute, chunks: int) -> tuple[Compute, ...]:
-    """What must have been computed, here or elsewhere."""
+    """Computations, on any rank, that ``compute`` needs the results of."""
     chunk, part = compute.chunk, compute.part
     if compute.is_forward:
         return (Compute(Pass.FORWARD, chunk - 1, part),) if chunk else ()
-    own = Compute(Pass.FORWARD, chunk, part)
-    return (own,) if chunk == chunks - 1 else (own, Compute(Pass.BACKWARD, chunk + 1, part))
+    forward = Compute(Pass.FORWARD, chunk, part)
+    return (forward,) if chunk == chunks - 1 else (forward, Compute(Pass.BACKWARD, chunk + 1, part))
 
 
 def _after(compute: Compute, chunks: int) -> Compute | None:
-    """What takes what was computed."""
+    """The computation that takes the output of ``compute``; None at the end of the model."""
     chunk = compute.chunk + (1 if compute.is_forward else -1)
     return Compute(compute.direction, chunk, compute.part) if 0 <= chunk < chunks else None
 
 
 def _next(listed: Sequence[Action], at: int) -> str:
-    """What a rank stands before."""
+    """The action at index ``at`` of a rank, in words."""
     return str(listed[at]) if at < len(listed) else "for nothing, it is done"
 
 
@@ -215,33 +224,39 @@ def _walk(
     Raises Deadlock when no rank can.
     """
     ranks, chunks = len(order), 1 + max(compute.chunk for listed in order for compute in listed)
-    place, free = [0] * ranks, [0.0] * ranks
+    next_index, free_at = [0] * ranks, [0.0] * ranks
     ends: dict[Compute, float] = {}
     ready: list[tuple[float, int]] = []
 
     def push(rank: int) -> None:
-        """If what a rank does next can start, it is known when."""
-        if place[rank] == len(order[rank]):
+        """Queue the next computation of a rank, with its start, if all that it needs has been computed."""
+        if next_index[rank] == len(order[rank]):
             return
-        needs = _needs(order[rank][place[rank]], chunks)
+        needs = _needs(order[rank][next_index[rank]], chunks)
         if all(need in ends for need in needs):
-            there = [ends[one] + (transfer if one.chunk % ranks != rank else 0.0) for one in needs]
-            heapq.heappush(ready, (max(free[rank], *there) if there else free[rank], rank))
+            arrivals = [
+                ends[dependency] + (transfer if dependency.chunk % ranks != rank else 0.0)
+                for dependency in needs
+            ]
+            heapq.heappush(ready, (max(free_at[rank], *arrivals) if arrivals else free_at[rank], rank))
 
     for rank in range(ranks):
         push(rank)
     while ready:
         start, rank = heapq.heappop(ready)
-        compute = order[rank][place[rank]]
-        ends[compute] = free[rank] = end = start + seconds(compute)
-        place[rank] += 1
+        compute = order[rank][next_index[rank]]
+        ends[compute] = free_at[rank] = end = start + seconds(compute)
+        next_index[rank] += 1
         yield rank, compute, start, end
         push(rank)
-        after = _after(compute, chunks)
-        if after is None or (to := after.chunk % ranks) == rank:
+        next_compute = _after(compute, chunks)
+        if next_compute is None or (receiver := next_compute.chunk % ranks) == rank:
             continue
-        if place[to] < len(order[to]) and order[to][place[to]] == after:
-            push(to)
+        if (
+            next_index[receiver] < len(order[receiver])
+            and order[receiver][next_index[receiver]] == next_compute
+        ):
+            push(receiver)
     if len(ends) < sum(map(len, order)):
-        left = zip(order, place, strict=True)
-        raise Deadlock([_next(listed, at) for listed, at in left])
+        pending = zip(order, next_index, strict=True)
+        raise Deadlock([_next(listed, at) for listed, at in pending])

@@ -1,4 +1,4 @@
-"""What is trained: all parameters of a model in one process, or each rank's parts of some of them."""
+"""The leaves that are trained: all of a model in one process, or each rank's parts of some of them."""
 
 from __future__ import annotations
 
@@ -79,19 +79,21 @@ def state_tensors(leaves: Leaves, optimizer: AdamW) -> dict[str, Tensor]:
     """Parameters and moments of the whole model, not copied where they are local; none on ranks other than
     the one that drives the run."""
     parameters = leaves.whole({name: leaf.detach() for name, leaf in leaves.named.items()})
-    found = {f"parameters.{name}": tensor for name, tensor in parameters.items()}
+    saved_tensors = {f"parameters.{name}": parameter for name, parameter in parameters.items()}
     state = optimizer_tensors(optimizer, leaves.named)
     for moment in MOMENTS:
-        own = {name: state[key] for name in leaves.named if (key := f"{name}.{moment}") in state}
-        found |= {f"optimizer.{name}.{moment}": one for name, one in leaves.whole(own).items()}
-    return found
+        local_moments = {name: state[key] for name in leaves.named if (key := f"{name}.{moment}") in state}
+        saved_tensors |= {
+            f"optimizer.{name}.{moment}": tensor for name, tensor in leaves.whole(local_moments).items()
+        }
+    return saved_tensors
 
 
 @torch.no_grad()
 def load_state_tensors(leaves: Leaves, optimizer: AdamW, tensors: Mapping[str, Tensor]) -> None:
     """The inverse of ``state_tensors``, under any layout. Raises ValueError naming the first parameter that
     is missing, unknown or of another shape, before anything is changed."""
-    saved, shapes = _under("parameters.", tensors), leaves.shapes
+    saved, shapes = _select_prefix("parameters.", tensors), leaves.shapes
     for name in sorted(saved.keys() | shapes.keys()):
         have = tuple(saved[name].shape) if name in saved else "nothing"
         want = shapes.get(name, "nothing")
@@ -100,14 +102,14 @@ def load_state_tensors(leaves: Leaves, optimizer: AdamW, tensors: Mapping[str, T
                 f"the checkpoint has {have} for parameter {name}, this run trains {want}; "
                 "resume with the recipe that it was made with"
             )
-    moments, own = _under("optimizer.", tensors), {}
+    moments, local_moments = _select_prefix("optimizer.", tensors), {}
     for name, parameter in leaves.named.items():
         parameter.copy_(leaves.own(name, saved[name]))
         keys = {f"{name}.{moment}" for moment in MOMENTS} & moments.keys()
-        own |= {key: leaves.own(name, moments[key]) for key in keys}
-    load_optimizer_tensors(optimizer, leaves.named, own)
+        local_moments |= {key: leaves.own(name, moments[key]) for key in keys}
+    load_optimizer_tensors(optimizer, leaves.named, local_moments)
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _select_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose name starts with ``prefix``, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -66,104 +66,109 @@ class TeacherAt:
         self.progress = 0.0
 
     def check(self, texts: Callable[[list[int]], str], ids: Sequence[int]) -> None:
-        """Raises ValueError for a server that lacks what is needed, or that decodes any of ``ids``, all
-        tokens of the student, differently from ``texts``, the student's tokenizer."""
+        """Raise ValueError for a server that lacks what is needed, or that decodes any of ``ids``, all tokens
+        of the student, differently from ``texts``, the student's tokenizer."""
         try:
-            known = self._models()
-            if (model := self._model or known[0]) not in known:
-                raise ValueError(f"teacher.model is {model!r}; {self._url} serves {', '.join(known)}")
+            served = self._models()
+            if (model := self._model or served[0]) not in served:
+                raise ValueError(f"teacher.model is {model!r}; {self._url} serves {', '.join(served)}")
             for first in range(0, len(ids), AT_ONCE):
-                some = list(ids[first : first + AT_ONCE])
-                body = {"model": model, "tokens": some}
-                if not self._decodes(body, texts(some)):
+                chunk = list(ids[first : first + AT_ONCE])
+                body = {"model": model, "tokens": chunk}
+                if not self._matches_text(body, texts(chunk)):
                     raise ValueError(
-                        f"teacher.url {self._url} has other tokens than the student between {some[0]} and "
-                        f"{some[-1]}, so it cannot score the same; use a teacher with the same tokenizer"
+                        f"teacher.url {self._url} has other tokens than the student between {chunk[0]} and "
+                        f"{chunk[-1]}, so it cannot score the same; use a teacher with the same tokenizer"
                     )
             self._model = model
             self.logprobs(np.array(ids[:3]))
         except (TeacherFailed, KeyError, TypeError, IndexError) as error:
-            why = getattr(error, "why", repr(error))
+            reason = getattr(error, "why", repr(error))
             raise ValueError(
-                f"teacher.url {self._url} cannot be a teacher: {why}; it has to answer /v1/models, "
+                f"teacher.url {self._url} cannot be a teacher: {reason}; it has to answer /v1/models, "
                 "/detokenize and /v1/completions with prompt_logprobs, as vLLM and ostinato serve do"
             ) from error
 
-    def _decodes(self, body: dict[str, Any], text: str) -> bool:
+    def _matches_text(self, body: dict[str, Any], text: str) -> bool:
+        """Whether the server decodes the tokens of ``body`` to ``text``; False if it has no such tokens."""
         try:
             return self._ask("/detokenize", body)["prompt"] == text
         except TeacherFailed as error:
-            if error.status == 400:  # there are no such tokens
+            if error.status == 400:  # the server has no such tokens
                 return False
             raise
 
     def score(self, parts: Sequence[Inputs]) -> tuple[list[Inputs], float]:
-        """As ``Teacher.score``, with no FLOPs here. Raises TeacherFailed."""
+        """See ``Teacher.score``; the FLOPs are 0, since none are spent here. Raises TeacherFailed."""
         self._model = self._model or self._models()[0]
         requested = [list(_sequences(part.source)) for part in parts]
         with ThreadPoolExecutor(TOGETHER) as pool:
             try:
-                found = list(pool.map(self.logprobs, [tokens for one in requested for tokens, _ in one]))
+                logprobs = list(
+                    pool.map(self.logprobs, [tokens for sequences in requested for tokens, _ in sequences])
+                )
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        answers, scored = iter(found), []
-        for part, one in zip(parts, requested, strict=True):
-            flat = np.concatenate([next(answers)[at] for _, at in one])
+        answers, scored = iter(logprobs), []
+        for part, sequences in zip(parts, requested, strict=True):
+            flat = np.concatenate([next(answers)[target_indices] for _, target_indices in sequences])
             scored.append(replace(part, teacher=torch.from_numpy(flat).to(part.targets.device)))
         return scored, 0.0
 
     def logprobs(self, tokens: np.ndarray) -> np.ndarray:
-        """[L] fp32 of ``tokens`` [L]; the first is NaN: nothing predicts it. Raises TeacherFailed."""
+        """Log-probabilities [L] fp32 of ``tokens`` [L]; the first is NaN, since nothing predicts it. Raises
+        TeacherFailed."""
         body = {"model": self._model, "prompt": tokens.tolist(), "prompt_logprobs": 0, "max_tokens": 1}
         answer = self._ask("/v1/completions", body)
         try:
-            listed = answer["choices"][0]["prompt_logprobs"]
-            pairs = zip(tokens[1:].tolist(), listed[1:], strict=True)
-            found = [float(one[str(token)]["logprob"]) for token, one in pairs]
+            entries = answer["choices"][0]["prompt_logprobs"]
+            pairs = zip(tokens[1:].tolist(), entries[1:], strict=True)
+            logprobs = [float(entry[str(token)]["logprob"]) for token, entry in pairs]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise TeacherFailed(
                 f"an answer has no prompt_logprobs of the {len(tokens)} tokens sent ({error!r})"
             ) from error
-        if not all(map(math.isfinite, found)):
+        if not all(map(math.isfinite, logprobs)):
             raise TeacherFailed("an answer has a log-probability that is not finite")
         self.progress += 1
         self._counts["teacher/requests"] += 1
-        return np.array([math.nan, *found], np.float32)
+        return np.array([math.nan, *logprobs], np.float32)
 
     def metrics(self) -> dict[str, float]:
         counts, self._counts = self._counts, Counter()
         return {name: float(counts[name]) for name in ("teacher/requests", "teacher/retries")}
 
     def _models(self) -> list[str]:
-        return [str(one["id"]) for one in self._ask("/v1/models")["data"]]
+        return [str(model["id"]) for model in self._ask("/v1/models")["data"]]
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON reply to a POST of ``body``, or to a GET without one. Raises TeacherFailed."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
-        for tried in range(self._max_retries + 1):
+        for attempt in range(self._max_retries + 1):
             try:
                 return json.loads(self._read(request))
             except urllib.error.HTTPError as error:
-                why = f"{path} gave {error.code} {_words(error)}"
+                reason = f"{path} gave {error.code} {_words(error)}"
                 if error.code != 429 and error.code < 500:
-                    raise TeacherFailed(why, error.code) from error
+                    raise TeacherFailed(reason, error.code) from error
             except (OSError, ValueError) as error:  # URLError and TimeoutError are OSErrors
-                why = f"{path} gave no answer ({error})"
-            if tried < self._max_retries:
+                reason = f"{path} gave no answer ({error})"
+            if attempt < self._max_retries:
                 self._counts["teacher/retries"] += 1
-                self._sleep(min(LONGEST_PAUSE_S, 0.5 * 2**tried))
-        raise TeacherFailed(f"{why}, {self._max_retries + 1} times in a row")
+                self._sleep(min(LONGEST_PAUSE_S, 0.5 * 2**attempt))
+        raise TeacherFailed(f"{reason}, {self._max_retries + 1} times in a row")
 
     def _read(self, request: urllib.request.Request) -> bytes:
-        end, parts = time.monotonic() + self._timeout_s, bytearray()
+        """The body of the reply. Raises TimeoutError where it takes longer than ``timeout_s`` in all."""
+        deadline, content = time.monotonic() + self._timeout_s, bytearray()
         with self._open(request, timeout=self._timeout_s) as answer:
-            while part := answer.read1(1 << 20):
-                parts += part
-                if time.monotonic() > end:
+            while chunk := answer.read1(1 << 20):
+                content += chunk
+                if time.monotonic() > deadline:
                     raise TimeoutError(f"it was not whole after {self._timeout_s:g} s")
-        return bytes(parts)
+        return bytes(content)
 
 
 def _words(error: urllib.error.HTTPError) -> str:
@@ -175,11 +180,11 @@ def _words(error: urllib.error.HTTPError) -> str:
 
 
 def _sequences(source: Microbatch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each sequence, in the order of the targets: its tokens [L], the last of which is only a target, and
-    the indices of those that are targets."""
+    """(tokens [L], indices of the targets among them) of each sequence, in the order of the targets; the last
+    token is only a target."""
     firsts = np.flatnonzero(np.diff(source.sample_idx)) + 1
-    rows, targets = (np.split(one, firsts) for one in (source.rows, source.targets))
-    for span, own, wanted in zip(sequence_spans(source), rows, targets, strict=True):
-        start, stop, first, last = span
-        context = source.tokens[np.r_[first:last, start:stop]]
-        yield np.append(context, wanted[-1]), places(own, span) + 1
+    rows, targets = (np.split(indices, firsts) for indices in (source.rows, source.targets))
+    for span, sequence_rows, sequence_targets in zip(sequence_spans(source), rows, targets, strict=True):
+        start, stop, prompt_start, prompt_stop = span
+        context = source.tokens[np.r_[prompt_start:prompt_stop, start:stop]]
+        yield np.append(context, sequence_targets[-1]), places(sequence_rows, span) + 1

@@ -135,7 +135,7 @@ class PolicyTrainer:
 
     @property
     def progress(self) -> float:
-        """Passes over microbatches: grows while it works."""
+        """Passes over microbatches so far, which grow while the trainer works."""
         return self._passes.progress + (self._teacher.progress if self._teacher else 0.0)
 
     @torch.no_grad()
@@ -158,10 +158,10 @@ class PolicyTrainer:
         A minibatch's loss is scaled by their number, so the mean over minibatches is the loss of the batch.
         Metrics are means over trained tokens; ``num_rows`` counts all forward rows since the run began.
         ``routing/*`` compares carried experts with the trainer's own, and says how uneven they are
-        (``train.totals.balance``); ``routing/coverage``: the share of
-        forward rows that carry any. With a bypass algorithm the mismatch and the routing of a later minibatch
-        include what the earlier ones changed. ``passes/*``: FLOPs besides training's own pass, in forwards of
-        the batch (``Totals.passes``); ``passes/measure``: those of ``measure``.
+        (``train.totals.balance``); ``routing/coverage``: the share of forward rows that carry any. With a
+        bypass algorithm the mismatch and the routing of a later minibatch include what the earlier ones
+        changed. ``passes/*``: FLOPs besides training's own pass, in forwards of the batch
+        (``Totals.passes``); ``passes/measure``: those of ``measure``.
 
         Raises:
             TrainingStopped: the last ``MOST_REFUSED`` optimizer steps were all refused.
@@ -175,12 +175,14 @@ class PolicyTrainer:
         batch, row = admitted.batch, admitted.mismatch
         lr = self._settings.lr * lr_factor(self._settings, self._steps)
         set_lr(self._optimizer, lr)
-        minibatches = [[self._guard.inputs(one) for one in minibatch] for minibatch in batch.minibatches]
+        minibatches = [
+            [self._guard.inputs(microbatch) for microbatch in minibatch] for minibatch in batch.minibatches
+        ]
         num_minibatches, inputs = len(minibatches), [*chain(*minibatches)]
         if self._algorithm.decoupled:  # in the first minibatch old equals new: no weight has changed
             minibatches[1:] = [self._with_old(minibatch) for minibatch in minibatches[1:]]
-        ahead = [(part, part.counts) for part in chain(*minibatches) if part.counts is not None]
-        totals, norms, refused = Totals(unjudged=ahead), [], []
+        unjudged = [(part, part.counts) for part in chain(*minibatches) if part.counts is not None]
+        totals, norms, refused = Totals(unjudged=unjudged), [], []
         totals.extra_flops = self._price(part for part in chain(*minibatches) if part.old is not None)
         for minibatch in minibatches:
             norm, at_fault = self._update(minibatch, batch.num_samples, num_minibatches, totals)
@@ -214,15 +216,15 @@ class PolicyTrainer:
             as_inputs(microbatch, self._decoder.device, moe=False, replay=False)
             for microbatch in batch.microbatches
         ]
-        found = self._passes.score(parts, ScoreOptions(as_trained=False))
-        return [one.logprobs.float().cpu().numpy() for one in found if one.logprobs is not None]
+        scored = self._passes.score(parts, ScoreOptions(as_trained=False))
+        return [scores.logprobs.float().cpu().numpy() for scores in scored if scores.logprobs is not None]
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and optimizer moments: what a checkpoint holds (``train.state``)."""
         return state_tensors(self._leaves, self._optimizer)
 
     def counters(self) -> dict[str, int]:
-        """What a checkpoint of this trainer holds besides ``tensors``."""
+        """Counters that a checkpoint of this trainer holds besides ``tensors``."""
         return {
             "steps": self._steps,
             "refused_in_a_row": self._refused_in_a_row,
@@ -249,36 +251,44 @@ class PolicyTrainer:
 
     def _with_old(self, parts: Sequence[Inputs]) -> list[Inputs]:
         """The parts with ``old``, and with counts of the trainer's own experts before any weight changes."""
-        found = self._passes.score(parts, ScoreOptions())
+        scored = self._passes.score(parts, ScoreOptions())
         return [
-            replace(part, old=one.logprobs, counts=one.counts) for part, one in zip(parts, found, strict=True)
+            replace(part, old=scores.logprobs, counts=scores.counts)
+            for part, scores in zip(parts, scored, strict=True)
         ]
 
     def _with_reference(self, parts: Sequence[Inputs]) -> list[Inputs]:
         """The parts with ``reference``: scored by ``algo.kl_reference``, choosing its own experts."""
-        free = [replace(part, routing=None, carried=None) for part in parts]
-        found = self._passes.score(free, ScoreOptions(reference=True, as_trained=False))
-        return [replace(part, reference=one.logprobs) for part, one in zip(parts, found, strict=True)]
+        unrouted = [replace(part, routing=None, carried=None) for part in parts]
+        scored = self._passes.score(unrouted, ScoreOptions(reference=True, as_trained=False))
+        return [replace(part, reference=scores.logprobs) for part, scores in zip(parts, scored, strict=True)]
 
     def _update(
         self, minibatch: Sequence[Inputs], num_samples: int, scale: int, totals: Totals
     ) -> tuple[float, list[Microbatch]]:
-        """One optimizer step: the gradient norm before clipping, and the microbatches that made it fail."""
+        """Take one optimizer step. Returns the gradient norm before clipping and the microbatches at fault:
+        none unless the step was refused."""
         norm, finite = self._accumulate(minibatch, num_samples, scale, totals)
         at_fault = []
         if finite:
             if (misaligned := self._guard.judge(totals, scale)) is not None:
                 self._optimizer.zero_grad()
                 raise misaligned
-            clip_gradients(self._gradients(), norm, self._settings.max_grad_norm)
+            clip_gradients(self._collect_gradients(), norm, self._settings.max_grad_norm)
             self._optimizer.step()
             totals.steps_taken += 1
-        else:  # one by one, to name them: costs time only in steps that are lost anyway
-            totals.unjudged = [one for one in totals.unjudged if one[0] not in minibatch]
-            again = Totals()
-            alone = [(part, self._accumulate([part], num_samples, scale, again)[1]) for part in minibatch]
-            at_fault = [part.source for part, fine in alone if not fine or all(ok for _, ok in alone)]
-            totals.extra_flops += again.extra_flops
+        else:  # one by one, to find those at fault: costs time only in steps that are lost anyway
+            totals.unjudged = [judgement for judgement in totals.unjudged if judgement[0] not in minibatch]
+            retry_totals = Totals()
+            checked = [
+                (part, self._accumulate([part], num_samples, scale, retry_totals)[1]) for part in minibatch
+            ]
+            at_fault = [
+                part.source
+                for part, is_finite in checked
+                if not is_finite or all(other_is_finite for _, other_is_finite in checked)
+            ]
+            totals.extra_flops += retry_totals.extra_flops
             totals.repeated_flops += self._price(minibatch)
         self._optimizer.zero_grad()
         return norm, at_fault
@@ -286,7 +296,8 @@ class PolicyTrainer:
     def _accumulate(
         self, minibatch: Sequence[Inputs], num_samples: int, scale: int, totals: Totals
     ) -> tuple[float, bool]:
-        """Gradients of a minibatch, from zero: (their norm, whether they and the loss are finite)."""
+        """Compute the gradients of a minibatch from zero. Returns (their norm, whether they and the loss are
+        finite)."""
         self._optimizer.zero_grad()
         parts = minibatch
         if self._algorithm.needs_reference:
@@ -304,10 +315,12 @@ class PolicyTrainer:
         norm, loss = torch.stack([self._leaves.reduce().double(), loss.double()]).tolist()
         return norm, math.isfinite(norm) and math.isfinite(loss)
 
-    def _gradients(self) -> list[Tensor]:
+    def _collect_gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
 
     def _report(self, metrics: dict[str, float], at_fault: Sequence[Microbatch]) -> StepReport:
+        """The report of a step, after ``on_refused`` for each microbatch ``at_fault``. Raises
+        TrainingStopped."""
         if not at_fault:
             return StepReport(metrics=metrics)
         uids = tuple(uid for microbatch in at_fault for uid in microbatch.uids)
@@ -319,9 +332,9 @@ class PolicyTrainer:
                 f"{self._refused_in_a_row} optimizer steps in a row had a loss or gradient that is not "
                 f"finite, the last with samples {', '.join(uids)}; look at these samples and lower trainer.lr"
             )
-        refused, done = metrics["refused_steps"], metrics["optimizer_steps"]
+        refused, taken = metrics["refused_steps"], metrics["optimizer_steps"]
         skipped = (
-            f"{refused:.0f} of {refused + done:.0f} optimizer steps were refused: "
+            f"{refused:.0f} of {refused + taken:.0f} optimizer steps were refused: "
             f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}"
         )
         return StepReport(metrics=metrics, skipped=skipped, uids=uids)
