@@ -1,4 +1,4 @@
-"""Rewards -> advantages, and the shaping of rewards by length. Numpy, float64, one value per completion.
+"""Advantages from rewards, and the shaping of rewards by length: numpy, float64, a value per completion.
 
 NaN means "not trained on" in input and output: a completion without a verdict enters as NaN, takes no part
 in any mean or deviation and leaves as NaN; the caller drops and counts it. No failure becomes a 0.
@@ -76,7 +76,7 @@ def advantages(
         check_group_size(len(group), baseline, scale, drop_zero_variance)
         if np.isinf(group).any():
             raise ValueError(f"a reward is infinite: {group.tolist()}; return a finite number or None")
-    flat = np.array([zero_variance(group) for group in groups], dtype=bool)
+    is_flat_by_group = np.array([zero_variance(group) for group in groups], dtype=bool)
     centred = [_subtract_baseline(group, baseline) for group in groups]
     if baseline is Baseline.BATCH_MEAN and groups:
         mean = _mean(np.concatenate(groups))
@@ -85,14 +85,18 @@ def advantages(
         case Scale.NONE:
             scaled = centred
         case Scale.GROUP:
-            scaled = [group / (_std(group) + EPS) for group in centred]
+            scaled = [group / (_measure_std(group) + EPS) for group in centred]
         case Scale.BATCH:
-            pool = [a for a, f in zip(centred, flat, strict=True) if batch_pool is Pool.ALL or not f]
-            std = _std(np.concatenate(pool)) if pool else 0.0  # no pool: every difference is 0
+            pool = [
+                group
+                for group, is_flat in zip(centred, is_flat_by_group, strict=True)
+                if batch_pool is Pool.ALL or not is_flat
+            ]
+            std = _measure_std(np.concatenate(pool)) if pool else 0.0  # no pool: every difference is 0
             scaled = [group / (std + EPS) for group in centred]
     return [
         np.full_like(group, np.nan) if drop_zero_variance and is_flat else group
-        for group, is_flat in zip(scaled, flat, strict=True)
+        for group, is_flat in zip(scaled, is_flat_by_group, strict=True)
     ]
 
 
@@ -110,14 +114,15 @@ def advantages_apart(rewards: Sequence[np.ndarray], weights: Sequence[float]) ->
             weight * (np.where(np.isnan(row), np.nan, 0.0) if zero_variance(row) else _standardise(row))
             for row, weight in zip(group, weights, strict=True)
         ]
-        silent = np.isnan(group).all(axis=0)
-        sums.append(np.where(silent, np.nan, np.nansum(terms, axis=0)))
+        has_no_verdict = np.isnan(group).all(axis=0)
+        sums.append(np.where(has_no_verdict, np.nan, np.nansum(terms, axis=0)))
     step = np.concatenate([*sums, np.zeros(0)])
-    return [(group - _mean(step)) / (_std(step) + EPS) for group in sums]
+    return [(group - _mean(step)) / (_measure_std(step) + EPS) for group in sums]
 
 
 def _standardise(row: np.ndarray) -> np.ndarray:
-    return (row - _mean(row)) / (_std(row) + EPS)
+    """(row - mean) / (std + EPS) over its verdicts."""
+    return (row - _mean(row)) / (_measure_std(row) + EPS)
 
 
 def zero_variance(rewards: np.ndarray) -> bool:
@@ -128,7 +133,7 @@ def zero_variance(rewards: np.ndarray) -> bool:
 
 
 def check_choices(baseline: Baseline, scale: Scale, batch_pool: Pool) -> None:
-    """Raises ValueError for choices that would divide differences by the spread of something else.
+    """Raise ValueError for choices that would divide differences by the spread of something else.
 
     Equal rewards would then become advantages of 1 / EPS.
     """
@@ -149,7 +154,7 @@ def check_choices(baseline: Baseline, scale: Scale, batch_pool: Pool) -> None:
 def check_group_size(
     group_size: int, baseline: Baseline, scale: Scale, drop_zero_variance: bool = False
 ) -> None:
-    """Raises ValueError when a completion would be compared with its siblings and has none."""
+    """Raise ValueError when a completion would be compared with its siblings and has none."""
     if group_size >= 2:
         return
     if baseline in (Baseline.GROUP_MEAN, Baseline.LEAVE_ONE_OUT) or scale is Scale.GROUP:
@@ -178,20 +183,23 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int, facto
 
 
 def _subtract_baseline(group: np.ndarray, baseline: Baseline) -> np.ndarray:
+    """Rewards [G] minus their group baseline, NaN with fewer than two verdicts; unchanged under others."""
     if baseline not in (Baseline.GROUP_MEAN, Baseline.LEAVE_ONE_OUT):
         return group
     num_verdicts = int((~np.isnan(group)).sum())
     if num_verdicts < 2:
         return np.full_like(group, np.nan)
-    own_share = num_verdicts / (num_verdicts - 1) if baseline is Baseline.LEAVE_ONE_OUT else 1.0
-    return (group - _mean(group)) * own_share
+    factor = num_verdicts / (num_verdicts - 1) if baseline is Baseline.LEAVE_ONE_OUT else 1.0
+    return (group - _mean(group)) * factor
 
 
 def _mean(values: np.ndarray) -> float:
+    """Mean of the values that are not NaN; NaN without any."""
     verdicts = values[~np.isnan(values)]
     return float(verdicts.mean()) if len(verdicts) else np.nan
 
 
-def _std(values: np.ndarray) -> float:
+def _measure_std(values: np.ndarray) -> float:
+    """Sample deviation (ddof=1) of the values that are not NaN; 0 for fewer than two."""
     verdicts = values[~np.isnan(values)]
     return float(verdicts.std(ddof=1)) if len(verdicts) > 1 else 0.0

@@ -21,7 +21,8 @@ from ostinato.algo.own_loss import OwnLoss
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """One microbatch: ``total`` is backpropagated, ``stats`` are detached sums over ``count`` tokens."""
+    """The loss of one microbatch: ``total`` has gradients, ``stats`` are detached sums over ``count``
+    tokens."""
 
     total: Tensor
     count: int
@@ -44,7 +45,7 @@ def clipped(
     higher ``clip_high``. They differ in advantages and weights, which this function only applies.
     """
     ratio = bounded_exp(new_logprobs - old_logprobs)
-    return _clipped_ratio(ratio, advantages, weights, clip_low, clip_high, correction)
+    return _clip_surrogate(ratio, advantages, weights, clip_low, clip_high, correction)
 
 
 def sequence_clipped(
@@ -66,7 +67,7 @@ def sequence_clipped(
     """
     log_ratio = sequence_means(new_logprobs - old_logprobs, sample_idx, num_samples)
     ratio = bounded_exp(log_ratio)[sample_idx.long()]
-    return _clipped_ratio(ratio, advantages, weights, clip_low, clip_high, correction)
+    return _clip_surrogate(ratio, advantages, weights, clip_low, clip_high, correction)
 
 
 def cispo(
@@ -86,15 +87,15 @@ def cispo(
     """
     ratio = bounded_exp(new_logprobs - old_logprobs).detach()
     token_loss = -ratio.clamp(max=ratio_cap) * advantages * new_logprobs
-    capped = (ratio > ratio_cap) & (advantages > 0)
-    return _terms(token_loss, weights, correction, {"cispo_clip_ratio": capped})
+    is_capped = (ratio > ratio_cap) & (advantages > 0)
+    return _sum_terms(token_loss, weights, correction, {"cispo_clip_ratio": is_capped})
 
 
 def reinforce(
     new_logprobs: Tensor, advantages: Tensor, weights: Tensor, *, correction: Tensor | None = None
 ) -> LossTerms:
     """REINFORCE, -A log p (RLOO, arXiv 2402.14740). No ratio: off-policy only ``correction`` corrects it."""
-    return _terms(-advantages * new_logprobs, weights, correction, {})
+    return _sum_terms(-advantages * new_logprobs, weights, correction, {})
 
 
 def own_loss_terms(
@@ -108,15 +109,15 @@ def own_loss_terms(
     *,
     correction: Tensor | None = None,
 ) -> LossTerms:
-    """A loss of a user's own (``algo.own_loss``), weighted and corrected as the others."""
+    """The terms of a user's own loss (``algo.own_loss``), weighted and corrected as the others."""
     values, stats = loss.terms(new_logprobs, old_logprobs, advantages, sample_idx, num_samples)
-    return _terms(values, weights, correction, stats)
+    return _sum_terms(values, weights, correction, stats)
 
 
 def reference_kl(new_logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor) -> LossTerms:
     """k3 of KL(new || ref) per token: exp(ref - new) - 1 - (ref - new) (GRPO, arXiv 2402.03300, eq. 4)."""
     kl = kl_k3(ref_logprobs - new_logprobs)
-    return _terms(kl, weights, None, {"kl": kl.detach()})
+    return _sum_terms(kl, weights, None, {"kl": kl.detach()})
 
 
 def add_teacher_kl(
@@ -134,7 +135,7 @@ def add_teacher_kl(
     return advantages - coef * reverse_kl, sums
 
 
-def _clipped_ratio(
+def _clip_surrogate(
     ratio: Tensor,
     advantages: Tensor,
     weights: Tensor,
@@ -142,16 +143,23 @@ def _clipped_ratio(
     clip_high: float,
     correction: Tensor | None,
 ) -> LossTerms:
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), with the shares of clipped tokens as
+    stats."""
     token_loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    low = (ratio < 1 - clip_low) & (advantages < 0)
-    high = (ratio > 1 + clip_high) & (advantages > 0)
-    stats = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
-    return _terms(token_loss, weights, correction, stats)
+    is_clipped_low = (ratio < 1 - clip_low) & (advantages < 0)
+    is_clipped_high = (ratio > 1 + clip_high) & (advantages > 0)
+    stats = {
+        "clip_ratio/low_mean": is_clipped_low,
+        "clip_ratio/high_mean": is_clipped_high,
+        "clip_ratio/region_mean": is_clipped_low | is_clipped_high,
+    }
+    return _sum_terms(token_loss, weights, correction, stats)
 
 
-def _terms(
+def _sum_terms(
     token_loss: Tensor, weights: Tensor, correction: Tensor | None, stats: dict[str, Tensor]
 ) -> LossTerms:
+    """The terms of a loss [R]: its weighted sum, and the sums of ``stats`` [R]."""
     if correction is not None:
         weights = weights * correction
     sums = {name: values.sum() for name, values in stats.items()}

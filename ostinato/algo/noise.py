@@ -27,11 +27,11 @@ def key(seed: Iterable[SupportsIndex]) -> int:
     Raises ValueError for a part outside signed 64 bits, since it would share its key with another one.
     """
     parts = [index(part) for part in seed]  # a float would make the seed depend on rounding
-    state = _mix(len(parts) + _GOLDEN)
+    state = _mix_bits(len(parts) + _GOLDEN)
     for part in parts:
         if not -(1 << 63) <= part < 1 << 63:
             raise ValueError(f"seed part {part} does not fit in 64 signed bits; use a smaller integer")
-        state = _mix(state ^ _mix(part + _GOLDEN))
+        state = _mix_bits(state ^ _mix_bits(part + _GOLDEN))
     return state
 
 
@@ -47,24 +47,27 @@ def uniform(key: int | np.ndarray, position: int | np.ndarray) -> float | np.nda
     Both ends are excluded, so log(u), log1p(-u) and an inverse CDF are always finite.
     """
     if isinstance(key, np.ndarray) or isinstance(position, np.ndarray):
-        return _uniform_array(np.asarray(key, dtype=np.uint64), np.asarray(position))
-    return ((_mix(index(key) ^ _mix(index(position) + _GOLDEN)) >> 12) + 0.5) * _ULP
+        return _draw_uniform_array(np.asarray(key, dtype=np.uint64), np.asarray(position))
+    return ((_mix_bits(index(key) ^ _mix_bits(index(position) + _GOLDEN)) >> 12) + 0.5) * _ULP
 
 
-def _mix(value: int) -> int:
+def _mix_bits(value: int) -> int:
+    """The splitmix64 finaliser of a 64-bit integer."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
     value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
     return value ^ (value >> 31)
 
 
-def _uniform_array(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _draw_uniform_array(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """``uniform`` of uint64 keys and integer positions, broadcast."""
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is the point; 0-d arrays would warn
-        bits = _mix_array(keys ^ _mix_array(positions.astype(np.uint64) + np.uint64(_GOLDEN)))
+        bits = _mix_bits_of_array(keys ^ _mix_bits_of_array(positions.astype(np.uint64) + np.uint64(_GOLDEN)))
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * _ULP
 
 
-def _mix_array(values: np.ndarray) -> np.ndarray:
+def _mix_bits_of_array(values: np.ndarray) -> np.ndarray:
+    """``_mix_bits`` of uint64 values."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
     return values ^ (values >> np.uint64(31))

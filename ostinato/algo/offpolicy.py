@@ -1,4 +1,4 @@
-"""Sampler against trainer: truncated importance weights, masks, and the measurement of the mismatch.
+"""Mismatch of sampler and trainer: its measurement, and its correction by importance weights and masks.
 
 Throughout, for a token drawn by the sampler mu and scored by the trainer pi,
 ``log_ratio = trainer_logprobs - sampler_logprobs`` and r = exp(log_ratio) = pi / mu. A batch of R tokens
@@ -37,12 +37,12 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def sequence_sums(values: Tensor, sample_idx: Tensor, num_samples: int) -> Tensor:
-    """Sums of per-token values [R] by sample: [num_samples]; 0 for samples that are not in the microbatch."""
+    """Sums [num_samples] of per-token values [R] by sample; 0 for samples that are not in the microbatch."""
     return values.new_zeros(num_samples).index_add(0, sample_idx.long(), values)
 
 
 def sequence_means(values: Tensor, sample_idx: Tensor, num_samples: int) -> Tensor:
-    """Means of per-token values [R] by sample: [num_samples]; 0 for absent samples."""
+    """Means [num_samples] of per-token values [R] by sample; 0 for absent samples."""
     lengths = sequence_sums(torch.ones_like(values), sample_idx, num_samples)
     return sequence_sums(values, sample_idx, num_samples) / lengths.clamp(min=1)
 
@@ -73,10 +73,10 @@ def importance_weights(
             ratio = bounded_exp(sequence_means(log_ratio, sample_idx, num_samples))[sample_idx.long()]
     if mode in (Correction.TOKEN_TRUNCATE, Correction.SEQUENCE_TRUNCATE):
         return ratio.clamp(max=high)
-    inside = (ratio >= low) & (ratio <= high)
+    is_inside = (ratio >= low) & (ratio <= high)
     if mode is Correction.GEOMETRIC_MASK:
-        return inside.to(ratio.dtype)
-    return torch.where(inside, ratio, torch.zeros_like(ratio))
+        return is_inside.to(ratio.dtype)
+    return torch.where(is_inside, ratio, torch.zeros_like(ratio))
 
 
 def kl_k3(log_ratio: Tensor) -> Tensor:
@@ -131,17 +131,17 @@ def mismatch_metrics(parts: Sequence[Mismatch]) -> dict[str, float]:
     if not parts:
         raise ValueError("mismatch_metrics got no microbatch; measure at least one")
     count = sum(part.count for part in parts)
-    total = {name: sum(float(part.sums[name]) for part in parts) for name in parts[0].sums}
-    highest = {name: max(float(part.maxima[name]) for part in parts) for name in parts[0].maxima}
+    sums = {name: sum(float(part.sums[name]) for part in parts) for name in parts[0].sums}
+    maxima = {name: max(float(part.maxima[name]) for part in parts) for name in parts[0].maxima}
     metrics = {
-        "sampling/sampling_logp_difference/mean": total["abs"] / count,
-        "sampling/sampling_logp_difference/max": highest["abs"],
-        "sampling/importance_sampling_ratio/mean": total["ratio"] / count,
-        "sampling/importance_sampling_ratio/max": highest["ratio"],
-        "sampling/importance_sampling_ratio/min": -highest["-ratio"],
+        "sampling/sampling_logp_difference/mean": sums["abs"] / count,
+        "sampling/sampling_logp_difference/max": maxima["abs"],
+        "sampling/importance_sampling_ratio/mean": sums["ratio"] / count,
+        "sampling/importance_sampling_ratio/max": maxima["ratio"],
+        "sampling/importance_sampling_ratio/min": -maxima["-ratio"],
         # at most 1 by Cauchy-Schwarz, except for rounding in the sums
-        "sampling/ess": min(1.0, total["ratio"] ** 2 / (count * total["ratio_squared"])),
-        "sampling/kl_k3": total["k3"] / count,
+        "sampling/ess": min(1.0, sums["ratio"] ** 2 / (count * sums["ratio_squared"])),
+        "sampling/kl_k3": sums["k3"] / count,
     }
-    shares = [name for name in total if name.startswith("tail_") or name in ("masked", "truncated")]
-    return metrics | {f"sampling/{name}": total[name] / count for name in shares}
+    share_names = [name for name in sums if name.startswith("tail_") or name in ("masked", "truncated")]
+    return metrics | {f"sampling/{name}": sums[name] / count for name in share_names}

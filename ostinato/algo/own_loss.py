@@ -20,12 +20,12 @@ from ostinato.objects import load_named
 
 
 class OwnLoss(str):
-    """The name in a recipe, with the function behind it."""
+    """The name of a loss in a recipe, with its function."""
 
     function: Callable[..., Any]
 
     def __new__(cls, spec: str) -> OwnLoss:
-        """Raises ValueError for what is no such function, found by a call on three tokens."""
+        """Load and check the function at ``spec``. Raises ValueError where it is no such function."""
         loss = super().__new__(cls, spec)
         loss.function = load_named(spec, "algo.loss", nearest="clipped")
         _check(loss)
@@ -45,7 +45,7 @@ class OwnLoss(str):
         sample_idx: Tensor,
         num_samples: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """([R] the loss of each token, name -> [R] statistics). Raises ValueError for other shapes."""
+        """(loss [R] of each token, statistics [R] by name). Raises ValueError for other shapes."""
         result = self.function(
             new_logprobs, old_logprobs, advantages, sample_idx=sample_idx, num_samples=num_samples
         )
@@ -64,15 +64,19 @@ class OwnLoss(str):
 
 @cache
 def load_loss(spec: str) -> OwnLoss:
-    """The loss of this name; its file is run once in a process."""
+    """The loss at ``spec``, "file.py:function"; the file is run once in a process."""
     return OwnLoss(spec)
 
 
 def _check(loss: OwnLoss) -> None:
-    new = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
-    idx = torch.tensor([0, 0, 1])
+    """Call ``loss`` on three tokens. Raises ValueError for an error, a loss not finite or without
+    gradient."""
+    new_logprobs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
+    sample_idx = torch.tensor([0, 0, 1])
     try:
-        values, _ = loss.terms(new, new.detach() - 0.1, torch.tensor([1.0, 1.0, -1.0]), idx, 2)
+        values, _ = loss.terms(
+            new_logprobs, new_logprobs.detach() - 0.1, torch.tensor([1.0, 1.0, -1.0]), sample_idx, 2
+        )
     except ValueError:
         raise
     except Exception as error:  # a user's code

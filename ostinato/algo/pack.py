@@ -133,9 +133,9 @@ def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_
                 f"sample {sample.uid}: loss_mask is True inside the prompt (prompt_len {sample.prompt_len}); "
                 "mask it, or shorten prompt_len to the tokens before the first trained one"
             )
-        if sample.support is not None and not (is_held := sample.support.holds(sample.tokens)).all():
+        if sample.support is not None and not (hits := sample.support.holds(sample.tokens)).all():
             raise ValueError(
-                f"sample {sample.uid}: token {int(is_held.argmin())} is not in its support, the ids that it was "
+                f"sample {sample.uid}: token {int(hits.argmin())} is not in its support, the ids that it was "
                 "drawn from; record both in one pass or leave the support out"
             )
     if len({sample.experts is None for sample in samples}) > 1:

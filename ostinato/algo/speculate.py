@@ -24,16 +24,17 @@ import numpy as np
 
 
 def accepted_drafts(counts: np.ndarray, drafts: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    """Accepted draft tokens [S]: the leading ones that equal what the rows before them drew.
+    """Number [S] of accepted draft tokens: the leading ones that equal the tokens drawn by the rows before
+    them.
 
-    counts [S]: draft tokens of each sequence; drafts [n]: tokens; drawn [n + S]: what each row drew.
+    counts [S]: draft tokens of each sequence; drafts [n]: their tokens; drawn [n + S]: the token of each row.
     """
     S, n = len(counts), len(drafts)
     if n == 0:
         return np.zeros(S, np.int64)
     owner = np.repeat(np.arange(S), counts)
     depth = np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)
-    missed = drafts != drawn[np.arange(n) + owner]  # by the row before it
-    accepted = counts.astype(np.int64)
-    np.minimum.at(accepted, owner[missed], depth[missed])
-    return accepted
+    is_rejected = drafts != drawn[np.arange(n) + owner]  # by the row before it
+    num_accepted = counts.astype(np.int64)
+    np.minimum.at(num_accepted, owner[is_rejected], depth[is_rejected])
+    return num_accepted

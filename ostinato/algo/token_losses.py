@@ -42,19 +42,21 @@ def cross_entropy(logprobs: Tensor, values: Values) -> Tensor:
 
 
 def importance_sampling(logprobs: Tensor, values: Values) -> Tensor:
-    """REINFORCE corrected for the policy that sampled."""
-    return -(_ratio(logprobs, values) * values["advantages"]).sum()
+    """-sum r A: REINFORCE corrected for the policy that sampled."""
+    return -(_compute_ratio(logprobs, values) * values["advantages"]).sum()
 
 
 def ppo(logprobs: Tensor, values: Values) -> Tensor:
     """The clipped surrogate (arXiv 1707.06347, eq. 7)."""
-    ratio, advantages = _ratio(logprobs, values), values["advantages"]
-    return -torch.minimum(ratio * advantages, _clip(ratio, values) * advantages).sum()
+    ratio, advantages = _compute_ratio(logprobs, values), values["advantages"]
+    return -torch.minimum(ratio * advantages, _clip_ratio(ratio, values) * advantages).sum()
 
 
 def cispo(logprobs: Tensor, values: Values) -> Tensor:
     """MiniMax-M1, arXiv 2506.13585: a bounded weight, and every token keeps its gradient."""
-    return -(_clip(_ratio(logprobs, values).detach(), values) * values["advantages"] * logprobs).sum()
+    return -(
+        _clip_ratio(_compute_ratio(logprobs, values).detach(), values) * values["advantages"] * logprobs
+    ).sum()
 
 
 def dro(logprobs: Tensor, values: Values) -> Tensor:
@@ -63,17 +65,21 @@ def dro(logprobs: Tensor, values: Values) -> Tensor:
     return -(values["advantages"] * logprobs - penalty).sum()
 
 
-def _ratio(logprobs: Tensor, values: Values) -> Tensor:
+def _compute_ratio(logprobs: Tensor, values: Values) -> Tensor:
+    """p / q [R], bounded."""
     return bounded_exp(logprobs - values["logprobs"])
 
 
-def _clip(ratio: Tensor, values: Values) -> Tensor:
+def _clip_ratio(ratio: Tensor, values: Values) -> Tensor:
+    """The ratio [R] within the bounds of each token."""
     low, high = (values[name] for name in BOUNDS)
     return torch.minimum(torch.maximum(ratio, low), high)
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _LossForm:
+    """A loss function with the names of what it reads."""
+
     function: Callable[[Tensor, Values], Tensor]
     needed: tuple[str, ...]  # of every row
     settings: Mapping[str, float]  # with their defaults
@@ -81,12 +87,12 @@ class _Form:
 
 
 _POLICY = ("logprobs", "advantages")
-_FORMS: Mapping[str, _Form] = {
-    "cross_entropy": _Form(cross_entropy, (), {}, ("weights",)),
-    "importance_sampling": _Form(importance_sampling, _POLICY, {}),
-    "ppo": _Form(ppo, _POLICY, dict(zip(BOUNDS, (0.8, 1.2), strict=True)), BOUNDS),
-    "cispo": _Form(cispo, _POLICY, dict(zip(BOUNDS, (0.0, 4.0), strict=True)), BOUNDS),
-    "dro": _Form(dro, _POLICY, {"beta": 0.05}),
+_FORMS: Mapping[str, _LossForm] = {
+    "cross_entropy": _LossForm(cross_entropy, (), {}, ("weights",)),
+    "importance_sampling": _LossForm(importance_sampling, _POLICY, {}),
+    "ppo": _LossForm(ppo, _POLICY, dict(zip(BOUNDS, (0.8, 1.2), strict=True)), BOUNDS),
+    "cispo": _LossForm(cispo, _POLICY, dict(zip(BOUNDS, (0.0, 4.0), strict=True)), BOUNDS),
+    "dro": _LossForm(dro, _POLICY, {"beta": 0.05}),
 }
 NAMES = tuple(_FORMS)
 
@@ -99,10 +105,11 @@ class TokenLoss:
     settings: Mapping[str, float]
 
     def __call__(self, logprobs: Tensor, values: Values) -> Tensor:
-        """The sum over the tokens, a scalar. ``given``: what ``needed`` and ``optional`` name, [R] each."""
-        full = {key: logprobs.new_full((), value) for key, value in self.settings.items()}
-        full |= {key: torch.ones_like(logprobs) for key in self.optional if key not in full}
-        return _FORMS[self.name].function(logprobs, {**full, **values})
+        """The sum over the tokens, a scalar. ``values``: those that ``needed`` and ``optional`` name, [R]
+        each."""
+        all_values = {key: logprobs.new_full((), value) for key, value in self.settings.items()}
+        all_values |= {key: torch.ones_like(logprobs) for key in self.optional if key not in all_values}
+        return _FORMS[self.name].function(logprobs, {**all_values, **values})
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -119,18 +126,18 @@ def token_loss(name: str, settings: Mapping[str, float | str] | None = None) -> 
     """The loss called ``name``. Raises ValueError for an unknown name or setting, and for a bad value."""
     if name not in _FORMS:
         raise ValueError(f"loss_fn is {name!r}; this server computes {', '.join(NAMES)}")
-    full = dict(_FORMS[name].settings)
+    all_settings = dict(_FORMS[name].settings)
     for key, value in (settings or {}).items():
-        if key not in full:
-            names = ", ".join(full) or "none"
+        if key not in all_settings:
+            names = ", ".join(all_settings) or "none"
             raise ValueError(f"loss_fn_config has {key!r}; the settings of {name} are: {names}")
         if isinstance(value, str) or not math.isfinite(value) or value < 0:
             raise ValueError(f"loss_fn_config has {key} = {value!r}; use a number from 0")
-        full[key] = float(value)
-    if BOUNDS[0] in full and full[BOUNDS[0]] > full[BOUNDS[1]]:
-        low, high = (full[bound] for bound in BOUNDS)
+        all_settings[key] = float(value)
+    if BOUNDS[0] in all_settings and all_settings[BOUNDS[0]] > all_settings[BOUNDS[1]]:
+        low, high = (all_settings[bound] for bound in BOUNDS)
         raise ValueError(f"loss_fn_config has the bounds {low:g} to {high:g}; give the lower one first")
-    return TokenLoss(name, full)
+    return TokenLoss(name, all_settings)
 
 
 def mean_weights(masks: Sequence[np.ndarray]) -> list[np.ndarray]:

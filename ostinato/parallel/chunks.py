@@ -1,4 +1,4 @@
-"""The decoder as the chunks of layers that a rank of a pipeline runs."""
+"""The chunks of decoder layers that a rank of a pipeline runs."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ def decoder_chunks(
     ops: Ops = TORCH_OPS,
     recompute: bool = False,
 ) -> Forward[Part]:
-    """What ``stages.Stages`` runs. Its extras are the experts that a chunk chose itself, [own rows, L of the
-    chunk, K] int16, or None where it has no MoE layer.
+    """The forward that ``stages.Stages`` runs. Its extras are the experts that a chunk chose itself, [own
+    rows, L of the chunk, K] int16, or None where it has no MoE layer.
 
     ``decoders``: by chunk, those of this rank. ``adapters``: of all their layers. ``recompute``: keep one
     activation per layer, where there are gradients. Routing is taken as checked (``moe.check_routing``).
     """
-    own = {chunk: _of_layers(adapters, decoder.share.layers) for chunk, decoder in decoders.items()}
+    adapters_by_chunk = {
+        chunk: _select_layers_of_adapters(adapters, decoder.share.layers)
+        for chunk, decoder in decoders.items()
+    }
 
     def forward(chunk: int, part: Part, x: Tensor | None, /) -> tuple[Tensor, Tensor | None]:
         decoder, part_rows = decoders[chunk], rows(part)
@@ -51,8 +54,8 @@ def decoder_chunks(
             part_rows.tokens,
             part_rows.positions,
             part_rows.attend,
-            adapters=own[chunk],
-            routing=_own_routing(decoder, part_rows.routing),
+            adapters=adapters_by_chunk[chunk],
+            routing=_select_routing(decoder, part_rows.routing),
             routing_checked=True,
             ops=ops,
             recompute=recompute and torch.is_grad_enabled(),
@@ -62,17 +65,18 @@ def decoder_chunks(
     return forward
 
 
-def _of_layers(adapters: Adapters | None, layers: tuple[int, ...]) -> Adapters | None:
-    """The same leaves, of these layers alone: a pass would prepare the others for nothing."""
+def _select_layers_of_adapters(adapters: Adapters | None, layers: tuple[int, ...]) -> Adapters | None:
+    """Adapters of ``layers`` alone, with the same leaves: a pass would prepare the others for nothing."""
     if adapters is None:
         return None
-    held = adapters.tensors.items()
-    tensors = {name: pair for name, pair in held if int(name.split(".")[1]) in layers}
+    pairs = adapters.tensors.items()
+    tensors = {name: pair for name, pair in pairs if int(name.split(".")[1]) in layers}
     return Adapters(adapters.spec, tensors, adapters.config)
 
 
-def _own_routing(decoder: Decoder, routing: Tensor | None) -> Tensor | None:
-    """[own rows, L of the model, K] -> of the MoE layers of a chunk, which lie together."""
+def _select_routing(decoder: Decoder, routing: Tensor | None) -> Tensor | None:
+    """Routing [own rows, L of the chunk, K] from that of the model: the MoE layers of a chunk are
+    adjacent."""
     moe, layers = decoder.config.moe, decoder.share.layers
     if routing is None or moe is None or not decoder.num_moe_layers:
         return None

@@ -1,4 +1,4 @@
-"""Everything that ranks say to each other while they compute, counted: calls, bytes, seconds.
+"""All communication of ranks while they compute, counted: calls, bytes, seconds.
 
 A collective here is a plain function of tensors, differentiable where a backward pass goes through it.
 Bytes are what one rank sends: of a ring for gathers and reductions of a whole of B bytes over n ranks,
@@ -28,7 +28,7 @@ AXES = ("d", "t", "p", "c", "f", "e", "r", "s", "dc", "dcf", "rows", "all")
 
 
 class Mesh:
-    """Who is where in a layout, and a process group for each axis on which there are several.
+    """The place of this rank in a layout, and a process group for each axis with several ranks.
 
     Made on all ranks together, since torch makes groups together: every distinct set of ranks is one group.
     ``timeout_s`` bounds every collective; None: torch's 30 minutes. Raises ValueError where the ranks that
@@ -38,10 +38,10 @@ class Mesh:
     def __init__(
         self, layout: Layout, device: torch.device | str = "cpu", *, timeout_s: float | None = None
     ) -> None:
-        started = dist.get_world_size() if dist.is_initialized() else 1
-        if started != layout.world:
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if num_ranks != layout.world:
             raise ValueError(
-                f"layout {layout} is for {layout.world} ranks, but {started} were started; start "
+                f"layout {layout} is for {layout.world} ranks, but {num_ranks} were started; start "
                 f"{layout.world}, or choose another layout"
             )
         self.layout = layout
@@ -53,8 +53,8 @@ class Mesh:
         # a new group does not take over that of the default group
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         for axis in AXES:
-            for other in range(layout.world):
-                ranks = layout.group(axis, other)
+            for rank in range(layout.world):
+                ranks = layout.group(axis, rank)
                 if len(ranks) > 1 and ranks not in groups:
                     # in the order given, so that a place on the axis is a rank of the group
                     groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
@@ -82,31 +82,33 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(slots=True)
 class Traffic:
-    """What has been sent so far, by (operation, axis)."""
+    """Counts of what this rank has sent, by (operation, axis)."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    # waiting for the others included
+    # with the time of waiting for other ranks
     seconds: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     ended: int = 0  # collectives and transfers since the rank began: grows while bytes flow
 
     def take(self) -> Traffic:
-        """What there is, and start anew."""
-        found = Traffic(self.calls, self.bytes, self.seconds)
+        """Return the counts, and start from zero again; ``ended`` goes on."""
+        taken = Traffic(self.calls, self.bytes, self.seconds)
         self.calls, self.bytes, self.seconds = Counter(), Counter(), defaultdict(float)
-        return found
+        return taken
 
     def metrics(self) -> dict[str, float]:
         """comm/bytes/<operation>/<axis> (sent by this rank) and comm/seconds/..., for metrics.jsonl."""
-        named = (("calls", self.calls), ("bytes", self.bytes), ("seconds", self.seconds))
+        counters = (("calls", self.calls), ("bytes", self.bytes), ("seconds", self.seconds))
         return {
-            f"comm/{what}/{op}/{axis}": float(n) for what, held in named for (op, axis), n in held.items()
+            f"comm/{quantity}/{op}/{axis}": float(value)
+            for quantity, counter in counters
+            for (op, axis), value in counter.items()
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A tensor on its way."""
+    """A tensor that is being sent or received."""
 
     tensor: Tensor
     work: Any
@@ -114,10 +116,10 @@ class Pending:
     axis: str
 
     def wait(self) -> Tensor:
-        """Until it has gone, or come."""
-        started = time.perf_counter()
+        """Wait until the tensor has been sent, or received, and return it."""
+        start = time.perf_counter()
         self.work.wait()
-        self.traffic.seconds["send_recv", self.axis] += time.perf_counter() - started
+        self.traffic.seconds["send_recv", self.axis] += time.perf_counter() - start
         self.traffic.ended += 1
         return self.tensor
 
@@ -137,35 +139,35 @@ class Collectives:
 
     @property
     def progress(self) -> int:
-        """Collectives and transfers that have ended: a sign that a long exchange gets on."""
+        """Number of collectives and transfers that have ended, which grows during a long exchange."""
         return self.traffic.ended
 
     # ---- rows (dimension 0), differentiable
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
-        """[n, ...] of each rank -> [size n, ...], in their order. Backward sums and scatters."""
+        """Join [n, ...] of each rank to [size n, ...], in the order of ranks. Backward sums and scatters."""
         return x if self.size(axis) == 1 else _Gather.apply(x, self, axis)  # type: ignore[return-value]
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
-        """[size n, ...] of each rank -> this rank's [n, ...] of their sum. Backward gathers."""
+        """Sum [size n, ...] over the ranks, and return this rank's [n, ...] of it. Backward gathers."""
         return x if self.size(axis) == 1 else _Scatter.apply(x, self, axis)  # type: ignore[return-value]
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
-        """The sum over an axis, on all of its ranks, each of which goes on alike: the backward is the
+        """The sum over an axis, on all of its ranks. Each computes the same from it, so the backward is the
         identity (Megatron's g, arXiv 1909.08053 section 3)."""
         return x if self.size(axis) == 1 else _Sum.apply(x, self, axis)  # type: ignore[return-value]
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> Tensor:
-        """Rows to and from every rank, in their order: x [sum(sent), ...] -> [sum(received), ...]. Backward
-        goes the other way."""
+        """Exchange rows with every rank, in the order of ranks: x [sum(sent), ...] -> [sum(received), ...].
+        Backward exchanges the other way."""
         if self.size(axis) == 1:
             return x
         return _Exchange.apply(x, self, tuple(sent), tuple(received), axis)  # type: ignore[return-value]
 
-    # ---- values, not differentiable
+    # ---- not differentiable
 
     def gathered(self, x: Tensor, axis: str) -> Tensor:
-        """``all_gather`` of values."""
+        """``all_gather`` without gradients."""
         n = self.size(axis)
         if n == 1:
             return x
@@ -176,7 +178,7 @@ class Collectives:
         return out
 
     def scattered(self, x: Tensor, axis: str) -> Tensor:
-        """``reduce_scatter`` of values."""
+        """``reduce_scatter`` without gradients."""
         n = self.size(axis)
         if n == 1:
             return x
@@ -186,31 +188,32 @@ class Collectives:
         return out
 
     def sum_(self, x: Tensor, axis: str) -> Tensor:
-        """Sum over an axis, in place."""
-        return self._reduce(x, axis, dist.ReduceOp.SUM)
+        """Sum ``x`` over an axis, in place."""
+        return self._reduce_in_place(x, axis, dist.ReduceOp.SUM)
 
     def max_(self, x: Tensor, axis: str) -> Tensor:
-        """Largest over an axis, in place."""
-        return self._reduce(x, axis, dist.ReduceOp.MAX)
+        """Maximum of ``x`` over an axis, in place."""
+        return self._reduce_in_place(x, axis, dist.ReduceOp.MAX)
 
     def exchanged(self, x: Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> Tensor:
-        """``all_to_all`` of values."""
+        """``all_to_all`` without gradients."""
         if self.size(axis) == 1:
             return x
         x = x.contiguous()
         out = x.new_empty(sum(received), *x.shape[1:])
-        row = x[:1].nbytes if len(x) else 0
-        own = sent[self.place(axis)]
+        row_bytes = x[:1].nbytes if len(x) else 0
+        own_rows = sent[self.place(axis)]
         self._run(
             "all_to_all",
             axis,
-            (sum(sent) - own) * row,
+            (sum(sent) - own_rows) * row_bytes,
             lambda g: dist.all_to_all_single(out, x, list(received), list(sent), group=g),
         )
         return out
 
     def send(self, x: Tensor, axis: str, to: int) -> Pending:
-        """To the rank at a place of an axis; does not wait. x must stay as it is until what is pending is."""
+        """Send ``x`` to the rank at place ``to`` of an axis, without waiting; x must not change until
+        then."""
         x = x.contiguous()
         self.traffic.calls["send_recv", axis] += 1
         self.traffic.bytes["send_recv", axis] += x.nbytes
@@ -218,12 +221,12 @@ class Collectives:
         return Pending(x, work, self.traffic, axis)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, axis: str, source: int) -> Pending:
-        """From the rank at a place of an axis; does not wait."""
+        """Receive a tensor from the rank at place ``source`` of an axis, without waiting."""
         x = torch.empty(*shape, dtype=dtype, device=self._mesh.device)
         work = dist.irecv(x, self._mesh.peer(axis, source), group=self._mesh.group(axis))
         return Pending(x, work, self.traffic, axis)
 
-    def _reduce(self, x: Tensor, axis: str, op: Any) -> Tensor:
+    def _reduce_in_place(self, x: Tensor, axis: str, op: Any) -> Tensor:
         n = self.size(axis)
         if n > 1:
             size = 2 * x.nbytes * (n - 1) // n
@@ -231,12 +234,13 @@ class Collectives:
         return x
 
     def _run(self, operation: str, axis: str, sent: int, call: Callable[[Any], Any]) -> None:
-        started = time.perf_counter()
+        """Run a collective on the group of ``axis``, and count it with the ``sent`` bytes."""
+        start = time.perf_counter()
         call(self._mesh.group(axis))
         key = (operation, axis)
         self.traffic.calls[key] += 1
         self.traffic.bytes[key] += sent
-        self.traffic.seconds[key] += time.perf_counter() - started
+        self.traffic.seconds[key] += time.perf_counter() - start
         self.traffic.ended += 1
 
 
@@ -297,12 +301,12 @@ def all_gather_ragged(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """Tensors of these shapes on all ranks, in one reduction, wherever they are: ``own`` has some of them, by
-    index, or has zeros where others have values. What one rank alone has arrives as it is: the rest of the
-    sum is zero."""
+    """Tensors of these shapes on all ranks, from one sum over all. ``own``: those of this rank, by index;
+    others count as zero. A tensor that one rank alone has arrives unchanged; several may each have a part of
+    its values, and zeros elsewhere."""
     sizes = [prod(shape) for shape in shapes]
     flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    views = [one.view(*shape) for one, shape in zip(flat.split(sizes), shapes, strict=True)]
+    views = [flat_part.view(*shape) for flat_part, shape in zip(flat.split(sizes), shapes, strict=True)]
     for index, values in own.items():
         views[index].copy_(values)
     if len(flat):

@@ -1,5 +1,5 @@
-"""How much of a model one rank keeps: values of weights, adapters and their prepared copies, by stage, and
-over whom the gradients of what is trained are summed.
+"""Numbers of values that one rank keeps of weights, adapters and their prepared copies, by stage, and of
+trained values by the ranks over which their gradients are summed.
 
 All of it comes from ``model.share.placed``, the function by which shards are loaded, trained and saved; a
 layer is counted once for all layers of its kind, since every one of them is cut alike.
@@ -45,17 +45,17 @@ class Elements:
 
     @property
     def trainable(self) -> int:
-        """In full-parameter training."""
+        """Number of values that full-parameter training updates."""
         return self.matrices + self.routers + self.experts + self.ends + self.vectors
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """Shapes of all tensors of one layer by name within it: linear maps, biases, norms, the router's bias."""
     linears = layer_shapes(config, layer)
-    biased = [f"attn.{name}" for name in "qkv" if config.qkv_bias] + ["attn.o"] * config.o_bias
-    biased += [f"mlp.{name}" for name in ("gate", "up", "down") if config.mlp_bias]
+    biased_names = [f"attn.{name}" for name in "qkv" if config.qkv_bias] + ["attn.o"] * config.o_bias
+    biased_names += [f"mlp.{name}" for name in ("gate", "up", "down") if config.mlp_bias]
     shapes = dict(linears)
-    shapes |= {f"{name}.bias": linears[name][-2:-1] for name in biased if name in linears}
+    shapes |= {f"{name}.bias": linears[name][-2:-1] for name in biased_names if name in linears}
     norms = ("attn_norm", "mlp_norm", *(("attn_out_norm", "mlp_out_norm") if config.post_norms else ()))
     shapes |= dict.fromkeys(norms, (config.hidden_size,))
     if config.qk_norm != QKNorm.NONE:
@@ -82,7 +82,7 @@ def layer_of(config: ModelConfig, *, moe: bool) -> int | None:
 
 
 def local(config: ModelConfig, layout: Layout) -> ModelConfig:
-    """The model as if one rank's part were all of it."""
+    """The config of a model that is just one rank's part of this one."""
     return _local(config, layout.tensor, layout.expert, layout.expert_tensor)
 
 
@@ -92,7 +92,7 @@ def _local(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) ->
 
 
 def _share(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> Share:
-    """Of the first rank: all others keep as much."""
+    """The share of the first rank; all others keep as many values."""
     experts = None
     if config.moe is not None and expert > 1:
         experts = (tuple(range(config.moe.num_experts // expert)),) * len(config.moe.layers)
@@ -109,7 +109,7 @@ def chunk_layers(config: ModelConfig, layout: Layout, stage: int) -> tuple[tuple
 
 
 def layers_by_kind(config: ModelConfig, layout: Layout, stage: int) -> dict[bool, int]:
-    """How many dense layers (False) and how many of experts (True) a stage has."""
+    """Number of dense layers (False) and of mixtures of experts (True) of a stage."""
     layers = [layer for chunk in chunk_layers(config, layout, stage) for layer in chunk]
     mixtures = sum(is_moe(config, layer) for layer in layers)
     return {False: len(layers) - mixtures, True: mixtures}
@@ -117,30 +117,30 @@ def layers_by_kind(config: ModelConfig, layout: Layout, stage: int) -> dict[bool
 
 @lru_cache(maxsize=65536)
 def stage_elements(config: ModelConfig, adapter: AdapterSpec | None, layout: Layout, stage: int) -> Elements:
-    """What a rank of ``stage`` keeps, before FSDP cuts it."""
+    """Elements of a rank of ``stage``, before FSDP cuts them."""
     first, last = stage == 0, stage == layout.pipeline - 1
     tables = first + (last and not (config.tie_embeddings and first))
     elements = Elements(ends=tables * table_size(config, layout), vectors=config.hidden_size * last)
-    for moe, number in layers_by_kind(config, layout, stage).items():
-        elements = elements + layer_elements(config, adapter, layout, moe=moe) * number
+    for moe, count in layers_by_kind(config, layout, stage).items():
+        elements = elements + layer_elements(config, adapter, layout, moe=moe) * count
     return elements
 
 
 def table_size(config: ModelConfig, layout: Layout) -> int:
-    """Values of the embedding, or of the head, on a rank."""
+    """Number of values of the embedding, or of the head, on a rank."""
     return config.vocab_size // layout.tensor * config.hidden_size
 
 
 def layer_elements(
     config: ModelConfig, adapter: AdapterSpec | None, layout: Layout, *, moe: bool
 ) -> Elements:
-    """Of one layer of a kind."""
+    """Elements of one layer of a kind on a rank."""
     expert, expert_tensor = (layout.expert, layout.expert_tensor) if moe else (1, 1)
-    return _layer(config, adapter, layout.tensor, expert, expert_tensor, moe)
+    return _count_layer(config, adapter, layout.tensor, expert, expert_tensor, moe)
 
 
 @lru_cache(maxsize=4096)
-def _layer(
+def _count_layer(
     config: ModelConfig, adapter: AdapterSpec | None, tensor: int, expert: int, expert_tensor: int, moe: bool
 ) -> Elements:
     layer = layer_of(config, moe=moe)
@@ -165,29 +165,30 @@ def _layer(
 
 
 def _trained(config: ModelConfig, adapter: AdapterSpec | None, layer: int) -> Iterator[tuple[str, Shape]]:
-    """What has a gradient in a layer, by the name in the model: "layers.3.attn.q.A"."""
+    """(name in the model, such as "layers.3.attn.q.A", shape) of everything in a layer that has a
+    gradient."""
     prefix = f"layers.{layer}."
     if adapter is None:
         for name, shape in layer_tensors(config, layer).items():
             if not name.endswith("correction_bias"):
                 yield prefix + name, shape
         return
-    for name, (a, b) in _factors(config, adapter).items():
+    for name, (a, b) in _list_factors(config, adapter).items():
         if name.startswith(prefix):
             yield f"{name}.A", a
             yield f"{name}.B", b
 
 
 @lru_cache(maxsize=32)
-def _factors(config: ModelConfig, adapter: AdapterSpec) -> dict[str, tuple[Shape, Shape]]:
+def _list_factors(config: ModelConfig, adapter: AdapterSpec) -> dict[str, tuple[Shape, Shape]]:
     return adapter_shapes(config, adapter)
 
 
 def _copies(
     config: ModelConfig, adapter: AdapterSpec, share: Share, layer: int, sizes: dict[str, int]
 ) -> int:
-    """Values of ``Adapters.prepared`` for one layer, as ``lora._stack`` makes them: the A of a stored matrix
-    above each other, its B block-diagonal over all outputs, adapted or not."""
+    """Number of values of ``Adapters.prepared`` for one layer, as ``lora._stack`` makes them: the A of a
+    stored matrix above each other, its B block-diagonal over all outputs, adapted or not."""
     shapes = layer_shapes(local_config(config, share), layer)
     slots = [members for members in STACKED.values() if members[0] in shapes or members[-1] in shapes]
     slots = [names for names in slots if (len(names) == 3) == (config.mla is None) or names[0] != "attn.q"]
@@ -198,25 +199,25 @@ def _copies(
         total += sum(sizes[f"{name}.A"] for name in adapted) + adapter.rank * len(adapted) * outputs
     if not any(name.startswith("experts.") for name in sizes):
         return total
-    rank, (here, width, hidden) = adapter.rank_of(".experts."), shapes["experts.gate"]
+    rank, (num_local, width, hidden) = adapter.rank_of(".experts."), shapes["experts.gate"]
     adapted = [name for name in ("experts.gate", "experts.up") if f"{name}.A" in sizes]
-    low = sum(sizes[f"{name}.A"] for name in adapted) if adapted else rank * hidden
-    total += low + rank * max(1, len(adapted)) * 2 * width * here
-    down = [sizes[f"experts.down.{side}"] for side in "AB" if f"experts.down.{side}" in sizes]
-    return total + (sum(down) if down else rank * (here * width + hidden))
+    first_factors = sum(sizes[f"{name}.A"] for name in adapted) if adapted else rank * hidden
+    total += first_factors + rank * max(1, len(adapted)) * 2 * width * num_local
+    down_sizes = [sizes[f"experts.down.{side}"] for side in "AB" if f"experts.down.{side}" in sizes]
+    return total + (sum(down_sizes) if down_sizes else rank * (num_local * width + hidden))
 
 
 def gradient_sums(
     config: ModelConfig, adapter: AdapterSpec | None, layout: Layout, stage: int
 ) -> Counter[Axes]:
-    """Trained values of a stage on one rank by the axes of their sums (``shares.summed_over``); what pieces
-    (f) are padded with is not counted."""
+    """Number of trained values of a stage on one rank, by the axes over which their gradients are summed
+    (``shares.summed_over``); the padding of pieces (f) is not counted."""
     sums = Counter[Axes]()
-    for moe, number in layers_by_kind(config, layout, stage).items():
+    for moe, count in layers_by_kind(config, layout, stage).items():
         cuts = (layout.tensor, layout.expert, layout.expert_tensor)
         shard = layout.shard if adapter is None else 1
-        for axes, values in _layer_sums(config, adapter, *cuts, shard, moe).items() if number else ():
-            sums[axes] += number * values
+        for axes, values in _count_layer_sums(config, adapter, *cuts, shard, moe).items() if count else ():
+            sums[axes] += count * values
     if adapter is None:
         last = stage == layout.pipeline - 1
         tables = (stage == 0) + (last and not (config.tie_embeddings and stage == 0))
@@ -226,7 +227,7 @@ def gradient_sums(
 
 
 @lru_cache(maxsize=4096)
-def _layer_sums(
+def _count_layer_sums(
     config: ModelConfig,
     adapter: AdapterSpec | None,
     tensor: int,
@@ -240,7 +241,7 @@ def _layer_sums(
         return sums
     share = _share(config, tensor, expert, expert_tensor)
     for name, shape in _trained(config, adapter, layer):
-        pieces = shard if len(shape) == 2 else 1
-        axes = summed_over(name, shape, share, in_pieces=pieces > 1)
-        sums[axes] += -(-size_of(placed(config, share, name, shape)) // pieces)
+        num_pieces = shard if len(shape) == 2 else 1
+        axes = summed_over(name, shape, share, in_pieces=num_pieces > 1)
+        sums[axes] += -(-size_of(placed(config, share, name, shape)) // num_pieces)
     return sums

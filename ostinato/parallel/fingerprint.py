@@ -1,4 +1,4 @@
-"""The fingerprint of a base that lies on many ranks: what ``peft_io.base_fingerprint`` says of the whole."""
+"""The fingerprint of a base on many ranks, equal to ``peft_io.base_fingerprint`` of the whole."""
 
 from __future__ import annotations
 
@@ -26,54 +26,56 @@ def sharded_fingerprint(
     pieces: Pieces | None = None,
     placement: Placement | None = None,
 ) -> str:
-    """The same on every rank and under every layout; a few values of every tensor are exchanged."""
+    """The fingerprint, the same on every rank and under every layout, from a few values of every tensor."""
     config = decoders[0].config
     shapes = parameter_shapes(config)
     shares = [shares_of(mesh.layout, config, rank, placement) for rank in range(mesh.layout.world)]
-    held = {name: weight for decoder in decoders for name, weight in decoder.named_parameters()}
-    own = {}
+    parameters = {name: weight for decoder in decoders for name, weight in decoder.named_parameters()}
+    samples = {}
     for index, (name, shape) in enumerate(shapes.items()):
-        weight = held.get(name)
+        weight = parameters.get(name)
         if weight is None:
             continue
         if pieces is not None and pieces.shape(weight) is not None:
             weight = pieces.joined(weight, weight.detach())  # on all of its ranks at once
-        mine = [part for part in owned_parts(config, shares, name, shape) if part.rank == mesh.rank]
-        if mine:
-            own[index] = _sampled(weight.detach(), shape, mine[0])
-    sizes = [(len(_indices(shape)),) for shape in shapes.values()]
-    found = all_gather_ragged(links, sizes, own, dtype=torch.float32, device=mesh.device)
+        owned = [part for part in owned_parts(config, shares, name, shape) if part.rank == mesh.rank]
+        if owned:
+            samples[index] = _sampled(weight.detach(), shape, owned[0])
+    sizes = [(len(_sample_indices(shape)),) for shape in shapes.values()]
+    gathered = all_gather_ragged(links, sizes, samples, dtype=torch.float32, device=mesh.device)
     return fingerprint_of(
-        (name, shape, one) for (name, shape), one in zip(shapes.items(), found, strict=True)
+        (name, shape, values) for (name, shape), values in zip(shapes.items(), gathered, strict=True)
     )
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of every parameter of the whole decoder, by name; nothing is allocated."""
-    return {name: tuple(one.shape) for name, one in Decoder(config, device="meta").named_parameters()}
+    """Shapes of all parameters of the whole decoder, by name; nothing is allocated."""
+    return {
+        name: tuple(parameter.shape) for name, parameter in Decoder(config, device="meta").named_parameters()
+    }
 
 
-def _indices(shape: Sequence[int]) -> np.ndarray:
-    """The places in the flattened whole whose values are part of the fingerprint."""
+def _sample_indices(shape: Sequence[int]) -> np.ndarray:
+    """Indices into the flattened whole of the values that are part of the fingerprint."""
     return np.arange(0, int(np.prod(shape)), fingerprint_stride(int(np.prod(shape))))
 
 
 def _sampled(weight: Tensor, shape: Sequence[int], part: OwnedPart) -> Tensor:
-    """Their values where they are here, 0 elsewhere; rounded to bf16, as fp32."""
-    places = np.unravel_index(_indices(shape), shape)
-    local = [_local(spans, ids) for spans, ids in zip(part.spans, places, strict=True)]
-    here = np.logical_and.reduce([ids >= 0 for ids in local])
-    values = torch.zeros(len(here), dtype=torch.float32, device=weight.device)
-    at = tuple(torch.from_numpy(ids[here]).to(weight.device) for ids in local)
-    values[torch.from_numpy(here).to(weight.device)] = weight[at].bfloat16().float()
+    """Values at ``_sample_indices`` that ``part`` has, 0 elsewhere; rounded to bf16, as fp32."""
+    indices_by_dim = np.unravel_index(_sample_indices(shape), shape)
+    local_by_dim = [_local(spans, ids) for spans, ids in zip(part.spans, indices_by_dim, strict=True)]
+    is_local = np.logical_and.reduce([ids >= 0 for ids in local_by_dim])
+    values = torch.zeros(len(is_local), dtype=torch.float32, device=weight.device)
+    local_indices = tuple(torch.from_numpy(ids[is_local]).to(weight.device) for ids in local_by_dim)
+    values[torch.from_numpy(is_local).to(weight.device)] = weight[local_indices].bfloat16().float()
     return values
 
 
 def _local(spans: Spans, ids: np.ndarray) -> np.ndarray:
-    """Where indices of the whole stand along one dimension of a part; -1 where they do not."""
-    found, start = np.full(len(ids), -1), 0
+    """Indices ``ids`` of the whole as indices along one dimension of a part; -1 for those of other parts."""
+    local_ids, start = np.full(len(ids), -1), 0
     for span in spans:
-        inside = (ids >= span.start) & (ids < span.stop)
-        found[inside] = ids[inside] - span.start + start
+        is_inside = (ids >= span.start) & (ids < span.stop)
+        local_ids[is_inside] = ids[is_inside] - span.start + start
         start += len(span)
-    return found
+    return local_ids

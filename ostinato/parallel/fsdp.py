@@ -6,7 +6,7 @@ when its backward does, and is freed in between; gradients of trained pieces com
 and biases stay whole, and routed experts too: they are cut by ``e``.
 
 torch's ``fully_shard`` hangs on the hooks of ``nn.Module.__call__``, and this decoder's layers are not called
-as modules (``weights.Block``): hence a function of a block, under the same law.
+as modules (``weights.Block``): hence a function of a block, which computes the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ostinato.parallel.collectives import Collectives
 
 
 class Pieces:
-    """Cuts the matrices of decoders over axis "f" where they lie, and makes blocks whole."""
+    """Cuts the matrices of decoders over axis "f", in place, and gathers those of a block while it runs."""
 
     def __init__(self, links: Collectives) -> None:
         self._links = links
@@ -36,10 +36,10 @@ class Pieces:
         parts, place = self._links.size("f"), self._links.place("f")
         names = {id(parameter): name for name, parameter in decoder.named_parameters()}
         for block in decoder.blocks:
-            for holder, field, matrix in _matrices(block):
+            for holder, field, matrix in _iterate_matrices(block):
                 padded = F.pad(matrix.detach().flatten(), (0, -matrix.numel() % parts))
-                own = padded.view(parts, -1)[place].clone()
-                piece = nn.Parameter(own, requires_grad=matrix.requires_grad)
+                piece_values = padded.view(parts, -1)[place].clone()
+                piece = nn.Parameter(piece_values, requires_grad=matrix.requires_grad)
                 self._shapes[id(piece)] = matrix.shape
                 path, _, leaf = names[id(matrix)].rpartition(".")
                 decoder.get_submodule(path)._parameters[leaf] = piece
@@ -47,20 +47,20 @@ class Pieces:
 
     def __call__(self, block: Block) -> Block:
         """The block with whole matrices, from one gather of all its pieces."""
-        found = [*_matrices(block, self._shapes)]
-        if not found:
+        matrices = [*_iterate_matrices(block, self._shapes)]
+        if not matrices:
             return block
-        flat = torch.cat([piece for _, _, piece in found])
+        flat = torch.cat([piece for _, _, piece in matrices])
         by_rank = self._links.all_gather(flat, "f").view(self._links.size("f"), -1)
         whole: dict[int, Tensor] = {}
-        columns = by_rank.split([len(piece) for _, _, piece in found], dim=1)
-        for (_, _, piece), column in zip(found, columns, strict=True):
+        columns = by_rank.split([len(piece) for _, _, piece in matrices], dim=1)
+        for (_, _, piece), column in zip(matrices, columns, strict=True):
             shape = self._shapes[id(piece)]
             whole[id(piece)] = column.reshape(-1)[: shape.numel()].view(shape)
-        return _rebuilt(block, whole)
+        return _replace_matrices(block, whole)
 
     def shape(self, piece: Tensor) -> torch.Size | None:
-        """Of the matrix that a parameter is a piece of; None where it is whole."""
+        """Shape of the matrix that a parameter is a piece of; None where it is whole."""
         return self._shapes.get(id(piece))
 
     def joined(self, piece: Tensor, values: Tensor) -> Tensor:
@@ -75,24 +75,25 @@ class Pieces:
         return padded.view(parts, -1)[self._links.place("f")].clone()
 
 
-def _matrices(
+def _iterate_matrices(
     block: Any, pieces: dict[int, torch.Size] | None = None
 ) -> Iterator[tuple[Any, str, nn.Parameter]]:
-    """(what holds it, its field, the matrix) of a block's matrices; with ``pieces`` of those that are cut."""
+    """(owner, its field, the matrix) of every matrix of a block; with ``pieces`` of those that are cut."""
     for field in fields(block):
         value = getattr(block, field.name)
         if is_dataclass(value):
-            yield from _matrices(value, pieces)
+            yield from _iterate_matrices(value, pieces)
         elif isinstance(value, nn.Parameter) and (value.ndim == 2 if pieces is None else id(value) in pieces):
             yield block, field.name, value
 
 
-def _rebuilt(holder: Any, whole: dict[int, Tensor]) -> Any:
-    changed = {}
+def _replace_matrices(holder: Any, whole: dict[int, Tensor]) -> Any:
+    """A copy of ``holder`` with the tensors of ``whole`` in the place of their pieces, by id of the piece."""
+    changes = {}
     for field in fields(holder):
         value = getattr(holder, field.name)
         if is_dataclass(value):
-            changed[field.name] = _rebuilt(value, whole)
+            changes[field.name] = _replace_matrices(value, whole)
         elif id(value) in whole:
-            changed[field.name] = whole[id(value)]
-    return replace(holder, **changed)
+            changes[field.name] = whole[id(value)]
+    return replace(holder, **changes)

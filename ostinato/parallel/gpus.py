@@ -16,7 +16,7 @@ from ostinato.parallel.memory import DType
 
 GB = 1e9
 TFLOPS = 1e12
-# Operands that a device has no products for are widened: to what comes next here.
+# The next wider type, to which operands are widened where a device has no products of their own.
 WIDER = {DType.INT4: DType.INT8, DType.INT8: DType.BF16, DType.FP8: DType.BF16, DType.BF16: DType.FP32}
 
 
@@ -36,7 +36,7 @@ class Gpu:
 
 
 class Sheet(NamedTuple):
-    """A row of a data sheet, in GB, TFLOP/s and GB/s, and beside it what is assumed."""
+    """A row of a data sheet, in GB, TFLOP/s and GB/s, with the assumed figures beside it."""
 
     memory: float
     tf32: float
@@ -64,7 +64,7 @@ SHEETS: Mapping[str, Sheet] = MappingProxyType(
         "cpu": Sheet(8, 0.05, 0.05, 0, 8, 1.5, 8, 1, 8, 0.05),
     }
 )
-NEAREST = {  # of those above, to devices that have no row
+NEAREST = {  # the nearest row above, for devices without one
     "a100-40": "A100-80",
     "v100": "A100-80",
     "gh200": "H200-141",
@@ -77,16 +77,16 @@ NEAREST = {  # of those above, to devices that have no row
 
 
 def gpu_named(name: str) -> Gpu:
-    """The device called ``name``, or that only one device has in its name: "4090". Raises ValueError."""
+    """The device called ``name``, or the only one whose name contains it ("4090"). Raises ValueError."""
     lowered = name.lower()
     keys = [key for key in SHEETS if lowered in (key.lower(), key.lower().rpartition("-")[0])]
     keys = keys or [key for key in SHEETS if lowered in key.lower()]
     if len(keys) != 1:
-        near = next((known for part, known in NEAREST.items() if part in lowered), "")
-        fix = f"the nearest that is known is {near}, beside" if near else "known are"
-        others = (key for key in SHEETS if key != near)
+        nearest = next((device for part, device in NEAREST.items() if part in lowered), "")
+        advice = f"the nearest that is known is {nearest}, beside" if nearest else "known are"
+        other_names = (key for key in SHEETS if key != nearest)
         raise ValueError(
-            f"gpus names {name!r}, of which there is no data sheet here; {fix} {', '.join(others)}"
+            f"gpus names {name!r}, of which there is no data sheet here; {advice} {', '.join(other_names)}"
         )
     sheet = SHEETS[keys[0]]
     flops = {DType.FP32: sheet.tf32, DType.BF16: sheet.bf16} | ({DType.FP8: sheet.fp8} if sheet.fp8 else {})

@@ -1,9 +1,9 @@
-"""Which rank a process is, and the ranks that rank 0 starts beside itself on one host.
+"""The rank of a process, and the ranks that rank 0 starts beside itself on one host.
 
 torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) is honoured where it is there:
 then a launcher has started all ranks. Otherwise ``Ranks`` starts them.
 
-No torch here: who follows is known before it is imported.
+No torch here: a process knows whether it follows before torch is imported.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Place:
 
     @property
     def is_local(self) -> bool:
-        """Do all ranks meet on this host, by an address that no other one reaches?"""
+        """Whether all ranks meet on this host, by an address that no other host reaches."""
         return self.address in (LOOPBACK, "localhost")
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Place | None:
-        """What torchrun says; None where the process was not started as one of several.
+        """The place that torchrun's ``environ`` gives; None where the process is not one of several.
 
         Raises ValueError naming the variable that is no number or out of range.
         """
@@ -68,19 +68,20 @@ class Place:
         )
 
     def environment(self) -> dict[str, str]:
-        """``of`` backwards."""
+        """The variables from which ``of`` makes this place."""
         values = (self.rank, self.world, self.local_rank, self.local_world, self.address, self.port)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         return {name: str(value) for name, value in zip(names, values, strict=True)}
 
 
 def local_place(world: int, port: int, rank: int = 0) -> Place:
-    """A rank of ``world`` on this host alone."""
-    local = {"local_rank": rank, "local_world": world, "address": LOOPBACK}
-    return Place(rank=rank, world=world, port=port, **local)
+    """The place of a rank of ``world`` on this host alone."""
+    shared_fields = {"local_rank": rank, "local_world": world, "address": LOOPBACK}
+    return Place(rank=rank, world=world, port=port, **shared_fields)
 
 
 def _number(environ: Mapping[str, str], name: str, least: int, most: int | None) -> int:
+    """The variable ``name`` as an integer. Raises ValueError where it is none from ``least`` to ``most``."""
     text = environ[name]
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
         bound = f"from {least} to {most}" if most is not None else f"of {least} or more"
@@ -113,12 +114,17 @@ class Ranks:
         folder.mkdir(parents=True, exist_ok=True)
         command = command or [sys.executable, "-m", "ostinato", "rank"]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        own = {"OMP_NUM_THREADS": str(threads or max(1, cores // world)), "GLOO_SOCKET_IFNAME": loopback()}
+        rank_environment = {
+            "OMP_NUM_THREADS": str(threads or max(1, cores // world)),
+            "GLOO_SOCKET_IFNAME": loopback(),
+        }
         children: dict[int, Child] = {}
         ranks = cls(children, folder)
         try:
             for rank in range(1, world):
-                environment = dict(os.environ) | own | local_place(world, port, rank).environment()
+                environment = (
+                    dict(os.environ) | rank_environment | local_place(world, port, rank).environment()
+                )
                 log = folder / f"rank-{rank}.log"
                 log.unlink(missing_ok=True)
                 children[rank] = Child(command, log=log, lifeline=True, environ=environment)
@@ -127,9 +133,9 @@ class Ranks:
             ranks.close()
 
     def ended(self) -> dict[int, str]:
-        """How each rank that is not there any more has ended, in words."""
-        endings = {rank: child.ended() for rank, child in self._children.items()}
-        return {rank: self._ending(rank, how) for rank, how in endings.items() if how}
+        """How each rank that has ended did so, in words, by rank."""
+        ending_by_rank = {rank: child.ended() for rank, child in self._children.items()}
+        return {rank: self._ending(rank, how) for rank, how in ending_by_rank.items() if how}
 
     def _ending(self, rank: int, how: str) -> str:
         lines = self._children[rank].last_lines(LAST_LINES)
@@ -137,7 +143,7 @@ class Ranks:
         return f"ended: {how}" + (f"; its last lines, in {log}: {lines}" if lines else "")
 
     def close(self, within_s: float = CLOSE_S) -> None:
-        """Wait for those that have been ordered to end, and kill the others."""
+        """Wait ``within_s`` for the ranks to end, and kill those that have not."""
         deadline = time.monotonic() + within_s
         for child in self._children.values():
             child.wait(deadline - time.monotonic())
@@ -151,12 +157,12 @@ def loopback() -> str:
 
 
 def choose_interface(place: Place, environ: MutableMapping[str, str]) -> None:
-    """Have gloo use the network that leads to the others, unless the user has named one. It would take what
-    the name of this host resolves to, often an address that no other host reaches."""
+    """Make gloo use the network that leads to the other ranks, unless the user has named one. By itself it
+    takes what the name of this host resolves to, often an address that no other host reaches."""
     if "GLOO_SOCKET_IFNAME" in environ:
         return
-    if found := loopback() if place.is_local else interface_towards(place.address):
-        environ["GLOO_SOCKET_IFNAME"] = found
+    if interface := loopback() if place.is_local else interface_towards(place.address):
+        environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def interface_towards(address: str) -> str | None:
@@ -168,13 +174,13 @@ def interface_towards(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # a datagram socket sends nothing for it
-            mine = socket.inet_aton(probe.getsockname()[0])
+            own_address = socket.inet_aton(probe.getsockname()[0])
         except OSError:
             return None
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = name.encode()[:15].ljust(256, b"\0")
-                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-                if found[20:24] == mine:
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                if reply[20:24] == own_address:
                     return name
     return None

@@ -1,4 +1,4 @@
-"""From whole tensors to the parts that a rank keeps, and back: by ``model.share.placed`` alone."""
+"""Cutting of whole tensors into the parts that a rank keeps, and back, by ``model.share.placed`` alone."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ostinato.model.share import Share, Spans, blocks, local_config, placed
 
 
 def cut(whole: Tensor, spans: Sequence[Spans]) -> Tensor:
-    """A copy of the part of ``whole`` that spans keep, in their order."""
-    for dim, kept in enumerate(spans):
-        if kept != (range(whole.shape[dim]),):
-            parts = [whole.narrow(dim, span.start, len(span)) for span in kept]
+    """A copy of the part of ``whole`` at ``spans``, one entry for each dimension, in their order."""
+    for dim, spans_of_dim in enumerate(spans):
+        if spans_of_dim != (range(whole.shape[dim]),):
+            parts = [whole.narrow(dim, span.start, len(span)) for span in spans_of_dim]
             whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return whole.clone(memory_format=torch.contiguous_format)
 
 
 def put(whole: Tensor, spans: Sequence[Spans], part: Tensor) -> None:
-    """Write a part into its place: the inverse of ``cut``."""
-    for there, here in blocks(spans):
-        whole[there].copy_(part[here])
+    """Write ``part`` into its place in ``whole``: the inverse of ``cut``."""
+    for whole_index, part_index in blocks(spans):
+        whole[whole_index].copy_(part[part_index])
 
 
 def layers_of(shares: Sequence[Share]) -> frozenset[int]:
@@ -43,10 +43,10 @@ def own_adapters(
     ``whole``: the factors of the model as ``Adapters.state_dict`` names them; those of other layers may be
     absent. Shares of one rank differ in their layers only.
     """
-    share, kept = shares[0], layers_of(shares)
+    share, layers = shares[0], layers_of(shares)
     tensors = {}
     for name, shapes in adapter_shapes(config, spec).items():
-        if int(name.split(".")[1]) in kept:
+        if int(name.split(".")[1]) in layers:
             a, b = (
                 cut(whole[f"{name}.{part}"], placed(config, share, f"{name}.{part}", shape))
                 for part, shape in zip("AB", shapes, strict=True)
@@ -59,14 +59,14 @@ def fresh_adapters(
     config: ModelConfig, shares: Sequence[Share], spec: AdapterSpec, seed: int = 0
 ) -> Adapters:
     """A rank's part of ``lora.init_adapters``: the same values, one whole factor in memory at a time."""
-    share, kept = shares[0], layers_of(shares)
+    share, layers = shares[0], layers_of(shares)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, (a_shape, b_shape) in adapter_shapes(config, spec).items():
         a = (torch.rand(a_shape, generator=generator) * 2 - 1) / math.sqrt(a_shape[-1])
-        if int(name.split(".")[1]) in kept:
-            own = placed(config, share, f"{name}.B", b_shape)
-            b = torch.zeros([sum(len(span) for span in spans) for spans in own])
+        if int(name.split(".")[1]) in layers:
+            b_spans = placed(config, share, f"{name}.B", b_shape)
+            b = torch.zeros([sum(len(span) for span in spans) for spans in b_spans])
             a = cut(a, placed(config, share, f"{name}.A", a_shape))
             tensors[name] = (a.requires_grad_(), b.requires_grad_())
     return Adapters(spec, tensors, local_config(config, share))
@@ -76,12 +76,12 @@ def fresh_adapters(
 def own_decoders(whole: Decoder, shares: Sequence[Share]) -> list[Decoder]:
     """A frozen decoder for each share, with copies of the weights: what loading it from the folder gives."""
     weights = dict(whole.named_parameters())
-    found = []
+    decoders = []
     for share in shares:
         part = Decoder(
             whole.config, dtype=whole.dtype, device=whole.device, fp32_head=whole.fp32_head, share=share
         )
         for name, parameter in part.named_parameters():
             parameter.copy_(cut(weights[name], placed(whole.config, share, name, weights[name].shape)))
-        found.append(part)
-    return found
+        decoders.append(part)
+    return decoders

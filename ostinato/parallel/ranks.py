@@ -1,12 +1,12 @@
-"""One trainer on many ranks: rank 0 is called as any trainer is, and calls the others.
+"""One trainer on many ranks: rank 0 is called as any trainer is, and makes the other ranks do the same.
 
     loop -> ShardedTrainer.step(batch) -> store: call/7;  broadcast: "step", batch -> the local step
     others: wait for call/8 in the store -> the local step, with what was broadcast
 
 Between two calls no rank is in a collective, so that hours between two steps run into no timeout; within a
 call every collective has one. A rank that dies or hangs ends the collectives of the others, and so the run,
-by name (WorkerLost); resumed, it goes on to the same bits. The store and the group believe whoever reaches
-them: torch has no guard there (docs/security.md).
+with an error that names it (WorkerLost); a resumed run computes the same bits. The store and the group trust
+whoever reaches them: torch authenticates nobody there (docs/security.md).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Local(Protocol):
 
     @property
     def progress(self) -> float:
-        """Grows while a call gets on."""
+        """A number that grows while a call makes progress."""
         ...
 
 
@@ -70,18 +70,18 @@ class Terms:
 
 
 def rank_lost(sentence: str) -> WorkerLost:
-    """A rank died, hung, or could not be reached."""
+    """The error for a rank that died, hung, or could not be reached."""
     return WorkerLost(WorkerKind.RANK, sentence, final=True)
 
 
 def last_line(error: BaseException) -> str:
-    """An exception in one line."""
+    """Type and message of an exception, on one line."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def of_connection(error: BaseException) -> bool:
-    """Is it a collective that failed, because of another rank, and not what this one has done?"""
+    """Whether ``error`` is that of a collective, which failed because of another rank, not of this one."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "c10d"))
@@ -91,16 +91,16 @@ def of_connection(error: BaseException) -> bool:
 
 
 def keep_store(port: int = 0, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
-    """One kept by this process, on ``port`` of 127.0.0.1 (0: a free one). By itself torch listens on every
-    interface, whatever address it is given. Raises OSError."""
-    listening = socket.create_server((LOOPBACK, port))
+    """A store kept by this process, on ``port`` of 127.0.0.1 (0: a free one); by itself torch would listen on
+    every interface, whatever address it is given. Raises OSError."""
+    listener = socket.create_server((LOOPBACK, port))
     return TCPStore(
         LOOPBACK,
-        listening.getsockname()[1],
+        listener.getsockname()[1],
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=listening.detach(),
+        master_listen_fd=listener.detach(),
     )
 
 
@@ -109,11 +109,13 @@ def meet(place: Place, within_s: float = MEET_S) -> TCPStore:
 
     Raises WorkerLost when no process keeps it within ``within_s``.
     """
-    keeps, bound = place.rank == 0 and not place.agent, timedelta(seconds=within_s)
+    is_keeper, timeout = place.rank == 0 and not place.agent, timedelta(seconds=within_s)
     try:
-        if keeps and place.is_local:
-            return keep_store(place.port, bound)
-        return TCPStore(place.address, place.port, is_master=keeps, timeout=bound, wait_for_workers=False)
+        if is_keeper and place.is_local:
+            return keep_store(place.port, timeout)
+        return TCPStore(
+            place.address, place.port, is_master=is_keeper, timeout=timeout, wait_for_workers=False
+        )
     except (dist.DistError, RuntimeError, OSError) as error:
         raise rank_lost(
             f"rank {place.rank} did not reach rank 0 at {place.address}:{place.port} within {within_s:g} s: "
@@ -130,7 +132,7 @@ class Meeting:
         self._group: Any = None
 
     def terms(self, terms: Terms | None = None) -> Terms:
-        """Those of rank 0, which has them."""
+        """The terms of rank 0, which publishes ``terms``; other ranks wait for them."""
         if terms is not None:
             self._store.set("terms", json.dumps(asdict(terms)))
             return terms
@@ -148,22 +150,22 @@ class Meeting:
         deadline = time.monotonic() + within_s
         while not self._store.check(keys):
             time.sleep(LOOK_S)
-            if gone := self._ended():
-                raise rank_lost("; ".join(f"rank {rank} {how}" for rank, how in gone.items()))
+            if endings := self._ended():
+                raise rank_lost("; ".join(f"rank {rank} {how}" for rank, how in endings.items()))
             if time.monotonic() > deadline:
                 missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-                who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {self.place.world}"
-                raise rank_lost(f"{who} {late} {within_s:g} s")
+                missing_ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {self.place.world}"
+                raise rank_lost(f"{missing_ranks} {late} {within_s:g} s")
         self._store.set(f"{what}/all", "")
 
     def join(self, terms: Terms) -> None:
         """Initialise torch.distributed, on all ranks at once."""
-        came = f"did not come to {self.place.address}:{self.place.port} within"
-        self.all_there("here", terms.timeout_s, came)
-        bound, group = timedelta(seconds=terms.timeout_s), PrefixStore("group", self._store)
+        late = f"did not come to {self.place.address}:{self.place.port} within"
+        self.all_there("here", terms.timeout_s, late)
+        timeout, group = timedelta(seconds=terms.timeout_s), PrefixStore("group", self._store)
         rank, world = self.place.rank, self.place.world
-        dist.init_process_group(terms.backend, store=group, rank=rank, world_size=world, timeout=bound)
-        self._group = dist.new_group(backend="gloo", timeout=bound)
+        dist.init_process_group(terms.backend, store=group, rank=rank, world_size=world, timeout=timeout)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def built(self) -> None:
         """Wait until all ranks have loaded their part: groups are made together, and within a timeout."""
@@ -172,13 +174,13 @@ class Meeting:
     # ---- calls
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Have the other ranks call ``name`` of what they serve; the caller does the same now."""
+        """Make the other ranks call the method ``name`` of their ``Local``; the caller does the same next."""
         self._store.set(f"call/{self._calls}", "")
         self._calls += 1
         dist.broadcast_object_list([name, seal(arguments)], 0, group=self._group)
 
     def awaited(self) -> tuple[str, tuple[Any, ...]]:
-        """The next call, with its arguments. Raises dist.DistError where rank 0 is gone."""
+        """Wait for the next call; its name and arguments. Raises dist.DistError where rank 0 is gone."""
         key = f"call/{self._calls}"
         while True:
             with contextlib.suppress(dist.DistStoreError):  # a day without a call
@@ -190,7 +192,7 @@ class Meeting:
         return call[0], unseal(call[1])
 
     def part(self) -> None:
-        """After the last call: rank 0 keeps the store until all have read it, CLOSE_S at most."""
+        """Leave after the last call. Rank 0 keeps the store until all have read the call, CLOSE_S at most."""
         if self.place.rank:
             self._store.set(f"bye/{self.place.rank}", "")
             return
@@ -199,21 +201,22 @@ class Meeting:
             self._store.wait(keys, timedelta(seconds=CLOSE_S))
 
     def name_loss(self, error: BaseException, doing: str) -> WorkerLost:
-        """A collective of this rank has failed by ``error``: who ended, as far as that is known here."""
+        """The error for a collective of this rank that failed by ``error``: it names the ranks that ended, as
+        far as that is known here."""
         deadline = time.monotonic() + GRACE_S
-        while not (gone := self._ended()) and time.monotonic() < deadline:
+        while not (endings := self._ended()) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-        who = "; ".join(f"rank {rank} {how}" for rank, how in gone.items()) or "a rank was lost"
-        return rank_lost(f"{who}, as rank {self.place.rank} saw in {doing}: {last_line(error)}")
+        lost_ranks = "; ".join(f"rank {rank} {how}" for rank, how in endings.items()) or "a rank was lost"
+        return rank_lost(f"{lost_ranks}, as rank {self.place.rank} saw in {doing}: {last_line(error)}")
 
 
 # ---- rank 0
 
 
 class ShardedTrainer:
-    """What ``train.PolicyTrainer`` is to the loop, over all ranks. After a call that raised it refuses
-    further ones, since some rank may have learned from what another has not; but not after one of
-    ``answers``, which all ranks raise alike."""
+    """A ``train.PolicyTrainer`` over all ranks. After a call that raised it refuses further ones, since some
+    rank may have learned from what another has not; but not after one of ``answers``, which all ranks raise
+    alike."""
 
     def __init__(self, local: Local, meeting: Meeting, answers: tuple[type[Exception], ...]) -> None:
         self._local, self._meeting, self._answers = local, meeting, answers
@@ -245,9 +248,10 @@ class ShardedTrainer:
         return self._local.progress
 
     def _together(self, name: str, *arguments: Any) -> Any:
+        """Call the method ``name`` of all ranks; the result of this one. Raises WorkerLost."""
         if self.failed:
             raise rank_lost(self.failed)
-        doing = f"step {self._local.counters()['steps'] + 1}" if name == "step" else name
+        task = f"step {self._local.counters()['steps'] + 1}" if name == "step" else name
         try:
             self._meeting.call(name, *arguments)
             return getattr(self._local, name)(*arguments)
@@ -255,9 +259,9 @@ class ShardedTrainer:
             raise
         except BaseException as error:
             if not of_connection(error):
-                self.failed = f"rank 0 ended {doing} by {last_line(error)}"
+                self.failed = f"rank 0 ended {task} by {last_line(error)}"
                 raise
-            lost = self._meeting.name_loss(error, doing)
+            lost = self._meeting.name_loss(error, task)
             self.failed = str(lost)
             raise lost from error
 
@@ -271,11 +275,13 @@ def leading(
     ended: Ended = dict,
     answers: tuple[type[Exception], ...] = (),
 ) -> Iterator[ShardedTrainer]:
-    """Rank 0: the trainer over all ranks that come to ``store``, until the context ends; then they end too.
+    """On rank 0, the trainer over all ranks that come to ``store``, until the context ends; then they end
+    too.
 
-    ``new_local`` is called on all ranks at once and may make process groups, once it has called what it is
-    given: that waits, for half an hour, until all ranks have loaded what they need. ``answers``: what a call
-    raises on all ranks alike, after which they are as much in step as before; the same as in ``following``.
+    ``new_local`` is called on all ranks at once. It may make process groups once it has called its argument,
+    which waits, for half an hour at most, until all ranks have loaded what they need. ``answers``: errors
+    that a call raises on all ranks alike, after which they are in step as before; the same as in
+    ``following``.
 
     Raises WorkerLost where they do not come or are lost.
     """
@@ -303,22 +309,22 @@ def leading(
 def following(
     place: Place, new_local: Callable[[str, Ready], Local], answers: tuple[type[Exception], ...] = ()
 ) -> None:
-    """Every other rank: serve the calls of rank 0 until it has no more. ``new_local`` gets the recipe from
-    rank 0, and what to wait for the others with (``leading``).
+    """Serve the calls of rank 0, on every other rank, until it has no more. ``new_local`` gets the recipe of
+    rank 0, and the function that waits for the others (``leading``).
 
     Raises what its own part raises, and WorkerLost where rank 0 or another rank is lost.
     """
-    meeting, doing = Meeting(place, meet(place)), "the meeting"
+    meeting, task = Meeting(place, meet(place)), "the meeting"
     try:
         terms = meeting.terms()
         meeting.join(terms)
         local = new_local(terms.recipe, meeting.built)
         while True:
-            doing = "waiting for a call"
+            task = "waiting for a call"
             name, arguments = meeting.awaited()
             if name == STOP:
                 break
-            doing = name
+            task = name
             with contextlib.suppress(*answers):  # rank 0 raises it too
                 getattr(local, name)(*arguments)
             del arguments  # or a batch would live until the next one
@@ -327,4 +333,4 @@ def following(
     except Exception as error:
         if not of_connection(error):
             raise
-        raise meeting.name_loss(error, doing) from error
+        raise meeting.name_loss(error, task) from error

@@ -29,8 +29,8 @@ Experts = Callable[..., Tensor]
 
 
 def number_experts(decoder: Decoder, slots: Tensor | None) -> None:
-    """Tell the layers of a share where experts are: ``slots`` [L_moe, E] (``placement.slots``), of the whole
-    model; None: neighbours together, an expert's number is its place."""
+    """Set ``slots`` [L_moe, E] (``placement.slots``) of the whole model in the layers of a share; None:
+    contiguous experts, whose number is their place."""
     moe = decoder.config.moe
     if moe is None:
         return
@@ -64,14 +64,14 @@ class VocabularyRows:
         self._links = links
 
     def __call__(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """tokens [T], weight [V / t, D] -> own rows [T / t, D]."""
+        """Embed tokens [T] with weight [V / t, D], and return own rows [T / t, D]."""
         if self._links.size("t") == 1:
             return F.embedding(tokens, weight)
-        local = tokens - self._links.place("t") * len(weight)
-        elsewhere = (local < 0) | (local >= len(weight))
-        rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
-        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return self._links.reduce_scatter(rows, "t")
+        local_ids = tokens - self._links.place("t") * len(weight)
+        is_remote = (local_ids < 0) | (local_ids >= len(weight))
+        vectors = F.embedding(local_ids.masked_fill(is_remote, 0), weight)
+        vectors = vectors.masked_fill(is_remote.unsqueeze(-1), 0)
+        return self._links.reduce_scatter(vectors, "t")
 
 
 class Ulysses:
@@ -86,12 +86,13 @@ class Ulysses:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """q [T / c, H, Dk], k [T / c, G, Dk], v [T / c, G, Dv] -> [T / c, H, Dv]."""
+        """Attention [T / c, H, Dv] of q [T / c, H, Dk], k [T / c, G, Dk] and v [T / c, G, Dv] over all
+        rows."""
         parts = self._links.size("c")
         if parts == 1:
             return self._inner(layer, q, k, v, scale, *([] if window is None else [window]))
         rows, sizes = len(q), (q.shape[1] * q.shape[2], k.shape[1] * k.shape[2], v.shape[1] * v.shape[2])
-        # one exchange for all three: each rank's heads of q, k and v beside each other
+        # one exchange for all three: the heads of q, k and v for a rank are concatenated
         by_rank = torch.cat(
             [
                 x.flatten(1).unflatten(1, (parts, size // parts))
@@ -100,16 +101,16 @@ class Ulysses:
             dim=-1,
         ).transpose(0, 1)
         counts = [rows] * parts
-        mine = self._links.all_to_all(by_rank.reshape(parts * rows, -1), counts, counts, "c")
-        own_q, own_k, own_v = mine.split([size // parts for size in sizes], dim=-1)
+        received = self._links.all_to_all(by_rank.reshape(parts * rows, -1), counts, counts, "c")
+        all_q, all_k, all_v = received.split([size // parts for size in sizes], dim=-1)
         out = self._inner(
             layer,
-            own_q.unflatten(-1, (-1, q.shape[2])),
-            own_k.unflatten(-1, (-1, k.shape[2])),
-            own_v.unflatten(-1, (-1, v.shape[2])),
+            all_q.unflatten(-1, (-1, q.shape[2])),
+            all_k.unflatten(-1, (-1, k.shape[2])),
+            all_v.unflatten(-1, (-1, v.shape[2])),
             scale,
             *([] if window is None else [window]),
         )
-        back = self._links.all_to_all(out.flatten(1).contiguous(), counts, counts, "c")
-        heads = back.unflatten(0, (parts, rows)).transpose(0, 1)
+        returned = self._links.all_to_all(out.flatten(1).contiguous(), counts, counts, "c")
+        heads = returned.unflatten(0, (parts, rows)).transpose(0, 1)
         return heads.reshape(rows, q.shape[1], v.shape[2])

@@ -15,13 +15,13 @@ Placement = Sequence[Sequence[Sequence[int]]]  # by MoE layer, by expert rank: t
 def shares_of(
     layout: Layout, config: ModelConfig, rank: int, placement: Placement | None = None
 ) -> tuple[Share, ...]:
-    """What a rank keeps, one share for each of its chunks of layers, in order of depth.
+    """The shares of a rank, one for each of its chunks of layers, in order of depth.
 
     ``placement``: which expert rank keeps which experts of a MoE layer, equally many each; None: neighbours
     together. Raises ValueError where the model cannot be cut so.
     """
     layout.refuse(config)
-    at = layout.coords(rank)
+    coords = layout.coords(rank)
     spans = layout.chunk_layers(config.num_layers)
     return tuple(
         Share(
@@ -29,24 +29,26 @@ def shares_of(
             embeds=chunk == 0,
             heads=chunk == layout.chunks - 1,
             tensor=layout.tensor,
-            tensor_rank=at.tensor,
+            tensor_rank=coords.tensor,
             experts=_kept(layout, config, rank, placement),
             expert_tensor=layout.expert_tensor,
-            expert_tensor_rank=at.tensor if layout.expert_tensor > 1 else 0,
+            expert_tensor_rank=coords.tensor if layout.expert_tensor > 1 else 0,
         )
-        for chunk in layout.chunks_of(at.pipeline)
+        for chunk in layout.chunks_of(coords.pipeline)
     )
 
 
 def _kept(
     layout: Layout, config: ModelConfig, rank: int, placement: Placement | None
 ) -> tuple[tuple[int, ...], ...] | None:
+    """Ids of the experts of a rank, by MoE layer; None where it keeps all. Raises ValueError for a placement
+    that is no even partition."""
     if config.moe is None or (layout.expert == 1 and placement is None):
         return None
     place, size = layout.place("e", rank), config.moe.num_experts // layout.expert
     if placement is None:
         return (tuple(range(place * size, (place + 1) * size)),) * len(config.moe.layers)
-    kept = tuple(tuple(ranks[place]) for ranks in placement)
+    experts_by_layer = tuple(tuple(ranks[place]) for ranks in placement)
     for layer, ranks in enumerate(placement):
         ids = sorted(expert for rank in ranks for expert in rank)
         if ids != list(range(config.moe.num_experts)) or {len(rank) for rank in ranks} != {size}:
@@ -54,12 +56,12 @@ def _kept(
                 f"the placement of MoE layer {layer} does not give each of {config.moe.num_experts} experts "
                 f"to one of {layout.expert} ranks, {size} each; make it with placement.placed_experts"
             )
-    return kept
+    return experts_by_layer
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedPart:
-    """A rank with a part of a tensor that no rank before it has."""
+    """A part of a tensor, and the first rank that has it."""
 
     rank: int
     spans: tuple[Spans, ...]  # which part: ``share.placed``
@@ -68,19 +70,19 @@ class OwnedPart:
 def owned_parts(
     config: ModelConfig, shares: Sequence[Sequence[Share]], name: str, shape: Sequence[int]
 ) -> list[OwnedPart]:
-    """Every part of a tensor once, by the first rank that has it. ``shares``: of every rank, by chunk;
+    """Every part of a tensor once, with the first rank that has it. ``shares``: of every rank, by chunk;
     ``shape``: of the whole tensor. Together the parts are the whole, and no two overlap."""
-    found: dict[tuple[Spans, ...], OwnedPart] = {}
+    part_by_spans: dict[tuple[Spans, ...], OwnedPart] = {}
     for rank, chunks in enumerate(shares):
         for share in chunks:
             if keeps(config, share, name):
                 spans = placed(config, share, name, shape)
-                found.setdefault(spans, OwnedPart(rank, spans))
-    return list(found.values())
+                part_by_spans.setdefault(spans, OwnedPart(rank, spans))
+    return list(part_by_spans.values())
 
 
 def keeps(config: ModelConfig, share: Share, name: str) -> bool:
-    """Does a share have any part of a tensor of the model?"""
+    """Whether a share has any part of the tensor ``name`` of the model."""
     if name == "embed":
         return share.embeds or (share.heads and config.tie_embeddings)
     if name in ("norm", "head"):

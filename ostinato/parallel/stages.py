@@ -77,7 +77,7 @@ class Stages(Generic[Part]):
     def at(
         cls, mesh: Mesh, links: Collectives, *, shape: Callable[[Part], tuple[int, int]], dtype: torch.dtype
     ) -> Stages[Part]:
-        """Of a rank in the layout of its mesh."""
+        """The stages as this rank of ``mesh`` runs them."""
         layout, place = mesh.layout, mesh.coords.pipeline
         return cls(
             shape=shape,
@@ -96,25 +96,25 @@ class Stages(Generic[Part]):
 
     @property
     def chunks(self) -> range:
-        """Of all stages' chunks, those that run here."""
+        """Indices of this stage's chunks among those of all stages."""
         return range(self.stage, self.stages * self.virtual, self.stages)
 
     @property
     def is_last(self) -> bool:
-        """Does the last chunk run here, with head and loss?"""
+        """Whether the last chunk, with head and loss, runs on this stage."""
         return self.stage == self.stages - 1
 
     def train(
         self, parts: Sequence[Part], forward: Forward[Part], loss: Callable[[Part, Tensor, Any], Tensor]
     ) -> Extras:
-        """Forward and backward of all microbatches, gradients added to what is there.
+        """Run forward and backward of all microbatches, and add up their gradients.
 
         ``loss``: (microbatch, hidden states, extras) -> scalar, called on the last stage alone, in the order
         of the microbatches, each just before its backward.
         Raises PipelineBroken, and whatever ``forward`` and ``loss`` raise; other stages break in their turn.
         """
         run = _Run(self, parts, forward)
-        for action in self._actions(Schedule.training(self.virtual), len(parts)):
+        for action in self._plan_actions(Schedule.training(self.virtual), len(parts)):
             match action:
                 case Compute(direction=Pass.FORWARD):
                     run.forward(action)
@@ -130,14 +130,14 @@ class Stages(Generic[Part]):
     def score(
         self, parts: Sequence[Part], forward: Forward[Part], use: Callable[[Part, Tensor, Any], None]
     ) -> Extras:
-        """Forwards of all microbatches; ``use``: (microbatch, hidden states, extras), called on the last
-        stage alone, in the order of the microbatches.
+        """Run the forward of all microbatches; ``use``: (microbatch, hidden states, extras), called on the
+        last stage alone, in the order of the microbatches.
 
         Gradients are on or off as the caller has them. If on, every chunk runs the very forward of training,
         and its graph is dropped at once. Raises as ``train`` does.
         """
         run = _Run(self, parts, forward)
-        for action in self._actions(Schedule.FORWARD, len(parts)):
+        for action in self._plan_actions(Schedule.FORWARD, len(parts)):
             match action:
                 case Compute():
                     hidden = run.forward(action, keep=False)
@@ -150,7 +150,8 @@ class Stages(Generic[Part]):
         run.settle()
         return run.extras
 
-    def _actions(self, schedule: Schedule, parts: int) -> Sequence[Compute | Send | Receive]:
+    def _plan_actions(self, schedule: Schedule, parts: int) -> Sequence[Compute | Send | Receive]:
+        """The actions of this stage for ``parts`` microbatches."""
         if not parts:
             return ()
         return actions(schedule, ranks=self.stages, virtual=self.virtual, parts=parts)[self.stage]
@@ -158,9 +159,9 @@ class Stages(Generic[Part]):
 
 @dataclass(slots=True)
 class _Graph:
-    """What a backward needs of a forward in flight."""
+    """What a backward needs of its forward, from the forward until the backward."""
 
-    x: Tensor | None  # what came in: a leaf that gets the gradient which goes on
+    x: Tensor | None  # the input: a leaf that gets the gradient for the chunk before
     out: GradientEdge | None  # None: nothing here is trained
     hidden: Tensor | None  # of the last chunk, for the loss
     extras: Any  # likewise
@@ -168,7 +169,7 @@ class _Graph:
 
 @dataclass(slots=True)
 class _Run(Generic[Part]):
-    """What is in flight on this rank."""
+    """The state of one run of a schedule on this rank."""
 
     stages: Stages[Part]
     parts: Sequence[Part]
@@ -183,7 +184,7 @@ class _Run(Generic[Part]):
         self.extras = [[] for _ in self.stages.chunks]
 
     def forward(self, action: Compute, keep: bool = True) -> Tensor:
-        """Run a chunk; its output. ``keep``: with its graph, for the backward."""
+        """Run a chunk and return its output. ``keep``: keep its graph for the backward."""
         chunk, part = action.chunk, self.parts[action.part]
         x = None
         if chunk:  # requires_grad even where it is not needed: some kernels multiply in another order without
@@ -191,17 +192,17 @@ class _Run(Generic[Part]):
             x.requires_grad_(torch.is_grad_enabled())
         out, extras = self.chunk(chunk, part, x)
         self.extras[chunk // self.stages.stages].append(extras)
-        last = chunk == self.stages.stages * self.stages.virtual - 1
-        if not last:
+        is_last = chunk == self.stages.stages * self.stages.virtual - 1
+        if not is_last:
             self._made[action] = out.detach()
         if keep:
-            edge = get_gradient_edge(out) if out.requires_grad and not last else None
-            end = (out, extras) if last else (None, None)
-            self._graphs[chunk, action.part] = _Graph(x, edge, *end)
+            edge = get_gradient_edge(out) if out.requires_grad and not is_last else None
+            for_loss = (out, extras) if is_last else (None, None)
+            self._graphs[chunk, action.part] = _Graph(x, edge, *for_loss)
         return out
 
     def backward(self, action: Compute, loss: Callable[[Part, Tensor, Any], Tensor]) -> None:
-        """Run the graph of a chunk backwards, and forget it."""
+        """Run the graph of a chunk backwards, and drop it."""
         chunk, index = action.chunk, action.part
         graph = self._graphs.pop((chunk, index))
         if graph.hidden is not None:
@@ -218,29 +219,29 @@ class _Run(Generic[Part]):
             self._made[action] = graph.x.grad
 
     def post(self, action: Receive) -> None:
-        """Expect what another stage makes."""
+        """Begin to receive the output of a computation on another stage."""
         assert self.stages.links is not None
         shape, dtype, source = self.stages.shape(self.parts[action.of.part]), self.stages.dtype, action.source
         with _named(self.stages.stage, f"the {action.of} from stage {source}"):
             self._posted[action.of] = source, self.stages.links.receive(shape, dtype, AXIS, source)
 
     def send(self, action: Send) -> None:
-        """Start to send, and make sure that what was sent long ago has arrived. Such a wait ends, since all
-        sends could be waited for (``parallel.schedule``)."""
+        """Begin to send, and wait until at most ``UNCONFIRMED`` sends are on their way. That cannot deadlock:
+        a schedule ends even if every send blocks (``parallel.schedule``)."""
         assert self.stages.links is not None
         with _named(self.stages.stage, f"stage {action.to} to take the {action.of}"):
             self._sent.append((action, self.stages.links.send(self._made.pop(action.of), AXIS, action.to)))
         self.settle(UNCONFIRMED)
 
     def settle(self, unconfirmed: int = 0) -> None:
-        """Wait until no more sends than these are on their way."""
+        """Wait until at most ``unconfirmed`` sends are on their way."""
         while len(self._sent) > unconfirmed:
             action, pending = self._sent.popleft()
             with _named(self.stages.stage, f"stage {action.to} to take the {action.of}"):
                 pending.wait()
 
     def _take(self, of: Compute) -> Tensor:
-        """What a computation made, here or elsewhere."""
+        """The output of a computation, of this rank or received."""
         if of not in self._posted:
             return self._made.pop(of)
         source, pending = self._posted.pop(of)
@@ -250,10 +251,10 @@ class _Run(Generic[Part]):
 
 @contextmanager
 def _named(stage: int, what: str) -> Iterator[None]:
-    """What fails in here has failed to bring ``what``."""
-    started = time.monotonic()
+    """Turn a RuntimeError in the context into PipelineBroken, which says that ``what`` was waited for."""
+    start = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        waited = time.monotonic() - started
+        waited = time.monotonic() - start
         raise PipelineBroken(f"stage {stage} waited {waited:.1f} s for {what}, in vain: {error}") from error

@@ -1,4 +1,4 @@
-"""A microbatch as the tensors that a forward pass of training takes."""
+"""The tensors of a microbatch that a forward pass of training takes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Inputs:
 
 
 def as_inputs(microbatch: Microbatch, device: torch.device, *, moe: bool, replay: bool) -> Inputs:
-    """Tensors on ``device``. Carried experts are kept with ``moe``, and replayed with ``replay`` as well."""
+    """The tensors of a microbatch on ``device``. Carried experts are kept with ``moe``, and replayed with
+    ``replay`` as well."""
 
     def tensor(array: np.ndarray, dtype: type) -> Tensor:
         return torch.from_numpy(array.astype(dtype)).to(device)
@@ -67,7 +68,7 @@ def as_inputs(microbatch: Microbatch, device: torch.device, *, moe: bool, replay
 
 
 def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
-    """The same sequences in the same order, no prompt shared, in passes of about half as many rows.
+    """The sequences of ``part`` in their order, no prompt shared, in passes of about half as many rows.
 
     Their ``rows`` and targets are in the same order as those of ``part``. For scoring only: they carry no
     experts, and the fields that a loss needs are not adapted.
@@ -78,21 +79,29 @@ def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
     targets, support = np.split(part.source.rows, firsts), part.source.support
     edges = np.concatenate(([0], firsts, [len(part.source.rows)]))
     passes = (lengths.cumsum() - lengths) // max(1, len(part.tokens) // 2)
-    for chosen in np.split(np.arange(len(spans)), np.flatnonzero(np.diff(passes)) + 1):
-        bounds = np.concatenate(([0], lengths[chosen].cumsum())).tolist()
-        selected = np.concatenate(
-            [np.r_[first:last, start:stop] for start, stop, first, last in spans[chosen]]
+    for sequences in np.split(np.arange(len(spans)), np.flatnonzero(np.diff(passes)) + 1):
+        bounds = np.concatenate(([0], lengths[sequences].cumsum())).tolist()
+        source_rows = np.concatenate(
+            [
+                np.r_[prompt_start:prompt_stop, start:stop]
+                for start, stop, prompt_start, prompt_stop in spans[sequences]
+            ]
         )
-        rows = [offset + places(targets[i], spans[i]) for i, offset in zip(chosen, bounds[:-1], strict=True)]
-        scored = slice(edges[chosen[0]], edges[chosen[-1] + 1])
+        rows = [
+            offset + places(targets[sequence], spans[sequence])
+            for sequence, offset in zip(sequences, bounds[:-1], strict=True)
+        ]
+        target_span = slice(edges[sequences[0]], edges[sequences[-1] + 1])
         yield replace(
             part,
-            source=replace(part.source, support=None if support is None else support.take(np.r_[scored])),
-            tokens=part.tokens[selected],
-            positions=part.positions[selected],
+            source=replace(
+                part.source, support=None if support is None else support.take(np.r_[target_span])
+            ),
+            tokens=part.tokens[source_rows],
+            positions=part.positions[source_rows],
             segments=tuple(Segment(start=start, stop=stop) for start, stop in pairwise(bounds)),
             rows=torch.from_numpy(np.concatenate(rows)).to(part.rows),
-            targets=part.targets[scored],
+            targets=part.targets[target_span],
             carried=None,
             routing=None,
         )
@@ -100,5 +109,5 @@ def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
 
 def places(rows: np.ndarray, span: np.ndarray) -> np.ndarray:
     """Positions of rows of a microbatch in their sequence: the shared prompt first, then its own rows."""
-    start, _, first, last = span
-    return np.where(rows < start, rows - first, rows - start + last - first)
+    start, _, prompt_start, prompt_stop = span
+    return np.where(rows < start, rows - prompt_start, rows - start + prompt_stop - prompt_start)

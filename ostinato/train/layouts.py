@@ -43,7 +43,7 @@ def sharded_trainer(
     mirror: Decoder | None = None,
     **options: Any,
 ) -> PolicyTrainer:
-    """The trainer of one rank; all ranks make theirs together, and from then on make the same calls together.
+    """The trainer of one rank. All ranks make theirs together, and make the same calls together from then on.
 
     decoders: the chunks that this rank keeps (``shares.shares_of``), unsharded over f: with f in the layout
     they are sharded here, and recompute is on. adapters: of all their layers (``pieces.own_adapters``), or
@@ -53,7 +53,7 @@ def sharded_trainer(
     Raises ValueError for a rank that would have nothing to train, and as ``PolicyTrainer`` does.
     """
     layout, config, links = mesh.layout, decoders[0].config, Collectives(mesh)
-    pieces = _cut(decoders, links) if layout.shard > 1 else None
+    pieces = _cut_matrices(decoders, links) if layout.shard > 1 else None
     named = _named(decoders, adapters, mesh)
     for decoder in decoders:
         number_experts(decoder, None if placement is None else torch.from_numpy(slots(owner_of(placement))))
@@ -63,7 +63,7 @@ def sharded_trainer(
         decoders,
         adapters,
         reference=reference_of(adapters, algorithm),
-        ops=sequence_ops(ops, links, rows=_experts(layout, links), pieces=pieces),
+        ops=sequence_ops(ops, links, rows=_make_expert_parallel(layout, links), pieces=pieces),
         temperature=temperature,
         recompute=settings.recompute or pieces is not None,
         entropy_grad=algorithm.needs_entropy,
@@ -88,22 +88,23 @@ def sharded_trainer(
     )
 
 
-def _cut(decoders: Sequence[Decoder], links: Collectives) -> Pieces:
-    """Keep only this rank's pieces of the matrices."""
+def _cut_matrices(decoders: Sequence[Decoder], links: Collectives) -> Pieces:
+    """Keep only this rank's pieces of the matrices of ``decoders``, in place."""
     pieces = Pieces(links)
     for decoder in decoders:
         pieces.take(decoder)
     return pieces
 
 
-def _experts(layout: Layout, links: Collectives) -> ExpertParallel | None:
+def _make_expert_parallel(layout: Layout, links: Collectives) -> ExpertParallel | None:
+    """The experts of a rank that keeps some of them; None where it keeps all."""
     if layout.expert * layout.expert_tensor == 1:
         return None
     return ExpertParallel(links=links, tensor=layout.expert_tensor)
 
 
 def _named(decoders: Sequence[Decoder], adapters: Adapters | None, mesh: Mesh) -> Mapping[str, Tensor]:
-    """The leaves of this rank, those of all its chunks."""
+    """The leaves of this rank, over all its chunks. Raises ValueError where there are none."""
     named: dict[str, Tensor] = {}
     for decoder in decoders:
         named |= trained_parameters(decoder, adapters)
@@ -132,6 +133,7 @@ def _shapes(config: ModelConfig, spec: AdapterSpec | None) -> dict[str, tuple[in
 
 
 def _owner(ranks: int, config: ModelConfig, placement: Placement | None) -> Any:
+    """The expert rank [L, E] that keeps each expert; None without a mixture, or on one expert rank."""
     if config.moe is None or ranks == 1:
         return None
     if placement is not None:

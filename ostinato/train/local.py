@@ -53,7 +53,7 @@ class LocalPasses:
         def work(part: Inputs) -> Outcome:
             return self._trained(part, objective, scale, factors)
 
-        outcomes = [self._fitting(part, work, whole_outcome, factors) for part in parts]
+        outcomes = [self._run_by_halves(part, work, whole_outcome, factors) for part in parts]
         if factors:
             factors.backward()
         return outcomes
@@ -66,21 +66,23 @@ class LocalPasses:
         def work(part: Inputs) -> Scores:
             return self._scored(part, options, prepared)
 
-        return [self._fitting(part, work, whole_scores) for part in parts]
+        return [self._run_by_halves(part, work, whole_scores) for part in parts]
 
     def metrics(self) -> dict[str, float]:
-        """``halved_microbatches``: those that the device was too small for, if there were any."""
+        """``halved_microbatches``: the number, since the last call, that the device was too small for; empty
+        without any."""
         halved, self._halved = self._halved, 0
         return {"halved_microbatches": float(halved)} if halved else {}
 
-    def _fitting(
+    def _run_by_halves(
         self,
         part: Inputs,
         work: Callable[[Inputs], T],
         whole: Callable[[Sequence[tuple[Tensor, T]]], T],
         factors: Factors | None = None,
     ) -> T:
-        """``work`` of the part; by halves where the device is too small for it, or was for a smaller one.
+        """The result of ``work`` for the part; by halves where the device is too small for it, or was for a
+        part that was no larger.
 
         Raises torch's error for a sequence alone, for an objective of the whole, and in a backward that adds
         to the gradients of a model's own parameters.
@@ -90,12 +92,12 @@ class LocalPasses:
             try:
                 return work(part)
             except torch.OutOfMemoryError:
-                single = len(np.unique(part.source.sample_idx)) < 2
-                if not self._splits or single or self._is_adding:
+                is_single = len(np.unique(part.source.sample_idx)) < 2
+                if not self._splits or is_single or self._is_adding:
                     raise
                 if factors:
                     factors.drop()
-            # here the error is gone, whose frames had the activations
+            # after the except clause the error, whose frames held the activations, is freed
             gc.collect()
             torch.cuda.empty_cache()
             self._too_large = len(part.tokens)
@@ -106,7 +108,7 @@ class LocalPasses:
                 "trainer.tokens_per_microbatch, or set trainer.recompute=true"
             )
         self._halved += 1
-        return whole([(half.rows, self._fitting(half.inputs, work, whole, factors)) for half in pair])
+        return whole([(half.rows, self._run_by_halves(half.inputs, work, whole, factors)) for half in pair])
 
     def _trained(self, part: Inputs, objective: Objective, scale: float, factors: Factors | None) -> Outcome:
         """Forward and backward of a microbatch; its graph is freed on return."""
@@ -124,9 +126,10 @@ class LocalPasses:
         return outcome.detached()
 
     def _scored(self, part: Inputs, options: ScoreOptions, prepared: Prepared | None) -> Scores:
+        """Forward of a microbatch alone, with what ``options`` asks for."""
         self.progress += 1
-        gaps: list[Tensor] = []
-        ops = watching(self._ops, gaps) if options.margins else self._ops
+        margins_by_layer: list[Tensor] = []
+        ops = watching(self._ops, margins_by_layer) if options.margins else self._ops
         with torch.set_grad_enabled(options.as_trained):
             hidden, native = self.forward(part, prepared, ops)
         logprobs = None
@@ -137,7 +140,7 @@ class LocalPasses:
             logprobs=logprobs,
             counts=counted(part, native),
             native=native if options.native else None,
-            margins=torch.stack(gaps, dim=1) if gaps else None,
+            margins=torch.stack(margins_by_layer, dim=1) if margins_by_layer else None,
         )
 
     def forward(

@@ -60,7 +60,7 @@ class AdamW:
             leaves = [leaf for leaf in group["params"] if leaf.grad is not None]
             if not leaves:
                 continue
-            states = [self._state_of(leaf) for leaf in leaves]
+            states = [self._ensure_state(leaf) for leaf in leaves]
             first, second, steps = ([state[moment] for state in states] for moment in MOMENTS)
             torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
@@ -79,7 +79,8 @@ class AdamW:
                 maximize=False,
             )
 
-    def _state_of(self, leaf: Tensor) -> dict[str, Tensor]:
+    def _ensure_state(self, leaf: Tensor) -> dict[str, Tensor]:
+        """The moments of a leaf, zeros before its first step."""
         if leaf not in self.state:
             step = torch.zeros((), dtype=torch.float32, device=leaf.device)
             self.state[leaf] = {name: torch.zeros_like(leaf) for name in MOMENTS[:2]} | {"step": step}
@@ -95,10 +96,10 @@ def build_optimizer(
     parameters = list(parameters)
     matrices = [parameter for parameter in parameters if not is_vector(parameter)]
     vectors = [parameter for parameter in parameters if is_vector(parameter)]
-    shared = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    common_settings = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay, **shared},
-        {"params": vectors, "weight_decay": 0.0, **shared},
+        {"params": matrices, "weight_decay": settings.weight_decay, **common_settings},
+        {"params": vectors, "weight_decay": 0.0, **common_settings},
     ]
     return AdamW(group for group in groups if group["params"])
 

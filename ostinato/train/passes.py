@@ -63,7 +63,7 @@ class ScoreOptions:
     may multiply in another order, and a ratio that should be 1 would be 1 only up to rounding.
     """
 
-    reference: bool = False  # by what the KL is measured from: the base, or the adapters at the start
+    reference: bool = False  # by the policy from which the KL is measured: the base, or the start
     as_trained: bool = True
     logprobs: bool = True
     native: bool = False
@@ -71,19 +71,20 @@ class ScoreOptions:
 
 
 class Passes(Protocol):
-    """Experts are replayed where ``Inputs.routing`` says so."""
+    """Passes over microbatches. Experts are replayed where ``Inputs.routing`` has them."""
 
     @property
     def progress(self) -> float:
-        """Passes over microbatches: grows while there is work."""
+        """Number of passes over microbatches so far, which grows during work."""
         ...
 
     def train(self, parts: Sequence[Inputs], objective: Objective, scale: float) -> list[Outcome]:
-        """Forward and backward of every microbatch: adds the gradients of ``scale`` times the losses."""
+        """Run forward and backward of every microbatch, and add the gradients of ``scale`` times the
+        losses."""
         ...
 
     def score(self, parts: Sequence[Inputs], options: ScoreOptions) -> list[Scores]:
-        """Forward alone."""
+        """Run the forward of every microbatch, and return its scores."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -134,9 +135,9 @@ def head_products(decoder: Base, ops: Ops) -> tuple[Matmul, Matmul] | tuple[None
     """
     head = decoder.head_weight
     assert head is not None, "logits that are more than a product have no products of their own"
-    of_a_gpu = head.is_cuda and head.dtype == decoder.dtype
-    widens = decoder.fp32_head and ops.gemm is TORCH_OPS.gemm and not of_a_gpu
-    if (head.dtype.itemsize >= 4 or widens) and ops.score is None:
+    is_gpu_head = head.is_cuda and head.dtype == decoder.dtype
+    widens_weight = decoder.fp32_head and ops.gemm is TORCH_OPS.gemm and not is_gpu_head
+    if (head.dtype.itemsize >= 4 or widens_weight) and ops.score is None:
         return None, None
     out_dtype = torch.float32 if decoder.fp32_head else None
 

@@ -1,4 +1,4 @@
-"""``protocols.Trainer`` over a worker.
+"""A ``protocols.Trainer`` in a worker.
 
     link                                   worker
     step(batch) ------ batch ------------> PolicyTrainer.step
@@ -31,7 +31,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stepped:
-    """What a worker sends back for a batch."""
+    """The reply of a worker to a batch."""
 
     report: StepReport
     adapters: Any
@@ -40,14 +40,14 @@ class Stepped:
 
 
 class TrainerServer:
-    """The worker's side."""
+    """The worker's side of ``TrainerLink``: the calls that it serves."""
 
     def __init__(self, trainer: RestorableTrainer, name: str = "trainer") -> None:
         self._trainer, self._name = trainer, name
 
     @property
     def progress(self) -> float:
-        """Read by the event loop of the worker while a thread computes."""
+        """Progress of the trainer, read by the event loop of the worker while a thread computes."""
         return self._trainer.progress
 
     def step(self, batch: Batch) -> Stepped:
@@ -122,6 +122,7 @@ class TrainerLink:
         self._snapshot, self._adapters = snapshot, self._call("adapters")
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        """The result of a method of ``TrainerServer`` in the worker. Raises WorkerLost."""
         self._waits = True
         try:
             return self._worker.wait(method, *arguments, within_s=self._within_s)

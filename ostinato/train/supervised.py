@@ -31,43 +31,51 @@ def row_of(tokens: np.ndarray, mask: np.ndarray) -> Row:
 
 
 def supervised(learner: Accumulator, rows: Sequence[Row], *, learn: bool) -> dict[str, float]:
-    """The loss is the mean over the assistant tokens of ``rows``."""
-    weights = mean_weights([_mask(row) for row in rows])
-    weighed = [_weighed(row, one) for row, one in zip(rows, weights, strict=True)]
+    """Sums of one pass over ``rows``; the loss is the mean over their assistant tokens. ``learn``: gradients
+    are added."""
+    weights = mean_weights([_select_trained(row) for row in rows])
+    weighted_rows = [_set_weights(row, row_weights) for row, row_weights in zip(rows, weights, strict=True)]
     call = learner.forward_backward if learn else learner.forward
-    count = sum(int(_mask(row).sum()) for row in rows)
-    return {"loss": call(weighed, CROSS_ENTROPY).loss * count, "count": count, "tokens": count}
+    count = sum(int(_select_trained(row).sum()) for row in rows)
+    return {"loss": call(weighted_rows, CROSS_ENTROPY).loss * count, "count": count, "tokens": count}
 
 
 def preferences(
     learner: Accumulator, pairs: Pairs, reference: np.ndarray, beta: float, *, learn: bool
 ) -> dict[str, float]:
-    """DPO: the mean over ``pairs``. ``reference``: their ``answer_logprobs``. Names are TRL's."""
+    """Sums of one pass of DPO over ``pairs``; the loss is their mean. ``reference``: their
+    ``answer_logprobs`` under the reference policy. Names are TRL's."""
     scores, flat = answer_logprobs(learner, pairs), [row for pair in pairs for row in pair]
     loss, rewards, slopes = dpo(scores, reference, beta)
     if learn:
         weights = (-slopes / len(pairs)).reshape(-1)
-        rows = [_weighed(row, one * _mask(row)) for row, one in zip(flat, weights, strict=True)]
+        rows = [
+            _set_weights(row, weight * _select_trained(row))
+            for row, weight in zip(flat, weights, strict=True)
+        ]
         learner.forward_backward(rows, CROSS_ENTROPY)
     margins = rewards[:, 0] - rewards[:, 1]
     values = {"loss": loss, "rewards/accuracies": margins > 0, "rewards/margins": margins}
-    for at, name in enumerate(("chosen", "rejected")):
-        values |= {f"rewards/{name}": rewards[:, at], f"logps/{name}": scores[:, at]}
+    for column, name in enumerate(("chosen", "rejected")):
+        values |= {f"rewards/{name}": rewards[:, column], f"logps/{name}": scores[:, column]}
     sums = {name: float(value.sum()) for name, value in values.items()}
-    return sums | {"count": len(pairs), "tokens": sum(int(_mask(row).sum()) for row in flat)}
+    return sums | {"count": len(pairs), "tokens": sum(int(_select_trained(row).sum()) for row in flat)}
 
 
 def answer_logprobs(learner: Accumulator, pairs: Pairs) -> np.ndarray:
-    """[P, 2] float64: log pi of the chosen and the rejected answer of each pair, sums over their tokens."""
+    """Log pi [P, 2] float64 of the chosen and the rejected answer of each pair, summed over their tokens."""
     rows = [row for pair in pairs for row in pair]
-    scored = learner.forward(rows, CROSS_ENTROPY).logprobs
-    sums = [float(one[_mask(row)].sum(dtype=np.float64)) for one, row in zip(scored, rows, strict=True)]
+    logprobs_by_row = learner.forward(rows, CROSS_ENTROPY).logprobs
+    sums = [
+        float(logprobs[_select_trained(row)].sum(dtype=np.float64))
+        for logprobs, row in zip(logprobs_by_row, rows, strict=True)
+    ]
     return np.array(sums).reshape(-1, 2)
 
 
-def _mask(row: Row) -> np.ndarray:
+def _select_trained(row: Row) -> np.ndarray:
     return row.values["weights"] != 0
 
 
-def _weighed(row: Row, weights: np.ndarray) -> Row:
+def _set_weights(row: Row, weights: np.ndarray) -> Row:
     return replace(row, values={"weights": weights.astype(np.float32)})

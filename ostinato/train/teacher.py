@@ -20,11 +20,11 @@ from ostinato.train.passes import Passes, ScoreOptions
 
 
 class Teacher(Protocol):
-    """Log-probabilities of another policy."""
+    """Another policy, which gives log-probabilities of sampled tokens."""
 
     @property
     def progress(self) -> float:
-        """Grows while there is work."""
+        """A number that grows during work."""
         ...
 
     def score(self, parts: Sequence[Inputs]) -> tuple[list[Inputs], float]:
@@ -48,11 +48,13 @@ class LocalTeacher:
         return self.passes.progress
 
     def score(self, parts: Sequence[Inputs]) -> tuple[list[Inputs], float]:
-        """At the sampling temperature and over the recorded support, by exactly the forward that training
-        runs."""
-        free = [replace(part, routing=None, carried=None) for part in parts]
-        found = self.passes.score(free, ScoreOptions())
-        scored = [replace(part, teacher=one.logprobs) for part, one in zip(parts, found, strict=True)]
+        """See ``Teacher.score``: at the sampling temperature, over the recorded support, and by exactly the
+        forward that training runs."""
+        unrouted = [replace(part, routing=None, carried=None) for part in parts]
+        scores_by_part = self.passes.score(unrouted, ScoreOptions())
+        scored = [
+            replace(part, teacher=scores.logprobs) for part, scores in zip(parts, scores_by_part, strict=True)
+        ]
         return scored, self.flops.forward(sum((part.work for part in parts), Work()))
 
     def metrics(self) -> dict[str, float]:

@@ -32,6 +32,7 @@ class Totals:
     repeated_flops: float = 0.0  # of what ran forward and backward again: the forward's only
 
     def add(self, part: Inputs, outcome: Outcome) -> None:
+        """Add a microbatch; its ``counts`` stay unjudged where they were not computed ahead."""
         self.loss.append(outcome.loss)
         self.stats.append(outcome.stats)
         self.mismatches.append(outcome.mismatch)
@@ -39,10 +40,10 @@ class Totals:
             self.unjudged.append((part, outcome.counts))
 
     def passes(self, forward: float) -> dict[str, float]:
-        """What was run besides training's own pass, in units of the ``forward`` FLOPs of the batch:
+        """FLOPs besides those of training's own pass, in units of the ``forward`` FLOPs of the batch:
         passes/extra only forward, passes/repeated also backward, to name the samples of a refused step."""
-        repeated = {"passes/repeated": self.repeated_flops / forward} if self.repeated_flops else {}
-        return {"passes/extra": self.extra_flops / forward} | repeated
+        repeated_metric = {"passes/repeated": self.repeated_flops / forward} if self.repeated_flops else {}
+        return {"passes/extra": self.extra_flops / forward} | repeated_metric
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
         """The loss, the mismatch, and stats as means over the ``num_tokens`` of the step."""
@@ -51,13 +52,13 @@ class Totals:
             [torch.stack([stats[name].float() for name in names]) for stats in self.stats]
         ).sum(0)
         means = {name: value / num_tokens for name, value in zip(names, sums.tolist(), strict=True)}
-        measured = mismatch_metrics(self.mismatches)
-        return {"loss": torch.stack(self.loss).sum().item(), **means, **measured}
+        mismatch_of_step = mismatch_metrics(self.mismatches)
+        return {"loss": torch.stack(self.loss).sum().item(), **means, **mismatch_of_step}
 
 
 def staleness(batch: Batch) -> dict[str, float]:
-    """Optimizer steps between sampling and training, over tokens: for every policy version as many as this
-    batch has minibatches, plus n for minibatch n."""
+    """Mean and maximum over tokens of the optimizer steps between sampling and training: for every policy
+    version as many as this batch has minibatches, plus n for minibatch n."""
     minibatches = batch.minibatches
     ages = np.concatenate(
         [len(minibatches) * part.staleness + n for n, parts in enumerate(minibatches) for part in parts]
@@ -69,24 +70,29 @@ def support(batch: Batch) -> dict[str, float]:
     """Mean number of ids in recorded supports, per token that has one, and their bytes per trained token:
     four for an id, four for a count."""
     supports = [microbatch.support for microbatch in batch.microbatches if microbatch.support is not None]
-    restricted = sum(int(np.count_nonzero(one.counts)) for one in supports)
-    if not restricted:
+    num_restricted = sum(int(np.count_nonzero(recorded_support.counts)) for recorded_support in supports)
+    if not num_restricted:
         return {}
-    ids = sum(len(one.ids) for one in supports)
-    num_bytes = sum(one.ids.nbytes + one.counts.nbytes for one in supports)
-    return {"sampling/support_mean": ids / restricted, "sampling/support_bytes": num_bytes / batch.num_tokens}
+    ids = sum(len(recorded_support.ids) for recorded_support in supports)
+    num_bytes = sum(
+        recorded_support.ids.nbytes + recorded_support.counts.nbytes for recorded_support in supports
+    )
+    return {
+        "sampling/support_mean": ids / num_restricted,
+        "sampling/support_bytes": num_bytes / batch.num_tokens,
+    }
 
 
 def balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> dict[str, float]:
     """How unevenly the experts that the batch carries would load the ranks (``parallel.load``), layer by
     layer of every microbatch, since ranks wait for each other there; empty if it carries none. ``owner``
     [L, E]: the rank that keeps an expert; None: contiguous blocks of experts on ``nominal_ranks`` ranks."""
-    carried = [microbatch.experts for microbatch in batch.microbatches if microbatch.experts is not None]
-    if not carried:
+    routes = [microbatch.experts for microbatch in batch.microbatches if microbatch.experts is not None]
+    if not routes:
         return {}
-    loads = np.concatenate([expert_loads(one, moe.num_experts) for one in carried])
+    loads = np.concatenate([expert_loads(ids, moe.num_experts) for ids in routes])
     if not loads.any():  # the batch carries routes, all unknown
         return {}
     if owner is None:
         owner = contiguous(len(moe.layers), moe.num_experts, nominal_ranks(moe.num_experts))
-    return imbalance(loads, np.tile(owner, (len(carried), 1)), int(owner.max()) + 1).metrics
+    return imbalance(loads, np.tile(owner, (len(routes), 1)), int(owner.max()) + 1).metrics
