@@ -212,8 +212,8 @@ class Collectives:
         return out
 
     def send(self, x: Tensor, axis: str, to: int) -> Pending:
-        """Send ``x`` to the rank at place ``to`` of an axis, without waiting; x must not change until
-        then."""
+        """Send ``x`` to the rank at place ``to`` of an axis, without waiting; x must not change
+        before the send has ended."""
         x = x.contiguous()
         self.traffic.calls["send_recv", axis] += 1
         self.traffic.bytes["send_recv", axis] += x.nbytes

@@ -6,7 +6,7 @@ when its backward does, and is freed in between; gradients of trained pieces com
 and biases stay whole, and routed experts too: they are cut by ``e``.
 
 torch's ``fully_shard`` hangs on the hooks of ``nn.Module.__call__``, and this decoder's layers are not called
-as modules (``weights.Block``): hence a function of a block, which computes the same.
+as modules (``weights.Block``): hence a function of a block, by the same rules.
 """
 
 from __future__ import annotations

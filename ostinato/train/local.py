@@ -53,7 +53,7 @@ class LocalPasses:
         def work(part: Inputs) -> Outcome:
             return self._trained(part, objective, scale, factors)
 
-        outcomes = [self._run_by_halves(part, work, whole_outcome, factors) for part in parts]
+        outcomes = [self._run_within_memory(part, work, whole_outcome, factors) for part in parts]
         if factors:
             factors.backward()
         return outcomes
@@ -66,7 +66,7 @@ class LocalPasses:
         def work(part: Inputs) -> Scores:
             return self._scored(part, options, prepared)
 
-        return [self._run_by_halves(part, work, whole_scores) for part in parts]
+        return [self._run_within_memory(part, work, whole_scores) for part in parts]
 
     def metrics(self) -> dict[str, float]:
         """``halved_microbatches``: the number, since the last call, that the device was too small for; empty
@@ -74,7 +74,7 @@ class LocalPasses:
         halved, self._halved = self._halved, 0
         return {"halved_microbatches": float(halved)} if halved else {}
 
-    def _run_by_halves(
+    def _run_within_memory(
         self,
         part: Inputs,
         work: Callable[[Inputs], T],
@@ -108,7 +108,9 @@ class LocalPasses:
                 "trainer.tokens_per_microbatch, or set trainer.recompute=true"
             )
         self._halved += 1
-        return whole([(half.rows, self._run_by_halves(half.inputs, work, whole, factors)) for half in pair])
+        return whole(
+            [(half.rows, self._run_within_memory(half.inputs, work, whole, factors)) for half in pair]
+        )
 
     def _trained(self, part: Inputs, objective: Objective, scale: float, factors: Factors | None) -> Outcome:
         """Forward and backward of a microbatch; its graph is freed on return."""

@@ -31,8 +31,8 @@ def row_of(tokens: np.ndarray, mask: np.ndarray) -> Row:
 
 
 def supervised(learner: Accumulator, rows: Sequence[Row], *, learn: bool) -> dict[str, float]:
-    """Sums of one pass over ``rows``; the loss is the mean over their assistant tokens. ``learn``: gradients
-    are added."""
+    """Sums over the assistant tokens of ``rows``: of cross-entropy, and their count. With ``learn`` the
+    gradients of its mean are added."""
     weights = mean_weights([_select_trained(row) for row in rows])
     weighted_rows = [_set_weights(row, row_weights) for row, row_weights in zip(rows, weights, strict=True)]
     call = learner.forward_backward if learn else learner.forward
@@ -43,8 +43,9 @@ def supervised(learner: Accumulator, rows: Sequence[Row], *, learn: bool) -> dic
 def preferences(
     learner: Accumulator, pairs: Pairs, reference: np.ndarray, beta: float, *, learn: bool
 ) -> dict[str, float]:
-    """Sums of one pass of DPO over ``pairs``; the loss is their mean. ``reference``: their
-    ``answer_logprobs`` under the reference policy. Names are TRL's."""
+    """Sums over ``pairs`` of DPO's loss and its measurements, with TRL's names. ``reference``: their
+    ``answer_logprobs`` under the reference policy. With ``learn`` the gradients of the mean loss are
+    added."""
     scores, flat = answer_logprobs(learner, pairs), [row for pair in pairs for row in pair]
     loss, rewards, slopes = dpo(scores, reference, beta)
     if learn:
@@ -74,8 +75,10 @@ def answer_logprobs(learner: Accumulator, pairs: Pairs) -> np.ndarray:
 
 
 def _select_trained(row: Row) -> np.ndarray:
+    """Mask [L] of the targets that are trained on."""
     return row.values["weights"] != 0
 
 
 def _set_weights(row: Row, weights: np.ndarray) -> Row:
+    """A copy of the row with ``weights`` [L]."""
     return replace(row, values={"weights": weights.astype(np.float32)})

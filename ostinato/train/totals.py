@@ -32,7 +32,7 @@ class Totals:
     repeated_flops: float = 0.0  # of what ran forward and backward again: the forward's only
 
     def add(self, part: Inputs, outcome: Outcome) -> None:
-        """Add a microbatch; its ``counts`` stay unjudged where they were not computed ahead."""
+        """Add a microbatch. Counts of its experts that were not computed ahead have yet to be judged."""
         self.loss.append(outcome.loss)
         self.stats.append(outcome.stats)
         self.mismatches.append(outcome.mismatch)
