@@ -18,7 +18,7 @@ ZERO_SPREAD = 1e-6  # rewards are fp32 sums of parts of order 1: a smaller sprea
 
 
 class Baseline(StrEnum):
-    """What is subtracted from a reward."""
+    """The value that is subtracted from a reward."""
 
     NONE = "none"
     GROUP_MEAN = "group_mean"  # mean of the prompt's completions (GRPO, arXiv 2402.03300, section 4.1)
@@ -27,7 +27,7 @@ class Baseline(StrEnum):
 
 
 class Scale(StrEnum):
-    """What the difference to the baseline is divided by, plus EPS."""
+    """The deviation by which, plus EPS, the difference to the baseline is divided."""
 
     NONE = "none"  # Dr.GRPO, arXiv 2503.20783
     GROUP = "group"  # deviation within the prompt
@@ -42,14 +42,14 @@ class Pool(StrEnum):
 
 
 class Rewards(StrEnum):
-    """How the rewards of several functions become one advantage."""
+    """The way in which rewards of several functions become one advantage."""
 
     SUM = "sum"  # their weighted sum is compared
     APART = "apart"  # each is compared by itself, and the advantages summed (GDPO, arXiv 2601.05242)
 
 
 class Overlong(StrEnum):
-    """Which answers have a reward that falls with length."""
+    """The answers that have a reward which falls with length."""
 
     ALL = "all"  # DAPO, arXiv 2503.14476, section 3.4
     SOLVED = "solved"  # solved answers alone (ScaleRL, arXiv 2510.13786, eq. 9)

@@ -34,14 +34,14 @@ class Loss(StrEnum):
 
 
 class Reference(StrEnum):
-    """The policy from which ``kl_coef`` measures."""
+    """The policy to which ``kl_coef`` measures the KL divergence."""
 
     BASE = "base"  # the model without an adapter
     START = "start"  # what the run began with: adapter.path
 
 
 class Anchor(StrEnum):
-    """Which policy's log-probabilities are the denominator of the ratio new / old."""
+    """The policy whose log-probabilities are the denominator of the ratio new / old."""
 
     AUTO = "auto"  # the trainer's where there is a correction, else the sampler's ("bypass")
     TRAINER = "trainer"  # the trainer's at the start of the step, even without a correction

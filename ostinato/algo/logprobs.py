@@ -195,6 +195,8 @@ def linear_logprobs(
 
 
 def _make_fp32_head(weight_VD: Tensor, max_rows: int) -> tuple[Matmul, Matmul]:
+    """(matmul_nt, matmul_nn) in the dtype of the weight; each call of the first overwrites its last
+    result."""
     # One logits buffer for all chunks: fresh pages cost the CPU more than the softmax does.
     buffer = weight_VD.new_empty(max_rows, len(weight_VD))
 
@@ -355,7 +357,8 @@ def _score_part(
 
 
 def _place(targets_n: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """(index of each target in this part of the vocabulary, 0 for those elsewhere; whether it is here)."""
+    """(index [n] of each target in this part of the vocabulary, 0 for those elsewhere; whether it is
+    here)."""
     local_ids = targets_n - vocabulary.start
     is_local = (local_ids >= 0) & (local_ids < vocabulary.size)
     return local_ids.masked_fill(~is_local, 0), is_local
@@ -417,6 +420,7 @@ def _widen_to_fp32(x: Tensor) -> Tensor:
 
 
 def _check(targets: Tensor, hidden: Tensor, support: Support | None, temperature: float, chunk: int) -> None:
+    """Raise ValueError for arguments that do not fit each other, or are out of range."""
     if len(targets) != len(hidden) or not len(targets):
         raise ValueError(
             f"targets has {len(targets)} entries for {len(hidden)} rows; give one each, at least 1"

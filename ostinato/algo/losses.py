@@ -143,8 +143,8 @@ def _clip_surrogate(
     clip_high: float,
     correction: Tensor | None,
 ) -> LossTerms:
-    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), with the shares of clipped tokens as
-    stats."""
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), and the counts of
+    clipped tokens."""
     token_loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     is_clipped_low = (ratio < 1 - clip_low) & (advantages < 0)
     is_clipped_high = (ratio > 1 + clip_high) & (advantages > 0)

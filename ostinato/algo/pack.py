@@ -182,7 +182,7 @@ def _group_families(samples: Sequence[Sample], share_prompts: bool) -> list[list
 
 
 def _prompt(sample: Sample) -> tuple[bytes, bytes]:
-    """What siblings must have in common to share the rows of a prompt: its tokens and its routes."""
+    """Key that siblings have in common where they share the rows of a prompt: its tokens and its routes."""
     routes = b"" if sample.experts is None else sample.experts[: sample.prompt_len].tobytes()
     return sample.tokens[: sample.prompt_len].tobytes(), routes
 
@@ -241,6 +241,7 @@ class _Layout:
             self.rows.append(np.where(in_prompt, base + predictors, start + predictors - part.prefix))
 
     def _append(self, index: int, first: int, end: int, prefix_start: int = 0) -> None:
+        """Append tokens ``first`` to ``end`` of a sample as a segment that reads the prefix before them."""
         if first == end:  # a completion of one token is predicted by the prompt and needs no row
             return
         start, stop = self.num_rows, self.num_rows + end - first
@@ -301,6 +302,7 @@ def _support(samples: Sequence[Sample], trained: Sequence[np.ndarray]) -> Suppor
 
 
 def _batch(microbatches: Sequence[Microbatch], num_samples: int) -> Batch:
+    """The batch of these microbatches, with its counts of tokens."""
     num_loss_rows = sum(len(np.unique(microbatch.rows)) for microbatch in microbatches)
     return Batch(
         microbatches=tuple(microbatches),

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward, tensor by tensor, as our decoder under autograd keeps it.
+"""Bytes that a layer keeps for its backward, tensor by tensor, as our decoder under autograd keeps them.
 
 The list follows the code: ``model/decoder.py``, ``lora.lora_linear`` (of an adapted map its input and the low
 projection), ``elementwise`` (the input alone), ``packed`` (q, k, v, out, lse), ``moe`` and

@@ -143,6 +143,7 @@ def layer_elements(
 def _count_layer(
     config: ModelConfig, adapter: AdapterSpec | None, tensor: int, expert: int, expert_tensor: int, moe: bool
 ) -> Elements:
+    """``layer_elements`` by the sizes of the axes that it depends on; none where no layer is of this kind."""
     layer = layer_of(config, moe=moe)
     if layer is None:
         return Elements()
@@ -236,6 +237,7 @@ def _count_layer_sums(
     shard: int,
     moe: bool,
 ) -> Counter[Axes]:
+    """``gradient_sums`` of one layer of a kind."""
     layer, sums = layer_of(config, moe=moe), Counter[Axes]()
     if layer is None:
         return sums

@@ -28,7 +28,8 @@ LAST_LINES = 3  # of a rank that has died, in an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One rank of ``world``, ``local_rank`` of ``local_world`` on its host, and where they meet."""
+    """One rank of ``world``, ``local_rank`` of ``local_world`` on its host, and the address where all
+    meet."""
 
     rank: int
     world: int
@@ -133,11 +134,12 @@ class Ranks:
             ranks.close()
 
     def ended(self) -> dict[int, str]:
-        """How each rank that has ended did so, in words, by rank."""
+        """The endings, in words, of the ranks that have ended, by rank."""
         ending_by_rank = {rank: child.ended() for rank, child in self._children.items()}
         return {rank: self._ending(rank, how) for rank, how in ending_by_rank.items() if how}
 
     def _ending(self, rank: int, how: str) -> str:
+        """``how`` a rank ended, with the last lines that it printed."""
         lines = self._children[rank].last_lines(LAST_LINES)
         log = self._folder / f"rank-{rank}.log"
         return f"ended: {how}" + (f"; its last lines, in {log}: {lines}" if lines else "")

@@ -35,7 +35,7 @@ _LETTERS = {
 
 
 class Coords(NamedTuple):
-    """Where a rank stands on every axis that takes ranks."""
+    """Place of a rank on every axis that takes ranks."""
 
     pipeline: int
     data: int

@@ -1,4 +1,4 @@
-"""How unevenly experts are used, and what that costs where each rank keeps some of them. numpy only.
+"""Imbalance of the use of experts, and its cost where each rank keeps some of them. numpy only.
 
     routes [T, L, K] --expert_loads--> loads [L, E] --rank_loads(owner)--> [L, R] --stragglers--> [L]
 

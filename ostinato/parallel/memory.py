@@ -37,7 +37,7 @@ DYNAMIC += ("gathered weights",)
 
 
 class DType(StrEnum):
-    """How numbers are stored."""
+    """Storage format of numbers."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -62,7 +62,7 @@ _BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """How everything is stored. The defaults are those of our trainer over a BF16 base."""
+    """Storage formats of everything. The defaults are those of our trainer over a BF16 base."""
 
     base: DType = DType.BF16  # weights that are not trained; of full-parameter training those that compute
     sampler: DType = DType.BF16  # the sampler's weights

@@ -1,4 +1,5 @@
-"""Which part of a model, and of a tensor, each rank of a layout keeps. No torch: a planner counts by it."""
+"""The part of a model, and of a tensor, that each rank of a layout keeps. No torch: a planner counts by
+it."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _name(path: Path) -> str:
 
 
 def find_damage(path: Path) -> str:
-    """What is wrong with a checkpoint, compared with its manifest; empty when it is whole."""
+    """The first fault of a checkpoint, compared with its manifest; empty when it is whole."""
     try:
         manifest = parse_json((path / MANIFEST).read_bytes(), surrogates=True)
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}

@@ -42,7 +42,7 @@ _NOTHING = "nothing was learned from them"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How the trainer's own experts agree with those that some microbatches carry: overlaps are shares of
+    """Agreement of the trainer's own experts with those that some microbatches carry: overlaps are shares of
     ids, a router is one (token, layer) pair. Parts are the answer of a sequence and its prompt."""
 
     uids: tuple[str, ...]  # of the S sequences
@@ -176,7 +176,7 @@ def _find_broken_uids(microbatch: Microbatch, moe: MoEConfig) -> list[str]:
 
 
 def _find_routing_fault(microbatch: Microbatch, rows: slice | np.ndarray, moe: MoEConfig) -> str:
-    """What is wrong with the experts of ``rows``; empty where nothing is."""
+    """The fault of the experts of ``rows``, in words; empty where there is none."""
     if microbatch.experts is None:
         return ""
     return routing_fault(torch.from_numpy(microbatch.experts[rows]), len(microbatch.tokens[rows]), moe)

@@ -48,6 +48,7 @@ class LocalPasses:
         self.progress = 0.0
 
     def train(self, parts: Sequence[Inputs], objective: Objective, scale: float) -> list[Outcome]:
+        """See ``Passes.train``; the gradients of adapters are complete after the last microbatch."""
         factors = Factors(self._adapters, self._decoder.dtype) if self._adapters else None
 
         def work(part: Inputs) -> Outcome:
@@ -59,6 +60,7 @@ class LocalPasses:
         return outcomes
 
     def score(self, parts: Sequence[Inputs], options: ScoreOptions) -> list[Scores]:
+        """See ``Passes.score``."""
         adapters = self._reference if options.reference else self._adapters
         with torch.set_grad_enabled(options.as_trained):
             prepared = adapters.prepared(self._decoder.dtype) if adapters else None

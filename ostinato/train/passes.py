@@ -1,4 +1,4 @@
-"""How the microbatches of an optimizer step go through the model: the interface of its two backends.
+"""Passes of the microbatches of an optimizer step through the model: the interface of its two backends.
 
 ``train.local`` computes in one process, one microbatch after the other; ``train.sharded`` on the ranks of a
 layout. Both return identical results on every rank, in the order of the microbatches.
@@ -57,7 +57,7 @@ Objective = Callable[[Inputs, Scores], Outcome]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions:
-    """Which policy scores, by which forward, and what is returned.
+    """The policy that scores, its forward, and the results that are returned.
 
     ``as_trained``: by the exact forward of training, recorded as if for a backward. Without gradients a layer
     may multiply in another order, and a ratio that should be 1 would be 1 only up to rounding.

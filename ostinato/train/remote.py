@@ -51,6 +51,7 @@ class TrainerServer:
         return self._trainer.progress
 
     def step(self, batch: Batch) -> Stepped:
+        """Train on ``batch``; the report with the adapters and the state after it."""
         start = time.time()
         report = self._trainer.step(batch)
         span = Span(

@@ -167,6 +167,7 @@ class ShardedPasses:
         return float(self._passed + self._links.progress)
 
     def train(self, parts: Sequence[Inputs], objective: Objective, scale: float) -> list[Outcome]:
+        """See ``Passes.train``; outcomes are computed from gathered scores, on every rank."""
         shards = self._shard_microbatches(parts)
         scores_by_index: dict[int, Tensor] = {}
 
@@ -190,6 +191,7 @@ class ShardedPasses:
         return outcomes
 
     def score(self, parts: Sequence[Inputs], options: ScoreOptions) -> list[Scores]:
+        """See ``Passes.score``."""
         shards = self._shard_microbatches(parts)
         logprobs_by_index: dict[int, Tensor] = {}
 

@@ -84,8 +84,8 @@ def support(batch: Batch) -> dict[str, float]:
 
 
 def balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> dict[str, float]:
-    """How unevenly the experts that the batch carries would load the ranks (``parallel.load``), layer by
-    layer of every microbatch, since ranks wait for each other there; empty if it carries none. ``owner``
+    """Imbalance with which the experts that the batch carries would load the ranks (``parallel.load``), layer
+    by layer of every microbatch, since ranks wait for each other there; empty if it carries none. ``owner``
     [L, E]: the rank that keeps an expert; None: contiguous blocks of experts on ``nominal_ranks`` ranks."""
     routes = [microbatch.experts for microbatch in batch.microbatches if microbatch.experts is not None]
     if not routes:

@@ -210,7 +210,7 @@ class PolicyTrainer:
         return self._guard.measure(batch, floor=floor)
 
     def score(self, batch: Batch) -> list[np.ndarray]:
-        """[R] log-probabilities of the targets of each microbatch, at the sampling temperature, under the
+        """Log-probabilities [R] of the targets of each microbatch, at the sampling temperature, under the
         current policy, which chooses its own experts. Does not train."""
         parts = [
             as_inputs(microbatch, self._decoder.device, moe=False, replay=False)
@@ -241,7 +241,7 @@ class PolicyTrainer:
         self._refused_in_a_row = counters["refused_in_a_row"]
 
     def identity(self) -> dict[str, str]:
-        """What must be the same to resume from a checkpoint: the model, its frozen weights, the adapter."""
+        """Facts that must be the same to resume from a checkpoint: model, its frozen weights, adapter."""
         base = "" if self._adapters is None else self._backend.fingerprint()
         return identity_of(self._decoder, self._adapters, base)
 
@@ -341,7 +341,7 @@ class PolicyTrainer:
 
 
 def identity_of(decoder: Base, adapters: Adapters | None, base: str) -> dict[str, str]:
-    """What must be the same to resume: model, fingerprint ``base`` of its frozen weights, adapter."""
+    """Facts that must be the same to resume: model, fingerprint ``base`` of its frozen weights, adapter."""
     config = decoder.config
     shape = f"{config.num_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"
     model = f"{config.model_type} in {decoder.dtype}, {shape}"
