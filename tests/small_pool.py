@@ -194,8 +194,8 @@ class Link:
             reported = replace(reported, version=reported.version - 1)
         if self.is_now("twice"):
             reported = replace(reported, done=reported.done + reported.done)
-        if self.is_now("stale"):
-            done = tuple((id, replace(one, versions=one.versions - 1)) for id, one in reported.done)
+        if self.is_now("stale"):  # older than any: of one that was served meanwhile nobody can tell
+            done = tuple((id, replace(one, versions=one.versions * 0 - 1)) for id, one in reported.done)
             reported = replace(reported, done=done)
         return reported
 

@@ -71,7 +71,7 @@ class TransformersModel:
         self._hooks = [*self._hooked()]
         self._head_rule = self._fitted_head(text)
         self.packs = self._can_pack(text)
-        self.pads = self._can_pad(text)
+        self.pads = not _is_recurrent(self._body, text) and _can_pad(self.model, self.config.vocab_size)
 
     @property
     def device(self) -> torch.device:
@@ -297,7 +297,7 @@ class TransformersModel:
     @torch.no_grad()
     def _can_pack(self, text: Any) -> bool:
         """Try two siblings and a stranger, packed and alone."""
-        if self._is_recurrent(text):
+        if _is_recurrent(self._body, text):
             return False
         from transformers import AttentionInterface
 
@@ -319,41 +319,40 @@ class TransformersModel:
             return False
         return _apart(packed, alone) < _bound(self.dtype)
 
-    def _is_recurrent(self, text: Any) -> bool:
-        """Whether layers have a state, which rows of others, or padding, would enter."""
-        kinds = {kind for name in _KINDS for kind in getattr(text, name, None) or ()}
-        modules = self._body.modules()
-        return bool(kinds - _LAYERS) or any(_RECURRENT.search(type(module).__name__) for module in modules)
 
-    @torch.no_grad()
-    def _can_pad(self, text: Any) -> bool:
-        """Try a row behind padding and alone: its tokens, and one more by the cache."""
-        if self._is_recurrent(text):
-            return False
-        tokens, padding = _tokens(self.config.vocab_size, 9).to(self.device), 4
+def _is_recurrent(body: nn.Module, text: Any) -> bool:
+    """Whether layers have a state, which rows of others, or padding, would enter."""
+    kinds = {kind for name in _KINDS for kind in getattr(text, name, None) or ()}
+    return bool(kinds - _LAYERS) or any(_RECURRENT.search(type(part).__name__) for part in body.modules())
 
-        def logits(padding: int) -> Tensor:
-            ids = torch.cat((tokens.new_zeros(padding), tokens))[None]
-            mask = torch.arange(ids.shape[1], device=self.device)[None] >= padding
-            positions = (torch.arange(ids.shape[1], device=self.device)[None] - padding).clamp_min(0)
-            rows, cache = [], None
-            for part in (slice(0, -1), slice(-1, None)):
-                seen = mask[:, : ids.shape[1] - 1] if cache is None else mask
-                out = self.model(
-                    input_ids=ids[:, part],
-                    position_ids=positions[:, part],
-                    attention_mask=seen.long() if padding else None,
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-                cache = out.past_key_values
-                rows.append(out.logits[0, -1])
-            return torch.stack(rows)
 
-        try:
-            return _apart(logits(padding), logits(0)) < _bound(self.dtype)
-        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
-            return False
+@torch.no_grad()
+def _can_pad(model: Any, vocab_size: int) -> bool:
+    """Whether a row says behind padding what it says alone: of its tokens, and of one more by the cache."""
+    parameter = next(model.parameters())
+    tokens, width = _tokens(vocab_size, 9).to(parameter.device), 4
+
+    def logits(padding: int) -> Tensor:
+        ids = torch.cat((tokens.new_zeros(padding), tokens))[None]
+        places = torch.arange(ids.shape[1], device=ids.device)[None]
+        positions, mask = (places - padding).clamp_min(0), (places >= padding).long()
+        rows, cache = [], None
+        for begin, end in ((0, ids.shape[1] - 1), (ids.shape[1] - 1, ids.shape[1])):
+            out = model(
+                input_ids=ids[:, begin:end],
+                position_ids=positions[:, begin:end],
+                attention_mask=mask[:, :end] if padding else None,
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache = out.past_key_values
+            rows.append(out.logits[0, -1])
+        return torch.stack(rows)
+
+    try:
+        return _apart(logits(width), logits(0)) < _bound(parameter.dtype)
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
+        return False
 
 
 def _update(lora: Lora, site: Site) -> Tensor:

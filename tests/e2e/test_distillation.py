@@ -116,7 +116,7 @@ def test_a_teacher_that_is_lost_ends_the_run_in_one_sentence(teacher: Path, tmp_
         leaving = threading.Thread(target=leave)
         leaving.start()
         with pytest.raises(RunFailed, match=r"/v1/completions gave no answer .* to go on: ostinato resume"):
-            more = {"teacher__adapter": "", "teacher__max_retries": 0, "trainer__steps": 500}
+            more = {"teacher__adapter": "", "trainer__steps": 500}
             run("opd", tmp_path, **url | more)
         leaving.join()
     (folder,) = tmp_path.iterdir()

@@ -10,7 +10,7 @@ from ostinato.parallel.gpus import Gpu, gpu_named
 from ostinato.parallel.layout import Layout
 
 # also in README.md and docs/index.md
-ON_GPUS = "Nothing of Ostinato has run on a GPU yet: it is tested on CPUs, and plans go by data sheets"
+ON_GPUS = "Tested on CPUs only: no GPU has run its code yet, and plans go by data sheets"
 PER_NODE = 8
 
 

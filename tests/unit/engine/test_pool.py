@@ -107,7 +107,7 @@ async def test_with_any_workers_placement_and_kills_all_is_answered_by_the_polic
         ("freeze", "no progress for 20 s: sampling 4 calls"),
         ("forget", "no progress for 20 s: sampling 4 calls"),
         ("old", "serves version 2; it was sent version 3"),
-        ("stale", "answered prompt p0 with tokens of version 2, where 3 to 3 were served"),
+        ("stale", "answered prompt p0 with tokens of version -1, where 3 to 3 were served"),
         ("twice", "answered call 0, which it does not have"),
         ("mute", "was sent version 3 (0000000000000007) and serves version 3 (something else)"),
         ("stillborn", "OSError: no such host"),
