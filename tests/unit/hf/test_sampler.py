@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_prompts_of_any_length_share_a_batch_and_say_what_each_says_alone(
         for number, tokens in enumerate(prompts)
     ]
     alone = [subject.run([request])[0] for request in requests]
-    counters = subject.engine.counters
+    counters = cast(TransformersEngine, subject.engine).counters
     before, steps = counters.padded, counters.prefilled
     together = subject.run(requests)
     assert counters.prefilled - steps == sum(map(len, prompts)) - 9  # equal prompts once
@@ -80,9 +80,9 @@ def test_prompts_of_any_length_share_a_batch_and_say_what_each_says_alone(
     for ours, theirs in zip(together, alone, strict=True):
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
-        if theirs.experts is not None:
-            np.testing.assert_array_equal(np.sort(ours.experts), np.sort(theirs.experts))
-            np.testing.assert_array_equal(np.sort(ours.prompt_experts), np.sort(theirs.prompt_experts))
+        for name in ("experts", "prompt_experts"):
+            if (routes := getattr(theirs, name)) is not None:
+                np.testing.assert_array_equal(np.sort(getattr(ours, name)), np.sort(routes))
 
 
 def test_routes_are_those_of_the_forward_of_training(subject: Subject, model: TransformersModel) -> None:
