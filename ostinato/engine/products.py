@@ -86,7 +86,7 @@ def choose(config: ModelConfig, *, device: str, native: bool, fp32_head: bool) -
     measured = seconds_by_dtype(config, native=native, fp32_head=fp32_head)
     wide, narrow = measured["float32"], measured["bfloat16"]
     dtype = "bfloat16" if wide.both >= GAIN * narrow.both else "float32"
-    return Choice(dtype=dtype, reason=_compared(measured, dtype))
+    return Choice(dtype=dtype, reason=_explain_choice(measured, dtype))
 
 
 def warning(config: ModelConfig, dtype: str, *, native: bool, fp32_head: bool) -> str:
@@ -95,19 +95,23 @@ def warning(config: ModelConfig, dtype: str, *, native: bool, fp32_head: bool) -
     other = next(name for name in DTYPES if name != dtype)
     if measured[dtype].both < MUCH_SLOWER * measured[other].both:
         return ""
-    return _compared(measured, other)
+    return _explain_choice(measured, other)
 
 
-def _compared(measured: Mapping[str, Seconds], chosen: str) -> str:
-    """What the other dtype would cost beside ``chosen``, and whether the processor is made for bf16."""
-    other = next(name for name in DTYPES if name != chosen)
-    has = "bf16" in (name := isa.instruction_set()) or name == "AMX"
-    pairs = {
-        "training": measured[other].trained / measured[chosen].trained,
-        "sampling": measured[other].sampled / measured[chosen].sampled,
+def _explain_choice(measured: Mapping[str, Seconds], baseline: str) -> str:
+    """What the other dtype costs beside ``baseline``, and whether the processor multiplies bf16."""
+    other = next(name for name in DTYPES if name != baseline)
+    instructions = isa.instruction_set()
+    multiplies_bf16 = "bf16" in instructions or instructions == "AMX"
+    ratios = {
+        "training": measured[other].trained / measured[baseline].trained,
+        "sampling": measured[other].sampled / measured[baseline].sampled,
     }
-    parts = [f"{_times(ratio)} in {what}" for what, ratio in pairs.items()]
-    return f"{name} has {'' if has else 'no '}bf16 products, {other} would be {' and '.join(parts)}"
+    parts = [f"{_times(ratio)} in {phase}" for phase, ratio in ratios.items()]
+    return (
+        f"{instructions} has {'' if multiplies_bf16 else 'no '}bf16 products; {other} would be "
+        f"{' and '.join(parts)}"
+    )
 
 
 def _times(ratio: float) -> str:

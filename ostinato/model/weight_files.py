@@ -28,7 +28,7 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     if not index.is_file():
         listed: dict[Path, list[str]] = {folder / SINGLE: []}
     else:
-        listed = _indexed(index)
+        listed = _read_index(index)
         if (folder / SINGLE).is_file() and folder / SINGLE not in listed:
             raise ValueError(
                 f"{folder} has two sets of weights, {SINGLE} and the files of {INDEX}; remove the older one"
@@ -39,14 +39,15 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     return listed
 
 
-def _indexed(index: Path) -> dict[Path, list[str]]:
+def _read_index(index: Path) -> dict[Path, list[str]]:
+    """Files of a weight index, of safetensors or pickles, and the tensors that it lists in each."""
     listed: dict[Path, list[str]] = {}
     try:
         for name, file in parse_json(index.read_text(encoding="utf-8"))["weight_map"].items():
             listed.setdefault(index.parent / file, []).append(name)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"{index} is not a safetensors index ({error!r}); download the model again"
+            f"{index} is not an index of weights ({error!r}); download the model again"
         ) from error
     return dict(sorted(listed.items()))
 

@@ -130,7 +130,7 @@ def _training(rows: Sequence[Row], key: str, name: str, unit: str, form: str) ->
     last, first = mean(tenth(rows), key), mean(tenth(rows, first=True), key)
     if last is None:
         return Figure(name, NONE, f"{unit}; no step has it")
-    baseline = "" if first is None else f"; in the first {first:{form}}"
+    baseline = "" if first is None else f"; in the first tenth {first:{form}}"
     return Figure(name, f"{last:{form}}", f"{unit}, last tenth of the steps{baseline}")
 
 
@@ -139,7 +139,7 @@ def _measure_teaching(rows: Sequence[Row]) -> Figure:
     last, first = (mean(steps, "frac_reward_zero_std") for steps in (tenth(rows), tenth(rows, first=True)))
     if last is None or first is None:
         return Figure(name, NONE, unit)
-    note = f"{unit}, last tenth of the steps; in the first {1 - first:.0%}"
+    note = f"{unit}, last tenth of the steps; in the first tenth {1 - first:.0%}"
     return Figure(name, f"{1 - last:.0%}", note, "bad" if last > 0.5 else "")
 
 

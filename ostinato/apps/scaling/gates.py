@@ -133,7 +133,7 @@ def _flags(series: Series, fit: Fit) -> list[Flag]:
     sd = max(MEASURED.floor, sd_from_steps(fit.residuals, MEASURED.rho), stderr)
     last = max(1, n // 4)  # evaluations that are averaged, at the end and before
     error = math.hypot(sd_of_mean(last, sd, MEASURED.rho), series.R0_stderr)
-    means = _means(R, last) - series.R0
+    means = _average_windows(R, last) - series.R0
     if n < FEWEST:
         found.append(Flag.FEW)
     if means[-1] < -Z * error:
@@ -151,9 +151,9 @@ def _flags(series: Series, fit: Fit) -> list[Flag]:
     return found
 
 
-def _means(R: np.ndarray, many: int) -> np.ndarray:
-    """Of so many evaluations in a row, one after the other."""
-    return np.convolve(R, np.full(many, 1 / many), "valid")
+def _average_windows(R: np.ndarray, window: int) -> np.ndarray:
+    """Mean of each ``window`` consecutive evaluations."""
+    return np.convolve(R, np.full(window, 1 / window), "valid")
 
 
 def _fallen(R: np.ndarray, last: int, sd: float) -> bool:
@@ -163,7 +163,7 @@ def _fallen(R: np.ndarray, last: int, sd: float) -> bool:
     if len(before) < many:
         return False
     error = math.hypot(*(sd_of_mean(m, sd, MEASURED.rho) for m in (last, many)))
-    return bool(_means(before, many).max() - R[-last:].mean() > Z * error)
+    return bool(_average_windows(before, many).max() - R[-last:].mean() > Z * error)
 
 
 def _falls(R: np.ndarray) -> bool:

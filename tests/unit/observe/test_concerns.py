@@ -78,15 +78,13 @@ def test_the_ten_numbers_have_units_and_what_they_are_compared_with() -> None:
     first = found["Held-out pass@1"]
     assert first.value.startswith("0.700 [") and first.tone == "good"
     assert "before training 0.300 [0.245, 0.362], change +0.400 [+0.313, +0.478]" in first.note
-    assert (found["Training reward"].value, found["Training reward"].note[-18:]) == (
-        "0.963",
-        "in the first 0.062",
-    )
+    reward = found["Training reward"]
+    assert reward.value == "0.963" and reward.note.endswith("in the first tenth 0.062")
     assert "step 40" in first.note and found["Steps"].value == "40"  # a stopped run is at another step
     assert found["Steps"].note == "of 40 planned; started 2 times; 2 done twice"
     assert found["Tokens"].note == "sampled; 52% of them trained on"
     assert found["Cost"].value == "0.12 USD" and "device-hours" in found["Cost"].note
-    assert found["Speed"].value == "385" and "in the first 25" in found["Speed"].note
+    assert found["Speed"].value == "385" and "in the first tenth 25" in found["Speed"].note
     assert [one.value for one in figures(rows_of())][:5] == ["-"] * 5
 
 
