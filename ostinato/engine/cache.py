@@ -2,7 +2,8 @@
 
 A block holds BLOCK positions of keys, values and routes (the arrays live with the engine; here are only ids).
 A sequence owns a list of blocks. Blocks whose content is known are also nodes of a tree keyed by (policy
-version, salt, token prefix): a group's siblings, an agent's next turn and a preempted sequence find them.
+version, salt, token prefix), where a group's siblings, an agent's next turn and a preempted sequence are
+looked up.
 
 Invariants (asserted by ``check``):
 - ``refs[b]`` = sequences that use block b, plus one if a tree node holds it; it is free exactly at 0.
@@ -21,7 +22,7 @@ BLOCK = 16  # positions; the native kernels hold one vector of 16 positions per 
 
 
 class OutOfBlocks(Exception):
-    """Nothing is free and nothing can be evicted: the engine preempts a sequence."""
+    """No block is free and none can be evicted: the engine then preempts a sequence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +45,7 @@ class Match:
     tokens: int  # in all, copied ones included
     source: int = -1
     copied: int = 0
-    pending: bool = False  # part of it is being computed right now: look it up again after this step
+    pending: bool = False  # a part of it is computed in this step: look it up again after the step
 
 
 class KVCache:
@@ -59,7 +60,7 @@ class KVCache:
         self._root = Node((), -1, None)
         self._nodes: dict[int, Node] = {}  # by block
         self._clock = 0
-        self.generation = 0  # of the tree: what was begun in another one must not be inserted
+        self.generation = 0  # of the tree: a sequence that began under another tree must not be inserted
         self.evicted = 0
 
     @property
@@ -86,28 +87,28 @@ class KVCache:
             child.used = self._clock
             blocks.append(child.block)
             node, start = child, start + BLOCK
-        best, copied = None, 0
-        rest = tuple(tokens[start : min(start + BLOCK, limit)])
+        best, overlap = None, 0
+        tail = tuple(tokens[start : min(start + BLOCK, limit)])
         for child in node.children.values():
-            if not rest or child.tokens[0] != rest[0]:
+            if not tail or child.tokens[0] != tail[0]:
                 continue
-            common = _common_prefix(child.tokens, rest)
-            if common > copied:
-                best, copied = child, common
+            common = _count_common(child.tokens, tail)
+            if common > overlap:
+                best, overlap = child, common
         if best is None:
             return Match(tuple(blocks), start)
         if not best.ready:
             return Match(tuple(blocks), start, pending=True)
         best.used = self._clock
-        return Match(tuple(blocks), start + copied, best.block, copied)
+        return Match(tuple(blocks), start + overlap, best.block, overlap)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """A sequence begins to use known blocks."""
+        """Count another user of each of these blocks, whose content is known."""
         for block in blocks:
             self.refs[block] += 1
 
     def allocate(self) -> int:
-        """A block for a sequence; evicts an unused leaf of the tree if none is free."""
+        """Return a block for a sequence; evict unused leaves if none is free. Raises OutOfBlocks."""
         if not self._free:
             self._evict()
         block = self._free.pop()
@@ -115,7 +116,7 @@ class KVCache:
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A sequence lets go of its blocks; those in the tree stay until evicted."""
+        """Count one user less of each of these blocks; blocks in the tree stay until they are evicted."""
         for block in blocks:
             self.refs[block] -= 1
             if self.refs[block] == 0:
@@ -124,47 +125,47 @@ class KVCache:
     def insert(self, tokens: Sequence[int], blocks: Sequence[int], *, ready: bool = True) -> list[Node]:
         """Make the blocks of ``tokens`` findable; the last may be partly filled. Returns the new nodes.
 
-        Where there already is a node for the same tokens, it stays and ours is not added.
+        Where there already is a node for the same tokens, it stays and no second node is added.
         """
-        node, made = self._root, []
+        node, new_nodes = self._root, []
         for index, block in enumerate(blocks):
-            part = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
-            if not part:
+            chunk = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
+            if not chunk:
                 break
-            child = node.children.get(part)
-            own = self._nodes.get(block)
+            child = node.children.get(chunk)
+            old_node = self._nodes.get(block)
             if (
                 child is None
-                and own is not None
-                and own.parent is node
-                and part[: len(own.tokens)] == own.tokens
+                and old_node is not None
+                and old_node.parent is node
+                and chunk[: len(old_node.tokens)] == old_node.tokens
             ):
-                del node.children[own.tokens]  # our own partial leaf has grown
-                own.tokens, child = part, own
-                node.children[part] = own
-            elif child is None and own is None:
-                child = Node(part, block, node, ready=ready, used=self._clock)
-                node.children[part] = child
+                del node.children[old_node.tokens]  # the partial leaf of this very block has grown
+                old_node.tokens, child = chunk, old_node
+                node.children[chunk] = old_node
+            elif child is None and old_node is None:
+                child = Node(chunk, block, node, ready=ready, used=self._clock)
+                node.children[chunk] = child
                 self._nodes[block] = child
                 self.refs[block] += 1
-                made.append(child)
-            if child is None or len(part) < BLOCK:
+                new_nodes.append(child)
+            if child is None or len(chunk) < BLOCK:
                 break
             node = child
-        return made
+        return new_nodes
 
     def discard(self, nodes: Sequence[Node]) -> None:
-        """Take back nodes that were never made ready, with all nodes below them."""
-        below = list(nodes)  # a list and not a recursion: a long prompt is a deep chain
-        while below:
-            node = below.pop()
+        """Remove nodes that never became ready, with all nodes below them."""
+        stack = list(nodes)  # a list and not a recursion: a long prompt is a deep chain
+        while stack:
+            node = stack.pop()
             if self._nodes.get(node.block) is not node:
                 continue  # the tree has been forgotten since, or its parent was discarded
             assert node.parent is not None
             del node.parent.children[node.tokens]
             del self._nodes[node.block]
             self.release([node.block])
-            below.extend(node.children.values())
+            stack.extend(node.children.values())
 
     def forget(self) -> None:
         """Empty the tree: its content belongs to a policy that is no longer served."""
@@ -192,11 +193,11 @@ class KVCache:
             assert len(node.tokens) == BLOCK or not node.children, "a partial node is a leaf"
 
     def _evict(self) -> None:
-        """Free the least recently used leaf that no sequence uses."""
+        """Free the least recently used half of the leaves that no sequence uses. Raises OutOfBlocks."""
         leaves = [n for b, n in self._nodes.items() if self.refs[b] == 1 and not n.children and n.ready]
         if not leaves:
             raise OutOfBlocks(f"all {self.num_blocks} KV blocks are in use")
-        # Half of what can go, at once: the scan is linear, so it must not run for every block.
+        # Half of the leaves at once: the scan is linear, so it must not run for every block.
         leaves.sort(key=lambda node: node.used)
         for node in leaves[: max(1, len(leaves) // 2)]:
             assert node.parent is not None
@@ -207,7 +208,7 @@ class KVCache:
             self.evicted += 1
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def _count_common(a: Sequence[int], b: Sequence[int]) -> int:
     count = 0
     for x, y in zip(a, b, strict=False):
         if x != y:

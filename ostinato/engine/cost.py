@@ -48,12 +48,12 @@ KNOTS = (
 )
 MEASURED = (1, 4, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 128, 256)
 _GAIN = 0.08  # weight of a new timing against the table
-_LATEST = 32  # passes whose overhead is remembered
-_TRUST = (0.6, 1.6)  # a timing outside this band of the table is clipped to it: another process interfered
+_WINDOW = 32  # passes whose overhead is remembered
+_TRUSTED = (0.6, 1.6)  # a timing outside this band of the table is clipped to it: another process interfered
 
 
 class CostTable:
-    """Seconds of a pass. Between two knots it is linear, beyond the last it goes on with the last slope."""
+    """Predicts the seconds of a pass: linear between two knots, and with the last slope beyond the last."""
 
     def __init__(self, base: Sequence[float], slope: float = 0.0) -> None:
         """``base``: seconds of a pass of KNOTS[i] rows that attend to nothing."""
@@ -64,27 +64,29 @@ class CostTable:
         self._knots = np.array(KNOTS, np.float64)
         self._base = np.maximum.accumulate(np.array(base, np.float64))
         self._slope = slope
-        self._overhead, self._seen = 0.0, 0
-        self._around: deque[float] = deque(maxlen=_LATEST)  # seconds beside the model, of the latest passes
+        self._overhead, self._num_passes = 0.0, 0
+        self._overheads: deque[float] = deque(maxlen=_WINDOW)  # seconds outside the model
 
     @classmethod
     def measured(cls, run: Callable[[int, int], float], limit_s: float = 0.25, repeats: int = 3) -> CostTable:
-        """From ``run(rows, context)``: the seconds of a pass of so many rows that see so many positions each.
+        """Make a table from ``run(rows, context)``, which returns the seconds of a pass of ``rows`` rows that
+        see ``context`` positions each.
 
-        Once a pass takes longer than ``limit_s`` larger ones are extrapolated.
+        Once a pass takes longer than ``limit_s``, larger ones are extrapolated.
         """
-        run(1, 16)  # buffers are made, pages are touched
+        run(1, 16)  # the first pass makes buffers and touches pages, so it is not timed
         rows, seconds = [], []
         for knot in MEASURED:
             rows.append(knot)
             seconds.append(min(run(knot, 16) for _ in range(repeats)))
             if len(rows) > 2 and seconds[-1] > limit_s:
                 break
-        near, far = (min(run(8, context) for _ in range(repeats)) for context in (16, 512))
-        slope = max(0.0, far - near) / (8 * (512 - 16))
+        short_s, long_s = (min(run(8, context) for _ in range(repeats)) for context in (16, 512))
+        slope = max(0.0, long_s - short_s) / (8 * (512 - 16))
         knots = np.array(KNOTS, np.float64)
         base = np.interp(knots, rows, seconds)
-        half = next(i for i in range(len(rows)) if 2 * rows[i] >= rows[-1])  # not across one step only
+        # the slope beyond the last row is taken over several knots: one alone may be a single tile's
+        half = next(i for i in range(len(rows)) if 2 * rows[i] >= rows[-1])
         per_row = max(0.0, seconds[-1] - seconds[half - 1]) / (rows[-1] - rows[half - 1])
         base += np.maximum(0.0, knots - rows[-1]) * per_row - slope * knots * 16
         return cls(np.maximum(base, 1e-6).tolist(), slope)
@@ -98,25 +100,25 @@ class CostTable:
         return self._overhead + base + beyond + self._slope * attended
 
     def observe(self, rows: int, attended: float, seconds: float) -> None:
-        """A pass has taken ``seconds``: move the overhead, and the knots around ``rows``, towards it."""
-        now = float(self.seconds(rows, attended))
-        self._around.append(seconds - (now - self._overhead))
-        self._seen += 1
-        if self._seen % 4 == 0:  # the median of the latest: some passes are slow because they are the first
-            self._overhead = max(0.0, float(np.median(self._around)))
-        if self._seen < _LATEST:
+        """Move the overhead, and the knots around ``rows``, towards the ``seconds`` that a pass has taken."""
+        predicted = float(self.seconds(rows, attended))
+        self._overheads.append(seconds - (predicted - self._overhead))
+        self._num_passes += 1
+        if self._num_passes % 4 == 0:  # by the median: some passes are slow because they are the first
+            self._overhead = max(0.0, float(np.median(self._overheads)))
+        if self._num_passes < _WINDOW:
             return  # the first passes measure the engine more than the model
-        now = float(self.seconds(rows, attended))
-        low, high = _TRUST
-        share = (min(max(seconds / now, low), high) - 1.0) * now * _GAIN
+        predicted = float(self.seconds(rows, attended))
+        low, high = _TRUSTED
+        change = (min(max(seconds / predicted, low), high) - 1.0) * predicted * _GAIN
         right = int(np.searchsorted(self._knots, rows))
         if right == 0 or right == len(self._knots) or self._knots[right] == rows:
-            self._base[min(right, len(self._knots) - 1)] += share
+            self._base[min(right, len(self._knots) - 1)] += change
         else:
             left = right - 1
-            near = (rows - self._knots[left]) / (self._knots[right] - self._knots[left])
-            self._base[left] += share * (1 - near)
-            self._base[right] += share * near
+            weight = (rows - self._knots[left]) / (self._knots[right] - self._knots[left])
+            self._base[left] += change * (1 - weight)
+            self._base[right] += change * weight
         # Knots that are never visited must not contradict those that are.
         middle = min(right, len(self._knots) - 1)
         self._base[: middle + 1] = np.minimum(self._base[: middle + 1], self._base[middle])

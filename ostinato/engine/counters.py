@@ -1,4 +1,4 @@
-"""What an engine has done: numbers that only grow, and spans of the timeline, pass by pass."""
+"""Counters of an engine, which only grow, and its passes as spans of the timeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ostinato.observe.timeline import GAP_S, Kind, Span
 
 @dataclass(slots=True)
 class Counters:
-    """What the engine did since it was made."""
+    """Counts and seconds since the engine was made."""
 
     steps: int = 0
     prefilled: int = 0  # tokens run to fill the cache
@@ -21,8 +21,8 @@ class Counters:
     preempted: int = 0
     errors: int = 0
     drafted: int = 0  # draft tokens run
-    accepted: int = 0  # of them, those that were what was sampled
-    cut_drafts: int = 0  # draft tokens given up for want of KV blocks
+    accepted: int = 0  # draft tokens that equalled the sampled token
+    cut_drafts: int = 0  # draft tokens dropped because no KV block was free
     passes: int = 0  # sequences that were given tokens, summed over steps
     seconds: float = 0.0  # in steps, drafting included
     seconds_without: float = (
@@ -34,14 +34,14 @@ MOST = 10_000  # the newest spans, kept where nothing collects them
 
 
 class Busy:
-    """Neighbouring passes of one kind are one span, so that a pass costs a microsecond and no memory."""
+    """Records passes. Neighbouring passes of one kind are one span: a pass costs a microsecond, no memory."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
         self._spans: deque[list[float]] = deque(maxlen=MOST)  # [is prefill, start, stop, rows, seconds]
 
     def passed(self, seconds: float, prefilled: int, sampled: int) -> None:
-        """A pass of so many seconds has just ended; the kind of most of its rows is its kind."""
+        """Record a pass of ``seconds`` that ends now; its kind is that of most of its rows."""
         stop = time.time()
         start, prefill = stop - seconds, prefilled > sampled
         if self._spans:
@@ -52,7 +52,7 @@ class Busy:
         self._spans.append([prefill, start, stop, prefilled + sampled, seconds])
 
     def take(self) -> list[Span]:
-        """The spans since the last call, in order."""
+        """Return the spans since the last call, in order, and clear them."""
         spans = [
             Span(
                 worker=self._worker,

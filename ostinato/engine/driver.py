@@ -22,7 +22,10 @@ class Driver:
         self._task: asyncio.Task[None] | None = None
 
     def enter(self) -> None:
-        """Before work is added. Raises RuntimeError where another event loop is at work."""
+        """Call it before work is added: ends the work of an event loop that has been closed.
+
+        Raises RuntimeError where another event loop is at work.
+        """
         if self._task is None or self._task.done():
             return
         loop = self._task.get_loop()
@@ -34,7 +37,7 @@ class Driver:
 
     @contextmanager
     def working(self, add: Callable[[], None], drop: Callable[[], None]) -> Iterator[None]:
-        """Steps, from ``add`` on, until there is no work; ``drop`` ends what is left of it at the end."""
+        """Call ``add``, then step until there is no work; at the exit ``drop`` ends the work that is left."""
         self.enter()
         add()
         if self._task is None or self._task.done():
@@ -52,4 +55,4 @@ class Driver:
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
-                raise  # a cancelled loop or Ctrl-C is not ours to swallow; the callers have the rest
+                raise  # a cancelled loop or Ctrl-C must go on; any other error has reached the callers

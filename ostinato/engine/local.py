@@ -108,12 +108,13 @@ class LocalEngine:
         self.speculation = self.speculate(drafter) if drafter is not None else None
 
     def speculate(self, drafter: Drafter) -> Speculation:
-        """A ``Speculation`` with ``drafter``; to use it, assign it to ``speculation`` between rollouts."""
+        """Make a ``Speculation`` with ``drafter``; to use it, assign it to ``speculation`` between
+        rollouts."""
         assert self.cost is not None, "an engine made without a drafter has no cost table"
         return Speculation(drafter, self.cost, self._scheduler.table)
 
     def model_of(self, policy: str) -> tuple[Decoder, Adapters | None, Ops]:
-        """(decoder, adapters, ops) that requests of ``policy`` run; without adapters it is the base."""
+        """Return (decoder, adapters, ops) by which requests of ``policy`` run; adapters None: the base."""
         return self._runner.model_of(self.policies.numbers[policy])
 
     @property
@@ -128,23 +129,23 @@ class LocalEngine:
         is cleared. A named policy is for new requests; running ones end under the policy they began with.
         """
         self.policies.publish(adapters, version, policy)
-        self.policies.retire(one.policy for one in self._scheduler.unfinished)
+        self.policies.retire(sequence.policy for sequence in self._scheduler.unfinished)
         if not policy:
             self._scheduler.cache.forget()
 
     def withdraw(self, policy: str) -> None:
-        """Stop serving a named policy; requests that run under it still end under it."""
+        """Stop serving a named policy; requests that run under it continue under it to their end."""
         self.policies.withdraw(policy)
-        self.policies.retire(one.policy for one in self._scheduler.unfinished)
+        self.policies.retire(sequence.policy for sequence in self._scheduler.unfinished)
 
     def publish_weights(self, path: Path, version: int) -> None:
-        """``publish`` for all weights: loads those in ``path`` (``wire.pack_weights``) into the decoder."""
+        """Publish all weights: load those in ``path`` (``wire.pack_weights``) into the decoder."""
         self._runner.load(path)
         self.publish(None, version)
 
     @property
     def served(self) -> tuple[int, str]:
-        """(version, fingerprint) of the copy that is served; the base has ""."""
+        """(version, fingerprint) of the copy that is served; the fingerprint of the base is ""."""
         return self.version, self._runner.fingerprint
 
     async def generate(
@@ -154,47 +155,49 @@ class LocalEngine:
         Calls share one batch.
         """
         results, limits = Results(), self._limits
-        mine = [
+        sequences = [
             new_sequence(request, limits, index=index, results=results, on_tokens=on_tokens)
             for index, request in enumerate(requests)
         ]
 
         def add() -> None:
-            self._scheduler.add(mine)
+            self._scheduler.add(sequences)
             if self.speculation is not None:
                 self.speculation.begin({request.uid for request in requests})
 
-        with self._driver.working(add, lambda: self._drop(mine)):
-            for _ in mine:
+        with self._driver.working(add, lambda: self._drop(sequences)):
+            for _ in sequences:
                 yield await next_of(results)
 
     def cut(self, requests: Collection[Request]) -> None:
-        """End these now, between two passes: they are yielded as ABORT with the tokens sampled so far."""
+        """End these now, between two passes: ``generate`` yields them as ABORT with the tokens so far."""
         slots, waiting = self._scheduler.of(requests)
-        ended = [*map(self._scheduler.table.at, slots), *waiting]
+        sequences = [*map(self._scheduler.table.at, slots), *waiting]
         for slot in slots:
             self._finish(slot, Stop.ABORT)
         for sequence in waiting:
             self._hand_out(sequence, sequence.text, sequence.routes, Stop.ABORT)
         self._scheduler.drop(waiting)
         if self.speculation is not None:
-            self.speculation.close(ended)
+            self.speculation.close(sequences)
 
     def under_way(self) -> list[tuple[Request, int]]:
-        """Requests that have not ended, and how many tokens of the answer each has."""
+        """Return the requests that have not ended, each with the number of its sampled tokens."""
         table = self._scheduler.table
         running = [(table.at(slot), int(table.length[slot])) for slot in table.order]
         waiting = [(sequence, len(sequence.text)) for sequence in self._scheduler.waiting]
-        return [(one.request, length - one.prompt_len) for one, length in (*running, *waiting)]
+        return [(sequence.request, length - sequence.prompt_len) for sequence, length in (*running, *waiting)]
 
     @property
     def queue(self) -> tuple[int, int]:
-        """Sequences that run and that wait for a slot, to be read from any thread."""
+        """(sequences that run, sequences that wait for a slot); it can be read from any thread."""
         return len(self._scheduler.table), len(self._scheduler.waiting)
 
     def lent(self) -> AbstractContextManager[None]:
-        """A time without memory for keys and values, which a training step on this GPU may have; where there
-        are requests they keep theirs."""
+        """Return a context in which the memory of keys and values is free, for a training step on this GPU.
+
+        While there are requests they keep their memory, and the context does nothing.
+        """
         if len(self._scheduler):
             return nullcontext()
         self._scheduler.cache.forget()
@@ -202,11 +205,11 @@ class LocalEngine:
 
     @property
     def free_blocks(self) -> int:
-        """KV blocks that are free, or would be after eviction."""
+        """KV blocks that are free now or after eviction."""
         return self._scheduler.cache.available
 
     def take_spans(self) -> list[Span]:
-        """Spans of the passes since the last call."""
+        """Return the spans of the passes since the last call, and clear them."""
         return self._busy.take()
 
     def step(self) -> None:
@@ -214,16 +217,16 @@ class LocalEngine:
         start = time.perf_counter()
         scheduler = self._scheduler
         self._copy_blocks(scheduler.admit())
-        chosen, counts = scheduler.schedule()
-        if len(chosen) == 0:
+        slots, counts = scheduler.schedule()
+        if len(slots) == 0:
             return
-        drafts = self._draft(chosen, counts)
-        plan = build_model_input(scheduler.table, chosen, counts, drafts)
+        drafts = self._draft(slots, counts)
+        plan = build_model_input(scheduler.table, slots, counts, drafts)
         hidden, routing = self._runner.run(plan)
-        ready = scheduler.computed(chosen, counts)
-        prefilled = int(counts.sum()) - len(ready)
+        ready = scheduler.computed(slots, counts)
+        num_prefilled = int(counts.sum()) - len(ready)
         self.counters.steps += 1
-        self.counters.prefilled += prefilled
+        self.counters.prefilled += num_prefilled
         self.counters.drafted += len(drafts.tokens)
         drawn = self._sample(hidden, plan, drafts, ready) if len(ready) else None
         if self._routes is not None and routing is not None:  # after the tokens: one wait for a GPU, not two
@@ -233,21 +236,21 @@ class LocalEngine:
         self.counters.seconds += seconds
         if output is not None:
             self._account(plan, drafts, ready, output, seconds)
-        self._busy.passed(seconds, prefilled, len(plan.tokens) - prefilled)
+        self._busy.passed(seconds, num_prefilled, len(plan.tokens) - num_prefilled)
 
-    def _draft(self, chosen: np.ndarray, counts: np.ndarray) -> Drafts:
-        """What is worth verifying in this pass, cut to the KV blocks that are free."""
+    def _draft(self, slots: np.ndarray, counts: np.ndarray) -> Drafts:
+        """Return the drafts to verify in this pass, cut to the KV blocks that are free."""
         if self.speculation is None:
             return NO_DRAFTS
         scheduler = self._scheduler
-        drafts = self.speculation.propose(chosen, counts, len(scheduler.waiting))
+        drafts = self.speculation.propose(slots, counts, len(scheduler.waiting))
         if len(drafts.tokens):
-            drafts, cut = afford(scheduler.table, scheduler.cache, chosen, drafts)
-            self.counters.cut_drafts += cut
+            drafts, num_cut = afford(scheduler.table, scheduler.cache, slots, drafts)
+            self.counters.cut_drafts += num_cut
         return drafts
 
     def _copy_blocks(self, copies: Seq[tuple[int, int]]) -> None:
-        """Keys, values and routes of (source, target) blocks."""
+        """Copy keys, values and routes of blocks, given as (source, target)."""
         if not copies:
             return
         sources, targets = [s for s, _ in copies], [t for _, t in copies]
@@ -257,25 +260,25 @@ class LocalEngine:
 
     def _sample(self, hidden: torch.Tensor, plan: ModelInput, drafts: Drafts, ready: np.ndarray) -> Drawn:
         """Draw a token for every row that may emit one."""
-        rows_to_sample = sampling_rows(self._scheduler.table, plan, drafts, ready)
+        sampling = sampling_rows(self._scheduler.table, plan, drafts, ready)
         return self._runner.draw(
             hidden,
-            rows_to_sample.settings,
-            rows_to_sample.u,
-            rows_to_sample.banned,
-            rows=rows_to_sample.rows,
-            want_support=self._record_support and rows_to_sample.filtered,
-            top=rows_to_sample.top,
+            sampling.settings,
+            sampling.u,
+            sampling.banned,
+            rows=sampling.rows,
+            want_support=self._record_support and sampling.filtered,
+            top=sampling.top,
         )
 
     def _append(self, plan: ModelInput, drafts: Drafts, ready: np.ndarray, drawn: Drawn) -> StepOutput:
-        """Verify the drafts, and append what is accepted."""
+        """Verify the drafts, append the new tokens, stream them, and finish the sequences that stop."""
         table = self._scheduler.table
-        chosen = plan.slots[ready]
-        versions = self.policies.versions_of(table.policy[chosen])
+        slots = plan.slots[ready]
+        versions = self.policies.versions_of(table.policy[slots])
         output = postprocess(table, plan, drafts, ready, drawn, versions, self._decode)
-        for r in np.flatnonzero(table.listened[chosen]).tolist():
-            sequence = table.at(int(chosen[r]))
+        for r in np.flatnonzero(table.listened[slots]).tolist():
+            sequence = table.at(int(slots[r]))
             assert sequence.on_tokens is not None
             emitted = output.of(r, sequence.request.top_logprobs, int(versions[r]))
             sequence.on_tokens(sequence.index, emitted)
@@ -299,26 +302,28 @@ class LocalEngine:
             self.counters.seconds_without += speculation.account(plan, nodes, ready, output, seconds, steps)
 
     def _finish(self, slot: int, stop: Stop) -> None:
-        """Hand out the completion and leave its blocks to the prefix tree."""
+        """End a sequence: put its blocks into the prefix tree and hand out its completion."""
         scheduler, table = self._scheduler, self._scheduler.table
         sequence, computed = table.at(slot), int(table.computed[slot])
-        whole = table.text[slot, : int(table.length[slot])].copy()
-        routes = None if self._routes is None else self._routes.of(sequence, computed, len(whole))
+        tokens = table.text[slot, : int(table.length[slot])].copy()
+        routes = None if self._routes is None else self._routes.of(sequence, computed, len(tokens))
         if stop is Stop.ERROR:
             self.counters.errors += 1
-            scheduler.cache.forget()  # its prompt is in the tree, and the numbers of it may be broken
+            scheduler.cache.forget()  # its prompt is in the tree, where keys and values may be not finite
         else:
             scheduler.keep_prefix(slot)
         scheduler.remove(slot)
-        self._hand_out(sequence, whole, routes, stop)
+        self._hand_out(sequence, tokens, routes, stop)
 
-    def _hand_out(self, sequence: Sequence, whole: np.ndarray, routes: np.ndarray | None, stop: Stop) -> None:
-        completion = new_completion(sequence, whole, routes, stop, self._decode)
+    def _hand_out(
+        self, sequence: Sequence, tokens: np.ndarray, routes: np.ndarray | None, stop: Stop
+    ) -> None:
+        completion = new_completion(sequence, tokens, routes, stop, self._decode)
         sequence.results.put_nowait((sequence.index, completion))
 
     def _keep_routes(self, slot: int) -> None:
-        """Before a preemption: keep the routes that the tokens so far were sampled through. Recomputed rows,
-        perhaps of another policy, may route differently: right for later tokens, not for these."""
+        """Store, before a preemption, the routes of the tokens sampled so far. Rows that are computed again,
+        perhaps by another policy, may route differently: right for later tokens, not for these."""
         table, sequence = self._scheduler.table, self._scheduler.table.at(slot)
         if self._routes is not None and table.length[slot] > table.prompt[slot]:
             sequence.routes = self._routes.of(sequence, int(table.computed[slot]))
@@ -334,15 +339,15 @@ class LocalEngine:
         )
 
     def _fail(self, error: BaseException) -> None:
-        """An error of a step reaches every caller."""
+        """Raise the error of a step at every caller."""
         for sequence in self._scheduler.unfinished:
             sequence.results.put_nowait(error)
 
     def _drop(self, sequences: Iterable[Sequence]) -> None:
-        """End what has no caller any more, without a completion."""
-        dropped = self._scheduler.drop(sequences)
+        """End sequences whose caller has gone, without a completion."""
+        unfinished = self._scheduler.drop(sequences)
         if self.speculation is not None:
-            self.speculation.close(dropped)
+            self.speculation.close(unfinished)
 
     def _drop_all(self) -> None:
         self._drop(self._scheduler.unfinished)

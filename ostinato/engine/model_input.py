@@ -38,7 +38,7 @@ NO_DRAFTS = Drafts(counts=np.zeros(0, np.int32), tokens=np.zeros(0, np.int32))
 
 
 def draft_counts(drafts: Drafts, sequences: int) -> np.ndarray:
-    """[S] int64, also where nothing is drafted."""
+    """Draft tokens of each sequence: [S] int64, zeros where nothing is drafted."""
     return drafts.counts.astype(np.int64) if len(drafts.counts) else np.zeros(sequences, np.int64)
 
 
@@ -58,9 +58,9 @@ def build_model_input(
     positions = table.computed[chosen][owner] + offset
     tokens = np.empty(T, np.int64)
     if len(drafts.tokens):
-        known = offset < counts[owner]
-        tokens[known] = table.text[chosen[owner[known]], positions[known]]
-        tokens[~known] = drafts.tokens
+        is_text = offset < counts[owner]
+        tokens[is_text] = table.text[chosen[owner[is_text]], positions[is_text]]
+        tokens[~is_text] = drafts.tokens
     else:
         tokens[:] = table.text[chosen[owner], positions]
     tables = table.tables[chosen, : int(table.num_blocks[chosen].max(initial=1))]
@@ -74,12 +74,15 @@ def build_model_input(
         positions,
         tables,
         kv_slots,
-        _policies(table.policy[chosen], ends),
+        _find_policy_spans(table.policy[chosen], ends),
     )
 
 
-def _policies(numbers: np.ndarray, ends: np.ndarray) -> list[tuple[int, int, int]]:
-    """Runs of rows of one policy; numbers [S] of the sequences, ends [S] of their rows."""
-    last = np.flatnonzero(np.append(numbers[1:] != numbers[:-1], True))
-    stops = ends[last].tolist()
-    return list(zip(numbers[last].tolist(), [0, *stops[:-1]], stops, strict=True))
+def _find_policy_spans(numbers: np.ndarray, ends: np.ndarray) -> list[tuple[int, int, int]]:
+    """Return (number, first row, last row + 1) of every run of rows of one policy.
+
+    ``numbers`` [S]: policies of the sequences; ``ends`` [S]: last row + 1 of each.
+    """
+    last_idx = np.flatnonzero(np.append(numbers[1:] != numbers[:-1], True))
+    stops = ends[last_idx].tolist()
+    return list(zip(numbers[last_idx].tolist(), [0, *stops[:-1]], stops, strict=True))

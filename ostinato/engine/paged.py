@@ -33,8 +33,8 @@ FEW_PROGRAMS = 1024  # tiles times key heads: fewer leave multiprocessors of a c
 SHORT = 16  # rows of a sequence that a GPU takes row by row: the last token and its draft
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``torch.zeros``, but on a CPU in pages that the system zeroes on first use instead of now."""
+def _make_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make zeros; on a CPU, in pages that the system zeroes on first use instead of now."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or sys.platform == "win32" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -61,13 +61,13 @@ class KVStore:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """In here the memory is free; behind it there are zeros, maybe elsewhere."""
+        """Free the memory within the context; after it the arrays are zeros, perhaps at another address."""
         sizes, dtype, device = (self.keys.shape, self.values.shape), self.keys.dtype, self.keys.device
         self._put(self.keys.new_empty(0), self.values.new_empty(0))
         try:
             yield
         finally:
-            self._put(*(_zeros(size, dtype, device) for size in sizes))
+            self._put(*(_make_zeros(size, dtype, device) for size in sizes))
 
     @classmethod
     def allocate(
@@ -80,19 +80,20 @@ class KVStore:
         *,
         by_position: bool = False,
     ) -> KVStore:
-        """Zeros for ``blocks`` blocks; ``shape`` is the decoder's (num_kv_heads, key_dim, value_dim).
+        """Allocate zeros for ``blocks`` blocks; ``shape`` is the decoder's (num_kv_heads, key_dim,
+        value_dim).
 
-        On a CPU memory is taken when a block is first written: of many workers few fill their pools.
+        On a CPU memory is used only when a block is first written: few of many workers fill their pools.
         """
         heads, key_dim, value_dim = shape
         if by_position:
             sizes = ((layers, blocks, BLOCK, heads, width) for width in (key_dim, value_dim))
-            return cls(*(_zeros(size, dtype, device) for size in sizes), by_position=True)
+            return cls(*(_make_zeros(size, dtype, device) for size in sizes), by_position=True)
         pair = key_pair(dtype)
         if key_dim % pair:
             raise ValueError(f"keys of an odd width ({key_dim}) cannot be cached in {dtype}; use float32")
-        keys = _zeros((layers, blocks, heads, key_dim // pair, BLOCK, pair), dtype, device)
-        return cls(keys, _zeros((layers, blocks, heads, BLOCK, value_dim), dtype, device))
+        keys = _make_zeros((layers, blocks, heads, key_dim // pair, BLOCK, pair), dtype, device)
+        return cls(keys, _make_zeros((layers, blocks, heads, BLOCK, value_dim), dtype, device))
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: tuple[Tensor, Tensor]) -> None:
         """Put keys [T, heads, Dk] and values of rows into (blocks [T], offsets [T])."""
@@ -101,7 +102,7 @@ class KVStore:
         self.value_layers[layer][blocks, :, offsets] = v
 
     def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the blocks of ``tables`` [S, blocks] int64: keys [S, heads, positions, Dk] and values."""
+        """Copy the blocks of ``tables`` [S, blocks] int64: keys [S, heads, positions, Dk] and values."""
         # [S, blocks, heads, Dk / pair, 16, pair] -> [S, heads, positions, Dk]
         keys = self.key_layers[layer][tables].permute(0, 2, 1, 4, 3, 5).flatten(4, 5).flatten(2, 3)
         return keys, self.value_layers[layer][tables].transpose(1, 2).flatten(2, 3)
@@ -117,7 +118,8 @@ class KVStore:
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy there, or the array's own memory on a CPU; without waiting for what a GPU has to do before."""
+    """Return ``array`` on ``device``: on a CPU its own memory, on a GPU a copy that waits for no earlier
+    work."""
     values = torch.from_numpy(array)
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
@@ -143,9 +145,9 @@ class Places:
     seen: np.ndarray  # [T] int32
 
     def part(self, first: int, last: int) -> Places:
-        """Rows first to last - 1 as a pass of their own."""
-        some = slice(first, last)
-        return Places(self.slots[some], self.tables, self.owners[some], self.seen[some])
+        """Return rows first to last - 1 as a pass of their own."""
+        span = slice(first, last)
+        return Places(self.slots[span], self.tables, self.owners[span], self.seen[span])
 
     def on(self, device: torch.device) -> Rows:
         arrays = (self.slots, np.ascontiguousarray(self.tables), self.owners, self.seen)
@@ -164,7 +166,7 @@ class Rows:
     seen: np.ndarray | None = None  # reading them from a GPU waits for it
 
     def pick(self, rows: Tensor | slice, on_host: np.ndarray | slice) -> Rows:
-        """Some rows, named on the device and on the host."""
+        """Select rows, by indices on the device (``rows``) and the same on the host (``on_host``)."""
         owners, seen = (x if x is None else x[on_host] for x in (self.owners, self.seen))
         sequence, lengths = self.sequence[rows], self.lengths[rows]
         return Rows(self.slots[rows], self.tables, sequence, lengths, owners, seen)
@@ -193,20 +195,20 @@ class NativePaged:
 
 
 class TorchPaged:
-    """In torch, on any device: gathers the blocks of every row's sequence and masks what it does not see."""
+    """In torch, on any device: gathers the blocks of every row's sequence and masks what is not seen."""
 
     def __init__(self, store: KVStore, rows: Rows) -> None:
         self.store, self.slots = store, (rows.slots // BLOCK, rows.slots % BLOCK)
         longest = int(rows.on_host()[1].max())
         self.tables = rows.tables[:, : (longest + BLOCK - 1) // BLOCK].long()
         self.sequence = rows.sequence.long()
-        places = torch.arange(self.tables.shape[1] * BLOCK, device=rows.tables.device)
-        self.before = rows.lengths.unsqueeze(1) - places  # positions that a row is behind, itself 1
-        self.seen = (places < rows.lengths.unsqueeze(1))[:, None, None, :]
-        # What was left behind a sequence's end may be NaN, and a masked NaN is still NaN in the sum.
+        positions = torch.arange(self.tables.shape[1] * BLOCK, device=rows.tables.device)
+        self.before = rows.lengths.unsqueeze(1) - positions  # distance from a row, 1 for its own position
+        self.seen = (positions < rows.lengths.unsqueeze(1))[:, None, None, :]
+        # Old values beyond a sequence's end may be NaN, and a masked NaN is still NaN in the sum.
         ends = rows.lengths.new_zeros(len(self.tables))
         ends.scatter_reduce_(0, self.sequence, rows.lengths, "amax")
-        self.beyond = (places >= ends.unsqueeze(1))[:, None, :, None]
+        self.beyond = (positions >= ends.unsqueeze(1))[:, None, :, None]
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
@@ -231,8 +233,8 @@ class TorchPaged:
 
 
 class TritonPaged(ProjectedAttend):
-    """By the kernels of ``model.cuda``: one launch to norm, rotate and write, and one or two to attend, for
-    rows of any kind.
+    """Attention by the kernels of ``model.cuda``: one launch to norm, rotate and write, and one or two to
+    attend, for rows of any kind.
 
     A row's result depends on no other row. Needs a store by position. ``tiles``: which rows share a tile, for
     the query heads of a key head; from the owners of the rows where it is None. ``exact``: by the kernels
@@ -246,14 +248,14 @@ class TritonPaged(ProjectedAttend):
 
     @property
     def attend(self) -> Attend:
-        """What the decoder is given: with ``exact`` one that it hands normed and rotated heads."""
+        """The callable for the decoder; with ``exact`` it takes heads that are already normed and rotated."""
         return self.__call__ if self._exact else self
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         from ostinato.model.cuda import paged
 
         paged.write_cache(k, v, self.rows.slots, self.store.key_layers[layer], self.store.value_layers[layer])
-        return self._attention(layer, q, scale)
+        return self._run_attention(layer, q, scale)
 
     def project(
         self,
@@ -268,22 +270,22 @@ class TritonPaged(ProjectedAttend):
 
         keys, values = self.store.key_layers[layer], self.store.value_layers[layer]
         q = paged.project(qkv, norms, eps, *turns, self.rows.slots, keys, values)
-        return self._attention(layer, q, scale)
+        return self._run_attention(layer, q, scale)
 
-    def _attention(self, layer: int, q: Tensor, scale: float) -> Tensor:
+    def _run_attention(self, layer: int, q: Tensor, scale: float) -> Tensor:
         from ostinato.model.cuda import paged
 
         keys, values, rows = self.store.key_layers[layer], self.store.value_layers[layer], self.rows
         if self._tiles is None:
             self._tiles = paged.Tiles.of(rows.on_host()[0], q.shape[1] // keys.shape[2], q.device)
-        few = not self._exact and len(self._tiles.first) * keys.shape[2] < FEW_PROGRAMS
+        is_small = not self._exact and len(self._tiles.first) * keys.shape[2] < FEW_PROGRAMS
         return paged.paged_attention(
-            q, keys, values, rows.tables, rows.sequence, rows.lengths, self._tiles, scale, parallel=few
+            q, keys, values, rows.tables, rows.sequence, rows.lengths, self._tiles, scale, parallel=is_small
         )
 
 
 class GpuPaged:
-    """For a GPU, of torch's own kernels: nothing is read from it, and no prompt is copied for each row.
+    """Attention by torch's kernels on a GPU: nothing is read from it, and no prompt is copied for each row.
 
     A run of more than SHORT rows of a sequence (a prompt, or a part of one) is one causal call over its own
     keys and one over those that are cached, united by their log-sum-exps. All other rows are a masked batch,
@@ -295,31 +297,31 @@ class GpuPaged:
         owners, seen = rows.on_host()
         firsts = np.flatnonzero(np.diff(owners, prepend=-1))
         ends = np.append(firsts[1:], len(owners))
-        long = ends - firsts > SHORT
+        is_long = ends - firsts > SHORT
         self.store, self.slots = store, (rows.slots // BLOCK, rows.slots % BLOCK)
         self.chunks = [
             (slice(int(a), int(z)), int(seen[a]) - 1, rows.tables[int(owners[a])].long())
-            for a, z in zip(firsts[long], ends[long], strict=True)
+            for a, z in zip(firsts[is_long], ends[is_long], strict=True)
         ]
-        short = np.repeat(~long, ends - firsts)
-        self.places = on_device(np.flatnonzero(short), rows.slots.device) if long.any() else None
-        picked = rows if self.places is None else rows.pick(self.places, short)
-        self.short = TorchPaged(store, picked) if short.any() else None
+        is_short = np.repeat(~is_long, ends - firsts)
+        self.places = on_device(np.flatnonzero(is_short), rows.slots.device) if is_long.any() else None
+        short_rows = rows if self.places is None else rows.pick(self.places, is_short)
+        self.short = TorchPaged(store, short_rows) if is_short.any() else None
         self.alone = len(owners) == len(firsts) == len(rows.tables)  # a row for each sequence, in order
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self.store.write(layer, k, v, self.slots)
         if self.places is None:
-            return self._batch(layer, q, k.shape[1], scale)
+            return self._attend_batch(layer, q, k.shape[1], scale)
         out = q.new_empty(*q.shape[:2], v.shape[2])
         for rows, cached, table in self.chunks:
-            out[rows] = self._chunk(layer, q[rows], k[rows], v[rows], scale, cached, table)
+            out[rows] = self._attend_chunk(layer, q[rows], k[rows], v[rows], scale, cached, table)
         if self.short is not None:
-            out[self.places] = self._batch(layer, q[self.places], k.shape[1], scale)
+            out[self.places] = self._attend_batch(layer, q[self.places], k.shape[1], scale)
         return out
 
-    def _batch(self, layer: int, q: Tensor, heads: int, scale: float) -> Tensor:
-        """Every row over the keys of its sequence: [T, H, Dk] -> [T, H, Dv]."""
+    def _attend_batch(self, layer: int, q: Tensor, heads: int, scale: float) -> Tensor:
+        """Return the attention of every row over the keys of its sequence: [T, H, Dk] -> [T, H, Dv]."""
         assert self.short is not None
         keys, values = self.short.cached(layer)
         if not self.alone:
@@ -332,10 +334,11 @@ class GpuPaged:
             )
         return out.flatten(1, 2)
 
-    def _chunk(
+    def _attend_chunk(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, cached: int, table: Tensor
     ) -> Tensor:
-        """Rows of a sequence with ``cached`` positions before them: [n, H, Dk] -> [n, H, Dv]."""
+        """Return the attention of rows of a sequence with ``cached`` positions before them: [n, H, Dk] ->
+        [n, H, Dv]."""
         kernel = kernel_for(q, v)
         queries, own_k, own_v = (kernel.prepare(x.transpose(0, 1).unsqueeze(0)) for x in (q, k, v))
         out, lse, _ = kernel.forward(queries, own_k, own_v, scale, True)

@@ -1,7 +1,7 @@
 """Small passes as graphs: the layers captured once, then replayed on static buffers.
 
 A pass of up to MOST_ROWS rows is filled up to a power of two. A row that fills up has the first row's token,
-sees one position of the first sequence, and stores nothing; its result is dropped. There is a graph for each
+sees one position of the first sequence, and stores nothing; its result is ignored. There is a graph for each
 (policy, rows, blocks of a table), captured when it is first needed; a pass with rows of several policies has
 SEVERAL for the policy. What differs between two passes, and the factors of adapters, is written into memory
 that stays: ``fill`` and ``overwrite``.
@@ -42,40 +42,42 @@ class PolicyMix:
 
 
 class Stack:
-    """The adapters of all policies as one, in memory that graphs read: each policy has a place there."""
+    """The adapters of all policies, stacked in memory that graphs read; each policy has a place in it."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config, self._dtype = config, dtype
         self._prepared: Prepared | None = None
         self._size = 0  # a power of two
-        self._held: dict[int, tuple[int, Adapters | None]] = {}  # by policy: its place, and what is there
+        self._entries: dict[int, tuple[int, Adapters | None]] = {}  # (place, adapters) by policy
 
     def update(self, policies: Mapping[int, Adapters | None]) -> bool:
-        """Have these, by number (None: the base), and no others. False where all of it is elsewhere now, and
-        graphs that read it are stale."""
-        held = {number: self._held[number] for number in policies if number in self._held}
-        free = iter(sorted({*range(self._size)} - {place for place, _ in held.values()}))
+        """Store the adapters of ``policies`` by number (None: the base), and no others. Return False where
+        the memory is new, so that graphs which read the old one are stale."""
+        entries = {number: self._entries[number] for number in policies if number in self._entries}
+        free = iter(sorted({*range(self._size)} - {place for place, _ in entries.values()}))
         if self._prepared is not None and len(policies) <= self._size:
             for number, adapters in policies.items():
-                place = held[number][0] if number in held else next(free)
-                if number not in held or held[number][1] is not adapters:
+                place = entries[number][0] if number in entries else next(free)
+                if number not in entries or entries[number][1] is not adapters:
                     if not put_adapters(self._prepared, place, adapters):
                         break
-                    held[number] = place, adapters
+                    entries[number] = place, adapters
             else:
-                self._held = held
+                self._entries = entries
                 return True
-        self._prepared = None  # the memory of the old one, before there is a new one
+        self._prepared = None  # frees the old memory before the new one is allocated
         self._size = 1 << (len(policies) - 1).bit_length()
-        each = [*policies.values(), *[None] * (self._size - len(policies))]
-        self._prepared = stack_adapters(each, self._config, self._dtype)
-        self._held = {number: (place, adapters) for place, (number, adapters) in enumerate(policies.items())}
+        padded = [*policies.values(), *[None] * (self._size - len(policies))]
+        self._prepared = stack_adapters(padded, self._config, self._dtype)
+        self._entries = {
+            number: (place, adapters) for place, (number, adapters) in enumerate(policies.items())
+        }
         return False
 
     def mix(self, spans: Sequence[tuple[int, int, int]]) -> PolicyMix:
-        """For a pass of (number, first row, last row + 1) each."""
+        """Return the mix for a pass over ``spans`` of (number, first row, last row + 1)."""
         assert self._prepared is not None
-        places = np.array([self._held[number][0] for number, _, _ in spans], np.int32)
+        places = np.array([self._entries[number][0] for number, _, _ in spans], np.int32)
         return PolicyMix(self._prepared, self._size, np.repeat(places, [b - a for _, a, b in spans]))
 
 
@@ -102,7 +104,7 @@ class Buffers:
         where: Places,
         owners: np.ndarray | None,
     ) -> None:
-        """Tokens, positions, places and policies of T rows, filled up to ``rows``; ``group``: query heads
+        """Write tokens, positions, places and policies of T rows, padded to ``rows``; ``group``: query heads
         of a key head."""
         from ostinato.model.cuda.paged import cut_tiles
 
@@ -113,7 +115,7 @@ class Buffers:
         starts = np.diff(where.owners, prepend=-1) != 0
         narrow[0, :count], narrow[1, :count] = np.cumsum(starts) - 1, where.seen
         tiles = cut_tiles(narrow[0], group)
-        narrow[2:4, : tiles.shape[1]] = tiles  # those behind have no rows
+        narrow[2:4, : tiles.shape[1]] = tiles  # tiles behind these have no rows
         if owners is not None:
             narrow[4, :count], narrow[4, count:] = owners, owners[-1]
             tiles = cut_tiles(narrow[4], 1)
@@ -127,7 +129,7 @@ class Buffers:
 
 
 def _write(target: Tensor, values: np.ndarray) -> None:
-    """Without waiting for what a GPU has to do before."""
+    """Copy ``values`` without waiting for earlier work of a GPU."""
     source = torch.from_numpy(values)
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
@@ -151,11 +153,11 @@ class PassGraphs:
         self._group = decoder.local.num_heads // decoder.kv_shape[0]
         self._buffers: dict[int, Buffers] = {}
         self._passes: dict[tuple[int, int, int], Pass] = {}
-        self._memory = (0, 0)  # where keys and values were
+        self._memory = (0, 0)  # addresses of keys and values that the graphs read
 
     def forget(self, policy: int) -> None:
-        """Drop the graphs of a policy: its tensors are others from now on."""
-        self._passes = {key: one for key, one in self._passes.items() if key[0] != policy}
+        """Drop the graphs of a policy, whose tensors have been replaced."""
+        self._passes = {key: graph_pass for key, graph_pass in self._passes.items() if key[0] != policy}
 
     def forward(
         self,
@@ -165,8 +167,8 @@ class PassGraphs:
         positions: np.ndarray,
         where: Places,
     ) -> tuple[Tensor, Tensor | None]:
-        """``Decoder.forward`` of a pass of at most MOST_ROWS rows, the caller's to keep; ``policy``: its
-        number, or SEVERAL."""
+        """Run ``Decoder.forward`` for a pass of at most MOST_ROWS rows and return copies of its results;
+        ``policy``: its number, or SEVERAL."""
         if self._memory != (memory := (self._store.keys.data_ptr(), self._store.values.data_ptr())):
             self._passes, self._memory = {}, memory
         rows = 1 << (len(tokens) - 1).bit_length()
@@ -176,12 +178,12 @@ class PassGraphs:
         owners = adapters.owners if isinstance(adapters, PolicyMix) else None
         buffers.fill(rows, self._group, tokens, positions, where, owners)
         key = (policy, rows, blocks)
-        if (one := self._passes.get(key)) is None:
-            one = self._passes[key] = self._capture(adapters, buffers, rows)
-        one.graph.replay()
-        assert one.hidden is not None
-        routing = None if one.routing is None else one.routing[: len(tokens)].clone()
-        return one.hidden[: len(tokens)].clone(), routing
+        if (graph_pass := self._passes.get(key)) is None:
+            graph_pass = self._passes[key] = self._capture(adapters, buffers, rows)
+        graph_pass.graph.replay()
+        assert graph_pass.hidden is not None
+        routing = None if graph_pass.routing is None else graph_pass.routing[: len(tokens)].clone()
+        return graph_pass.hidden[: len(tokens)].clone(), routing
 
     def _capture(self, adapters: Prepared | PolicyMix | None, buffers: Buffers, rows: int) -> Pass:
         from ostinato.model.cuda import mix_ops
@@ -191,44 +193,45 @@ class PassGraphs:
         sequence, lengths, first, count, owners, owner_first, owner_count = buffers.narrow[:, :rows]
         ops, prepared = self._kernels.ops, adapters.prepared if isinstance(adapters, PolicyMix) else adapters
         if isinstance(adapters, PolicyMix):
-            most = min(rows, -(-rows // TILE_M) + adapters.size - 1)  # tiles, however the policies share rows
-            ops = mix_ops(ops, owners, Tiles(owner_first[:most], owner_count[:most]))
+            # enough however the policies share the rows
+            max_tiles = min(rows, -(-rows // TILE_M) + adapters.size - 1)
+            ops = mix_ops(ops, owners, Tiles(owner_first[:max_tiles], owner_count[:max_tiles]))
         places, tiles = Rows(slots, buffers.tables, sequence, lengths), Tiles(first, count)
         attend = TritonPaged(self._store, places, tiles, exact=self._kernels.exact).attend
-        captured = Pass(self._graph())
+        graph_pass = Pass(self._graph())
 
-        def work() -> None:
-            captured.hidden, captured.routing = self._decoder.forward(
+        def run_layers() -> None:
+            graph_pass.hidden, graph_pass.routing = self._decoder.forward(
                 tokens, positions, attend, adapters=prepared, ops=ops
             )
 
-        captured.graph.capture(work)
-        return captured
+        graph_pass.graph.capture(run_layers)
+        return graph_pass
 
 
 def overwrite(old: Prepared | None, new: Prepared | None) -> bool:
     """Put the factors of ``new`` into the memory of ``old``, which graphs read; False, changing nothing,
     where they differ in more than values."""
-    ours, theirs = list(_parts(old)), list(_parts(new))
-    if [_kind(part) for part in ours] != [_kind(part) for part in theirs]:
+    old_parts, new_parts = list(_iterate_parts(old)), list(_iterate_parts(new))
+    if [_describe_part(part) for part in old_parts] != [_describe_part(part) for part in new_parts]:
         return False
-    for one, other in zip(ours, theirs, strict=True):
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            one.copy_(other)
+    for old_part, new_part in zip(old_parts, new_parts, strict=True):
+        if isinstance(old_part, Tensor) and isinstance(new_part, Tensor):
+            old_part.copy_(new_part)
     return True
 
 
-def _parts(value: object) -> Iterator[object]:
-    """Tensors and numbers of what adapters were prepared to, in their order."""
+def _iterate_parts(value: object) -> Iterator[object]:
+    """Yield the tensors and numbers of prepared adapters, in their order."""
     if is_dataclass(value):
         for field in fields(value):
-            yield from _parts(getattr(value, field.name))
+            yield from _iterate_parts(getattr(value, field.name))
     elif isinstance(value, tuple):
         for part in value:
-            yield from _parts(part)
+            yield from _iterate_parts(part)
     else:
         yield value
 
 
-def _kind(part: object) -> object:
+def _describe_part(part: object) -> object:
     return (part.shape, part.dtype) if isinstance(part, Tensor) else part
