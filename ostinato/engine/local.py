@@ -108,8 +108,7 @@ class LocalEngine:
         self.speculation = self.speculate(drafter) if drafter is not None else None
 
     def speculate(self, drafter: Drafter) -> Speculation:
-        """Make a ``Speculation`` with ``drafter``; to use it, assign it to ``speculation`` between
-        rollouts."""
+        """Make speculation with ``drafter``; to use it, assign it to ``speculation`` between rollouts."""
         assert self.cost is not None, "an engine made without a drafter has no cost table"
         return Speculation(drafter, self.cost, self._scheduler.table)
 
@@ -194,10 +193,8 @@ class LocalEngine:
         return len(self._scheduler.table), len(self._scheduler.waiting)
 
     def lent(self) -> AbstractContextManager[None]:
-        """Return a context in which the memory of keys and values is free, for a training step on this GPU.
-
-        While there are requests they keep their memory, and the context does nothing.
-        """
+        """Return a context without memory for keys and values, for a training step on this GPU; where there
+        are requests they keep theirs."""
         if len(self._scheduler):
             return nullcontext()
         self._scheduler.cache.forget()
@@ -315,10 +312,8 @@ class LocalEngine:
         scheduler.remove(slot)
         self._hand_out(sequence, tokens, routes, stop)
 
-    def _hand_out(
-        self, sequence: Sequence, tokens: np.ndarray, routes: np.ndarray | None, stop: Stop
-    ) -> None:
-        completion = new_completion(sequence, tokens, routes, stop, self._decode)
+    def _hand_out(self, sequence: Sequence, text: np.ndarray, routes: np.ndarray | None, stop: Stop) -> None:
+        completion = new_completion(sequence, text, routes, stop, self._decode)
         sequence.results.put_nowait((sequence.index, completion))
 
     def _keep_routes(self, slot: int) -> None:

@@ -6,7 +6,7 @@
     publish  -> every Worker -> its sampler, which proves what it serves by a fingerprint
 
 A call is a request with its seed, so every worker gives the same tokens, apart from the policy in flight. A
-sampler is lost when it raises, is silent, makes no progress, or serves what it was not sent.
+sampler is lost when it raises, is silent, makes no progress, or serves a policy that it was not sent.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ostinato.protocols import Worker as JobWorker
 from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request, Stop
 from ostinato.workers.remote import WorkerKind, WorkerLost
 
-COLLECT_S = 2.0  # the longest that a collect waits where nothing happens: a sign of life
-HEAR_S = 0.02  # from one collect to the next: what ends meanwhile is reported together
-CLOSE_S = 10.0  # for a sampler that is given up to end
-SLICES = 8  # that a bounded wait is counted in
-LONGEST_PAUSE_S = 30.0  # before a sampler is begun again
+COLLECT_S = 2.0  # the longest wait of a collect where nothing happens; its reply is a sign of life
+HEAR_S = 0.02  # from one collect to the next: answers that end meanwhile are reported together
+CLOSE_S = 10.0  # limit for closing a lost sampler
+SLICES = 8  # parts of a bounded wait, each waited for by itself
+LONGEST_PAUSE_S = 30.0  # before a sampler is started again
 HOMES = 10_000  # conversations whose worker is remembered
-MOST_SPANS = 100_000  # kept where nothing takes them: the newest
+MOST_SPANS = 100_000  # the newest, kept where nothing takes them
 
 T = TypeVar("T")
 Results = asyncio.Queue[tuple[int, Completion] | BaseException]
@@ -43,22 +43,22 @@ Results = asyncio.Queue[tuple[int, Completion] | BaseException]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Call:
-    """A request on its way; ids grow in the order of the requests."""
+    """A request that has not ended, and where it is; ids grow in the order of the requests."""
 
     id: int
     index: int  # of the request in its ``generate``
     request: Request
     results: Results
     expected: float  # tokens; 0: unknown
-    home: int | None = None  # the worker that has it, or had what comes before it
+    home: int | None = None  # the worker that has it, or had the turn before it
     oldest: int = 0  # version that its tokens may have
     generated: int = 0  # tokens, as its sampler reported last
     losses: int = 0  # samplers that were lost with it
     awaited: bool = True  # its caller has not given it up
 
     def job(self) -> Job:
-        """The call as placements see it. A seed path is (run, round, ..., place in the stream, sample); a
-        call with a shorter one has no siblings."""
+        """Return the call as placements see it. A seed path is (run, round, ..., place in the stream,
+        sample); a call with a shorter one has no siblings."""
         seed = self.request.seed
         step, place = (seed[1], seed[-2]) if len(seed) > 3 else (0, self.id)
         return Job(
@@ -83,7 +83,7 @@ class Published:
     seconds: float = 0.0  # until the last one had proved it
 
     def settle(self, worker: int, version: float, size: int = 0) -> None:
-        """The worker serves ``version`` (infinity: it is lost): nothing older is awaited from it any more."""
+        """Record that the worker serves ``version`` (infinity: it is lost) and will prove no older one."""
         if self.version <= version and worker in self.missing:
             self.missing.discard(worker)
             self.bytes += size * (self.version == version)
@@ -93,7 +93,7 @@ class Published:
 class State(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
-    LOST = "lost"  # and not begun anew yet
+    LOST = "lost"  # and not started again yet
 
 
 def sampler_lost(cause: str, final: bool = False) -> WorkerLost:
@@ -101,14 +101,14 @@ def sampler_lost(cause: str, final: bool = False) -> WorkerLost:
 
 
 async def bounded(awaited: Awaitable[T], seconds: float, what: str) -> T:
-    """The result of ``awaited``. Raises WorkerLost where it raises, or takes longer than ``seconds``: it is
-    then cancelled, but not waited for, since it may ignore that.
+    """Return the result of ``awaited``. Raises WorkerLost where it raises, or takes longer than ``seconds``:
+    it is then cancelled, but not waited for, since it may ignore that.
 
-    Time is counted in slices: where the event loop itself was blocked for long (by a training step), what has
-    arrived meanwhile is read before a worker is called silent.
+    Time is counted in slices: where the event loop itself was blocked for long (by a training step), replies
+    that have arrived meanwhile are read before a worker counts as silent.
     """
     task = asyncio.ensure_future(awaited)
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged as not seen
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # asyncio logs unread errors
     try:
         for _ in range(SLICES):
             await asyncio.wait({task}, timeout=seconds / SLICES)
@@ -130,7 +130,7 @@ async def bounded(awaited: Awaitable[T], seconds: float, what: str) -> T:
 
 @dataclass(kw_only=True, eq=False)
 class Worker:
-    """A place of the pool, over all lives of its sampler; ``serve`` is one life.
+    """A place of the pool, whose sampler may be lost and replaced; ``serve`` runs it until it is lost.
 
     Two tasks talk to a sampler. One sends: the policy first, then calls and drops. The other collects.
     ``on_reply`` gets every reply and the one before, ``on_proof`` the version of every policy that is served.
@@ -153,16 +153,16 @@ class Worker:
     _publication: Publication | None = None  # to be sent
     _sent: int = 0  # version of the last publication that was sent, and ...
     _proved: int = 0  # ... of the last that is served
-    _still_s: float = 0.0  # seconds without progress
+    _stalled_s: float = 0.0  # seconds without progress
     _mail: asyncio.Event = field(default_factory=asyncio.Event)
 
     def enter(self, state: State) -> None:
         self.state, self.since = state, time.time()
 
-    # ---- what is sent to it
+    # ---- sending
 
     def post(self, publication: Publication) -> None:
-        """Send it; it replaces one that has not been sent yet, which is no longer needed."""
+        """Queue ``publication`` to be sent. It replaces an unsent one, which is no longer needed."""
         if self._publication is not None:
             publication = replace(publication, answers=self._publication.answers + publication.answers)
         self._publication = publication
@@ -182,16 +182,16 @@ class Worker:
             self._mail.set()
 
     def take_back(self) -> tuple[list[Call], list[Call]]:
-        """(calls that were handed over, calls that were not) of a life that has ended."""
+        """Clear the state of a lost sampler; return (calls that were sent to it, calls that were not)."""
         calls = [*self.calls.values()], [*self.dealt]
-        self.calls, self.dealt, self.reply, self._drops, self._still_s = {}, deque(), None, [], 0.0
+        self.calls, self.dealt, self.reply, self._drops, self._stalled_s = {}, deque(), None, [], 0.0
         return calls
 
-    # ---- a life
+    # ---- serving
 
     async def serve(self, sampler: Sampler, policy: Publication, start_s: float) -> None:
-        """Work until the sampler is lost; its first publication, ``policy``, may take ``start_s``. Raises
-        WorkerLost."""
+        """Serve calls until the sampler is lost; publishing its first ``policy`` may take ``start_s``
+        seconds. Raises WorkerLost."""
         self._publication, self._proved = policy, policy.version
         await self._publish(sampler, start_s)
         tasks = [asyncio.create_task(self._send(sampler)), asyncio.create_task(self._collect(sampler))]
@@ -212,7 +212,7 @@ class Worker:
             while self.dealt and len(self.calls) < self.slots:
                 call = self.dealt.popleft()
                 call.oldest = self._proved
-                self._still_s = self._still_s if self.calls else 0.0
+                self._stalled_s = self._stalled_s if self.calls else 0.0
                 self.calls[call.id] = call
                 calls.append(call)
             if calls or drops:
@@ -236,17 +236,17 @@ class Worker:
     async def _collect(self, sampler: Sampler) -> None:
         wait_s, loop = min(COLLECT_S, self.silence_s / 3), asyncio.get_running_loop()
         while True:
-            floor, awaited = self._proved, loop.time()
-            reply = await bounded(sampler.collect(wait_s), self.silence_s, self._occupation())
-            self._check(reply, floor, min(loop.time() - awaited, wait_s))
+            oldest, start = self._proved, loop.time()
+            reply = await bounded(sampler.collect(wait_s), self.silence_s, self._describe_work())
+            self._check(reply, oldest, min(loop.time() - start, wait_s))
             self.heard, self.reply, before = time.time(), reply, self.reply
             self.on_reply(self, reply, before)
             self._mail.set()  # there may be room
-            await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - awaited))
+            await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - start))
 
-    def _check(self, reply: PollResult, floor: int, waited_s: float) -> None:
-        """Raises WorkerLost unless it serves what it was sent, answers what it was asked, and gets on."""
-        if not floor <= reply.version <= self._sent:
+    def _check(self, reply: PollResult, oldest: int, waited_s: float) -> None:
+        """Raises WorkerLost for versions or calls that were not sent, and where progress has ended."""
+        if not oldest <= reply.version <= self._sent:
             raise sampler_lost(f"serves version {reply.version}; it was sent version {self._sent}")
         for id, completion in reply.done:
             if (call := self.calls.get(id)) is None:
@@ -259,24 +259,24 @@ class Worker:
                 )
             if completion.stop is Stop.ABORT and call.awaited:
                 raise sampler_lost(f"gave up prompt {call.request.uid}, which was not cancelled")
-        before, passes = self.reply, any(one.kind in (Kind.PREFILL, Kind.DECODE) for one in reply.spans)
-        stands = before is not None and 0 <= reply.sampled == before.sampled and not (reply.done or passes)
-        self._still_s = self._still_s + waited_s if stands and self.calls else 0.0
-        if self._still_s >= self.silence_s:
-            raise sampler_lost(f"no progress for {self.silence_s:g} s: {self._occupation()}")
+        before, passes = self.reply, any(span.kind in (Kind.PREFILL, Kind.DECODE) for span in reply.spans)
+        is_stuck = before is not None and 0 <= reply.sampled == before.sampled and not (reply.done or passes)
+        self._stalled_s = self._stalled_s + waited_s if is_stuck and self.calls else 0.0
+        if self._stalled_s >= self.silence_s:
+            raise sampler_lost(f"no progress for {self.silence_s:g} s: {self._describe_work()}")
 
-    def _occupation(self) -> str:
+    def _describe_work(self) -> str:
         return f"sampling {len(self.calls)} calls" if self.calls else "waiting for calls"
 
-    # ---- what it looks like from outside
+    # ---- reporting
 
     def as_job_worker(self) -> JobWorker:
-        """As placements see it."""
+        """Return the worker as placements see it."""
         calls = (*self.calls.values(), *self.dealt)
         return JobWorker(id=self.id, slots=self.slots, jobs=tuple(call.job() for call in calls))
 
     def status(self) -> dict[str, Any]:
-        """Times are Unix seconds."""
+        """Return the worker's row of ``EnginePool.status``; times are Unix seconds."""
         return {
             "worker": f"sampler-{self.id}",
             "state": str(self.state),
@@ -290,7 +290,7 @@ class Worker:
 
 
 def adapters_only(adapters: Any, version: int) -> Publication:
-    """``adapters`` (``model.lora.Adapters`` or None) as values. Raises NotFinite naming a tensor."""
+    """Pack the values of ``adapters`` (``model.lora.Adapters`` or None). Raises NotFinite naming a tensor."""
     packed = pack(adapters)
     size = 0 if packed is None else packed.num_bytes
     return Publication(version=version, fingerprint=fingerprint(adapters), payload=packed, size=size)
@@ -350,12 +350,13 @@ class EnginePool:
         self._homes: dict[tuple[int, ...], int] = {}
         self._ids, self._tasks, self._news = itertools.count(), list[asyncio.Task[None]](), asyncio.Event()
         self._planned, self._plan_again = False, 0.0
-        take = {"on_reply": self._take_in, "on_proof": self._on_proof}
+        callbacks = {"on_reply": self._take_in, "on_proof": self._on_proof}
         sizes = {"slots": self._slots, "silence_s": self._silence_s}
-        self._workers = [Worker(id=id, **sizes, **take) for id in range(self._count)]
+        self._workers = [Worker(id=id, **sizes, **callbacks) for id in range(self._count)]
 
     def _begin(self) -> None:
-        """Begin with the workers in the event loop of the caller; refuse to be shared by two."""
+        """Start the workers in the event loop of the caller. Raises RuntimeError where another loop has
+        them."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             if self._failure is not None:
@@ -372,18 +373,18 @@ class EnginePool:
     def publish(self, adapters: Any, version: int) -> None:
         """Send the policy to all workers, and return at once. New calls are sampled by it, running ones
         continue under it. Raises what packing raises (NotFinite), and then the old policy stays."""
-        begun = time.time()
+        start = time.time()
         self._current = self._new_publication(adapters, version)
-        sent, self._answers = replace(self._current, answers=self._answers), ()
-        serving = self._serving()
+        publication, self._answers = replace(self._current, answers=self._answers), ()
+        serving = self._find_serving()
         if serving:
-            self._published.append(Published(version=version, begun=begun, missing={*serving}))
+            self._published.append(Published(version=version, begun=start, missing={*serving}))
         for worker in self._workers:
             if worker.state is not State.LOST:
-                worker.post(sent)
+                worker.post(publication)
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
-        """Yield (index, completion) as requests end, wherever; see ``protocols.Engine``."""
+        """Yield (index, completion) as requests end, on any sampler; see ``protocols.Engine``."""
         if any(request.constraint is not None for request in requests):
             raise ValueError("a request has a constraint, which only the engine in its own process can apply")
         self._begin()
@@ -394,40 +395,40 @@ class EnginePool:
             for _ in calls:
                 result = await results.get()
                 if isinstance(result, BaseException):
-                    raise result.with_traceback(None)  # the same one is raised at every waiting caller
+                    raise result.with_traceback(None)  # the same error is raised at every waiting caller
                 self._on_answer(requests[result[0]], result[1])
                 yield result
         finally:
             for call in [call for call in calls if call.awaited]:
-                self._leave(call)
+                self._forget_call(call)
                 if call.home is not None:
                     self._workers[call.home].drop(call)
 
     @property
     def served(self) -> tuple[int, str]:
-        """(version, fingerprint) of what was published last."""
+        """(version, fingerprint) of the latest publication."""
         return self._current.version, self._current.fingerprint
 
     async def ready(self) -> None:
-        """Wait until every worker serves. Raises WorkerLost where any one of them is lost too often."""
+        """Wait until every worker serves. Raises WorkerLost where any of them is lost too often."""
         self._begin()
-        while starting := [worker for worker in self._workers if worker.state is not State.SERVING]:
+        while pending := [worker for worker in self._workers if worker.state is not State.SERVING]:
             if self._failure is not None:
                 raise self._failure
-            if spent := [worker for worker in starting if worker.losses > self._max_restarts]:
-                raise self._spent(spent)
+            if failures := [worker for worker in pending if worker.losses > self._max_restarts]:
+                raise self._make_exhausted_error(failures)
             self._news.clear()
             await self._news.wait()  # every start is bounded, and so is their number
 
     async def close(self) -> None:
-        """End all samplers. What still runs is given up."""
+        """End all samplers. Calls that still run end with an error."""
         self._fail(RuntimeError("the pool was closed"))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for worker in self._workers:
             worker.enter(State.LOST)
 
     def remember(self, uid: str, step: int, answers: Sequence[HistoryEntry]) -> None:
-        """Answers that samplers may draft from; they go with the next publication."""
+        """Add ``answers``, which samplers may draft from, to the next publication."""
         self._answers += ((uid, step, tuple(answers)),)
 
     def take_spans(self) -> list[Span]:
@@ -436,18 +437,18 @@ class EnginePool:
         return spans
 
     def take_publications(self) -> list[Published]:
-        """Those that have been proved by all since the last query."""
-        proved = [one for one in self._published if not one.missing]
-        self._published = [one for one in self._published if one.missing]
-        return proved
+        """Return, once each, the publications that all their workers have proved."""
+        publications = [publication for publication in self._published if not publication.missing]
+        self._published = [publication for publication in self._published if publication.missing]
+        return publications
 
     def gauges(self) -> dict[str, float]:
-        """Current gauges by metric name, and 0 for every counter, so that each row of metrics has them."""
-        now = {"workers/alive": len(self._serving()), "workers/calls_waiting": len(self._waiting)}
-        return {name: float(value) for name, value in ({**now, **dict.fromkeys(self.counters, 0)}).items()}
+        """Return gauges by metric name, and 0 for every counter, so that each row of metrics has them."""
+        gauges = {"workers/alive": len(self._find_serving()), "workers/calls_waiting": len(self._waiting)}
+        return {name: float(value) for name, value in ({**gauges, **dict.fromkeys(self.counters, 0)}).items()}
 
     def status(self) -> list[dict[str, Any]]:
-        """A row for each worker. Times are Unix seconds."""
+        """Return a row for each worker; times are Unix seconds."""
         return [worker.status() for worker in self._workers]
 
     def _add(self, index: int, request: Request, results: Results) -> Call:
@@ -458,12 +459,12 @@ class EnginePool:
         self._waiting[id] = call
         return call
 
-    def _leave(self, call: Call) -> None:
+    def _forget_call(self, call: Call) -> None:
         call.awaited = False
         self._waiting.pop(call.id, None)
         self._calls.discard(call)
 
-    def _serving(self) -> dict[int, Worker]:
+    def _find_serving(self) -> dict[int, Worker]:
         return {worker.id: worker for worker in self._workers if worker.state is State.SERVING}
 
     def _plan_soon(self) -> None:
@@ -475,33 +476,33 @@ class EnginePool:
             loop.call_later(max(0.0, self._plan_again - loop.time()), self._plan)
 
     def _plan(self) -> None:
-        """Place what waits: a callback of the event loop, which would only log what is raised."""
+        """Place the waiting calls; fail the pool instead of raising into the event loop, which only logs."""
         self._planned = False
-        begun = time.thread_time()  # what others take of the machine is not the plan's fault
+        start = time.thread_time()  # of this thread: other load on the machine must not delay the next plan
         try:
             if self._failure is None:
                 self._place()
-        except Exception as error:  # of a placement
+        except Exception as error:  # ``placement`` is passed in by the caller
             self._fail(error)
-        self._plan_again = asyncio.get_running_loop().time() + 9 * (time.thread_time() - begun)
+        self._plan_again = asyncio.get_running_loop().time() + 9 * (time.thread_time() - start)
 
     def _place(self) -> None:
-        workers = self._serving()
+        workers = self._find_serving()
         if not workers or not self._waiting:
             return
-        seen = [worker.as_job_worker() for worker in workers.values()]
+        job_workers = [worker.as_job_worker() for worker in workers.values()]
         waiting = [call.job() for _, call in sorted(self._waiting.items())]
-        starts = self._placement(waiting, seen)
-        if not starts and not any(worker.jobs for worker in seen):
-            starts = ((waiting[0].id, seen[0].id),)  # whatever it waits for, nothing will happen by itself
+        starts = self._placement(waiting, job_workers)
+        if not starts and not any(worker.jobs for worker in job_workers):
+            starts = ((waiting[0].id, job_workers[0].id),)  # nothing runs: waiting would change nothing
         for id, worker in starts:
             workers[worker].deal(self._waiting.pop(id))
 
     def _take_in(self, worker: Worker, reply: PollResult, before: PollResult | None) -> None:
         self._spans += reply.spans
-        known = before.counters if before is not None else {}
+        old_counters = before.counters if before is not None else {}
         for name, value in reply.counters.items():
-            self.work[name] = self.work.get(name, 0) + value - known.get(name, 0)
+            self.work[name] = self.work.get(name, 0) + value - old_counters.get(name, 0)
         for id, tokens in reply.progress:
             if id in worker.calls:
                 worker.calls[id].generated = tokens
@@ -514,7 +515,7 @@ class EnginePool:
                 self._homes.pop(next(iter(self._homes)))
             self._homes[call.request.seed] = worker.id
             if call.awaited:
-                self._leave(call)
+                self._forget_call(call)
                 call.results.put_nowait((call.index, completion))
         self._plan_soon()
 
@@ -524,12 +525,12 @@ class EnginePool:
             self._spans.append(Span(worker=name, kind=Kind.START, start=worker.since, stop=now))
             worker.enter(State.SERVING)
             self._news.set()
-        for one in self._published:
-            one.settle(worker.id, publication.version, publication.size)
+        for entry in self._published:
+            entry.settle(worker.id, publication.version, publication.size)
         self._plan_soon()
 
     async def _supervise(self, worker: Worker) -> None:
-        """One sampler after the other, for as long as the pool lives."""
+        """Run samplers for ``worker``, one after another, until the pool fails or is closed."""
         while self._failure is None:
             doublings = min(max(worker.losses - 1, 0), 10)
             await asyncio.sleep(min(self._pause_s * (2**doublings - 1), LONGEST_PAUSE_S))
@@ -546,29 +547,29 @@ class EnginePool:
                         await bounded(sampler.close(), CLOSE_S, "closing")
 
     def _lose(self, worker: Worker, lost: WorkerLost) -> None:
-        """Queue its calls again; fail if the loss is final, or nothing can go on."""
+        """Queue the calls of a lost worker again; fail if the loss is final, or no worker can go on."""
         if lost.final:
             return self._fail(lost)
         worker.cause, worker.losses = str(lost), worker.losses + 1
         worker.enter(State.LOST)
         self.counters["workers/restarts"] += 1
-        for one in self._published:
-            one.settle(worker.id, math.inf)
-        handed, dealt = worker.take_back()
-        for call in handed:
+        for publication in self._published:
+            publication.settle(worker.id, math.inf)
+        sent_calls, queued_calls = worker.take_back()
+        for call in sent_calls:
             call.losses += 1
             self.counters["workers/redispatched"] += call.awaited
-        self._waiting |= {call.id: call for call in (*handed, *dealt) if call.awaited}
-        most = self._max_restarts
-        if often := [call for call in handed if call.awaited and call.losses > most]:
-            words = f"prompt {often[0].request.uid} was on {often[0].losses} samplers that were lost, at last"
+        self._waiting |= {call.id: call for call in (*sent_calls, *queued_calls) if call.awaited}
+        limit = self._max_restarts
+        if calls := [call for call in sent_calls if call.awaited and call.losses > limit]:
+            words = f"prompt {calls[0].request.uid} was on {calls[0].losses} samplers that were lost, at last"
             self._fail(sampler_lost(f"{words}: {lost}", final=True))
-        elif all(one.losses > most and one.state is not State.SERVING for one in self._workers):
-            self._fail(self._spent(self._workers))
+        elif all(other.losses > limit and other.state is not State.SERVING for other in self._workers):
+            self._fail(self._make_exhausted_error(self._workers))
         self._news.set()
         self._plan_soon()
 
-    def _spent(self, workers: Sequence[Worker]) -> WorkerLost:
+    def _make_exhausted_error(self, workers: Sequence[Worker]) -> WorkerLost:
         causes = "; ".join(f"sampler-{worker.id}: {worker.cause}" for worker in workers)
         return sampler_lost(
             f"{len(workers)} of {self._count} samplers were lost more than {self._max_restarts} times "
@@ -585,10 +586,10 @@ class EnginePool:
         for call in self._calls:
             call.results.put_nowait(error)
         for task in self._tasks:
-            if task is not asyncio.current_task():  # that one ends by itself, when it has closed its sampler
+            if task is not asyncio.current_task():  # that one ends by itself after closing its sampler
                 task.cancel()
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """Supervision itself has failed: that is a bug, and every caller is to see it."""
+        """Fail the pool where supervision itself has raised: that is a bug, and every caller must get it."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))

@@ -23,23 +23,23 @@ class StepOutput:
     """The tokens that a pass gave to R sequences, concatenated over the sequences."""
 
     counts: np.ndarray  # [R] tokens
-    accepted: np.ndarray  # [R] of them, those that had been drafted
+    accepted: np.ndarray  # [R] of these, those that were drafted
     tokens: np.ndarray  # [n] int32
     logprobs: np.ndarray  # [n] float32
-    stops: dict[int, Stop]  # of those that end
+    stops: dict[int, Stop]  # by index of the sequence
     top: tuple[np.ndarray, np.ndarray] | None = None  # the likeliest of every token: ids, logprobs [n, m]
 
     def of(self, r: int, top: int, version: int) -> Emitted:
         """The tokens of sequence r, with the ``top`` likeliest at each position, sampled by ``version``."""
         first = int(self.counts[:r].sum())
-        mine = slice(first, first + int(self.counts[r]))
+        span = slice(first, first + int(self.counts[r]))
         best: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
         if self.top is not None and top:
             best = tuple(
                 (ids[:top], logprobs[:top])
-                for ids, logprobs in zip(*(t[mine] for t in self.top), strict=True)
+                for ids, logprobs in zip(*(t[span] for t in self.top), strict=True)
             )
-        return Emitted(tokens=self.tokens[mine], logprobs=self.logprobs[mine], top=best, version=version)
+        return Emitted(tokens=self.tokens[span], logprobs=self.logprobs[span], top=best, version=version)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,29 +55,30 @@ class SamplingRows:
 
 
 def sampling_rows(table: SequenceTable, plan: ModelInput, drafts: Drafts, ready: np.ndarray) -> SamplingRows:
-    """For every ready sequence, the row of its last token and the rows of its draft, in order."""
+    """Return, for every ready sequence, the row of its last token and the rows of its draft, in order."""
     lengths = draft_counts(drafts, len(plan.slots))[ready] + 1
     heads = plan.firsts[ready] + plan.counts[ready] - lengths  # the row of the last token
     starts = np.cumsum(lengths) - lengths
     owner = np.repeat(np.arange(len(ready)), lengths)
     rows = np.arange(len(owner)) - starts[owner] + heads[owner]
-    by_row = plan.slots[ready][owner]
+    row_slots = plan.slots[ready][owner]
     banned = [
-        (row, _banned(table, int(by_row[row]), int(plan.positions[rows[row]]) + 1))
-        for row in np.flatnonzero(plan.positions[rows] + 1 < table.banned_until[by_row]).tolist()
+        (row, _find_banned(table, int(row_slots[row]), int(plan.positions[rows[row]]) + 1))
+        for row in np.flatnonzero(plan.positions[rows] + 1 < table.banned_until[row_slots]).tolist()
     ]
     return SamplingRows(
         rows=None if len(rows) == len(plan.tokens) else rows,
-        settings=table.settings(by_row),
-        u=uniform(table.address[by_row], plan.positions[rows] + 1),
+        settings=table.settings(row_slots),
+        u=uniform(table.address[row_slots], plan.positions[rows] + 1),
         banned=banned,
-        filtered=bool(table.filtered[by_row].any()),
-        top=int(table.top[by_row].max(initial=0)),
+        filtered=bool(table.filtered[row_slots].any()),
+        top=int(table.top[row_slots].max(initial=0)),
     )
 
 
-def _banned(table: SequenceTable, slot: int, position: int) -> list[int] | np.ndarray:
-    """Ids or a mask [V] that ``position`` may not have: early stop tokens, and what the constraint bans."""
+def _find_banned(table: SequenceTable, slot: int, position: int) -> list[int] | np.ndarray:
+    """Return ids or a mask [V] of tokens that are banned at ``position``: early stop tokens, and those that
+    the constraint bans."""
     request, prompt = table.at(slot).request, int(table.prompt[slot])
     early = list(request.sampling.stop_tokens) if position < prompt + request.sampling.min_tokens else []
     if request.constraint is None:
@@ -101,92 +102,95 @@ def postprocess(
     ``versions`` [R] of the policies that they ran under. ``drawn`` has one token for the last token and for
     each draft token of every ready sequence, in order.
     """
-    chosen = plan.slots[ready]
+    slots = plan.slots[ready]
     if len(drafts.tokens):
         nodes = drafts.counts[ready].astype(np.int64)
         accepted = accepted_drafts(nodes, drafts.tokens, drawn.tokens)
-        rows = np.flatnonzero(_leading(nodes + 1, accepted + 1))
+        rows = np.flatnonzero(_mask_leading(nodes + 1, accepted + 1))
     else:
         nodes = accepted = np.zeros(len(ready), np.int64)
         rows = np.arange(len(ready))
-    given = accepted + 1
-    counts, stops = _cut_off(table, chosen, given, drawn.tokens[rows], decode)
+    num_new = accepted + 1
+    counts, stops = _count_kept(table, slots, num_new, drawn.tokens[rows], decode)
     if stops:
-        rows = rows[_leading(given, counts)]
+        rows = rows[_mask_leading(num_new, counts)]
         accepted = np.minimum(accepted, counts)
     tokens, logprobs, edges = drawn.tokens[rows].astype(np.int32), drawn.logprobs[rows], drawn.edges[rows]
-    by_token, place = chosen, table.length[chosen]
+    token_slots, columns = slots, table.length[slots]
     if len(rows) != len(ready) or stops:
         owner = np.repeat(np.arange(len(ready)), counts)
-        by_token, versions = chosen[owner], versions[owner]
-        place = place[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table.text[by_token, place], table.logprobs[by_token, place] = tokens, logprobs
-    table.edges[by_token, place], table.versions[by_token, place] = edges, versions
+        token_slots, versions = slots[owner], versions[owner]
+        columns = columns[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table.text[token_slots, columns], table.logprobs[token_slots, columns] = tokens, logprobs
+    table.edges[token_slots, columns], table.versions[token_slots, columns] = edges, versions
     if drawn.support is not None:
-        _keep(table, by_token, rows, drawn.support)
-    table.length[chosen] += counts
-    table.computed[chosen] = table.length[chosen] - 1  # all but the newest token have been an input
-    table.passes[chosen] += 1
-    table.drafted[chosen] += nodes
-    table.accepted[chosen] += accepted
+        _store_support(table, token_slots, rows, drawn.support)
+    table.length[slots] += counts
+    table.computed[slots] = table.length[slots] - 1  # all but the newest token have been an input
+    table.passes[slots] += 1
+    table.drafted[slots] += nodes
+    table.accepted[slots] += accepted
     top = None if drawn.top is None else (drawn.top[0][rows], drawn.top[1][rows])
     return StepOutput(counts, accepted, tokens, logprobs, stops, top)
 
 
-def _keep(table: SequenceTable, by_token: np.ndarray, rows: np.ndarray, support: Support) -> None:
-    """Give every sequence that has filters the ids that its new tokens, ``rows`` of the draw, came from."""
+def _store_support(table: SequenceTable, token_slots: np.ndarray, rows: np.ndarray, support: Support) -> None:
+    """Append to every sequence with filters the ids from which its new tokens, ``rows`` of the draw, came."""
     ends = np.cumsum(support.counts, dtype=np.int64)[rows]
-    filtered = table.filtered[by_token]
-    spans = (by_token[filtered], (ends - support.counts[rows])[filtered], ends[filtered])
+    filtered = table.filtered[token_slots]
+    spans = (token_slots[filtered], (ends - support.counts[rows])[filtered], ends[filtered])
     for slot, start, end in zip(*(span.tolist() for span in spans), strict=True):
-        table.at(slot).kept.append(support.ids[start:end].copy())  # a view would hold the whole draw
+        table.at(slot).kept.append(support.ids[start:end].copy())  # a view would keep all ids in memory
 
 
-def _leading(counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Mask [sum counts] of the first kept[r] of each run of counts[r]."""
+def _mask_leading(counts: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Return a mask [sum counts] of the first limits[r] of each run of counts[r]."""
     offset = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return offset < np.repeat(kept, counts)
+    return offset < np.repeat(limits, counts)
 
 
-def _cut_off(
-    table: SequenceTable, chosen: np.ndarray, counts: np.ndarray, tokens: np.ndarray, decode: Decode
+def _count_kept(
+    table: SequenceTable, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray, decode: Decode
 ) -> tuple[np.ndarray, dict[int, Stop]]:
-    """How many of the tokens each sequence keeps, and why those end that do."""
-    room = table.limit[chosen] - table.length[chosen]
-    suspicious = tokens < 0
+    """Return (counts [R] of the new tokens that each sequence keeps, reasons of those that stop by index)."""
+    room = table.limit[slots] - table.length[slots]
+    may_stop = tokens < 0
     for token in table.watched():
-        suspicious |= tokens == token
-    look = table.special[chosen] | (counts >= room)
-    if suspicious.any():
-        owner = np.repeat(np.arange(len(chosen)), counts)
-        look[owner[suspicious]] = True
+        may_stop |= tokens == token
+    needs_scan = table.special[slots] | (counts >= room)
+    if may_stop.any():
+        owner = np.repeat(np.arange(len(slots)), counts)
+        needs_scan[owner[may_stop]] = True
     stops: dict[int, Stop] = {}
-    if not look.any():
+    if not needs_scan.any():
         return counts, stops
     firsts, counts = np.cumsum(counts) - counts, counts.copy()
-    for r in np.flatnonzero(look).tolist():
-        given = tokens[firsts[r] : firsts[r] + min(int(counts[r]), int(room[r]))]
-        counts[r], stop = _listen(table, int(chosen[r]), given, decode)
+    for r in np.flatnonzero(needs_scan).tolist():
+        new_tokens = tokens[firsts[r] : firsts[r] + min(int(counts[r]), int(room[r]))]
+        counts[r], stop = _scan_tokens(table, int(slots[r]), new_tokens, decode)
         if stop is not None:
             stops[r] = stop
     return counts, stops
 
 
-def _listen(table: SequenceTable, slot: int, given: np.ndarray, decode: Decode) -> tuple[int, Stop | None]:
-    """(tokens kept, why it ends) of one sequence, checked token by token as in plain decoding."""
+def _scan_tokens(
+    table: SequenceTable, slot: int, tokens: np.ndarray, decode: Decode
+) -> tuple[int, Stop | None]:
+    """Return (number of tokens kept, reason to stop) of a sequence, checked token by token as in plain
+    decoding."""
     sequence = table.at(slot)
     sampling, length, prompt = sequence.request.sampling, int(table.length[slot]), int(table.prompt[slot])
-    for n, token in enumerate(given.tolist(), start=1):
+    for n, token in enumerate(tokens.tolist(), start=1):
         if token < 0:
             return n - 1, Stop.ERROR
         if token in sampling.stop_tokens:
             return n, Stop.EOS
         if sampling.stop_strings:
             assert decode is not None, "a request with stop strings was let in without a tokenizer"
-            answer = np.concatenate([table.text[slot, prompt:length], given[:n]])
+            answer = np.concatenate([table.text[slot, prompt:length], tokens[:n]])
             if text_before(decode, answer, sampling.stop_strings) is not None:
                 return n, Stop.STRING
-    return len(given), Stop.LENGTH if length + len(given) >= table.limit[slot] else None
+    return len(tokens), Stop.LENGTH if length + len(tokens) >= table.limit[slot] else None
 
 
 def text_before(decode: Callable[[Seq[int]], str], answer: np.ndarray, strings: Seq[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Which dtype is fastest for a model on this machine: its matrix products, timed and cached per machine.
+"""Chooses the dtype that is fastest for a model on this machine: its matrix products, timed and cached.
 
     choose -> cached | measure(shapes of the model) -> seconds of a token by dtype -> Choice, with its reason
 
@@ -37,7 +37,7 @@ from ostinato.model.shapes import STACKED, layer_shapes
 
 DTYPES = ("float32", "bfloat16")
 SAMPLED_ROWS, TRAINED_ROWS = 16, 256  # of a product: of a decoding batch, of a microbatch
-BUDGET_S = 1.0  # for all products together
+BUDGET_S = 1.0  # seconds for all products together
 ROUNDS = 5  # of each in up to ``PATIENCE`` times the budget: on a busy machine one in a few is undisturbed
 PATIENCE = 4
 MOST_ELEMENTS = 1 << 18  # of a measured matrix; a larger one is cut and counts in proportion
@@ -58,7 +58,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """All products of one token: in a forward of the engine, in a forward and backward of the trainer."""
+    """Seconds of all products of a token: in a forward of the engine, in a forward and backward of the
+    trainer."""
 
     sampled: float
     trained: float
@@ -70,52 +71,53 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A dtype, and why in words."""
+    """A dtype, and the reason for it in words."""
 
     dtype: str
     reason: str
 
 
 def choose(config: ModelConfig, *, device: str, native: bool, fp32_head: bool) -> Choice:
-    """The dtype in which an RL step of the model is fastest. ``device``: "cpu" or "cuda"; ``native``: with
-    the native kernels, where they can be had."""
+    """Return the dtype in which an RL step of the model is fastest. ``device``: "cpu" or "cuda"; ``native``:
+    with the native kernels, where they can be had."""
     if device.startswith("cuda"):
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return Choice(dtype="bfloat16", reason="the GPU has bf16 products")
         return Choice(dtype="float32", reason="the GPU has no bf16 products")
-    measured = seconds_by_dtype(config, native=native, fp32_head=fp32_head)
-    wide, narrow = measured["float32"], measured["bfloat16"]
+    seconds = seconds_by_dtype(config, native=native, fp32_head=fp32_head)
+    wide, narrow = seconds["float32"], seconds["bfloat16"]
     dtype = "bfloat16" if wide.both >= GAIN * narrow.both else "float32"
-    return Choice(dtype=dtype, reason=_explain_choice(measured, dtype))
+    return Choice(dtype=dtype, reason=_explain_choice(seconds, dtype))
 
 
 def warning(config: ModelConfig, dtype: str, *, native: bool, fp32_head: bool) -> str:
-    """Why ``dtype`` is the wrong one on this processor, "" unless it is much slower than the other."""
-    measured = seconds_by_dtype(config, native=native, fp32_head=fp32_head)
+    """Return why ``dtype`` is wrong on this processor; "" unless it is much slower than the other dtype."""
+    seconds = seconds_by_dtype(config, native=native, fp32_head=fp32_head)
     other = next(name for name in DTYPES if name != dtype)
-    if measured[dtype].both < MUCH_SLOWER * measured[other].both:
+    if seconds[dtype].both < MUCH_SLOWER * seconds[other].both:
         return ""
-    return _explain_choice(measured, other)
+    return _explain_choice(seconds, other)
 
 
-def _explain_choice(measured: Mapping[str, Seconds], baseline: str) -> str:
-    """What the other dtype costs beside ``baseline``, and whether the processor multiplies bf16."""
+def _explain_choice(seconds: Mapping[str, Seconds], baseline: str) -> str:
+    """Say what the other dtype costs compared with ``baseline``, and whether the processor multiplies
+    bf16."""
     other = next(name for name in DTYPES if name != baseline)
     instructions = isa.instruction_set()
     multiplies_bf16 = "bf16" in instructions or instructions == "AMX"
     ratios = {
-        "training": measured[other].trained / measured[baseline].trained,
-        "sampling": measured[other].sampled / measured[baseline].sampled,
+        "training": seconds[other].trained / seconds[baseline].trained,
+        "sampling": seconds[other].sampled / seconds[baseline].sampled,
     }
-    parts = [f"{_times(ratio)} in {phase}" for phase, ratio in ratios.items()]
+    parts = [f"{_format_ratio(ratio)} in {phase}" for phase, ratio in ratios.items()]
     return (
         f"{instructions} has {'' if multiplies_bf16 else 'no '}bf16 products; {other} would be "
         f"{' and '.join(parts)}"
     )
 
 
-def _times(ratio: float) -> str:
-    """ "7.1x slower" of seconds that are 7.1 times the others."""
+def _format_ratio(ratio: float) -> str:
+    """Return "7.1x slower" for a ratio of seconds of 7.1."""
     return f"{ratio:.1f}x slower" if ratio >= 1 else f"{1 / ratio:.1f}x faster"
 
 
@@ -127,33 +129,34 @@ def seconds_by_dtype(
     budget_s: float = BUDGET_S,
     busy: bool | None = None,
 ) -> dict[str, Seconds]:
-    """The cached figures of this machine for these shapes; without any they are measured and cached.
+    """Return the cached figures of this machine for these shapes; without any, measure and cache them.
     Figures of a ``busy`` machine (None: find out whether it is) are valid only while it is busy."""
-    needed = products(config)
-    inference, training, built = _arithmetic(native)
-    file = kept_file(needed, built, fp32_head=fp32_head)
-    kept = read_cached(file, parsed)
-    if kept is not None and not kept.busy:
-        return kept.seconds
+    model_products = products(config)
+    inference, training, build = _load_ops(native)
+    file = kept_file(model_products, build, fp32_head=fp32_head)
+    cache = read_cached(file, parsed)
+    if cache is not None and not cache.busy:
+        return cache.seconds
     busy = threads.is_busy() if busy is None else busy
-    if kept is not None and busy:
-        return kept.seconds
-    found = measure(needed, inference, training, fp32_head=fp32_head, budget_s=budget_s)
+    if cache is not None and busy:
+        return cache.seconds
+    seconds = measure(model_products, inference, training, fp32_head=fp32_head, budget_s=budget_s)
     with contextlib.suppress(OSError):  # a read-only home costs the next start a second
-        tree = {"busy": busy, **{name: asdict(one) for name, one in found.items()}}
+        tree = {"busy": busy, **{name: asdict(times) for name, times in seconds.items()}}
         atomic_write(file, json.dumps(tree))
-    return found
+    return seconds
 
 
 def kept_file(needed: list[Product], built: str, *, fp32_head: bool) -> Path:
-    """A path in the user's cache, named by a hash of all that the figures depend on. ``built``: kernels."""
+    """Return a path in the user's cache, named by a hash of all that the figures depend on; ``built``: name
+    of the kernels' build."""
     facts = (threads.fingerprint(), torch.get_num_threads(), torch.__version__, built, isa.instruction_set())
     digest = hashlib.sha256(repr((*facts, needed, fp32_head)).encode()).hexdigest()[:16]
     return cache_folder() / f"products-{digest}.json"
 
 
-def _arithmetic(native: bool) -> tuple[Ops, Ops, str]:
-    """(of the engine, of the trainer, what they are built from)."""
+def _load_ops(native: bool) -> tuple[Ops, Ops, str]:
+    """Return (ops of the engine, ops of the trainer, name of the kernels' build)."""
     if native:
         try:
             kernels = load_kernels()
@@ -165,31 +168,34 @@ def _arithmetic(native: bool) -> tuple[Ops, Ops, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What the cache holds."""
+    """The contents of a cache file."""
 
     seconds: dict[str, Seconds]
-    busy: bool  # the machine, while it was measured
+    busy: bool  # whether the machine was, while it was measured
 
 
 def parsed(read: Any) -> Kept:
-    """Raises ValueError, TypeError or LookupError for what was never written here."""
+    """Check and convert a cache file. Raises ValueError, TypeError or LookupError for what was never written
+    here."""
     if type(busy := read["busy"]) is not bool:
         raise ValueError(f"busy is {busy!r}")
     seconds = {
-        name: Seconds(sampled=_positive(read[name]["sampled"]), trained=_positive(read[name]["trained"]))
+        name: Seconds(
+            sampled=_check_positive(read[name]["sampled"]), trained=_check_positive(read[name]["trained"])
+        )
         for name in DTYPES
     }
     return Kept(seconds=seconds, busy=busy)
 
 
-def _positive(value: Any) -> float:
+def _check_positive(value: Any) -> float:
     if type(value) is not float or not 0 < value < math.inf:
         raise ValueError(f"{value!r} seconds")
     return value
 
 
 def products(config: ModelConfig) -> list[Product]:
-    """The distinct products of a token with frozen weights; the router's, always fp32, is left out."""
+    """Return the distinct products of a token with frozen weights; the router's, always fp32, is left out."""
     matrices: Counter[tuple[int, int]] = Counter()
     mixtures: Counter[tuple[int, ...]] = Counter()
     for layer in range(config.num_layers):
@@ -211,21 +217,21 @@ def products(config: ModelConfig) -> list[Product]:
 def measure(
     needed: list[Product], inference: Ops, training: Ops, *, fp32_head: bool, budget_s: float
 ) -> dict[str, Seconds]:
-    """Seconds of a token by dtype. The dtypes take turns, and the fastest call of each counts, so that other
-    load on the machine affects both alike."""
+    """Measure the seconds of a token by dtype. The dtypes take turns, and the fastest call of each counts, so
+    that other load on the machine affects both alike."""
     totals = {name: {"sampled": 0.0, "trained": 0.0} for name in DTYPES}
     share = budget_s / (2 * len(needed))
     for product in needed:
-        calls = {name: _calls(product, name, inference, training, fp32_head) for name in DTYPES}
+        calls = {name: _make_calls(product, name, inference, training, fp32_head) for name in DTYPES}
         for kind in ("sampled", "trained"):
-            timed = {name: calls[name][kind] for name in DTYPES}
-            for name, seconds in _fastest({n: run for n, (run, _) in timed.items()}, share).items():
-                totals[name][kind] += product.count * seconds * timed[name][1]
+            timings = {name: calls[name][kind] for name in DTYPES}
+            for name, seconds in _time_calls({n: run for n, (run, _) in timings.items()}, share).items():
+                totals[name][kind] += product.count * seconds * timings[name][1]
     return {name: Seconds(**kinds) for name, kinds in totals.items()}
 
 
-def _fastest(calls: Mapping[str, Callable[[], Any]], budget_s: float) -> dict[str, float]:
-    """The least seconds of each, called in turns until the time is up."""
+def _time_calls(calls: Mapping[str, Callable[[], Any]], budget_s: float) -> dict[str, float]:
+    """Return the least seconds of each call; they take turns until the budget is spent."""
     best, rounds, begin = dict.fromkeys(calls, math.inf), 0, time.perf_counter()
     while not rounds or time.perf_counter() - begin < budget_s * (PATIENCE if rounds < ROUNDS else 1):
         for name, call in calls.items():
@@ -239,68 +245,77 @@ def _fastest(calls: Mapping[str, Callable[[], Any]], budget_s: float) -> dict[st
 Timed = tuple[Callable[[], Any], float]  # a call, and the factor from its seconds to those of one token
 
 
-def _calls(product: Product, dtype: str, inference: Ops, training: Ops, fp32_head: bool) -> dict[str, Timed]:
-    kind: torch.dtype = getattr(torch, dtype)
+def _make_calls(
+    product: Product, dtype: str, inference: Ops, training: Ops, fp32_head: bool
+) -> dict[str, Timed]:
+    torch_dtype: torch.dtype = getattr(torch, dtype)
     if product.top_k:
         return {
-            "sampled": _experts(product, kind, inference, SAMPLED_ROWS, backward=False),
-            "trained": _experts(product, kind, training, TRAINED_ROWS, backward=True),
+            "sampled": _make_expert_call(product, torch_dtype, inference, SAMPLED_ROWS, backward=False),
+            "trained": _make_expert_call(product, torch_dtype, training, TRAINED_ROWS, backward=True),
         }
     outputs, inputs = product.shape
-    kept = max(16, min(outputs, MOST_ELEMENTS // inputs) // 16 * 16)
-    weight, cut = _filled((kept, inputs), kind), outputs / kept
-    few, many = (_filled((rows, inputs), kind) for rows in (SAMPLED_ROWS, TRAINED_ROWS))
-    slopes, out_dtype = _filled((TRAINED_ROWS, kept), kind), torch.float32 if fp32_head else None
-    given = (None, out_dtype) if product.is_head else ()
+    height = max(16, min(outputs, MOST_ELEMENTS // inputs) // 16 * 16)
+    weight, factor = _make_filled((height, inputs), torch_dtype), outputs / height
+    few_rows, many_rows = (_make_filled((rows, inputs), torch_dtype) for rows in (SAMPLED_ROWS, TRAINED_ROWS))
+    slopes, out_dtype = (
+        _make_filled((TRAINED_ROWS, height), torch_dtype),
+        torch.float32 if fp32_head else None,
+    )
+    head_args = (None, out_dtype) if product.is_head else ()
 
-    def sampled() -> None:
+    def run_sampled() -> None:
         with torch.inference_mode():
-            inference.linear(few, weight, *given)
+            inference.linear(few_rows, weight, *head_args)
 
-    def trained() -> None:
+    def run_trained() -> None:
         with torch.no_grad():
-            training.gemm.nt(many, weight, *given)
+            training.gemm.nt(many_rows, weight, *head_args)
             training.gemm.nn(slopes, weight)
 
-    return {"sampled": (sampled, cut / SAMPLED_ROWS), "trained": (trained, cut / TRAINED_ROWS)}
+    return {"sampled": (run_sampled, factor / SAMPLED_ROWS), "trained": (run_trained, factor / TRAINED_ROWS)}
 
 
-def _experts(product: Product, kind: torch.dtype, ops: Ops, rows: int, *, backward: bool) -> Timed:
-    """Rows dealt to experts in turn. Of many or wide experts some are measured, with as many rows each."""
+def _make_expert_call(product: Product, kind: torch.dtype, ops: Ops, rows: int, *, backward: bool) -> Timed:
+    """Make the call of experts, with rows dealt to them in turn. Of many or wide experts some are measured,
+    with as many rows each."""
     count, width, hidden = product.shape
-    kept_width = max(16, min(width, MOST_EXPERT_ELEMENTS // (3 * hidden * product.top_k)) // 16 * 16)
-    kept = max(product.top_k, min(count, MOST_EXPERT_ELEMENTS // (3 * hidden * kept_width)))
-    rows = max(1, rows * kept // count)
-    gate_up, down = _filled((kept, 2 * kept_width, hidden), kind), _filled((kept, hidden, kept_width), kind)
-    ids = torch.arange(rows * product.top_k).view(rows, product.top_k) % kept
-    x, weights = _filled((rows, hidden), kind), torch.full((rows, product.top_k), 1 / product.top_k)
+    measured_width = max(16, min(width, MOST_EXPERT_ELEMENTS // (3 * hidden * product.top_k)) // 16 * 16)
+    num_measured = max(product.top_k, min(count, MOST_EXPERT_ELEMENTS // (3 * hidden * measured_width)))
+    rows = max(1, rows * num_measured // count)
+    gate_up, down = (
+        _make_filled((num_measured, 2 * measured_width, hidden), kind),
+        _make_filled((num_measured, hidden, measured_width), kind),
+    )
+    ids = torch.arange(rows * product.top_k).view(rows, product.top_k) % num_measured
+    x, weights = _make_filled((rows, hidden), kind), torch.full((rows, product.top_k), 1 / product.top_k)
 
-    def forward() -> None:
+    def run_forward() -> None:
         with torch.inference_mode():
             ops.experts(x, ids, weights, gate_up, down, None)
 
-    def both() -> None:
+    def run_both() -> None:
         leaf = x.detach().requires_grad_()
         ops.experts(leaf, ids, weights, gate_up, down, None).sum().backward()
 
-    return both if backward else forward, width / kept_width / rows
+    return run_both if backward else run_forward, width / measured_width / rows
 
 
-def _filled(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
-    """Neither zeros nor subnormals, which some processors multiply at another speed."""
+def _make_filled(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+    """Fill a tensor with no zeros or subnormals, which some processors multiply at another speed."""
     return torch.full(shape, 0.01, dtype=kind)
 
 
 def by_threads(work: threads.Products, counts: Sequence[int]) -> list[float]:
-    """Microseconds of all products of a token, sampled and trained, with each number of threads, in the dtype
-    of the run or the faster one. Raises ValueError for a model that cannot be read."""
-    inference, training, _ = _arithmetic(work.native)
-    needed = products(read_config(model_folder(work.model)))
+    """Measure microseconds of all products of a token, sampled and trained, with each number of threads, in
+    the dtype of the run or the faster one. Raises ValueError for a model that cannot be read."""
+    inference, training, _ = _load_ops(work.native)
+    model_products = products(read_config(model_folder(work.model)))
     times = []
     for count in counts:
         torch.set_num_threads(count)
-        found = measure(needed, inference, training, fp32_head=False, budget_s=BUDGET_S)
-        times.append(1e6 * min(s.both for name, s in found.items() if work.dtype in ("auto", name)))
+        seconds = measure(model_products, inference, training, fp32_head=False, budget_s=BUDGET_S)
+        times.append(1e6 * min(s.both for name, s in seconds.items() if work.dtype in ("auto", name)))
     return times
 
 

@@ -1,8 +1,8 @@
-"""A proof, at the start of a run on a card, that the kernels in Triton are their twins in torch there.
+"""Proves, at the start of a run on a GPU, that Triton kernels give the numbers of their twins in torch.
 
-Few rows at the widths of the model, so what is compiled is what the run launches: a compiler or a card that
-nobody has tried shows here, by the name of the kernel, and torch's operators serve instead. A kernel that
-writes where it may not ends the process all the same.
+The proof has few rows at the widths of the model, so that what is compiled is what the run launches. A fault
+of an untested compiler or GPU is reported by the name of the kernel, and torch's operators are used instead.
+A kernel that writes outside its memory still ends the process.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ LENGTHS = (600, 17, 40)  # positions of three sequences: more than a split of at
 
 
 def prove_kernels(decoder: Decoder, kernels: CudaKernels) -> tuple[CudaKernels | None, str]:
-    """What of ``kernels`` gives the numbers of torch on the decoder's device, and in one sentence what does
-    not; "" where all does."""
-    said = ""
+    """Return the part of ``kernels`` that gives the numbers of torch on the decoder's device (None: no part),
+    and a sentence that names what does not, "" where all do."""
+    sentence = ""
     with torch.inference_mode():
-        for name, ours, twin in _cases(decoder, kernels):
-            if why := find_fault(ours, twin, decoder.dtype):
-                return None, f"{name} in Triton {why}; torch's operators are used instead"
+        for name, ours, twin in _make_cases(decoder, kernels):
+            if fault := find_fault(ours, twin, decoder.dtype):
+                return None, f"{name} in Triton {fault}; torch's operators are used instead"
         if kernels.graph is None:
             return kernels, ""
         plain = replace(kernels, graph=None)
-        if why := find_fault(
-            lambda: _passes(decoder, kernels), lambda: _passes(decoder, plain), decoder.dtype
+        if fault := find_fault(
+            lambda: _run_passes(decoder, kernels), lambda: _run_passes(decoder, plain), decoder.dtype
         ):
-            return plain, f"CUDA graphs are not used: a captured pass {why}"
-        for name, ours, twin in _mixed_cases(decoder, kernels) if can_mix(decoder, kernels) else ():
-            if not said and (why := find_fault(ours, twin, decoder.dtype)):
+            return plain, f"CUDA graphs are not used: a captured pass {fault}"
+        for name, ours, twin in _make_mixed_cases(decoder, kernels) if can_mix(decoder, kernels) else ():
+            if not sentence and (fault := find_fault(ours, twin, decoder.dtype)):
                 kernels = replace(kernels, mixes=False)
-                said = f"{name} of several policies in Triton {why}; each policy has passes of its own"
-    return kernels, said
+                sentence = f"{name} of several policies in Triton {fault}; each policy has passes of its own"
+    return kernels, sentence
 
 
-def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
+def _make_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
     c, ops, eps = decoder.local, kernels.ops, decoder.config.rms_norm_eps
     x, y = draw_values(decoder, ROWS, c.hidden_size), draw_values(decoder, ROWS, c.hidden_size, seed=1)
     weight = decoder.blocks[0].attn_norm
@@ -78,14 +78,14 @@ def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
         lambda: TORCH_OPS.add_lora(y.clone(), x, a, b, 0.5),
     )
     if kernels.exact:
-        few = draw_values(decoder, 24, c.hidden_size) / c.hidden_size**0.5
-        yield "linear", lambda: ops.linear(x, few), lambda: TORCH_OPS.linear(x, few)
+        narrow_weight = draw_values(decoder, 24, c.hidden_size) / c.hidden_size**0.5
+        yield "linear", lambda: ops.linear(x, narrow_weight), lambda: TORCH_OPS.linear(x, narrow_weight)
         yield (
             "linear of rows alone",
-            lambda: _compare_alone(ops, x, few),
+            lambda: _compare_alone(ops, x, narrow_weight),
             lambda: torch.ones(1, device=x.device),
         )
-    yield from _attention_cases(decoder)
+    yield from _make_attention_cases(decoder)
     yield "draw", lambda: _compare_draws(decoder, kernels), lambda: torch.ones(1, device=decoder.device)
     moe, block = decoder.config.moe, next((b.mlp for b in decoder.blocks if isinstance(b.mlp, Moe)), None)
     if moe is None or block is None:
@@ -98,7 +98,7 @@ def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
     )
     ids, weights, _ = TORCH_OPS.route(logits, moe, bias)
     ids, gate_up, down = ids % moe.here, block.gate_up, block.down
-    factors = _expert_factors(decoder, block)
+    factors = _draw_expert_factors(decoder, block)
     for name, lora in (("experts", None), ("experts with adapters", factors)):
         yield (
             name,
@@ -107,8 +107,8 @@ def _cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
         )
 
 
-def _mixed_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
-    """Of rows of two policies, in the order of the second and the first."""
+def _make_mixed_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
+    """Yield cases with rows of two policies: first those of the second policy, then those of the first."""
     c, device = decoder.local, decoder.device
     owners = np.repeat(np.array([1, 0], np.int32), (2, ROWS - 2))
     x, y = draw_values(decoder, ROWS, c.hidden_size), draw_values(decoder, ROWS, c.hidden_size, seed=1)
@@ -118,29 +118,33 @@ def _mixed_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
     )
     ops = mix_ops(kernels.ops, torch.from_numpy(owners).to(device), paged.Tiles.of(owners, 1, device))
 
-    def apart(call: Callable[[slice, int], Tensor]) -> Tensor:
+    def run_apart(call: Callable[[slice, int], Tensor]) -> Tensor:
         return torch.cat((call(slice(0, 2), 1), call(slice(2, ROWS), 0)))
 
     yield (
         "add_lora",
         lambda: ops.add_lora(y.clone(), x, a, b, 0.5),
-        lambda: apart(lambda rows, p: TORCH_OPS.add_lora(y[rows], x[rows], a[p], b[p], 0.5)),
+        lambda: run_apart(lambda rows, p: TORCH_OPS.add_lora(y[rows], x[rows], a[p], b[p], 0.5)),
     )
     moe, block = decoder.config.moe, next((b.mlp for b in decoder.blocks if isinstance(b.mlp, Moe)), None)
     if moe is None or block is None:
         return
-    each = _expert_factors(decoder, block), _expert_factors(decoder, block, seed=1)
-    both = ExpertLora(*map(torch.stack, zip(each[0][:4], each[1][:4], strict=True)), scale=0.5)
+    factors = _draw_expert_factors(decoder, block), _draw_expert_factors(decoder, block, seed=1)
+    stacked_factors = ExpertLora(
+        *map(torch.stack, zip(factors[0][:4], factors[1][:4], strict=True)), scale=0.5
+    )
     ids, weights, _ = TORCH_OPS.route(draw_values(decoder, ROWS, moe.num_experts).float(), moe, None)
-    ids, stored = ids % moe.here, (block.gate_up, block.down)
+    ids, expert_weights = ids % moe.here, (block.gate_up, block.down)
     yield (
         "experts",
-        lambda: ops.experts(x, ids, weights, *stored, both),
-        lambda: apart(lambda rows, p: TORCH_OPS.experts(x[rows], ids[rows], weights[rows], *stored, each[p])),
+        lambda: ops.experts(x, ids, weights, *expert_weights, stacked_factors),
+        lambda: run_apart(
+            lambda rows, p: TORCH_OPS.experts(x[rows], ids[rows], weights[rows], *expert_weights, factors[p])
+        ),
     )
 
 
-def _expert_factors(decoder: Decoder, block: Moe, *, seed: int = 0) -> ExpertLora:
+def _draw_expert_factors(decoder: Decoder, block: Moe, *, seed: int = 0) -> ExpertLora:
     (count, width, size), rank = block.gate_up.shape, 8
     shapes = (2 * rank, size), (count, width, 2 * rank), (count, rank, width // 2), (size, rank)
     return ExpertLora(
@@ -148,10 +152,10 @@ def _expert_factors(decoder: Decoder, block: Moe, *, seed: int = 0) -> ExpertLor
     )
 
 
-def _attention_cases(decoder: Decoder) -> Iterator[Case]:
+def _make_attention_cases(decoder: Decoder) -> Iterator[Case]:
     c, device, scale = decoder.local, decoder.device, decoder.config.head_dim**-0.5
     kv_heads, key_dim, _ = decoder.kv_shape
-    where = _places(LENGTHS, (1, 3, 1))
+    where = _make_places(LENGTHS, (1, 3, 1))
     rows, count = where.on(device), sum(-(-length // BLOCK) for length in LENGTHS)
     store = KVStore.allocate(1, count, decoder.kv_shape, decoder.dtype, device, by_position=True)
     keys, values = store.key_layers[0], store.value_layers[0]
@@ -159,21 +163,21 @@ def _attention_cases(decoder: Decoder) -> Iterator[Case]:
     values.copy_(draw_values(decoder, *values.shape, seed=1))
     q = draw_values(decoder, len(where.seen), c.num_heads, key_dim)
 
-    def ours(parallel: bool) -> Tensor:
+    def run_kernel(parallel: bool) -> Tensor:
         tiles = paged.Tiles.of(where.owners, c.num_heads // kv_heads, device)
         return paged.paged_attention(
             q, keys, values, rows.tables, rows.sequence, rows.lengths, tiles, scale, parallel=parallel
         )
 
-    def twin() -> Tensor:
+    def run_twin() -> Tensor:
         out = []
         for row, (owner, seen) in enumerate(zip(where.owners.tolist(), where.seen.tolist(), strict=True)):
             k, v = (x[rows.tables[owner].long()].flatten(0, 1)[:seen] for x in (keys, values))
             out.append(sdpa(q[row : row + 1], k, v, scale))
         return torch.cat(out)
 
-    yield "paged_attention", lambda: ours(False), twin
-    yield "paged_attention and merge", lambda: ours(True), twin
+    yield "paged_attention", lambda: run_kernel(False), run_twin
+    yield "paged_attention and merge", lambda: run_kernel(True), run_twin
     attn, eps = decoder.blocks[0].attn, decoder.config.rms_norm_eps
     if not isinstance(attn, Attention):
         return
@@ -181,29 +185,29 @@ def _attention_cases(decoder: Decoder) -> Iterator[Case]:
     cos, sin = decoder.rotations(rows.lengths)
     weights = (draw_values(decoder, key_dim), draw_values(decoder, key_dim, seed=1))
 
-    def stored() -> Tensor:
+    def run_project() -> Tensor:
         queries = paged.project(qkv, weights, eps, cos, sin, rows.slots, keys, values)
         return torch.cat((queries, *(x.flatten(0, 1)[rows.slots] for x in (keys, values))), dim=1)
 
-    def normed() -> Tensor:
+    def run_project_twin() -> Tensor:
         parts = qkv.split([c.num_heads, kv_heads, kv_heads], dim=1)
-        turned = (
+        rotated_heads = (
             TORCH_OPS.rope(TORCH_OPS.rms_norm(x, w, eps), cos, sin)
             for x, w in zip(parts, weights, strict=False)
         )
-        return torch.cat((*turned, parts[2]), dim=1)
+        return torch.cat((*rotated_heads, parts[2]), dim=1)
 
-    yield "project", stored, normed
+    yield "project", run_project, run_project_twin
 
 
 def _compare_alone(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
-    """1 where every row's product is, in every bit, what it is among the others; else 2."""
-    apart = torch.cat([ops.linear(row, weight) for row in x.split(1)])
-    return torch.tensor([1.0 if torch.equal(ops.linear(x, weight), apart) else 2.0], device=x.device)
+    """Return 1 where the product of every row alone equals, bit by bit, that among other rows, else 2."""
+    row_products = torch.cat([ops.linear(row, weight) for row in x.split(1)])
+    return torch.tensor([1.0 if torch.equal(ops.linear(x, weight), row_products) else 2.0], device=x.device)
 
 
-def _places(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Places:
-    """The last rows of sequences of these lengths, whose blocks lie behind each other."""
+def _make_places(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Places:
+    """Return places of the last rows of sequences of these lengths, whose blocks follow each other."""
     blocks = [-(-length // BLOCK) for length in lengths]
     tables = np.zeros((len(lengths), max(blocks)), np.int32)
     for sequence, (first, count) in enumerate(zip(np.cumsum([0, *blocks]), blocks, strict=False)):
@@ -215,25 +219,25 @@ def _places(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Places:
 
 
 def _compare_draws(decoder: Decoder, kernels: CudaKernels) -> Tensor:
-    """1 where tokens and log-probabilities agree, with each filter, else 2. Another token agrees where the
-    uniform lies on an edge, which rounding moves."""
-    wanted = [Sampling(), Sampling(temperature=0.7, top_k=50), Sampling(top_p=0.9), Sampling(min_p=0.02)]
-    settings, u = Settings.of(wanted), np.array([0.1, 0.4, 0.6, 0.9])
-    logits = 3 * draw_values(decoder, len(wanted), decoder.config.vocab_size).float()
+    """Return 1 where tokens and log-probabilities agree with each filter, else 2. Another token counts as
+    equal where the uniform lies on an edge, which rounding moves."""
+    samplings = [Sampling(), Sampling(temperature=0.7, top_k=50), Sampling(top_p=0.9), Sampling(min_p=0.02)]
+    settings, u = Settings.of(samplings), np.array([0.1, 0.4, 0.6, 0.9])
+    logits = 3 * draw_values(decoder, len(samplings), decoder.config.vocab_size).float()
     ours, twin = sample(logits, settings, u, kernels), sample_torch(logits, settings, u)
     edges = np.minimum(np.abs(u - twin.edges), np.abs(u - twin.edges - np.exp(twin.logprobs)))
-    same = ours.tokens == twin.tokens
-    apart = np.where(same, np.abs(ours.logprobs - twin.logprobs), edges).max()
-    return torch.tensor([1.0 if apart <= 1e-4 else 2.0], device=decoder.device)
+    is_same = ours.tokens == twin.tokens
+    difference = np.where(is_same, np.abs(ours.logprobs - twin.logprobs), edges).max()
+    return torch.tensor([1.0 if difference <= 1e-4 else 2.0], device=decoder.device)
 
 
-def _passes(decoder: Decoder, kernels: CudaKernels) -> Tensor:
-    """Hidden states of two passes of the same shape over other sequences: a capture and its replay."""
+def _run_passes(decoder: Decoder, kernels: CudaKernels) -> Tensor:
+    """Return hidden states of two passes of the same shape over other sequences: a capture and its replay."""
     layers, shape = decoder.config.num_layers, decoder.kv_shape
     store = KVStore.allocate(layers, 4, shape, decoder.dtype, decoder.device, by_position=True)
     runner, hidden = Runner(decoder, kernels, store), []
     for lengths in ((3, 1), (2, 2)):
-        where = _places(lengths, lengths)
+        where = _make_places(lengths, lengths)
         tokens = np.arange(4) + lengths[0]
         hidden.append(runner.forward(tokens, where.seen.astype(np.int64) - 1, where)[0])
     return torch.cat(hidden)

@@ -1,4 +1,4 @@
-"""Makes sequences from requests, after checking them, and completions from sequences, whole or cut."""
+"""Checks requests and makes sequences from them, and completions from sequences, finished or cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Results = asyncio.Queue[tuple[int, Completion] | BaseException]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What an engine can take."""
+    """Limits of an engine for requests."""
 
     context: int  # tokens in a sequence
     vocab_size: int
@@ -37,7 +37,7 @@ def new_sequence(
     results: Results,
     on_tokens: Callable[[int, Emitted], None] | None = None,
 ) -> Sequence:
-    """The request as a sequence that waits. Raises ValueError where it can never fit."""
+    """Make a waiting sequence from a request. Raises ValueError where it can never fit."""
     check(request, limits)
     return Sequence(
         index=index,
@@ -52,7 +52,7 @@ def new_sequence(
 
 
 async def next_of(results: Results) -> tuple[int, Completion]:
-    """The next result, when there is one. Raises what an engine has put in its place."""
+    """Wait for the next result. Raises an error that the engine has put in its place."""
     result = await results.get()
     if isinstance(result, BaseException):
         raise result
@@ -60,7 +60,7 @@ async def next_of(results: Results) -> tuple[int, Completion]:
 
 
 def check(request: Request, limits: Limits) -> None:
-    """Raises ValueError for what can never be answered."""
+    """Raises ValueError for a request that can never be answered."""
     sampling, length = request.sampling, len(request.tokens)
     if request.policy not in limits.policies:
         names = ", ".join(repr(name) for name in sorted(limits.policies))
@@ -94,15 +94,15 @@ Decode = Callable[[Seq[int]], str]
 def new_completion(
     sequence: Sequence, whole: np.ndarray, routes: np.ndarray | None, stop: Stop, decode: Decode | None
 ) -> Completion:
-    """The answer of a sequence that has left its slot, or never had one.
+    """Make the completion of a sequence that has left its slot, or never had one.
 
     whole [L]: prompt and answer; routes [n, layers, K]: from ``routes_from`` on, as far as they are known.
     """
     tokens, prompt = whole[sequence.prompt_len :], sequence.prompt_len - sequence.request.routes_from
     if routes is not None:
-        unknown = np.full((max(prompt + len(tokens) - len(routes), 0), *routes.shape[1:]), NO_EXPERT)
-        routes = np.concatenate([routes, unknown.astype(routes.dtype)])
-    logprobs, edges, versions = sequence.sampled or _NOTHING
+        padding = np.full((max(prompt + len(tokens) - len(routes), 0), *routes.shape[1:]), NO_EXPERT)
+        routes = np.concatenate([routes, padding.astype(routes.dtype)])
+    logprobs, edges, versions = sequence.sampled or _NO_SAMPLES
     return Completion(
         tokens=tokens,
         logprobs=logprobs,
@@ -130,4 +130,4 @@ def text_of(tokens: np.ndarray, strings: Seq[str], stop: Stop, decode: Decode | 
     return cut if cut is not None else decode((tokens[:-1] if stop is Stop.EOS else tokens).tolist())
 
 
-_NOTHING = (np.zeros(0, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+_NO_SAMPLES = (np.zeros(0, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int32))

@@ -1,7 +1,7 @@
-"""The experts of every KV slot: a token's routes are found wherever its keys and values are.
+"""The experts of every KV slot: the routes of a token are stored in the slot of its keys and values.
 
 They are shared with a block, copied with it, evicted with it, and forgotten when a policy is published: their
-key is that of the prefix tree (policy, prefix tokens). What is computed again is recorded again.
+key is that of the prefix tree (policy, prefix tokens). Tokens that are computed again are recorded again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ostinato.types import NO_EXPERT
 
 
 class RouteStore:
-    """[blocks, BLOCK, layers, K] of the narrowest type that holds the ids."""
+    """Routes of all slots: [blocks, BLOCK, layers, K] of the narrowest type that holds the ids."""
 
     def __init__(self, blocks: int, moe: MoEConfig) -> None:
         shape = (blocks, BLOCK, len(moe.layers), moe.top_k)
@@ -24,19 +24,20 @@ class RouteStore:
         self._slots = self._blocks.reshape(-1, *shape[2:])
 
     def write(self, slots: np.ndarray, routes: np.ndarray) -> None:
-        """Routes [W, layers, K] of the rows whose keys go to ``slots`` [W]."""
+        """Store routes [W, layers, K] of the rows whose keys go to ``slots`` [W]."""
         self._slots[slots] = routes
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         self._blocks[targets] = self._blocks[sources]
 
     def of(self, sequence: Sequence, ran: int, length: int = 0) -> np.ndarray:
-        """Routes [n, layers, K] from ``routes_from`` on: of the ``ran`` tokens that have run, then NO_EXPERT
-        up to ``length``. Rows that the sequence had when it was preempted are returned as they were then."""
+        """Return routes [n, layers, K] from ``routes_from`` on: of the ``ran`` tokens that have run, then
+        NO_EXPERT up to ``length``. Rows that the sequence had when it was preempted are returned as they
+        were then."""
         start = sequence.request.routes_from
         first, ran = start // BLOCK, max(start, ran)
         blocks = self._blocks[sequence.blocks[first : -(-ran // BLOCK)]]
         routes = np.full((max(length, ran) - start, *self._slots.shape[1:]), NO_EXPERT, self._slots.dtype)
         routes[: ran - start] = blocks.reshape(-1, *routes.shape[1:])[start - first * BLOCK :][: ran - start]
-        kept = sequence.routes
-        return routes if kept is None else np.concatenate([kept, routes[len(kept) :]])
+        old_routes = sequence.routes
+        return routes if old_routes is None else np.concatenate([old_routes, routes[len(old_routes) :]])

@@ -1,4 +1,4 @@
-"""The model as the engine runs it: a pass over rows, tokens drawn from it, and how long that takes."""
+"""Runs the model for the engine: passes over rows, draws of tokens, and the seconds that these take."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LOGIT_BYTES = 64 << 20  # logits held at once; rows beyond it are sampled in ch
 
 @dataclass(slots=True)
 class ServedPolicy:
-    """A policy as it is run: a copy of its adapters, ready for a pass."""
+    """A served policy: a copy of its adapters, also prepared for passes."""
 
     adapters: Adapters | None
     prepared: Prepared | None
@@ -84,20 +84,21 @@ class Runner:
                 else:
                     self._graphs.forget(policy)
         self._policies[policy] = ServedPolicy(served, prepared)
-        self._fuse()
+        self._build_fused()
 
     def model_of(self, policy: int) -> tuple[Decoder, Adapters | None, Ops]:
         return self.decoder, self._policies[policy].adapters, self._ops
 
     def retire(self, policy: int) -> None:
-        """Forget a policy that nothing runs under any more."""
+        """Forget a policy that no request runs under any more."""
         del self._policies[policy]
         if self._graphs is not None:
             self._graphs.forget(policy)
-        self._fuse()
+        self._build_fused()
 
-    def _fuse(self) -> None:
-        """All layers of all policies in one call, where the kernels know the model."""
+    def _build_fused(self) -> None:
+        """Build the fused step, with all layers of all policies in one call, where the kernels know the
+        model."""
         self._fused: FusedStep | None = None
         self._places = {number: place for place, number in enumerate(self._policies)}  # in the fused step
         if isinstance(self._kernels, Kernels) and self._want_fused:
@@ -106,18 +107,18 @@ class Runner:
                 self._fused = self._kernels.fused(self.decoder, prepared)
 
     def load(self, path: Path) -> None:
-        """Run with all weights in ``path`` (``wire.pack_weights``), which are copied into the decoder."""
+        """Copy all weights in ``path`` (``wire.pack_weights``) into the decoder, and run with them."""
         load_weights(self.decoder, path)
         self._has_loaded = True
         self.serve(None)
 
     @property
     def fingerprint(self) -> str:
-        """Of the copy that is served, computed when it is first requested; "" for the base."""
+        """Fingerprint of the copy that is served, computed when it is first requested; "" for the base."""
         first = self._policies[0]
         if first.fingerprint is None:
-            whole = self._has_loaded and first.adapters is None
-            first.fingerprint = fingerprint_weights(self.decoder) if whole else fingerprint(first.adapters)
+            is_full = self._has_loaded and first.adapters is None
+            first.fingerprint = fingerprint_weights(self.decoder) if is_full else fingerprint(first.adapters)
         return first.fingerprint
 
     @property
@@ -135,10 +136,10 @@ class Runner:
         where: Places,
         policies: Sequence[tuple[int, int, int]] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states [T, D] and routes [T, L_moe, K] int16 of a pass; ``policies``: (number, first row,
-        last row + 1), empty for the policy without a name. Op by op each policy has a pass of its own."""
-        is_captured = self._graphs is not None and len(tokens) <= MOST_ROWS
-        if len(policies) > 1 and self._fused is None and not (is_captured and self._stack):
+        """Compute hidden states [T, D] and routes [T, L_moe, K] int16 of a pass; ``policies``: (number, first
+        row, last row + 1), empty for the policy without a name. Op by op each policy has its own pass."""
+        can_capture = self._graphs is not None and len(tokens) <= MOST_ROWS
+        if len(policies) > 1 and self._fused is None and not (can_capture and self._stack):
             parts = [
                 self.forward(tokens[a:b], positions[a:b], where.part(a, b), [(policy, 0, b - a)])
                 for policy, a, b in policies
@@ -148,9 +149,9 @@ class Runner:
         policy = policies[0][0] if policies else 0
         prepared = self._policies[policy].prepared
         with torch.inference_mode():
-            if self._graphs is not None and is_captured:
+            if self._graphs is not None and can_capture:
                 if len(policies) > 1 and self._stack is not None:
-                    if not self._stack.update({n: one.adapters for n, one in self._policies.items()}):
+                    if not self._stack.update({n: served.adapters for n, served in self._policies.items()}):
                         self._graphs.forget(SEVERAL)
                     mix = self._stack.mix(policies)
                     return self._graphs.forward(SEVERAL, mix, tokens, positions, where)
@@ -176,7 +177,7 @@ class Runner:
         )
 
     def run(self, plan: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``forward`` of the rows of a plan."""
+        """Call ``forward`` with the rows of a plan."""
         where = Places(plan.kv_slots, plan.tables, plan.owner, (plan.positions + 1).astype(np.int32))
         return self.forward(plan.tokens, plan.positions, where, plan.policies)
 
@@ -191,37 +192,38 @@ class Runner:
         want_support: bool = False,
         top: int = 0,
     ) -> Drawn:
-        """A token for each of ``rows`` of ``hidden`` (None: all); ``banned``: (which of them, token ids or a
-        mask [V]) that must not be drawn.
+        """Draw a token for each of ``rows`` of ``hidden`` (None: all); ``banned``: (which of them, token ids
+        or a mask [V]) that must not be drawn.
 
-        ``want_support``: with the ids that each was drawn from; ``top``: with so many of the likeliest.
+        ``want_support``: also return the ids that each was drawn from; ``top``: and so many of the likeliest.
         """
         parts = []
-        for some, logits in self.logits(hidden, rows):
+        for span, logits in self.logits(hidden, rows):
             with torch.inference_mode():
                 for row, ids in banned:
-                    if some.start <= row < some.stop:
-                        logits[row - some.start, ids] = -torch.inf
-            mine = settings.take(some)
-            drawn = sample(logits, mine, u[some], self._kernels, want_support=want_support)
-            parts.append(drawn._replace(top=likeliest(logits, mine, drawn, top)) if top else drawn)
+                    if span.start <= row < span.stop:
+                        logits[row - span.start, ids] = -torch.inf
+            row_settings = settings.take(span)
+            drawn = sample(logits, row_settings, u[span], self._kernels, want_support=want_support)
+            parts.append(drawn._replace(top=likeliest(logits, row_settings, drawn, top)) if top else drawn)
         return parts[0] if len(parts) == 1 else Drawn.concatenate(parts)
 
     def logits(
         self, hidden: torch.Tensor, rows: np.ndarray | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(which of ``rows``, their logits [R, V] fp32, valid until the next ones), some rows at a time."""
+        """Yield (span of ``rows``, its logits [R, V] fp32, valid until the next ones), some rows at a
+        time."""
         with torch.inference_mode():
-            picked = hidden if rows is None else hidden[self.on_device(rows)]
+            states = hidden if rows is None else hidden[self.on_device(rows)]
         chunk = max(1, _LOGIT_BYTES // (4 * self.decoder.config.vocab_size))
-        for first in range(0, len(picked), chunk):
-            some = slice(first, first + chunk)
+        for first in range(0, len(states), chunk):
+            span = slice(first, first + chunk)
             with torch.inference_mode():
-                logits = self._logits(picked[some])
-            yield some, logits
+                logits = self._logits(states[span])
+            yield span, logits
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._fused is not None:  # into memory that is mapped already
+        if self._fused is not None:  # the fused step writes into memory that is already mapped
             return self._fused.logits(hidden).float()
         return self.decoder.logits(hidden, ops=self._ops).float()
 
@@ -229,17 +231,17 @@ class Runner:
         return on_device(array, self.decoder.device)
 
     def seconds(self, rows: int, context: int) -> float:
-        """The measured time of a pass of ``rows`` rows that see ``context`` positions, for the cost table.
+        """Measure the seconds of a pass of ``rows`` rows that see ``context`` positions, for the cost table.
 
         It writes into the first blocks of the store, so it must come before any sequence.
         """
         return sum(self.parts(rows, context))
 
     def parts(self, rows: int, context: int) -> tuple[float, float]:
-        """The same by part: (layers, head and draw)."""
+        """Measure the seconds of a pass, as ``seconds``, by part: (layers, head and draw)."""
         blocks = min((context + BLOCK - 1) // BLOCK, self.store.keys.shape[1])
-        own = blocks if blocks * rows <= self.store.keys.shape[1] else 0  # blocks of its own for each row
-        tables = np.arange(rows)[:, None] * own + np.arange(blocks)
+        num_own = blocks if blocks * rows <= self.store.keys.shape[1] else 0  # blocks of its own for each row
+        tables = np.arange(rows)[:, None] * num_own + np.arange(blocks)
         lengths = np.full(rows, blocks * BLOCK, np.int32)
         where = Places(
             tables[:, -1].astype(np.int64) * BLOCK + BLOCK - 1,
@@ -259,7 +261,7 @@ class Runner:
 
 
 class Runs(Protocol):
-    """What runs policies by number."""
+    """A runner of policies by number."""
 
     def serve(self, adapters: Adapters | None, policy: int = 0) -> None: ...
 
@@ -286,7 +288,7 @@ class Policies:
         self.numbers.pop(name, None)
 
     def versions_of(self, numbers: np.ndarray) -> np.ndarray:
-        """[R] int32 of the policies with these numbers [R]."""
+        """Return the versions [R] int32 of the policies with these numbers [R]."""
         return np.array([self.versions[number] for number in numbers.tolist()], np.int32)
 
     def retire(self, running: Iterable[int]) -> None:

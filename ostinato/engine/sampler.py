@@ -7,8 +7,8 @@ log-probability needs anyway; a Gumbel draw would add a logarithm and a random n
 Filters apply to softmax(logits / temperature): top-k first, top-p over what is left, min-p relative to the
 peak. Ties at an edge are kept. Temperature 0 takes the first best token, with log-probability 0.
 
-What the filters kept can be reported beside the token: a trainer that normalises over the same ids scores the
-distribution that was sampled from, not another one.
+The ids that the filters kept can be reported with the token: a trainer that normalises over the same ids
+scores the distribution that was sampled from, not another one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class Drawn(NamedTuple):
-    """B tokens. A row whose logits are not finite has token -1 and NaN: the caller names its request."""
+    """B drawn tokens. A row whose logits are not finite has token -1 and NaN; the caller reports its
+    request."""
 
     tokens: np.ndarray  # [B] int64
     logprobs: np.ndarray  # [B] float32, under the filtered, renormalised distribution that was sampled from
@@ -60,9 +61,9 @@ def sample(
     *,
     want_support: bool = False,
 ) -> Drawn:
-    """Tokens from logits [B, V] and uniforms u [B] float64 in (0, 1).
+    """Draw tokens from logits [B, V] with uniforms u [B] float64 in (0, 1).
 
-    ``want_support``: also the ids that each was drawn from, by two more passes over rows with filters.
+    ``want_support``: also return the ids that each was drawn from, by two more passes over rows with filters.
     """
     if kernels is None:
         return sample_torch(logits, settings, u, want_support=want_support)
@@ -83,7 +84,7 @@ def sample(
 
 
 def likeliest(logits: Tensor, settings: Settings, drawn: Drawn, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, log-probabilities) [B, n] of the likeliest tokens, best first, under the sampled distribution.
+    """Return (ids, log-probabilities) [B, n] of the likeliest tokens of the sampled distribution, best first.
 
     The scale is that of ``drawn.logprobs``: tokens removed by filters have -inf. At temperature 0 it is
     softmax(logits), the probabilities by which the token was chosen.
@@ -101,13 +102,13 @@ def likeliest(logits: Tensor, settings: Settings, drawn: Drawn, n: int) -> tuple
     filtered = settings.filtered(logits.shape[1])
     best = best + np.where(filtered, drawn.logprobs - own, 0)[:, None]
     if drawn.support is not None:  # filters keep the likeliest
-        kept = np.where(filtered & (drawn.support.counts > 0), drawn.support.counts, best.shape[1])
-        best = np.where(np.arange(best.shape[1]) < kept[:, None], best, -np.inf)
+        num_kept = np.where(filtered & (drawn.support.counts > 0), drawn.support.counts, best.shape[1])
+        best = np.where(np.arange(best.shape[1]) < num_kept[:, None], best, -np.inf)
     return ids.cpu().numpy(), best.astype(np.float32)
 
 
 def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray, *, want_support: bool = False) -> Drawn:
-    """The equivalent of the native sampler, in torch on the device of the logits."""
+    """Draw tokens as the native sampler does, in torch on the device of the logits."""
     device, V = logits.device, logits.shape[1]
     z = logits.float()
     temperature = torch.from_numpy(settings.temperature).to(device)
@@ -116,33 +117,33 @@ def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray, *, want_supp
     # times the inverse, not divided: the same roundings as the native sampler, so the same ties
     scaled = z * temperature.where(~greedy, torch.ones_like(temperature)).reciprocal().unsqueeze(1)
     peak = scaled.amax(dim=-1, keepdim=True)
-    keep = torch.ones_like(scaled, dtype=torch.bool)
+    is_kept = torch.ones_like(scaled, dtype=torch.bool)
     if ((settings.top_k > 0) & (settings.top_k < V)).any() or (settings.top_p < 1).any():
-        keep &= scaled >= _cut_off(scaled, settings)
+        is_kept &= scaled >= _find_cut(scaled, settings)
     if (settings.min_p > 0).any():
-        keep &= scaled >= peak + torch.from_numpy(settings.min_p).to(device).log().unsqueeze(1)
-    mass = (scaled - peak).exp().double().masked_fill(~keep, 0.0)
+        is_kept &= scaled >= peak + torch.from_numpy(settings.min_p).to(device).log().unsqueeze(1)
+    mass = (scaled - peak).exp().double().masked_fill(~is_kept, 0.0)
     cumulative = mass.cumsum(dim=-1)
     total = cumulative[:, -1:]
     tokens = (cumulative <= torch.from_numpy(u).to(device).unsqueeze(1) * total).sum(dim=-1)
-    # u times the total may round up to the total: the last token with mass stands in
+    # u times the total may round up to the total: then the last token with mass is taken
     last = V - 1 - (mass > 0).flip(-1).int().argmax(dim=-1)
     tokens = torch.minimum(tokens, last)
-    place, nothing = tokens.unsqueeze(1), torch.zeros(len(u), dtype=torch.float64, device=device)
-    logprobs = (scaled - peak).double().gather(1, place).squeeze(1) - total.squeeze(1).log()
-    edges = (cumulative.gather(1, place) - mass.gather(1, place)).squeeze(1) / total.squeeze(1)
+    index, zeros = tokens.unsqueeze(1), torch.zeros(len(u), dtype=torch.float64, device=device)
+    logprobs = (scaled - peak).double().gather(1, index).squeeze(1) - total.squeeze(1).log()
+    edges = (cumulative.gather(1, index) - mass.gather(1, index)).squeeze(1) / total.squeeze(1)
     tokens = tokens.where(~greedy, best).masked_fill(broken, -1)
-    logprobs = logprobs.where(~greedy, nothing).masked_fill(broken, torch.nan)
-    edges = edges.where(~greedy, nothing).masked_fill(broken, torch.nan)
+    logprobs = logprobs.where(~greedy, zeros).masked_fill(broken, torch.nan)
+    edges = edges.where(~greedy, zeros).masked_fill(broken, torch.nan)
     drawn = Drawn(tokens.cpu().numpy(), logprobs.float().cpu().numpy(), edges.float().cpu().numpy())
     if not want_support:
         return drawn
     filtered = torch.from_numpy(settings.filtered(V)).to(device) & ~broken
-    return drawn._replace(support=_support(keep & (scaled > -torch.inf), filtered))
+    return drawn._replace(support=_make_support(is_kept & (scaled > -torch.inf), filtered))
 
 
 def _sample_triton(logits: Tensor, settings: Settings, u: np.ndarray, *, want_support: bool) -> Drawn:
-    """By the kernels of ``model.cuda``: one read from the card, at the end."""
+    """Draw tokens by the kernels of ``model.cuda``, with one read from the GPU at the end."""
     from ostinato.model.cuda import sampling
 
     device = logits.device
@@ -158,27 +159,30 @@ def _sample_triton(logits: Tensor, settings: Settings, u: np.ndarray, *, want_su
         return result
     inverse = temperature.where(temperature > 0, torch.ones_like(temperature)).reciprocal().unsqueeze(1)
     scaled = logits.float() * inverse
-    whole = torch.from_numpy(filtered & (result.tokens >= 0)).to(device)
-    return result._replace(support=_support((scaled >= cuts.unsqueeze(1)) & (scaled > -torch.inf), whole))
+    is_filtered = torch.from_numpy(filtered & (result.tokens >= 0)).to(device)
+    return result._replace(
+        support=_make_support((scaled >= cuts.unsqueeze(1)) & (scaled > -torch.inf), is_filtered)
+    )
 
 
-def _support(kept: Tensor, filtered: Tensor) -> Support:
-    """The ids where ``kept`` [B, V] is True in ``filtered`` [B] rows; a count of 0 where that is all."""
-    counts = kept.sum(dim=-1).masked_fill(~filtered, 0)
-    counts = counts.masked_fill(counts == kept.shape[1], 0)
-    ids = kept[counts > 0].nonzero()[:, 1]
+def _make_support(is_kept: Tensor, is_filtered: Tensor) -> Support:
+    """Return the ids where ``is_kept`` [B, V] is True in ``is_filtered`` [B] rows; a row with all ids has
+    count 0."""
+    counts = is_kept.sum(dim=-1).masked_fill(~is_filtered, 0)
+    counts = counts.masked_fill(counts == is_kept.shape[1], 0)
+    ids = is_kept[counts > 0].nonzero()[:, 1]
     return Support(counts=counts.int().cpu().numpy(), ids=ids.int().cpu().numpy())
 
 
-def _cut_off(scaled: Tensor, settings: Settings) -> Tensor:
-    """[B, 1]: the smallest scaled logit that top-k and top-p keep."""
+def _find_cut(scaled: Tensor, settings: Settings) -> Tensor:
+    """Return [B, 1], the smallest scaled logit that top-k and top-p keep."""
     V, device = scaled.shape[1], scaled.device
-    ordered = scaled.sort(dim=-1, descending=True).values
+    sorted_logits = scaled.sort(dim=-1, descending=True).values
     top_k = torch.from_numpy(settings.top_k).to(device).long()
     ranks = torch.where((top_k > 0) & (top_k < V), top_k, V)
-    cut = ordered.gather(1, ranks.unsqueeze(1) - 1)
-    mass = (ordered - ordered[:, :1]).exp().double().masked_fill(ordered < cut, 0.0)
+    cut = sorted_logits.gather(1, ranks.unsqueeze(1) - 1)
+    mass = (sorted_logits - sorted_logits[:, :1]).exp().double().masked_fill(sorted_logits < cut, 0.0)
     top_p = torch.from_numpy(settings.top_p).to(device).double().unsqueeze(1)
-    reached = mass.cumsum(dim=-1) >= top_p * mass.sum(dim=-1, keepdim=True)
-    edge = reached.int().argmax(dim=-1, keepdim=True)  # the first rank whose cumulative mass is enough
-    return torch.where(top_p < 1, torch.maximum(cut, ordered.gather(1, edge)), cut)
+    is_enough = mass.cumsum(dim=-1) >= top_p * mass.sum(dim=-1, keepdim=True)
+    edge = is_enough.int().argmax(dim=-1, keepdim=True)  # the first rank whose cumulative mass is enough
+    return torch.where(top_p < 1, torch.maximum(cut, sorted_logits.gather(1, edge)), cut)

@@ -23,7 +23,7 @@ from ostinato.types import Request
 
 
 class Scheduler:
-    """Owns the queue, the running ``table`` and the ``cache`` of blocks.
+    """Schedules the waiting queue, the running ``table`` and the ``cache`` of blocks.
 
     ``step_tokens``: rows of known text in a pass. ``expect`` predicts the tokens of the answer to a request
     (0: unknown): the longest are started first. ``before_preemption`` gets the slot of a sequence
@@ -45,7 +45,7 @@ class Scheduler:
         self._before_preemption = before_preemption
 
     def __len__(self) -> int:
-        """Sequences that have not ended."""
+        """The number of sequences that have not ended."""
         return len(self.waiting) + len(self.table)
 
     @property
@@ -67,34 +67,35 @@ class Scheduler:
 
     def drop(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Remove those of ``sequences`` that have not ended, and return them."""
-        dropped = set(map(id, sequences))
-        found = [sequence for sequence in self.waiting if id(sequence) in dropped]
-        self.waiting = deque(sequence for sequence in self.waiting if id(sequence) not in dropped)
-        slots = [slot for slot in self.table.order if id(self.table.at(slot)) in dropped]
-        return [*found, *map(self.remove, slots)]
+        dropped_ids = set(map(id, sequences))
+        waiting = [sequence for sequence in self.waiting if id(sequence) in dropped_ids]
+        self.waiting = deque(sequence for sequence in self.waiting if id(sequence) not in dropped_ids)
+        slots = [slot for slot in self.table.order if id(self.table.at(slot)) in dropped_ids]
+        return [*waiting, *map(self.remove, slots)]
 
     def of(self, requests: Collection[Request]) -> tuple[list[int], list[Sequence]]:
-        """(slots, waiting sequences) of the requests that have not ended."""
-        given = set(map(id, requests))
-        slots = [slot for slot in self.table.order if id(self.table.at(slot).request) in given]
-        return slots, [sequence for sequence in self.waiting if id(sequence.request) in given]
+        """Return (slots, waiting sequences) of those requests that have not ended."""
+        request_ids = set(map(id, requests))
+        slots = [slot for slot in self.table.order if id(self.table.at(slot).request) in request_ids]
+        return slots, [sequence for sequence in self.waiting if id(sequence.request) in request_ids]
 
     def admit(self) -> list[tuple[int, int]]:
-        """Admit waiting sequences while there is room: (source, target) of blocks to copy before the pass."""
+        """Admit waiting sequences while there is room; return (source, target) of blocks to copy before
+        the pass."""
         copies: list[tuple[int, int]] = []
-        later: deque[Sequence] = deque()
+        postponed: deque[Sequence] = deque()
         room = self.cache.available - len(self.table)  # one spare block for each that runs
         while self.waiting and not self.table.full:
             sequence = self.waiting.popleft()
             tokens = sequence.prefix(sequence.text)
             match = self.cache.match(tokens)
             if match.pending:  # a sibling is computing this prefix right now
-                later.append(sequence)
+                postponed.append(sequence)
                 continue
-            # a matched block that only the tree holds was counted as room
+            # a matched block that no sequence uses was counted as room
             needed = len(tokens) // BLOCK + 1 - sum(self.cache.refs[b] > 1 for b in match.blocks)
             if needed > room and len(self.table):
-                later.append(sequence)
+                postponed.append(sequence)
                 break
             self.cache.share(match.blocks)
             sequence.blocks = list(match.blocks)
@@ -114,11 +115,12 @@ class Scheduler:
             sequence.nodes = self.cache.insert(tokens, sequence.blocks, ready=False)
             room -= needed
             self.table.add(sequence, match.tokens)
-        self.waiting.extendleft(reversed(later))
+        self.waiting.extendleft(reversed(postponed))
         return copies
 
     def schedule(self) -> tuple[np.ndarray, np.ndarray]:
-        """(slots, rows of known text) of the next pass: decoding first, then prompts within the budget."""
+        """Return (slots, rows of known text) of the next pass: decoding first, then prompts within the
+        budget."""
         table = self.table
         order = np.array(table.order, np.int64)
         need = table.length[order] - table.computed[order]
@@ -128,39 +130,40 @@ class Scheduler:
         counts = np.minimum(need, self._step_tokens - before)
         order, counts = order[counts > 0], counts[counts > 0]
         short = table.num_blocks[order] * BLOCK < table.length[order]
-        preempted: set[int] = set()
+        preempted_slots: set[int] = set()
         for slot in order[short].tolist():
-            if slot not in preempted:
-                preempted |= self.append_blocks(slot)
-        if preempted:
-            kept = ~np.isin(order, list(preempted))
-            order, counts = order[kept], counts[kept]
+            if slot not in preempted_slots:
+                preempted_slots |= self.append_blocks(slot)
+        if preempted_slots:
+            is_kept = ~np.isin(order, list(preempted_slots))
+            order, counts = order[is_kept], counts[is_kept]
         by_policy = np.argsort(table.policy[order], kind="stable")  # rows of a policy are consecutive
         return order[by_policy], counts[by_policy]
 
     def append_blocks(self, slot: int) -> set[int]:
-        """Give a sequence the blocks for its next token; others, or itself, are preempted where nothing is
-        free. Returns the slots of the preempted ones."""
-        sequence, length, preempted = self.table.at(slot), int(self.table.length[slot]), set[int]()
+        """Append the blocks for the next token of a sequence. Where none is free, the youngest sequences,
+        perhaps this one, are preempted. Returns the slots of the preempted ones."""
+        sequence, length, preempted_slots = self.table.at(slot), int(self.table.length[slot]), set[int]()
         while len(sequence.blocks) * BLOCK < length:
             try:
                 sequence.blocks.append(self.cache.allocate())
             except OutOfBlocks:
                 if self._free_surplus_blocks():
                     continue
-                youngest = self.table.order[-1]  # it has the least to lose
+                youngest = self.table.order[-1]  # usually it has the fewest tokens to compute again
                 self._before_preemption(youngest)
                 victim = self.remove(youngest)
-                preempted.add(youngest)
+                preempted_slots.add(youngest)
                 self.waiting.appendleft(victim)
                 self._counters.preempted += 1
                 if victim is sequence:
-                    return preempted
+                    return preempted_slots
         self.table.show_blocks(slot)
-        return preempted
+        return preempted_slots
 
     def computed(self, chosen: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """After a pass: the indices in ``chosen`` whose text is all computed, and which are sampled now."""
+        """Record a pass; return the indices in ``chosen`` whose text is all computed, and which are
+        sampled now."""
         table = self.table
         table.computed[chosen] += counts
         ready = np.flatnonzero(table.computed[chosen] == table.length[chosen])
@@ -172,34 +175,39 @@ class Scheduler:
         return ready
 
     def keep_prefix(self, slot: int) -> None:
-        """Make the blocks of a sequence that ends findable, if they are of one policy."""
+        """Insert the blocks of a sequence that ends into the prefix tree, if they are of one policy."""
         sequence, computed = self.table.at(slot), int(self.table.computed[slot])
         if sequence.generation == self.cache.generation and not sequence.nodes:
             self.cache.insert(sequence.prefix(self.table.text[slot, :computed]), sequence.blocks)
 
     def _free_surplus_blocks(self) -> int:
-        """Release the blocks that drafts have left past the ends of sequences; returns how many."""
-        table, freed = self.table, 0
+        """Release the blocks that drafts have left past the ends of sequences; return their number."""
+        table, num_freed = self.table, 0
         for slot in table.order:
-            sequence, keep = table.at(slot), -(-int(table.length[slot]) // BLOCK)
-            surplus, sequence.blocks[keep:] = sequence.blocks[keep:], []
+            sequence, needed = table.at(slot), -(-int(table.length[slot]) // BLOCK)
+            surplus, sequence.blocks[needed:] = sequence.blocks[needed:], []
             self.cache.release(surplus)
             # a block that has just been added is not in the table yet, and has to be shown
             table.num_blocks[slot] = min(int(table.num_blocks[slot]), len(sequence.blocks))
-            freed += len(surplus)
-        return freed
+            num_freed += len(surplus)
+        return num_freed
 
 
 def longest_first(
     waiting: Iterable[Sequence], new: Seq[Sequence], expect: Callable[[Request], float]
 ) -> deque[Sequence]:
-    """The queue, longest predictions first: a long answer that starts late is what all wait for."""
-    known: dict[str, float] = {}  # siblings are predicted alike
+    """Order the queue by predicted length, longest first: a long answer that starts late delays the whole
+    batch."""
+    predictions: dict[str, float] = {}  # by prompt: siblings have the same prediction
     for sequence in new:
         request = sequence.request
-        if request.uid not in known:
-            known[request.uid] = expect(request)
-        if known[request.uid] > 0:
-            sequence.expected = sequence.prompt_len + known[request.uid]
-    # those that were preempted first: they hold their callers up already
-    return deque(sorted(waiting, key=lambda one: (one.sampled is None, len(one.text) - one.expected)))
+        if request.uid not in predictions:
+            predictions[request.uid] = expect(request)
+        if predictions[request.uid] > 0:
+            sequence.expected = sequence.prompt_len + predictions[request.uid]
+    # preempted sequences come first: their callers have waited longest
+    return deque(
+        sorted(
+            waiting, key=lambda sequence: (sequence.sampled is None, len(sequence.text) - sequence.expected)
+        )
+    )

@@ -1,8 +1,8 @@
 """The running sequences as arrays: one row of every array is a slot, so that a pass is prepared and its
-tokens are taken in by a few array operations, whatever the batch.
+tokens are appended by a few array operations, whatever the size of the batch.
 
 A sequence takes a slot when it is admitted and leaves it when it ends or is preempted; in between its tokens
-live here and nowhere else. Entries beyond ``length`` are never read.
+are stored here and nowhere else. Entries beyond ``length`` are never read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Settings:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in flight. ``text`` and ``sampled`` are here while it waits, in its slot while it runs."""
+    """A request in flight. ``text`` and ``sampled`` hold its tokens while it waits; its slot does while it
+    runs."""
 
     index: int  # of the request in its call
     request: Request
@@ -62,9 +63,9 @@ class Sequence:
     policy: int  # number of the policy that it is sampled from
     text: np.ndarray  # [length] int32: prompt and what has been sampled
     sampled: tuple[np.ndarray, ...] | None = None  # logprobs, edges, versions of the answer
-    generation: int = 0  # of the prefix tree, when its blocks were begun
+    generation: int = 0  # of the prefix tree, when its first blocks were allocated
     kept: list[np.ndarray] = field(default_factory=list)  # ids that each token of the answer was drawn from
-    routes: np.ndarray | None = None  # from ``routes_from`` on, as it had them when it was preempted
+    routes: np.ndarray | None = None  # from ``routes_from`` on, as they were when it was preempted
     expected: float = 0.0  # length that is predicted, the prompt included; 0: unknown
     blocks: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)  # of the tree, that its prefill is about to make ready
@@ -82,7 +83,8 @@ class Sequence:
         return len(self.request.tokens)
 
     def prefix(self, tokens: np.ndarray) -> list[int]:
-        """Keys of ``tokens`` in the prefix tree. Policies share none, nor do salts, which the first has."""
+        """Return the keys of ``tokens`` in the prefix tree. Policies share none, nor do salts, which are part
+        of the first key."""
         keys = (tokens.astype(np.int64) + (self.policy << 32)).tolist()
         if keys and (salt := self.request.salt):
             keys[0] += int.from_bytes(hashlib.sha256(salt.encode()).digest()) << 64
@@ -93,7 +95,7 @@ class SequenceTable:
     """State of up to ``size`` running sequences of up to ``width`` tokens."""
 
     def __init__(self, size: int, width: int) -> None:
-        # Untouched pages of these cost nothing: what is used grows with the sequences.
+        # Untouched pages of these cost no memory: use grows with the sequences.
         self.text = np.empty((size, width + 1), np.int32)
         self.logprobs = np.empty((size, width + 1), np.float32)
         self.edges = np.empty((size, width + 1), np.float32)
@@ -112,16 +114,16 @@ class SequenceTable:
         self.top_k = np.zeros(size, np.int32)
         self.top_p = np.zeros(size, np.float32)
         self.min_p = np.zeros(size, np.float32)
-        self.filtered = np.zeros(size, bool)  # what its filters keep is recorded
+        self.filtered = np.zeros(size, bool)  # the ids that its filters keep are recorded
         self.banned_until = np.zeros(size, np.int64)  # length from which on every token may be sampled
         self.drafted = np.zeros(size, np.int64)
         self.accepted = np.zeros(size, np.int64)
         self.passes = np.zeros(size, np.int64)
-        self.special = np.zeros(size, bool)  # has stop strings: looked at token by token
+        self.special = np.zeros(size, bool)  # has stop strings: checked token by token
         self.listened = np.zeros(size, bool)  # its tokens are streamed to a listener
-        self.top = np.zeros(size, np.int64)  # of the likeliest tokens, for the listener
+        self.top = np.zeros(size, np.int64)  # number of likeliest tokens for the listener
         self.policy = np.zeros(size, np.int64)
-        self._stop_tokens: dict[tuple[int, ...], int] = {}  # how many slots have each
+        self._stop_token_counts: dict[tuple[int, ...], int] = {}  # number of slots by stop tokens
         self.sequences: list[Sequence | None] = [None] * size
         self.order: list[int] = []  # slots in use, the youngest last
         self._free = list(range(size - 1, -1, -1))
@@ -159,7 +161,9 @@ class SequenceTable:
         self.special[slot], self.listened[slot] = bool(sampling.stop_strings), sequence.on_tokens is not None
         self.top[slot] = sequence.request.top_logprobs if sequence.on_tokens is not None else 0
         self.policy[slot] = sequence.policy
-        self._stop_tokens[sampling.stop_tokens] = self._stop_tokens.get(sampling.stop_tokens, 0) + 1
+        self._stop_token_counts[sampling.stop_tokens] = (
+            self._stop_token_counts.get(sampling.stop_tokens, 0) + 1
+        )
         self.sequences[slot] = sequence
         self.num_blocks[slot] = 0
         self.show_blocks(slot)
@@ -169,12 +173,12 @@ class SequenceTable:
     def show_blocks(self, slot: int) -> None:
         """Copy the blocks that were added to its sequence into the table."""
         sequence = self.at(slot)
-        have, want = int(self.num_blocks[slot]), len(sequence.blocks)
-        self.tables[slot, have:want] = sequence.blocks[have:]
-        self.num_blocks[slot] = want
+        old_count, new_count = int(self.num_blocks[slot]), len(sequence.blocks)
+        self.tables[slot, old_count:new_count] = sequence.blocks[old_count:]
+        self.num_blocks[slot] = new_count
 
     def remove(self, slot: int) -> Sequence:
-        """Free the slot; its text and results are copied back to the sequence."""
+        """Free the slot, and copy its text and results back to the sequence."""
         sequence, length, prompt = self.at(slot), int(self.length[slot]), int(self.prompt[slot])
         sequence.text = self.text[slot, :length].copy()
         arrays = (self.logprobs, self.edges, self.versions)
@@ -183,9 +187,9 @@ class SequenceTable:
         sequence.passes, sequence.observed = int(self.passes[slot]), int(self.observed[slot])
         sequence.computed = int(self.computed[slot])
         stop_tokens = sequence.request.sampling.stop_tokens
-        self._stop_tokens[stop_tokens] -= 1
-        if not self._stop_tokens[stop_tokens]:
-            del self._stop_tokens[stop_tokens]
+        self._stop_token_counts[stop_tokens] -= 1
+        if not self._stop_token_counts[stop_tokens]:
+            del self._stop_token_counts[stop_tokens]
         self.sequences[slot] = None
         self.order.remove(slot)
         self._free.append(slot)
@@ -197,8 +201,8 @@ class SequenceTable:
         return sequence
 
     def watched(self) -> list[int]:
-        """The stop tokens of all running sequences."""
-        return sorted({token for tokens in self._stop_tokens for token in tokens})
+        """Return the stop tokens of all running sequences."""
+        return sorted({token for tokens in self._stop_token_counts for token in tokens})
 
     def settings(self, slots: np.ndarray) -> Settings:
         return Settings(self.temperature[slots], self.top_k[slots], self.top_p[slots], self.min_p[slots])

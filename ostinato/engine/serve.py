@@ -1,9 +1,9 @@
 """Samplers of a pool: any engine behind ``protocols.Sampler``, in this process or in a worker elsewhere.
 
     start    -> engine.generate  -> answers, kept until they are collected
-    drop     -> engine.cut           (what it had so far comes back)
+    drop     -> engine.cut           (the tokens sampled so far are returned)
     publish  -> engine.publish   -> the fingerprint of what the engine serves then
-    collect  <- answers, spans, counters, and what is served: version and fingerprint
+    collect  <- answers, spans, counters, and the served version and fingerprint
 
 Nothing here waits for the trainer or for another worker.
 """
@@ -26,11 +26,11 @@ from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Re
 from ostinato.workers.remote import Remote
 
 Remember = Callable[[str, int, Sequence[HistoryEntry]], None]  # (uid, step, answers)
-CLOSE_S = 5.0  # for calls that were cancelled to end
+CLOSE_S = 5.0  # limit for cancelled calls to end
 
 
 class Serving(Engine, Protocol):
-    """An engine that reports what it serves, and whose running requests can be given up."""
+    """An engine that reports which policy it serves, and whose running requests can be cut."""
 
     @property
     def served(self) -> tuple[int, str]:
@@ -38,11 +38,11 @@ class Serving(Engine, Protocol):
         ...
 
     def cut(self, requests: Collection[Request]) -> None:
-        """End these now: ``generate`` yields them as ABORT, with what they have."""
+        """End these requests now: ``generate`` yields them as ABORT, with their tokens so far."""
         ...
 
     def under_way(self) -> Sequence[tuple[Request, int]]:
-        """Requests that have not ended, and how many tokens of the answer each has."""
+        """Return the requests that have not ended, each with the number of its sampled tokens."""
         ...
 
 
@@ -54,7 +54,7 @@ class Reloadable(Protocol):
 
 
 def failed(sentence: str) -> Completion:
-    """An empty completion that ended as ERROR, with ``sentence`` as the reason."""
+    """Return an empty completion that ended as ERROR, with ``sentence`` as the reason."""
     none, tokens = np.zeros(0, np.float32), np.zeros(0, np.int32)
     return Completion(tokens=tokens, logprobs=none, versions=tokens, stop=Stop.ERROR, error=sentence)
 
@@ -62,10 +62,10 @@ def failed(sentence: str) -> Completion:
 class SamplerServer:
     """Implements ``protocols.Sampler`` with ``engine``.
 
-    ``name`` is the worker's in the timeline. ``read`` turns a publication's payload into what the engine
-    publishes (``model.wire.unpack``). ``remember`` gets the answers that come with publications, where the
-    engine drafts from them. A request that the engine refuses (ValueError) ends alone, as ERROR; whatever
-    else it raises is raised by the next ``collect``.
+    ``name`` is the worker's in the timeline. ``read`` turns a publication's payload into adapters for the
+    engine (``model.wire.unpack``). ``remember`` gets the answers that come with publications, where the
+    engine drafts from them. A request that the engine refuses (ValueError) ends alone, as ERROR; any
+    other error of the engine is raised by the next ``collect``.
     """
 
     def __init__(
@@ -80,28 +80,28 @@ class SamplerServer:
         self._news = asyncio.Event()
 
     async def start(self, calls: Sequence[tuple[int, Request]], drop: Sequence[int] = ()) -> None:
-        """Begin with ``calls`` as one call of the engine, and give ``drop`` up; see ``protocols.Sampler``."""
+        """Start ``calls`` as one call of the engine, and cut ``drop``; see ``protocols.Sampler``."""
         if calls:
             self._running.update(calls)
-            self._begin(dict(calls))
+            self._start_answer(dict(calls))
         if drop:
-            await asyncio.sleep(0)  # what was begun just before reaches the engine first
+            await asyncio.sleep(0)  # calls that were just started reach the engine first
             self._engine.cut([self._running[id] for id in drop if id in self._running])
 
     async def collect(self, wait_s: float) -> PollResult:
-        """What has ended since the last time; waits ``wait_s`` at most. Raises what the engine has raised,
-        once all answers have been given out."""
+        """Return what has ended since the last call; wait for ``wait_s`` at most. Raises the error of the
+        engine, once all answers have been returned."""
         if not self._done and self._broken is None:
             self._news.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), wait_s)
         if not self._done and self._broken is not None:
             raise self._broken
-        return self._report()  # nothing awaits from here on: what is taken is given out
+        return self._report()  # nothing awaits from here on, so what is taken is returned
 
     async def publish(self, publication: Publication) -> str:
-        """Serve it from the next pass on; returns the fingerprint served. Raises what the engine and ``read``
-        raise; then the old policy stays."""
+        """Serve the policy from the next pass on; return the fingerprint that is served. Raises the errors of
+        the engine and ``read``; then the old policy stays."""
         start, engine, version = time.time(), self._engine, publication.version
         size = publication.size
         if publication.path:
@@ -121,7 +121,7 @@ class SamplerServer:
         return fingerprint
 
     async def close(self) -> None:
-        """Cancel all calls; they give no answers."""
+        """Cancel all calls, without answers."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -130,23 +130,23 @@ class SamplerServer:
 
     # ---- calls
 
-    def _begin(self, calls: Mapping[int, Request]) -> None:
+    def _start_answer(self, calls: Mapping[int, Request]) -> None:
         task = asyncio.create_task(self._answer(calls))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, calls: Mapping[int, Request]) -> None:
-        ids, left = list(calls), set(calls)
+        ids, open_ids = list(calls), set(calls)
         try:
             async for index, completion in self._engine.generate(list(calls.values())):
-                left.discard(ids[index])
+                open_ids.discard(ids[index])
                 self._end(ids[index], completion)
         except ValueError as error:
             if len(calls) == 1:
                 self._end(ids[0], failed(str(error)))
                 return
-            for id in sorted(left):  # one of them is at fault: each is tried alone
-                self._begin({id: calls[id]})
+            for id in sorted(open_ids):  # any of them may be at fault: each is tried alone
+                self._start_answer({id: calls[id]})
         except Exception as error:  # the edge of the process: the collector gets the error
             self._broken = error
             self._news.set()
@@ -156,36 +156,36 @@ class SamplerServer:
             self._done.append((id, completion))
             self._news.set()
 
-    # ---- what is sent to it
+    # ---- reports
 
     def _report(self) -> PollResult:
-        (version, fingerprint), counters = self._engine.served, self._counters()
+        (version, fingerprint), counters = self._engine.served, self._read_counters()
         done, self._done = tuple(self._done), []
         return PollResult(
             done=done,
             version=version,
             fingerprint=fingerprint,
             sampled=int(counters["decoded"]) if "decoded" in counters else -1,
-            progress=self._progress(),
+            progress=self._read_progress(),
             spans=self._take_spans(),
             counters=counters,
         )
 
-    def _progress(self) -> tuple[tuple[int, int], ...]:
+    def _read_progress(self) -> tuple[tuple[int, int], ...]:
         if not self._running:
             return ()
         ids = {id(request): call for call, request in self._running.items()}
-        known = ((ids.get(id(request)), tokens) for request, tokens in self._engine.under_way())
-        return tuple((call, tokens) for call, tokens in known if call is not None)
+        progress = ((ids.get(id(request)), tokens) for request, tokens in self._engine.under_way())
+        return tuple((call, tokens) for call, tokens in progress if call is not None)
 
-    def _counters(self) -> Mapping[str, float]:
+    def _read_counters(self) -> Mapping[str, float]:
         counters = getattr(self._engine, "counters", None)
         if is_dataclass(counters) and not isinstance(counters, type):
             return asdict(counters)
         return dict(counters) if isinstance(counters, Mapping) else {}
 
     def _take_spans(self) -> tuple[Span, ...]:
-        """The engine's passes and the publications between them, in order."""
+        """Return the engine's passes and the publications between them, in order."""
         spans, self._spans = self._spans, []
         if isinstance(self._engine, _Timed):
             spans += self._engine.take_spans()
@@ -197,9 +197,9 @@ class _Timed(Timed, Protocol): ...
 
 
 class SamplerLink:
-    """Forwards to a sampler elsewhere; every wait is bounded by ``silence_s`` beyond what was requested.
+    """Forwards to a sampler elsewhere; every wait is bounded by ``silence_s`` beyond the requested time.
 
-    Raises WorkerLost when the worker died or is silent; what the sampler itself raises comes as itself.
+    Raises WorkerLost when the worker died or is silent; errors of the sampler itself are raised unchanged.
     """
 
     def __init__(self, remote: Remote, silence_s: float) -> None:
@@ -207,8 +207,8 @@ class SamplerLink:
         self._remote, self._silence_s = remote, silence_s
 
     async def built(self) -> SamplerLink:
-        """Returns itself once the sampler is built: a policy sent before it has loaded its model may be lost.
-        The worker is ended if building fails or the wait is cancelled."""
+        """Wait until the sampler is built, and return this link: a policy that is sent before the model is
+        loaded may be lost. The worker is ended if building fails or the wait is cancelled."""
         try:
             await self.collect(0.0)
         except BaseException:
@@ -223,7 +223,7 @@ class SamplerLink:
         return await self._remote.call("collect", wait_s, within_s=wait_s + self._silence_s)
 
     async def publish(self, publication: Publication) -> str:
-        """Packed once, however many samplers it goes to one after another."""
+        """Publish; the publication is packed once, however many samplers it is sent to in turn."""
         return await self._remote.call("publish", publication, within_s=self._silence_s, shared=True)
 
     async def close(self) -> None:

@@ -35,13 +35,13 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 SPINS = {"active": "20000", "passive": "0"}  # GOMP_SPINCOUNT
 
 PROBE_LIMIT_S = 120.0  # a process that takes longer, import of torch and compiler included, has failed
-LOOK_S = 0.2  # for which the other load of the machine is observed
+LOOK_S = 0.2  # seconds for which other load on the machine is observed
 SPIN_GAIN = 1.1  # what spinning must gain to be chosen: it takes time from other work on the core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """A choice: ``count`` OpenMP threads that wait by ``policy``; ``source`` says where it came from."""
+    """A choice: ``count`` OpenMP threads that wait by ``policy``; ``source`` is its origin."""
 
     count: int
     policy: Policy
@@ -53,7 +53,7 @@ class Threads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """What is timed: the products of a model by name or folder. ``dtype``: "auto", or that of the run."""
+    """The products to be timed: of a model by name or folder. ``dtype``: "auto", or that of the run."""
 
     model: str = "asset:seed-moe"
     dtype: str = "auto"
@@ -78,7 +78,7 @@ def configure(
 ) -> Threads:
     """Choose, and write the choice into the environment that torch will read. Call it before importing torch.
 
-    What the caller gives wins, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then the
+    Arguments take precedence, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then the
     earlier measurement of ``work`` on this machine, then a measurement of some ten seconds. If the number of
     threads is the one that an earlier measurement found fastest, the wait policy is also the one found there,
     else passive; on a busy machine it is always passive: two runs that both spin take five times as long.
@@ -90,7 +90,7 @@ def configure(
             "call it first",
             stacklevel=2,
         )
-    choice = _choose(threads, policy, work, environ)
+    choice = _choose_threads(threads, policy, work, environ)
     environ["OMP_NUM_THREADS"] = str(choice.count)
     environ["OMP_WAIT_POLICY"] = choice.policy.upper()
     if policy != "auto" or "GOMP_SPINCOUNT" not in environ:
@@ -105,14 +105,14 @@ def configure_early(
     return None if "torch" in sys.modules else configure(threads, work=work)
 
 
-def _choose(
+def _choose_threads(
     threads: int | Literal["auto"],
     policy: Policy | Literal["auto"],
     work: Products | None,
     environ: MutableMapping[str, str],
 ) -> Threads:
     set_count, set_policy = environ.get("OMP_NUM_THREADS", ""), environ.get("OMP_WAIT_POLICY", "").lower()
-    known = None if work is None else cached(work)
+    measured = None if work is None else cached(work)
     if threads != "auto":
         choice = Threads(count=threads, policy="passive", source="given")
     elif set_count.isdecimal() and int(set_count) > 0:
@@ -120,24 +120,25 @@ def _choose(
     elif work is None:
         choice = Threads(count=physical_cores(), policy="passive", source="default")
     else:
-        choice = known = known or measure(work)
-    if known is not None and known.count == choice.count:  # so many threads were fastest here, waiting so
-        busy = known.source == "cache" and is_busy() and is_busy()  # twice: what begins may be short
-        spins = known.policy == "active" and not busy
+        choice = measured = measured or measure(work)
+    if measured is not None and measured.count == choice.count:  # its policy was timed with this count
+        busy = measured.source == "cache" and is_busy() and is_busy()  # twice: the first load may be short
+        spins = measured.policy == "active" and not busy
         choice = replace(choice, policy="active" if spins else "passive")
-    set_by_user = next((one for one in POLICIES if one == set_policy), choice.policy)
+    set_by_user = next((name for name in POLICIES if name == set_policy), choice.policy)
     return replace(choice, policy=set_by_user if policy == "auto" else policy)
 
 
 def cached(work: Products) -> Threads | None:
-    """The choice measured earlier on this machine, on a busy one only while it is busy; None when there is
-    none, or its file does not hold one."""
-    choice, busy = read_cached(cache_file(work), _parsed) or (None, False)
+    """Return the choice that was measured earlier on this machine, one of a busy machine only while it is
+    busy; None where there is none, or its file is not readable."""
+    choice, busy = read_cached(cache_file(work), _parse_cache) or (None, False)
     return None if busy and not is_busy() else choice
 
 
-def _parsed(read: Any) -> tuple[Threads, bool]:
-    """Raises ValueError, TypeError or LookupError for what ``_write_cache`` never wrote."""
+def _parse_cache(read: Any) -> tuple[Threads, bool]:
+    """Convert a cache file to (choice, whether the machine was busy). Raises ValueError, TypeError or
+    LookupError for contents that ``_write_cache`` never wrote."""
     count, policy = read["best"]["count"], read["best"]["policy"]
     if type(count) is not int or not 1 <= count <= logical_cores() or policy not in SPINS:
         raise ValueError(f"{count!r} threads with policy {policy!r}, of {logical_cores()} cores")
@@ -145,8 +146,8 @@ def _parsed(read: Any) -> tuple[Threads, bool]:
 
 
 def measure(work: Products) -> Threads:
-    """Time every candidate and return the fastest, kept in the cache file: of a busy machine for as long as
-    it is busy, and never in place of what was measured on a quiet one."""
+    """Time every candidate, return the fastest, and write it to the cache file. A result of a busy machine is
+    valid only while it is busy, and never replaces one of a quiet machine."""
     counts = candidates(logical_cores(), physical_cores())
     busy = is_busy()
     when = "and again when the machine is no longer busy" if busy else "once on this machine"
@@ -159,9 +160,11 @@ def measure(work: Products) -> Threads:
     best = fastest(timings)
     if best is None:
         return Threads(count=physical_cores(), policy="passive", source="default")
-    for one in timings:
-        us = f"{one.us_per_token:,.0f} us per token" if one.us_per_token else "failed"
-        logger.info(f"  {one.count:3d} threads {one.policy:8s} {us}{' <- fastest' if one is best else ''}")
+    for timing in timings:
+        us = f"{timing.us_per_token:,.0f} us per token" if timing.us_per_token else "failed"
+        logger.info(
+            f"  {timing.count:3d} threads {timing.policy:8s} {us}{' <- fastest' if timing is best else ''}"
+        )
     if not busy or cached(work) is None:
         _write_cache(work, best, timings, busy)
     return Threads(count=best.count, policy=best.policy, source="measured")
@@ -174,8 +177,8 @@ def fastest(timings: list[Timing]) -> Timing | None:
 
 
 def is_busy() -> bool:
-    """Whether the cores have other work just now: over a quarter of LOOK_S. Not the load average, which for
-    minutes remembers the run before."""
+    """Return whether the cores have other work now, over a quarter of LOOK_S. The load average is of no use:
+    it includes an earlier run for minutes."""
     if (before := _spent()) is None:
         return False
     time.sleep(LOOK_S)
@@ -184,31 +187,32 @@ def is_busy() -> bool:
 
 
 def _spent() -> tuple[int, int] | None:
-    """Ticks in which the cores that we may use have worked, and idled; None where the system does not say."""
+    """Return (busy ticks, idle ticks) of the cores that we may use; None where the system does not report
+    them."""
     try:
         lines = Path("/proc/stat").read_text(encoding="utf-8").splitlines()
-        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     except (OSError, AttributeError):
         return None
-    ticks = [[int(word) for word in words[1:]] for line in lines if (words := line.split())[0] in ours]
-    idle = sum(sum(one[3:5]) for one in ticks)  # idle and waiting for a disk
-    return sum(sum(one[:8]) for one in ticks) - idle, idle
+    ticks = [[int(word) for word in words[1:]] for line in lines if (words := line.split())[0] in names]
+    idle = sum(sum(counts[3:5]) for counts in ticks)  # idle and waiting for a disk
+    return sum(sum(counts[:8]) for counts in ticks) - idle, idle
 
 
 def candidates(logical: int, physical: int) -> list[int]:
-    """Threads in {1, physical/2, physical, logical}."""
+    """Return the numbers of threads to time: {1, physical/2, physical, logical}."""
     return sorted({1, max(1, physical // 2), physical, logical})
 
 
 def probe(work: Products, policy: Policy, counts: Sequence[int]) -> dict[int, float | None]:
-    """Microseconds per token for each number of threads, in one fresh process; None where that fails. One
-    thread never waits, so it is timed under one policy."""
+    """Measure microseconds per token for each number of threads, in a new process; None where that fails. A
+    single thread never waits, so it is timed under a single policy."""
     counts = [count for count in counts if count > 1 or policy == "passive"]
     if not counts:
         return {}
     environ = {**os.environ, "OMP_NUM_THREADS": str(max(counts)), "OMP_WAIT_POLICY": policy.upper()}
     environ["GOMP_SPINCOUNT"] = SPINS[policy]
-    environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # it imports what this process imports
+    environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # it must find the modules that this process finds
     command = [sys.executable, "-P", "-m", "ostinato.engine.products", json.dumps([asdict(work), counts])]
     try:
         done = subprocess.run(command, env=environ, capture_output=True, timeout=PROBE_LIMIT_S, check=True)
@@ -218,7 +222,7 @@ def probe(work: Products, policy: Policy, counts: Sequence[int]) -> dict[int, fl
 
 
 def logical_cores() -> int:
-    """CPUs this process may use: its affinity, and the quota of its control group."""
+    """Count the CPUs that this process may use: its affinity, and the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -228,13 +232,13 @@ def logical_cores() -> int:
 
 
 def physical_cores() -> int:
-    """Cores without counting hardware threads twice; the logical number where the system does not say."""
+    """Count cores without hardware threads; the logical number where the system does not report them."""
     try:
         blocks = Path("/proc/cpuinfo").read_text(encoding="utf-8").strip().split("\n\n")
     except OSError:
         return logical_cores()
     allowed = os.sched_getaffinity(0)
-    fields = [dict(_field(line) for line in block.splitlines() if ":" in line) for block in blocks]
+    fields = [dict(_parse_field(line) for line in block.splitlines() if ":" in line) for block in blocks]
     cores = {
         (cpu.get("physical id"), cpu["core id"])
         for cpu in fields
@@ -243,7 +247,7 @@ def physical_cores() -> int:
     return min(len(cores), logical_cores()) or logical_cores()
 
 
-def _field(line: str) -> tuple[str, str]:
+def _parse_field(line: str) -> tuple[str, str]:
     key, _, value = line.partition(":")
     return key.strip(), value.strip()
 
@@ -255,7 +259,7 @@ def cache_file(work: Products) -> Path:
 
 
 def fingerprint() -> str:
-    """A short hash of what the measurement depends on: processor, cores that we may use, torch."""
+    """Return a short hash of what the measurement depends on: processor, cores that we may use, torch."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         model = next((line for line in cpuinfo if line.startswith("model name")), platform.processor())

@@ -1,4 +1,4 @@
-"""vLLM as an engine: tokens in, tokens and log-probabilities out, over HTTP; it is not imported here.
+"""vLLM as an engine: takes tokens, returns tokens and log-probabilities, over HTTP; it is not imported here.
 
     generate -> one request each -> /inference/v1/generate -> tokens, log-probabilities, labels -> Completion
     publish  -> PEFT folder -> PolicyClient (pause, replace, label, resume) -> proof
@@ -6,13 +6,14 @@
 
 Running requests go on under the new adapter with the keys and values that they have. vLLM labels every token
 with the policy in force when it was sampled, so versions are exact; a label that was not published here means
-that the server is not ours any more, and none of its answers are used. New requests find no prefix of an
-older policy: the label salts the prefix cache.
+that something else has published to the server, and none of its answers are used. New requests find no prefix
+of an older policy: the label salts the prefix cache.
 
-What is served is proven three times: the worker returns the digest of the adapter that it has read, every
+The served policy is proved three times: the worker returns the digest of the adapter that it has read, every
 answer carries its labels, and at each publish an answer is scored by our own decoder (``vllm_proof``).
 
-A server that is lost ends the run by name (WorkerLost); what the run has is saved, and it is resumed. The
+A server that is lost ends the run with an error that names it (WorkerLost); the run is saved and can be
+resumed. The
 noise is vLLM's own: seeded by the request (not on a CPU), but dependent on the numerics of its batch, so
 tokens are not guaranteed to be the same in another batch.
 """
@@ -42,9 +43,9 @@ from ostinato.model.shapes import AdapterSpec
 from ostinato.observe.timeline import Kind, Span
 from ostinato.types import Completion, Request, Sampling
 
-BEAT_S = 5.0  # between two signs of life of a server with requests
+BEAT_S = 5.0  # seconds between two signs of life of a server with requests
 MOST_OPEN = 512  # connections at once
-SLOTS = 255  # requests at once to a server of others: it takes 256 by default, and a proof needs a place
+SLOTS = 255  # requests at once to a server that others run: it takes 256 by default, and a proof needs one
 PROOF_TOKENS = 32
 QUESTIONS = "/inference/v1/generate"
 
@@ -55,9 +56,9 @@ class VllmEngine:
 
     ``folder`` is written to, and must be readable for the server under the same path. ``decode`` turns token
     ids into text. ``probe`` ([T] token ids) is answered at each publish; no policy's k3 may reach ``bound``.
-    ``spec``: what is adapted; a canary of all of it is published before any work. ``routes``, ``supports``:
-    the server has to return the experts of tokens, and what filters leave. ``slots``: requests that the
-    server gets at once, one less than it takes. ``name`` is the worker's in the timeline.
+    ``spec``: the adapted weights; a canary of all of them is published before any work. ``routes``,
+    ``supports``: the server has to return the experts of tokens, and the ids that filters keep. ``slots``:
+    requests that the server gets at once, one less than it takes. ``name`` is the worker's in the timeline.
 
     Raises ValueError for a server that lacks a needed feature, WorkerLost where it cannot be reached or does
     not apply a kind of adapter.
@@ -81,32 +82,33 @@ class VllmEngine:
     ) -> None:
         self._server, self._decoder, self._folder, self._decode = server, decoder, folder, decode
         self._probe = Request(tokens=probe, sampling=Sampling(max_tokens=PROOF_TOKENS), seed=(0,))
-        self._bound, self._slots, self._time = bound, slots, _Time(name)
+        self._bound, self._slots, self._timeline = bound, slots, _Timeline(name)
         self._served, self._policy = PolicyClient(server, silence_s), Policy(version=0)
         self._verdict: Verdict | None = None
         self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         try:
-            with self._named("before any work"):
+            with self._name_loss("before any work"):
                 server.start()
                 self._served.ask("POST", "/resume")  # an earlier client may have left it paused
                 self._facts = check(server.address, [0], server.key, routes=routes, supports=supports)
                 self._limits = Limits(
                     context=min(self._facts.context, decoder.config.max_positions),
                     vocab_size=decoder.config.vocab_size,
-                    blocks=sys.maxsize,  # vLLM's own care
+                    blocks=sys.maxsize,  # vLLM manages its own blocks
                     has_text=decode is not None,
                     policies={"": 0},  # none by name
                 )
             for adapters in (None if spec is None else canary(decoder, spec), None):
                 self.publish(adapters, 0)
-        except BaseException:  # nothing else has the server yet
+        except BaseException:  # no caller has the engine yet, so nothing else would close the server
             server.close()
             raise
-        self._time.started()
+        self._timeline.started()
 
     @contextmanager
-    def _named(self, when: str) -> Iterator[None]:
-        """Raises WorkerLost where the server is lost, with what is known of its end."""
+    def _name_loss(self, when: str) -> Iterator[None]:
+        """Raises WorkerLost where the server is lost within the context, with the reason as far as it is
+        known."""
         try:
             yield
         except Unreachable as lost:
@@ -115,13 +117,13 @@ class VllmEngine:
     # ---- the protocol
 
     def take_verdict(self) -> Verdict | None:
-        """On the newest policy that was published since the last call; None: none was."""
+        """Return the verdict on the newest policy that was published since the last call, or None."""
         verdict, self._verdict = self._verdict, None
         return verdict
 
     @property
     def served(self) -> tuple[int, str]:
-        """(version, fingerprint) that the server served by its last answer, publish or sign of life."""
+        """(version, fingerprint) that the server has served, by its last answer, publish or sign of life."""
         version, _, mark = self._served.label.partition(":")
         return int(version), "" if mark == "base" else mark
 
@@ -133,33 +135,33 @@ class VllmEngine:
     def publish(self, adapters: Adapters | None, version: int) -> None:
         """Serve ``adapters`` (None: the base) from the next pass on; requests in flight go on under them.
 
-        A request that began on the base ends on it, and its tokens say so. Raises NotFinite, and the old
-        policy goes on; WorkerLost where the server does not take them, serves something else, or is lost.
+        A request that began on the base ends on it, and its tokens have that version. Raises NotFinite, and
+        the old policy stays; WorkerLost where the server refuses them, serves something else, or is lost.
         """
-        before, policy = self._policy, write_policy(adapters, version, self._folder, self._decoder.dtype)
-        with self._named(f"when policy {policy.label} was published"):
+        old_policy, policy = self._policy, write_policy(adapters, version, self._folder, self._decoder.dtype)
+        with self._name_loss(f"when policy {policy.label} was published"):
             self._served.install(policy)
             self._policy = policy
-            reply = self._served.ask("POST", QUESTIONS, self._question(self._probe, policy))
-            completion = self._completion(self._probe, policy, reply)
+            reply = self._served.ask("POST", QUESTIONS, self._make_question(self._probe, policy))
+            completion = self._make_completion(self._probe, policy, reply)
         if completion.error:
             raise vllm_lost(f"vLLM did not answer under policy {policy.label}: {completion.error}")
         self._verdict = prove(self._decoder, adapters, self._probe, completion, bound=self._bound)
         for old in self._folder.glob("policy-*"):
-            if old not in (policy.folder, before.folder):
+            if old not in (policy.folder, old_policy.folder):
                 shutil.rmtree(old, ignore_errors=True)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """In here the server has no memory for keys and values, and no requests: a training step on its GPU
-        may have it. Weights, adapters and CUDA graphs stay. Raises WorkerLost."""
-        with self._named("when it lent its keys and values"):
+        """Free the server's memory for keys and values within the context, for a training step on its GPU; it
+        has no requests then. Weights, adapters and CUDA graphs stay. Raises WorkerLost."""
+        with self._name_loss("when it lent its keys and values"):
             self._served.must("POST", "/pause?mode=abort&clear_cache=true")
             self._served.must("POST", "/release_kv_cache_memory")
         try:
             yield
         finally:
-            with self._named("when it was woken"):
+            with self._name_loss("when it was woken"):
                 self._served.must("POST", "/wake_up?tags=kv_cache")
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
@@ -167,32 +169,32 @@ class VllmEngine:
         WorkerLost."""
         for request in requests:
             refuse(request, self._limits)
-        gate = self._gate_here()
+        gate = self._find_gate()
         waiting = {asyncio.create_task(self._answer(gate, index, r)) for index, r in enumerate(requests)}
         watch = asyncio.create_task(self._watch())
-        self._time.run(1)
+        self._timeline.run(1)
         try:
-            with self._named("while it had requests"):
+            with self._name_loss("while it had requests"):
                 while waiting:
-                    ended, _ = await asyncio.wait({*waiting, watch}, return_when=asyncio.FIRST_COMPLETED)
-                    if watch in ended:
+                    done, _ = await asyncio.wait({*waiting, watch}, return_when=asyncio.FIRST_COMPLETED)
+                    if watch in done:
                         watch.result()  # raises
-                    for task in waiting & ended:
+                    for task in waiting & done:
                         waiting.discard(task)
                         yield task.result()
         finally:
-            self._time.run(-1)
-            rest: list[asyncio.Task[Any]] = [*waiting, watch]
-            for task in rest:
+            self._timeline.run(-1)
+            tasks: list[asyncio.Task[Any]] = [*waiting, watch]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def take_spans(self) -> list[Span]:
-        """See ``protocols.Timed``. Of what the server does between, it is known that it has requests."""
-        return self._time.take()
+        """Return spans; see ``protocols.Timed``. Of a server it is only known when it has requests."""
+        return self._timeline.take()
 
     def close(self) -> None:
-        """End the server, if it is ours."""
+        """End the server, if it was started here."""
         self._server.close()
 
     # ---- requests
@@ -200,19 +202,21 @@ class VllmEngine:
     async def _answer(self, gate: asyncio.Semaphore, index: int, request: Request) -> tuple[int, Completion]:
         async with gate:
             policy, server = self._policy, self._server
-            reply = await post(server.address, QUESTIONS, self._question(request, policy), key=server.key)
-            if reply.status >= 500:  # of this request, or the end of all
+            reply = await post(
+                server.address, QUESTIONS, self._make_question(request, policy), key=server.key
+            )
+            if reply.status >= 500:  # an error of this request, or of a dying server: then ``beat`` raises
                 await asyncio.to_thread(self._served.beat)
-            completion = self._completion(request, policy, reply)
+            completion = self._make_completion(request, policy, reply)
             self._served.signs += 1
             return index, completion
 
-    def _question(self, request: Request, policy: Policy) -> dict[str, Any]:
+    def _make_question(self, request: Request, policy: Policy) -> dict[str, Any]:
         name, seeded = policy.name(self._facts.base), self._facts.seeds
         return question(request, name, policy.label, self._limits.context, seeded=seeded)
 
-    def _completion(self, request: Request, policy: Policy, reply: Reply) -> Completion:
-        """The answer of a living server; raises as ``choice_of`` and ``PolicyClient.versions``."""
+    def _make_completion(self, request: Request, policy: Policy, reply: Reply) -> Completion:
+        """Convert the answer of a living server; raises as ``choice_of`` and ``PolicyClient.versions``."""
         if reply.status >= 500:
             return failed(f"vLLM answered {reply.error}")
         choice, cached = choice_of(reply, request, policy.name(self._facts.base))
@@ -220,25 +224,25 @@ class VllmEngine:
         experts = None if moe is None else moe.num_experts
         return answer(request, choice, versions, self._decode, cached=cached, num_experts=experts)
 
-    def _gate_here(self) -> asyncio.Semaphore:
-        """What limits the requests of the calls in this event loop."""
+    def _find_gate(self) -> asyncio.Semaphore:
+        """Return the semaphore that limits the requests of all calls in this event loop."""
         loop = asyncio.get_running_loop()
         if self._gate is None or self._gate[0] is not loop:
             self._gate = loop, asyncio.Semaphore(self._slots)
         return self._gate[1]
 
     async def _watch(self) -> None:
-        """Beat until that raises Unreachable, once for all calls; in a thread, since the event loop may be
-        blocked for longer than the server may be silent."""
+        """Beat until that raises Unreachable; in a thread, since the event loop may be blocked for longer
+        than the server may be silent."""
         while True:
-            seen = self._served.signs
+            old_signs = self._served.signs
             await asyncio.sleep(BEAT_S)
-            if self._served.signs == seen:
+            if self._served.signs == old_signs:
                 await asyncio.to_thread(self._served.beat)
 
 
-class _Time:
-    """When the server was started, and when it had requests."""
+class _Timeline:
+    """Spans of the start of the server, and of the times when it had requests."""
 
     def __init__(self, worker: str) -> None:
         self._worker, self._since, self._calls = worker, time.time(), 0
@@ -248,7 +252,7 @@ class _Time:
         self._end(Kind.START)
 
     def run(self, calls: int) -> None:
-        """So many more calls are running, or fewer."""
+        """Add ``calls`` (negative: subtract) to the calls that are running."""
         if self._calls:
             self._end(Kind.DECODE)
         self._since, self._calls = time.time(), self._calls + calls
@@ -259,8 +263,8 @@ class _Time:
         return spans
 
     def _end(self, kind: Kind) -> None:
-        last, now = self._spans[-1] if self._spans else None, time.time()
-        if last is not None and last.kind == kind and last.stop == self._since:
+        last_span, stop = self._spans[-1] if self._spans else None, time.time()
+        if last_span is not None and last_span.kind == kind and last_span.stop == self._since:
             self._spans.pop()
-            self._since = last.start
-        self._spans.append(Span(worker=self._worker, kind=kind, start=self._since, stop=now))
+            self._since = last_span.start
+        self._spans.append(Span(worker=self._worker, kind=kind, start=self._since, stop=stop))

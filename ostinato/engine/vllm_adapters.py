@@ -32,27 +32,28 @@ STACKED = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def write_adapters(adapters: Adapters, folder: Path, dtype: torch.dtype) -> None:
-    """``adapter_config.json`` and ``adapter_model.safetensors`` in ``folder``, factors in ``dtype``, to which
-    vLLM would round them."""
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` to ``folder``, factors in ``dtype``, to
+    which vLLM would round them."""
     spec = adapters.spec
-    found = {
+    tensors = {
         f"base_model.model.{module}.lora_{part}.weight": factor.detach().to(dtype).cpu().contiguous()
-        for module, pair in _modules(adapters)
+        for module, pair in _iterate_modules(adapters)
         for part, factor in zip("AB", pair, strict=True)
     }
-    about = {
+    config = {
         "peft_type": "LORA",
         "r": spec.rank,
         "lora_alpha": spec.alpha,
-        "target_modules": sorted({name.split(".")[-3] for name in found}),
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "bias": "none",
     }
-    write_tensors(folder / TENSORS, found, {"format": "pt"})
-    atomic_write(folder / CONFIG, (json.dumps(about, indent=2) + "\n").encode())
+    write_tensors(folder / TENSORS, tensors, {"format": "pt"})
+    atomic_write(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 
 def experts_of(config: ModelConfig, spec: AdapterSpec) -> list[str]:
-    """The maps of experts that are adapted. Raises ValueError for some that vLLM takes only together."""
+    """Return the adapted maps of experts. Raises ValueError where some are missing that vLLM takes only
+    together."""
     kinds = dict.fromkeys(name.split(".", 2)[2] for name in adapter_shapes(config, spec))
     experts = [kind for kind in kinds if kind.startswith("experts.")]
     if experts and len(experts) < len(STACKED):
@@ -63,8 +64,8 @@ def experts_of(config: ModelConfig, spec: AdapterSpec) -> list[str]:
     return experts
 
 
-def _modules(adapters: Adapters) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """(module as vLLM names it, A and B)."""
+def _iterate_modules(adapters: Adapters) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Yield (module as vLLM names it, (A, B))."""
     spec, model_type = adapters.spec, adapters.config.model_type
     for name, (a, b) in adapters.tensors.items():
         module = hf_module(name, model_type)

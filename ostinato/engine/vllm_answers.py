@@ -16,12 +16,12 @@ from ostinato.engine.vllm_server import Reply, Unreachable
 from ostinato.routes import route_dtype
 from ostinato.types import NO_EXPERT, Completion, Request, Stop, Support
 
-COLDEST = 0.01  # vLLM raises temperatures between 0 and this to it
-NO_LOGPROB = -9999.0  # vLLM's value for a missing one
+COLDEST = 0.01  # vLLM raises lower temperatures above 0 to this
+NO_LOGPROB = -9999.0  # vLLM's value for a missing log-probability
 
 
 def refuse(request: Request, limits: Limits) -> None:
-    """Raises ValueError for what never fits, and for what vLLM would answer differently from our engine."""
+    """Raises ValueError for requests that never fit or that vLLM would answer differently from our engine."""
     sampling = request.sampling
     check(request, limits)
     if request.constraint is not None:
@@ -38,9 +38,9 @@ def refuse(request: Request, limits: Limits) -> None:
 
 
 def question(request: Request, model: str, salt: str, context: int, *, seeded: bool = True) -> dict[str, Any]:
-    """The body of the request to vLLM; only requests with the same ``salt`` share cached prefixes."""
+    """Make the body of the request to vLLM; only requests with the same ``salt`` share cached prefixes."""
     sampling, length = request.sampling, len(request.tokens)
-    most = min(sampling.max_tokens, context - length)
+    max_tokens = min(sampling.max_tokens, context - length)
     return {
         "model": model,
         "token_ids": request.tokens.tolist(),
@@ -50,23 +50,22 @@ def question(request: Request, model: str, salt: str, context: int, *, seeded: b
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
-            "max_tokens": most,
-            "min_tokens": min(sampling.min_tokens, most),
+            "max_tokens": max_tokens,
+            "min_tokens": min(sampling.min_tokens, max_tokens),
             "stop_token_ids": list(sampling.stop_tokens),
             "stop": list(sampling.stop_strings),
-            "ignore_eos": True,  # ours are among the stop tokens
+            "ignore_eos": True,  # our eos is among the stop tokens
             "detokenize": bool(sampling.stop_strings),
-            "logprobs": 0,  # of the token itself
+            "logprobs": 0,  # of the sampled token only
             "seed": key((*request.seed, length)) >> 1 if seeded else None,  # its own for each turn
         },
     }
 
 
 def choice_of(reply: Reply, request: Request, model: str) -> tuple[dict[str, Any], int]:
-    """The one answer in the ``reply`` of a living server, and how many tokens it had cached. Raises
-    ValueError where the request was refused, and Unreachable where it is not the server that was
-    addressed."""
-    if reply.status == 404:  # it does not know our adapter (any more)
+    """Return (the single answer in the ``reply`` of a living server, number of its cached tokens). Raises
+    ValueError where the request was refused, and Unreachable where another server has answered."""
+    if reply.status == 404:  # our adapter is not, or no longer, loaded there
         raise Unreachable(f"vLLM answered {reply.error}")
     if reply.status != 200:
         raise ValueError(f"vLLM refused a request of {len(request.tokens)} tokens with {reply.error}")
@@ -85,23 +84,23 @@ def answer(
     cached: int = 0,
     num_experts: int | None = None,
 ) -> Completion:
-    """vLLM's answer as a completion; an ERROR where it gave no log-probability for a token."""
+    """Convert vLLM's answer to a completion, an ERROR where a token has no log-probability."""
     sampling = request.sampling
     tokens = np.array(choice["token_ids"], np.int32)
     logprobs = np.array([row["logprob"] for row in choice["logprobs"]["content"]], np.float32)
-    stop = _stop(choice)
+    stop = _parse_stop(choice)
     if len(logprobs) != len(tokens) or (logprobs <= NO_LOGPROB).any():
         return failed("vLLM gave tokens without log-probabilities: the logits are not finite")
     if sampling.temperature == 0:  # a greedy token is not drawn; vLLM gives its logprob at temperature 1
         logprobs = np.zeros_like(logprobs)
-    routes = _routes(choice, len(request.tokens) + len(tokens), num_experts)
+    routes = _parse_routes(choice, len(request.tokens) + len(tokens), num_experts)
     return Completion(
         tokens=tokens,
         logprobs=logprobs,
         versions=versions,
         stop=stop,
         text=text_of(tokens, sampling.stop_strings, stop, decode),
-        support=_support(choice) if sampling.filtered else None,
+        support=_parse_support(choice) if sampling.filtered else None,
         experts=None if routes is None else routes[len(request.tokens) :],
         prompt_experts=None if routes is None else routes[request.routes_from : len(request.tokens)],
         passes=len(tokens),
@@ -109,21 +108,22 @@ def answer(
     )
 
 
-def _stop(choice: dict[str, Any]) -> Stop:
-    why = choice["finish_reason"]
-    if why == "stop":
+def _parse_stop(choice: dict[str, Any]) -> Stop:
+    reason = choice["finish_reason"]
+    if reason == "stop":
         return Stop.STRING if isinstance(choice["stop_reason"], str) else Stop.EOS
-    return {"length": Stop.LENGTH, "abort": Stop.ABORT}.get(why, Stop.ERROR)
+    return {"length": Stop.LENGTH, "abort": Stop.ABORT}.get(reason, Stop.ERROR)
 
 
-def _support(choice: dict[str, Any]) -> Support | None:
-    """What the filters had kept, where the server returns it (``--return-sampling-mask``)."""
-    kept = choice.get("sampling_mask")
-    return None if kept is None else Support.of([np.sort(np.array(ids, np.int32)) for ids in kept])
+def _parse_support(choice: dict[str, Any]) -> Support | None:
+    """Return the ids that the filters kept, where the server reports them (``--return-sampling-mask``)."""
+    masks = choice.get("sampling_mask")
+    return None if masks is None else Support.of([np.sort(np.array(ids, np.int32)) for ids in masks])
 
 
-def _routes(choice: dict[str, Any], length: int, num_experts: int | None) -> np.ndarray | None:
-    """[length, layers, top_k], where the server returns them (``--enable-return-routed-experts``)."""
+def _parse_routes(choice: dict[str, Any], length: int, num_experts: int | None) -> np.ndarray | None:
+    """Return the experts [length, layers, top_k], where the server reports them
+    (``--enable-return-routed-experts``)."""
     encoded = choice.get("routed_experts")
     if encoded is None or num_experts is None:
         return None

@@ -1,7 +1,7 @@
-"""Whether a server samples from the policy that was published: its log-probabilities against our decoder's.
+"""Proves that a server samples from the published policy, by its log-probabilities and our decoder's.
 
-One comparison at each publish, on tokens that the server has sampled (``prompt_logprobs`` crash vLLM 0.32 on
-a CPU where other requests are in the batch):
+There is a comparison at each publish, on tokens that the server has sampled (``prompt_logprobs`` crash vLLM
+0.32 on a CPU where other requests are in the batch):
 
     k3 of all its tokens                     a wrong base, dtype or adapter
     each kind of adapter, left out of ours   a kind that the server does not apply, by its name
@@ -29,15 +29,15 @@ from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.types import Completion, Request
 
-ERRORS = 2.0  # standard errors of k3 above the bound that count against a server
-CERTAIN = 3.0  # those of a kind's share below a half
-EFFECT = 0.05  # of a weight's norm, the update of a canary
+ERRORS = 2.0  # standard errors by which k3 must exceed the bound to count
+CERTAIN = 3.0  # standard errors by which a kind's share must be below a half to count
+EFFECT = 0.05  # norm of a canary's update, as a share of the weight's norm
 LEAST_NOISE = 1e-6  # of a log-probability
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How far a server is from our decoder, as measured for one policy."""
+    """The measured distance of a server from our decoder for a policy."""
 
     version: int  # of the policy
     k3: float  # the mean over tokens
@@ -45,7 +45,7 @@ class Verdict:
 
 
 def canary(decoder: Decoder, spec: AdapterSpec) -> Adapters:
-    """Adapters of every kind in ``spec`` whose update is EFFECT of each weight's norm, drawn at random."""
+    """Draw adapters of every kind in ``spec`` whose update has EFFECT of each weight's norm."""
     adapters, linears = (
         init_adapters(decoder.config, spec, seed=1, device=decoder.device),
         decoder.named_linears(),
@@ -54,7 +54,7 @@ def canary(decoder: Decoder, spec: AdapterSpec) -> Adapters:
     with torch.no_grad():
         for name, (a, b) in adapters.tensors.items():
             weight = linears[name].weight
-            repeats = weight.shape[0] if weight.dim() > a.dim() else 1  # experts that share one A
+            repeats = weight.shape[0] if weight.dim() > a.dim() else 1  # experts that share a single A
             size = spec.scale_of(name) * float(a.norm()) * math.sqrt(b.shape[-2] * repeats)
             std = EFFECT * float(torch.linalg.vector_norm(weight, dtype=torch.float32)) / size
             b.copy_(torch.randn(b.shape, generator=generator) * std)
@@ -69,13 +69,13 @@ def prove(
     *,
     bound: float,
 ) -> Verdict:
-    """Compare the answer, sampled at a temperature above 0 by one policy, with our decoder under
+    """Compare the answer, sampled at a temperature above 0 by a single policy, with our decoder under
     ``adapters``. Raises WorkerLost naming a kind of adapter that is not applied, or a k3 above ``bound``."""
     version = int(completion.versions[0])
     theirs = torch.from_numpy(completion.logprobs).double()
-    ours = _scores(decoder, adapters, request, completion.tokens)
+    ours = _score_tokens(decoder, adapters, request, completion.tokens)
     for kind in kinds(adapters):
-        without = _scores(decoder, _without(adapters, kind), request, completion.tokens)
+        without = _score_tokens(decoder, _drop_kind(adapters, kind), request, completion.tokens)
         if is_ignored(theirs, ours, without):
             raise vllm_lost(
                 f"vLLM does not apply the adapters of {kind}: policy {version} is refused; leave them out "
@@ -91,42 +91,42 @@ def prove(
 
 
 def is_above(k3: np.ndarray, bound: float) -> bool:
-    """Is the mean of k3 ([T], of single tokens) above ``bound``, beyond doubt?"""
+    """Return whether the mean of k3 ([T], of tokens) is above ``bound`` by ERRORS standard errors."""
     error = float(k3.std(ddof=1)) / math.sqrt(len(k3)) if len(k3) > 1 else math.inf
     return float(k3.mean()) - ERRORS * error > bound
 
 
 def is_ignored(theirs: torch.Tensor, ours: torch.Tensor, without: torch.Tensor) -> bool:
-    """Are ``theirs`` ([T] log-probabilities) those ``without`` a kind of adapter, beyond doubt, and not
-    ``ours`` with it?"""
-    effect, found = ours - without, theirs - without
+    """Return whether ``theirs`` ([T] log-probabilities) are those ``without`` a kind of adapter and not
+    ``ours`` with it, by CERTAIN standard errors."""
+    effect, difference = ours - without, theirs - without
     size = float(effect.norm())
     if size == 0.0:
         return False
-    share = float(found @ effect) / size**2
-    rest = (found - share * effect).square().sum() / max(len(found) - 1, 1)
-    error = max(float(rest.sqrt()), LEAST_NOISE) / size
+    share = float(difference @ effect) / size**2
+    residual = (difference - share * effect).square().sum() / max(len(difference) - 1, 1)
+    error = max(float(residual.sqrt()), LEAST_NOISE) / size
     return share + CERTAIN * error < 0.5
 
 
 def kinds(adapters: Adapters | None) -> Mapping[str, None]:
-    """Those with factors that are not zero, like "attn.q" and "experts.down", in order."""
+    """Return the kinds with factors that are not zero, such as "attn.q" and "experts.down", in order."""
     pairs = adapters.tensors.items() if adapters is not None else ()
     return dict.fromkeys(name.split(".", 2)[2] for name, (_, b) in pairs if bool(b.any()))
 
 
-def _without(adapters: Adapters | None, kind: str) -> Adapters:
+def _drop_kind(adapters: Adapters | None, kind: str) -> Adapters:
     assert adapters is not None
-    rest = {name: pair for name, pair in adapters.tensors.items() if name.split(".", 2)[2] != kind}
-    return Adapters(adapters.spec, rest, adapters.config)
+    tensors = {name: pair for name, pair in adapters.tensors.items() if name.split(".", 2)[2] != kind}
+    return Adapters(adapters.spec, tensors, adapters.config)
 
 
-def _scores(
+def _score_tokens(
     decoder: Decoder, adapters: Adapters | None, request: Request, tokens: np.ndarray
 ) -> torch.Tensor:
-    """[T] log-probabilities of ``tokens`` [T] after the prompt, float64."""
-    whole = np.concatenate([request.tokens, tokens]).astype(np.int64)
-    rows = torch.from_numpy(whole).to(decoder.device)
+    """Compute the log-probabilities [T] float64 of ``tokens`` [T] after the prompt."""
+    text = np.concatenate([request.tokens, tokens]).astype(np.int64)
+    rows = torch.from_numpy(text).to(decoder.device)
     with torch.inference_mode():
         places = torch.arange(len(rows), device=decoder.device)
         hidden, _ = decoder(rows, places, CausalAttention(), adapters=adapters)

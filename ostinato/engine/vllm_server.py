@@ -1,10 +1,11 @@
-"""A vLLM server: one that is started here and dies with this process, or one that runs somewhere by itself.
+"""vLLM servers: one that is started here and ends with this process, or one that runs elsewhere by itself.
 
     VllmChild  -> guard -> python -m vllm... -> engine core, workers       a session of its own
     VllmAt                                                                 an address
 
-What a server has to be able to do is checked once (``check``), so that what is missing is reported in words
-before any work. A server that is lost is not replaced: the run ends by name, and is resumed.
+The features that a server needs are checked once (``check``), so that a missing one is reported in words
+before any work. A server that is lost is not replaced: the run ends with an error that names it, and can be
+resumed.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ DIRECT: dict[str, Any] = {"trust_env": False, "verify": False}  # no proxy; the 
 
 
 class Unreachable(ConnectionError):
-    """No whole answer came: nothing listens, the connection broke, or it timed out."""
+    """There was no complete answer: nothing listens, the connection broke, or it timed out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     status: int
-    body: Any  # JSON; the text where it is none
+    body: Any  # of JSON; the text where it is not JSON
 
     @property
     def error(self) -> str:
-        """What vLLM says of a request that it refused, in one line."""
+        """vLLM's reason for refusing a request, in one line."""
         body = self.body.get("error", self.body) if isinstance(self.body, dict) else self.body
         message = body.get("message", body) if isinstance(body, dict) else body
         return f"{self.status}: {' '.join(str(message).split())[:400]}"
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """(host, port) of an address. Raises ValueError for what is no address of a server."""
+    """Split an address into (host, port). Raises ValueError for what is no address of a server."""
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port
@@ -61,33 +62,34 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def call(address: str, method: str, path: str, body: Any = None, *, key: str = "", timeout_s: float) -> Reply:
-    """The answer, with at most ``timeout_s`` for each part of it; ``key`` is the server's. Raises
-    Unreachable."""
+    """Return the answer to a request, with at most ``timeout_s`` for each part; ``key`` is the server's.
+    Raises Unreachable."""
     import httpx2  # of the extra "vllm"
 
     try:
         with httpx2.Client(timeout=timeout_s, **DIRECT) as client:
-            return _reply(client.request(method, address + path, json=body, headers=_headers(key)))
+            return _parse_reply(client.request(method, address + path, json=body, headers=_make_headers(key)))
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
         raise Unreachable(f"{method} {path}: {type(error).__name__} {error}") from error
 
 
 async def post(address: str, path: str, body: Any, *, key: str = "") -> Reply:
-    """The answer, however long it takes; a cancelled call closes the connection. Raises Unreachable."""
+    """Return the answer, however long it takes; a cancelled call closes the connection. Raises
+    Unreachable."""
     import httpx2
 
     try:
         async with httpx2.AsyncClient(timeout=None, **DIRECT) as client:
-            return _reply(await client.post(address + path, json=body, headers=_headers(key)))
+            return _parse_reply(await client.post(address + path, json=body, headers=_make_headers(key)))
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
         raise Unreachable(f"POST {path}: {type(error).__name__} {error}") from error
 
 
-def _headers(key: str) -> dict[str, str]:
+def _make_headers(key: str) -> dict[str, str]:
     return {"Connection": "close"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
-def _reply(response: httpx2.Response) -> Reply:
+def _parse_reply(response: httpx2.Response) -> Reply:
     try:
         return Reply(status=response.status_code, body=response.json() if response.content else None)
     except ValueError:
@@ -98,19 +100,20 @@ EXTENSION = "ostinato.apps.interop.vllm_worker.Worker"
 GUARD = "ostinato.apps.interop.vllm_key.Guard"
 KEY = "VLLM_API_KEY"
 ROUTES, SUPPORTS = "--enable-return-routed-experts", "--return-sampling-mask"  # of GPU builds
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts for the largest rank
 POLL_S = 0.25
-CALL_S = 60.0  # for what takes milliseconds
-TAIL_LINES = 6  # of its log, in an error
+CALL_S = 60.0  # limit for requests that take milliseconds
+TAIL_LINES = 6  # last lines of its log in an error
 
 
 def vllm_lost(sentence: str) -> WorkerLost:
-    """The server does not start, has ended, is silent, or serves something else than what was published."""
+    """Make the error of a server that did not start, has ended, is silent, or serves another policy than the
+    published one."""
     return WorkerLost(WorkerKind.VLLM, sentence, final=True)
 
 
 class Server(Protocol):
-    """vLLM's address."""
+    """A vLLM server by its address."""
 
     @property
     def address(self) -> str: ...
@@ -121,11 +124,11 @@ class Server(Protocol):
         ...
 
     def start(self) -> None:
-        """Make it ready. Raises WorkerLost."""
+        """Make the server ready. Raises WorkerLost."""
         ...
 
     def why(self) -> str:
-        """What is known of its end."""
+        """Return what is known of the reason why the server ended."""
         ...
 
     def close(self) -> None: ...
@@ -133,7 +136,7 @@ class Server(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serve:
-    """What is served, and how; ``args`` are further arguments of vLLM, which take precedence."""
+    """Settings of a server to start; ``args`` are further arguments of vLLM, which take precedence."""
 
     python: str  # of the environment that has vLLM
     model: Path
@@ -142,7 +145,7 @@ class Serve:
     max_batch: int
     kv_memory_mb: int
     rank: int  # of the adapters, the largest
-    memory_share: float = 0.0  # of a GPU that is free for it, else it asks for 0.92; 0: not on one
+    memory_share: float = 0.0  # of a GPU that is free for it; 0: not on a GPU (vLLM's default is 0.92)
     lends: bool = False  # the memory of its keys and values, to a trainer on the same GPU
     shared_experts: bool = False  # adapters of experts share the factor at the hidden dimension
     routes: bool = False  # of experts, to be replayed
@@ -150,20 +153,20 @@ class Serve:
     args: Sequence[str] = ()
 
     def command(self, port: int) -> list[str]:
-        """Raises ValueError for a rank that vLLM has no room for."""
-        room = next((rank for rank in RANKS if rank >= self.rank), None)
-        if room is None:
+        """Return the command line. Raises ValueError for a rank that is too large for vLLM."""
+        max_rank = next((rank for rank in RANKS if rank >= self.rank), None)
+        if max_rank is None:
             raise ValueError(f"adapter.rank is {self.rank}; vLLM takes adapters up to rank {RANKS[-1]}")
-        given = {
+        options = {
             "model": self.model,
             "served-model-name": "base",
             "host": "127.0.0.1",
             "port": port,
             "dtype": self.dtype,
             "max-model-len": self.context,
-            "max-num-seqs": self.max_batch + 1,  # a proof beside all of them
+            "max-num-seqs": self.max_batch + 1,  # and one for a proof
             "kv-cache-memory-bytes": self.kv_memory_mb << 20,
-            "max-lora-rank": room,
+            "max-lora-rank": max_rank,
             "max-loras": 1,
             "max-cpu-loras": 1,
             "logprobs-mode": "processed_logprobs",
@@ -171,7 +174,7 @@ class Serve:
             "worker-extension-cls": EXTENSION,
             "middleware": GUARD,
         }
-        pairs = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        pairs = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         if self.memory_share:
             pairs += ["--gpu-memory-utilization", f"{self.memory_share:.2f}"]
         flags = ["--enable-lora", "--enable-scale-out", "--enable-prompt-tokens-details"]
@@ -181,18 +184,18 @@ class Serve:
 
 
 def environment(environ: Mapping[str, str], key: str) -> dict[str, str]:
-    """The environment of vLLM: its endpoints for training, the ``key`` that it requires, our worker
-    extension, and the threads that were chosen for us."""
+    """Return the environment of vLLM: its endpoints for training, the ``key`` that it requires, our worker
+    extension, and the threads that were chosen for this process."""
     package = str(Path(__file__).parents[2])
-    usual = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    needed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", KEY: key}
+    defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    required = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", KEY: key}
     path = os.pathsep.join(filter(None, (package, environ.get("PYTHONPATH", ""))))
-    return {**usual, **environ, **needed, "PYTHONPATH": path}
+    return {**defaults, **environ, **required, "PYTHONPATH": path}
 
 
 class VllmChild:
-    """A server that is started here; ``log`` has what it prints. ``key``: required on every path; empty: a
-    random one."""
+    """A server that is started here; ``log`` gets its output. ``key``: required on every path; empty: a
+    random key."""
 
     def __init__(self, serve: Serve, log: Path, *, start_s: float = 300.0, key: str = "") -> None:
         serve.command(0)
@@ -202,8 +205,9 @@ class VllmChild:
         self.address = ""
 
     def start(self) -> None:
-        """Raises WorkerLost after ``start_s``, or when it ends."""
-        port = _free_port()
+        """Start the server and wait until it is ready. Raises WorkerLost after ``start_s``, or when it
+        ends."""
+        port = _find_free_port()
         self.address = f"http://127.0.0.1:{port}"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", guard.__file__, *self._serve.command(port)]
@@ -211,7 +215,7 @@ class VllmChild:
         self._guard = Child(command, log=self._log, lifeline=True, environ=environ)
         try:
             self._wait_until_ready(time.monotonic() + self._start_s)
-        except BaseException:  # Ctrl-C too: in a session of its own it would outlive us
+        except BaseException:  # Ctrl-C too: the server has its own session and would go on
             self.close()
             raise
 
@@ -227,14 +231,14 @@ class VllmChild:
         return f"the end of {self._log} is: {last_lines(self._log, TAIL_LINES) or 'empty'}"
 
     def close(self) -> None:
-        """End it and all that it has started; gracefully first, since it has files in shared memory."""
+        """End the server and its children; gracefully first, since it has files in shared memory."""
         child, self._guard = self._guard, None
         if child is not None:
             child.close(guard.GRACE_S + 2)
 
 
 class VllmAt:
-    """A server that others run; ``key``: the one that it requires, if any."""
+    """A server that others run; ``key``: the key that it requires, if any."""
 
     def __init__(self, address: str, *, start_s: float = 300.0, key: str = "") -> None:
         host_and_port(address)
@@ -256,14 +260,14 @@ class VllmAt:
         """The server itself keeps running."""
 
 
-# ---- what it can do
+# ---- features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a server reports of itself."""
+    """Facts that a server reports of itself."""
 
-    base: str  # the name that the model without adapters has there
+    base: str  # the server's name of the model without adapters
     context: int
     seeds: bool  # requests can be seeded: on a CPU, vLLM 0.32 dies of a seeded prompt that takes two passes
 
@@ -271,12 +275,12 @@ class Facts:
 def check(
     address: str, prompt: Sequence[int], key: str = "", *, routes: bool = False, supports: bool = False
 ) -> Facts:
-    """Raises ValueError naming what this server cannot do, and how it would have to be started; ``prompt`` is
-    any, of a token or more, ``key`` the server's; ``routes`` and ``supports`` have to be returned. Raises
-    Unreachable."""
+    """Check a server and return its facts. Raises ValueError naming a missing feature and how the server must
+    be started to have it, and Unreachable. ``prompt``: any of a token or more; ``key``: the server's;
+    ``routes`` and ``supports``: these have to be returned."""
 
-    def must(right: bool, what: str, fix: str) -> None:
-        if not right:
+    def must(condition: bool, what: str, fix: str) -> None:
+        if not condition:
             raise ValueError(f"vLLM at {address} {what}; start it with {fix}")
 
     def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
@@ -291,7 +295,7 @@ def check(
     must(
         status == 200, "has no /weight_info", "VLLM_SERVER_DEV_MODE=1 in its environment (vLLM 0.32 or newer)"
     )
-    status, _ = ask("POST", "/v1/load_lora_adapter", {})  # incomplete: 400 where there is such a thing
+    status, _ = ask("POST", "/v1/load_lora_adapter", {})  # incomplete: 400 where the path exists
     must(
         status == 400, "loads no adapters at run time", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
     )
@@ -311,20 +315,23 @@ def check(
     has_routes, has_supports = (choice.get(name) is not None for name in ("routed_experts", "sampling_mask"))
     must(has_routes or not routes, "returns no routed experts", f"{ROUTES}, on a GPU")
     must(has_supports or not supports, "does not return what filters leave", f"{SUPPORTS}, on a GPU")
-    sure = choice["logprobs"]["content"][0]["logprob"]  # of the one token that top_k = 1 has kept
-    must(abs(sure) < 1e-6, "returns log-probabilities before filters", "--logprobs-mode processed_logprobs")
+    logprob = choice["logprobs"]["content"][0]["logprob"]  # of the only token that top_k = 1 keeps
+    must(
+        abs(logprob) < 1e-6, "returns log-probabilities before filters", "--logprobs-mode processed_logprobs"
+    )
     return Facts(base=model["id"], context=int(model["max_model_len"]), seeds="cpu" not in device["results"])
 
 
 def is_healthy(address: str, key: str = "", timeout_s: float = 5.0) -> bool:
-    """Does it answer, and is its engine alive? Also where it requires another key, which ``check`` names."""
+    """Return whether the server answers and its engine is alive, also where it requires another key, which
+    ``check`` reports."""
     try:
         return call(address, "GET", "/health", key=key, timeout_s=timeout_s).status in (200, 401)
     except Unreachable:
         return False
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
