@@ -1,7 +1,7 @@
-"""Group -> Samples: the turns of each row of a trajectory merged into one sequence, token in, token out.
+"""Group -> Samples: the turns of each row of a trajectory merged into a sequence, token in, token out.
 
-Pure. Nothing is re-tokenised, re-computed or repaired: what the engine returned is what is trained on. Tokens
-that were put into an answer and not sampled (``Completion.injected``) are context.
+Pure. Nothing is re-tokenised, re-computed or repaired: the tokens and records of the engine are trained on as
+they are. Tokens that were put into an answer and not sampled (``Completion.injected``) are context.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from ostinato.types import NO_EXPERT, Group, Sample, Support, Trajectory, Turn
 
 
 def samples(group: Group, group_index: int, advantages: np.ndarray) -> list[Sample]:
-    """One Sample for each row of each member with a finite advantage ([G], NaN = not trained on), in order.
+    """Return a Sample for each row of each member with a finite advantage ([G], NaN = not trained on), in
+    order.
 
     All rows of a member have its advantage. The uid is "prompt uid#member", with ".row" appended
     for further rows. ``experts`` is None where any token but the last lacks its route.
     """
     return [
-        _sample(turns, trajectory, float(advantage), group_index, member, uid + f".{row}" * (row > 0))
+        _merge_turns(turns, trajectory, float(advantage), group_index, member, uid + f".{row}" * (row > 0))
         for member, (trajectory, advantage) in enumerate(zip(group.trajectories, advantages, strict=True))
         if np.isfinite(advantage)
         for uid in (f"{group.prompt.uid}#{member}",)
@@ -28,7 +29,7 @@ def samples(group: Group, group_index: int, advantages: np.ndarray) -> list[Samp
     ]
 
 
-def _sample(
+def _merge_turns(
     turns: tuple[Turn, ...], trajectory: Trajectory, advantage: float, group_index: int, member: int, uid: str
 ) -> Sample:
     if not turns:
@@ -37,8 +38,8 @@ def _sample(
     for turn in turns:
         answer, context_len = turn.completion, len(turn.context)
         tokens += [turn.context, answer.tokens]
-        sampled = np.ones(len(answer.tokens), bool) if answer.injected is None else ~answer.injected
-        masks += [np.zeros(context_len, bool), sampled]
+        is_sampled = np.ones(len(answer.tokens), bool) if answer.injected is None else ~answer.injected
+        masks += [np.zeros(context_len, bool), is_sampled]
         logprobs += [np.zeros(context_len, np.float32), answer.logprobs]
         versions += [np.full(context_len, -1, np.int32), answer.versions]
     loss_mask = np.concatenate(masks)
@@ -52,33 +53,33 @@ def _sample(
         prompt_len=len(turns[0].context),
         uid=uid,
         member=member,
-        experts=_routes(turns),
-        support=_support(turns),
+        experts=_merge_routes(turns),
+        support=_merge_supports(turns),
     )
 
 
-def _support(turns: Sequence[Turn]) -> Support | None:
-    """The ids that each token of the merged sequence was drawn from (for context the whole vocabulary); None
-    where no turn has a record."""
+def _merge_supports(turns: Sequence[Turn]) -> Support | None:
+    """Return the ids that each token of the merged sequence was drawn from (for context the whole
+    vocabulary); None where no turn has a record."""
     if all(turn.completion.support is None for turn in turns):
         return None
     parts: list[Support] = []
     for turn in turns:
         answer = turn.completion
-        drawn = Support.whole(len(answer.tokens)) if answer.support is None else answer.support
-        parts += [Support.whole(len(turn.context)), drawn]
+        support = Support.whole(len(answer.tokens)) if answer.support is None else answer.support
+        parts += [Support.whole(len(turn.context)), support]
     return Support.concatenate(parts)
 
 
-def _routes(turns: Sequence[Turn]) -> np.ndarray | None:
-    """Routes [L, moe_layers, top_k] of the merged sequence, or None when a part was not recorded.
+def _merge_routes(turns: Sequence[Turn]) -> np.ndarray | None:
+    """Return routes [L, moe_layers, top_k] of the merged sequence, or None when a part was not recorded.
 
-    A turn's ``prompt_experts`` cover its context from some row on. Turns may overlap, and where the later one
-    computed anew (an evicted cache, a policy published in between) they may differ. The earlier record wins:
-    the row that predicts a trained token then has the route that this very token was sampled through. The
-    later turn's tokens were sampled with the later record before them, but they see those rows only through
-    attention; their own rows are in no earlier record. What the earlier could not know is the route of its
-    last token, which became an input only when the episode went on: the later turn fills it in.
+    A turn's ``prompt_experts`` cover its context from some row on. Turns may overlap, and where the later
+    turn was computed again (an evicted cache, a policy published in between) they may differ. The earlier
+    record is used: the row that predicts a trained token then has the route through which that token was
+    sampled. The later turn's tokens were sampled with the later record before them, but they see those rows
+    only through attention; their own rows are in no earlier record. The earlier record lacks the route of its
+    last token, which became an input only when the episode went on: it is taken from the later turn.
     """
     records: list[np.ndarray] = []
     for turn in turns:

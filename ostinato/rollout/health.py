@@ -1,6 +1,6 @@
-"""Metrics of graded groups, from the first step on: is there anything to learn from?
+"""Metrics of graded groups, from the first step on: whether there is anything to learn from.
 
-Names are TRL's where TRL has one. A figure without data is NaN (null in the run folder), never 0.
+Names are TRL's where TRL has one. A metric without data is NaN (null in the run folder), never 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ostinato.types import Group, Reward, Stop, Trajectory
 
 
 def health(groups: Sequence[Group], *, solved_at: float = 1.0) -> dict[str, float]:
-    """All figures of one step's groups, dropped ones included: rewards, solved shares, lengths, counters.
+    """Compute all metrics of a step's groups, dropped groups included: rewards, solved shares, lengths,
+    counters.
 
     A trajectory is solved when its reward is at least ``solved_at``.
     """
@@ -31,34 +32,39 @@ def health(groups: Sequence[Group], *, solved_at: float = 1.0) -> dict[str, floa
 
 
 def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """``reward``, ``reward_std`` and ``rewards/{function}/mean|std`` over trajectories with a verdict, as TRL
-    reports them (deviations with n - 1); ``reward_group_std`` is the mean of the deviations inside groups."""
+    """Compute ``reward``, ``reward_std`` and ``rewards/{function}/mean|std`` over trajectories with a
+    verdict, as TRL reports them (deviations with n - 1); ``reward_group_std`` is the mean of the
+    deviations inside groups."""
     rewards = [values[np.isfinite(values)] for values in map(verdicts, groups)]
-    judged = np.concatenate(rewards) if rewards else np.empty(0)
-    pairs = [values for values in rewards if len(values) > 1]
+    all_rewards = np.concatenate(rewards) if rewards else np.empty(0)
+    comparable = [values for values in rewards if len(values) > 1]
     figures = {
-        "reward": _mean(judged),
-        "reward_std": _std(judged),
-        "reward_group_std": _mean([_std(values) for values in pairs]),
-        "frac_reward_zero_std": _mean([zero_variance(values) for values in pairs]),
+        "reward": _compute_mean(all_rewards),
+        "reward_std": _compute_std(all_rewards),
+        "reward_group_std": _compute_mean([_compute_std(values) for values in comparable]),
+        "frac_reward_zero_std": _compute_mean([zero_variance(values) for values in comparable]),
     }
-    for name, values in _values_by_name(reward.parts for reward in _rewards(groups)).items():
-        figures |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _std(values)}
+    for name, values in _collect_values(reward.parts for reward in _collect_rewards(groups)).items():
+        figures |= {
+            f"rewards/{name}/mean": _compute_mean(values),
+            f"rewards/{name}/std": _compute_std(values),
+        }
     return figures
 
 
 def logged_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """``logged/{name}``: the mean over trajectories of what reward functions gave to ``log_metric``."""
-    logged = _values_by_name(reward.metrics for reward in _rewards(groups))
-    return {f"logged/{name}": _mean(values) for name, values in logged.items()}
+    """Compute ``logged/{name}``, the mean over trajectories of the values that reward functions gave to
+    ``log_metric``."""
+    logged = _collect_values(reward.metrics for reward in _collect_rewards(groups))
+    return {f"logged/{name}": _compute_mean(values) for name, values in logged.items()}
 
 
-def _rewards(groups: Sequence[Group]) -> list[Reward]:
+def _collect_rewards(groups: Sequence[Group]) -> list[Reward]:
     return [t.reward for group in groups for t in group.trajectories if t.reward is not None]
 
 
-def _values_by_name(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float]]:
-    """The values of each name, in its order; None is no value."""
+def _collect_values(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float]]:
+    """Return the values of each name, sorted by name; None is left out."""
     values: dict[str, list[float]] = {}
     for name, value in (item for row in rows for item in row.items()):
         values.setdefault(name, []).extend([] if value is None else [value])
@@ -66,26 +72,26 @@ def _values_by_name(rows: Iterable[Mapping[str, float | None]]) -> dict[str, lis
 
 
 def solved_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
-    """Shares of prompts solved by none, some and all of their samples; pass@1, pass@k and their difference,
-    the headroom that RL can turn into pass@1. k is the size of the smallest judged group."""
-    judged = [values[np.isfinite(values)] for values in map(verdicts, groups)]
-    outcomes = [(len(values), int((values >= solved_at).sum())) for values in judged if len(values)]
+    """Compute shares of prompts solved by none, some and all of their samples; pass@1, pass@k and their
+    difference, the headroom that RL can turn into pass@1. k is the size of the smallest judged group."""
+    rewards = [values[np.isfinite(values)] for values in map(verdicts, groups)]
+    outcomes = [(len(values), int((values >= solved_at).sum())) for values in rewards if len(values)]
     k = min((n for n, _ in outcomes), default=0)
-    first = _mean([c / n for n, c in outcomes])
-    best = _mean([pass_at_k(n, c, k) for n, c in outcomes])
+    at_1 = _compute_mean([c / n for n, c in outcomes])
+    at_k = _compute_mean([pass_at_k(n, c, k) for n, c in outcomes])
     return {
-        "solved_none": _mean([c == 0 for _, c in outcomes]),
-        "solved_some": _mean([0 < c < n for n, c in outcomes]),
-        "solved_all": _mean([c == n for n, c in outcomes]),
-        "pass@1": first,
-        "pass@k": best,
+        "solved_none": _compute_mean([c == 0 for _, c in outcomes]),
+        "solved_some": _compute_mean([0 < c < n for n, c in outcomes]),
+        "solved_all": _compute_mean([c == n for n, c in outcomes]),
+        "pass@1": at_1,
+        "pass@k": at_k,
         "k": float(k),
-        "headroom": best - first,
+        "headroom": at_k - at_1,
     }
 
 
 def groups_by_task(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """The groups of each task of a mixture, by name; empty without one."""
+    """Return the groups of each task of a mixture, by name; empty without a mixture."""
     tasks: dict[str, list[Group]] = {}
     for group in groups:
         if group.prompt.task:
@@ -94,51 +100,60 @@ def groups_by_task(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def task_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
-    """``tasks/{name}/share`` of the groups, and of these ``reward``, ``pass@1`` and ``frac_reward_zero_std``,
-    for each task of a mixture that has some."""
+    """Compute ``tasks/{name}/share`` of the groups and, over these, ``reward``, ``pass@1`` and
+    ``frac_reward_zero_std``, for each task of a mixture that has groups."""
     figures: dict[str, float] = {}
-    for name, own in groups_by_task(groups).items():
-        measured = reward_figures(own) | solved_figures(own, solved_at)
-        figures[f"tasks/{name}/share"] = len(own) / len(groups)
+    for name, members in groups_by_task(groups).items():
+        values = reward_figures(members) | solved_figures(members, solved_at)
+        figures[f"tasks/{name}/share"] = len(members) / len(groups)
         for key in ("reward", "pass@1", "frac_reward_zero_std"):
-            figures[f"tasks/{name}/{key}"] = measured[key]
+            figures[f"tasks/{name}/{key}"] = values[key]
     return figures
 
 
 def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Sampled tokens per trajectory, over all turns, without failed ones; "terminated" ones ended by
-    themselves. Also the figures of interrupted answers."""
-    played = [trajectory for trajectory in trajectories if trajectory.stop not in FAILED]
-    lengths = [sampled_tokens(trajectory) for trajectory in played]
-    ended = [n for n, trajectory in zip(lengths, played, strict=True) if trajectory.stop is not Stop.LENGTH]
+    """Compute metrics of sampled tokens per trajectory, over all turns, without failed trajectories;
+    "terminated" trajectories ended by themselves. Also the metrics of interrupted answers."""
+    finished = [trajectory for trajectory in trajectories if trajectory.stop not in FAILED]
+    lengths = [sampled_tokens(trajectory) for trajectory in finished]
+    terminated = [
+        n for n, trajectory in zip(lengths, finished, strict=True) if trajectory.stop is not Stop.LENGTH
+    ]
     return {
-        **{f"completions/{name}_length": value for name, value in _spread(lengths).items()},
-        **{f"completions/{name}_terminated_length": value for name, value in _spread(ended).items()},
-        "completions/clipped_ratio": _mean([trajectory.stop is Stop.LENGTH for trajectory in played]),
-        "turns/mean": _mean([len(trajectory.turns) for trajectory in played]),
-        **interruption_figures(played),
+        **{f"completions/{name}_length": value for name, value in _compute_spread(lengths).items()},
+        **{
+            f"completions/{name}_terminated_length": value
+            for name, value in _compute_spread(terminated).items()
+        },
+        "completions/clipped_ratio": _compute_mean(
+            [trajectory.stop is Stop.LENGTH for trajectory in finished]
+        ),
+        "turns/mean": _compute_mean([len(trajectory.turns) for trajectory in finished]),
+        **interruption_figures(finished),
     }
 
 
 def interruption_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """``interrupt/rate``: share of answers (turns) that were interrupted. Where there are some:
+    """Compute ``interrupt/rate``, the share of answers (turns) that were interrupted. Where there are some:
     ``answered``, the share of them that then ended by themselves, and ``answer_length``, the mean number of
     tokens sampled after the phrase."""
     answers = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
     interrupted = [answer for answer in answers if answer.injected is not None]
-    figures = {"interrupt/rate": _mean([answer.injected is not None for answer in answers])}
+    figures = {"interrupt/rate": _compute_mean([answer.injected is not None for answer in answers])}
     if interrupted:
         phrases = [answer.injected for answer in answers if answer.injected is not None]
-        behind = [int(np.argmax(injected[::-1])) for injected in phrases]
-        figures["interrupt/answered"] = _mean([answer.stop is not Stop.LENGTH for answer in interrupted])
-        figures["interrupt/answer_length"] = _mean(behind)
+        answer_lengths = [int(np.argmax(injected[::-1])) for injected in phrases]
+        figures["interrupt/answered"] = _compute_mean(
+            [answer.stop is not Stop.LENGTH for answer in interrupted]
+        )
+        figures["interrupt/answer_length"] = _compute_mean(answer_lengths)
     return figures
 
 
 def counters(groups: Sequence[Group]) -> dict[str, float]:
-    """What was played, what it cost and what went wrong; ``faults/{kind}`` appears when it happened."""
+    """Count groups, trajectories, tokens and failures; ``faults/{kind}`` is there for kinds that happened."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    counted = {
+    counts = {
         "rollout/groups": len(groups),
         "rollout/trajectories": len(trajectories),
         "rollout/failed": sum(trajectory.stop in FAILED for trajectory in trajectories),
@@ -149,16 +164,16 @@ def counters(groups: Sequence[Group]) -> dict[str, float]:
         "tokens/injected": sum(map(injected_tokens, trajectories)),
         **{f"faults/{name}": count for name, count in sorted(faults(trajectories).items())},
     }
-    return {name: float(count) for name, count in counted.items()}
+    return {name: float(count) for name, count in counts.items()}
 
 
 def faults(trajectories: Iterable[Trajectory]) -> Counter[str]:
-    """How many trajectories failed or have no verdict, by kind (the first word of their sentence)."""
+    """Count trajectories that failed or have no verdict, by kind (the first word of their sentence)."""
     return Counter(fault_name(sentence) for t in trajectories if (sentence := failure(t)))
 
 
 def failure(trajectory: Trajectory) -> str:
-    """The sentence that says why an episode failed or has no verdict; empty when it has one."""
+    """Return the sentence that says why an episode failed or has no verdict; empty when it has a verdict."""
     if trajectory.stop is Stop.ABORT:
         return "aborted"
     if trajectory.stop is Stop.ERROR:
@@ -169,7 +184,7 @@ def failure(trajectory: Trajectory) -> str:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that one of k samples is right, from c right ones among n: 1 - C(n-c, k) / C(n, k).
+    """Return the chance that any of k samples is right, from c right among n: 1 - C(n-c, k) / C(n, k).
 
     Unbiased for every k <= n (Chen et al. 2021, arXiv 2107.03374, section 2.1).
     """
@@ -177,23 +192,24 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def zero_variance(rewards: np.ndarray) -> bool:
-    """No member of the group differs from another, but for the rounding of fp32 sums: nothing to compare."""
+    """Return whether the rewards of a group are equal, up to the rounding of fp32 sums: nothing to
+    compare."""
     return bool(np.ptp(rewards) <= 1e-6)
 
 
 def sampled_tokens(trajectory: Trajectory) -> int:
-    """Tokens of all its answers, without injected ones."""
+    """Count the tokens of all answers, without injected ones."""
     return sum(len(turn.completion.tokens) - turn.completion.num_injected for turn in trajectory.turns)
 
 
 def injected_tokens(trajectory: Trajectory) -> int:
-    """Tokens that were put into its answers and not sampled."""
+    """Count the tokens that were put into answers and not sampled."""
     return sum(turn.completion.num_injected for turn in trajectory.turns)
 
 
 def prefilled_tokens(trajectory: Trajectory) -> int:
-    """Tokens that the engine computed and did not sample: the uncached part of each turn's whole context,
-    and tokens injected into the answer."""
+    """Count the tokens that the engine computed and did not sample: the uncached part of each turn's whole
+    context, and tokens injected into the answer."""
     computed, history = 0, 0
     for turn in trajectory.turns:
         history += len(turn.context)
@@ -206,14 +222,14 @@ def _lacks_verdict(trajectory: Trajectory) -> bool:
     return trajectory.stop not in FAILED and (trajectory.reward is None or trajectory.reward.value is None)
 
 
-def _mean(values: Sequence[float] | Sequence[bool] | np.ndarray) -> float:
+def _compute_mean(values: Sequence[float] | Sequence[bool] | np.ndarray) -> float:
     return float(np.mean(values)) if len(values) else math.nan
 
 
-def _std(values: Sequence[float] | np.ndarray) -> float:
+def _compute_std(values: Sequence[float] | np.ndarray) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
-def _spread(values: Sequence[int]) -> dict[str, float]:
-    least, most = (float(min(values)), float(max(values))) if values else (math.nan, math.nan)
-    return {"mean": _mean(values), "min": least, "max": most}
+def _compute_spread(values: Sequence[int]) -> dict[str, float]:
+    low, high = (float(min(values)), float(max(values))) if values else (math.nan, math.nan)
+    return {"mean": _compute_mean(values), "min": low, "max": high}

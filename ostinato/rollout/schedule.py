@@ -1,14 +1,16 @@
-"""Where and in which order answers are sampled: pure functions from jobs and workers to a plan.
+"""Plans where and in which order answers are sampled: pure functions from jobs and workers to a plan.
 
-    least-loaded    one queue in the order of the stream; the worker with the fewest takes the next group
+    least-loaded    one queue in the order of the stream; the worker with the fewest answers takes the next
+                    group
     longest-first   one queue, in each round the longest prediction first; the worker with the least predicted
                     work takes the next group
-    histopipe       prompts ranked by predicted length and laid along the line of workers, short to long in
-                    odd rounds and long to short in even ones, more workers to the long (RhymeRL, 2508.18588)
+    histopipe       prompts ranked by predicted length and dealt along the line of workers, short to long in
+                    odd rounds and long to short in even rounds; long ones get more workers (RhymeRL,
+                    2508.18588)
 
-histopipe assigns everything at once, and the workers queue it; the others keep what has no room yet in the
-shared queue. A round goes before the next one: with a bounded staleness it is due earlier. Predictions come
-from ``history.lengths``; one that is inf (unknown) is replaced by the mean of the known ones.
+histopipe assigns all jobs at once, and the workers queue them; the others keep jobs without room in the
+shared queue. A round goes before the next: with a bounded staleness it is due earlier. Predictions come from
+``history.lengths``; a prediction of inf (unknown) is replaced by the mean of the known ones.
 docs/histopipe.md compares the three.
 """
 
@@ -26,8 +28,8 @@ import numpy as np
 
 from ostinato.protocols import Job, Placement, Starts, Worker
 
-RANKS = 2  # ranking groups of histopipe: more were worse in every simulation (docs/histopipe.md)
-READ_SHARE = 0.02  # of the sampled tokens: how many prompt tokens may be prefilled again for balance
+RANKS = 2  # ranking groups of histopipe: more ranks were worse in every simulation (docs/histopipe.md)
+READ_SHARE = 0.02  # prompt tokens that may be prefilled again for balance, per sampled token
 
 
 class Policy(StrEnum):
@@ -39,7 +41,7 @@ class Policy(StrEnum):
 
 
 def placement(name: str) -> Placement:
-    """The policy of this name."""
+    """Return the policy of this name."""
     policies: dict[Policy, Placement] = {
         Policy.LEAST_LOADED: least_loaded,
         Policy.LONGEST_FIRST: longest_first,
@@ -49,45 +51,46 @@ def placement(name: str) -> Placement:
 
 
 def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
-    """In the order of the stream, each to the worker with the fewest answers."""
-    ordered = sorted(waiting, key=_stream_order)
+    """Place jobs in the order of the stream, each on the worker with the fewest answers."""
+    sorted_jobs = sorted(waiting, key=_make_stream_key)
     loads = [float(len(worker.jobs)) for worker in workers]
-    return _fill(ordered, remaining(ordered).tolist(), workers, loads, count=True)
+    return _fill(sorted_jobs, remaining(sorted_jobs).tolist(), workers, loads, count=True)
 
 
 def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
-    """In each round the longest first, each to the worker with the least predicted tokens to go."""
-    ordered, sizes = sort_by_length(waiting)
+    """Place jobs, in each round the longest first, each on the worker with the fewest predicted tokens
+    left."""
+    sorted_jobs, sizes = sort_by_length(waiting)
     loads = [float(remaining(worker.jobs).sum()) for worker in workers]
-    return _fill(ordered, sizes, workers, loads)
+    return _fill(sorted_jobs, sizes, workers, loads)
 
 
 def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
-    """Each waiting round is laid along the line of workers (``lanes``), in alternating directions. Jobs that
+    """Deal each waiting round along the line of workers (``lanes``), in alternating directions. Jobs that
     began earlier (a later turn, an answer whose worker was lost) go to the worker with the least load."""
     if not workers:
         return ()
     line = sorted(workers, key=lambda worker: worker.id)
-    fresh = [job for job in waiting if job.home is None and not job.generated]
+    new_jobs = [job for job in waiting if job.home is None and not job.generated]
     starts = list[tuple[int, int]]()
-    for step, jobs in itertools.groupby(sorted(fresh, key=_stream_order), key=lambda job: job.step):
+    for step, jobs in itertools.groupby(sorted(new_jobs, key=_make_stream_key), key=lambda job: job.step):
         starts += _assign_round(list(jobs), line, step)
-    back = [job for job in waiting if job.home is not None or job.generated]
-    ordered, sizes = sort_by_length(back)
+    old_jobs = [job for job in waiting if job.home is not None or job.generated]
+    sorted_jobs, sizes = sort_by_length(old_jobs)
     loads = [float(remaining(worker.jobs).sum()) for worker in workers]
-    starts += _fill(ordered, sizes, workers, loads)
+    starts += _fill(sorted_jobs, sizes, workers, loads)
     return tuple(starts)
 
 
 def _assign_round(jobs: Sequence[Job], line: Sequence[Worker], step: int) -> list[tuple[int, int]]:
-    """(job, worker) for one round."""
+    """Return (job, worker) for the jobs of a round."""
     groups = [list(group) for _, group in itertools.groupby(jobs, key=lambda job: job.place)]
-    each = remaining(job for group in groups for job in group)
+    lengths = remaining(job for group in groups for job in group)
     ends = np.cumsum([len(group) for group in groups])
-    means = np.array([part.mean() for part in np.split(each, ends[:-1])])
+    means = np.array([part.mean() for part in np.split(lengths, ends[:-1])])
     siblings = len(jobs) / len(groups)
-    dealt = lanes(means, siblings, [worker.slots for worker in line], line[0].pass_s, step)
-    return [(job.id, line[at].id) for at, group in zip(dealt, groups, strict=True) for job in group]
+    places = lanes(means, siblings, [worker.slots for worker in line], line[0].pass_s, step)
+    return [(job.id, line[place].id) for place, group in zip(places, groups, strict=True) for job in group]
 
 
 def lanes(
@@ -98,10 +101,10 @@ def lanes(
     step: int,
     ranks: int = RANKS,
 ) -> list[int]:
-    """The place in the line [W] for each group of a round.
+    """Return the place in the line of workers [W] for each group of a round.
 
     means: [P] predicted tokens of an answer of each group; siblings: answers in a group; slots: [W]; step:
-    odd rounds go from short to long along the line, even ones from long to short.
+    odd rounds go from short to long along the line, even rounds from long to short.
     """
     order = np.argsort(means, kind="stable")
     ranks = min(ranks, len(slots), len(means))
@@ -121,7 +124,7 @@ def lanes(
     for chunk, count in zip(chunks, counts, strict=True):
         workers, first = line[first : first + count], first + count
         heap = [(0.0, n) for n in range(count)]
-        for group in chunk[::-1].tolist():  # in a ranking group the longest first, to the least loaded
+        for group in chunk[::-1].tolist():  # the longest first, each to the least loaded worker
             load, n = heap[0]
             heapq.heapreplace(heap, (load + float(means[group]), n))
             places[group] = workers[n]
@@ -136,11 +139,11 @@ def tiers(
     workers: int,
     pass_s: Callable[[int, float], float],
 ) -> list[int]:
-    """How many workers each ranking group gets, short to long: at least one, all together ``workers``.
+    """Return the number of workers of each ranking group, short to long: at least 1, ``workers`` in all.
 
-    Target completion times are linear in rank; the first, as a share of the last, is what equal numbers of
-    workers would give. Then those of rank i and of rank R - 1 - i add up to the same, and two rounds in
-    opposite directions end together everywhere. Searches the smallest last time that the workers allow.
+    Target completion times are linear in rank; the first, as a share of the last, is that of equal numbers of
+    workers. Then the times of rank i and of rank R - 1 - i have the same sum for every i, and two rounds in
+    opposite directions end together on all workers. Searches the smallest last time that the workers allow.
 
     tokens, longest, answers: [R] of each group, predicted. Raises ValueError with fewer workers than groups.
     """
@@ -153,11 +156,12 @@ def tiers(
         pass_seconds = pass_s(batch, batch * context)
         return pass_seconds * max(longest[i], tokens[i] / count / batch)
 
-    def needed(z: float) -> list[int]:
-        """For each, the fewest workers with which it ends by its share of z; workers + 1 if none suffice."""
-        every = range(1, workers + 1)
+    def count_workers(last_end: float) -> list[int]:
+        """Return, for each rank, the fewest workers with which it ends by its share of ``last_end``; workers
+        + 1 if all of them do not suffice."""
+        candidates = range(1, workers + 1)
         return [
-            1 + bisect_left(every, True, key=lambda n, i=i, end=z * share: seconds(i, n) <= end)
+            1 + bisect_left(candidates, True, key=lambda n, i=i, end=last_end * share: seconds(i, n) <= end)
             for i, share in enumerate(shares)
         ]
 
@@ -165,21 +169,23 @@ def tiers(
     equal = max(1, workers // len(tokens))
     first = min(1.0, seconds(0, equal) / max(seconds(last, equal), 1e-12))
     shares = [first + (1 - first) * (i / last if last else 1.0) for i in range(last + 1)]
-    low, high = 0.0, 1.001 * max(seconds(i, 1) / share for i, share in enumerate(shares))  # one each suffice
+    # in the time ``high`` a worker for each rank suffices
+    low, high = 0.0, 1.001 * max(seconds(i, 1) / share for i, share in enumerate(shares))
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if sum(needed(middle)) <= workers else (middle, high)
-    counts = [min(count, workers) for count in needed(high)]
-    while sum(counts) > workers:  # a batch that is not divided evenly may take longer with one worker more
+        low, high = (low, middle) if sum(count_workers(middle)) <= workers else (middle, high)
+    counts = [min(count, workers) for count in count_workers(high)]
+    while sum(counts) > workers:  # a batch that is not divided evenly may take longer with a worker more
         counts[counts.index(max(counts))] -= 1
-    for _ in range(workers - sum(counts)):  # what is left goes where the target is missed most
-        worst = max(range(len(counts)), key=lambda i: (seconds(i, counts[i]) / shares[i], i))
-        counts[worst] += 1
+    for _ in range(workers - sum(counts)):  # workers left over go where the target is missed most
+        rank = max(range(len(counts)), key=lambda i: (seconds(i, counts[i]) / shares[i], i))
+        counts[rank] += 1
     return counts
 
 
 def sort_by_length(jobs: Sequence[Job]) -> tuple[list[Job], list[float]]:
-    """(jobs by round and, in it, by predicted tokens to go, the longest first; these tokens)."""
+    """Sort jobs by round and, in it, by predicted tokens left, the longest first; return (jobs, these
+    tokens)."""
     sizes = remaining(jobs).tolist()
     keys = [(job.step, -size, job.place, job.id) for job, size in zip(jobs, sizes, strict=True)]
     order = sorted(range(len(jobs)), key=keys.__getitem__)
@@ -187,53 +193,59 @@ def sort_by_length(jobs: Sequence[Job]) -> tuple[list[Job], list[float]]:
 
 
 def remaining(jobs: Iterable[Job]) -> np.ndarray:
-    """[J] predicted tokens to go, at least 1; where nothing is known the mean of the others."""
-    left = np.array([job.predicted - job.generated for job in jobs], np.float64)
-    is_known = np.isfinite(left)
-    left[~is_known] = left[is_known].mean() if is_known.any() else 1.0
-    return np.maximum(left, 1.0)
+    """Return predicted tokens left [J], at least 1; without a prediction, the mean of the others."""
+    tokens = np.array([job.predicted - job.generated for job in jobs], np.float64)
+    is_known = np.isfinite(tokens)
+    tokens[~is_known] = tokens[is_known].mean() if is_known.any() else 1.0
+    return np.maximum(tokens, 1.0)
 
 
-def _stream_order(job: Job) -> tuple[int, int, int]:
+def _make_stream_key(job: Job) -> tuple[int, int, int]:
     return job.step, job.place, job.id
 
 
 def _fill(
-    ordered: Sequence[Job],
+    sorted_jobs: Sequence[Job],
     sizes: Sequence[float],
     workers: Sequence[Worker],
     loads: Sequence[float],
     *,
     count: bool = False,
 ) -> tuple[tuple[int, int], ...]:
-    """(job, worker): first jobs with a home; then, while there is room, the least loaded takes siblings.
+    """Return (job, worker): first jobs with a home; then, while there is room, the least loaded worker takes
+    siblings.
 
-    It takes a ``piece`` of a group that it has, whose prompt is in its cache; else of the first that no
-    worker has, or of which a piece waits; else of any: prefilling a prompt again costs less than idling.
+    It takes a ``piece`` of a group that it has, whose prompt is in its cache; else of the first group that no
+    worker has, or of which a piece waits; else of any group: to prefill a prompt again costs less than
+    idling.
     """
-    team = {worker.id: _Assignee(worker, load, count) for worker, load in zip(workers, loads, strict=True)}
+    assignees = {
+        worker.id: _Assignee(worker, load, count) for worker, load in zip(workers, loads, strict=True)
+    }
     starts = list[tuple[int, int]]()
     groups = dict[tuple[int, int], deque[tuple[int, Job, float]]]()
-    for place, (job, size) in enumerate(zip(ordered, sizes, strict=True)):
-        if job.home is not None and job.home in team and team[job.home].room:
-            starts.append(team[job.home].take(job, size))
+    for place, (job, size) in enumerate(zip(sorted_jobs, sizes, strict=True)):
+        if job.home is not None and job.home in assignees and assignees[job.home].room:
+            starts.append(assignees[job.home].take(job, size))
         else:
-            groups.setdefault(_group(job), deque()).append((place, job, size))
-    had = Counter(group for worker in team.values() for group in worker.has)
-    heap = [(worker.load, id) for id, worker in team.items() if worker.room]
+            groups.setdefault(_make_group_key(job), deque()).append((place, job, size))
+    num_holders = Counter(group for worker in assignees.values() for group in worker.has)
+    heap = [(worker.load, id) for id, worker in assignees.items() if worker.room]
     heapq.heapify(heap)
     while heap and groups:
-        worker = team[heapq.heappop(heap)[1]]
+        worker = assignees[heapq.heappop(heap)[1]]
         pieces = {group: piece(jobs[0][1].prompt, jobs[0][2]) for group, jobs in groups.items()}
-        own = [group for group in groups if group in worker.has]
-        open = [group for group, jobs in groups.items() if not had[group] or len(jobs) >= pieces[group]]
-        chosen = min(own or open or groups, key=lambda group: groups[group][0][0])
-        had[chosen] += chosen not in worker.has
-        waiting = groups[chosen]
-        for _ in range(min(pieces[chosen], worker.room, len(waiting))):
+        held_groups = [group for group in groups if group in worker.has]
+        open_groups = [
+            group for group, jobs in groups.items() if not num_holders[group] or len(jobs) >= pieces[group]
+        ]
+        group = min(held_groups or open_groups or groups, key=lambda group: groups[group][0][0])
+        num_holders[group] += group not in worker.has
+        waiting = groups[group]
+        for _ in range(min(pieces[group], worker.room, len(waiting))):
             starts.append(worker.take(*waiting.popleft()[1:]))
         if not waiting:
-            del groups[chosen]
+            del groups[group]
         if worker.room:
             heapq.heappush(heap, (worker.load, worker.id))
     return tuple(starts)
@@ -244,22 +256,22 @@ class _Assignee:
 
     def __init__(self, worker: Worker, load: float, count: bool) -> None:
         self.id, self.load = worker.id, load
-        self.room = max(0, worker.slots - len(worker.jobs))  # more are dealt than there is room for
+        self.room = max(0, worker.slots - len(worker.jobs))  # histopipe may deal more jobs than slots
         self.count = count  # answers are the load, not their tokens
-        self.has = {_group(job) for job in worker.jobs}
+        self.has = {_make_group_key(job) for job in worker.jobs}
 
     def take(self, job: Job, size: float) -> tuple[int, int]:
         self.load += 1.0 if self.count else size
         self.room -= 1
-        self.has.add(_group(job))
+        self.has.add(_make_group_key(job))
         return job.id, self.id
 
 
 def piece(prompt: int, tokens: float) -> int:
-    """How many siblings of ``tokens`` predicted tokens each go to a worker together, so that prefilling their
-    prompt (``prompt`` tokens, once) is at most READ_SHARE of what it samples."""
+    """Return how many siblings of ``tokens`` predicted tokens each go to a worker together, so that
+    prefilling their prompt (``prompt`` tokens, once) is at most READ_SHARE of the sampled tokens."""
     return max(1, math.ceil(prompt / (READ_SHARE * max(1.0, tokens))))
 
 
-def _group(job: Job) -> tuple[int, int]:
+def _make_group_key(job: Job) -> tuple[int, int]:
     return job.step, job.place
