@@ -1,8 +1,8 @@
-"""One block of history: the responses to one prompt in one step, and their layout in memory.
+"""A block of history: the responses to a prompt in a step, and their layout in memory.
 
 native/blocks.cpp sorts and searches it.
 
-    text      documents one after another: the last tokens before a response, the response, END
+    text      documents in a row: the last tokens before a response, the response, END
     order     the suffix array of text, without its ENDs: suffixes end with their document, are compared up to
               64 tokens, and among equals the earlier one comes first
 
@@ -20,25 +20,25 @@ from ostinato.types import HistoryEntry
 
 END = -1  # as a token id
 CONTEXT = 8  # tokens kept before a response, so that its first token can be drafted
-NARROW = np.iinfo(np.uint16).max  # stands for END among 16-bit tokens; ids are smaller
+NARROW = np.iinfo(np.uint16).max  # the code of END among 16-bit tokens; ids are smaller
 EDGE_STEP = 2.0**-16
 REWARD_TOLERANCE = 1e-6  # rewards this close to the mean of their prompt count as the mean
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Block:
-    """Arrays that share one piece of memory, in the order below: each is aligned for its type."""
+    """Arrays that share a piece of memory, in the order below: each is aligned for its type."""
 
     step: int  # of the rollout
     length: int  # tokens of text, ENDs included
     documents: int
     wide: bool  # 32-bit tokens, for ids that do not fit in 16 bits
     memory: np.ndarray  # [bytes_needed(...)] uint8
-    is_sorted: bool = False  # is ``order`` filled in?
+    is_sorted: bool = False  # whether ``order`` is filled in
 
     @property
     def size(self) -> int:
-        """Places in ``order``."""
+        """The number of places in ``order``."""
         return self.length - self.documents
 
     @property
@@ -48,7 +48,7 @@ class Block:
 
     @property
     def starts(self) -> np.ndarray:
-        """[documents + 1] int32: where documents begin in text, and where the last one ends."""
+        """[documents + 1] int32: the beginnings of documents in text, and the end of the last document."""
         return self._array(4 * self.size, np.int32, self.documents + 1)
 
     @property
@@ -79,7 +79,7 @@ class Block:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of responses."""
+        """The number of tokens of responses."""
         return int(np.count_nonzero(self.probs))
 
     @property
@@ -91,13 +91,13 @@ class Block:
 
 
 def bytes_needed(length: int, documents: int, wide: bool) -> int:
-    """The size of a block's memory in bytes."""
+    """Return the size of a block's memory in bytes."""
     return 4 * (length - documents) + 4 * (documents + 1) + (7 if wide else 5) * length + documents
 
 
 def lay_out(step: int, pasts: Sequence[HistoryEntry]) -> Block:
-    """The block of these responses, not yet sorted. Raises ValueError for a response without a prob and an
-    edge for every token, or with a negative token."""
+    """Make the block of these responses, not yet sorted. Raises ValueError for a response without a prob and
+    an edge for every token, or with a negative token."""
     for past in pasts:
         if not len(past.tokens) == len(past.probs) == len(past.edges):
             raise ValueError(
@@ -107,7 +107,7 @@ def lay_out(step: int, pasts: Sequence[HistoryEntry]) -> Block:
     end = np.array([END])
     parts = [part for past in pasts for part in (past.context[-CONTEXT:], past.tokens, end)]
     text = np.concatenate(parts).astype(np.int32)
-    sampled = np.repeat(np.tile([False, True, False], len(pasts)), [len(part) for part in parts])
+    is_sampled = np.repeat(np.tile([False, True, False], len(pasts)), [len(part) for part in parts])
     ends = np.cumsum([len(part) for part in parts])[2::3]
     if np.count_nonzero(text < 0) > len(pasts):
         raise ValueError(f"a response has the token {text.min()}; tokens are 0 or more")
@@ -122,14 +122,15 @@ def lay_out(step: int, pasts: Sequence[HistoryEntry]) -> Block:
     block.starts[:] = np.concatenate([[0], ends])
     block.tokens[:] = text if wide else text.astype(np.uint16)  # -1 becomes NARROW
     block.edges[:], block.probs[:] = 0, 0
-    block.edges[sampled] = edge_codes(np.concatenate([past.edges for past in pasts]))
-    block.probs[sampled] = prob_codes(np.concatenate([past.probs for past in pasts]))
+    block.edges[is_sampled] = edge_codes(np.concatenate([past.edges for past in pasts]))
+    block.probs[is_sampled] = prob_codes(np.concatenate([past.probs for past in pasts]))
     block.rewards[:] = reward_signs([past.reward for past in pasts])
     return block
 
 
 def reward_signs(rewards: Sequence[float | None]) -> np.ndarray:
-    """[R] int8: is a reward below (-1), at (0) or above (1) the mean of them all? 0 without a verdict."""
+    """Return [R] int8: -1, 0 or 1 where a reward is below, at or above the mean of all; 0 without a
+    verdict."""
     values = np.array([np.nan if reward is None else reward for reward in rewards], np.float64)
     finite = values[np.isfinite(values)]
     mean = finite.mean() if len(finite) else 0.0
@@ -141,19 +142,19 @@ def reward_signs(rewards: Sequence[float | None]) -> np.ndarray:
 
 
 def prob_table() -> np.ndarray:
-    """[256] float32: the probability of each code, rising. 0 means context.
+    """Return [256] float32, the probability of each code, rising. 0 means context.
 
     Steps of 5 % from below 1e-4 to 2/3; above, where most tokens are and an error of p is an error of the
     interval's end, steps of 8.6 % of 1 - p, down to 1 - p = 5e-4; then 1.
     """
     table = np.zeros(256, np.float32)
-    prob, rest = 2 / 3, 1 / 3
+    prob, remainder = 2 / 3, 1 / 3
     for code in range(182, 0, -1):
         table[code] = prob
         prob /= 1.05
     for code in range(183, 255):
-        rest *= 0.914
-        table[code] = 1 - rest
+        remainder *= 0.914
+        table[code] = 1 - remainder
     table[255] = 1
     return table
 
@@ -162,11 +163,11 @@ PROBS = prob_table()
 
 
 def prob_codes(probs: np.ndarray) -> np.ndarray:
-    """[T] uint8, the nearest code of each, 1 or more; 1 for NaN."""
-    between = (PROBS[1:-1] + PROBS[2:]) / 2
-    return (1 + np.searchsorted(between, np.nan_to_num(probs, nan=0.0))).astype(np.uint8)
+    """Return [T] uint8, the nearest code of each probability, 1 or more; 1 for NaN."""
+    midpoints = (PROBS[1:-1] + PROBS[2:]) / 2
+    return (1 + np.searchsorted(midpoints, np.nan_to_num(probs, nan=0.0))).astype(np.uint8)
 
 
 def edge_codes(edges: np.ndarray) -> np.ndarray:
-    """[T] uint16, the nearest multiple of EDGE_STEP below 1."""
+    """Return [T] uint16, the nearest multiple of EDGE_STEP below 1, in these units."""
     return np.clip(np.rint(np.nan_to_num(edges) / EDGE_STEP), 0, np.iinfo(np.uint16).max).astype(np.uint16)

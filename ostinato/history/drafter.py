@@ -1,4 +1,4 @@
-"""The drafter: proposes for running sequences what followed the same tokens before, where that saves time.
+"""The drafter: proposes the tokens that followed the same context before, where that saves time.
 
 Drafts only affect time: the sampled tokens never depend on them. The drafter is compiled (one call
 into C++ per pass and method, see native/drafter.cpp).
@@ -17,7 +17,7 @@ from ostinato.history.rules import BINS, MOST_DEPTH, DraftStats, Rules, Source
 from ostinato.history.store import History, prompt_key
 from ostinato.types import DraftQuery, Drafts, Request, SampledTokens
 
-FEATURES = 16  # of a candidate, to estimate its chance of being right (native/estimate.h)
+FEATURES = 16  # of a candidate, from which its chance of being right is estimated (native/estimate.h)
 INITIAL_WEIGHTS = (-2.6, 0.8, -0.8, -2.6, 1.9, 2.0, 0.1, 0.0, -1.1, -0.7, 0.7, 0.2, 0.4, 3.6, 0.7, 3.9)
 """Weights of these features, fitted to recorded rollouts so that the first drafts of a run are sensible."""
 
@@ -55,8 +55,8 @@ class _Stats(ctypes.Structure):
     )
 
 
-class _Shelf:
-    """Arrays that C++ reads and writes: their addresses are taken once, not in every call."""
+class _ArrayPool:
+    """Arrays that C++ reads and writes; their addresses are taken once, not in every call."""
 
     def __init__(self, **kinds: type) -> None:
         self._kinds = kinds
@@ -81,26 +81,28 @@ class HistoryDrafter:
 
     def __init__(self, history: History | None = None, rules: Rules | None = None) -> None:
         self.rules = rules or Rules()
-        self._history = history  # keeps alive the store that is read here
-        self._library = _bind(load_library())
+        self._history = history  # a reference, so that its store is not freed while it is read
+        self._library = _declare_functions(load_library())
         store = history.native if history is not None else None
         self._drafter = self._library.drafter_new(
-            store, _c_rules(self.rules), (ctypes.c_double * FEATURES)(*INITIAL_WEIGHTS)
+            store, _convert_rules(self.rules), (ctypes.c_double * FEATURES)(*INITIAL_WEIGHTS)
         )
         weakref.finalize(self, self._library.drafter_free, self._drafter)
         self._seconds = [0.0, 0.0, 0.0]  # open, propose, observe
         self._prompt = "", prompt_key("")  # the last uid and its key
         i32, f32 = np.int32, np.float32
-        self._asked = _Shelf(
+        self._query_arrays = _ArrayPool(
             handles=np.int64, room=i32, weights=f32, seconds=np.float64, counts=i32, tokens=i32
         )
-        self._sampled = _Shelf(handles=np.int64, counts=i32, ended=np.uint8, tokens=i32, probs=f32, edges=f32)
+        self._token_arrays = _ArrayPool(
+            handles=np.int64, counts=i32, ended=np.uint8, tokens=i32, probs=f32, edges=f32
+        )
 
     def open(self, request: Request) -> int:
-        """Begin a sequence. Returns its handle for ``propose`` and ``observe``."""
+        """Open a sequence. Returns its handle for ``propose`` and ``observe``."""
         start = time.perf_counter()
         tokens, seed = np.ascontiguousarray(request.tokens, np.int32), request.seed
-        if request.uid != self._prompt[0]:  # siblings come one after another
+        if request.uid != self._prompt[0]:  # siblings are opened in a row, so the last key is enough
             self._prompt = request.uid, prompt_key(request.uid)
         handle = self._library.drafter_open(
             self._drafter,
@@ -116,50 +118,51 @@ class HistoryDrafter:
         return handle
 
     def propose(self, running: DraftQuery) -> Drafts:
-        """The draft tokens worth their time in the next pass, if any. ValueError if a handle is closed."""
+        """Return the draft tokens that save time in the next pass, if any. Raises ValueError for a closed
+        handle."""
         start = time.perf_counter()
-        count, most = len(running.handles), len(running.seconds) - 1
-        self._asked.hold(max(count, most + 1))
-        room, at = self._asked.arrays, self._asked.at
-        room["handles"][:count] = running.handles
-        room["room"][:count] = running.room
-        room["weights"][:count] = running.weights
-        room["seconds"][: most + 1] = running.seconds
+        count, max_tokens = len(running.handles), len(running.seconds) - 1
+        self._query_arrays.hold(max(count, max_tokens + 1))
+        arrays, ptrs = self._query_arrays.arrays, self._query_arrays.at
+        arrays["handles"][:count] = running.handles
+        arrays["room"][:count] = running.room
+        arrays["weights"][:count] = running.weights
+        arrays["seconds"][: max_tokens + 1] = running.seconds
         rows = self._library.drafter_propose(
-            self._drafter, count, at["handles"], at["room"], at["weights"], at["seconds"], most,
-            at["counts"], at["tokens"],
+            self._drafter, count, ptrs["handles"], ptrs["room"], ptrs["weights"], ptrs["seconds"],
+            max_tokens, ptrs["counts"], ptrs["tokens"],
         )  # fmt: skip
         if rows < 0:
             raise ValueError(
                 "a handle is not open; propose for handles that open gave and observe has not ended"
             )
-        drafts = Drafts(counts=room["counts"][:count].copy(), tokens=room["tokens"][:rows].copy())
+        drafts = Drafts(counts=arrays["counts"][:count].copy(), tokens=arrays["tokens"][:rows].copy())
         self._seconds[1] += time.perf_counter() - start
         return drafts
 
     def observe(self, emitted: SampledTokens) -> None:
-        """Take in the tokens that the pass emitted, drafted or not. ValueError if a handle is closed."""
+        """Record the tokens that the pass emitted, drafted or not. Raises ValueError for a closed handle."""
         start = time.perf_counter()
         count, tokens = len(emitted.handles), len(emitted.tokens)
-        self._sampled.hold(max(count, tokens))
-        room, at = self._sampled.arrays, self._sampled.at
-        room["handles"][:count] = emitted.handles
-        room["counts"][:count] = emitted.counts
-        room["ended"][:count] = emitted.ended
-        room["tokens"][:tokens] = emitted.tokens
-        room["probs"][:tokens] = emitted.probs
-        room["edges"][:tokens] = emitted.edges
-        done = self._library.drafter_observe(
-            self._drafter, count, at["handles"], at["counts"], at["tokens"], at["probs"], at["edges"],
-            at["ended"],
+        self._token_arrays.hold(max(count, tokens))
+        arrays, ptrs = self._token_arrays.arrays, self._token_arrays.at
+        arrays["handles"][:count] = emitted.handles
+        arrays["counts"][:count] = emitted.counts
+        arrays["ended"][:count] = emitted.ended
+        arrays["tokens"][:tokens] = emitted.tokens
+        arrays["probs"][:tokens] = emitted.probs
+        arrays["edges"][:tokens] = emitted.edges
+        status = self._library.drafter_observe(
+            self._drafter, count, ptrs["handles"], ptrs["counts"], ptrs["tokens"], ptrs["probs"],
+            ptrs["edges"], ptrs["ended"],
         )  # fmt: skip
-        if done < 0:
+        if status < 0:
             raise ValueError("a handle is not open; observe handles that open gave and that have not ended")
         self._seconds[2] += time.perf_counter() - start
 
     def forget(self, uids: list[str] | None = None) -> None:
         """Drop the live text of these prompts (None: of all prompts), except of prompts with a running
-        sequence: it has become closed history, or will not be needed."""
+        sequence: the text is in the closed history by now, or will not be needed."""
         if uids is None:
             self._library.drafter_forget(self._drafter, None, -1)
             return
@@ -167,7 +170,7 @@ class HistoryDrafter:
         self._library.drafter_forget(self._drafter, prompts.ctypes.data, len(prompts))
 
     def stats(self) -> DraftStats:
-        """Its counters since it was created."""
+        """Return the counters since the drafter was created."""
         raw = _Stats()
         self._library.drafter_stats(self._drafter, ctypes.byref(raw))
         values = {name: getattr(raw, name) for name, *_ in _Stats._fields_}
@@ -175,31 +178,31 @@ class HistoryDrafter:
             values[name] = dict(zip(Source, values[name], strict=True))
         for name in ("drafted_at", "accepted_at", "labels", "hits", "predicted"):
             values[name] = tuple(values[name])
-        opened, proposed, observed = self._seconds
-        return DraftStats(**values, open_s=opened, propose_s=proposed, observe_s=observed)
+        open_s, propose_s, observe_s = self._seconds
+        return DraftStats(**values, open_s=open_s, propose_s=propose_s, observe_s=observe_s)
 
     def weights(self) -> np.ndarray:
-        """[FEATURES] float64: what the estimator has learnt, see native/estimate.h."""
+        """Return the learnt weights of the estimator, [FEATURES] float64; see native/estimate.h."""
         weights = np.zeros(FEATURES)
         self._library.drafter_weights(self._drafter, weights.ctypes.data)
         return weights
 
 
-def _c_rules(rules: Rules) -> _Rules:
+def _convert_rules(rules: Rules) -> _Rules:
     raw = _Rules(
         noise=rules.use_noise,
         **{name: getattr(rules, name) for name in ("most", "least", "epochs", "length", "walk")},
         **{name: getattr(rules, name) for name in ("ring", "group", "total")},
     )
-    for at, source in enumerate(Source):
-        raw.sources[at] = source in rules.sources
+    for index, source in enumerate(Source):
+        raw.sources[index] = source in rules.sources
     for name in ("ladder", "live", "shared"):
         lengths = getattr(rules, name)
         setattr(raw, name, _Levels(len(lengths), (_I32 * _MOST_LEVELS)(*lengths)))
     return raw
 
 
-def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
+def _declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
     signatures = {
         "drafter_new": (_P, (_P, ctypes.POINTER(_Rules), ctypes.POINTER(ctypes.c_double))),
         "drafter_free": (None, (_P,)),
@@ -211,7 +214,7 @@ def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
         "drafter_weights": (None, (_P, _P)),
         "drafter_uniform": (ctypes.c_double, (_P, _L, _I64)),
     }
-    for name, (returns, takes) in signatures.items():
+    for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = returns, takes
+        function.restype, function.argtypes = result, arguments
     return library

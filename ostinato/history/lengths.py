@@ -1,7 +1,7 @@
-"""How long will a response be? From the lengths of earlier responses to the same prompt.
+"""Predicts the length of a response from the lengths of earlier responses to the same prompt.
 
 Lengths of neighbouring epochs keep their order among prompts well (RhymeRL, arXiv 2508.18588), so a prompt's
-own past is the best forecast there is; where it is short, the lengths of all prompts supplement it.
+own past lengths are the best forecast; where they are few, the lengths of all prompts supplement them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 OWN = 32  # newest lengths kept of a prompt
 ALL = 4096  # newest lengths kept of all prompts together
 NONE = np.zeros(0, np.int32)
-PRIOR = 4.0  # the lengths of all prompts weigh as much as this many of the prompt's own
+PRIOR = 4.0  # weight of the lengths of all prompts, in numbers of the prompt's own
 
 
 class Lengths:
@@ -26,16 +26,16 @@ class Lengths:
     """
 
     def __init__(self) -> None:
-        self._own: dict[str, np.ndarray] = {}
+        self._by_prompt: dict[str, np.ndarray] = {}
         self._steps: dict[str, np.ndarray] = {}
         self._all = NONE
         self._all_steps = NONE
         self._sorted: list[int] | None = None  # of _all
 
     def observe(self, uid: str, lengths: Sequence[int], *, step: int = 0) -> None:
-        """Remember the responses of one group to prompt ``uid``, sampled in ``step``."""
+        """Add the lengths of a group of responses to prompt ``uid``, sampled in ``step``."""
         new = np.asarray(lengths, np.int32)
-        self._own[uid] = np.concatenate([self._own.get(uid, NONE), new])[-OWN:]
+        self._by_prompt[uid] = np.concatenate([self._by_prompt.get(uid, NONE), new])[-OWN:]
         self._all = np.concatenate([self._all, new])[-ALL:]
         steps = np.full(len(new), step, np.int32)
         self._steps[uid] = np.concatenate([self._steps.get(uid, NONE), steps])[-OWN:]
@@ -43,45 +43,46 @@ class Lengths:
         self._sorted = None
 
     def forget_after(self, step: int) -> None:
-        """Drop what was sampled in later steps. Older lengths that these pushed out do not come back."""
+        """Drop the lengths of later steps. Older lengths that they displaced are not restored."""
         for uid, steps in list(self._steps.items()):
             is_known = steps <= step
-            self._own[uid], self._steps[uid] = self._own[uid][is_known], steps[is_known]
+            self._by_prompt[uid], self._steps[uid] = self._by_prompt[uid][is_known], steps[is_known]
             if not is_known.any():
-                del self._own[uid], self._steps[uid]
+                del self._by_prompt[uid], self._steps[uid]
         is_known = self._all_steps <= step
         self._all, self._all_steps, self._sorted = self._all[is_known], self._all_steps[is_known], None
 
     def predict(self, uid: str) -> float:
-        """The median length (tokens) of a response to ``uid``.
+        """Predict the median length (tokens) of a response to ``uid``.
 
-        The distribution is the prompt's own past lengths, mixed with all prompts' as if these were PRIOR more
-        of its own. An unknown prompt gets the distribution of all prompts; when nothing at all is known, the
-        answer is inf, the cautious guess of a scheduler that starts the longest first.
+        The distribution is that of the prompt's own past lengths, mixed with the lengths of all prompts as if
+        these were PRIOR more of its own. An unknown prompt gets the distribution of all prompts; without any
+        length it is inf, the cautious guess for a scheduler that starts the longest first.
         """
-        own, everyone = sorted(self._own.get(uid, NONE).tolist()), self._sort_all()
-        if not own and not everyone:
+        own, all_lengths = sorted(self._by_prompt.get(uid, NONE).tolist()), self._sort_all()
+        if not own and not all_lengths:
             return math.inf
-        lengths = range(1, max(own[-1:] + everyone[-1:]) + 1)
-        return float(bisect_left(lengths, 0.5, key=_share_up_to(own, everyone)) + 1)
+        lengths = range(1, max(own[-1:] + all_lengths[-1:]) + 1)
+        return float(bisect_left(lengths, 0.5, key=_make_distribution(own, all_lengths)) + 1)
 
     def mean(self, uid: str) -> float:
-        """Expected length of a response to ``uid``, shrunk as in ``predict``; inf when nothing is known."""
-        own, everyone = self._own.get(uid, NONE), self._all
-        weight = len(own) + (PRIOR if len(everyone) else 0)
+        """Return the expected length of a response to ``uid``, shrunk as in ``predict``; inf without any
+        length."""
+        own, all_lengths = self._by_prompt.get(uid, NONE), self._all
+        weight = len(own) + (PRIOR if len(all_lengths) else 0)
         if not weight:
             return math.inf
-        return (float(own.sum()) + (PRIOR * float(everyone.mean()) if len(everyone) else 0.0)) / weight
+        return (float(own.sum()) + (PRIOR * float(all_lengths.mean()) if len(all_lengths) else 0.0)) / weight
 
     def state(self) -> dict[str, Any]:
-        """The whole state, as values for JSON."""
-        own = {uid: [lengths.tolist(), self._steps[uid].tolist()] for uid, lengths in self._own.items()}
+        """Return the whole state, as values for JSON."""
+        own = {uid: [lengths.tolist(), self._steps[uid].tolist()] for uid, lengths in self._by_prompt.items()}
         return {"own": own, "all": [self._all.tolist(), self._all_steps.tolist()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a saved ``state``; the extra list of truncated lengths in older states is ignored."""
         own = state["own"].items()
-        self._own = {uid: np.array(lengths, np.int32) for uid, (lengths, *_) in own}
+        self._by_prompt = {uid: np.array(lengths, np.int32) for uid, (lengths, *_) in own}
         self._steps = {uid: np.array(steps, np.int32) for uid, (*_, steps) in own}
         self._all, self._all_steps = (np.array(numbers, np.int32) for numbers in state["all"])
         self._sorted = None
@@ -92,12 +93,12 @@ class Lengths:
         return self._sorted
 
 
-def _share_up_to(own: Sequence[int], everyone: Sequence[int]) -> Callable[[int], float]:
-    """The distribution function of the mixture of two sorted lists, not both of them empty."""
-    prior = PRIOR if everyone else 0.0
+def _make_distribution(own: Sequence[int], all_lengths: Sequence[int]) -> Callable[[int], float]:
+    """Return the distribution function of the mixture of two sorted lists, not both of them empty."""
+    prior = PRIOR if all_lengths else 0.0
 
     def share(length: int) -> float:
-        common = prior * bisect_right(everyone, length) / max(1, len(everyone))
-        return (bisect_right(own, length) + common) / (len(own) + prior)
+        weight = prior * bisect_right(all_lengths, length) / max(1, len(all_lengths))
+        return (bisect_right(own, length) + weight) / (len(own) + prior)
 
     return share

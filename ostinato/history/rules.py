@@ -1,4 +1,4 @@
-"""The settings of a drafter (what it searches and how far), and its counters."""
+"""The settings of a drafter (its sources and limits), and its counters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ BINS = 10  # of the table of reliability
 
 
 class Source(StrEnum):
-    """Where a draft token was found. The order is that of ``Source`` in native/estimate.h."""
+    """The sources of draft tokens. The order is that of ``Source`` in native/estimate.h."""
 
     HISTORY = "history"  # closed responses to the same prompt
-    SIBLING = "sibling"  # responses to it that are being written, or were since the last ``forget``
+    SIBLING = "sibling"  # responses to it that are being sampled, or were since the last ``forget``
     OWN = "own"  # the sequence itself and its prompt
     OTHER = "other"  # recent responses to any prompt
 
@@ -29,15 +29,15 @@ class Rules:
     """
 
     sources: frozenset[Source] = frozenset(Source)
-    use_noise: bool = True  # look at the uniform of the coming position, and at stored intervals
+    use_noise: bool = True  # compare the uniform of the coming position with stored intervals
     length: int = MOST_DEPTH  # the longest draft, in tokens
     most: int = 32  # last tokens of context that are searched for in history ...
     least: int = 3  # ... and how many of them must match at least
-    epochs: int = 3  # newest blocks of history looked at, at most 4
+    epochs: int = 3  # newest blocks of history that are searched, at most 4
     ladder: tuple[int, ...] = (6, 3)  # context lengths tried in history when the longest match is unsure
     live: tuple[int, ...] = (12, 6, 3)  # context lengths in siblings' and own text, longest first
     shared: tuple[int, ...] = (8, 4)  # the same over all prompts
-    walk: int = 16  # newest occurrences looked at, of the shortest context in live text
+    walk: int = 16  # newest occurrences that are read, of the shortest context in live text
     ring: int = 1 << 18
     group: int = 1 << 18
     total: int = 1 << 21
@@ -45,17 +45,17 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStats:
-    """The counters of a drafter since it was created; ``now - then`` counts what happened in between.
+    """The counters of a drafter since it was created; ``new - old`` has the counts of the time between.
 
     By source, by depth (1 first) and by bin of the estimate, in tenths. A candidate is labelled once its
     position is sampled, whether it was drafted or not; ``predicted`` is the sum of their estimates.
     """
 
     passes: int  # calls of propose
-    naps: int  # of them, those in which the whole drafter slept
-    looked: int  # look-ups: candidates for one place
+    naps: int  # of these, the calls in which the whole drafter was skipped
+    looked: int  # look-ups, each of the candidates for a position
     slept: int  # (sequence, pass) pairs in which a sequence was skipped
-    emitted: int  # tokens that came, drafted or not
+    emitted: int  # emitted tokens, drafted or not
     drafted: Mapping[Source, int]
     accepted: Mapping[Source, int]
     drafted_at: tuple[int, ...]  # [MOST_DEPTH]
@@ -72,21 +72,21 @@ class DraftStats:
 
     @property
     def seconds(self) -> float:
-        """Seconds spent in all."""
+        """Seconds spent in open, propose and observe together."""
         return self.open_s + self.propose_s + self.observe_s
 
     def __sub__(self, earlier: DraftStats) -> DraftStats:
         """The counts since ``earlier``; fields that are a state keep their current value."""
         values: dict[str, Any] = {}
-        for count in fields(self):
-            now, then = getattr(self, count.name), getattr(earlier, count.name)
-            values[count.name] = now if count.metadata.get("state") else _subtract(now, then)
+        for counter in fields(self):
+            new, old = getattr(self, counter.name), getattr(earlier, counter.name)
+            values[counter.name] = new if counter.metadata.get("state") else _subtract(new, old)
         return DraftStats(**values)
 
 
-def _subtract(now: Any, then: Any) -> Any:
-    if isinstance(now, Mapping):
-        return {key: now[key] - then[key] for key in now}
-    if isinstance(now, tuple):
-        return tuple(a - b for a, b in zip(now, then, strict=True))
-    return now - then
+def _subtract(new: Any, old: Any) -> Any:
+    if isinstance(new, Mapping):
+        return {key: new[key] - old[key] for key in new}
+    if isinstance(new, tuple):
+        return tuple(a - b for a, b in zip(new, old, strict=True))
+    return new - old

@@ -1,7 +1,7 @@
 """The closed history: the responses to prompts in earlier steps, compact, searchable and bounded.
 
-Drafts from it are guesses that a forward pass checks, so nothing here can change a token: a lost or damaged
-history costs time only.
+Drafts from it are guesses that a forward pass checks, so the history can never change a token: a lost or
+damaged history costs time only.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ OVERHEAD = 640  # bytes that a block takes besides its arrays, in Python and C++
 
 
 def prompt_key(uid: str) -> int:
-    """A 64-bit key of a prompt, the same in every process and on every machine."""
+    """Return a 64-bit key of a prompt, the same in every process and on every machine."""
     return int.from_bytes(blake2b(uid.encode(), digest_size=8).digest(), "little")
 
 
 class History:
     """Blocks by prompt, newest first: at most ``epochs`` per prompt and ``memory_mb`` (MiB) in all.
 
-    Blocks beyond that are evicted in this order: those whose prompt has a newer one, the oldest step first;
+    Blocks beyond that are evicted in this order: those whose prompt has a newer block, the oldest step first;
     then whole prompts, by a fixed hash. Prompts recur once per epoch. In an epoch larger than the memory the
-    least recently used block is the one that is needed next, so evicting that one would never give a hit,
-    while the hash always keeps the same prompts, as many as fit into memory.
+    least recently used block is needed next, so evicting that block would never give a hit, while the hash
+    always keeps the same prompts, as many as fit into memory.
 
     Several engines and drafters, and their threads, may share one History: see native/library.py. Blocks are
-    sorted when they are first requested, so that what is never used costs next to nothing; ``build_now`` does
-    it ahead of time.
+    sorted when they are first requested, so that unused blocks cost next to nothing; ``build_now`` sorts them
+    ahead of time.
     """
 
     def __init__(self, *, memory_mb: float = 256, epochs: int = 3) -> None:
@@ -55,7 +55,7 @@ class History:
         self.counters: Counter[str] = Counter()  # blocks and tokens added and dropped
         self.lengths = Lengths()  # of the same responses; saved with them
         self.num_bytes = 0
-        self.num_tokens = 0  # of responses: what was sampled
+        self.num_tokens = 0  # sampled tokens of responses
         self._limit = memory_mb * 2**20
         self._epochs = epochs
         self._blocks: dict[int, list[Block]] = {}
@@ -76,19 +76,19 @@ class History:
         for old in [old for old in self._blocks.get(key, []) if old.step == step]:
             self._drop(key, old, "replaced")
         if block is not None:
-            self._keep(key, block)
+            self._insert(key, block)
         self._make_room()
 
     def forget_after(self, step: int) -> None:
-        """Drop the responses of later steps, and their lengths: a run that resumes from ``step`` has yet to
-        sample them. Older responses that these had pushed out do not come back."""
+        """Drop the responses of later steps, and their lengths: a run that resumes from ``step`` will sample
+        them again. Older responses that they displaced are not restored."""
         for key, blocks in list(self._blocks.items()):
             for block in [block for block in blocks if block.step > step]:
                 self._drop(key, block, "undone")
         self.lengths.forget_after(step)
 
     def blocks(self, uid: str) -> list[Block]:
-        """The blocks of a prompt, sorted, newest first."""
+        """Return the blocks of a prompt, sorted, newest first."""
         key = prompt_key(uid)
         blocks = list(self._blocks.get(key, []))
         for block in blocks:
@@ -102,23 +102,23 @@ class History:
                 self._store.sort(key, block.step)
 
     def save(self, path: Path) -> None:
-        """Write all but the suffix arrays: they would be nearly half of every checkpoint, and sorting the
-        blocks that are requested again takes 0.1 us per token."""
+        """Write all but the suffix arrays: they would be nearly half of every checkpoint, and to sort a
+        requested block again takes 0.1 us per token."""
         atomic_write(path, self._write)
 
     @classmethod
     def load(cls, path: Path, *, memory_mb: float = 256, epochs: int = 3) -> Self:
-        """What ``save`` wrote, cut to these limits. Raises OSError where it cannot be read, BuildError where
-        there is no compiler, and ValueError for a file that is damaged or of another kind."""
+        """Read a file of ``save``, cut to these limits. Raises OSError where it cannot be read, BuildError
+        where there is no compiler, and ValueError for a file that is damaged or of another kind."""
         history = cls(memory_mb=memory_mb, epochs=epochs)
         with path.open("rb") as file:
             for key, block in _read(file, path, history.lengths):
-                history._keep(key, block)
+                history._insert(key, block)
         history._make_room()
         history.counters.clear()
         return history
 
-    def _keep(self, key: int, block: Block) -> None:
+    def _insert(self, key: int, block: Block) -> None:
         blocks = self._blocks.setdefault(key, [])
         blocks.append(block)
         blocks.sort(key=lambda block: -block.step)
@@ -130,33 +130,38 @@ class History:
         for old in blocks[self._epochs :]:
             self._drop(key, old, "outdated")
 
-    def _drop(self, key: int, block: Block, why: str) -> None:
-        self._store.drop(key, block.step)  # before its memory goes
+    def _drop(self, key: int, block: Block, reason: str) -> None:
+        self._store.drop(key, block.step)  # before its memory is freed
         self._blocks[key].remove(block)
         if not self._blocks[key]:
             del self._blocks[key]
         self.num_bytes -= block.memory.nbytes + OVERHEAD
         self.num_tokens -= block.num_sampled
-        self.counters[f"{why}_blocks"] += 1
-        self.counters[f"{why}_tokens"] += block.num_sampled
+        self.counters[f"{reason}_blocks"] += 1
+        self.counters[f"{reason}_tokens"] += block.num_sampled
 
     def _make_room(self) -> None:
-        victims = self._eviction_order()
+        victims = self._order_evictions()
         while self.num_bytes > self._limit:
             key = next(victims)
             self._drop(key, self._blocks[key][-1], "evicted")
 
-    def _eviction_order(self) -> Iterator[int]:
-        """Keys of the prompts whose oldest block is evicted next, in order."""
-        outdated = sorted((old.step, key) for key, blocks in self._blocks.items() for old in blocks[1:])
-        yield from (key for _, key in outdated)
+    def _order_evictions(self) -> Iterator[int]:
+        """Yield keys of the prompts whose oldest block is evicted next, in order."""
+        old_blocks = sorted((old.step, key) for key, blocks in self._blocks.items() for old in blocks[1:])
+        yield from (key for _, key in old_blocks)
         yield from sorted(self._blocks, reverse=True)  # a key is a hash
 
     def _write(self, path: Path) -> None:
         blocks = [(key, block) for key, blocks in self._blocks.items() for block in blocks]
         rows = [[key, block.step, block.length, block.documents, block.wide] for key, block in blocks]
         header = json.dumps({"blocks": rows, "lengths": self.lengths.state()}).encode()
-        parts = [MAGIC, len(header).to_bytes(8, "little"), header, *(_unsorted(block) for _, block in blocks)]
+        parts = [
+            MAGIC,
+            len(header).to_bytes(8, "little"),
+            header,
+            *(_view_unsorted(block) for _, block in blocks),
+        ]
         crc = 0
         with path.open("wb") as file:
             for part in parts:
@@ -165,13 +170,13 @@ class History:
             file.write(crc.to_bytes(4, "little"))
 
 
-def _unsorted(block: Block) -> memoryview:
-    """The memory of a block after its ``order``."""
+def _view_unsorted(block: Block) -> memoryview:
+    """Return the memory of a block after its ``order``."""
     return block.memory[4 * block.size :].data
 
 
-def _crc(file: BufferedReader, count: int) -> int:
-    """Checksum of the next ``count`` bytes."""
+def _compute_crc(file: BufferedReader, count: int) -> int:
+    """Compute the checksum of the next ``count`` bytes."""
     crc = 0
     while count > 0 and (part := file.read(min(count, 1 << 20))):
         crc, count = zlib.crc32(part, crc), count - len(part)
@@ -179,11 +184,11 @@ def _crc(file: BufferedReader, count: int) -> int:
 
 
 def _read(file: BufferedReader, path: Path, lengths: Lengths) -> Iterator[tuple[int, Block]]:
-    """The blocks of a saved history by key; ``lengths`` becomes what was saved with them."""
+    """Yield (key, block) of a saved history, and restore ``lengths`` from it."""
     if file.read(len(MAGIC)) != MAGIC:
         raise ValueError(f"{path} is no history of this version; delete it to begin an empty one")
     file.seek(0)
-    if _crc(file, path.stat().st_size - 4) != int.from_bytes(file.read(4), "little"):
+    if _compute_crc(file, path.stat().st_size - 4) != int.from_bytes(file.read(4), "little"):
         raise ValueError(f"the history {path} is damaged; delete it to begin an empty one")
     file.seek(len(MAGIC))
     header = parse_json(file.read(int.from_bytes(file.read(8), "little")), surrogates=True)
@@ -191,5 +196,5 @@ def _read(file: BufferedReader, path: Path, lengths: Lengths) -> Iterator[tuple[
     for key, step, length, documents, wide in header["blocks"]:
         memory = np.empty(bytes_needed(length, documents, wide), np.uint8)
         block = Block(step=step, length=length, documents=documents, wide=wide, memory=memory)
-        file.readinto(_unsorted(block))
+        file.readinto(_view_unsorted(block))
         yield key, block

@@ -1,4 +1,4 @@
-"""The buffer of rollouts: which groups are admitted, which are trained on, which the trainer waits for.
+"""The buffer of rollouts: decides which groups are admitted, trained on and waited for.
 
 Groups are admitted while fewer than (k + 1) N are in flight (playing, being graded, waiting or being trained
 on), for a staleness of k and N prompts per step; so N more are admitted whenever a step has ended (the
@@ -8,12 +8,13 @@ trained on after f + k of them at the latest. That is its deadline: no token of 
     finished steps      0        1        2        3               k = 2, with overlap
     admitted          a b c      d        e        f               a, b, c ...: N groups each
     deadline          2 2 2      3        4        5
-    trained on          a        b        c        d               whichever N of a b c have ended first
+    trained on          a        b        c        d               the N of a b c that have ended first
 
 Without overlap the trainer waits until every admitted group has ended, and takes the oldest. With overlap it
 takes the N groups with the earliest deadlines among those that have ended, unless that leaves more groups
-than the steps up to some deadline can train on. Then it waits for those: nothing is dropped, and there is no
-bias against long answers. Throttling alone would not bound the lag: an answer may take longer than k steps.
+than the steps up to some deadline can train on. Then it waits for these groups: nothing is dropped, and there
+is no bias against long answers. Throttling alone would not bound the lag: an answer may take longer than k
+steps.
 
 ``AdmissionRule`` is pure; ``RolloutBuffer`` owns the tasks.
 """
@@ -40,13 +41,13 @@ from ostinato.rollout.rollout import (
 )
 from ostinato.types import Group
 
-MOST_NAMED = 5  # groups, in a sentence
+MOST_NAMED = 5  # groups that a sentence names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Places in the stream: ``batch`` is what a step trains on, in stream order; ``awaited`` what it must
-    wait for first, and then ``batch`` is empty. Both are empty when no group is in flight."""
+    """Places in the stream: a step trains on ``batch``, in stream order; where it must first wait for
+    ``awaited``, ``batch`` is empty. Both are empty when no group is in flight."""
 
     batch: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
@@ -54,7 +55,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRule:
-    """The arithmetic above, for a run of ``steps`` steps of ``prompts`` groups."""
+    """The rule of the module docstring for a run of ``steps`` steps of ``prompts`` groups."""
 
     prompts: int
     staleness: int
@@ -62,66 +63,71 @@ class AdmissionRule:
     overlap: bool = False
 
     def room(self, held: Sequence[Admission], finished: int) -> int:
-        """How many groups may be admitted after ``finished`` steps, while ``held`` are in flight."""
-        if not self.overlap and not all(one.ended for one in held):
-            return 0  # a round is played when the one before it has ended
+        """Return how many groups may be admitted after ``finished`` steps, while ``held`` are in flight."""
+        if not self.overlap and not all(admission.ended for admission in held):
+            return 0  # a round is played when the round before it has ended
         room = min(self.staleness + 1, self.steps - finished) * self.prompts - len(held)
         return max(0, room if self.overlap else min(room, self.prompts))
 
     def round(self, outstanding: int, finished: int) -> int:
-        """The step that trains on a group if nothing intervenes; ``outstanding`` were admitted before it."""
+        """Return the step that trains on a group if nothing intervenes; ``outstanding`` were admitted
+        before it."""
         return finished + 1 + outstanding // self.prompts
 
     def deadline(self, admission: Admission) -> int:
-        """Finished steps after which ``one`` can be trained on for the last time."""
+        """Return the number of finished steps after which a group can be trained on for the last time."""
         return admission.step + self.staleness
 
     def choose(self, held: Sequence[Admission], finished: int) -> Selection:
-        """The batch of the step after ``finished`` ones, chosen from the groups in flight, ``held``."""
+        """Choose the batch of the step after ``finished`` steps from the groups in flight, ``held``."""
         running, size = [admission for admission in held if not admission.ended], min(self.prompts, len(held))
         if not self.overlap:
-            return Selection(awaited=_places(running)) if running else Selection(batch=_places(held)[:size])
+            return (
+                Selection(awaited=_list_places(running))
+                if running
+                else Selection(batch=_list_places(held)[:size])
+            )
         ended = (admission for admission in held if admission.ended)
         batch = set(sorted(ended, key=lambda admission: (self.deadline(admission), admission.place))[:size])
-        left = [admission for admission in held if admission not in batch]
-        awaited = [admission for admission in self._overdue(left, finished) if not admission.ended]
+        others = [admission for admission in held if admission not in batch]
+        awaited = [admission for admission in self._find_overdue(others, finished) if not admission.ended]
         if awaited or len(batch) < size:
-            return Selection(awaited=_places(awaited or running))
-        return Selection(batch=_places(batch))
+            return Selection(awaited=_list_places(awaited or running))
+        return Selection(batch=_list_places(batch))
 
-    def _overdue(self, left: Sequence[Admission], finished: int) -> list[Admission]:
-        """The groups of ``left`` that are due by the first deadline by which more are due than the steps up
-        to it can train on; empty if there is no such deadline."""
-        order = sorted(left, key=self.deadline)
+    def _find_overdue(self, admissions: Sequence[Admission], finished: int) -> list[Admission]:
+        """Return the groups that are due by the first deadline by which more are due than the steps up to it
+        can train on; empty if there is no such deadline."""
+        order = sorted(admissions, key=self.deadline)
         for i, admission in enumerate(order):
             if self.deadline(admission) < finished + 1 + i // self.prompts:
                 return [other for other in order if self.deadline(other) <= self.deadline(admission)]
         return []
 
     def too_old(self, held: Sequence[Admission], finished: int) -> tuple[int, ...]:
-        """Places of the groups that no step would reach by their deadline. There are some only where a
-        recipe was changed before a resume."""
+        """Return places of the groups that no step would reach by their deadline. There are some only where
+        the recipe was changed before a resume."""
         late: list[Admission] = []
-        before = 0  # with overlap a late group is played again after the others, in lockstep before them
+        num_before = 0  # with overlap a late group is played again after the others, in lockstep before them
         for admission in sorted(
             held, key=lambda admission: (admission.step if self.overlap else 0, admission.place)
         ):
-            if is_late := self.deadline(admission) < finished + before // self.prompts:
+            if is_late := self.deadline(admission) < finished + num_before // self.prompts:
                 late.append(admission)
-            before += not (is_late and self.overlap)
-        return _places(late)
+            num_before += not (is_late and self.overlap)
+        return _list_places(late)
 
 
-def _places(some: Iterable[Admission]) -> tuple[int, ...]:
-    return tuple(sorted(admission.place for admission in some))
+def _list_places(admissions: Iterable[Admission]) -> tuple[int, ...]:
+    return tuple(sorted(admission.place for admission in admissions))
 
 
 @dataclass(slots=True, kw_only=True)
-class _Held:
-    """A group on its way."""
+class _GroupState:
+    """The state of a group in flight."""
 
     admission: Admission
-    since: float  # ``time.perf_counter``, of its stage
+    since: float  # ``time.perf_counter`` at which its stage began
     stage: str = "playing"
     task: asyncio.Task[RolloutResult] | None = None
     played: RolloutResult | None = None
@@ -129,18 +135,18 @@ class _Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """What a step gets, in the order of the stream."""
+    """The groups of a step, in the order of the stream."""
 
     batch: Sequence[RolloutResult]
-    num_admitted: int  # from the stream, since the step before
-    num_anew: int  # since then: groups of an earlier process that another policy plays again
+    num_admitted: int  # groups from the stream, since the step before
+    num_anew: int  # groups of an earlier process that another policy plays again, since the step before
 
 
 @dataclass(kw_only=True)
 class RolloutBuffer:
-    """Admits groups, and hands out batches of them. ``cursor`` is the next place in the stream, ``retired``
+    """Admits groups and returns batches of them. ``cursor`` is the next place in the stream, ``retired``
     the uids of prompts removed from it; ``leaving`` returns the uids to remove, given the groups that have
-    ended (None: none ever is). ``on_progress`` is called whenever a group makes progress."""
+    ended (None: nothing is removed). ``on_progress`` is called whenever a group makes progress."""
 
     rule: AdmissionRule
     rounds: Rounds
@@ -148,44 +154,46 @@ class RolloutBuffer:
     retired: Sequence[str]
     leaving: Callable[[Sequence[Group], Sequence[str]], Sequence[str]] | None = None
     on_progress: Callable[[], None] = lambda: None
-    _held: dict[int, _Held] = field(default_factory=dict)  # by place; without those that are trained on
+    _groups: dict[int, _GroupState] = field(default_factory=dict)  # by place; without those in training
     _training: Sequence[Admission] = ()
-    _lost: list[Admission] = field(default_factory=list)  # in flight in an earlier process, to be replayed
-    _fresh: dict[int, RolloutResult] = field(default_factory=dict)  # by place
-    _unjudged: dict[int, RolloutResult] = field(default_factory=dict)  # may still make their prompts leave
+    _lost_admissions: list[Admission] = field(default_factory=list)  # of an earlier process, to play again
+    _new_results: dict[int, RolloutResult] = field(default_factory=dict)  # by place
+    _to_judge: dict[int, RolloutResult] = field(default_factory=dict)  # their prompts may still be retired
     _news: asyncio.Event = field(default_factory=asyncio.Event)  # a group has ended
     _num_admitted: int = 0
     _num_anew: int = 0
 
     def recall(self, ahead: Sequence[Admission], finished: int, version: int) -> list[Admission]:
-        """Restore from the spool the groups that an earlier process had in flight. Those that it does not
-        have, or that would be too old by now, are returned: they are played again, by a later policy."""
+        """Restore from the spool the groups that an earlier process had in flight. Groups that it does not
+        have, or that would be too old by now, are returned: they are played again by a later policy."""
         late = self.rule.too_old(ahead, finished)
         for admission in ahead:
             now = time.perf_counter()
-            played = None if admission.place in late else self.rounds.recall(admission, version, since=now)
-            if played is None:
-                self._lost.append(admission._replace(ended=False))
+            result = None if admission.place in late else self.rounds.recall(admission, version, since=now)
+            if result is None:
+                self._lost_admissions.append(admission._replace(ended=False))
                 continue
-            self._held[admission.place] = _Held(
-                admission=admission._replace(ended=True), since=now, stage="ready", played=played
+            self._groups[admission.place] = _GroupState(
+                admission=admission._replace(ended=True), since=now, stage="ready", played=result
             )
-            if not admission.ended:  # no row of the ledger has it
-                self._fresh[admission.place] = self._unjudged[admission.place] = played
-        return list(self._lost)
+            if not admission.ended:  # it is in no row of the ledger yet
+                self._new_results[admission.place] = self._to_judge[admission.place] = result
+        return list(self._lost_admissions)
 
     @property
     def ahead(self) -> list[Admission]:
         """The groups in flight that are not being trained on, in stream order."""
-        return sorted([*self._lost, *self._admissions()], key=lambda admission: admission.place)
+        return sorted(
+            [*self._lost_admissions, *self._list_admissions()], key=lambda admission: admission.place
+        )
 
     @property
     def running(self) -> int:
-        return sum(item.played is None for item in self._held.values())
+        return sum(item.played is None for item in self._groups.values())
 
     @property
     def ready(self) -> int:
-        return len(self._held) - self.running
+        return len(self._groups) - self.running
 
     @property
     def addresses(self) -> list[str]:
@@ -194,111 +202,110 @@ class RolloutBuffer:
 
     @property
     def is_dry(self) -> bool:
-        """Is no group on the way, and has every prompt left the stream?"""
-        return not self.ahead and not self.rounds.places(self.cursor, self._left, 1)
+        """Whether no group is in flight and every prompt has left the stream."""
+        return not self.ahead and not self.rounds.places(self.cursor, self._retired_uids, 1)
 
     async def batch(self, finished: int, version: int) -> TrainBatch:
-        """What the step after ``finished`` ones trains on; until then groups are admitted to the policy
-        ``version``."""
+        """Wait for the batch of the step after ``finished`` steps; meanwhile groups are admitted to the
+        policy ``version``."""
         while True:
-            self._hear()
-            self._raise()
+            self._collect_ended()
+            self._raise_failure()
             self.admit(finished, version)
-            choice = self.rule.choose(self._admissions(), finished)
+            choice = self.rule.choose(self._list_admissions(), finished)
             if not choice.awaited:
-                return self._take(choice)
+                return self._take_batch(choice)
             await self._news.wait()
 
     def admit(self, finished: int, version: int) -> None:
         """Admit as many groups as there is room for."""
-        while room := self.rule.room([*self._training, *self._admissions()], finished):
-            self._judge()
-            new = self._again(room, finished, version) or self._next(room, finished, version)
+        while room := self.rule.room([*self._training, *self._list_admissions()], finished):
+            self._retire_solved()
+            new = self._readmit_lost(room, finished, version) or self._admit_next(room, finished, version)
             if not new:
                 return
             for admission in new:
-                self._begin(admission)
+                self._start(admission)
 
     def fresh(self) -> list[RolloutResult]:
-        """The groups that have ended since the last call, in stream order: their cost is charged to the row
-        of this step."""
-        self._hear()
-        self._judge()
-        fresh, self._fresh = self._fresh, {}
-        return [fresh[place] for place in sorted(fresh)]
+        """Return the groups that have ended since the last call, in stream order: their cost is charged to
+        the row of this step."""
+        self._collect_ended()
+        self._retire_solved()
+        results, self._new_results = self._new_results, {}
+        return [results[place] for place in sorted(results)]
 
     def trained(self) -> None:
-        """The step has ended: its groups are no longer in flight."""
+        """Record that the step has ended: its groups are no longer in flight."""
         self._training = ()
 
     async def drain(self) -> None:
-        """Wait until every running group has ended; the spool then has them."""
+        """Wait until every running group has ended and is in the spool."""
         while self.running:
             await self._news.wait()
-            self._hear()
-            self._raise()
+            self._collect_ended()
+            self._raise_failure()
 
     async def close(self) -> None:
         """End all running tasks."""
-        await end_tasks(self._tasks())
+        await end_tasks(self._list_tasks())
 
     def waiting(self) -> str:
-        """The groups that have waited longest, each with its stage and the seconds spent in it."""
-        running = [item for item in self._held.values() if item.played is None]
+        """Name the groups that have waited longest, each with its stage and its seconds in that stage."""
+        running = [item for item in self._groups.values() if item.played is None]
         running.sort(key=lambda item: item.since)
         now, uid = time.perf_counter(), self.rounds.uid
-        named = [f"{uid(item.admission)} ({item.stage} for {now - item.since:.0f} s)" for item in running]
-        more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-        return ", ".join(named[:MOST_NAMED]) + more or "nothing"
+        labels = [f"{uid(item.admission)} ({item.stage} for {now - item.since:.0f} s)" for item in running]
+        more = f" and {len(labels) - MOST_NAMED} more" if len(labels) > MOST_NAMED else ""
+        return ", ".join(labels[:MOST_NAMED]) + more or "nothing"
 
-    # ---- inside
+    # ---- internals
 
     @property
-    def _left(self) -> Sequence[str]:
+    def _retired_uids(self) -> Sequence[str]:
         return () if self.leaving is None else self.retired
 
-    def _admissions(self) -> list[Admission]:
-        return [item.admission for item in self._held.values()]
+    def _list_admissions(self) -> list[Admission]:
+        return [item.admission for item in self._groups.values()]
 
-    def _tasks(self) -> list[asyncio.Task[RolloutResult]]:
-        return [item.task for item in self._held.values() if item.task is not None]
+    def _list_tasks(self) -> list[asyncio.Task[RolloutResult]]:
+        return [item.task for item in self._groups.values() if item.task is not None]
 
-    def _hear(self) -> None:
-        """Take in what has ended."""
+    def _collect_ended(self) -> None:
+        """Take the results of tasks that have ended."""
         self._news.clear()
-        for place, item in self._held.items():
+        for place, item in self._groups.items():
             if (
                 item.task is not None
                 and item.task.done()
                 and not (item.task.cancelled() or item.task.exception() is not None)
             ):
-                item.played = self._fresh[place] = self._unjudged[place] = item.task.result()
+                item.played = self._new_results[place] = self._to_judge[place] = item.task.result()
                 item.task, item.admission, item.stage = None, item.admission._replace(ended=True), "ready"
 
-    def _raise(self) -> None:
+    def _raise_failure(self) -> None:
         """Raise the error of a group whose task has failed."""
-        for task in self._tasks():
+        for task in self._list_tasks():
             if task.done():
                 task.result()
 
-    def _judge(self) -> None:
-        """Retire prompts that the ended groups solve for good."""
-        groups = [self._unjudged.pop(place).group for place in sorted(self._unjudged)]
+    def _retire_solved(self) -> None:
+        """Retire prompts that the new results show to be solved for good."""
+        groups = [self._to_judge.pop(place).group for place in sorted(self._to_judge)]
         if self.leaving is not None and groups:
             self.retired = (*self.retired, *self.leaving(groups, self.retired))
 
-    def _again(self, room: int, finished: int, version: int) -> list[Admission]:
-        """Admit lost groups again: they keep their noise and their place, and their age counts from the new
+    def _readmit_lost(self, room: int, finished: int, version: int) -> list[Admission]:
+        """Admit lost groups again: they keep their noise and place, and their age counts from the new
         policy."""
-        lost, self._lost = self._lost[:room], self._lost[room:]
-        self._num_anew += sum(admission.version != version for admission in lost)
-        return [admission._replace(step=finished, version=version, ended=False) for admission in lost]
+        admissions, self._lost_admissions = self._lost_admissions[:room], self._lost_admissions[room:]
+        self._num_anew += sum(admission.version != version for admission in admissions)
+        return [admission._replace(step=finished, version=version, ended=False) for admission in admissions]
 
-    def _next(self, room: int, finished: int, version: int) -> list[Admission]:
-        """New admissions from the stream; empty when every prompt has left it."""
-        places = self.rounds.places(self.cursor, self._left, room)
-        # Admissions of these places.
-        first = len(self._held) + len(self._training) + len(self._lost)
+    def _admit_next(self, room: int, finished: int, version: int) -> list[Admission]:
+        """Make new admissions from the stream; none when every prompt has left it."""
+        places = self.rounds.places(self.cursor, self._retired_uids, room)
+        first = len(self._groups) + len(self._training) + len(self._lost_admissions)
         new = [
             Admission(self.rule.round(first + i, finished), place, finished, version)
             for i, place in enumerate(places)
@@ -308,23 +315,23 @@ class RolloutBuffer:
             self._num_admitted += len(new)
         return new
 
-    def _begin(self, admission: Admission) -> None:
-        held = self._held[admission.place] = _Held(admission=admission, since=time.perf_counter())
+    def _start(self, admission: Admission) -> None:
+        state = self._groups[admission.place] = _GroupState(admission=admission, since=time.perf_counter())
 
-        def generated() -> None:
-            held.stage, held.since = "grading", time.perf_counter()
+        def on_generated() -> None:
+            state.stage, state.since = "grading", time.perf_counter()
             self.on_progress()
 
-        async def play() -> RolloutResult:
-            played = await self.rounds.play(admission, since=held.since, generated=generated)
+        async def play_group() -> RolloutResult:
+            result = await self.rounds.play(admission, since=state.since, generated=on_generated)
             self.on_progress()
-            return played
+            return result
 
-        held.task = asyncio.create_task(play())
-        held.task.add_done_callback(lambda task: self._news.set())
+        state.task = asyncio.create_task(play_group())
+        state.task.add_done_callback(lambda task: self._news.set())
 
-    def _take(self, choice: Selection) -> TrainBatch:
-        batch = [self._held.pop(place) for place in choice.batch]
+    def _take_batch(self, choice: Selection) -> TrainBatch:
+        batch = [self._groups.pop(place) for place in choice.batch]
         self._training = [item.admission for item in batch]
         train_batch = TrainBatch(
             batch=[item.played for item in batch if item.played is not None],
@@ -336,20 +343,21 @@ class RolloutBuffer:
 
 
 def places(tasks: Tasks, cursor: int, count: int, retired: Collection[str]) -> list[int]:
-    """The next ``count`` indices of the stream from ``cursor`` on whose prompts (by uid) are not ``retired``.
+    """Return the next ``count`` indices of the stream from ``cursor`` on whose prompts (by uid) are not
+    ``retired``.
 
-    The next cursor is the last of them plus 1. Empty when no prompt is left: 2 ``tasks.epoch`` places in a
+    The next cursor is the last index plus 1. Empty when no prompt is left: 2 ``tasks.epoch`` places in a
     row contain every prompt. While fewer are left than are requested, a prompt comes once in each epoch, so
     more than once in a step.
     """
     if not retired:
         return list(range(cursor, cursor + count))
-    indices, index, last_there = list[int](), cursor, cursor
+    indices, index, last_index = list[int](), cursor, cursor
     while len(indices) < count:
         if tasks.prompt(index).uid not in retired:
-            last_there = index
+            last_index = index
             indices.append(index)
-        elif index - last_there >= 2 * tasks.epoch:
+        elif index - last_index >= 2 * tasks.epoch:
             return []
         index += 1
     return indices
@@ -358,24 +366,24 @@ def places(tasks: Tasks, cursor: int, count: int, retired: Collection[str]) -> l
 def find_solved(
     groups: Sequence[Group], *, share: float, solved_at: float, retired: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The uids, in order, of prompts that leave: at least two members of the group have a verdict, and at
-    least ``share`` of these a reward of ``solved_at`` or more. Those in ``retired`` are left out."""
-    gone: dict[str, None] = {}  # a set that keeps its order
+    """Return the uids, in order, of prompts to retire: at least two members of the group have a verdict, and
+    at least ``share`` of these a reward of ``solved_at`` or more. Those in ``retired`` are left out."""
+    uids: dict[str, None] = {}  # a set that keeps its order
     for group in groups:
         values = verdicts(group)
-        judged = values[np.isfinite(values)]
-        enough = len(judged) >= 2 and (judged >= solved_at).mean() >= share
-        if enough and group.prompt.uid not in retired:
-            gone[group.prompt.uid] = None
-    return tuple(gone)
+        rewards = values[np.isfinite(values)]
+        is_solved = len(rewards) >= 2 and (rewards >= solved_at).mean() >= share
+        if is_solved and group.prompt.uid not in retired:
+            uids[group.prompt.uid] = None
+    return tuple(uids)
 
 
 class Admission(NamedTuple):
     """Identifies a group, and its age. A checkpoint has one for each group in flight."""
 
-    round: int  # the step that trains on it if nothing intervenes: a part of its seed
+    round: int  # the step that trains on it if nothing intervenes; a part of its seed
     place: int  # of its prompt in the stream; no place is taken twice
-    step: int  # how many were finished when it was admitted
+    step: int  # the number of finished steps when it was admitted
     version: int  # of the policy that was published then
     ended: bool = False
 
@@ -393,8 +401,8 @@ class Rounds:
     staleness: int = 0
 
     def places(self, cursor: int, retired: Iterable[str], count: int = 0) -> list[int]:
-        """Stream indices of the next ``count`` prompts (0: a round of them), without ``retired`` ones; empty
-        when all have left."""
+        """Return stream indices of the next ``count`` prompts (0: a round of them), without ``retired`` ones;
+        empty when all have left."""
         return places(self.tasks, cursor, count or self.prompts, frozenset(retired))
 
     async def play(
@@ -405,24 +413,24 @@ class Rounds:
         result = self.recall(admission, admission.version, since=since)
         if result is not None:
             return result
-        ask = self._ask(admission)
+        ask = self._make_request(admission)
         played = await rollout_group(self.stage, ask, generated)
         self.spool.put(self.address(admission), played.group, until=admission.step + self.staleness + 1)
         return played
 
     def recall(self, admission: Admission, version: int, *, since: float) -> RolloutResult | None:
-        """The group as an earlier process played it; None where the spool does not have it, or where it has
-        tokens of a policy later than ``version``, which does not exist in this run, or not yet."""
-        return self.spool.take(self.address(admission), self._ask(admission), since, newest=version)
+        """Return the group as an earlier process played it; None where the spool does not have it, or where
+        it has tokens of a policy later than ``version``, which does not exist in this run, or not yet."""
+        return self.spool.take(self.address(admission), self._make_request(admission), since, newest=version)
 
     def uid(self, admission: Admission) -> str:
-        """The uid of its prompt."""
+        """Return the uid of the prompt of an admission."""
         return self.tasks.prompt(admission.place).uid
 
     def address(self, admission: Admission) -> str:
-        return address(self._ask(admission), self.stage, admission.version)
+        return address(self._make_request(admission), self.stage, admission.version)
 
-    def _ask(self, admission: Admission) -> RolloutRequest:
+    def _make_request(self, admission: Admission) -> RolloutRequest:
         return RolloutRequest(
             prompt=self.tasks.prompt(admission.place),
             seed=(self.seed, admission.round, admission.place),

@@ -1,6 +1,6 @@
-"""Credit assignment: the graded groups of a step -> samples with advantages, weights, and the waste by name.
+"""Credit assignment: the graded groups of a step -> samples with advantages, weights, and waste by reason.
 
-Pure. Every sampled token ends in exactly one place: a sample, or a named entry of ``wasted_tokens``.
+Pure. Every sampled token is counted exactly once: in a sample, or under a reason of ``wasted_tokens``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_ADVANTAGE = 1e-9  # an advantage below this is the rounding error of a mean o
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Credit:
-    """What to train on, and what was sampled in vain."""
+    """The samples to train on, and counts of groups and tokens that are not trained on."""
 
     samples: list[Sample]
     weights: list[np.ndarray]  # per token, of the whole step
@@ -50,7 +50,7 @@ def assign(
     solved_at: float = 1.0,
     reward_weights: Mapping[str, float] = MappingProxyType({}),
 ) -> Credit:
-    """Shape rewards, drop what cannot be learned from, compute advantages and aggregation weights.
+    """Shape rewards, drop groups without anything to learn, compute advantages and aggregation weights.
 
     ``answer_tokens`` is the longest answer allowed (all turns): the unit of the overlong penalty and of the
     constant aggregation. ``solved_at`` is the least reward of a solved answer. ``reward_weights`` by name are
@@ -68,41 +68,43 @@ def assign(
         for group, drop in zip(groups, drops, strict=True)
     ]
     if names:
-        by_rewards = advantages_apart(rewards, [*reward_weights.values(), 1.0])
+        group_advantages = advantages_apart(rewards, [*reward_weights.values(), 1.0])
     else:
-        by_rewards = advantages(
+        group_advantages = advantages(
             [reward[0] for reward in rewards],
             baseline=algorithm.baseline,
             scale=algorithm.scale,
             batch_pool=algorithm.batch_pool,
             drop_zero_variance=algorithm.drop_zero_variance,
         )
-    values = [algorithm.reward_coef * value for value in by_rewards]
-    wasted: Counter[str] = Counter()
+    values = [algorithm.reward_coef * value for value in group_advantages]
+    waste: Counter[str] = Counter()
     new_samples: list[Sample] = []
     for index, (group, drop, reward, value) in enumerate(zip(groups, drops, rewards, values, strict=True)):
         if drop is None and zero_variance(reward):
             drop = drops[index] = Drop.ZERO_VARIANCE if algorithm.drop_zero_variance else None
-        reasons = [_waste_reason(t, drop, algorithm) for t in group.trajectories]
+        reasons = [_find_waste_reason(t, drop, algorithm) for t in group.trajectories]
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):
-            wasted[reason] += sampled_tokens(trajectory) if reason else 0
-        kept = np.array([not reason for reason in reasons])
-        new_samples += samples(group, index, np.where(kept, value, np.nan))
-    new_samples = _keep_routed(new_samples, wasted)
+            waste[reason] += sampled_tokens(trajectory) if reason else 0
+        is_kept = np.array([not reason for reason in reasons])
+        new_samples += samples(group, index, np.where(is_kept, value, np.nan))
+    new_samples = _keep_routed(new_samples, waste)
     weights = aggregation_weights(new_samples, algorithm.aggregation, max_tokens=answer_tokens)
-    pairs = _keep_with_gradient(list(zip(new_samples, weights, strict=True)), algorithm, wasted)
+    pairs = _keep_with_gradient(list(zip(new_samples, weights, strict=True)), algorithm, waste)
     return Credit(
         samples=[sample for sample, _ in pairs],
         weights=[weight for _, weight in pairs],
         dropped_groups=Counter(str(drop) for drop in drops if drop),
-        wasted_tokens=+wasted,
+        wasted_tokens=+waste,
     )
 
 
 def _zero_rewards(group: Group) -> Group:
-    """A reward of 0 for all that was played."""
-    judged = (t if t.stop in FAILED else replace(t, reward=Reward(value=0.0)) for t in group.trajectories)
-    return replace(group, trajectories=tuple(judged))
+    """Give a reward of 0 to every trajectory that did not fail."""
+    trajectories = (
+        t if t.stop in FAILED else replace(t, reward=Reward(value=0.0)) for t in group.trajectories
+    )
+    return replace(group, trajectories=tuple(trajectories))
 
 
 def _shape_rewards(
@@ -113,10 +115,10 @@ def _shape_rewards(
     solved_at: float,
     names: Sequence[str],
 ) -> np.ndarray:
-    """Rewards [1, G] with the overlong penalty; [K + 1, G], those of the K functions ``names`` and the
-    penalty apart, where there are names. All NaN for a dropped group: it affects no statistic."""
+    """Return rewards [1, G] with the overlong penalty; where there are ``names``, [K + 1, G]: those of the K
+    functions and the penalty apart. All NaN for a dropped group: it affects no statistic."""
     total = verdicts(group)
-    rewards = np.array([total, *(_verdicts_of(group, name, total) for name in names)])
+    rewards = np.array([total, *(_read_verdicts(group, name, total) for name in names)])
     if drop is not None:
         return np.full_like(rewards, np.nan)
     lengths = np.array([sampled_tokens(trajectory) for trajectory in group.trajectories])
@@ -127,22 +129,23 @@ def _shape_rewards(
     if algorithm.shuffled:
         address = [group.step, zlib.crc32(group.prompt.uid.encode())]
         rewards = np.random.default_rng(address).permutation(rewards, axis=1)
-    spared = (rewards[0] < solved_at) & (algorithm.overlong_scope is Overlong.SOLVED)
-    paid = np.where(spared, 0.0, penalty)
+    is_spared = (rewards[0] < solved_at) & (algorithm.overlong_scope is Overlong.SOLVED)
+    penalties = np.where(is_spared, 0.0, penalty)
     if not names:
-        return rewards + paid
-    return np.array([*rewards[1:], np.where(np.isnan(rewards[0]), np.nan, paid)])
+        return rewards + penalties
+    return np.array([*rewards[1:], np.where(np.isnan(rewards[0]), np.nan, penalties)])
 
 
-def _verdicts_of(group: Group, name: str, total: np.ndarray) -> np.ndarray:
-    """[G]: what one function gives; NaN where it has no opinion, and where there is no verdict in all."""
+def _read_verdicts(group: Group, name: str, total: np.ndarray) -> np.ndarray:
+    """Return the rewards [G] of the function ``name``; NaN where it gave none, and where the trajectory has
+    no verdict."""
     parts = [t.reward.parts.get(name) if t.reward is not None else None for t in group.trajectories]
     values = np.array([np.nan if value is None else value for value in parts], np.float64)
     return np.where(np.isnan(total), np.nan, values)
 
 
-def _waste_reason(trajectory: Trajectory, drop: Drop | None, algorithm: Algorithm) -> str:
-    """Why this member is not trained on; empty when it is."""
+def _find_waste_reason(trajectory: Trajectory, drop: Drop | None, algorithm: Algorithm) -> str:
+    """Return why this member is not trained on; empty when it is."""
     if trajectory.stop in FAILED:
         return "failed"
     if drop is not None:
@@ -152,23 +155,24 @@ def _waste_reason(trajectory: Trajectory, drop: Drop | None, algorithm: Algorith
     return "truncated" if algorithm.mask_truncated and trajectory.stop is Stop.LENGTH else ""
 
 
-def _keep_routed(new_samples: list[Sample], wasted: Counter[str]) -> list[Sample]:
-    """All samples, unless only some carry routes: replay takes all or none, so the others are left out."""
-    routed = [sample for sample in new_samples if sample.experts is not None]
-    if routed and len(routed) < len(new_samples):
-        wasted["no_routes"] += sum(
+def _keep_routed(new_samples: list[Sample], waste: Counter[str]) -> list[Sample]:
+    """Return all samples, unless only some have routes: replay takes all or none, so the others are left
+    out."""
+    with_routes = [sample for sample in new_samples if sample.experts is not None]
+    if with_routes and len(with_routes) < len(new_samples):
+        waste["no_routes"] += sum(
             int(sample.loss_mask.sum()) for sample in new_samples if sample.experts is None
         )
-        return routed
+        return with_routes
     return new_samples
 
 
 def _keep_with_gradient(
-    pairs: list[tuple[Sample, np.ndarray]], algorithm: Algorithm, wasted: Counter[str]
+    pairs: list[tuple[Sample, np.ndarray]], algorithm: Algorithm, waste: Counter[str]
 ) -> list[tuple[Sample, np.ndarray]]:
     if algorithm.needs_reference or algorithm.needs_teacher or algorithm.needs_entropy:
         return pairs
-    kept = [pair for pair in pairs if np.abs(pair[0].advantages).max() > NO_ADVANTAGE]
+    useful = [pair for pair in pairs if np.abs(pair[0].advantages).max() > NO_ADVANTAGE]
     total = sum(int(sample.loss_mask.sum()) for sample, _ in pairs)
-    wasted["zero_advantage"] += total - sum(int(sample.loss_mask.sum()) for sample, _ in kept)
-    return kept
+    waste["zero_advantage"] += total - sum(int(sample.loss_mask.sum()) for sample, _ in useful)
+    return useful

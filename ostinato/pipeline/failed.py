@@ -43,17 +43,17 @@ def failures(groups: Sequence[Group]) -> list[dict[str, Any]]:
         group.prompt.task for group in groups for trajectory in group.trajectories if trajectory.reward
     )
     for group in groups:
-        for one in group.trajectories:
-            for name, report in one.reward.failed.items() if one.reward else ():
-                by_function.setdefault(name, []).append((group, one, report))
+        for trajectory in group.trajectories:
+            for name, report in trajectory.reward.failed.items() if trajectory.reward else ():
+                by_function.setdefault(name, []).append((group, trajectory, report))
     rows = []
-    for name, failed in sorted(by_function.items()):
-        group, one, report = failed[-1]
+    for name, entries in sorted(by_function.items()):
+        group, trajectory, report = entries[-1]
         detail, _, trace = report.partition("\n")
-        row = {"function": name, "count": len(failed), "detail": detail, "trace": trace}
+        row = {"function": name, "count": len(entries), "detail": detail, "trace": trace}
         # answers of the other tasks may have other judges
-        row["of"] = sum(tasks[task] for task in {group.prompt.task for group, *_ in failed})
-        text = "".join(turn.completion.text for turn in one.turns)
+        row["of"] = sum(tasks[task] for task in {group.prompt.task for group, *_ in entries})
+        text = "".join(turn.completion.text for turn in trajectory.turns)
         rows.append({**row, "uid": group.prompt.uid, "completion": text[:MAX_SHOWN]})
     return rows
 

@@ -1,4 +1,4 @@
-"""The compiled half of history. It needs no torch and no threads of its own.
+"""The compiled half of the history. It needs no torch and no threads of its own.
 
 It is loaded as a ``PyDLL``: a call holds the GIL, takes microseconds, and no two of them ever run at once.
 That is all the locking that a history shared by several engines and threads needs.
@@ -16,7 +16,7 @@ from ostinato.isa import flags
 
 FOLDER = Path(__file__).parent
 SOURCES = ("blocks.cpp", "drafter.cpp")
-# no contraction: with fused multiply-adds processors would decide differently
+# no contraction: with fused multiply-adds the results would differ between processors
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off")
 
 
@@ -56,7 +56,8 @@ class Block(ctypes.Structure):
 
 
 def load_library() -> ctypes.CDLL:
-    """The compiled functions, built if this machine has not built this source before. Raises BuildError."""
+    """Load the compiled functions; build them if this machine has not built this source. Raises
+    BuildError."""
     code = NativeCode(name="history", folder=FOLDER, sources=SOURCES, flags=(*FLAGS, *flags()))
     library = load(build(code), kind=ctypes.PyDLL)
     store, block, span = ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(Span)
@@ -73,14 +74,14 @@ def load_library() -> ctypes.CDLL:
         "history_longest": (long, (block, context, long, long, span)),
         "history_next": (None, (block, int32, long, ctypes.POINTER(Next))),
     }
-    for name, (returns, takes) in signatures.items():
+    for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = returns, takes
+        function.restype, function.argtypes = result, arguments
     return library
 
 
 class NativeStore:
-    """The ``Store`` of blocks.h. Its blocks lie in numpy arrays that the caller keeps until it drops them."""
+    """The ``Store`` of blocks.h. Its blocks are numpy arrays that the caller keeps until it drops them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -89,7 +90,7 @@ class NativeStore:
 
     def add(self, key: int, block: blocks.Block) -> None:
         tokens = block.tokens.ctypes.data
-        described = Block(
+        native_block = Block(
             step=block.step,
             length=block.length,
             documents=block.documents,
@@ -102,7 +103,7 @@ class NativeStore:
             rewards=block.rewards.ctypes.data,
             sorted=block.is_sorted,
         )
-        self._library.history_add(self.pointer, key, described)
+        self._library.history_add(self.pointer, key, native_block)
 
     def drop(self, key: int, step: int) -> None:
         self._library.history_drop(self.pointer, key, step)
