@@ -1,9 +1,9 @@
-"""Failing reward functions: counted by step and function, and kept with their last traceback. A run ends when
-one of its reward functions has never worked.
+"""Failing reward functions: counted by step and function, and recorded with their last traceback. A run ends
+when any of its reward functions has never worked.
 
-A row of failed_rewards.jsonl is one function in one step or evaluation. It gave no verdict to ``count`` of
-``of`` answers; ``detail`` is one line, ``trace`` is empty where nothing was raised, and the row has the last
-prompt and completion for which it failed. ``stopped``: the run ended because of it.
+A row of failed_rewards.jsonl is for a function in a step or evaluation. It gave no verdict to ``count`` of
+``of`` answers; ``detail`` is a line, ``trace`` is empty where nothing was raised, and the row has the last
+prompt and completion for which the function failed. ``stopped``: the run ended because of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ostinato.rollout.rollout import fault_name
 from ostinato.run import RunFolder
 from ostinato.types import Group, Trajectory
 
-TRAIN = "train"  # ``part`` of a training step; its other values are names of evaluation sets
+TRAIN = "train"  # ``part`` of a training step; other values of ``part`` are names of evaluation sets
 MAX_SHOWN = 1000  # characters of a completion
 PATIENCE = 3  # steps of skipped answers alone
 SKIPPED = "skipped"  # the reason of a reward without a value to which every function gave None
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 class RewardFails(ValueError):
     """A reward function gave no verdict to any answer of the first evaluation or step. ``note`` has the
-    traceback, and the completion of one answer."""
+    traceback, and the completion of an answer."""
 
     def __init__(self, sentence: str, note: str) -> None:
         super().__init__(sentence)
@@ -37,7 +37,7 @@ class RewardFails(ValueError):
 
 
 def failures(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """A row for each reward function that failed for an answer of these groups, sorted by its name."""
+    """Make a row for each reward function that failed for an answer of these groups, sorted by its name."""
     by_function: dict[str, list[tuple[Group, Trajectory, str]]] = {}
     tasks = Counter(
         group.prompt.task for group in groups for trajectory in group.trajectories if trajectory.reward
@@ -51,7 +51,7 @@ def failures(groups: Sequence[Group]) -> list[dict[str, Any]]:
         group, trajectory, report = entries[-1]
         detail, _, trace = report.partition("\n")
         row = {"function": name, "count": len(entries), "detail": detail, "trace": trace}
-        # answers of the other tasks may have other judges
+        # only tasks of these answers: other tasks may have other reward functions
         row["of"] = sum(tasks[task] for task in {group.prompt.task for group, *_ in entries})
         text = "".join(turn.completion.text for turn in trajectory.turns)
         rows.append({**row, "uid": group.prompt.uid, "completion": text[:MAX_SHOWN]})
@@ -71,50 +71,50 @@ def refuse(rows: Sequence[dict[str, Any]], where: str) -> None:
 
 
 class Failures:
-    """What has failed in a run, kept in its folder and logged: each kind of fault of each function once."""
+    """Records the failures of a run in its folder, and logs each kind of fault of each function once."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._logged = set[tuple[str, ...]]()
-        self._ungraded = 0  # steps of this session
+        self._ungraded = 0  # steps of this session without any reward
 
     def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, first: bool = False) -> None:
-        """Record the failures in the answers of ``part`` at ``step``. Raises RewardFails where they are the
-        ``first`` answers and a function failed for all of them, once that is recorded too."""
+        """Record the failures in the answers of ``part`` at ``step``. Raises RewardFails, after recording,
+        where they are the ``first`` answers and a function failed for all of them."""
         rows = failures(groups)
         stopped = first and any(row["count"] == row["of"] for row in rows)
         if rows:
-            about = {"step": step, "part": part, "stopped": stopped}
-            self._folder.failed.append(*({**about, **row} for row in rows))
+            head = {"step": step, "part": part, "stopped": stopped}
+            self._folder.failed.append(*({**head, **row} for row in rows))
         if stopped:
-            what = f"the evaluation of the set {part}" if part != TRAIN else "training"
-            refuse(rows, f"{what} at step {step}")
+            place = f"the evaluation of the set {part}" if part != TRAIN else "training"
+            refuse(rows, f"{place} at step {step}")
         self._log(step, groups)
 
     def check_graded(self, groups: Sequence[Group], step: int, steps: int, reward_coef: float) -> None:
         """Raises RewardFails where no answer of the first PATIENCE steps, or of all ``steps`` if there are
         fewer, has a reward; never where ``reward_coef`` is 0, nor in a run that was resumed, which may have
         had others."""
-        reasons = Counter(failure(one) for group in groups for one in group.trajectories)
+        reasons = Counter(failure(trajectory) for group in groups for trajectory in group.trajectories)
         self._ungraded += bool(reasons) and "" not in reasons
         if reward_coef and self._ungraded == step == min(PATIENCE, steps):
             ((reason, _),) = reasons.most_common(1)
-            why = "no reward function gave a number to any answer of training in"
-            why += f" {self._ungraded} steps: " + (
+            sentence = "no reward function gave a number to any answer of training in"
+            sentence += f" {self._ungraded} steps: " + (
                 "each returned None, a skip; return a number, or give the rows what it needs"
                 if reason == SKIPPED
                 else f"{reason}; fix it"
             )
-            raise RewardFails(why, f"the last {reasons.total()} answers are in the run's samples")
+            raise RewardFails(sentence, f"the last {reasons.total()} answers are in the run's samples")
 
     def _log(self, step: int, groups: Sequence[Group]) -> None:
-        """Each kind of failure once, in its own words (a skip has none); the rows count them all."""
-        for one in (trajectory for group in groups for trajectory in group.trajectories):
-            sentence, failed = failure(one), one.reward.failed if one.reward else {}
+        """Log each kind of failure once, in its own words (a skip has none); the rows count all of them."""
+        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+            sentence, reports = failure(trajectory), trajectory.reward.failed if trajectory.reward else {}
             kind = fault_name(sentence)
-            if kind != sentence and (key := (kind, *failed)) not in self._logged:
+            if kind != sentence and (key := (kind, *reports)) not in self._logged:
                 self._logged.add(key)
                 logger.warning(f"step {step}: {sentence} (reported once; faults/{kind} counts them)")
-                for trace in (report.partition("\n")[2] for report in failed.values()):
+                for trace in (report.partition("\n")[2] for report in reports.values()):
                     if trace:
                         logger.warning(trace)

@@ -1,16 +1,17 @@
-"""The loop: one policy, one stream of prompts, everything that happens between them.
+"""The loop of a run: a policy, a stream of prompts, and all steps between them.
 
     tasks -> feed: play -> credit -> pack -> trainer.step -> engine.publish      (a step)
                |                                                |
         spool, drafting                         metrics, ledger, trajectories; every k steps evaluate and save
 
-Steps are numbered from 1; ``LoopState.step`` counts the finished ones and is all the history there is.
+Steps are numbered from 1; ``LoopState.step`` counts the finished ones, and no other history is used.
 Randomness is addressed by (seed, round, index of the prompt in the stream, sample), so a run resumed from
-``LoopState`` draws what the interrupted one would have drawn; groups that it had already finished are read
-back from the spool. The loop prints nothing: it logs, and calls its ``Observer``.
+``LoopState`` draws the same noise as the interrupted run; groups that this run had finished are read back
+from the spool. The loop prints nothing: it logs, and calls its ``Observer``.
 
-With ``pipeline.overlap`` a step trains in a thread while groups play on, and what it learned is published
-while they do: PipelineRL (arXiv 2509.19128, algorithm 2). The buffer decides what is admitted and trained on.
+With ``pipeline.overlap`` a step trains in a thread while groups are played, and its policy is published
+during their play: PipelineRL (arXiv 2509.19128, algorithm 2). The buffer decides which groups are admitted
+and trained on.
 Every admitted group is trained on once, dropped by a rule that counts it, or still in flight, even after a
 kill; every step asserts this.
 """
@@ -61,16 +62,16 @@ EVERYTHING_SOLVED = (
     "every prompt is solved for good, so nothing is left to sample; more or harder tasks would go on, or "
     "rollout.solved_for_good = 0"
 )
-TRAINER = "trainer"  # the worker that the loop is where it trains itself
+TRAINER = "trainer"  # name of the loop as a worker, where it trains itself
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """A run, assembled. ``await loop.run()`` trains until ``trainer.steps`` are done or a signal stops it.
+    """An assembled run. ``await loop.run()`` trains until ``trainer.steps`` are done or a signal stops it.
 
-    ``save`` writes a checkpoint of the trainer and of the state it is given, and returns the step of the
-    oldest one that is kept: the spool has what came after it. It is called every ``checkpoint_every`` steps
-    and whenever the loop ends in a way that it can foresee.
+    ``save`` writes a checkpoint of the trainer and of a state, and returns the step of the oldest checkpoint
+    that is kept: the spool has the groups after it. It is called every ``checkpoint_every`` steps and
+    whenever the loop ends in a way that it can foresee.
     """
 
     plan: Plan
@@ -84,24 +85,24 @@ class Loop:
     observer: Observer = field(default_factory=Silent)
     workers: Workers = field(default_factory=InProcess)
     writers: Sequence[MetricWriter] = ()  # beside metrics.jsonl
-    ledger: Ledger | None = None  # None: one without price and devices
-    counters: Sequence[Counter[str]] = ()  # of the grader, the tools ...: a row has what a step added
-    span_sources: Sequence[Timed] = ()  # beside the loop itself, whose spans are those of ``worker``
-    worker: str = TRAINER  # another name: the trainer is elsewhere, and has its own
-    forgetting: Forgetting | None = None  # what the policy could do before, looked at while it trains
-    drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
+    ledger: Ledger | None = None  # None: a ledger without price and devices
+    counters: Sequence[Counter[str]] = ()  # of grader, tools ...: a row has their increments in a step
+    span_sources: Sequence[Timed] = ()  # besides the loop itself, whose spans are those of ``worker``
+    worker: str = TRAINER  # another name: the trainer is elsewhere, and has its own spans
+    forgetting: Forgetting | None = None  # tests old abilities of the policy during training
+    drafting: Drafting | None = None  # where the engine verifies drafts from earlier answers
     save: Callable[[LoopState], int] = lambda state: state.step
-    keep: Callable[[int], None] = lambda step: None  # keeps the weights that were scored after a step
+    keep: Callable[[int], None] = lambda step: None  # stores the weights that were scored after a step
 
     def __post_init__(self) -> None:
         check_group_size(self.plan.recipe.rollout.group_size, self.algorithm.baseline, self.algorithm.scale)
 
     async def run(self) -> Finished:
-        """Raises NoTrainableSamples when ``max_empty_steps`` steps in a row had nothing to learn from,
-        RewardFails when a reward function has never worked, and Stalled when there was no progress for
-        ``watch_s``. What the engine and the trainer raise passes through, after a checkpoint unless the
-        trainer is between two steps. A batch that the trainer refuses as ``Misaligned`` is removed from the
-        spool, so a resumed run plays it again; mostly it has not changed the trainer."""
+        """Train until the run ends. Raises NoTrainableSamples when ``max_empty_steps`` steps in a row had
+        nothing to learn from, RewardFails when a reward function has never worked, and Stalled when there was
+        no progress for ``watch_s``. Errors of the engine and the trainer are raised unchanged, after a
+        checkpoint unless the trainer is between two steps. A batch that the trainer refuses as ``Misaligned``
+        is removed from the spool, so a resumed run plays it again; mostly it has not changed the trainer."""
         self._ledger = self.ledger or Ledger(folder=self.folder)
         with self._ledger.session(self.state.step):
             finished = await self._run()
@@ -109,18 +110,18 @@ class Loop:
         return finished
 
     def _open(self) -> None:
-        """Create what lives as long as the run."""
+        """Create the objects that are used until the end of the run."""
         self.folder.truncate_after(self.state.step)
         self._spool = Spool(self.folder.path / "inflight.jsonl.zst", self._ledger, self.state.step)
-        self._feed = new_buffer(
+        self._buffer = new_buffer(
             self.plan,
             self.state,
             tasks=self.tasks,
             stage=self.stage,
             spool=self._spool,
-            on_progress=lambda: self._dog.on_progress(),
+            on_progress=lambda: self._watchdog.on_progress(),
         )
-        if changed := recall(self._feed, self.state, self._spool):
+        if changed := recall(self._buffer, self.state, self._spool):
             logger.info(changed)
         if self.forgetting is not None:
             self.forgetting.open()
@@ -141,14 +142,14 @@ class Loop:
             recorder=self._recorder,
             drafting=self.drafting,
             keep=self.keep,
-            on_progress=lambda: self._dog.on_progress(),
+            on_progress=lambda: self._watchdog.on_progress(),
         )
-        self._why = self._at_its_end()
+        self._finish = self._find_finish()
 
     async def _run(self) -> Finished:
         self._open()
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
-        with StopSignals(self.plan.grace_s) as self._signals, self._watchdog():
+        with StopSignals(self.plan.grace_s) as self._signals, self._watch_progress():
             try:
                 await self._train(self._signals)
             except Abandoned:
@@ -157,25 +158,25 @@ class Loop:
                     f"what followed step {self.state.step} was abandoned: "
                     f"it was not done {self.plan.grace_s:g} s after SIGTERM"
                 )
-            except Misaligned as refused:
-                self._spool.reject(self._feed.addresses)
-                if not (refused.steps_taken and self._between_steps):  # else some weights have changed
-                    self._save_what_there_is()
+            except Misaligned as error:
+                self._spool.reject(self._buffer.addresses)
+                if not (error.steps_taken and self._between_steps):  # else some weights have changed
+                    self._try_checkpoint()
                 raise
-            except RewardFails:  # fixed, it judges these groups anew
-                self._spool.reject(self._feed.addresses)
+            except RewardFails:  # after a fix these groups are judged again
+                self._spool.reject(self._buffer.addresses)
                 raise
-            except OSError:  # a row may be missing, which a checkpoint must not be ahead of
+            except OSError:  # a row may be missing, and a checkpoint must not be ahead of the rows
                 raise
             except Exception:
                 if not self._between_steps:
-                    self._save_what_there_is()
+                    self._try_checkpoint()
                 raise
             finally:
-                await self._feed.close()
+                await self._buffer.close()
             self._checkpoint()
-        ended = Finish.DONE if self.state.step >= self.plan.recipe.trainer.steps else self._why
-        return Finished(state=self.state, why=ended or Finish.of(self._signals.received))
+        finish = Finish.DONE if self.state.step >= self.plan.recipe.trainer.steps else self._finish
+        return Finished(state=self.state, why=finish or Finish.of(self._signals.received))
 
     async def _train(self, signals: StopSignals) -> None:
         if self.plan.recipe.pipeline.overlap and self.drafting is not None:
@@ -184,164 +185,165 @@ class Loop:
             await signals.bounded(self._evaluate())
         if self.forgetting is not None and not self.state.step:
             await signals.bounded(self._scores.remember(self.forgetting))
-        while self._goes_on:
+        while self._has_next:
             await signals.bounded(self._step())
             if signals.received is None:
                 await signals.bounded(self._evaluate())
-            if self._due(self.plan.recipe.trainer.checkpoint_every):
+            if self._is_due(self.plan.recipe.trainer.checkpoint_every):
                 self._checkpoint()
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
-                counted = sum(self.counters, Counter[str]())
-                raise nothing_to_learn(self.state, self.folder.metrics.path, counted)
+                counts = sum(self.counters, Counter[str]())
+                raise nothing_to_learn(self.state, self.folder.metrics.path, counts)
         if signals.limited:
-            self._doing = f"what is on its way after step {self.state.step} may end"
-            await signals.bounded(self._feed.drain())
+            self._activity = f"what is on its way after step {self.state.step} may end"
+            await signals.bounded(self._buffer.drain())
 
     @property
-    def _goes_on(self) -> bool:
+    def _has_next(self) -> bool:
         return (
             self.state.step < self.plan.recipe.trainer.steps
             and self._signals.received is None
-            and self._why is None
+            and self._finish is None
         )
 
     async def _step(self) -> None:
-        """Play, learn, publish, report. Nothing after the training awaits: a step happens or it does not."""
+        """Play, train, publish, report. Nothing after the training awaits, so a step is done or not done
+        at all."""
         step, overlap = self.state.step + 1, self.plan.recipe.pipeline.overlap
         clock = Clock(step, self._ledger.clock, self.worker)
-        self._doing = f"step {step} waits for its groups"
+        self._activity = f"step {step} waits for its groups"
         if self.drafting is not None and not overlap:
             self.drafting.begin()
         with clock.doing("rollout" if overlap else "", Kind.WAIT):
-            due = await self._feed.batch(self.state.step, self.state.version)
-        groups = [set_step(step, item.group) for item in due.batch]
+            train_batch = await self._buffer.batch(self.state.step, self.state.version)
+        groups = [set_step(step, item.group) for item in train_batch.batch]
         failures = self._recorder.failures
         failures.see(step, groups, first=step == 1)
         failures.check_graded(groups, step, self.plan.recipe.trainer.steps, self.algorithm.reward_coef)
-        learned = await self._learned(groups, clock)
+        outcome = await self._run_training(groups, clock)
         version = self.state.version
-        if learned.report is not None:
+        if outcome.report is not None:
             version += 1
             with clock.doing("publish" if overlap else "train", Kind.PUBLISH):
                 self.stage.engine.publish(self.trainer.adapters(), version)
-        fresh = self._feed.fresh()
+        results = self._buffer.fresh()
         if not overlap:
-            clock.rollouts(fresh)
-        drafted = self._drafted(fresh, clock)
-        row = self._recorder.record(clock, self._feed, groups, fresh, due, learned, drafted)
-        self._end_step(step, version, due, learned, row)
+            clock.rollouts(results)
+        draft_metrics = self._make_draft_metrics(results, clock)
+        row = self._recorder.record(clock, self._buffer, groups, results, train_batch, outcome, draft_metrics)
+        self._end_step(step, version, train_batch, outcome, row)
         row |= self.state.totals
-        ended = self._why is not None
-        self._why = self._recorder.report(step, row, groups, learned, ended) or self._why
-        self._why = self._why or self._at_its_end()
-        if overlap and self._goes_on:
-            self._feed.admit(step, version)
-        self._dog.on_progress()
+        has_ended = self._finish is not None
+        self._finish = self._recorder.report(step, row, groups, outcome, has_ended) or self._finish
+        self._finish = self._finish or self._find_finish()
+        if overlap and self._has_next:
+            self._buffer.admit(step, version)
+        self._watchdog.on_progress()
 
-    def _drafted(self, ended: Sequence[RolloutResult], clock: Clock) -> dict[str, float]:
-        """The draft metrics of the step; answers that have ended are stored for later drafts."""
+    def _make_draft_metrics(self, results: Sequence[RolloutResult], clock: Clock) -> dict[str, float]:
+        """Return the draft metrics of the step, and store its answers for later drafts."""
         if self.drafting is None:
             return {}
-        # where rollouts go on all the time a drafter has the whole step to work in
+        # where rollouts overlap with training a drafter works during the whole step
         seconds = clock.read()[0] if self.plan.recipe.pipeline.overlap else clock.seconds["rollout"]
-        drafted = self.drafting.end([item.group for item in ended], self.state.step + 1, seconds)
+        metrics = self.drafting.end([item.group for item in results], self.state.step + 1, seconds)
         if self.plan.recipe.pipeline.overlap:
             self.drafting.begin()
-        return drafted
+        return metrics
 
-    async def _learned(self, groups: Sequence[Group], clock: Clock) -> Learned:
-        """Train on the groups: in a thread where workers need the event loop meanwhile."""
-        self._doing = f"step {self.state.step + 1} is training"
+    async def _run_training(self, groups: Sequence[Group], clock: Clock) -> Learned:
+        """Train on the groups, in a thread where workers need the event loop meanwhile."""
+        self._activity = f"step {self.state.step + 1} is training"
         if self.plan.recipe.pipeline.overlap or self._ledger.terms.pools:
             with self._signals.finishing():
-                return await in_thread(lambda: self._learn(groups, clock))
+                return await in_thread(lambda: self._train_on(groups, clock))
         with self._signals.blocking():
-            return self._learn(groups, clock)
+            return self._train_on(groups, clock)
 
-    def _learn(self, groups: Sequence[Group], clock: Clock) -> Learned:
-        learned = prepare(groups, self.plan, self.algorithm, clock, self.state.version)
-        if learned.batch is None:
-            return learned
-        check_ages(learned.batch, self.state.step + 1, self.plan.recipe.pipeline.staleness)
+    def _train_on(self, groups: Sequence[Group], clock: Clock) -> Learned:
+        outcome = prepare(groups, self.plan, self.algorithm, clock, self.state.version)
+        if outcome.batch is None:
+            return outcome
+        check_ages(outcome.batch, self.state.step + 1, self.plan.recipe.pipeline.staleness)
         self._between_steps = True
         with clock.doing("train", Kind.TRAIN if self.worker == TRAINER else Kind.WAIT):
             try:
-                report = self.trainer.step(learned.batch)
+                report = self.trainer.step(outcome.batch)
             except Exception:
                 self._between_steps = not self.workers.trainer_consistent()
                 raise
         if report.mismatch is not None:
             clock.measured(report.mismatch["seconds"])
         watch, step = self.forgetting, self.state.step + 1
-        if (look := watch and watch.look(step, self.state.totals, learned.batch)) is not None:
+        if (look := watch and watch.look(step, self.state.totals, outcome.batch)) is not None:
             clock.seconds["measure"] += look.cost["seconds"]
-        return replace(learned, report=report, look=look)
+        return replace(outcome, report=report, look=look)
 
     def _end_step(
-        self, step: int, version: int, due: TrainBatch, learned: Learned, row: dict[str, float]
+        self, step: int, version: int, train_batch: TrainBatch, outcome: Learned, row: dict[str, float]
     ) -> None:
         """Advance the state by the finished step, and add the new state's metrics to ``row``."""
-        self._feed.trained()
-        before, gone = self.state, learned.credit.dropped_groups
-        dropped = Counter(before.dropped) + gone
+        self._buffer.trained()
+        old, drops = self.state, outcome.credit.dropped_groups
+        dropped = Counter(old.dropped) + drops
         self.state = replace(
-            before,
+            old,
             step=step,
             version=version,
-            cursor=self._feed.cursor,
-            retired=self._feed.retired,
-            empty_in_a_row=0 if learned.credit.samples else before.empty_in_a_row + 1,
-            ahead=self._feed.ahead,
-            admitted=before.admitted + due.num_admitted,
-            trained=before.trained + len(due.batch) - gone.total(),
+            cursor=self._buffer.cursor,
+            retired=self._buffer.retired,
+            empty_in_a_row=0 if outcome.credit.samples else old.empty_in_a_row + 1,
+            ahead=self._buffer.ahead,
+            admitted=old.admitted + train_batch.num_admitted,
+            trained=old.trained + len(train_batch.batch) - drops.total(),
             dropped=dict(sorted(dropped.items())),
-            totals=add_totals(before.totals, row, self._ledger.terms),
+            totals=add_totals(old.totals, row, self._ledger.terms),
         )
         self._between_steps = False
-        row |= self.state.left(before, len(self.tasks)) if self.plan.recipe.rollout.solved_for_good else {}
+        row |= self.state.left(old, len(self.tasks)) if self.plan.recipe.rollout.solved_for_good else {}
         row |= self.state.accounted()
-        if due.num_anew:
-            row["groups/played_anew"] = float(due.num_anew)
+        if train_batch.num_anew:
+            row["groups/played_anew"] = float(train_batch.num_anew)
 
-    def _at_its_end(self) -> Finish | None:
-        """Why the run ends now (SPENT, or SOLVED: every prompt has left the stream); None: it goes on."""
+    def _find_finish(self) -> Finish | None:
+        """Return why the run ends now (SPENT, or SOLVED: every prompt has left the stream), or None."""
         if self.plan.budget.share(spent_in_steps(self.state.step, self.state.totals)) >= 1:
             return Finish.SPENT
-        if not self._feed.is_dry:
+        if not self._buffer.is_dry:
             return None
         logger.info(f"step {self.state.step}: {EVERYTHING_SOLVED}")
         return Finish.SOLVED
 
     @contextmanager
-    def _watchdog(self) -> Iterator[None]:
-        """In here a wait without progress ends with ``Stalled``."""
-        self._doing = "nothing has begun"
-        self._dog = Watchdog(
+    def _watch_progress(self) -> Iterator[None]:
+        """End a wait without progress with ``Stalled``, within the context."""
+        self._activity = "nothing has begun"
+        self._watchdog = Watchdog(
             self.plan.recipe.pipeline.watch_s,
             self._signals,
             self.workers.progress,
-            lambda: f"{self._doing}; on the way for longest: {self._feed.waiting()}",
+            lambda: f"{self._activity}; on the way for longest: {self._buffer.waiting()}",
         )
-        watching = asyncio.create_task(self._dog.watch())
+        task = asyncio.create_task(self._watchdog.watch())
         try:
             yield
         finally:
-            watching.cancel()
+            task.cancel()
 
     async def _evaluate(self) -> None:
-        """Score the sets that are due: all of them at the end of a run. After a score of the main set, ask
+        """Score the sets that are due, at the end of a run all of them. After a score of the main set, ask
         the observer whether to stop."""
-        self._doing = f"the evaluation after step {self.state.step}"
-        await self._scores.score(self.state, ended=self._due(0))
+        self._activity = f"the evaluation after step {self.state.step}"
+        await self._scores.score(self.state, ended=self._is_due(0))
         if not self.state.step or not self._scores.is_new(self.state.step):
             return
-        if self.observer.should_stop(self.state.step) and self._why is None:
-            self._why = Finish.ENOUGH
-            await self._scores.score(self.state, ended=self._due(0))
+        if self.observer.should_stop(self.state.step) and self._finish is None:
+            self._finish = Finish.ENOUGH
+            await self._scores.score(self.state, ended=self._is_due(0))
 
-    def _due(self, every: int) -> bool:
-        ended = self.state.step == self.plan.recipe.trainer.steps or self._why is not None
-        return ended or (every > 0 and self.state.step % every == 0)
+    def _is_due(self, every: int) -> bool:
+        is_end = self.state.step == self.plan.recipe.trainer.steps or self._finish is not None
+        return is_end or (every > 0 and self.state.step % every == 0)
 
     def _checkpoint(self) -> None:
         if self.state.step > self._saved_step:
@@ -351,10 +353,10 @@ class Loop:
             self._recorder.spans += clock.spans
             self._saved_step = self.state.step
             self._spool.forget(oldest)
-            self._dog.on_progress()
+            self._watchdog.on_progress()
 
-    def _save_what_there_is(self) -> None:
-        """Checkpoint after an error. A failure to save is only logged: the first error is to be raised."""
+    def _try_checkpoint(self) -> None:
+        """Checkpoint after an error. A failure to save is only logged, so that the first error is raised."""
         try:
             self._checkpoint()
         except (OSError, RuntimeError) as error:
@@ -362,7 +364,7 @@ class Loop:
 
 
 def set_step(step: int, group: Group) -> Group:
-    """The group, with ``step`` set to the step that trains on it."""
+    """Return the group with ``step`` set to the step that trains on it."""
     return group if group.step == step else replace(group, step=step)
 
 
@@ -375,7 +377,7 @@ def new_buffer(
     spool: Spool,
     on_progress: Callable[[], None],
 ) -> RolloutBuffer:
-    """The buffer of a run that stands at ``state``."""
+    """Make the buffer of a run at ``state``."""
 
     def leaving(groups: Sequence[Group], retired: Sequence[str]) -> Sequence[str]:
         rule = {"share": plan.recipe.rollout.solved_for_good, "solved_at": plan.solved_at}
@@ -406,15 +408,15 @@ def new_buffer(
 
 
 def recall(buffer: RolloutBuffer, state: LoopState, spool: Spool) -> str:
-    """Restore the groups that an earlier process had in flight. Those that the spool does not have are played
-    again in their places by the current policy; prompts that lost groups had retired stay retired. Returns a
-    sentence where that changes the run, else ""."""
-    lost = [one.version for one in buffer.recall(state.ahead, state.step, state.version)]
-    if not (gone := sorted({version for version in lost if version != state.version})):
+    """Restore the groups that an earlier process had in flight. Groups that the spool does not have are
+    played again in their places by the current policy; prompts that lost groups had retired stay retired.
+    Returns a sentence where that changes the run, else ""."""
+    lost = [admission.version for admission in buffer.recall(state.ahead, state.step, state.version)]
+    if not (versions := sorted({version for version in lost if version != state.version})):
         return ""
-    who = f"policy {gone[0]}" if len(gone) == 1 else f"policies {gone[0]} to {gone[-1]}"
+    policies = f"policy {versions[0]}" if len(versions) == 1 else f"policies {versions[0]} to {versions[-1]}"
     return (
         f"step {state.step}: of {len(state.ahead)} groups that were on their way "
-        f"{spool.path.name} does not have {len(lost)}, which {who} sampled; policy "
+        f"{spool.path.name} does not have {len(lost)}, which {policies} sampled; policy "
         f"{state.version} plays them anew, so this is not quite the run that was interrupted"
     )

@@ -1,7 +1,7 @@
-"""What a step leaves behind: its row of metrics, its spans, its costs in the ledger, its answers.
+"""Records a step: its row of metrics, its spans, its costs in the ledger, its answers.
 
 record(...)   makes the row of a finished step, without sums over the run; writes ledger and timeline
-report(...)   writes the row everywhere, and watches it for signs of a collapse
+report(...)   writes the row to all writers, and watches it for signs of a collapse
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from ostinato.run import RunFolder, group_rows
 from ostinato.types import Batch, Group, StepReport
 
 logger = logging.getLogger(__name__)
-JUDGE = "judge/"  # counters of what judges cost: seconds and tokens, in the ledger too
+JUDGE = "judge/"  # counters of the costs of judges, seconds and tokens; in the ledger too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What a step did with its groups; ``batch`` and ``report`` are None when there was nothing to learn
+    """The result of a step's training; ``batch`` and ``report`` are None when there was nothing to learn
     from."""
 
     credit: Credit
@@ -60,7 +60,7 @@ class Learned:
 
 
 def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Clock, version: int) -> Learned:
-    """The groups' credit, and the batch of what is to be trained on, for the trainer of ``version``."""
+    """Assign the groups' credit, and pack the samples to train on, for the trainer of ``version``."""
     credit = assign(
         groups,
         algorithm,
@@ -83,18 +83,18 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
 
 
 def check_ages(batch: Batch, step: int, staleness: int) -> None:
-    """The bound of the buffer once more, on the tokens themselves. Raises StalenessViolation."""
-    wrong = {age: n for age, n in count_ages(batch).items() if not 0 <= age <= staleness}
-    if wrong:
+    """Check the buffer's bound of staleness on the tokens themselves. Raises StalenessViolation."""
+    counts = {age: n for age, n in count_ages(batch).items() if not 0 <= age <= staleness}
+    if counts:
         raise StalenessViolation(
-            f"step {step} has {sum(wrong.values())} tokens that are {sorted(wrong)} versions old where "
+            f"step {step} has {sum(counts.values())} tokens that are {sorted(counts)} versions old where "
             f"pipeline.staleness is {staleness}; nothing was trained on them"
         )
 
 
 @dataclass(kw_only=True)
 class StepRecorder:
-    """Records the steps of one run. ``counters`` (grader, tools ...): a row has what a step added to them."""
+    """Records the steps of a run. ``counters`` (grader, tools ...): a row has their increments in a step."""
 
     plan: Plan
     folder: RunFolder
@@ -108,9 +108,9 @@ class StepRecorder:
     def __post_init__(self) -> None:
         self.spans = list[Span]()  # of the loop itself, for the next row
         self.failures = Failures(self.folder)
-        self._row_at = time.perf_counter()
-        self._counted = sum(self.counters, Counter())
-        self._over = dict[str, dict[str, float]]()
+        self._last_row_at = time.perf_counter()
+        self._old_totals = sum(self.counters, Counter())
+        self._carried = dict[str, dict[str, float]]()
         self._watch = watch_after(self.folder.metrics.rows())
 
     def record(
@@ -123,12 +123,12 @@ class StepRecorder:
         learned: Learned,
         drafted: Mapping[str, float],
     ) -> dict[str, float]:
-        """The row of the step, without sums over the run; also writes the ledger and the timeline.
+        """Return the row of the step, without sums over the run; also write the ledger and the timeline.
         ``groups`` were trained on or dropped in the step; the cost of ``ended`` is charged to the row."""
-        fresh, model = [item.group for item in ended], self.plan.flops
+        new_groups, model = [item.group for item in ended], self.plan.flops
         credit, batch, report, look = learned.credit, learned.batch, learned.report, learned.look
-        counted = groups if self.plan.recipe.pipeline.overlap else fresh
-        flops = {} if model is None else step_flops(model, counted, batch, report)
+        flop_groups = groups if self.plan.recipe.pipeline.overlap else new_groups
+        flops = {} if model is None else step_flops(model, flop_groups, batch, report)
         if flops and look is not None:
             flops["measure"] += round(look.cost["flops"])
         row = health(groups, solved_at=self.plan.solved_at) | task_figures(groups, self.plan.solved_at)
@@ -136,59 +136,59 @@ class StepRecorder:
         row |= {"empty_step": float(batch is None)}
         row |= {"refused_step": float(report is not None and bool(report.skipped))}
         row |= {**(report.metrics if report else {}), **(look.metrics if look else {})}
-        row |= flop_figures(flops) | self._seconds(clock, fresh)
+        row |= flop_figures(flops) | self._make_time_metrics(clock, new_groups)
         row |= utilisation(row, self.plan.peak_flops)
-        if self.plan.recipe.pipeline.overlap:  # what has ended since the last row was played since then too
-            now, before = time.perf_counter(), self._row_at
-            row["tokens_per_s"] = row["tokens/played"] / (now - before)
-            self._row_at = now
+        if self.plan.recipe.pipeline.overlap:  # all that has ended since the last row was played since then
+            now, last_row_at = time.perf_counter(), self._last_row_at
+            row["tokens_per_s"] = row["tokens/played"] / (now - last_row_at)
+            self._last_row_at = now
         spans = [*clock.spans, *self.new_spans()]
-        by_pool = self._by_pool(feed, spans, row, clock.waited_s)
-        sampled = [item.group for item in ended if not item.paid]
-        paid = {} if model is None else flops | {"sample": sampling_flops(model, sampled)}
-        work = step_work(credit, batch, report, paid, sampled)
+        by_pool = self._split_by_pool(feed, spans, row, clock.waited_s)
+        charged_groups = [item.group for item in ended if not item.paid]
+        charged_flops = {} if model is None else flops | {"sample": sampling_flops(model, charged_groups)}
+        work = step_work(credit, batch, report, charged_flops, charged_groups)
         counts = self.new_counts()
-        if judged := {key.removeprefix(JUDGE): n for key, n in counts.items() if key.startswith(JUDGE)}:
-            work["judge"] = judged
+        if judge_counts := {key.removeprefix(JUDGE): n for key, n in counts.items() if key.startswith(JUDGE)}:
+            work["judge"] = judge_counts
         if look is not None:
             work["forgetting"] = dict(look.cost)
         self.ledger.step(clock.step, row["step_time"], clock.busy(), work, by_pool)
         self.draw(clock.step, spans)
         row |= {"rollout/from_spool": float(sum(item.spooled for item in train_batch.batch)), **counts}
-        row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
+        row |= tool_rates(counts, sum(len(group.trajectories) for group in new_groups))
         if batch is not None and (self.plan.recipe.pipeline.staleness or self.plan.recipe.pipeline.overlap):
             row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(count_ages(batch).items())}
-        return row | {**self.workers.extra_metrics(), **counts}  # these have a 0 for what may be counted
+        return row | {**self.workers.extra_metrics(), **counts}  # these have a 0 for every possible counter
 
-    def _seconds(self, clock: Clock, fresh: Sequence[Group]) -> dict[str, float]:
-        """Metrics of the time of a step in which ``fresh`` was played."""
+    def _make_time_metrics(self, clock: Clock, groups: Sequence[Group]) -> dict[str, float]:
+        """Make metrics of the time of a step in which ``groups`` were played."""
         total, parts = clock.read()
-        row = {"rollout/preempted": float(sum(map(len, recomputed_spans(fresh)))), "step_time": total}
-        row["tokens/played"] = float(token_counts(fresh)["sampled"])
+        row = {"rollout/preempted": float(sum(map(len, recomputed_spans(groups)))), "step_time": total}
+        row["tokens/played"] = float(token_counts(groups)["sampled"])
         row["tokens_per_s"] = row["tokens/played"] / total
         for name, seconds in parts.items():
             row |= {f"time/{name}_s": seconds, f"time/{name}_share": seconds / total}
         return row
 
-    def _by_pool(
+    def _split_by_pool(
         self, feed: RolloutBuffer, spans: Sequence[Span], row: dict[str, float], waited_s: float
     ) -> dict[str, dict[str, float]] | None:
-        """Busy seconds by pool and part, for the ledger; None where everything is one pool. Otherwise the
-        pipeline metrics are added to ``row``."""
-        known, seconds = self.ledger.terms.pools, row["step_time"]
-        if not (known or self.plan.recipe.pipeline.overlap):
+        """Return busy seconds by pool and part, for the ledger; None where there is a single pool. Otherwise
+        add the pipeline metrics to ``row``."""
+        known_pools, seconds = self.ledger.terms.pools, row["step_time"]
+        if not (known_pools or self.plan.recipe.pipeline.overlap):
             return None
-        pools = known or Counter(pool_of(worker) for worker in {span.worker for span in spans})
-        by_pool, self._over = busy_by_pool(spans, self._over, pools, seconds)
+        pools = known_pools or Counter(pool_of(worker) for worker in {span.worker for span in spans})
+        by_pool, self._carried = busy_by_pool(spans, self._carried, pools, seconds)
         row |= pipeline_row(by_pool, pools, seconds) | {"pipeline/wait_s": waited_s}
         row |= {"queue/running": float(feed.running), "queue/ready": float(feed.ready)}
-        if known:
+        if known_pools:
             return by_pool
-        together = sum(map(Counter, by_pool.values()), Counter[str]())
-        return {POOL: share_seconds(together, seconds)}
+        all_busy = sum(map(Counter, by_pool.values()), Counter[str]())
+        return {POOL: share_seconds(all_busy, seconds)}
 
     def new_spans(self, *, kept: bool = True) -> list[Span]:
-        """The spans of all workers since the last call; with ``kept`` after those kept for the row."""
+        """Return the spans of all workers since the last call; with ``kept`` after those kept for the row."""
         new = [span for worker in self.span_sources for span in worker.take_spans()]
         if not kept:
             return new
@@ -204,13 +204,13 @@ class StepRecorder:
     def report(
         self, step: int, row: dict[str, float], groups: Sequence[Group], learned: Learned, ended: bool
     ) -> Finish | None:
-        """Write the row. Returns why the run is to end now; ``ended``: it is the last step."""
-        report, (row, why) = learned.report, self._watched(step, row, learned.look)
+        """Write the row. Returns why the run has to end now, or None; ``ended``: this is the last step."""
+        report, (row, finish) = learned.report, self._watch_row(step, row, learned.look)
         for writer in (self.folder, *self.writers):
             writer.write(step, row)
         every = self.plan.recipe.log.trajectories_every
-        last = ended or step == self.plan.recipe.trainer.steps or why is not None
-        if every and (step == 1 or last or step % every == 0):
+        is_last = ended or step == self.plan.recipe.trainer.steps or finish is not None
+        if every and (step == 1 or is_last or step % every == 0):
             self.folder.trajectories.append(*(line for group in groups for line in group_rows(group)))
         if report is not None and report.mismatch is not None:
             self.folder.mismatch.append({"step": step, **report.mismatch})
@@ -219,25 +219,27 @@ class StepRecorder:
         if report is not None and report.skipped:
             logger.warning(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
         stopped = self.observer.on_step({"step": step, **row})
-        return why or (Finish.CALLBACK if stopped else None)
+        return finish or (Finish.CALLBACK if stopped else None)
 
-    def _watched(
+    def _watch_row(
         self, step: int, row: dict[str, float], look: Look | None
     ) -> tuple[dict[str, float], Finish | None]:
-        """The row with ``watch/collapsed``, and why the run is to end now; alarms are kept and logged the
-        moment they are met."""
-        before, forgot = self._watch.collapsed, [look.alarm] if look and look.alarm else []
-        for alarm in (*self._watch.see({"step": step, **row}), *forgot):
+        """Return (the row with ``watch/collapsed``, why the run has to end now); alarms are recorded and
+        logged at once."""
+        was_collapsed, forgetting_alarms = self._watch.collapsed, [look.alarm] if look and look.alarm else []
+        for alarm in (*self._watch.see({"step": step, **row}), *forgetting_alarms):
             self.folder.watch.append(alarm.to_json())
             what = "collapse" if alarm.collapse else "look"
             logger.warning(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
-        collapsed = self._watch.collapsed and not before and self.plan.recipe.trainer.stop_on_collapse
-        why = Finish.FORGOT if forgot and self.plan.recipe.trainer.stop_on_forgetting else None
+        is_collapsed = (
+            self._watch.collapsed and not was_collapsed and self.plan.recipe.trainer.stop_on_collapse
+        )
+        finish = Finish.FORGOT if forgetting_alarms and self.plan.recipe.trainer.stop_on_forgetting else None
         row |= {"watch/collapsed": float(self._watch.collapsed)}
-        return row, Finish.COLLAPSED if collapsed else why
+        return row, Finish.COLLAPSED if is_collapsed else finish
 
     def new_counts(self) -> dict[str, float]:
-        """What the counters have counted since the last call."""
-        now = sum(self.counters, Counter[str]())
-        new, self._counted = now - self._counted, now
-        return {name: float(count) for name, count in sorted(new.items())}
+        """Return the increments of all counters since the last call."""
+        totals = sum(self.counters, Counter[str]())
+        counts, self._old_totals = totals - self._old_totals, totals
+        return {name: float(count) for name, count in sorted(counts.items())}

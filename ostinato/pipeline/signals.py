@@ -1,14 +1,14 @@
-"""How a run is stopped: Ctrl-C once, Ctrl-C twice, SIGTERM.
+"""Stops a run: Ctrl-C once, Ctrl-C twice, SIGTERM.
 
 Ctrl-C        the running step is finished, then the run saves and ends
-Ctrl-C again  what runs is cancelled and KeyboardInterrupt raised; all that was reported is on the disk
-SIGTERM       as the first Ctrl-C, and what is on its way may end too; what is not done within ``grace_s``
+Ctrl-C again  running work is cancelled and KeyboardInterrupt raised; all reported rows are on the disk
+SIGTERM       as the first Ctrl-C, and groups in flight may end too; work that is not done within ``grace_s``
               seconds is abandoned, but for an optimizer step
 
-A terminal that is closed ends a run as it ends any program (SIGHUP), unless ``nohup`` started it: it is
-resumed from its last checkpoint.
+A terminal that is closed ends a run as it ends any program (SIGHUP), unless ``nohup`` started it: the run can
+be resumed from its last checkpoint.
 
-A wait without progress is ended by a ``Watchdog``, which says what is waiting for what.
+A wait without progress is ended by a ``Watchdog``, which reports what was waited for.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ from ostinato.threads import T
 
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM where no step is to be finished: before the loop of a run, or after it."""
+    """SIGTERM outside the loop of a run, where no step is to be finished."""
 
     why = "terminated"  # in the ledger
 
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Inside, the first SIGTERM raises Ended, so that everything open is closed in order. ``StopSignals``
-    takes precedence over it. Outside the main thread nothing changes."""
+    """Raise Ended at the first SIGTERM within the context, so that everything open is closed in order.
+    ``StopSignals`` takes precedence. Outside the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def raise_ended(number: int, frame: FrameType | None) -> None:
         signal.signal(number, lambda *again: None)
         raise Ended
 
-    before = signal.signal(signal.SIGTERM, end)
+    old_handler = signal.signal(signal.SIGTERM, raise_ended)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 class Abandoned(Exception):
-    """The step was given up because the grace period of a SIGTERM was over."""
+    """The step was abandoned because the grace period of a SIGTERM was over."""
 
 
 class Stalled(Lost):
-    """There was no progress for as long as the plan allows."""
+    """There was no progress for the time that the plan allows."""
 
 
 class StopSignals:
     """A context in which the signals above are handled; outside the main thread, where Python delivers no
-    signals, it handles none. To be entered inside a running event loop. ``at_once``: the first Ctrl-C is as
-    the second."""
+    signals, it handles none. To be entered inside a running event loop. ``at_once``: the first Ctrl-C acts
+    as the second."""
 
     def __init__(self, grace_s: float, *, at_once: bool = False) -> None:
         self.received: signal.Signals | None = None
         self._grace_s, self._at_once = grace_s, at_once
-        self._expired, self._killed, self._blocking, self._finishing = False, False, False, False
+        self._is_expired, self._is_killed, self._is_blocking, self._is_finishing = False, False, False, False
         self._error: Exception | None = None
         self._task: asyncio.Task[Any] | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -75,7 +75,7 @@ class StopSignals:
         self._loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._hear)
+                self._previous[number] = signal.signal(number, self._handle_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -88,94 +88,95 @@ class StopSignals:
         return self.received is signal.SIGTERM
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``. It is cancelled when the grace period ends, a second Ctrl-C comes or
+        """Return the result of ``work``. It is cancelled when the grace period ends, a second Ctrl-C comes or
         ``give_up`` is called; then Abandoned, KeyboardInterrupt or the error of ``give_up`` is raised."""
-        if self._expired:
+        if self._is_expired:
             work.close()
             raise Abandoned
         self._task = asyncio.ensure_future(work)
         try:
             return await self._task
         except asyncio.CancelledError:
-            if self._killed:
+            if self._is_killed:
                 raise KeyboardInterrupt from None
             if self._error is not None:
                 raise self._error from None
-            if self._expired:
+            if self._is_expired:
                 raise Abandoned from None
             raise
         finally:
             self._task = None
 
     def give_up(self, error: Exception) -> None:
-        """Cancel what runs; its caller gets ``error``."""
+        """Cancel the running work; its caller gets ``error``."""
         if self._task is not None:
             self._error = error
             self._task.cancel()
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
-        """Around work that keeps the event loop from running: no cancellation can reach it."""
-        self._blocking = True
+        """Mark the context as work that keeps the event loop from running: no cancellation can reach it."""
+        self._is_blocking = True
         try:
             yield
         finally:
-            self._blocking = False
+            self._is_blocking = False
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Around what the end of the grace period does not cut off."""
-        self._finishing = True
+        """Mark the context as work that the end of the grace period does not cancel."""
+        self._is_finishing = True
         try:
             yield
         finally:
-            self._finishing = False
+            self._is_finishing = False
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and (self._at_once or self.received is not None):
-            # Raised inside a task, KeyboardInterrupt would tear down the event loop around the others: they
-            # are cancelled in order instead, unless no task can listen or that was tried before.
-            if self._killed or self._blocking or self._task is None:
+            # Raised inside a task, KeyboardInterrupt would tear down the event loop around the other tasks:
+            # these are cancelled in order instead, unless no task can be cancelled or that was tried before.
+            if self._is_killed or self._is_blocking or self._task is None:
                 raise KeyboardInterrupt
-            self._killed = True
+            self._is_killed = True
             self._loop.call_soon_threadsafe(self._task.cancel)
         elif number == signal.SIGTERM and not self.limited:
-            self._loop.call_soon_threadsafe(self._loop.call_later, self._grace_s, self._expire)
+            self._loop.call_soon_threadsafe(self._loop.call_later, self._grace_s, self._end_grace)
         self.received = self.received if self.limited else signal.Signals(number)
 
-    def _expire(self) -> None:
-        self._expired = True
-        if self._task is not None and not self._finishing:
+    def _end_grace(self) -> None:
+        self._is_expired = True
+        if self._task is not None and not self._is_finishing:
             self._task.cancel()
 
 
 class Watchdog:
     """Ends a wait without progress. ``amount`` grows with progress (tokens sampled); other progress is
-    reported by calls of ``on_progress``. ``waiting`` says what is waiting for what.
+    reported by calls of ``on_progress``. ``waiting`` describes what is waited for.
 
     Idle time is counted in slices of the event loop: while the loop is blocked, no worker can make progress,
     so none is considered late."""
 
-    SLICES = 20  # of the limit, between two looks
+    SLICES = 20  # of the limit: checks until the wait is ended
 
     def __init__(
         self, limit_s: float, signals: StopSignals, amount: Callable[[], float], waiting: Callable[[], str]
     ) -> None:
         self._limit_s, self._signals, self._amount, self._waiting = limit_s, signals, amount, waiting
-        self._idle, self._seen = 0, amount()
+        self._idle_slices, self._old_amount = 0, amount()
 
     def on_progress(self) -> None:
-        self._idle = 0
+        self._idle_slices = 0
 
     async def watch(self) -> None:
-        """Until cancelled: look now and then, and give up what runs when nothing moved in all slices."""
+        """Check progress in every slice, until cancelled, and cancel the running work after SLICES without
+        any."""
         while True:
             await asyncio.sleep(self._limit_s / self.SLICES)
-            self._idle += 1
-            if (now := self._amount()) != self._seen:
-                self._seen = now
+            self._idle_slices += 1
+            if (amount := self._amount()) != self._old_amount:
+                self._old_amount = amount
                 self.on_progress()
-            if self._idle >= self.SLICES:
+            if self._idle_slices >= self.SLICES:
                 self._signals.give_up(
                     Stalled(
                         f"nothing has got on for {self._limit_s:g} s (pipeline.watch_s): {self._waiting()}"

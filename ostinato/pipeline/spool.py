@@ -1,19 +1,19 @@
-"""Graded groups that not every checkpoint covers, so that a resumed run does not pay for them twice.
+"""Stores graded groups that not every checkpoint covers, so that a resumed run does not pay for them twice.
 
 Randomness is addressed, so a resumed run would play the same groups again, token for token; reading them
-back is the same and free. A group is found by its whole address: the request, the policy version, and
-the stage that played it (model, sampler, task, rewards). So a recipe that changed one of these finds nothing
-and plays anew. Prompts are not stored: the stream gives them again.
+back is the same and free. A group has the address of all that determines it: the request, the policy
+version, and the stage that played it (model, sampler, task, rewards). So a run whose recipe changed any of
+these plays its groups again. Prompts are not stored: they are in the stream.
 
-A row names the process, and the step in its ledger, to which the group's cost is charged: a group is charged
+A row has the process, and the step in its ledger, to which the group's cost is charged: a group is charged
 once, however many processes read it back.
 
 With workers that go on while the trainer learns, the tokens of a group may be of several policies. Its
-address names the one that it began under; it is given back only to a run that has come as far as the newest
-of them.
+address has the policy under which it began; it is returned only to a run that has reached the newest of these
+policies.
 
 After an interrupted step, only the missing groups are played, in a smaller batch than before. Their
-tokens are the same; their log-probabilities are the same bits where the engine's kernels work row by row
+tokens are the same; their log-probabilities have the same bits where the engine's kernels work row by row
 (the native ones), and equal up to rounding (1e-6) where they do not (torch's).
 """
 
@@ -33,75 +33,75 @@ from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.run import JsonlZst
 from ostinato.types import Completion, Group, Reward, Stop, Support, Trajectory, Turn
 
-SELDOM = frozenset({"failed", "metrics", "extra"})  # of a reward: left out where they are empty
+SELDOM = frozenset({"failed", "metrics", "extra"})  # of a reward: left out of a row where empty
 
 
 class Spool:
-    """The file ``inflight.jsonl.zst`` of a run folder: one compressed row per group; a torn end is ignored.
-    ``ledger`` is that of this process, which has finished ``step`` and recalls no group up to there."""
+    """The file ``inflight.jsonl.zst`` of a run folder: a compressed row per group; an incomplete end is
+    ignored. ``ledger`` is that of this process, which has finished ``step`` and recalls no group up to it."""
 
     def __init__(self, path: Path, ledger: Ledger, step: int = 0) -> None:
         self.path, self._log, self._ledger = path, JsonlZst(path), ledger
-        self._found: dict[str, dict[str, Any]] = {}
-        for row in self._log.rows():  # a later row of an address says which process pays instead
+        self._rows: dict[str, dict[str, Any]] = {}
+        for row in self._log.rows():  # a later row of an address has the process that pays instead
             if row["step"] > step:
-                self._found[row["address"]] = {**self._found.get(row["address"], {}), **row}
+                self._rows[row["address"]] = {**self._rows.get(row["address"], {}), **row}
 
     def put(self, address: str, group: Group, until: int = 0) -> None:
-        """Keep it for the step that requested it, and up to step ``until``."""
-        trajectories = [_trajectory_row(trajectory) for trajectory in group.trajectories]
-        self._sign(max(group.step, until), address, trajectories=trajectories)
+        """Store a group for the step that requested it, and up to step ``until``."""
+        trajectories = [_make_trajectory_row(trajectory) for trajectory in group.trajectories]
+        self._append_row(max(group.step, until), address, trajectories=trajectories)
 
     def take(
         self, address: str, ask: RolloutRequest, since: float, newest: int | None = None
     ) -> RolloutResult | None:
-        """The group that an earlier process played under this address, with ``since`` as its times; returned
-        once, and only if none of its tokens is of a policy later than ``newest``."""
-        row = self._found.pop(address, None)
+        """Return the group that an earlier process played under this address, with ``since`` as its times:
+        once, and only if none of its tokens is of a policy later than ``newest``; else None."""
+        row = self._rows.pop(address, None)
         if row is None:
             return None
-        group = _group(row, ask)
+        group = _parse_group(row, ask)
         if newest is not None and newest_version(group) > newest:
             return None
         paid = self._ledger.has(tuple(row.get("paid_in", ())))
         if not paid:  # its process was killed before the step had ended
-            self._sign(row["step"], address)
+            self._append_row(row["step"], address)
         return RolloutResult(group=group, generated_at=since, graded_at=since, spooled=True, paid=paid)
 
-    def _sign(self, step: int, address: str, **more: Any) -> None:
-        self._log.append({"step": step, "address": address, "paid_in": self._ledger.coming, **more})
+    def _append_row(self, step: int, address: str, **columns: Any) -> None:
+        self._log.append({"step": step, "address": address, "paid_in": self._ledger.coming, **columns})
 
     def forget(self, step: int) -> None:
-        """Drop the groups up to ``step``: the oldest checkpoint covers them."""
+        """Drop the groups up to ``step``, which the oldest checkpoint covers."""
         self._keep(lambda row: row["step"] > step)
 
     def reject(self, addresses: Collection[str]) -> None:
-        """Drop these groups: the trainer refused them, and would again."""
+        """Drop these groups, which the trainer has refused and would refuse again."""
         self._keep(lambda row: row["address"] not in addresses)
 
     def _keep(self, predicate: Callable[[Mapping[str, Any]], bool]) -> None:
         self._log.keep(predicate)
-        self._found = {key: row for key, row in self._found.items() if predicate(row)}
+        self._rows = {key: row for key, row in self._rows.items() if predicate(row)}
 
 
 def address(ask: RolloutRequest, stage: RolloutContext, version: int) -> str:
-    """A key of everything that determines a played group: the request, the policy version and the stage."""
+    """Return a key of all that determines a played group: the request, the policy version and the stage."""
     request = f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version}"
     return f"{request} context={stage.context_limit} stage={stage.identity} {stage.sampling}"
 
 
 def newest_version(group: Group) -> int:
-    """The newest version among the policies that sampled its tokens; -1 without tokens."""
+    """Return the newest version among the policies that sampled a group's tokens; -1 without tokens."""
     turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
     return max((int(turn.completion.versions.max(initial=-1)) for turn in turns), default=-1)
 
 
-def _group(row: Mapping[str, Any], ask: RolloutRequest) -> Group:
-    trajectories = tuple(_trajectory(item) for item in row["trajectories"])
+def _parse_group(row: Mapping[str, Any], ask: RolloutRequest) -> Group:
+    trajectories = tuple(_parse_trajectory(item) for item in row["trajectories"])
     return Group(prompt=ask.prompt, trajectories=trajectories, step=ask.step)
 
 
-def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
+def _make_trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
     reward = trajectory.reward
     return {
         "turns": [
@@ -109,7 +109,7 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
                 "context": _pack(t.context),
                 "new_row": t.new_row,
                 "in_thought": t.in_thought,
-                **_completion_row(t.completion),
+                **_make_completion_row(t.completion),
             }
             for t in trajectory.turns
         ],
@@ -123,9 +123,9 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+def _parse_trajectory(row: Mapping[str, Any]) -> Trajectory:
     return Trajectory(
-        turns=tuple(_turn(item) for item in row["turns"]),
+        turns=tuple(_parse_turn(item) for item in row["turns"]),
         stop=Stop(row["stop"]),
         seed=tuple(row["seed"]),
         reward=None if row["reward"] is None else Reward(**row["reward"]),
@@ -134,21 +134,21 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
     )
 
 
-def _turn(row: Mapping[str, Any]) -> Turn:
+def _parse_turn(row: Mapping[str, Any]) -> Turn:
     values = {name: _unpack(value) for name, value in row.items()}
     turn = {name: values.pop(name) for name in ("context", "new_row", "in_thought") if name in values}
     values["stop"] = Stop(values["stop"])
     return Turn(completion=Completion(**values), **turn)
 
 
-def _completion_row(completion: Completion) -> dict[str, Any]:
+def _make_completion_row(completion: Completion) -> dict[str, Any]:
     row = {field.name: _pack(getattr(completion, field.name)) for field in fields(completion)}
     routes = {"experts": completion.experts, "prompt_experts": completion.prompt_experts}
     return row | {name: routes_to_json(array) for name, array in routes.items() if array is not None}
 
 
 def _pack(value: Any) -> Any:
-    """Arrays as bytes: exact, and a hundred times faster than digits."""
+    """Convert arrays to bytes in JSON: exact, and a hundred times faster than digits."""
     if isinstance(value, Support):
         return {"counts": _pack(value.counts), "ids": _pack(value.ids)}
     if not isinstance(value, np.ndarray):
