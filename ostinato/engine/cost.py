@@ -1,15 +1,15 @@
 """What a pass costs: T(rows, attended positions), measured when the engine starts and refined by every pass.
 
-A pass of few rows waits for the weights and costs nearly the same for 1 or 16 rows; one of many rows is bound
-by arithmetic. Whether a draft token is worth its row depends on where between the two the engine stands, so
-the table is measured on the running engine and never guessed.
+A pass of few rows waits for the weights and costs nearly the same for 1 or 16 rows; a pass of many rows is
+bound by arithmetic. Whether a draft token is worth its row depends on the position of the engine between the
+two, so the table is measured on the running engine and never guessed.
 
     T(rows, attended) = overhead + base(rows) + slope * attended
 
-``overhead`` is what the engine does around the model, learnt in the first passes. ``attended`` is the sum
-over the rows of the positions they see. ``base`` is piecewise linear over the knots.
-They stand close together where kernels begin another tile of rows: a 17th row can cost what the next 15 cost,
-and a table that averages over that step calls it cheap.
+``overhead`` is the time of the engine outside the model, learnt in the first passes. ``attended`` is the sum
+over the rows of the positions they see. ``base`` is piecewise linear over the knots. Knots are close together
+where kernels begin another tile of rows: a 17th row can cost as much as the next 15, and a table that
+averages over that step makes it look cheap.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CostTable:
         slope = max(0.0, long_s - short_s) / (8 * (512 - 16))
         knots = np.array(KNOTS, np.float64)
         base = np.interp(knots, rows, seconds)
-        # the slope beyond the last row is taken over several knots: one alone may be a single tile's
+        # the slope beyond the last row is taken over several knots: a single knot may add no tile
         half = next(i for i in range(len(rows)) if 2 * rows[i] >= rows[-1])
         per_row = max(0.0, seconds[-1] - seconds[half - 1]) / (rows[-1] - rows[half - 1])
         base += np.maximum(0.0, knots - rows[-1]) * per_row - slope * knots * 16

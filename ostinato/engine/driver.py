@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 class Driver:
     """One task that calls ``step`` while ``has_work``; ``fail`` gets the error of a step. ``drop_all`` ends
-    what was begun in an event loop that has been closed since."""
+    the work of an event loop that has been closed."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 A step is schedule -> run -> postprocess: one forward over a flat row of tokens, the last token of every
 decoding sequence with its draft and chunks of prompts within a budget. On a CPU tokens of a sequence depend
 neither on other sequences nor on drafts: kernels work row by row, noise is addressed, and a draft counts only
-as far as it equals what was sampled. On a GPU products are summed in an order that depends on the batch, so
+as far as it equals the sampled tokens. On a GPU products are summed in an order that depends on the batch, so
 another batch, a draft or a preemption may give another token, of the same distribution.
 
 In-flight publish: running sequences keep their keys and values and go on under the new adapters; every token
@@ -151,7 +151,7 @@ class LocalEngine:
         self, requests: Seq[Request], on_tokens: Callable[[int, Emitted], None] | None = None
     ) -> AsyncIterator[tuple[int, Completion]]:
         """Yield (index, completion) as requests finish; ``on_tokens(index, emitted)`` streams, pass by pass.
-        Calls share one batch.
+        Calls share a batch.
         """
         results, limits = Results(), self._limits
         sequences = [
@@ -226,7 +226,7 @@ class LocalEngine:
         self.counters.prefilled += num_prefilled
         self.counters.drafted += len(drafts.tokens)
         drawn = self._sample(hidden, plan, drafts, ready) if len(ready) else None
-        if self._routes is not None and routing is not None:  # after the tokens: one wait for a GPU, not two
+        if self._routes is not None and routing is not None:  # after the tokens: a single wait for a GPU
             self._routes.write(plan.kv_slots, routing.cpu().numpy())
         output = self._append(plan, drafts, ready, drawn) if drawn is not None else None
         seconds = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values: what the engine hands to ``Decoder.forward``.
+"""Attention over paged keys and values: the ``attend`` argument of ``Decoder.forward``.
 
 Layout (chosen for the CPU kernels, and the same everywhere): keys [layers, blocks, Hkv, Dk / pair, 16, pair]
 with pair = 2 for bf16 and 1 for fp32, so that one vector holds a feature of 16 positions; values
@@ -156,14 +156,14 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the rows of one forward stand. Rows of a sequence are consecutive."""
+    """The positions of the rows of a forward. Rows of a sequence are consecutive."""
 
     slots: Tensor  # [T] int64: where the key and value of row t go
     tables: Tensor  # [S, max_blocks] int32
     sequence: Tensor  # [T] int32: row of ``tables``
     lengths: Tensor  # [T] int32: positions that row t sees, itself included
     owners: np.ndarray | None = None  # ``sequence`` and ``lengths`` on the host, where they come from it:
-    seen: np.ndarray | None = None  # reading them from a GPU waits for it
+    seen: np.ndarray | None = None  # to read them from a GPU would wait for it
 
     def pick(self, rows: Tensor | slice, on_host: np.ndarray | slice) -> Rows:
         """Select rows, by indices on the device (``rows``) and the same on the host (``on_host``)."""
@@ -238,7 +238,7 @@ class TritonPaged(ProjectedAttend):
 
     A row's result depends on no other row. Needs a store by position. ``tiles``: which rows share a tile, for
     the query heads of a key head; from the owners of the rows where it is None. ``exact``: by the kernels
-    that the trainer has, one after the other.
+    that the trainer has, in sequence.
     """
 
     def __init__(
@@ -287,10 +287,10 @@ class TritonPaged(ProjectedAttend):
 class GpuPaged:
     """Attention by torch's kernels on a GPU: nothing is read from it, and no prompt is copied for each row.
 
-    A run of more than SHORT rows of a sequence (a prompt, or a part of one) is one causal call over its own
-    keys and one over those that are cached, united by their log-sum-exps. All other rows are a masked batch,
-    where the query heads of a key head are the rows. Kernels are chosen by shapes: numbers are those of
-    ``TorchPaged`` up to rounding, and not alike in every batch.
+    A run of more than SHORT rows of a sequence (a prompt, or a part of a prompt) is a causal call over its
+    own keys and another call over the cached keys, merged by their log-sum-exps. All other rows are a masked
+    batch, where the query heads of a key head are the rows. Kernels are chosen by shapes: numbers are those
+    of ``TorchPaged`` up to rounding, and not alike in every batch.
     """
 
     def __init__(self, store: KVStore, rows: Rows) -> None:
@@ -326,11 +326,11 @@ class GpuPaged:
         keys, values = self.short.cached(layer)
         if not self.alone:
             keys, values = keys[self.short.sequence], values[self.short.sequence]
-        # cuDNN, torch's first choice, plans anew for every shape, and shapes change with every answer
+        # cuDNN, torch's first choice, makes a new plan for every shape, and shapes change with every answer
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            grouped = q.unflatten(1, (heads, -1))
+            queries = q.unflatten(1, (heads, -1))
             out = F.scaled_dot_product_attention(
-                grouped, keys, values, attn_mask=self.short.seen, scale=scale
+                queries, keys, values, attn_mask=self.short.seen, scale=scale
             )
         return out.flatten(1, 2)
 

@@ -3,8 +3,8 @@
 A pass of up to MOST_ROWS rows is filled up to a power of two. A row that fills up has the first row's token,
 sees one position of the first sequence, and stores nothing; its result is ignored. There is a graph for each
 (policy, rows, blocks of a table), captured when it is first needed; a pass with rows of several policies has
-SEVERAL for the policy. What differs between two passes, and the factors of adapters, is written into memory
-that stays: ``fill`` and ``overwrite``.
+SEVERAL for the policy. All that differs between two passes, and the factors of adapters, is written into
+fixed memory: ``fill`` and ``overwrite``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEVERAL = -1  # in the place of a policy's number
 @dataclass(frozen=True, slots=True)
 class PolicyMix:
     """Adapters of several policies (``lora.stack_adapters``) with room for ``size`` of them, and the place of
-    each row's own ([T] int32); rows of one policy lie beside each other."""
+    each row's policy ([T] int32); rows of a policy are consecutive."""
 
     prepared: Prepared
     size: int
@@ -88,7 +88,7 @@ def can_mix(decoder: Decoder, kernels: CudaKernels) -> bool:
 
 
 class Buffers:
-    """The inputs of passes whose tables have ``blocks`` blocks, in memory that stays."""
+    """The inputs of passes whose tables have ``blocks`` blocks, in fixed memory."""
 
     def __init__(self, blocks: int, device: torch.device) -> None:
         self.wide = torch.zeros(3, MOST_ROWS, dtype=torch.int64, device=device)
@@ -115,7 +115,7 @@ class Buffers:
         starts = np.diff(where.owners, prepend=-1) != 0
         narrow[0, :count], narrow[1, :count] = np.cumsum(starts) - 1, where.seen
         tiles = cut_tiles(narrow[0], group)
-        narrow[2:4, : tiles.shape[1]] = tiles  # tiles behind these have no rows
+        narrow[2:4, : tiles.shape[1]] = tiles  # tiles after these have no rows
         if owners is not None:
             narrow[4, :count], narrow[4, count:] = owners, owners[-1]
             tiles = cut_tiles(narrow[4], 1)
@@ -136,7 +136,7 @@ def _write(target: Tensor, values: np.ndarray) -> None:
 
 @dataclass(slots=True)
 class Pass:
-    """A graph, and where it leaves the hidden states [rows, D] and routes [rows, L_moe, K] of its layers."""
+    """A graph, with the outputs of its layers: hidden states [rows, D] and routes [rows, L_moe, K]."""
 
     graph: Graph
     hidden: Tensor | None = None

@@ -3,7 +3,7 @@
     generate -> waiting --placement--> dealt to a Worker -> its sampler -> answered
                    ^                        |
                    +------ it is lost ------+
-    publish  -> every Worker -> its sampler, which proves what it serves by a fingerprint
+    publish  -> every Worker -> its sampler, which proves the served policy by a fingerprint
 
 A call is a request with its seed, so every worker gives the same tokens, apart from the policy in flight. A
 sampler is lost when it raises, is silent, makes no progress, or serves a policy that it was not sent.
@@ -35,7 +35,7 @@ CLOSE_S = 10.0  # limit for closing a lost sampler
 SLICES = 8  # parts of a bounded wait, each waited for by itself
 LONGEST_PAUSE_S = 30.0  # before a sampler is started again
 HOMES = 10_000  # conversations whose worker is remembered
-MOST_SPANS = 100_000  # the newest, kept where nothing takes them
+MOST_SPANS = 100_000  # of the newest spans, kept where no caller takes them
 
 T = TypeVar("T")
 Results = asyncio.Queue[tuple[int, Completion] | BaseException]
@@ -54,7 +54,7 @@ class Call:
     oldest: int = 0  # version that its tokens may have
     generated: int = 0  # tokens, as its sampler reported last
     losses: int = 0  # samplers that were lost with it
-    awaited: bool = True  # its caller has not given it up
+    awaited: bool = True  # whether its caller still waits for it
 
     def job(self) -> Job:
         """Return the call as placements see it. A seed path is (run, round, ..., place in the stream,
@@ -80,7 +80,7 @@ class Published:
     begun: float
     missing: set[int]  # workers that have not proved it
     bytes: int = 0  # sent, to all workers together
-    seconds: float = 0.0  # until the last one had proved it
+    seconds: float = 0.0  # until the last worker had proved it
 
     def settle(self, worker: int, version: float, size: int = 0) -> None:
         """Record that the worker serves ``version`` (infinity: it is lost) and will prove no older one."""
@@ -133,7 +133,7 @@ class Worker:
     """A place of the pool, whose sampler may be lost and replaced; ``serve`` runs it until it is lost.
 
     Two tasks talk to a sampler. One sends: the policy first, then calls and drops. The other collects.
-    ``on_reply`` gets every reply and the one before, ``on_proof`` the version of every policy that is served.
+    ``on_reply`` gets every reply and the previous reply, ``on_proof`` every publication that is served.
     """
 
     id: int
@@ -146,8 +146,8 @@ class Worker:
     heard: float = 0.0
     cause: str = ""  # of the latest loss
     losses: int = 0  # in a row, without an answer in between
-    calls: dict[int, Call] = field(default_factory=dict)  # handed over, and not ended
-    dealt: deque[Call] = field(default_factory=deque)  # to be handed over as there is room
+    calls: dict[int, Call] = field(default_factory=dict)  # sent, and not ended
+    dealt: deque[Call] = field(default_factory=deque)  # to be sent as there is room
     reply: PollResult | None = None  # the latest
     _drops: list[int] = field(default_factory=list)
     _publication: Publication | None = None  # to be sent
@@ -216,8 +216,8 @@ class Worker:
                 self.calls[call.id] = call
                 calls.append(call)
             if calls or drops:
-                started = sampler.start([(call.id, call.request) for call in calls], drops)
-                await bounded(started, self.silence_s, f"starting {len(calls)} calls")
+                start = sampler.start([(call.id, call.request) for call in calls], drops)
+                await bounded(start, self.silence_s, f"starting {len(calls)} calls")
                 self.heard = time.time()
             await self._mail.wait()
 
@@ -228,8 +228,10 @@ class Worker:
         version = self._sent = publication.version
         proof = await bounded(sampler.publish(publication), seconds, f"publishing version {version}")
         if proof != publication.fingerprint:
-            sent, served = publication.fingerprint or "the base", proof or "the base"
-            raise sampler_lost(f"was sent version {version} ({sent}) and serves version {version} ({served})")
+            expected, actual = publication.fingerprint or "the base", proof or "the base"
+            raise sampler_lost(
+                f"was sent version {version} ({expected}) and serves version {version} ({actual})"
+            )
         self.heard, self._proved = time.time(), version
         self.on_proof(self, publication)
 
@@ -302,13 +304,13 @@ def unknown(request: Request) -> float:
 
 
 class EnginePool:
-    """Implements ``protocols.Engine`` with ``count`` samplers; ``spawn(i)`` makes the i-th, each time anew.
+    """Implements ``protocols.Engine`` with ``count`` samplers; ``spawn(i)`` makes a new i-th sampler.
 
     place: which worker samples what (``rollout.schedule``); expect: predicted tokens of an answer, 0 if
-    unknown; on_answer: called with each one that has ended; slots: calls that a worker has at once;
-    publication: makes what is sent of a policy. silence_s: seconds without a reply or progress after which a
-    sampler is lost; start_s: seconds for one to start (then ``spawn`` is cancelled; it must leave nothing
-    behind, also where it raises). Workers are named "sampler-0" and so on.
+    unknown; on_answer: called with each answer that has ended; slots: calls that a worker has at once;
+    publication: makes the publication of a policy. silence_s: seconds without a reply or progress after which
+    a sampler is lost; start_s: limit for its start (then ``spawn`` is cancelled; it must clean up, also
+    where it raises). Workers are named "sampler-0" and so on.
 
     ``generate`` raises WorkerLost when no worker serves and each was lost more than ``max_restarts`` times in
     a row without an answer, when a call was on more lost samplers than that, and at a final loss.
@@ -339,7 +341,7 @@ class EnginePool:
         self._published: list[Published] = []
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self.counters: Counter[str] = Counter({"workers/restarts": 0, "workers/redispatched": 0})
-        self.work: dict[str, float] = {}  # the samplers' own counters, summed over all lives
+        self.work: dict[str, float] = {}  # the samplers' own counters, summed over all samplers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reset()
 
@@ -372,7 +374,7 @@ class EnginePool:
 
     def publish(self, adapters: Any, version: int) -> None:
         """Send the policy to all workers, and return at once. New calls are sampled by it, running ones
-        continue under it. Raises what packing raises (NotFinite), and then the old policy stays."""
+        continue under it. Raises the errors of packing (NotFinite), and then the old policy stays."""
         start = time.time()
         self._current = self._new_publication(adapters, version)
         publication, self._answers = replace(self._current, answers=self._answers), ()
@@ -586,7 +588,7 @@ class EnginePool:
         for call in self._calls:
             call.results.put_nowait(error)
         for task in self._tasks:
-            if task is not asyncio.current_task():  # that one ends by itself after closing its sampler
+            if task is not asyncio.current_task():  # this task ends itself after closing its sampler
                 task.cancel()
 
     def _on_end(self, task: asyncio.Task[None]) -> None:

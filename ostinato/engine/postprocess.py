@@ -137,8 +137,8 @@ def postprocess(
 def _store_support(table: SequenceTable, token_slots: np.ndarray, rows: np.ndarray, support: Support) -> None:
     """Append to every sequence with filters the ids from which its new tokens, ``rows`` of the draw, came."""
     ends = np.cumsum(support.counts, dtype=np.int64)[rows]
-    filtered = table.filtered[token_slots]
-    spans = (token_slots[filtered], (ends - support.counts[rows])[filtered], ends[filtered])
+    is_filtered = table.filtered[token_slots]
+    spans = (token_slots[is_filtered], (ends - support.counts[rows])[is_filtered], ends[is_filtered])
     for slot, start, end in zip(*(span.tolist() for span in spans), strict=True):
         table.at(slot).kept.append(support.ids[start:end].copy())  # a view would keep all ids in memory
 

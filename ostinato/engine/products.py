@@ -38,7 +38,7 @@ from ostinato.model.shapes import STACKED, layer_shapes
 DTYPES = ("float32", "bfloat16")
 SAMPLED_ROWS, TRAINED_ROWS = 16, 256  # of a product: of a decoding batch, of a microbatch
 BUDGET_S = 1.0  # seconds for all products together
-ROUNDS = 5  # of each in up to ``PATIENCE`` times the budget: on a busy machine one in a few is undisturbed
+ROUNDS = 5  # of each in up to ``PATIENCE`` times the budget: on a busy machine few are undisturbed
 PATIENCE = 4
 MOST_ELEMENTS = 1 << 18  # of a measured matrix; a larger one is cut and counts in proportion
 MOST_EXPERT_ELEMENTS = 1 << 23  # of all measured experts of a layer together
@@ -242,7 +242,7 @@ def _time_calls(calls: Mapping[str, Callable[[], Any]], budget_s: float) -> dict
     return best
 
 
-Timed = tuple[Callable[[], Any], float]  # a call, and the factor from its seconds to those of one token
+Timed = tuple[Callable[[], Any], float]  # a call, and the factor from its seconds to those of a token
 
 
 def _make_calls(

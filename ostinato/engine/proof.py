@@ -155,23 +155,23 @@ def _draw_expert_factors(decoder: Decoder, block: Moe, *, seed: int = 0) -> Expe
 def _make_attention_cases(decoder: Decoder) -> Iterator[Case]:
     c, device, scale = decoder.local, decoder.device, decoder.config.head_dim**-0.5
     kv_heads, key_dim, _ = decoder.kv_shape
-    where = _make_places(LENGTHS, (1, 3, 1))
-    rows, count = where.on(device), sum(-(-length // BLOCK) for length in LENGTHS)
+    places = _make_places(LENGTHS, (1, 3, 1))
+    rows, count = places.on(device), sum(-(-length // BLOCK) for length in LENGTHS)
     store = KVStore.allocate(1, count, decoder.kv_shape, decoder.dtype, device, by_position=True)
     keys, values = store.key_layers[0], store.value_layers[0]
     keys.copy_(draw_values(decoder, *keys.shape))
     values.copy_(draw_values(decoder, *values.shape, seed=1))
-    q = draw_values(decoder, len(where.seen), c.num_heads, key_dim)
+    q = draw_values(decoder, len(places.seen), c.num_heads, key_dim)
 
     def run_kernel(parallel: bool) -> Tensor:
-        tiles = paged.Tiles.of(where.owners, c.num_heads // kv_heads, device)
+        tiles = paged.Tiles.of(places.owners, c.num_heads // kv_heads, device)
         return paged.paged_attention(
             q, keys, values, rows.tables, rows.sequence, rows.lengths, tiles, scale, parallel=parallel
         )
 
     def run_twin() -> Tensor:
         out = []
-        for row, (owner, seen) in enumerate(zip(where.owners.tolist(), where.seen.tolist(), strict=True)):
+        for row, (owner, seen) in enumerate(zip(places.owners.tolist(), places.seen.tolist(), strict=True)):
             k, v = (x[rows.tables[owner].long()].flatten(0, 1)[:seen] for x in (keys, values))
             out.append(sdpa(q[row : row + 1], k, v, scale))
         return torch.cat(out)
@@ -181,7 +181,7 @@ def _make_attention_cases(decoder: Decoder) -> Iterator[Case]:
     attn, eps = decoder.blocks[0].attn, decoder.config.rms_norm_eps
     if not isinstance(attn, Attention):
         return
-    qkv = draw_values(decoder, len(where.seen), c.num_heads + 2 * kv_heads, key_dim)
+    qkv = draw_values(decoder, len(places.seen), c.num_heads + 2 * kv_heads, key_dim)
     cos, sin = decoder.rotations(rows.lengths)
     weights = (draw_values(decoder, key_dim), draw_values(decoder, key_dim, seed=1))
 
@@ -237,7 +237,7 @@ def _run_passes(decoder: Decoder, kernels: CudaKernels) -> Tensor:
     store = KVStore.allocate(layers, 4, shape, decoder.dtype, decoder.device, by_position=True)
     runner, hidden = Runner(decoder, kernels, store), []
     for lengths in ((3, 1), (2, 2)):
-        where = _make_places(lengths, lengths)
+        places = _make_places(lengths, lengths)
         tokens = np.arange(4) + lengths[0]
-        hidden.append(runner.forward(tokens, where.seen.astype(np.int64) - 1, where)[0])
+        hidden.append(runner.forward(tokens, places.seen.astype(np.int64) - 1, places)[0])
     return torch.cat(hidden)

@@ -5,7 +5,8 @@ cumulative mass exceeds u times the total. That costs one exponential per logit,
 log-probability needs anyway; a Gumbel draw would add a logarithm and a random number per logit.
 
 Filters apply to softmax(logits / temperature): top-k first, top-p over what is left, min-p relative to the
-peak. Ties at an edge are kept. Temperature 0 takes the first best token, with log-probability 0.
+peak. Ties at an edge are kept. At temperature 0 the first of the best tokens is taken, with log-probability
+0.
 
 The ids that the filters kept can be reported with the token: a trainer that normalises over the same ids
 scores the distribution that was sampled from, not another one.
@@ -35,7 +36,7 @@ class Drawn(NamedTuple):
 
     tokens: np.ndarray  # [B] int64
     logprobs: np.ndarray  # [B] float32, under the filtered, renormalised distribution that was sampled from
-    edges: np.ndarray  # [B] float32: its mass before the token, so that u lay in [edge, edge + exp(logprob))
+    edges: np.ndarray  # [B] float32: its mass before the token, so that u was in [edge, edge + exp(logprob))
     support: Support | None = None  # of B tokens, where it was requested
     top: tuple[np.ndarray, np.ndarray] | None = None  # the likeliest [B, n]: ids, log-probabilities
 
@@ -94,15 +95,15 @@ def likeliest(logits: Tensor, settings: Settings, drawn: Drawn, n: int) -> tuple
         z = logits.float() / temperature.to(logits.device, torch.float32).unsqueeze(1)
         if z.is_cuda:
             z = z - z.logsumexp(dim=-1, keepdim=True)
-        else:  # row by row: with several threads torch adds up a lone row in another order than one of many
+        else:  # row by row: with several threads torch adds up a lone row in another order
             z = z - torch.stack([row.logsumexp(dim=-1) for row in z]).unsqueeze(1)
         best, ids = z.topk(min(n, z.shape[1]), dim=-1)
         own = z.gather(1, torch.from_numpy(drawn.tokens).to(z.device).clamp_min(0).unsqueeze(1)).squeeze(1)
     best, own = best.cpu().numpy(), own.cpu().numpy()
-    filtered = settings.filtered(logits.shape[1])
-    best = best + np.where(filtered, drawn.logprobs - own, 0)[:, None]
+    is_filtered = settings.filtered(logits.shape[1])
+    best = best + np.where(is_filtered, drawn.logprobs - own, 0)[:, None]
     if drawn.support is not None:  # filters keep the likeliest
-        num_kept = np.where(filtered & (drawn.support.counts > 0), drawn.support.counts, best.shape[1])
+        num_kept = np.where(is_filtered & (drawn.support.counts > 0), drawn.support.counts, best.shape[1])
         best = np.where(np.arange(best.shape[1]) < num_kept[:, None], best, -np.inf)
     return ids.cpu().numpy(), best.astype(np.float32)
 
@@ -112,10 +113,10 @@ def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray, *, want_supp
     device, V = logits.device, logits.shape[1]
     z = logits.float()
     temperature = torch.from_numpy(settings.temperature).to(device)
-    greedy, best = temperature == 0, z.argmax(dim=-1)
-    broken = ~torch.isfinite(z.amax(dim=-1)) | torch.isnan(z).any(dim=-1)
+    is_greedy, best = temperature == 0, z.argmax(dim=-1)
+    is_broken = ~torch.isfinite(z.amax(dim=-1)) | torch.isnan(z).any(dim=-1)
     # times the inverse, not divided: the same roundings as the native sampler, so the same ties
-    scaled = z * temperature.where(~greedy, torch.ones_like(temperature)).reciprocal().unsqueeze(1)
+    scaled = z * temperature.where(~is_greedy, torch.ones_like(temperature)).reciprocal().unsqueeze(1)
     peak = scaled.amax(dim=-1, keepdim=True)
     is_kept = torch.ones_like(scaled, dtype=torch.bool)
     if ((settings.top_k > 0) & (settings.top_k < V)).any() or (settings.top_p < 1).any():
@@ -132,14 +133,14 @@ def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray, *, want_supp
     index, zeros = tokens.unsqueeze(1), torch.zeros(len(u), dtype=torch.float64, device=device)
     logprobs = (scaled - peak).double().gather(1, index).squeeze(1) - total.squeeze(1).log()
     edges = (cumulative.gather(1, index) - mass.gather(1, index)).squeeze(1) / total.squeeze(1)
-    tokens = tokens.where(~greedy, best).masked_fill(broken, -1)
-    logprobs = logprobs.where(~greedy, zeros).masked_fill(broken, torch.nan)
-    edges = edges.where(~greedy, zeros).masked_fill(broken, torch.nan)
+    tokens = tokens.where(~is_greedy, best).masked_fill(is_broken, -1)
+    logprobs = logprobs.where(~is_greedy, zeros).masked_fill(is_broken, torch.nan)
+    edges = edges.where(~is_greedy, zeros).masked_fill(is_broken, torch.nan)
     drawn = Drawn(tokens.cpu().numpy(), logprobs.float().cpu().numpy(), edges.float().cpu().numpy())
     if not want_support:
         return drawn
-    filtered = torch.from_numpy(settings.filtered(V)).to(device) & ~broken
-    return drawn._replace(support=_make_support(is_kept & (scaled > -torch.inf), filtered))
+    is_filtered = torch.from_numpy(settings.filtered(V)).to(device) & ~is_broken
+    return drawn._replace(support=_make_support(is_kept & (scaled > -torch.inf), is_filtered))
 
 
 def _sample_triton(logits: Tensor, settings: Settings, u: np.ndarray, *, want_support: bool) -> Drawn:
@@ -149,9 +150,9 @@ def _sample_triton(logits: Tensor, settings: Settings, u: np.ndarray, *, want_su
     device = logits.device
     values = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
     temperature, *filters = (on_device(np.ascontiguousarray(a), device) for a in values)
-    filtered = settings.filtered(logits.shape[1])
+    is_filtered = settings.filtered(logits.shape[1])
     cuts = torch.full((len(u),), -torch.inf, device=device)
-    if filtered.any():
+    if is_filtered.any():
         cuts = sampling.cut_off(logits, temperature, *filters)
     drawn = sampling.draw(logits, temperature, cuts, on_device(np.ascontiguousarray(u), device)).cpu().numpy()
     result = Drawn(drawn[0].astype(np.int64), *drawn[1:].astype(np.float32))
@@ -159,9 +160,9 @@ def _sample_triton(logits: Tensor, settings: Settings, u: np.ndarray, *, want_su
         return result
     inverse = temperature.where(temperature > 0, torch.ones_like(temperature)).reciprocal().unsqueeze(1)
     scaled = logits.float() * inverse
-    is_filtered = torch.from_numpy(filtered & (result.tokens >= 0)).to(device)
+    has_support = torch.from_numpy(is_filtered & (result.tokens >= 0)).to(device)
     return result._replace(
-        support=_make_support((scaled >= cuts.unsqueeze(1)) & (scaled > -torch.inf), is_filtered)
+        support=_make_support((scaled >= cuts.unsqueeze(1)) & (scaled > -torch.inf), has_support)
     )
 
 

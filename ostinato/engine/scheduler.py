@@ -4,7 +4,7 @@
        ^                  |
        +---- preempt -----+        (out of blocks: recomputed later, same tokens)
 
-Sequences with a known prefix begin after it. A group's siblings wait one step for the first of them, then
+Sequences with a known prefix begin after it. A group's siblings wait a step for the first sibling, then
 share its prompt.
 """
 
@@ -84,7 +84,7 @@ class Scheduler:
         the pass."""
         copies: list[tuple[int, int]] = []
         postponed: deque[Sequence] = deque()
-        room = self.cache.available - len(self.table)  # one spare block for each that runs
+        room = self.cache.available - len(self.table)  # a spare block for each that runs
         while self.waiting and not self.table.full:
             sequence = self.waiting.popleft()
             tokens = sequence.prefix(sequence.text)

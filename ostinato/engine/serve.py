@@ -2,7 +2,7 @@
 
     start    -> engine.generate  -> answers, kept until they are collected
     drop     -> engine.cut           (the tokens sampled so far are returned)
-    publish  -> engine.publish   -> the fingerprint of what the engine serves then
+    publish  -> engine.publish   -> the fingerprint of the policy that the engine then serves
     collect  <- answers, spans, counters, and the served version and fingerprint
 
 Nothing here waits for the trainer or for another worker.

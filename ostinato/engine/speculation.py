@@ -2,9 +2,9 @@
 
 Speculation must never cost more than it saves, so the drafter is called only while it pays. After every pass
 for which it was called the profit is computed: the seconds of plain decoding for the same progress, less
-those of the pass by the cost table, less those of drafting. After a loss the drafter is
-skipped for so many passes that the loss is no more than a two-hundredth of their time; meanwhile it does not
-observe sampled tokens either; it gets them when it is called again.
+those of the pass by the cost table, less those of drafting. After a loss the drafter is skipped for so many
+passes that the loss is no more than a two-hundredth of their time; meanwhile it does not observe sampled
+tokens either; it gets them when it is called again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Speculation:
     def __init__(self, drafter: Drafter, cost: CostTable, table: SequenceTable) -> None:
         self._drafter, self._cost, self._table = drafter, cost, table
         self._known_uids: set[str] = set()  # uids of prompts seen in requests
-        self._returning = False  # whether the latest prompts had been seen before
+        self._is_returning = False  # whether the latest prompts had been seen before
         self._skips = 0  # coming passes for which the drafter is not called
         self._profit = 0.0  # seconds per pass, lately
         self._waiting = False  # others wait for a slot, so all tokens count alike
@@ -49,10 +49,10 @@ class Speculation:
     def begin(self, uids: set[str]) -> None:
         """Note the prompts of new requests. Once prompts recur there is history to draft from, so the profit
         that was measured without it is reset."""
-        returning = not self._known_uids.isdisjoint(uids)
+        is_returning = not self._known_uids.isdisjoint(uids)
         self._known_uids |= uids
-        if returning != self._returning:
-            self._returning, self._skips, self._profit = returning, 0, 0.0
+        if is_returning != self._is_returning:
+            self._is_returning, self._skips, self._profit = is_returning, 0, 0.0
 
     def _open_handles(self, slots: np.ndarray) -> None:
         """Open a handle for each sequence that has none."""
@@ -64,7 +64,7 @@ class Speculation:
 
     def propose(self, chosen: np.ndarray, counts: np.ndarray, waiting: int) -> Drafts:
         """Return drafts for a pass of ``counts`` rows of known text of the ``chosen`` slots, aligned with
-        them; ``waiting`` others have no slot yet. Nothing is drafted for one with a constraint."""
+        them; ``waiting`` others have no slot yet. Nothing is drafted for a sequence with a constraint."""
         self.awake, self.spent = False, 0.0
         if self._skips:
             self._skips -= 1
@@ -81,8 +81,10 @@ class Speculation:
             np.array([0.5, 1.0]) * num_known, np.array([0.5, 1.0]) * attended
         )
         self._fixed = min(max(2.0 * float(half_s / whole_s) - 1.0, 0.0), 1.0)
-        worth_it = self._fixed >= LEAST_FIXED and self._is_worth_opening(chosen[decoding], float(whole_s))
-        if not worth_it:
+        is_profitable = self._fixed >= LEAST_FIXED and self._is_worth_opening(
+            chosen[decoding], float(whole_s)
+        )
+        if not is_profitable:
             return NO_DRAFTS
         start = time.perf_counter()
         self.awake = True
@@ -90,21 +92,21 @@ class Speculation:
         self.spent = time.perf_counter() - start
         if len(drafts.tokens) == 0:
             return NO_DRAFTS
-        aligned = np.zeros(len(chosen), np.int32)
-        aligned[decoding] = drafts.counts
-        return Drafts(counts=aligned, tokens=drafts.tokens)
+        slot_counts = np.zeros(len(chosen), np.int32)
+        slot_counts[decoding] = drafts.counts
+        return Drafts(counts=slot_counts, tokens=drafts.tokens)
 
     def _is_worth_opening(self, slots: np.ndarray, pass_s: float) -> bool:
         """Return whether the best possible gain is much more than the cost of opening new handles."""
-        newcomers = int((self._table.handle[slots] == NO_HANDLE).sum())
+        num_new = int((self._table.handle[slots] == NO_HANDLE).sum())
         gain_s = self._fixed * pass_s * float(self._predict_left(slots).max())
-        return newcomers * INTRODUCTION_S <= 0.25 * gain_s or self._waiting
+        return num_new * INTRODUCTION_S <= 0.25 * gain_s or self._waiting
 
     def _query_drafter(self, slots: np.ndarray, num_known: int, attended: float) -> Drafts:
         """Query the drafter for ``slots`` in a pass with ``num_known`` rows of known text."""
         state = self._table
         self.observe(slots)
-        # a pass samples one token more than it drafts, so the last one allowed need not be drafted
+        # a pass samples a token more than it drafts, so the last token allowed need not be drafted
         room = np.minimum(state.limit[slots] - state.length[slots] - 1, MAX_DEPTH)
         max_tokens = int(min(room.sum(), MAX_ROWS))
         if max_tokens <= 0:
@@ -124,17 +126,17 @@ class Speculation:
     ) -> float:
         """Compute the profit of a pass for which the drafter was called, and decide how long to skip it.
 
-        emitted: tokens of each of ``slots``; ended: those that got their last one; plain_s and pass_s:
-        predicted seconds of a pass without drafts, and of this one. Returns the seconds that plain decoding
+        emitted: tokens of each of ``slots``; ended: those that got their last token; plain_s and pass_s:
+        predicted seconds of a pass without drafts, and of this pass. Returns the seconds that plain decoding
         would have taken for the same progress.
         """
         passes = average = float(emitted.mean())
         if not self._waiting:  # passes by which the end of the longest sequences is nearer
-            left = np.where(ended, 0, self._predict_left(slots))
-            passes = _compute_soft_max(left + emitted) - _compute_soft_max(left)
+            tokens_left = np.where(ended, 0, self._predict_left(slots))
+            passes = _compute_soft_max(tokens_left + emitted) - _compute_soft_max(tokens_left)
         without_s = plain_s * (self._fixed * passes + (1.0 - self._fixed) * average)
-        spent, self._closing_s = self.spent + self._closing_s, 0.0
-        self._profit = 0.75 * self._profit + 0.25 * (without_s - pass_s - spent)
+        drafting_s, self._closing_s = self.spent + self._closing_s, 0.0
+        self._profit = 0.75 * self._profit + 0.25 * (without_s - pass_s - drafting_s)
         if self._profit <= 0:
             self._skips = min(int(-self._profit / (TRIALS * plain_s)), LONGEST_NAP)
         return without_s
@@ -147,15 +149,15 @@ class Speculation:
         if not (self.awake or step % 8 == 0):
             return seconds
         rows, attended = len(plan.tokens), plan.attended
-        if rows - nodes == len(ready) and not output.stops:  # prefills and ends are not what a row costs
+        if rows - nodes == len(ready) and not output.stops:  # prefills and ends take time besides rows
             self._cost.observe(rows, attended, seconds - self.spent)
         if not self.awake:
             return seconds
-        ended = np.zeros(len(ready), bool)
-        ended[list(output.stops)] = True
+        has_ended = np.zeros(len(ready), bool)
+        has_ended[list(output.stops)] = True
         plain_s = float(self._cost.seconds(rows - nodes, attended * (rows - nodes) / rows))
         pass_s = float(self._cost.seconds(rows, attended))
-        without_s = self.judge(plan.slots[ready], output.counts, ended, plain_s, pass_s)
+        without_s = self.judge(plan.slots[ready], output.counts, has_ended, plain_s, pass_s)
         return without_s if nodes else seconds - self.spent
 
     def observe_end(self, slots: np.ndarray) -> None:
@@ -221,8 +223,8 @@ class Speculation:
         """
         if self._waiting:
             return np.ones(len(slots))
-        left = self._predict_left(slots)
-        last = np.exp((left - left.max()) / LAST)
+        tokens_left = self._predict_left(slots)
+        last = np.exp((tokens_left - tokens_left.max()) / LAST)
         return self._fixed * last * (len(slots) / last.sum()) + 1.0 - self._fixed
 
     def _predict_left(self, slots: np.ndarray) -> np.ndarray:

@@ -36,7 +36,7 @@ SPINS = {"active": "20000", "passive": "0"}  # GOMP_SPINCOUNT
 
 PROBE_LIMIT_S = 120.0  # a process that takes longer, import of torch and compiler included, has failed
 LOOK_S = 0.2  # seconds for which other load on the machine is observed
-SPIN_GAIN = 1.1  # what spinning must gain to be chosen: it takes time from other work on the core
+SPIN_GAIN = 1.1  # speed-up that spinning has to bring: it takes time from other work on the core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +80,9 @@ def configure(
 
     Arguments take precedence, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then the
     earlier measurement of ``work`` on this machine, then a measurement of some ten seconds. If the number of
-    threads is the one that an earlier measurement found fastest, the wait policy is also the one found there,
-    else passive; on a busy machine it is always passive: two runs that both spin take five times as long.
-    ``work`` None: nothing is measured, because a GPU multiplies; a thread per core then.
+    threads is that of the earlier measurement, the wait policy is also that of the measurement, else passive;
+    on a busy machine it is always passive: two runs that both spin take five times as long. ``work`` None:
+    nothing is measured, because a GPU multiplies; a thread per core then.
     """
     if "torch" in sys.modules:
         warnings.warn(
@@ -112,7 +112,7 @@ def _choose_threads(
     environ: MutableMapping[str, str],
 ) -> Threads:
     set_count, set_policy = environ.get("OMP_NUM_THREADS", ""), environ.get("OMP_WAIT_POLICY", "").lower()
-    measured = None if work is None else cached(work)
+    measurement = None if work is None else cached(work)
     if threads != "auto":
         choice = Threads(count=threads, policy="passive", source="given")
     elif set_count.isdecimal() and int(set_count) > 0:
@@ -120,10 +120,11 @@ def _choose_threads(
     elif work is None:
         choice = Threads(count=physical_cores(), policy="passive", source="default")
     else:
-        choice = measured = measured or measure(work)
-    if measured is not None and measured.count == choice.count:  # its policy was timed with this count
-        busy = measured.source == "cache" and is_busy() and is_busy()  # twice: the first load may be short
-        spins = measured.policy == "active" and not busy
+        choice = measurement = measurement or measure(work)
+    if measurement is not None and measurement.count == choice.count:  # its policy was timed with this count
+        # asked twice: the load that is seen first may be short
+        busy = measurement.source == "cache" and is_busy() and is_busy()
+        spins = measurement.policy == "active" and not busy
         choice = replace(choice, policy="active" if spins else "passive")
     set_by_user = next((name for name in POLICIES if name == set_policy), choice.policy)
     return replace(choice, policy=set_by_user if policy == "auto" else policy)
@@ -182,8 +183,8 @@ def is_busy() -> bool:
     if (before := _spent()) is None:
         return False
     time.sleep(LOOK_S)
-    worked, idle = (b - a for a, b in zip(before, _spent() or before, strict=True))
-    return worked > 0.25 * (worked + idle)
+    busy_ticks, idle_ticks = (b - a for a, b in zip(before, _spent() or before, strict=True))
+    return busy_ticks > 0.25 * (busy_ticks + idle_ticks)
 
 
 def _spent() -> tuple[int, int] | None:

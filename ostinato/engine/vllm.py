@@ -13,9 +13,8 @@ The served policy is proved three times: the worker returns the digest of the ad
 answer carries its labels, and at each publish an answer is scored by our own decoder (``vllm_proof``).
 
 A server that is lost ends the run with an error that names it (WorkerLost); the run is saved and can be
-resumed. The
-noise is vLLM's own: seeded by the request (not on a CPU), but dependent on the numerics of its batch, so
-tokens are not guaranteed to be the same in another batch.
+resumed. The noise is vLLM's own: seeded by the request (not on a CPU), but dependent on the numerics of its
+batch, so tokens are not guaranteed to be the same in another batch.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from ostinato.types import Completion, Request, Sampling
 
 BEAT_S = 5.0  # seconds between two signs of life of a server with requests
 MOST_OPEN = 512  # connections at once
-SLOTS = 255  # requests at once to a server that others run: it takes 256 by default, and a proof needs one
+SLOTS = 255  # requests at once to a server that others run: it takes 256 by default, a proof needs 1
 PROOF_TOKENS = 32
 QUESTIONS = "/inference/v1/generate"
 
@@ -58,7 +57,7 @@ class VllmEngine:
     ids into text. ``probe`` ([T] token ids) is answered at each publish; no policy's k3 may reach ``bound``.
     ``spec``: the adapted weights; a canary of all of them is published before any work. ``routes``,
     ``supports``: the server has to return the experts of tokens, and the ids that filters keep. ``slots``:
-    requests that the server gets at once, one less than it takes. ``name`` is the worker's in the timeline.
+    requests that the server gets at once, 1 less than it takes. ``name`` is the worker's in the timeline.
 
     Raises ValueError for a server that lacks a needed feature, WorkerLost where it cannot be reached or does
     not apply a kind of adapter.

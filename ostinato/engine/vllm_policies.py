@@ -65,7 +65,7 @@ class PolicyClient:
     """A client for the policy of ``server``; each part of its answers may take ``silence_s`` seconds."""
 
     def __init__(self, server: Server, silence_s: float) -> None:
-        self.label = ""  # the last one that the server has reported
+        self.label = ""  # the latest that the server has reported
         self.signs = 0  # of life: answers, and beats while requests run
         self._server, self._silence_s = server, silence_s
         self._slot = -1  # the version of the loaded adapter

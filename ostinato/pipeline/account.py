@@ -53,9 +53,9 @@ class Clock:
     """Wall seconds of a step, split so that the parts add up to the total; also records timeline spans as
     ``worker``, with times from ``unix``, a clock of Unix seconds.
 
-    Grading overlaps with generation; only its time after the last token counts as "reward".
-    Passes that measure the mismatch and train nothing are "measure". Where rollouts overlap with training,
-    "rollout" is the time that the trainer waited for them, and "publish" is a part of its own.
+    Grading overlaps with generation; only its time after the last token counts as "reward". Passes that
+    measure the mismatch and train nothing are "measure". Where rollouts overlap with training, "rollout" is
+    the time that the trainer waited for them, and "publish" is a part of its own.
     """
 
     def __init__(self, step: int = 0, unix: Callable[[], float] = time.time, worker: str = "trainer") -> None:

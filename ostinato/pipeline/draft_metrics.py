@@ -52,10 +52,10 @@ class Drafting:
     def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> dict[str, float]:
         """Return the metrics of the step, whose rollouts took ``rollout_s``, and store its answers."""
         stats = self.drafter.stats() - self._stats
-        sampled = sum(
+        num_sampled = sum(
             _count_sampled(answer) for answers in _group_by_prompt(groups).values() for answer in answers
         )
-        row = counts(groups) | figures(stats, sampled, rollout_s)
+        row = counts(groups) | figures(stats, num_sampled, rollout_s)
         row["draft/seconds_saved"] = self.saved_s() - self._saved_s
         return row | self._remember(groups, step)
 

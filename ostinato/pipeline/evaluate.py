@@ -175,9 +175,9 @@ def score(groups: Sequence[Group], evaluation: Evaluation) -> dict[str, Any]:
     rewards = [values[np.isfinite(values)] for values in map(verdicts, groups)]
     scored = [values for values in rewards if len(values) >= evaluation.k]
     solutions = [values >= evaluation.solved_at for values in scored]
-    solved = [(len(values), int(values.sum())) for values in solutions]
-    at_1, at_1_error = mean_and_error([c / n for n, c in solved])
-    at_k, at_k_error = mean_and_error([pass_at_k(n, c, evaluation.k) for n, c in solved])
+    outcomes = [(len(values), int(values.sum())) for values in solutions]
+    at_1, at_1_error = mean_and_error([c / n for n, c in outcomes])
+    at_k, at_k_error = mean_and_error([pass_at_k(n, c, evaluation.k) for n, c in outcomes])
     reward, reward_error = mean_and_error([float(values.mean()) for values in scored])
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     return {

@@ -82,11 +82,11 @@ class Failures:
         """Record the failures in the answers of ``part`` at ``step``. Raises RewardFails, after recording,
         where they are the ``first`` answers and a function failed for all of them."""
         rows = failures(groups)
-        stopped = first and any(row["count"] == row["of"] for row in rows)
+        must_stop = first and any(row["count"] == row["of"] for row in rows)
         if rows:
-            head = {"step": step, "part": part, "stopped": stopped}
+            head = {"step": step, "part": part, "stopped": must_stop}
             self._folder.failed.append(*({**head, **row} for row in rows))
-        if stopped:
+        if must_stop:
             place = f"the evaluation of the set {part}" if part != TRAIN else "training"
             refuse(rows, f"{place} at step {step}")
         self._log(step, groups)

@@ -9,9 +9,9 @@ a forward pass. For an answer y, with rho = p(y) / p_start(y),
     kept    the mean of min(rho, 1)
     bets    (``observe.stats``) that the mean of ``lost`` is above ``tolerance``
 
-Of an answer without a verdict rho is per token: its T-th root. Rows are scored in turn, once in a pass.
-The training does not use them, so for any later policy they are fresh draws, and a pass is a
-fair game: pass j raises a false alarm with a probability of at most ALPHA / (j (j + 1)), all together ALPHA.
+Of an answer without a verdict rho is per token: its T-th root. Rows are scored in turn, once in a pass. The
+training does not use them, so for any later policy they are fresh draws, and a pass is a fair game: pass j
+raises a false alarm with a probability of at most ALPHA / (j (j + 1)), all together ALPHA.
 
 Some answers are also sampled at the run's temperature: KL(start || now) per token is estimated on them. A
 policy with almost no right answers has no ability to lose here: wrong answers are kept, and nothing is bet.
@@ -348,9 +348,9 @@ def _make_row(question: Question, answer: Completion) -> Row:
     return Row(tokens=tokens, logprobs=np.zeros(len(answer.tokens), np.float32), right=right)
 
 
-def _parse_row(saved: Mapping[str, Any]) -> Row:
-    tokens, logprobs = np.array(saved["tokens"], np.int32), np.array(saved["logprobs"], np.float32)
-    return Row(tokens=tokens, logprobs=logprobs, right=saved["right"], drawn=saved["drawn"])
+def _parse_row(row: Mapping[str, Any]) -> Row:
+    tokens, logprobs = np.array(row["tokens"], np.int32), np.array(row["logprobs"], np.float32)
+    return Row(tokens=tokens, logprobs=logprobs, right=row["right"], drawn=row["drawn"])
 
 
 def _make_sample(row: Row, index: int) -> Sample:

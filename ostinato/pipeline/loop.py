@@ -11,9 +11,8 @@ from the spool. The loop prints nothing: it logs, and calls its ``Observer``.
 
 With ``pipeline.overlap`` a step trains in a thread while groups are played, and its policy is published
 during their play: PipelineRL (arXiv 2509.19128, algorithm 2). The buffer decides which groups are admitted
-and trained on.
-Every admitted group is trained on once, dropped by a rule that counts it, or still in flight, even after a
-kill; every step asserts this.
+and trained on. Every admitted group is trained on once, dropped by a rule that counts it, or still in flight,
+even after a kill; every step asserts this.
 """
 
 from __future__ import annotations
@@ -121,8 +120,8 @@ class Loop:
             spool=self._spool,
             on_progress=lambda: self._watchdog.on_progress(),
         )
-        if changed := recall(self._buffer, self.state, self._spool):
-            logger.info(changed)
+        if message := recall(self._buffer, self.state, self._spool):
+            logger.info(message)
         if self.forgetting is not None:
             self.forgetting.open()
         self._saved_step, self._between_steps = self.state.step, False
@@ -411,12 +410,12 @@ def recall(buffer: RolloutBuffer, state: LoopState, spool: Spool) -> str:
     """Restore the groups that an earlier process had in flight. Groups that the spool does not have are
     played again in their places by the current policy; prompts that lost groups had retired stay retired.
     Returns a sentence where that changes the run, else ""."""
-    lost = [admission.version for admission in buffer.recall(state.ahead, state.step, state.version)]
-    if not (versions := sorted({version for version in lost if version != state.version})):
+    lost_versions = [admission.version for admission in buffer.recall(state.ahead, state.step, state.version)]
+    if not (versions := sorted({version for version in lost_versions if version != state.version})):
         return ""
     policies = f"policy {versions[0]}" if len(versions) == 1 else f"policies {versions[0]} to {versions[-1]}"
     return (
         f"step {state.step}: of {len(state.ahead)} groups that were on their way "
-        f"{spool.path.name} does not have {len(lost)}, which {policies} sampled; policy "
+        f"{spool.path.name} does not have {len(lost_versions)}, which {policies} sampled; policy "
         f"{state.version} plays them anew, so this is not quite the run that was interrupted"
     )

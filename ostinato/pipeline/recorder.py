@@ -218,8 +218,8 @@ class StepRecorder:
             logger.info(f"step {step}: {report.note}")
         if report is not None and report.skipped:
             logger.warning(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
-        stopped = self.observer.on_step({"step": step, **row})
-        return finish or (Finish.CALLBACK if stopped else None)
+        must_stop = self.observer.on_step({"step": step, **row})
+        return finish or (Finish.CALLBACK if must_stop else None)
 
     def _watch_row(
         self, step: int, row: dict[str, float], look: Look | None
@@ -229,8 +229,8 @@ class StepRecorder:
         was_collapsed, forgetting_alarms = self._watch.collapsed, [look.alarm] if look and look.alarm else []
         for alarm in (*self._watch.see({"step": step, **row}), *forgetting_alarms):
             self.folder.watch.append(alarm.to_json())
-            what = "collapse" if alarm.collapse else "look"
-            logger.warning(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
+            kind = "collapse" if alarm.collapse else "look"
+            logger.warning(f"step {alarm.step}: {kind}: {alarm.sentence}, since step {alarm.since}")
         is_collapsed = (
             self._watch.collapsed and not was_collapsed and self.plan.recipe.trainer.stop_on_collapse
         )

@@ -122,9 +122,9 @@ class Finished:
 def nothing_to_learn(state: LoopState, metrics: Path, counted: Mapping[str, float]) -> NoTrainableSamples:
     """Make the error of a run without trainable samples; ``counted``: counters of tools and graders, in all
     steps."""
-    unread = describe_unreadable(counted)
+    note = describe_unreadable(counted)
     return NoTrainableSamples(
-        f"{state.empty_in_a_row} steps in a row had nothing to learn from{unread and f': {unread}'}; see "
+        f"{state.empty_in_a_row} steps in a row had nothing to learn from{note and f': {note}'}; see "
         f"groups/dropped and faults in {metrics.name}, then change the task's difficulty or fix the reward"
     )
 

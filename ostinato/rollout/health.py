@@ -1,6 +1,6 @@
 """Metrics of graded groups, from the first step on: whether there is anything to learn from.
 
-Names are TRL's where TRL has one. A metric without data is NaN (null in the run folder), never 0.
+Names are TRL's where TRL has the metric. A metric without data is NaN (null in the run folder), never 0.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
 def logged_figures(groups: Sequence[Group]) -> dict[str, float]:
     """Compute ``logged/{name}``, the mean over trajectories of the values that reward functions gave to
     ``log_metric``."""
-    logged = _collect_values(reward.metrics for reward in _collect_rewards(groups))
-    return {f"logged/{name}": _compute_mean(values) for name, values in logged.items()}
+    values_by_name = _collect_values(reward.metrics for reward in _collect_rewards(groups))
+    return {f"logged/{name}": _compute_mean(values) for name, values in values_by_name.items()}
 
 
 def _collect_rewards(groups: Sequence[Group]) -> list[Reward]:
@@ -114,10 +114,10 @@ def task_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
 def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute metrics of sampled tokens per trajectory, over all turns, without failed trajectories;
     "terminated" trajectories ended by themselves. Also the metrics of interrupted answers."""
-    finished = [trajectory for trajectory in trajectories if trajectory.stop not in FAILED]
-    lengths = [sampled_tokens(trajectory) for trajectory in finished]
+    played = [trajectory for trajectory in trajectories if trajectory.stop not in FAILED]
+    lengths = [sampled_tokens(trajectory) for trajectory in played]
     terminated = [
-        n for n, trajectory in zip(lengths, finished, strict=True) if trajectory.stop is not Stop.LENGTH
+        n for n, trajectory in zip(lengths, played, strict=True) if trajectory.stop is not Stop.LENGTH
     ]
     return {
         **{f"completions/{name}_length": value for name, value in _compute_spread(lengths).items()},
@@ -125,11 +125,9 @@ def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             f"completions/{name}_terminated_length": value
             for name, value in _compute_spread(terminated).items()
         },
-        "completions/clipped_ratio": _compute_mean(
-            [trajectory.stop is Stop.LENGTH for trajectory in finished]
-        ),
-        "turns/mean": _compute_mean([len(trajectory.turns) for trajectory in finished]),
-        **interruption_figures(finished),
+        "completions/clipped_ratio": _compute_mean([trajectory.stop is Stop.LENGTH for trajectory in played]),
+        "turns/mean": _compute_mean([len(trajectory.turns) for trajectory in played]),
+        **interruption_figures(played),
     }
 
 
@@ -138,13 +136,13 @@ def interruption_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]
     ``answered``, the share of them that then ended by themselves, and ``answer_length``, the mean number of
     tokens sampled after the phrase."""
     answers = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
-    interrupted = [answer for answer in answers if answer.injected is not None]
+    interrupted_answers = [answer for answer in answers if answer.injected is not None]
     figures = {"interrupt/rate": _compute_mean([answer.injected is not None for answer in answers])}
-    if interrupted:
+    if interrupted_answers:
         phrases = [answer.injected for answer in answers if answer.injected is not None]
         answer_lengths = [int(np.argmax(injected[::-1])) for injected in phrases]
         figures["interrupt/answered"] = _compute_mean(
-            [answer.stop is not Stop.LENGTH for answer in interrupted]
+            [answer.stop is not Stop.LENGTH for answer in interrupted_answers]
         )
         figures["interrupt/answer_length"] = _compute_mean(answer_lengths)
     return figures

@@ -51,10 +51,10 @@ class Interruption:
     @property
     def most_tokens(self) -> int:
         """The longest answer: thinking, phrase and answer."""
-        return self.longest + self._reserved
+        return self.longest + self._reserve
 
     @property
-    def _reserved(self) -> int:
+    def _reserve(self) -> int:
         return len(self.phrase) + self.answer_tokens
 
     def budget(self, seed: tuple[int, ...], position: int) -> int:
@@ -68,7 +68,7 @@ class Interruption:
         The thought is shortened so that phrase and answer fit after it. Where they cannot fit, it is an
         ordinary answer that may fill the room.
         """
-        return min(self.budget(seed, position), room - self._reserved) if room > self._reserved else room
+        return min(self.budget(seed, position), room - self._reserve) if room > self._reserve else room
 
     def second_request(
         self, request: Request, answer: Completion, sampling: Sampling, context_limit: int

@@ -1,7 +1,8 @@
 """Plays episodes, and grades siblings as soon as the last of them has ended.
 
-    play            one task per prompt, all at once: the engine batches the requests
-      rollout_group    G episodes; their first turns are one call, so the engine computes their prompt once;
+    play            a task per prompt, all at once: the engine batches the requests
+      rollout_group    G episodes; their first turns are a single call, so the engine computes their prompt
+      once;
                     every later turn is a call of its own, made as soon as the environment has answered
         grade       while other groups are still being generated
 
