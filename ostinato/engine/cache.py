@@ -27,7 +27,7 @@ class OutOfBlocks(Exception):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One block of known content, reached from its parent by its tokens."""
+    """A block of known content, reached from its parent by its tokens."""
 
     tokens: tuple[int, ...]
     block: int
@@ -74,7 +74,7 @@ class KVCache:
         return len(self._free)
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """The longest known prefix of ``tokens[:-1]`` (the last token must run to give logits)."""
+        """Find the longest known prefix of ``tokens[:-1]`` (the last token must run to give logits)."""
         self._clock += 1
         limit = len(tokens) - 1
         node, blocks, start = self._root, [], 0

@@ -92,7 +92,7 @@ class CostTable:
         return cls(np.maximum(base, 1e-6).tolist(), slope)
 
     def seconds(self, rows: np.ndarray | int, attended: np.ndarray | float) -> np.ndarray:
-        """Predicted seconds of passes of ``rows`` rows that see ``attended`` positions in all."""
+        """Predict the seconds of passes of ``rows`` rows that see ``attended`` positions in all."""
         rows = np.asarray(rows, np.float64)
         base = np.interp(rows, self._knots, self._base)
         per_row = (self._base[-1] - self._base[-2]) / (self._knots[-1] - self._knots[-2])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Driver:
-    """One task that calls ``step`` while ``has_work``; ``fail`` gets the error of a step. ``drop_all`` ends
+    """A task that calls ``step`` while ``has_work``; ``fail`` gets the error of a step. ``drop_all`` ends
     the work of an event loop that has been closed."""
 
     def __init__(

@@ -38,14 +38,14 @@ NO_DRAFTS = Drafts(counts=np.zeros(0, np.int32), tokens=np.zeros(0, np.int32))
 
 
 def draft_counts(drafts: Drafts, sequences: int) -> np.ndarray:
-    """Draft tokens of each sequence: [S] int64, zeros where nothing is drafted."""
+    """Return the number of draft tokens of each sequence: [S] int64, zeros where nothing is drafted."""
     return drafts.counts.astype(np.int64) if len(drafts.counts) else np.zeros(sequences, np.int64)
 
 
 def build_model_input(
     table: SequenceTable, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts
 ) -> ModelInput:
-    """The input of a pass over the sequences ``chosen``: ``counts`` rows of known text, then ``drafts``.
+    """Make the input of a pass over the sequences ``chosen``: ``counts`` rows of known text, then ``drafts``.
 
     ``drafts.counts`` is aligned with ``chosen``, or empty where nothing is drafted. The blocks must be
     allocated already.

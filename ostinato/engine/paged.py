@@ -125,12 +125,13 @@ def on_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def key_pair(dtype: torch.dtype) -> int:
-    """Features interleaved in the key layout: what one multiply-add instruction sums."""
+    """Return the number of features interleaved in the key layout: those that a multiply-add instruction
+    sums."""
     return 2 if dtype == torch.bfloat16 else 1
 
 
 def block_bytes(layers: int, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Return the bytes of a block over all layers."""
     heads, key_dim, value_dim = shape
     return layers * heads * (key_dim + value_dim) * BLOCK * dtype.itemsize
 
@@ -172,14 +173,14 @@ class Rows:
         return Rows(self.slots[rows], self.tables, sequence, lengths, owners, seen)
 
     def on_host(self) -> tuple[np.ndarray, np.ndarray]:
-        """``sequence`` and ``lengths`` as arrays [T]."""
+        """Return ``sequence`` and ``lengths`` as arrays [T]."""
         owners = self.sequence.cpu().numpy() if self.owners is None else self.owners
         return owners, self.lengths.cpu().numpy() if self.seen is None else self.seen
 
 
 @dataclass(frozen=True, slots=True)
 class NativePaged:
-    """Every row walks its own blocks, so a row's result does not depend on the batch."""
+    """Attention by the native kernels. Every row reads its own blocks: its result depends on no other row."""
 
     kernels: Kernels
     store: KVStore
@@ -195,7 +196,8 @@ class NativePaged:
 
 
 class TorchPaged:
-    """In torch, on any device: gathers the blocks of every row's sequence and masks what is not seen."""
+    """Attention in torch, on any device: gathers the blocks of every row's sequence and masks what is not
+    seen."""
 
     def __init__(self, store: KVStore, rows: Rows) -> None:
         self.store, self.slots = store, (rows.slots // BLOCK, rows.slots % BLOCK)
@@ -227,7 +229,7 @@ class TorchPaged:
         return out.squeeze(2)
 
     def cached(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys [S, heads, positions, Dk] and values of all sequences, 0 beyond their ends."""
+        """Return keys [S, heads, positions, Dk] and values of all sequences, 0 beyond their ends."""
         keys, values = self.store.read(layer, self.tables)
         return keys.masked_fill_(self.beyond, 0), values.masked_fill_(self.beyond, 0)
 
@@ -300,8 +302,8 @@ class GpuPaged:
         is_long = ends - firsts > SHORT
         self.store, self.slots = store, (rows.slots // BLOCK, rows.slots % BLOCK)
         self.chunks = [
-            (slice(int(a), int(z)), int(seen[a]) - 1, rows.tables[int(owners[a])].long())
-            for a, z in zip(firsts[is_long], ends[is_long], strict=True)
+            (slice(int(first), int(end)), int(seen[first]) - 1, rows.tables[int(owners[first])].long())
+            for first, end in zip(firsts[is_long], ends[is_long], strict=True)
         ]
         is_short = np.repeat(~is_long, ends - firsts)
         self.places = on_device(np.flatnonzero(is_short), rows.slots.device) if is_long.any() else None
@@ -337,7 +339,7 @@ class GpuPaged:
     def _attend_chunk(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, cached: int, table: Tensor
     ) -> Tensor:
-        """Return the attention of rows of a sequence with ``cached`` positions before them: [n, H, Dk] ->
+        """Return the attention of rows [n, H, Dk] of a sequence with ``cached`` positions before them:
         [n, H, Dv]."""
         kernel = kernel_for(q, v)
         queries, own_k, own_v = (kernel.prepare(x.transpose(0, 1).unsqueeze(0)) for x in (q, k, v))

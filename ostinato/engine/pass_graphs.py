@@ -82,8 +82,8 @@ class Stack:
 
 
 def can_mix(decoder: Decoder, kernels: CudaKernels) -> bool:
-    """Whether a pass may have rows of several policies: not with ``exact``, whose products a trainer shares,
-    nor over weights of fewer bits than rows have, whose experts have no kernel."""
+    """Return whether a pass may have rows of several policies: not with ``exact``, whose products a trainer
+    shares, nor over weights of fewer bits than rows have, whose experts have no kernel."""
     return kernels.mixes and not kernels.exact and not decoder.quantised and decoder.storage == decoder.dtype
 
 

@@ -228,9 +228,9 @@ class Worker:
         version = self._sent = publication.version
         proof = await bounded(sampler.publish(publication), seconds, f"publishing version {version}")
         if proof != publication.fingerprint:
-            expected, actual = publication.fingerprint or "the base", proof or "the base"
+            target, actual = publication.fingerprint or "the base", proof or "the base"
             raise sampler_lost(
-                f"was sent version {version} ({expected}) and serves version {version} ({actual})"
+                f"was sent version {version} ({target}) and serves version {version} ({actual})"
             )
         self.heard, self._proved = time.time(), version
         self.on_proof(self, publication)
@@ -241,8 +241,8 @@ class Worker:
             oldest, start = self._proved, loop.time()
             reply = await bounded(sampler.collect(wait_s), self.silence_s, self._describe_work())
             self._check(reply, oldest, min(loop.time() - start, wait_s))
-            self.heard, self.reply, before = time.time(), reply, self.reply
-            self.on_reply(self, reply, before)
+            self.heard, self.reply, old = time.time(), reply, self.reply
+            self.on_reply(self, reply, old)
             self._mail.set()  # there may be room
             await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - start))
 
@@ -261,8 +261,8 @@ class Worker:
                 )
             if completion.stop is Stop.ABORT and call.awaited:
                 raise sampler_lost(f"gave up prompt {call.request.uid}, which was not cancelled")
-        before, passes = self.reply, any(span.kind in (Kind.PREFILL, Kind.DECODE) for span in reply.spans)
-        is_stuck = before is not None and 0 <= reply.sampled == before.sampled and not (reply.done or passes)
+        old, passes = self.reply, any(span.kind in (Kind.PREFILL, Kind.DECODE) for span in reply.spans)
+        is_stuck = old is not None and 0 <= reply.sampled == old.sampled and not (reply.done or passes)
         self._stalled_s = self._stalled_s + waited_s if is_stuck and self.calls else 0.0
         if self._stalled_s >= self.silence_s:
             raise sampler_lost(f"no progress for {self.silence_s:g} s: {self._describe_work()}")
@@ -299,7 +299,7 @@ def adapters_only(adapters: Any, version: int) -> Publication:
 
 
 def unknown(request: Request) -> float:
-    """Predicts no answer length: 0 means unknown."""
+    """Return 0, the predicted length of an answer of unknown length."""
     return 0.0
 
 
@@ -357,8 +357,7 @@ class EnginePool:
         self._workers = [Worker(id=id, **sizes, **callbacks) for id in range(self._count)]
 
     def _begin(self) -> None:
-        """Start the workers in the event loop of the caller. Raises RuntimeError where another loop has
-        them."""
+        """Start the workers in the caller's event loop. Raises RuntimeError where another loop has them."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             if self._failure is not None:

@@ -30,7 +30,8 @@ class StepOutput:
     top: tuple[np.ndarray, np.ndarray] | None = None  # the likeliest of every token: ids, logprobs [n, m]
 
     def of(self, r: int, top: int, version: int) -> Emitted:
-        """The tokens of sequence r, with the ``top`` likeliest at each position, sampled by ``version``."""
+        """Return the tokens of sequence r, with the ``top`` likeliest at each position, sampled by
+        ``version``."""
         first = int(self.counts[:r].sum())
         span = slice(first, first + int(self.counts[r]))
         best: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
@@ -44,7 +45,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
-    """What the sampler draws for the R rows that may emit a token."""
+    """The inputs of the sampler for the R rows that may emit a token."""
 
     rows: np.ndarray | None  # [R] of the pass; None: all
     settings: Settings
@@ -194,7 +195,7 @@ def _scan_tokens(
 
 
 def text_before(decode: Callable[[Seq[int]], str], answer: np.ndarray, strings: Seq[str]) -> str | None:
-    """The text of ``answer`` before the first of the stop strings, or None when there is none."""
+    """Return the text of ``answer`` before the first of the stop strings, or None when there is none."""
     # a token adds at least one byte, so a new match lies within the last tokens
     recent = max(len(string.encode()) for string in strings) + 4
     tail = decode(answer[-recent:].tolist())

@@ -123,7 +123,7 @@ def new_completion(
 
 
 def text_of(tokens: np.ndarray, strings: Seq[str], stop: Stop, decode: Decode | None) -> str:
-    """The text of ``tokens`` up to a stop string, without a stop token; empty without ``decode``."""
+    """Return the text of ``tokens`` up to a stop string, without a stop token; empty without ``decode``."""
     if decode is None:
         return ""
     cut = text_before(decode, tokens, strings) if stop is Stop.STRING else None

@@ -41,7 +41,7 @@ class Settings:
         )
 
     def filtered(self, vocab_size: int) -> np.ndarray:
-        """[B] bool: rows that a filter may cut. Greedy rows draw nothing that could be cut."""
+        """Return [B] bool, the rows that a filter may cut. Greedy rows draw nothing that could be cut."""
         top_k = (self.top_k > 0) & (self.top_k < vocab_size)
         return (self.temperature > 0) & (top_k | (self.top_p < 1) | (self.min_p > 0))
 

@@ -62,7 +62,7 @@ class Products:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One measured candidate: us of all products of a token, sampled and trained; None: it failed."""
+    """A measured candidate: us of all products of a token, sampled and trained; None: it failed."""
 
     count: int
     policy: Policy
@@ -101,7 +101,7 @@ def configure(
 def configure_early(
     threads: int | Literal["auto"] = "auto", work: Products | None = Products()
 ) -> Threads | None:
-    """``configure`` where it can still have an effect; None, and nothing done, once torch is imported."""
+    """Call ``configure`` where it still has an effect; once torch is imported, do nothing and return None."""
     return None if "torch" in sys.modules else configure(threads, work=work)
 
 
@@ -172,7 +172,7 @@ def measure(work: Products) -> Threads:
 
 
 def fastest(timings: list[Timing]) -> Timing | None:
-    """The timing with the least time, spinning handicapped by SPIN_GAIN; None when every probe failed."""
+    """Return the fastest timing, with a handicap of SPIN_GAIN for spinning; None when every probe failed."""
     done = {t: us * (SPIN_GAIN if t.policy == "active" else 1.0) for t in timings if (us := t.us_per_token)}
     return min(done, key=done.__getitem__, default=None)
 
@@ -254,7 +254,7 @@ def _parse_field(line: str) -> tuple[str, str]:
 
 
 def cache_file(work: Products) -> Path:
-    """``~/.cache/ostinato/threads-<fingerprint>-<products>.json``; XDG_CACHE_HOME is honoured."""
+    """Return ``~/.cache/ostinato/threads-<fingerprint>-<products>.json``; XDG_CACHE_HOME is honoured."""
     digest = hashlib.sha256(repr((isa.capped(), work)).encode()).hexdigest()[:8]
     return cache_folder() / f"threads-{fingerprint()}-{digest}.json"
 

@@ -257,7 +257,7 @@ class VllmAt:
         return "its log is where it was started"
 
     def close(self) -> None:
-        """The server itself keeps running."""
+        """Do nothing: the server itself keeps running."""
 
 
 # ---- features
@@ -265,7 +265,7 @@ class VllmAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts that a server reports of itself."""
+    """Properties that a server reports."""
 
     base: str  # the server's name of the model without adapters
     context: int

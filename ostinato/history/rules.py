@@ -22,7 +22,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings of a drafter: by default every source, the noise, and one budget for the batch.
+    """The settings of a drafter: by default every source, the noise, and a single budget for the batch.
 
     Memory is bounded: the ring over all prompts by ``ring`` observations, the live text of one prompt by
     ``group`` and of all by ``total`` of them, of at most 64 bytes each (half of that is usual).
@@ -76,7 +76,7 @@ class DraftStats:
         return self.open_s + self.propose_s + self.observe_s
 
     def __sub__(self, earlier: DraftStats) -> DraftStats:
-        """The counts since ``earlier``; fields that are a state keep their current value."""
+        """Return the counts since ``earlier``; fields that are a state keep their current value."""
         values: dict[str, Any] = {}
         for counter in fields(self):
             new, old = getattr(self, counter.name), getattr(earlier, counter.name)

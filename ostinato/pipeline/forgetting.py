@@ -90,7 +90,7 @@ def _make_bets(number: int) -> Bets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The position in the passes over the rows, and the bets."""
+    """The position in the passes over the rows, and the bets of the current pass."""
 
     bets: Bets = field(default_factory=lambda: _make_bets(1))
     passed: int = 0  # passes that are done

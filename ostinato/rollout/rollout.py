@@ -57,7 +57,7 @@ class Fault(StrEnum):
 
 
 class Drop(StrEnum):
-    """Why a whole group is not trained on."""
+    """The reasons why a whole group is not trained on."""
 
     PROMPT_TOO_LONG = "prompt_too_long"
     TOO_FEW_EPISODES = "too_few_episodes"  # the others ended in an error
