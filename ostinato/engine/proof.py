@@ -57,8 +57,11 @@ def prove_kernels(decoder: Decoder, kernels: CudaKernels) -> tuple[CudaKernels |
 
 
 def _make_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
-    c, ops, eps = decoder.local, kernels.ops, decoder.config.rms_norm_eps
-    x, y = draw_values(decoder, ROWS, c.hidden_size), draw_values(decoder, ROWS, c.hidden_size, seed=1)
+    config, ops, eps = decoder.local, kernels.ops, decoder.config.rms_norm_eps
+    x, y = (
+        draw_values(decoder, ROWS, config.hidden_size),
+        draw_values(decoder, ROWS, config.hidden_size, seed=1),
+    )
     weight = decoder.blocks[0].attn_norm
     yield "rms_norm", lambda: ops.rms_norm(x, weight, eps), lambda: TORCH_OPS.rms_norm(x, weight, eps)
     yield (
@@ -66,11 +69,11 @@ def _make_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
         lambda: torch.cat(ops.add_rms_norm(x, y, weight, eps)),
         lambda: torch.cat(TORCH_OPS.add_rms_norm(x, y, weight, eps)),
     )
-    wide = draw_values(decoder, ROWS, 2 * c.intermediate_size)
+    wide = draw_values(decoder, ROWS, 2 * config.intermediate_size)
     yield "silu_mul", lambda: ops.silu_mul(wide), lambda: TORCH_OPS.silu_mul(wide)
     a, b = (
-        draw_values(decoder, 16, c.hidden_size) / c.hidden_size**0.5,
-        draw_values(decoder, c.hidden_size, 16),
+        draw_values(decoder, 16, config.hidden_size) / config.hidden_size**0.5,
+        draw_values(decoder, config.hidden_size, 16),
     )
     yield (
         "add_lora",
@@ -78,7 +81,7 @@ def _make_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
         lambda: TORCH_OPS.add_lora(y.clone(), x, a, b, 0.5),
     )
     if kernels.exact:
-        narrow_weight = draw_values(decoder, 24, c.hidden_size) / c.hidden_size**0.5
+        narrow_weight = draw_values(decoder, 24, config.hidden_size) / config.hidden_size**0.5
         yield "linear", lambda: ops.linear(x, narrow_weight), lambda: TORCH_OPS.linear(x, narrow_weight)
         yield (
             "linear of rows alone",
@@ -109,12 +112,15 @@ def _make_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
 
 def _make_mixed_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
     """Yield cases with rows of two policies: first those of the second policy, then those of the first."""
-    c, device = decoder.local, decoder.device
+    config, device = decoder.local, decoder.device
     owners = np.repeat(np.array([1, 0], np.int32), (2, ROWS - 2))
-    x, y = draw_values(decoder, ROWS, c.hidden_size), draw_values(decoder, ROWS, c.hidden_size, seed=1)
+    x, y = (
+        draw_values(decoder, ROWS, config.hidden_size),
+        draw_values(decoder, ROWS, config.hidden_size, seed=1),
+    )
     a, b = (
-        draw_values(decoder, 2, 16, c.hidden_size) / c.hidden_size**0.5,
-        draw_values(decoder, 2, c.hidden_size, 16),
+        draw_values(decoder, 2, 16, config.hidden_size) / config.hidden_size**0.5,
+        draw_values(decoder, 2, config.hidden_size, 16),
     )
     ops = mix_ops(kernels.ops, torch.from_numpy(owners).to(device), paged.Tiles.of(owners, 1, device))
 
@@ -153,7 +159,7 @@ def _draw_expert_factors(decoder: Decoder, block: Moe, *, seed: int = 0) -> Expe
 
 
 def _make_attention_cases(decoder: Decoder) -> Iterator[Case]:
-    c, device, scale = decoder.local, decoder.device, decoder.config.head_dim**-0.5
+    config, device, scale = decoder.local, decoder.device, decoder.config.head_dim**-0.5
     kv_heads, key_dim, _ = decoder.kv_shape
     places = _make_places(LENGTHS, (1, 3, 1))
     rows, count = places.on(device), sum(-(-length // BLOCK) for length in LENGTHS)
@@ -161,10 +167,10 @@ def _make_attention_cases(decoder: Decoder) -> Iterator[Case]:
     keys, values = store.key_layers[0], store.value_layers[0]
     keys.copy_(draw_values(decoder, *keys.shape))
     values.copy_(draw_values(decoder, *values.shape, seed=1))
-    q = draw_values(decoder, len(places.seen), c.num_heads, key_dim)
+    q = draw_values(decoder, len(places.seen), config.num_heads, key_dim)
 
     def run_kernel(parallel: bool) -> Tensor:
-        tiles = paged.Tiles.of(places.owners, c.num_heads // kv_heads, device)
+        tiles = paged.Tiles.of(places.owners, config.num_heads // kv_heads, device)
         return paged.paged_attention(
             q, keys, values, rows.tables, rows.sequence, rows.lengths, tiles, scale, parallel=parallel
         )
@@ -181,7 +187,7 @@ def _make_attention_cases(decoder: Decoder) -> Iterator[Case]:
     attn, eps = decoder.blocks[0].attn, decoder.config.rms_norm_eps
     if not isinstance(attn, Attention):
         return
-    qkv = draw_values(decoder, len(places.seen), c.num_heads + 2 * kv_heads, key_dim)
+    qkv = draw_values(decoder, len(places.seen), config.num_heads + 2 * kv_heads, key_dim)
     cos, sin = decoder.rotations(rows.lengths)
     weights = (draw_values(decoder, key_dim), draw_values(decoder, key_dim, seed=1))
 
@@ -190,7 +196,7 @@ def _make_attention_cases(decoder: Decoder) -> Iterator[Case]:
         return torch.cat((queries, *(x.flatten(0, 1)[rows.slots] for x in (keys, values))), dim=1)
 
     def run_project_twin() -> Tensor:
-        parts = qkv.split([c.num_heads, kv_heads, kv_heads], dim=1)
+        parts = qkv.split([config.num_heads, kv_heads, kv_heads], dim=1)
         rotated_heads = (
             TORCH_OPS.rope(TORCH_OPS.rms_norm(x, w, eps), cos, sin)
             for x, w in zip(parts, weights, strict=False)

@@ -219,10 +219,10 @@ class Runner:
         for first in range(0, len(states), chunk):
             span = slice(first, first + chunk)
             with torch.inference_mode():
-                logits = self._logits(states[span])
+                logits = self._compute_logits(states[span])
             yield span, logits
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._fused is not None:  # the fused step writes into memory that is already mapped
             return self._fused.logits(hidden).float()
         return self.decoder.logits(hidden, ops=self._ops).float()

@@ -56,11 +56,11 @@ class Speculation:
 
     def _open_handles(self, slots: np.ndarray) -> None:
         """Open a handle for each sequence that has none."""
-        state = self._table
-        for slot in slots[state.handle[slots] == NO_HANDLE].tolist():
-            sequence = state.at(slot)
+        table = self._table
+        for slot in slots[table.handle[slots] == NO_HANDLE].tolist():
+            sequence = table.at(slot)
             sequence.handle = self._drafter.open(sequence.request)
-            state.handle[slot], state.observed[slot] = sequence.handle, sequence.prompt_len
+            table.handle[slot], table.observed[slot] = sequence.handle, sequence.prompt_len
 
     def propose(self, chosen: np.ndarray, counts: np.ndarray, waiting: int) -> Drafts:
         """Return drafts for a pass of ``counts`` rows of known text of the ``chosen`` slots, aligned with
@@ -104,17 +104,17 @@ class Speculation:
 
     def _query_drafter(self, slots: np.ndarray, num_known: int, attended: float) -> Drafts:
         """Query the drafter for ``slots`` in a pass with ``num_known`` rows of known text."""
-        state = self._table
+        table = self._table
         self.observe(slots)
         # a pass samples a token more than it drafts, so the last token allowed need not be drafted
-        room = np.minimum(state.limit[slots] - state.length[slots] - 1, MAX_DEPTH)
+        room = np.minimum(table.limit[slots] - table.length[slots] - 1, MAX_DEPTH)
         max_tokens = int(min(room.sum(), MAX_ROWS))
         if max_tokens <= 0:
             return NO_DRAFTS
-        extra, mean_length = np.arange(max_tokens + 1), float(state.length[slots].mean())
+        extra, mean_length = np.arange(max_tokens + 1), float(table.length[slots].mean())
         return self._drafter.propose(
             DraftQuery(
-                handles=state.handle[slots],
+                handles=table.handle[slots],
                 room=room.astype(np.int32),
                 weights=self._weigh_sequences(slots).astype(np.float32),
                 seconds=self._cost.seconds(num_known + extra, attended + extra * mean_length),
@@ -163,28 +163,28 @@ class Speculation:
     def observe_end(self, slots: np.ndarray) -> None:
         """Report sequences that have ended to the drafter, and close their handles. Those without a handle
         are skipped."""
-        start, state = time.perf_counter(), self._table
-        self.observe(slots[state.handle[slots] != NO_HANDLE], ended=True)
+        start, table = time.perf_counter(), self._table
+        self.observe(slots[table.handle[slots] != NO_HANDLE], ended=True)
         self._closing_s += time.perf_counter() - start
 
     def observe(self, slots: np.ndarray, ended: bool = False) -> None:
         """Give the drafter the tokens that were sampled in ``slots`` since the last call."""
-        state = self._table
+        table = self._table
         self._open_handles(slots)
-        counts = state.length[slots] - state.observed[slots]
+        counts = table.length[slots] - table.observed[slots]
         if len(slots) == 0 or not (ended or counts.any()):
             return
         owner = np.repeat(np.arange(len(slots)), counts)
         row = slots[owner]
-        place = state.observed[row] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        state.observed[slots] = state.length[slots]
+        place = table.observed[row] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        table.observed[slots] = table.length[slots]
         self._drafter.observe(
             SampledTokens(
-                handles=state.handle[slots],
+                handles=table.handle[slots],
                 counts=counts.astype(np.int32),
-                tokens=state.text[row, place],
-                probs=np.exp(state.logprobs[row, place]),
-                edges=state.edges[row, place],
+                tokens=table.text[row, place],
+                probs=np.exp(table.logprobs[row, place]),
+                edges=table.edges[row, place],
                 ended=np.full(len(slots), ended),
             )
         )
@@ -230,10 +230,10 @@ class Speculation:
     def _predict_left(self, slots: np.ndarray) -> np.ndarray:
         """Predict the tokens that each sequence will still get; without a prediction, as many as are
         allowed."""
-        state = self._table
-        length, limit, expected = state.length[slots], state.limit[slots], state.expected[slots]
+        table = self._table
+        length, limit, expected = table.length[slots], table.limit[slots], table.expected[slots]
         # for a sequence that is longer than its prediction: a quarter of its answer more
-        late = length + 1 + (length - state.prompt[slots]) // 4
+        late = length + 1 + (length - table.prompt[slots]) // 4
         return np.clip(np.where(expected > 0, np.maximum(expected, late), limit), length, limit) - length
 
 

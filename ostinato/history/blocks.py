@@ -44,32 +44,36 @@ class Block:
     @property
     def order(self) -> np.ndarray:
         """[size] int32, positions in text; meaningless before it is sorted."""
-        return self._array(0, np.int32, self.size)
+        return self._view_array(0, np.int32, self.size)
 
     @property
     def starts(self) -> np.ndarray:
         """[documents + 1] int32: the beginnings of documents in text, and the end of the last document."""
-        return self._array(4 * self.size, np.int32, self.documents + 1)
+        return self._view_array(4 * self.size, np.int32, self.documents + 1)
 
     @property
     def tokens(self) -> np.ndarray:
         """[length] int32, or uint16 in which END is NARROW."""
-        return self._array(self._tokens_at, np.int32 if self.wide else np.uint16, self.length)
+        return self._view_array(self._tokens_at, np.int32 if self.wide else np.uint16, self.length)
 
     @property
     def edges(self) -> np.ndarray:
         """[length] uint16, in units of EDGE_STEP."""
-        return self._array(self._tokens_at + (4 if self.wide else 2) * self.length, np.uint16, self.length)
+        return self._view_array(
+            self._tokens_at + (4 if self.wide else 2) * self.length, np.uint16, self.length
+        )
 
     @property
     def probs(self) -> np.ndarray:
         """[length] uint8, codes of ``prob_table``; 0 on context and END."""
-        return self._array(self._tokens_at + (6 if self.wide else 4) * self.length, np.uint8, self.length)
+        return self._view_array(
+            self._tokens_at + (6 if self.wide else 4) * self.length, np.uint8, self.length
+        )
 
     @property
     def rewards(self) -> np.ndarray:
         """[documents] int8: the sign of the reward minus the mean of its prompt; 0 without a verdict."""
-        return self._array(len(self.memory) - self.documents, np.int8, self.documents)
+        return self._view_array(len(self.memory) - self.documents, np.int8, self.documents)
 
     @property
     def text(self) -> np.ndarray:
@@ -86,7 +90,7 @@ class Block:
     def _tokens_at(self) -> int:
         return 4 * self.size + 4 * (self.documents + 1)
 
-    def _array(self, offset: int, dtype: type, count: int) -> np.ndarray:
+    def _view_array(self, offset: int, dtype: type, count: int) -> np.ndarray:
         return np.frombuffer(self.memory, dtype, count, offset)
 
 

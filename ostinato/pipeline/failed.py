@@ -93,8 +93,8 @@ class Failures:
 
     def check_graded(self, groups: Sequence[Group], step: int, steps: int, reward_coef: float) -> None:
         """Raises RewardFails where no answer of the first PATIENCE steps, or of all ``steps`` if there are
-        fewer, has a reward; never where ``reward_coef`` is 0, nor in a run that was resumed, which may have
-        had others."""
+        fewer, has a reward; never where ``reward_coef`` is 0, nor in a resumed run, which may have
+        had rewards before."""
         reasons = Counter(failure(trajectory) for group in groups for trajectory in group.trajectories)
         self._ungraded += bool(reasons) and "" not in reasons
         if reward_coef and self._ungraded == step == min(PATIENCE, steps):
