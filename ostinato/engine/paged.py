@@ -118,15 +118,13 @@ class KVStore:
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Return ``array`` on ``device``: on a CPU its own memory, on a GPU a copy that waits for no earlier
-    work."""
+    """Return ``array`` on ``device``: on a CPU its own memory, on a GPU an asynchronous copy."""
     values = torch.from_numpy(array)
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def key_pair(dtype: torch.dtype) -> int:
-    """Return the number of features interleaved in the key layout: those that a multiply-add instruction
-    sums."""
+    """Return the number of interleaved features of keys: what a multiply-add instruction sums."""
     return 2 if dtype == torch.bfloat16 else 1
 
 
@@ -196,8 +194,7 @@ class NativePaged:
 
 
 class TorchPaged:
-    """Attention in torch, on any device: gathers the blocks of every row's sequence and masks what is not
-    seen."""
+    """Attention in torch, on any device: gathers the blocks of each row's sequence and masks unseen ones."""
 
     def __init__(self, store: KVStore, rows: Rows) -> None:
         self.store, self.slots = store, (rows.slots // BLOCK, rows.slots % BLOCK)
@@ -339,8 +336,7 @@ class GpuPaged:
     def _attend_chunk(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, cached: int, table: Tensor
     ) -> Tensor:
-        """Return the attention of rows [n, H, Dk] of a sequence with ``cached`` positions before them:
-        [n, H, Dv]."""
+        """Return the attention [n, H, Dv] of rows [n, H, Dk] of a sequence after ``cached`` positions."""
         kernel = kernel_for(q, v)
         queries, own_k, own_v = (kernel.prepare(x.transpose(0, 1).unsqueeze(0)) for x in (q, k, v))
         out, lse, _ = kernel.forward(queries, own_k, own_v, scale, True)

@@ -104,8 +104,7 @@ class Buffers:
         where: Places,
         owners: np.ndarray | None,
     ) -> None:
-        """Write tokens, positions, places and policies of T rows, padded to ``rows``; ``group``: query heads
-        of a key head."""
+        """Write the inputs of T rows, padded to ``rows``; ``group``: query heads of a key head."""
         from ostinato.model.cuda.paged import cut_tiles
 
         count = len(tokens)

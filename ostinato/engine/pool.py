@@ -190,8 +190,7 @@ class Worker:
     # ---- serving
 
     async def serve(self, sampler: Sampler, policy: Publication, start_s: float) -> None:
-        """Serve calls until the sampler is lost; publishing its first ``policy`` may take ``start_s``
-        seconds. Raises WorkerLost."""
+        """Serve until the sampler is lost; its first ``policy`` may take ``start_s``. Raises WorkerLost."""
         self._publication, self._proved = policy, policy.version
         await self._publish(sampler, start_s)
         tasks = [asyncio.create_task(self._send(sampler)), asyncio.create_task(self._collect(sampler))]

@@ -30,8 +30,7 @@ class StepOutput:
     top: tuple[np.ndarray, np.ndarray] | None = None  # the likeliest of every token: ids, logprobs [n, m]
 
     def of(self, r: int, top: int, version: int) -> Emitted:
-        """Return the tokens of sequence r, with the ``top`` likeliest at each position, sampled by
-        ``version``."""
+        """Return the tokens of sequence r, sampled by ``version``, each with the ``top`` likeliest."""
         first = int(self.counts[:r].sum())
         span = slice(first, first + int(self.counts[r]))
         best: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
@@ -78,8 +77,7 @@ def sampling_rows(table: SequenceTable, plan: ModelInput, drafts: Drafts, ready:
 
 
 def _find_banned(table: SequenceTable, slot: int, position: int) -> list[int] | np.ndarray:
-    """Return ids or a mask [V] of tokens that are banned at ``position``: early stop tokens, and those that
-    the constraint bans."""
+    """Return ids or a mask [V] of tokens banned at ``position``: early stop tokens, and by the constraint."""
     request, prompt = table.at(slot).request, int(table.prompt[slot])
     early = list(request.sampling.stop_tokens) if position < prompt + request.sampling.min_tokens else []
     if request.constraint is None:
@@ -177,8 +175,7 @@ def _count_kept(
 def _scan_tokens(
     table: SequenceTable, slot: int, tokens: np.ndarray, decode: Decode
 ) -> tuple[int, Stop | None]:
-    """Return (number of tokens kept, reason to stop) of a sequence, checked token by token as in plain
-    decoding."""
+    """Return (number of tokens kept, reason to stop) of a sequence, token by token as in plain decoding."""
     sequence = table.at(slot)
     sampling, length, prompt = sequence.request.sampling, int(table.length[slot]), int(table.prompt[slot])
     for n, token in enumerate(tokens.tolist(), start=1):

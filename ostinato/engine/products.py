@@ -58,8 +58,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Seconds of all products of a token: in a forward of the engine, in a forward and backward of the
-    trainer."""
+    """Seconds of all products of a token: in the engine's forward, in the trainer's forward and backward."""
 
     sampled: float
     trained: float
@@ -100,8 +99,7 @@ def warning(config: ModelConfig, dtype: str, *, native: bool, fp32_head: bool) -
 
 
 def _explain_choice(seconds: Mapping[str, Seconds], baseline: str) -> str:
-    """Say what the other dtype costs compared with ``baseline``, and whether the processor multiplies
-    bf16."""
+    """Compare the other dtype with ``baseline`` in words, and say whether the processor multiplies bf16."""
     other = next(name for name in DTYPES if name != baseline)
     instructions = isa.instruction_set()
     multiplies_bf16 = "bf16" in instructions or instructions == "AMX"
@@ -148,8 +146,7 @@ def seconds_by_dtype(
 
 
 def kept_file(needed: list[Product], built: str, *, fp32_head: bool) -> Path:
-    """Return a path in the user's cache, named by a hash of all that the figures depend on; ``built``: name
-    of the kernels' build."""
+    """Return a path in the user's cache, by a hash of all that figures depend on; ``built``: the kernels."""
     facts = (threads.fingerprint(), torch.get_num_threads(), torch.__version__, built, isa.instruction_set())
     digest = hashlib.sha256(repr((*facts, needed, fp32_head)).encode()).hexdigest()[:16]
     return cache_folder() / f"products-{digest}.json"
@@ -175,8 +172,7 @@ class Kept:
 
 
 def parsed(read: Any) -> Kept:
-    """Check and convert a cache file. Raises ValueError, TypeError or LookupError for what was never written
-    here."""
+    """Convert a cache file. Raises ValueError, TypeError or LookupError for what was never written here."""
     if type(busy := read["busy"]) is not bool:
         raise ValueError(f"busy is {busy!r}")
     seconds = {

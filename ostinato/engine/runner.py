@@ -97,8 +97,7 @@ class Runner:
         self._build_fused()
 
     def _build_fused(self) -> None:
-        """Build the fused step, with all layers of all policies in one call, where the kernels know the
-        model."""
+        """Build the fused step: all layers of all policies in one call, where the kernels know the model."""
         self._fused: FusedStep | None = None
         self._places = {number: place for place, number in enumerate(self._policies)}  # in the fused step
         if isinstance(self._kernels, Kernels) and self._want_fused:
@@ -211,8 +210,7 @@ class Runner:
     def logits(
         self, hidden: torch.Tensor, rows: np.ndarray | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield (span of ``rows``, its logits [R, V] fp32, valid until the next ones), some rows at a
-        time."""
+        """Yield (span of ``rows``, its logits [R, V] fp32, valid until the next), some rows at a time."""
         with torch.inference_mode():
             states = hidden if rows is None else hidden[self.on_device(rows)]
         chunk = max(1, _LOGIT_BYTES // (4 * self.decoder.config.vocab_size))

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 
 class Drawn(NamedTuple):
-    """B drawn tokens. A row whose logits are not finite has token -1 and NaN; the caller reports its
-    request."""
+    """B drawn tokens. A row whose logits are not finite has token -1 and NaN, for the caller to report."""
 
     tokens: np.ndarray  # [B] int64
     logprobs: np.ndarray  # [B] float32, under the filtered, renormalised distribution that was sampled from
@@ -167,8 +166,7 @@ def _sample_triton(logits: Tensor, settings: Settings, u: np.ndarray, *, want_su
 
 
 def _make_support(is_kept: Tensor, is_filtered: Tensor) -> Support:
-    """Return the ids where ``is_kept`` [B, V] is True in ``is_filtered`` [B] rows; a row with all ids has
-    count 0."""
+    """Return the ids where ``is_kept`` [B, V], in ``is_filtered`` [B] rows; a row with all has count 0."""
     counts = is_kept.sum(dim=-1).masked_fill(~is_filtered, 0)
     counts = counts.masked_fill(counts == is_kept.shape[1], 0)
     ids = is_kept[counts > 0].nonzero()[:, 1]

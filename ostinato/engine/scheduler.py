@@ -80,8 +80,7 @@ class Scheduler:
         return slots, [sequence for sequence in self.waiting if id(sequence.request) in request_ids]
 
     def admit(self) -> list[tuple[int, int]]:
-        """Admit waiting sequences while there is room; return (source, target) of blocks to copy before
-        the pass."""
+        """Admit waiting sequences while there is room; return (source, target) of blocks to copy first."""
         copies: list[tuple[int, int]] = []
         postponed: deque[Sequence] = deque()
         room = self.cache.available - len(self.table)  # a spare block for each that runs
@@ -119,8 +118,7 @@ class Scheduler:
         return copies
 
     def schedule(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (slots, rows of known text) of the next pass: decoding first, then prompts within the
-        budget."""
+        """Return (slots, rows of known text) of the next pass: decoding, then prompts within the budget."""
         table = self.table
         order = np.array(table.order, np.int64)
         need = table.length[order] - table.computed[order]
@@ -162,8 +160,7 @@ class Scheduler:
         return preempted_slots
 
     def computed(self, chosen: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Record a pass; return the indices in ``chosen`` whose text is all computed, and which are
-        sampled now."""
+        """Record a pass; return the indices in ``chosen`` whose text is all computed, to be sampled now."""
         table = self.table
         table.computed[chosen] += counts
         ready = np.flatnonzero(table.computed[chosen] == table.length[chosen])
@@ -196,8 +193,7 @@ class Scheduler:
 def longest_first(
     waiting: Iterable[Sequence], new: Seq[Sequence], expect: Callable[[Request], float]
 ) -> deque[Sequence]:
-    """Order the queue by predicted length, longest first: a long answer that starts late delays the whole
-    batch."""
+    """Order the queue by predicted length, the longest first: a long answer that starts late delays all."""
     predictions: dict[str, float] = {}  # by prompt: siblings have the same prediction
     for sequence in new:
         request = sequence.request

@@ -51,8 +51,7 @@ class Settings:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in flight. ``text`` and ``sampled`` hold its tokens while it waits; its slot does while it
-    runs."""
+    """A request in flight. ``text`` and ``sampled`` are stored here while it waits, else in its slot."""
 
     index: int  # of the request in its call
     request: Request

@@ -161,8 +161,7 @@ class Speculation:
         return without_s if nodes else seconds - self.spent
 
     def observe_end(self, slots: np.ndarray) -> None:
-        """Report sequences that have ended to the drafter, and close their handles. Those without a handle
-        are skipped."""
+        """Report sequences that have ended to the drafter, and close their handles, where they have any."""
         start, table = time.perf_counter(), self._table
         self.observe(slots[table.handle[slots] != NO_HANDLE], ended=True)
         self._closing_s += time.perf_counter() - start
@@ -228,8 +227,7 @@ class Speculation:
         return self._fixed * last * (len(slots) / last.sum()) + 1.0 - self._fixed
 
     def _predict_left(self, slots: np.ndarray) -> np.ndarray:
-        """Predict the tokens that each sequence will still get; without a prediction, as many as are
-        allowed."""
+        """Predict the tokens that each sequence will still get; where unknown, the number that is allowed."""
         table = self._table
         length, limit, expected = table.length[slots], table.limit[slots], table.expected[slots]
         # for a sequence that is longer than its prediction: a quarter of its answer more

@@ -188,8 +188,7 @@ def is_busy() -> bool:
 
 
 def _spent() -> tuple[int, int] | None:
-    """Return (busy ticks, idle ticks) of the cores that we may use; None where the system does not report
-    them."""
+    """Return (busy ticks, idle ticks) of the cores that we may use; None where these are unknown."""
     try:
         lines = Path("/proc/stat").read_text(encoding="utf-8").splitlines()
         names = {f"cpu{core}" for core in os.sched_getaffinity(0)}

@@ -106,8 +106,7 @@ class VllmEngine:
 
     @contextmanager
     def _name_loss(self, when: str) -> Iterator[None]:
-        """Raises WorkerLost where the server is lost within the context, with the reason as far as it is
-        known."""
+        """Raises WorkerLost where the server is lost within the context, with the reason if it is known."""
         try:
             yield
         except Unreachable as lost:

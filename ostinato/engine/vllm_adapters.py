@@ -52,8 +52,7 @@ def write_adapters(adapters: Adapters, folder: Path, dtype: torch.dtype) -> None
 
 
 def experts_of(config: ModelConfig, spec: AdapterSpec) -> list[str]:
-    """Return the adapted maps of experts. Raises ValueError where some are missing that vLLM takes only
-    together."""
+    """Return the adapted maps of experts. Raises ValueError for a part of those that vLLM takes together."""
     kinds = dict.fromkeys(name.split(".", 2)[2] for name in adapter_shapes(config, spec))
     experts = [kind for kind in kinds if kind.startswith("experts.")]
     if experts and len(experts) < len(STACKED):

@@ -130,8 +130,7 @@ class PolicyClient:
         self.signs += 1
 
     def must(self, method: str, path: str, body: Any = None) -> Any:
-        """Return the body of the reply to a request that a living server never refuses. Raises
-        Unreachable."""
+        """Return the body of a reply that a living server always gives. Raises Unreachable."""
         if (reply := self.ask(method, path, body)).status != 200:
             raise Unreachable(f"{method} {path}: {reply.error}")
         return reply.body

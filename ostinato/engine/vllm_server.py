@@ -74,8 +74,7 @@ def call(address: str, method: str, path: str, body: Any = None, *, key: str = "
 
 
 async def post(address: str, path: str, body: Any, *, key: str = "") -> Reply:
-    """Return the answer, however long it takes; a cancelled call closes the connection. Raises
-    Unreachable."""
+    """Wait for the answer without limit; a cancelled call closes the connection. Raises Unreachable."""
     import httpx2
 
     try:
@@ -107,8 +106,7 @@ TAIL_LINES = 6  # last lines of its log in an error
 
 
 def vllm_lost(sentence: str) -> WorkerLost:
-    """Make the error of a server that did not start, has ended, is silent, or serves another policy than the
-    published one."""
+    """Make the error of a server that has not started, has ended, is silent, or serves another policy."""
     return WorkerLost(WorkerKind.VLLM, sentence, final=True)
 
 
@@ -194,8 +192,7 @@ def environment(environ: Mapping[str, str], key: str) -> dict[str, str]:
 
 
 class VllmChild:
-    """A server that is started here; ``log`` gets its output. ``key``: required on every path; empty: a
-    random key."""
+    """A server that is started here. ``log`` gets its output; ``key``: its API key, empty: a random one."""
 
     def __init__(self, serve: Serve, log: Path, *, start_s: float = 300.0, key: str = "") -> None:
         serve.command(0)
@@ -205,8 +202,7 @@ class VllmChild:
         self.address = ""
 
     def start(self) -> None:
-        """Start the server and wait until it is ready. Raises WorkerLost after ``start_s``, or when it
-        ends."""
+        """Start the server and wait for it. Raises WorkerLost after ``start_s``, or when it ends."""
         port = _find_free_port()
         self.address = f"http://127.0.0.1:{port}"
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -323,8 +319,7 @@ def check(
 
 
 def is_healthy(address: str, key: str = "", timeout_s: float = 5.0) -> bool:
-    """Return whether the server answers and its engine is alive, also where it requires another key, which
-    ``check`` reports."""
+    """Return whether the server is alive, also where it requires another key, which ``check`` reports."""
     try:
         return call(address, "GET", "/health", key=key, timeout_s=timeout_s).status in (200, 401)
     except Unreachable:

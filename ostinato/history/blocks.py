@@ -133,8 +133,7 @@ def lay_out(step: int, pasts: Sequence[HistoryEntry]) -> Block:
 
 
 def reward_signs(rewards: Sequence[float | None]) -> np.ndarray:
-    """Return [R] int8: -1, 0 or 1 where a reward is below, at or above the mean of all; 0 without a
-    verdict."""
+    """Return [R] int8: the sign of each reward minus the mean of all; 0 near it and without a verdict."""
     values = np.array([np.nan if reward is None else reward for reward in rewards], np.float64)
     finite = values[np.isfinite(values)]
     mean = finite.mean() if len(finite) else 0.0

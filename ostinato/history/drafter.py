@@ -118,8 +118,7 @@ class HistoryDrafter:
         return handle
 
     def propose(self, running: DraftQuery) -> Drafts:
-        """Return the draft tokens that save time in the next pass, if any. Raises ValueError for a closed
-        handle."""
+        """Return the draft tokens that save time in the next pass. Raises ValueError for a closed handle."""
         start = time.perf_counter()
         count, max_tokens = len(running.handles), len(running.seconds) - 1
         self._query_arrays.hold(max(count, max_tokens + 1))

@@ -66,8 +66,7 @@ class Lengths:
         return float(bisect_left(lengths, 0.5, key=_make_distribution(own, all_lengths)) + 1)
 
     def mean(self, uid: str) -> float:
-        """Return the expected length of a response to ``uid``, shrunk as in ``predict``; inf without any
-        length."""
+        """Return the expected length of a response to ``uid``, mixed as in ``predict``; inf where unknown."""
         own, all_lengths = self._by_prompt.get(uid, NONE), self._all
         weight = len(own) + (PRIOR if len(all_lengths) else 0)
         if not weight:

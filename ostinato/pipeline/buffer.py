@@ -70,8 +70,7 @@ class AdmissionRule:
         return max(0, room if self.overlap else min(room, self.prompts))
 
     def round(self, outstanding: int, finished: int) -> int:
-        """Return the step that trains on a group if nothing intervenes; ``outstanding`` were admitted
-        before it."""
+        """Return the step that trains on a group after ``outstanding`` earlier ones if nothing intervenes."""
         return finished + 1 + outstanding // self.prompts
 
     def deadline(self, admission: Admission) -> int:
@@ -296,8 +295,7 @@ class RolloutBuffer:
             self.retired = (*self.retired, *self.leaving(groups, self.retired))
 
     def _readmit_lost(self, room: int, finished: int, version: int) -> list[Admission]:
-        """Admit lost groups again: they keep their noise and place, and their age counts from the new
-        policy."""
+        """Admit lost groups again: noise and place stay, and their age counts from the new policy."""
         admissions, self._lost_admissions = self._lost_admissions[:room], self._lost_admissions[room:]
         self._num_anew += sum(admission.version != version for admission in admissions)
         return [admission._replace(step=finished, version=version, ended=False) for admission in admissions]

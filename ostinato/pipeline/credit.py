@@ -137,8 +137,7 @@ def _shape_rewards(
 
 
 def _read_verdicts(group: Group, name: str, total: np.ndarray) -> np.ndarray:
-    """Return the rewards [G] of the function ``name``; NaN where it gave none, and where the trajectory has
-    no verdict."""
+    """Return the rewards [G] of function ``name``; NaN where it gave none or there is no verdict at all."""
     parts = [t.reward.parts.get(name) if t.reward is not None else None for t in group.trajectories]
     values = np.array([np.nan if value is None else value for value in parts], np.float64)
     return np.where(np.isnan(total), np.nan, values)
@@ -156,8 +155,7 @@ def _find_waste_reason(trajectory: Trajectory, drop: Drop | None, algorithm: Alg
 
 
 def _keep_routed(new_samples: list[Sample], waste: Counter[str]) -> list[Sample]:
-    """Return all samples, unless only some have routes: replay takes all or none, so the others are left
-    out."""
+    """Return all samples; if only some have routes, these alone: replay takes routes of all or none."""
     with_routes = [sample for sample in new_samples if sample.experts is not None]
     if with_routes and len(with_routes) < len(new_samples):
         waste["no_routes"] += sum(

@@ -148,8 +148,7 @@ async def evaluate_groups(
 
 
 def first_answer(group: Group) -> dict[str, Any]:
-    """Return what a row of eval.jsonl shows of a prompt: its question, and the first answer with its
-    reward."""
+    """Return what a row of eval.jsonl shows of a prompt: question, and first answer with its reward."""
     prompt, trajectory = group.prompt, group.trajectories[0]
     question = prompt.text if prompt.messages is None else prompt.messages[-1].get("content")
     text = "\n".join(turn.completion.text for turn in trajectory.turns)
@@ -170,8 +169,7 @@ def task_score(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def score(groups: Sequence[Group], evaluation: Evaluation) -> dict[str, Any]:
-    """Compute pass@1, pass@k and mean reward with standard errors, the highest reward, lengths and
-    counters."""
+    """Compute pass@1, pass@k and mean reward with standard errors, the highest reward, lengths, counters."""
     rewards = [values[np.isfinite(values)] for values in map(verdicts, groups)]
     scored = [values for values in rewards if len(values) >= evaluation.k]
     solutions = [values >= evaluation.solved_at for values in scored]

@@ -97,8 +97,7 @@ class State:
     at: int = 0  # the next slice
 
     def seen(self, x: np.ndarray, slices: int) -> tuple[State, bool]:
-        """Return (state after the losses ``x`` of a slice, whether there is an alarm). After an alarm,
-        nothing is bet."""
+        """Return (state after the losses ``x`` of a slice, whether there is an alarm; it ends the bets)."""
         bets, alarm = self.bets.update(x)
         if alarm is not None or bets.alarmed:
             return replace(self, bets=bets, at=(self.at + 1) % slices), alarm is not None
@@ -185,8 +184,7 @@ class Forgetting:
                 self._gains |= dict(zip(line["places"], gains, strict=True))
 
     async def begin(self, engine: Engine) -> dict[str, Any] | None:
-        """Ask the questions and keep the right answers. Returns the line of the log; None if that was
-        done."""
+        """Ask the questions and keep the right answers. Returns the log's line; None if done before."""
         if self._rows:
             return None
         start = time.perf_counter()

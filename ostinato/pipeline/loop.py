@@ -206,8 +206,7 @@ class Loop:
         )
 
     async def _step(self) -> None:
-        """Play, train, publish, report. Nothing after the training awaits, so a step is done or not done
-        at all."""
+        """Play, train, publish, report. Nothing awaits after the training: a step is done or not at all."""
         step, overlap = self.state.step + 1, self.plan.recipe.pipeline.overlap
         clock = Clock(step, self._ledger.clock, self.worker)
         self._activity = f"step {step} waits for its groups"

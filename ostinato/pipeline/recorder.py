@@ -50,8 +50,7 @@ JUDGE = "judge/"  # counters of the costs of judges, seconds and tokens; in the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """The result of a step's training; ``batch`` and ``report`` are None when there was nothing to learn
-    from."""
+    """The result of a step's training; without samples to train on ``batch`` and ``report`` are None."""
 
     credit: Credit
     batch: Batch | None = None

@@ -168,8 +168,7 @@ class Watchdog:
         self._idle_slices = 0
 
     async def watch(self) -> None:
-        """Check progress in every slice, until cancelled, and cancel the running work after SLICES without
-        any."""
+        """Check progress in every slice, until cancelled; cancel running work after SLICES without any."""
         while True:
             await asyncio.sleep(self._limit_s / self.SLICES)
             self._idle_slices += 1

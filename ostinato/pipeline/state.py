@@ -88,8 +88,7 @@ class LoopState:
         return asdict(self)
 
     def accounted(self) -> dict[str, float]:
-        """Return metrics of all groups ever admitted, each counted once: trained on, dropped, or in
-        flight."""
+        """Return metrics of all admitted groups, each counted once: trained on, dropped, or in flight."""
         dropped = sum(self.dropped.values())
         assert self.admitted == self.trained + dropped + len(self.ahead), (
             f"step {self.step}: of {self.admitted} groups {self.trained} were trained on, {dropped} "
@@ -103,8 +102,7 @@ class LoopState:
         }
 
     def left(self, before: LoopState, prompts: int) -> dict[str, float]:
-        """Return metrics of the prompts that have left for good, of ``prompts``, since ``before`` and in
-        all."""
+        """Return metrics of prompts that have left for good, of ``prompts``: since ``before`` and in all."""
         total = len(self.retired)
         return {
             "groups/retired": float(total - len(before.retired)),
@@ -120,8 +118,7 @@ class Finished:
 
 
 def nothing_to_learn(state: LoopState, metrics: Path, counted: Mapping[str, float]) -> NoTrainableSamples:
-    """Make the error of a run without trainable samples; ``counted``: counters of tools and graders, in all
-    steps."""
+    """Make the error of a run without trainable samples; ``counted``: by tools and graders, in all steps."""
     note = describe_unreadable(counted)
     return NoTrainableSamples(
         f"{state.empty_in_a_row} steps in a row had nothing to learn from{note and f': {note}'}; see "
@@ -149,7 +146,7 @@ class Observer(Protocol):
         """Receive a row of eval.jsonl."""
 
     def should_stop(self, step: int, /) -> bool:
-        """Return, after a score of the main set at ``step``, whether the remaining steps are not worth their
+        """Return whether, by the main set's score at ``step``, the rest of the run is not worth its
         compute."""
         return False
 

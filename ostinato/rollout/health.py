@@ -53,8 +53,7 @@ def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def logged_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """Compute ``logged/{name}``, the mean over trajectories of the values that reward functions gave to
-    ``log_metric``."""
+    """Compute ``logged/{name}``: the mean over trajectories of the values given to ``log_metric``."""
     values_by_name = _collect_values(reward.metrics for reward in _collect_rewards(groups))
     return {f"logged/{name}": _compute_mean(values) for name, values in values_by_name.items()}
 
@@ -190,8 +189,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def zero_variance(rewards: np.ndarray) -> bool:
-    """Return whether the rewards of a group are equal, up to the rounding of fp32 sums: nothing to
-    compare."""
+    """Return whether the rewards of a group are equal, up to rounding in fp32: nothing to compare."""
     return bool(np.ptp(rewards) <= 1e-6)
 
 

@@ -323,8 +323,7 @@ class _Episode:
             self._make_request(reply)
 
     def _join_parts(self, request: Request, answer: Completion) -> tuple[Request, Completion | None]:
-        """Return (first request of the turn, its complete answer); the answer is None while a part is to
-        come."""
+        """Return (first request of the turn, its complete answer or None while a part is to come)."""
         interruption, stage = self._stage.interruption, self._stage
         if interruption is None:
             return request, answer

@@ -58,8 +58,7 @@ def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
 
 
 def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
-    """Place jobs, in each round the longest first, each on the worker with the fewest predicted tokens
-    left."""
+    """Place jobs, the longest of a round first, each on the worker with the fewest predicted tokens left."""
     sorted_jobs, sizes = sort_by_length(waiting)
     loads = [float(remaining(worker.jobs).sum()) for worker in workers]
     return _fill(sorted_jobs, sizes, workers, loads)
@@ -184,8 +183,7 @@ def tiers(
 
 
 def sort_by_length(jobs: Sequence[Job]) -> tuple[list[Job], list[float]]:
-    """Sort jobs by round and, in it, by predicted tokens left, the longest first; return (jobs, these
-    tokens)."""
+    """Sort jobs by round, then by predicted tokens left, the longest first; return (jobs, these tokens)."""
     sizes = remaining(jobs).tolist()
     keys = [(job.step, -size, job.place, job.id) for job, size in zip(jobs, sizes, strict=True)]
     order = sorted(range(len(jobs)), key=keys.__getitem__)

@@ -56,8 +56,7 @@ class Block(ctypes.Structure):
 
 
 def load_library() -> ctypes.CDLL:
-    """Load the compiled functions; build them if this machine has not built this source. Raises
-    BuildError."""
+    """Load the compiled functions; build them where this source was not built. Raises BuildError."""
     code = NativeCode(name="history", folder=FOLDER, sources=SOURCES, flags=(*FLAGS, *flags()))
     library = load(build(code), kind=ctypes.PyDLL)
     store, block, span = ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(Span)
