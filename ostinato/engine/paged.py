@@ -194,7 +194,8 @@ class NativePaged:
 
 
 class TorchPaged:
-    """Attention in torch, on any device: gathers the blocks of each row's sequence and masks unseen ones."""
+    """Attention in torch, on any device: gathers the blocks of each row's sequence, masks unseen
+    positions."""
 
     def __init__(self, store: KVStore, rows: Rows) -> None:
         self.store, self.slots = store, (rows.slots // BLOCK, rows.slots % BLOCK)
