@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out; ``hf_names`` says what goes where."""
+"""Read and write Hugging Face folders; the table of names is in ``hf_names``."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def load_model(
     fp32_head: bool = False,
     share: Share | None = None,
 ) -> Decoder:
-    """The decoder in a Hugging Face folder, cast to ``dtype``, its matrices to ``storage`` where that is
-    given; with ``share`` that part of it.
+    """Load the decoder in a Hugging Face folder, cast to ``dtype``, its matrices to ``storage`` where that is
+    given. With ``share`` only that part of it is loaded.
 
     Raises ValueError as ``fill`` does, and for an unsupported config.
     """
     config = read_config(folder)
-    if torch.device(device).type != "cpu":  # its kernels have no window
+    if torch.device(device).type != "cpu":  # kernels for other devices have no window
         config = config.within_window
         if config.max_positions < config.raw.get("max_position_embeddings", 0):
             warnings.warn(
@@ -59,16 +59,16 @@ def load_model(
         if share is not None or torch.device(device).type != "cpu":
             raise ValueError('model.storage is "int8", which is for a whole model on a CPU; use "same"')
         return _load_coded(Path(folder), config, dtype, fp32_head)
-    kinds: dict[str, Any] = {"dtype": dtype, "storage": storage, "share": share}
-    check_sizes(Decoder(config, device="meta", **kinds), folder)
-    decoder = Decoder(config, device=device, fp32_head=fp32_head, **kinds)
+    options: dict[str, Any] = {"dtype": dtype, "storage": storage, "share": share}
+    check_sizes(Decoder(config, device="meta", **options), folder)
+    decoder = Decoder(config, device=device, fp32_head=fp32_head, **options)
     fill(decoder, folder)
     return decoder
 
 
 def _load_coded(folder: Path, config: ModelConfig, dtype: torch.dtype, fp32_head: bool) -> Decoder:
-    """The decoder with its linear maps in int8 (``quantise.codes``) and other matrices in bf16. A matrix is
-    wide only while it is read."""
+    """Load the decoder with its linear maps in int8 (``quantise.codes``) and other matrices in bf16. A matrix
+    is wide only while it is read."""
     empty = Decoder(config, dtype=dtype, storage=torch.bfloat16, device="meta")
     check_sizes(empty, folder)
     coding = Coding(empty)
@@ -77,25 +77,25 @@ def _load_coded(folder: Path, config: ModelConfig, dtype: torch.dtype, fp32_head
 
 
 class Coding:
-    """Where the tensors of a folder go that are to be codes: in place of the memory that the views into a
-    decoder without any ("meta") stand for, there is a matrix until all of it is read."""
+    """The destination of tensors that are coded while they are read. The views into a decoder without memory
+    ("meta") name the place of a tensor; its matrix is allocated until all of it is read, then coded."""
 
     def __init__(self, empty: Decoder) -> None:
         self.stored: dict[str, nn.Parameter | Quantised] = {}
         self._names = {id(weight): name for name, weight in empty.named_parameters()}
-        self._open: dict[str, tuple[Tensor, int]] = {}  # the matrix, and how many of its values are missing
+        self._open: dict[str, tuple[Tensor, int]] = {}  # matrix, number of its values still missing
 
     def place(self, view: Tensor) -> Tensor:
-        """The memory of ``view``."""
-        name, whole = self._whole(view)
+        """Return the memory that ``view`` stands for, in a matrix that is allocated at its first view."""
+        name, weight = self._find_weight(view)
         if name not in self._open:
-            dtype = torch.float32 if is_quantised(name, whole.shape) else whole.dtype
-            self._open[name] = torch.empty(whole.shape, dtype=dtype), whole.numel()
+            dtype = torch.float32 if is_quantised(name, weight.shape) else weight.dtype
+            self._open[name] = torch.empty(weight.shape, dtype=dtype), weight.numel()
         return self._open[name][0].as_strided(view.shape, view.stride(), view.storage_offset())
 
     def done(self, view: Tensor) -> None:
-        """``view`` has its values."""
-        name, _ = self._whole(view)
+        """Note that ``view`` has its values; store the matrix once it has all of them."""
+        name, _ = self._find_weight(view)
         matrix, missing = self._open.pop(name)
         if missing > view.numel():
             self._open[name] = matrix, missing - view.numel()
@@ -104,76 +104,76 @@ class Coding:
         else:
             self.stored[name] = nn.Parameter(matrix, requires_grad=False)
 
-    def _whole(self, view: Tensor) -> tuple[str, Tensor]:
-        whole = view if view._base is None else view._base
-        return self._names[id(whole)], whole
+    def _find_weight(self, view: Tensor) -> tuple[str, Tensor]:
+        weight = view if view._base is None else view._base
+        return self._names[id(weight)], weight
 
 
 def fill(decoder: Decoder, folder: str | Path, coding: Coding | None = None) -> int:
-    """Copy the weights in a Hugging Face folder (single or sharded safetensors) into ``decoder``, or with
-    ``coding`` there, for a ``decoder`` without memory.
+    """Copy the weights in a Hugging Face folder (single or sharded safetensors) into ``decoder``, or into
+    ``coding`` for a ``decoder`` without memory.
 
-    Of a tensor that a share keeps in part, that part alone is read, of others nothing; a file in which the
-    index lists none of its own is not opened. Returns the bytes of what was read, of
-    quantised weights once widened.
+    A share reads only its parts of tensors, and does not open a file in which the index lists none of its
+    tensors. Returns the number of bytes read; quantised weights count as widened.
 
     Raises ValueError, in one sentence, for a missing, unexpected or misshapen tensor, and a truncated file.
-    Tensors that a share does not keep may be missing: the rank that keeps them will say so.
+    Tensors that a share does not keep may be missing: the rank that keeps them raises.
     """
     folder, config = Path(folder), decoder.config
     expected = stored(decoder)
-    missing = {name for name, one in expected.items() if name in one.covers}
-    others, heads = list[str](), dict[Path, Tensor]()
-    read, weights = 0, Files(folder, config.raw)
+    missing = {name for name, target in expected.items() if name in target.covers}
+    unexpected, heads = list[str](), dict[Path, Tensor]()
+    num_bytes, weights = 0, Files(folder, config.raw)
     with torch.no_grad():
         for path, listed in weights.files.items():
             has_head = HEAD in listed and path.suffix == ".bin" and config.tie_embeddings
             if listed and not has_head and not any(canonical(name, config) in expected for name in listed):
-                others += listed
+                unexpected += listed
                 continue
             for name, file in weights.each(path):
-                one = expected.get(canonical(name, config))
-                if one is None:
+                target = expected.get(canonical(name, config))
+                if target is None:
                     if name == HEAD and path.suffix == ".bin" and config.tie_embeddings:
-                        heads[path] = file.get_tensor(HEAD)  # of other files config.py has looked
-                    others.append(name)
+                        # read_config has checked the heads of other files
+                        heads[path] = file.get_tensor(HEAD)
+                    unexpected.append(name)
                     continue
                 if coding is None:
-                    read += _copy(one, file, name, path)
+                    num_bytes += _copy(target, file, name, path)
                 else:
-                    read += _copy(one._replace(view=coding.place(one.view)), file, name, path)
-                    coding.done(one.view)
-                missing -= one.covers
-    _report(decoder, folder, sorted(missing), others)
+                    num_bytes += _copy(target._replace(view=coding.place(target.view)), file, name, path)
+                    coding.done(target.view)
+                missing -= target.covers
+    _check_complete(decoder, folder, sorted(missing), unexpected)
     for path, head in heads.items():
         embed = decoder.embed if coding is None else coding.stored["embed"]
         if isinstance(embed, Tensor):
             _check_tied(head, embed, path)
-    return read
+    return num_bytes
 
 
 def check_sizes(empty: Decoder, folder: str | Path) -> None:
-    """Hold the names and shapes of a decoder without memory ("meta") against the heads of the weight files,
-    before memory for it is taken: what config.json calls for by mistake may be more than there is.
+    """Compare the names and shapes of a decoder without memory ("meta") with the headers of the weight files.
+    This comes before memory is allocated, because a wrong config.json may call for more than there is.
 
     Raises ValueError, in one sentence, for a missing or misshapen tensor, and a truncated file.
     """
     expected = stored(empty)
-    missing = {name for name, one in expected.items() if name in one.covers}
+    missing = {name for name, target in expected.items() if name in target.covers}
     weights = Files(Path(folder), empty.config.raw)
     for path, listed in weights.files.items():
         if listed and not any(canonical(name, empty.config) in expected for name in listed):
             continue
         with weights.opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
-                if one := expected.get(canonical(name, empty.config)):
-                    _check_shape(one, file.get_slice(name), name, path)
-                    missing -= one.covers
+                if target := expected.get(canonical(name, empty.config)):
+                    _check_shape(target, file.get_slice(name), name, path)
+                    missing -= target.covers
     _check_missing(Path(folder), sorted(missing))
 
 
-def _report(decoder: Decoder, folder: Path, missing: list[str], others: list[str]) -> None:
-    """Judge what was not found, and what was not looked for."""
+def _check_complete(decoder: Decoder, folder: Path, missing: list[str], others: list[str]) -> None:
+    """Raise ValueError for missing and for unexpected tensors; warn of layers that are not loaded."""
     _check_missing(folder, missing)
     config = decoder.config
     others = [name for name in (canonical(name, config) for name in others) if not is_redundant(name, config)]
@@ -201,7 +201,7 @@ def _check_missing(folder: Path, missing: list[str]) -> None:
 
 
 def _check_tied(head: Tensor, embedding: Tensor, path: Path) -> None:
-    """Raises ValueError for a head that is not the embedding that config.json calls it."""
+    """Raise ValueError if the head is not the embedding although config.json ties the two."""
     if head.shape != embedding.shape or not torch.equal(head.to(embedding), embedding):
         raise ValueError(
             f"{path} has a {HEAD} that is not the embedding, and config.json has tie_word_embeddings true; "
@@ -209,24 +209,24 @@ def _check_tied(head: Tensor, embedding: Tensor, path: Path) -> None:
         )
 
 
-def _copy(one: Stored, file: Tensors, name: str, path: Path) -> int:
-    """The part of a tensor that is kept, to where it goes; how many bytes of the file that is."""
-    found = file.get_slice(name)
-    _check_shape(one, found, name, path)
-    if is_whole(one.spans, one.shape):
-        return _cast(file.get_tensor(name), one.view, name, path)
-    return sum(_cast(found[there], one.view[here], name, path) for there, here in blocks(one.spans))
+def _copy(target: Stored, file: Tensors, name: str, path: Path) -> int:
+    """Copy the part of a tensor that is kept to its view; return the bytes read of the file."""
+    source = file.get_slice(name)
+    _check_shape(target, source, name, path)
+    if is_whole(target.spans, target.shape):
+        return _copy_cast(file.get_tensor(name), target.view, name, path)
+    return sum(_copy_cast(source[box], target.view[place], name, path) for box, place in blocks(target.spans))
 
 
-def _check_shape(one: Stored, found: Any, name: str, path: Path) -> None:
-    if tuple(found.get_shape()) != one.shape:
+def _check_shape(target: Stored, tensor: Any, name: str, path: Path) -> None:
+    if tuple(tensor.get_shape()) != target.shape:
         raise ValueError(
-            f"{name} in {path} has shape {list(found.get_shape())}, config.json calls for {list(one.shape)}; "
-            "the weights and config.json are of different models"
+            f"{name} in {path} has shape {list(tensor.get_shape())}, "
+            f"config.json calls for {list(target.shape)}; the weights and config.json are of different models"
         )
 
 
-def _cast(tensor: Tensor, view: Tensor, name: str, path: Path) -> int:
+def _copy_cast(tensor: Tensor, view: Tensor, name: str, path: Path) -> int:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise ValueError(
             f"{name} in {path} is {tensor.dtype}; quantised weights are not supported, use a 16-bit model"
@@ -238,17 +238,17 @@ def _cast(tensor: Tensor, view: Tensor, name: str, path: Path) -> int:
 def save_model(
     decoder: Decoder, folder: str | Path, tokenizer_from: str | Path | None = None, shard_bytes: float = 5e9
 ) -> None:
-    """Write a folder that ``transformers`` and ``load_model`` load: config, weights, tokenizer files.
+    """Write a folder that ``transformers`` and ``load_model`` read: config, weights, tokenizer files.
 
     ``tokenizer_from``: a folder whose tokenizer, chat template and generation config are copied along.
-    Every file is written beside its name and then moved, so a full disk leaves no half file.
+    Every file is written under a temporary name and then moved, so a full disk leaves no half file.
     Raises ValueError for a share of a model.
     """
     if decoder.share != Share.all(decoder.config):
         raise ValueError("a share of a model is no model to save; save one that has been put together")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = _shards(decoder, shard_bytes)
+    shards = _split_shards(decoder, shard_bytes)
     names = (
         [SINGLE]
         if len(shards) == 1
@@ -259,7 +259,7 @@ def save_model(
         write_tensors(folder / name, content, {"format": "pt"})
     index = folder / INDEX
     if len(shards) > 1:
-        size = sum(_num_bytes(view) for tensors in shards for view in tensors.values())
+        size = sum(_count_bytes(view) for tensors in shards for view in tensors.values())
         weight_map = {key: name for name, tensors in zip(names, shards, strict=True) for key in tensors}
         _write_json(index, {"metadata": {"total_size": size}, "weight_map": weight_map})
     for stale in folder.glob(
@@ -267,41 +267,41 @@ def save_model(
     ):  # an earlier save with other shards would shadow this one
         if stale.name not in names and not (stale == index and len(shards) > 1):
             stale.unlink()
-    _write_json(folder / "config.json", _config_json(decoder))
+    _write_json(folder / "config.json", _build_config(decoder))
     if tokenizer_from is not None and Path(tokenizer_from).resolve() != folder.resolve():
         for name in _COMPANIONS.split():
             if (Path(tokenizer_from) / name).is_file():
                 shutil.copyfile(Path(tokenizer_from) / name, folder / name)
 
 
-def _config_json(decoder: Decoder) -> dict[str, Any]:
-    """The config as it was read, with the dtype that the weights now have."""
+def _build_config(decoder: Decoder) -> dict[str, Any]:
+    """The config as it was read, with the present dtype of the weights."""
     raw = dict(decoder.config.raw)
-    for key in ("torch_dtype", "quantization_config"):  # what is written has the dtype of the weights
+    for key in ("torch_dtype", "quantization_config"):  # they describe the weights that were read
         raw.pop(key, None)
     if decoder.config.is_untied:
         raw["tie_word_embeddings"] = False
     return raw | {"dtype": str(decoder.storage).removeprefix("torch.")}
 
 
-def _shards(decoder: Decoder, shard_bytes: float) -> list[dict[str, Tensor]]:
+def _split_shards(decoder: Decoder, shard_bytes: float) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
-    filled = 0
+    size = 0
     for name, view in hf_tensors(decoder):
-        if shards[-1] and filled + _num_bytes(view) > shard_bytes:
+        if shards[-1] and size + _count_bytes(view) > shard_bytes:
             shards.append({})
-            filled = 0
+            size = 0
         shards[-1][name] = view
-        filled += _num_bytes(view)
+        size += _count_bytes(view)
     return shards
 
 
-def _num_bytes(tensor: Tensor) -> int:
+def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """A safetensors file, whole or not at all. A full disk is an OSError, as for every other file."""
+    """Write a safetensors file, completely or not at all. A full disk is an OSError, as for other files."""
     try:
         atomic_write(path, lambda partial: save_file(tensors, partial, metadata=metadata))
     except SafetensorError as error:

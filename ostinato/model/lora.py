@@ -47,12 +47,12 @@ class Adapters:
         return self._tensors
 
     def leaves(self) -> dict[str, Tensor]:
-        """What is trained, by name: ``{name}.A`` and ``{name}.B``."""
+        """The trained tensors by name: ``{name}.A`` and ``{name}.B``."""
         pairs = self.tensors.items()
         return {f"{name}.{part}": leaf for name, pair in pairs for part, leaf in zip("AB", pair, strict=True)}
 
     def copy_of(self, leaves: Mapping[str, Tensor], config: Any) -> Adapters:
-        """With values of all leaves of a model of ``config``: what is published while training goes on."""
+        """Adapters of ``config`` with copies of ``leaves``, to be published while training goes on."""
         names = dict.fromkeys(name.rpartition(".")[0] for name in leaves)
         pairs = {name: (leaves[f"{name}.A"].clone(), leaves[f"{name}.B"].clone()) for name in names}
         return type(self)(self.spec, pairs, config)
@@ -75,10 +75,10 @@ class Adapters:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy values in. Raises ValueError naming a tensor that is missing, extra or of another shape."""
         own = self.state_dict()
-        if odd := sorted(own.keys() ^ state.keys()):
-            where = "missing from" if odd[0] in own else "unknown in"
+        if names := sorted(own.keys() ^ state.keys()):
+            where = "missing from" if names[0] in own else "unknown in"
             raise ValueError(
-                f"adapter tensor {odd[0]} is {where} this adapter; use the base and spec it was saved with"
+                f"adapter tensor {names[0]} is {where} this adapter; use the base and spec it was saved with"
             )
         for name, tensor in own.items():
             if tensor.shape != state[name].shape:
@@ -89,7 +89,7 @@ class Adapters:
             tensor.copy_(state[name])
 
     def detach_copy(self) -> Adapters:
-        """An independent copy without gradients: what is published while training goes on."""
+        """An independent copy without gradients, to be published while training goes on."""
         return type(self)(
             self.spec,
             {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in self.tensors.items()},
@@ -97,7 +97,7 @@ class Adapters:
         )
 
     def to(self, device: torch.device | str) -> Adapters:
-        """The same adapters on a device; leaves that need gradients stay leaves that need gradients."""
+        """The same adapters on ``device``; a leaf that needs a gradient stays one."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
@@ -114,9 +114,9 @@ class Adapters:
 def init_adapters(
     config: ModelConfig, spec: AdapterSpec, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Adapters:
-    """Fresh adapters: A uniform in +-1/sqrt(in) (kaiming, as PEFT), B zero, so the policy is the base.
+    """Fresh adapters: A uniform in +-1/sqrt(in) (Kaiming, as PEFT), B zero, so that the policy is the base.
 
-    Drawn on the CPU from ``seed``, hence equal on every device.
+    The values are drawn on the CPU from ``seed``, hence equal on every device.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -161,125 +161,136 @@ class Prepared:
     layers: tuple[LayerLora, ...]
 
     def prepared(self, dtype: torch.dtype) -> Prepared:
-        """Itself, so that a forward takes either form."""
+        """Return itself, so that a forward takes ``Adapters`` and ``Prepared`` alike."""
         return self
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Prepared:
-        """With ``change`` of every factor in its place."""
+        """The same adapters with every factor replaced by ``change(factor)``."""
 
-        def of(lora: Lora | ExpertLora | None) -> Any:
+        def apply(lora: Lora | ExpertLora | None) -> Any:
             if isinstance(lora, ExpertLora):
-                a, b, down_a, down_b = (change(factor) for factor in lora[:4])
-                return ExpertLora(a, b, down_a, down_b, lora.scale)
+                gate_up_a, gate_up_b, down_a, down_b = (change(factor) for factor in lora[:4])
+                return ExpertLora(gate_up_a, gate_up_b, down_a, down_b, lora.scale)
             return None if lora is None else Lora(change(lora.a), change(lora.b), lora.scale)
 
-        names = [one.name for one in fields(LayerLora)]
+        names = [field.name for field in fields(LayerLora)]
         return Prepared(
-            tuple(LayerLora(**{n: of(getattr(layer, n)) for n in names}) for layer in self.layers)
+            tuple(LayerLora(**{name: apply(getattr(layer, name)) for name in names}) for layer in self.layers)
         )
 
 
 @torch.no_grad()
 def stack_adapters(policies: Sequence[Adapters | None], config: ModelConfig, dtype: torch.dtype) -> Prepared:
-    """The adapters of P policies (None: the base) as one: factors [P, ...] with zeros up to the largest rank,
-    and for what a policy does not adapt; scales are in B."""
+    """Stack the adapters of P policies (None: the base): factors [P, ...], with zeros up to the largest rank
+    and for the maps that a policy does not adapt. The scales are multiplied into B."""
     layers = []
     for layer in range(config.num_layers):
-        each = [NO_LORA if one is None else _prepare_layer(one, layer, torch.float32) for one in policies]
+        loras = [
+            NO_LORA if adapters is None else _prepare_layer(adapters, layer, torch.float32)
+            for adapters in policies
+        ]
         names = [field.name for field in fields(LayerLora)]
         layers.append(
-            LayerLora(**{n: _stack_factors([getattr(one, n) for one in each], dtype) for n in names})
+            LayerLora(
+                **{name: _stack_factors([getattr(lora, name) for lora in loras], dtype) for name in names}
+            )
         )
     return Prepared(tuple(layers))
 
 
 @torch.no_grad()
 def put_adapters(stack: Prepared, place: int, adapters: Adapters | None) -> bool:
-    """Have ``adapters`` (None: the base) at a place in ``stack``, in its memory; False, changing
-    nothing, where that has no room: a larger rank, a map that no policy adapts, a factor of each expert."""
+    """Copy ``adapters`` (None: the base) into ``stack`` at ``place``, in its memory. Return False and change
+    nothing where they do not fit: a larger rank, a map that no policy adapts, or a factor per expert where
+    the stack has one for all."""
     pairs = []
-    for layer, whole in enumerate(stack.layers):
-        own = NO_LORA if adapters is None else _prepare_layer(adapters, layer, torch.float32)
-        pairs += [(getattr(whole, field.name), getattr(own, field.name)) for field in fields(LayerLora)]
-    if not all(_has_room(whole, own) for whole, own in pairs):
+    for layer, stacked in enumerate(stack.layers):
+        lora = NO_LORA if adapters is None else _prepare_layer(adapters, layer, torch.float32)
+        pairs += [(getattr(stacked, field.name), getattr(lora, field.name)) for field in fields(LayerLora)]
+    if not all(_has_room(stacked, lora) for stacked, lora in pairs):
         return False
-    for whole, own in pairs:
-        for name in () if whole is None else _factors(whole):
-            target = getattr(whole, name)[place].zero_()
-            if own is not None:
-                _put(target, own, name)
+    for stacked, lora in pairs:
+        for name in () if stacked is None else _list_factors(stacked):
+            target = getattr(stacked, name)[place].zero_()
+            if lora is not None:
+                _copy_factor(target, lora, name)
     return True
 
 
 def _stack_factors(loras: Sequence[Lora | ExpertLora | None], dtype: torch.dtype) -> Any:
-    """Of one stored matrix, or of the experts of a layer."""
-    some = [one for one in loras if one is not None]
-    if not some:
+    """The stacked factors [P, ...] of one stored matrix or of the experts of a layer; None without any."""
+    present = [lora for lora in loras if lora is not None]
+    if not present:
         return None
 
-    def joined(name: str) -> Tensor:
-        factors, dim = [getattr(one, name) for one in some], _rank(name)
-        widest = max(factors, key=Tensor.dim)  # a factor that experts share can be that of each of them
+    def stack_factor(name: str) -> Tensor:
+        factors, dim = [getattr(lora, name) for lora in present], _find_rank_dim(name)
+        widest = max(factors, key=Tensor.dim)  # a shared factor is expanded to all experts
         shape = list(widest.shape)
         shape[dim] = max(factor.shape[dim] for factor in factors)
-        whole = widest.new_zeros(len(loras), *shape, dtype=dtype)
-        for place, one in enumerate(loras):
-            if one is not None:
-                _put(whole[place], one, name)
-        return whole
+        stacked = widest.new_zeros(len(loras), *shape, dtype=dtype)
+        for place, lora in enumerate(loras):
+            if lora is not None:
+                _copy_factor(stacked[place], lora, name)
+        return stacked
 
-    return type(some[0])(*map(joined, _factors(some[0])), scale=1.0)
+    return type(present[0])(*map(stack_factor, _list_factors(present[0])), scale=1.0)
 
 
-def _factors(lora: Lora | ExpertLora) -> tuple[str, ...]:
+def _list_factors(lora: Lora | ExpertLora) -> tuple[str, ...]:
     return ("a", "b") if isinstance(lora, Lora) else ExpertLora._fields[:4]
 
 
-def _rank(factor: str) -> int:
-    """The dimension of the rank, from the end."""
+def _find_rank_dim(factor: str) -> int:
+    """Which dimension of a factor the rank is, counted from the end."""
     return -2 if factor.endswith("a") else -1
 
 
-def _put(target: Tensor, lora: Lora | ExpertLora, name: str) -> None:
-    """A factor into the zeros of a place that may have a larger rank."""
-    factor, dim = getattr(lora, name), _rank(name)
+def _copy_factor(target: Tensor, lora: Lora | ExpertLora, name: str) -> None:
+    """Copy a factor into ``target``, zeros whose rank may be larger; the scale goes into B."""
+    factor, dim = getattr(lora, name), _find_rank_dim(name)
     target.narrow(dim, 0, factor.shape[dim]).copy_(factor if dim == -2 else factor * lora.scale)
 
 
-def _has_room(whole: Any, own: Any) -> bool:
-    if own is None or whole is None:
-        return own is None
-    pairs = [(getattr(whole, name)[0], getattr(own, name), _rank(name)) for name in _factors(own)]
-    return all(w.dim() >= o.dim() and w.shape[dim] >= o.shape[dim] for w, o, dim in pairs)
+def _has_room(stacked: Any, lora: Any) -> bool:
+    if lora is None or stacked is None:
+        return lora is None
+    pairs = [
+        (getattr(stacked, name)[0], getattr(lora, name), _find_rank_dim(name)) for name in _list_factors(lora)
+    ]
+    return all(
+        slot.dim() >= factor.dim() and slot.shape[dim] >= factor.shape[dim] for slot, factor, dim in pairs
+    )
 
 
 NO_LORA = LayerLora()
-RANKS = 8  # a multiple that a card's grouped products need: rows of 16 bytes
+RANKS = 8  # ranks are padded to a multiple of it: grouped products on CUDA need rows of 16 bytes
 
 
 class Factors:
     """The factors of one optimizer step, prepared once for all of its microbatches.
 
-    ``prepared`` are leaves. After the backward of a microbatch ``add`` sums their gradients in fp32, or
-    ``drop`` forgets them; ``backward`` gives the sums to the adapters' own leaves. The same bits as when
-    every microbatch prepares its own: slices and casts of single terms commute with their sum.
+    The tensors of ``prepared`` are leaves. After the backward of a microbatch ``add`` sums their gradients
+    in fp32, or ``drop`` discards them; ``backward`` passes the sums on to the adapters' own leaves. The
+    result has the same bits as when every microbatch prepares its own factors, since slices and casts of
+    single terms commute with their sum.
     """
 
     def __init__(self, adapters: Adapters, dtype: torch.dtype) -> None:
         with torch.enable_grad():
-            wide = adapters.prepared(torch.promote_types(dtype, torch.float32))
+            prepared = adapters.prepared(torch.promote_types(dtype, torch.float32))
         self._wide: list[Tensor] = []
         self._leaves: list[Tensor] = []
         self._sums: list[Tensor | None] = []
 
-        def leaf(tensor: Tensor) -> Tensor:
-            own = tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+        def add_leaf(tensor: Tensor) -> Tensor:
+            leaf = tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
             self._wide.append(tensor)
-            self._leaves.append(own)
+            self._leaves.append(leaf)
             self._sums.append(None)
-            return own
+            return leaf
 
-        self.prepared = wide.changed(leaf)
+        self.prepared = prepared.changed(add_leaf)
 
     def add(self) -> None:
         for index, leaf in enumerate(self._leaves):
@@ -294,15 +305,17 @@ class Factors:
             leaf.grad = None
 
     def backward(self) -> None:
-        pairs = [(wide, own) for wide, own in zip(self._wide, self._sums, strict=True) if own is not None]
+        pairs = [
+            (wide, total) for wide, total in zip(self._wide, self._sums, strict=True) if total is not None
+        ]
         if pairs:
             wide, sums = zip(*pairs, strict=True)
             _WithGradients.apply(sums, *wide).backward()
 
 
 class _WithGradients(torch.autograd.Function):
-    """A scalar whose backward gives ``sums`` to ``tensors``: ``torch.autograd.backward`` with gradients would
-    import a compiler's mathematics (a second, 50 MB) to compare their shapes."""
+    """A scalar whose backward passes ``sums`` to ``tensors`` as their gradients. ``torch.autograd.backward``
+    with given gradients would import sympy (a second, 50 MB) to compare their shapes."""
 
     @staticmethod
     def forward(ctx: Any, sums: Sequence[Tensor], *tensors: Tensor) -> Tensor:
@@ -317,23 +330,24 @@ class _WithGradients(torch.autograd.Function):
 def _prepare_layer(adapters: Adapters, layer: int, dtype: torch.dtype) -> LayerLora:
     shapes = layer_shapes(adapters.config, layer)
     prefix = f"layers.{layer}."
-    found = {name: adapters.tensors[prefix + name] for name in shapes if prefix + name in adapters.tensors}
-    latent = adapters.config.mla is not None
-    result = LayerLora()
+    pairs = {name: adapters.tensors[prefix + name] for name in shapes if prefix + name in adapters.tensors}
+    is_latent = adapters.config.mla is not None
+    layer_lora = LayerLora()
     for slot, members in STACKED.items():
-        if slot == ("qkv" if latent else "q") or not any(name in found for name in members):
+        if slot == ("qkv" if is_latent else "q") or not any(name in pairs for name in members):
             continue
-        a, b = _stack([(shapes[name][-2], found.get(name)) for name in members])
-        setattr(result, slot, Lora(a.to(dtype), b.to(dtype), adapters.spec.scale_of(prefix + members[0])))
-    if any(name.startswith("experts.") for name in found):
-        result.experts = _prepare_experts(adapters, shapes, found, prefix, dtype)
-    return result
+        a, b = _stack([(shapes[name][-2], pairs.get(name)) for name in members])
+        setattr(layer_lora, slot, Lora(a.to(dtype), b.to(dtype), adapters.spec.scale_of(prefix + members[0])))
+    if any(name.startswith("experts.") for name in pairs):
+        layer_lora.experts = _prepare_experts(adapters, shapes, pairs, prefix, dtype)
+    return layer_lora
 
 
 def _stack(members: list[tuple[int, tuple[Tensor, Tensor] | None]]) -> tuple[Tensor, Tensor]:
-    """Stack (out size, (A, B) or None) of the maps in one matrix: A above each other, B block-diagonal.
+    """Stack the factors of the maps in one matrix, given as (out size, (A, B) or None): A above each other,
+    B block-diagonal.
 
-    The zeros of B cost a few more products than slice by slice, and save a kernel call per map.
+    The zeros of B cost a few more products than going slice by slice, but save a kernel call per map.
     """
     pairs = [pair for _, pair in members if pair is not None]
     rank, blocks, start = sum(a.shape[-2] for a, _ in pairs), [], 0
@@ -350,25 +364,25 @@ def _stack(members: list[tuple[int, tuple[Tensor, Tensor] | None]]) -> tuple[Ten
 def _prepare_experts(
     adapters: Adapters,
     shapes: Mapping[str, tuple[int, ...]],
-    found: dict[str, tuple[Tensor, Tensor]],
+    pairs: dict[str, tuple[Tensor, Tensor]],
     prefix: str,
     dtype: torch.dtype,
 ) -> ExpertLora:
     rank = adapters.spec.rank_of(prefix + "experts.gate")
-    device = next(iter(found.values()))[0].device
-    gate_up = [(shapes[name][-2], found.get(name)) for name in ("experts.gate", "experts.up")]
+    device = next(iter(pairs.values()))[0].device
+    gate_up = [(shapes[name][-2], pairs.get(name)) for name in ("experts.gate", "experts.up")]
     if all(pair is None for _, pair in gate_up):  # only down is adapted: a zero update keeps one code path
         count, width, hidden = shapes["experts.gate"]
         zeros = (torch.zeros(rank, hidden, device=device), torch.zeros(count, width, rank, device=device))
         gate_up[0] = (width, zeros)
-    if "experts.down" not in found:
+    if "experts.down" not in pairs:
         count, hidden, width = shapes["experts.down"]
-        found["experts.down"] = (
+        pairs["experts.down"] = (
             torch.zeros(count, rank, width, device=device),
             torch.zeros(hidden, rank, device=device),
         )
     a, b = _stack(gate_up)
-    down_a, down_b = found["experts.down"]
+    down_a, down_b = pairs["experts.down"]
     scale = adapters.spec.scale_of(prefix + "experts.gate")
     if device.type == "cuda":
         (a, b), (down_a, down_b) = padded(a, b), padded(down_a, down_b)
@@ -376,7 +390,7 @@ def _prepare_experts(
 
 
 def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A [..., r, in] and B [..., out, r] with zeros up to a multiple of RANKS: the same update."""
+    """Pad A [..., r, in] and B [..., out, r] with zeros to a multiple of RANKS; the update stays the same."""
     missing = -a.shape[-2] % RANKS
     return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)
 
@@ -394,7 +408,7 @@ def lora_linear(
 
 
 def narrow_linear(x: Tensor, weight: Weight, bias: Tensor | None, nt: Product, nn: Product) -> Tensor:
-    """x W^T + bias for training over a frozen W that is stored in fewer bits than x has: no wide copy of W is
+    """x W^T + bias for training over a frozen W that is stored in fewer bits than x. No wide copy of W is
     kept for the backward."""
     return _NarrowLinear.apply(x, weight, bias, nt, nn)  # type: ignore[return-value]
 
