@@ -33,7 +33,7 @@ _UNDERSTOOD_BY = {
 }
 # Keys of training, bookkeeping and the choice of kernels: none of them changes what the decoder computes.
 # Dropout and router jitter act only in pre-training, and multi-token-prediction layers are extra heads.
-_HARMLESS = (
+_HARMLESS_KEYS = (
     "architectures auto_map dtype torch_dtype transformers_version _name_or_path name_or_path use_cache"
     " _model_name_or_path _commit_hash attention_dropout hidden_dropout"
     " attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset"
@@ -46,8 +46,8 @@ _HARMLESS = (
     " chunk_size_feed_forward finetuning_task prefix sep_token_id torchscript tf_legacy_loss use_bfloat16"
     " is_decoder tie_encoder_decoder _from_model_config"
 )
-# What transformers' GenerationConfig has: how to sample, of which config.json may hold a copy.
-_SAMPLING = (
+# Keys of transformers' GenerationConfig, of which config.json may hold a copy.
+_SAMPLING_KEYS = (
     "max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample"
     " num_beams use_mtp cache_implementation cache_config max_cache_len temperature top_k top_p min_p top_h"
     " typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty"
@@ -63,8 +63,9 @@ _SAMPLING = (
     " prefill_chunk_size"
 )
 
-# Words in keys of what a decoder computes, over all families of transformers; and of inputs that are no text.
-_FUNCTION = re.compile(
+# Words in keys that describe the computation, over all families of transformers; keys of vision and audio are
+# excluded.
+_FUNCTION_WORDS = re.compile(
     "^(?!.*(?:vision|visual|image|video|audio|speech|mm_)).*(?:"
     "act|alibi|alpha|att|beta|bias|block|cap|causal|clip|compr|conv|cross|chunk|delta|dim|embed|eps|exp|fac|ff|gat|"
     "glob|group|head|hid|index|interl|kern|la[tyn]|lin|loc|log|lo|lru|mamba|mask|mla|mlp|moe|multi|norm|par|pat|pos|q|"
@@ -74,12 +75,12 @@ _FUNCTION = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:
-    """How quantised weights are written, by ``quantization_config``."""
+    """The format of quantised weights, as ``quantization_config`` describes it."""
 
     method: str  # of model.published.FORMS
     bits: int = 4
     blocks: tuple[int, int] = (0, 0)  # fp8: rows and columns that share a scale
-    zero_shift: int = 0  # gptq: what its files leave out of zeros
+    zero_shift: int = 0  # gptq: added to the zeros that its files store
 
 
 MODELOPT = {"FP8": "fp8-rows", "NVFP4": "nvfp4-modelopt"}
@@ -90,27 +91,28 @@ COMPRESSED = {  # format: (row of model.published.FORMS, type of its numbers, th
 }
 
 
-def _compressed_tensors(form: Mapping[str, Any], known: dict[str, Any]) -> Quantisation:
-    """``known``: which keys of ``form`` are understood, added to."""
+def _parse_compressed_tensors(form: Mapping[str, Any], checks: dict[str, Any]) -> Quantisation:
+    """Parse ``form``; set in ``checks``, by key, whether its value is understood."""
     groups = (form.get("config_groups") or {}).values()
     weights = [group.get("weights") or {} for group in groups]
     bits: set[Any] = {weight.get("num_bits") for weight in weights}
     name = str(form.get("format"))
     method, kind, sizes, strategies = COMPRESSED.get(name, ("", "", set[int](), set[str]()))
-    known["format"] = bool(method) and all(group.get("format") in (None, name) for group in groups)
-    known["config_groups"] = (
+    checks["format"] = bool(method) and all(group.get("format") in (None, name) for group in groups)
+    checks["config_groups"] = (
         len(bits) == 1
         and bits <= sizes
         and all(weight.get("type", "int") == kind for weight in weights)
         and all(weight.get("strategy", "channel") in strategies for weight in weights)
     )
-    known["transform_config"] = not form.get("transform_config")  # maps of their own between layers
-    known["sparsity_config"] = (form.get("sparsity_config") or {}).get("format", "dense") == "dense"
-    return Quantisation(method=method, bits=bits.pop() if known["config_groups"] else 0)
+    checks["transform_config"] = not form.get("transform_config")  # extra linear maps between layers
+    checks["sparsity_config"] = (form.get("sparsity_config") or {}).get("format", "dense") == "dense"
+    return Quantisation(method=method, bits=bits.pop() if checks["config_groups"] else 0)
 
 
 def quantisation_of(c: Mapping[str, Any]) -> Quantisation | None:
-    """Of a config.json; None for plain weights. Raises ValueError, naming what is not understood."""
+    """The quantisation in a config.json; None for plain weights. Raises ValueError, naming a key that is not
+    understood."""
     form = c.get("quantization_config") or (c.get("text_config") or {}).get("quantization_config")
     if not form:
         return None
@@ -118,52 +120,55 @@ def quantisation_of(c: Mapping[str, Any]) -> Quantisation | None:
         raise ValueError(f"quantization_config is {form!r}; config.json needs an object there")
     method: Any = form.get("quant_method")
     bits: Any = form.get("bits", form.get("w_bit", 4))
-    known: dict[str, Any] = {}
+    checks: dict[str, Any] = {}
     match method:
         case "fp8" if form.get("weight_block_size") is None:
-            found = Quantisation(method="fp8-map")
+            quantisation = Quantisation(method="fp8-map")
         case "fp8":
             size: Any = form["weight_block_size"]
-            known["weight_block_size"] = (
+            checks["weight_block_size"] = (
                 isinstance(size, list | tuple)
                 and len(size) == 2
                 and all(type(n) is int and n > 0 for n in size)
             )
-            found = Quantisation(method=method, blocks=tuple(size) if known["weight_block_size"] else (0, 0))
+            quantisation = Quantisation(
+                method=method, blocks=tuple(size) if checks["weight_block_size"] else (0, 0)
+            )
         case "fbgemm_fp8":
-            found = Quantisation(method="fp8-rows")
+            quantisation = Quantisation(method="fp8-rows")
         case "modelopt":
-            known["quant_algo"] = form.get("quant_algo") in MODELOPT
-            found = Quantisation(method=MODELOPT.get(str(form.get("quant_algo")), ""))
+            checks["quant_algo"] = form.get("quant_algo") in MODELOPT
+            quantisation = Quantisation(method=MODELOPT.get(str(form.get("quant_algo")), ""))
         case "compressed-tensors":
-            found = _compressed_tensors(form, known)
+            quantisation = _parse_compressed_tensors(form, checks)
         case "gptq":
             layout = form.get("checkpoint_format", "gptq")
-            known |= {"bits": bits in (2, 4, 8), "checkpoint_format": layout in ("gptq", "gptq_v2")}
-            found = Quantisation(method=method, bits=bits, zero_shift=int(layout == "gptq"))
+            checks |= {"bits": bits in (2, 4, 8), "checkpoint_format": layout in ("gptq", "gptq_v2")}
+            quantisation = Quantisation(method=method, bits=bits, zero_shift=int(layout == "gptq"))
         case "awq":
-            known |= {"bits": bits == 4, "version": str(form.get("version", "gemm")).lower() == "gemm"}
-            known["backend"] = form.get("backend", "autoawq") in ("autoawq", "auto")
-            found = Quantisation(method=method)
+            checks |= {"bits": bits == 4, "version": str(form.get("version", "gemm")).lower() == "gemm"}
+            checks["backend"] = form.get("backend", "autoawq") in ("autoawq", "auto")
+            quantisation = Quantisation(method=method)
         case "mxfp4":
-            found = Quantisation(method=method)
+            quantisation = Quantisation(method=method)
         case _:
-            known["quant_method"] = False
-            found = None
-    for key, is_known in known.items():
-        if not is_known:
+            checks["quant_method"] = False
+            quantisation = None
+    for key, is_understood in checks.items():
+        if not is_understood:
             raise ValueError(
                 f"quantization_config has {key} = {form.get(key)!r}"
                 + (f" with quant_method {method!r}" if key != "quant_method" else "")
                 + "; what is read is fp8, compressed-tensors pack-, float- and nvfp4-pack-quantized, "
                 "modelopt FP8 and NVFP4, gptq, awq gemm and mxfp4; use one of these, or the 16-bit weights"
             )
-    return found
+    return quantisation
 
 
 def unknown_keys(c: Mapping[str, Any], family: str) -> Iterator[str]:
-    """Those that are set, that are not read for ``family``, and whose names say that they change it."""
-    read = set(f"{_UNDERSTOOD} {_UNDERSTOOD_BY[family]} {_HARMLESS} {_SAMPLING}".split())
+    """The keys that are set and not read for ``family``, and whose names suggest that they change the
+    model."""
+    read_keys = set(f"{_UNDERSTOOD} {_UNDERSTOOD_BY[family]} {_HARMLESS_KEYS} {_SAMPLING_KEYS}".split())
     for key, value in c.items():
-        if key not in read and value not in (None, False, 0, "", [], {}) and _FUNCTION.search(key):
+        if key not in read_keys and value not in (None, False, 0, "", [], {}) and _FUNCTION_WORDS.search(key):
             yield key

@@ -3,15 +3,15 @@
 A product [m, k] x [k, n] is 2 m k n; nothing else is counted, as by ``torch.utils.flop_counter``: no norms,
 softmax, sums of losses, optimizer. Matrices count as they are stored and run: q, k, v as one, the B of their
 adapters block-diagonal, its zeros too (``lora.STACKED``); of the experts top_k per token. Attention counts
-the pairs that the mask leaves. What a kernel multiplies besides is its own affair: the masked half of a
+the pairs that the mask leaves. Products that a kernel runs in addition are not counted: the masked half of a
 rectangle, the padding of latent values up to the width of keys. The native kernels run the same products.
 
-Backward is what autograd runs. Of y = x w it computes dx where x depends on something that is trained, and dw
-where w does or is: below the lowest adapter nothing is run, and a frozen matrix has no dw. The rules of the
-exceptions stand beside them: attention computes its scores anew (``packed``), a frozen head has its one dx
-from the forward's own logits, a trained one recomputes them by chunks (``algo.logprobs``).
+Backward is what autograd runs. For y = x w it computes dx where x depends on a trained tensor, and dw where w
+does or is trained: below the lowest adapter nothing is run, and a frozen matrix has no dw. The exceptions:
+attention computes its scores anew (``packed``), a frozen head computes its one dx from the logits of the
+forward, a trained head recomputes them by chunks (``algo.logprobs``).
 
-All of it is linear in three amounts, ``Work``: so work can be added up first and priced once.
+All of it is linear in the three amounts of ``Work``, so that work can be added up first and priced once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a forward has to go through; the three amounts that its FLOPs are linear in."""
+    """The size of a forward: the three amounts that its FLOPs are linear in."""
 
     tokens: float = 0  # rows through the layers
     pairs: float = 0  # (query, key) pairs of attention: those of one head in one layer
@@ -38,8 +38,8 @@ class Work:
 
     @classmethod
     def packed(cls, segments: Iterable[Segment], logits: int) -> Work:
-        """Of packed rows, ``logits`` of which go through the head. A shared prompt is run once, and seen by
-        the rows of every segment that has it for a prefix."""
+        """The work of packed rows, ``logits`` of which go through the head. A shared prompt runs once; the
+        rows of every segment that has it as a prefix attend to it."""
         tokens = pairs = 0
         for segment in segments:
             rows = segment.stop - segment.start
@@ -68,7 +68,7 @@ class Rates:
 
 
 class Part(StrEnum):
-    """What the FLOPs of a forward are reported by."""
+    """The parts by which the FLOPs of a forward are reported."""
 
     ATTENTION = "attention"
     MLP = "mlp"  # of dense layers
@@ -79,7 +79,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopModel:
-    """FLOPs of a model and of what is trained of it; made by ``of``."""
+    """FLOPs of a model and of its training; made by ``of``."""
 
     parts: Mapping[Part, Rates]  # of one forward
     backward_rates: Rates
@@ -93,17 +93,17 @@ class FlopModel:
         recompute: bool = False,
         entropy_gradient: bool = False,
     ) -> FlopModel:
-        """Of ``adapter`` on a frozen base, or with None of all parameters.
+        """The FLOPs of training ``adapter`` on a frozen base; None: of training all parameters.
 
-        ``recompute``: backward runs every layer that has a gradient forward once more. ``entropy_gradient``:
-        the loss has an entropy term (one product more at a frozen head).
+        ``recompute``: backward repeats the forward of every layer that has a gradient. ``entropy_gradient``:
+        the loss has an entropy term (an additional product at a frozen head).
         Raises ValueError for an adapter that does not fit the model.
         """
         layers = layer_rates(config, adapter)
-        parts = {part: _sum(one.forward.get(part, Rates()) for one in layers) for part in Part}
-        backward = _sum(rates for one in layers for rates in one.backward.values())
+        parts = {part: _sum(layer.forward.get(part, Rates()) for layer in layers) for part in Part}
+        backward = _sum(rates for layer in layers for rates in layer.backward.values())
         if recompute:
-            backward += _sum(rates for one in layers if one.needed for rates in one.forward.values())
+            backward += _sum(rates for layer in layers if layer.needed for rates in layer.forward.values())
         head = 2.0 * config.vocab_size * config.hidden_size
         products = 3 if adapter is None else 1 + entropy_gradient
         parts[Part.HEAD] = Rates(logits=head)
@@ -114,11 +114,11 @@ class FlopModel:
         return _sum(self.parts.values()).of(work)
 
     def backward(self, work: Work) -> float:
-        """FLOPs that training runs beside the forward."""
+        """FLOPs that training adds to the forward."""
         return self.backward_rates.of(work)
 
     def base(self, work: Work) -> float:
-        """FLOPs of one forward without adapters: the reference policy's."""
+        """FLOPs of one forward without adapters, as for the reference policy."""
         return _sum(rates for part, rates in self.parts.items() if part is not Part.LORA).of(work)
 
 
@@ -128,26 +128,27 @@ class LayerRates:
 
     forward: Mapping[Part, Rates]
     backward: Mapping[Part, Rates]
-    needed: bool  # whether something in or below it is trained: only then does recomputing run it again
+    needed: bool  # whether anything in or below it is trained; only then is it recomputed
 
 
 def layer_rates(config: ModelConfig, adapter: AdapterSpec | None) -> tuple[LayerRates, ...]:
-    """Of every layer; ``adapter`` None trains all parameters. Raises ValueError for one that does not fit."""
+    """The rates of every layer; with ``adapter`` None all parameters are trained. Raises ValueError for an
+    adapter that does not fit."""
     ranks = {name: a[-2] for name, (a, _) in adapter_shapes(config, adapter).items()} if adapter else {}
     shapes = linear_shapes(config)
-    needed, found = adapter is None, []  # the embedding is trained too
+    needs_gradient, rates = adapter is None, []  # the embedding is trained too
     for index in range(config.num_layers):
         prefix = f"layers.{index}."
-        layer = _Layer(config, _below(prefix, shapes), _below(prefix, ranks), adapter)
-        needed = layer.run(needed)
-        found.append(LayerRates(forward=layer.parts, backward=layer.backward, needed=needed))
-    return tuple(found)
+        layer = _Layer(config, _select_prefix(prefix, shapes), _select_prefix(prefix, ranks), adapter)
+        needs_gradient = layer.run(needs_gradient)
+        rates.append(LayerRates(forward=layer.parts, backward=layer.backward, needed=needs_gradient))
+    return tuple(rates)
 
 
 @dataclass(slots=True)
 class _Layer:
     """One layer as the decoder runs it. Every method that multiplies takes and returns whether the activation
-    needs a gradient; ``shapes`` and ``ranks`` are of the maps of this layer, by name within it."""
+    needs a gradient; ``shapes`` and ``ranks`` are those of the maps of this layer, by name within it."""
 
     config: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]
@@ -157,7 +158,7 @@ class _Layer:
     backward: dict[Part, Rates] = field(default_factory=dict)
 
     def run(self, x: bool) -> bool:
-        """The whole layer, on a residual stream that needs a gradient or not."""
+        """Count the whole layer; ``x``: whether the residual stream needs a gradient."""
         x = self.attention(x) or x
         return (self.mixture(x) if "router" in self.shapes else self.mlp("", Part.MLP, x)) or x
 
@@ -188,43 +189,41 @@ class _Layer:
         return out
 
     def experts(self, x: bool, weights: bool) -> bool:
-        """``moe.experts``: ``weights`` of the mixture depend on what is trained, or not."""
+        """Count ``moe.experts``; ``weights``: whether the mixture weights need a gradient."""
         moe, hidden = self.config.moe, self.config.hidden_size
         assert moe is not None
-        width, full = moe.top_k * moe.intermediate_size, self.adapter is None
-        adapted = any(name.startswith("experts.") for name in self.ranks)
-        act = self.product(Part.EXPERTS, 2.0 * hidden * 2 * width, x, full)
-        if adapted:
+        width, trains_base = moe.top_k * moe.intermediate_size, self.adapter is None
+        is_adapted = any(name.startswith("experts.") for name in self.ranks)
+        act = self.product(Part.EXPERTS, 2.0 * hidden * 2 * width, x, trains_base)
+        if is_adapted:
             act = self.expert_up(x) or act
-        out = self.product(Part.EXPERTS, 2.0 * width * hidden, act, full)
+        out = self.product(Part.EXPERTS, 2.0 * width * hidden, act, trains_base)
         out = self.mixed(Part.EXPERTS, hidden, out, weights)
-        return (self.expert_down(act, weights) if adapted else False) or out
+        return (self.expert_down(act, weights) if is_adapted else False) or out
 
     def expert_up(self, x: bool) -> bool:
         moe, adapter = self.config.moe, self.adapter
         assert moe is not None and adapter is not None
         rank = sum(self.ranks.get(f"experts.{name}", 0) for name in ("gate", "up"))
-        trained = rank > 0  # a zero update stands in otherwise, with one A for all experts
-        shared = not trained or adapter.expert_scheme == ExpertScheme.SHARED_OUTER
+        is_trained = rank > 0  # otherwise a zero update with one A for all experts is computed
+        is_shared = not is_trained or adapter.expert_scheme == ExpertScheme.SHARED_OUTER
         rank = rank or adapter.rank_of(".experts.")
-        low = 2.0 * self.config.hidden_size * rank * (1 if shared else moe.top_k)
+        low = 2.0 * self.config.hidden_size * rank * (1 if is_shared else moe.top_k)
         out = 2.0 * rank * 2 * moe.intermediate_size * moe.top_k
-        return self.product(Part.LORA, out, self.product(Part.LORA, low, x, trained), trained)
+        return self.product(Part.LORA, out, self.product(Part.LORA, low, x, is_trained), is_trained)
 
     def expert_down(self, act: bool, weights: bool) -> bool:
         moe, adapter, hidden = self.config.moe, self.adapter, self.config.hidden_size
         assert moe is not None and adapter is not None
-        trained = (
-            "experts.down" in self.ranks
-        )  # a zero update stands in otherwise, with one B for all experts
+        is_trained = "experts.down" in self.ranks  # otherwise a zero update with one B for all is computed
         rank = adapter.rank_of(".experts.")
         low = 2.0 * moe.intermediate_size * rank * moe.top_k
-        low = self.product(Part.LORA, low, act, trained)
-        if not trained or adapter.expert_scheme == ExpertScheme.SHARED_OUTER:
+        low = self.product(Part.LORA, low, act, is_trained)
+        if not is_trained or adapter.expert_scheme == ExpertScheme.SHARED_OUTER:
             return self.product(
-                Part.LORA, 2.0 * rank * hidden, self.mixed(Part.LORA, rank, low, weights), trained
+                Part.LORA, 2.0 * rank * hidden, self.mixed(Part.LORA, rank, low, weights), is_trained
             )
-        out = self.product(Part.LORA, 2.0 * rank * hidden * moe.top_k, low, trained)
+        out = self.product(Part.LORA, 2.0 * rank * hidden * moe.top_k, low, is_trained)
         return self.mixed(Part.LORA, hidden, out, weights)
 
     def mixed(self, part: Part, width: int, rows: bool, weights: bool) -> bool:
@@ -233,7 +232,7 @@ class _Layer:
         return self.product(part, 2.0 * self.config.moe.top_k * width, rows, weights)
 
     def linear(self, part: Part, stored: str, x: bool) -> bool:
-        """A stored matrix of ``lora.STACKED`` with the adapters of its members."""
+        """Count a stored matrix of ``lora.STACKED`` with the adapters of its members."""
         members = STACKED[stored]
         inputs, outputs = self.shapes[members[0]][-1], sum(self.shapes[name][-2] for name in members)
         rank = sum(self.ranks.get(name, 0) for name in members)
@@ -244,7 +243,8 @@ class _Layer:
         return self.product(Part.LORA, 2.0 * rank * outputs, low, True) or out
 
     def product(self, part: Part, flops: float, x: bool, w: bool) -> bool:
-        """``flops`` per token to multiply x and w, once more for each of them that needs its gradient."""
+        """Count ``flops`` per token to multiply x and w, once more for each of the two that needs a
+        gradient."""
         self.add(part, Rates(tokens=flops), self.parts)
         self.add(part, Rates(tokens=flops * (x + w)), self.backward)
         return x or w
@@ -257,5 +257,5 @@ def _sum(rates: Iterable[Rates]) -> Rates:
     return sum(rates, Rates())
 
 
-def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
-    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+def _select_prefix(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""What tensors are called in a Hugging Face checkpoint, and where each of them goes in a decoder.
+"""The names of tensors in a Hugging Face checkpoint, and the place of each in a decoder.
 
 One table, ``hf_tensors``, names every tensor as a view into the decoder's weights. Loading copies files into
 the views and saving writes the views to files, so the two cannot disagree.
@@ -56,64 +56,66 @@ def hf_module(logical: str, model_type: str) -> str:
 class Stored(NamedTuple):
     """A tensor of a checkpoint that a decoder keeps, or keeps a part of."""
 
-    view: Tensor  # where it goes
-    spans: tuple[Spans, ...]  # what of it
-    shape: tuple[int, ...]  # in the file
-    covers: frozenset[str]  # the names of ``hf_tensors`` that it stands for
+    view: Tensor  # its place in the decoder's weights
+    spans: tuple[Spans, ...]  # the part that is kept
+    shape: tuple[int, ...]  # of the tensor in the file
+    covers: frozenset[str]  # the names of ``hf_tensors`` that it contains
 
 
 def hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(name in a checkpoint, view into the decoder's weights) for every tensor that is kept here."""
-    for name, _, _, view in _named(decoder):
+    for name, _, _, view in _list_tensors(decoder):
         yield name, view
 
 
 def stored(decoder: Decoder) -> dict[str, Stored]:
-    """By name in a checkpoint: those of ``hf_tensors``, and experts in one tensor as transformers v5
-    has them in memory."""
+    """The tensors of a checkpoint that ``decoder`` keeps, by name: those of ``hf_tensors``, and the experts
+    of a layer in one tensor, as transformers v5 has them in memory."""
     config, share = decoder.config, decoder.share
-    shapes, found = _whole_shapes(config), {}
+    shapes, entries = _collect_whole_shapes(config), {}
     spans: dict[str, tuple[Spans, ...]] = {}
-    for name, logical, expert, view in _named(decoder):
+    for name, logical, expert, view in _list_tensors(decoder):
         shape = shapes.get(logical, tuple(view.shape))
         if logical not in spans:
             spans[logical] = placed(config, share, logical, shape)
         skip = expert is not None  # a file per expert has no dimension of experts
-        found[name] = Stored(view, spans[logical][skip:], shape[skip:], frozenset((name,)))
+        entries[name] = Stored(view, spans[logical][skip:], shape[skip:], frozenset((name,)))
     for layer, block in zip(share.layers, decoder.blocks, strict=True):
         if isinstance(block.mlp, Moe):
-            found |= _fused(decoder, shapes, layer, block.mlp)
-    return found
+            entries |= _fuse_experts(decoder, shapes, layer, block.mlp)
+    return entries
 
 
 def canonical(name: str, config: ModelConfig) -> str:
-    """transformers v5 calls Mixtral's block ``mlp`` in memory; a file may have been written either way."""
+    """The name that this module uses for a tensor. transformers v5 calls Mixtral's block ``mlp`` in memory,
+    and a file may have either name."""
     return name.replace(".mlp.", ".block_sparse_moe.") if config.model_type == "mixtral" else name
 
 
 def is_extra_layer(name: str, config: ModelConfig) -> bool:
-    """DeepSeek-V3 files carry multi-token-prediction layers behind the last one."""
+    """Whether a tensor is of a multi-token-prediction layer, which DeepSeek-V3 files have after the last
+    layer."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return config.mla is not None and match is not None and int(match[1]) >= config.num_layers
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
-    """Copies of what is known anyway: a tied head, rotary frequencies in files of old."""
+    """Whether a tensor repeats what is known anyway: a tied head, or rotary frequencies in old files."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
-def _named(decoder: Decoder) -> Iterator[tuple[str, str, int | None, Tensor]]:
-    """(name in a checkpoint, what ``share.placed`` calls it, the expert where it is of one, view)."""
+def _list_tensors(decoder: Decoder) -> Iterator[tuple[str, str, int | None, Tensor]]:
+    """(name in a checkpoint, name in ``share.placed``, expert or None, view) of every tensor that is kept."""
     config, share = decoder.config, decoder.share
     if share.embeds or (share.heads and config.tie_embeddings):
         yield "model.embed_tokens.weight", "embed", None, decoder.embed
     for layer, block in zip(share.layers, decoder.blocks, strict=True):
-        for name, own, weight in _vectors(block):
-            yield f"model.layers.{layer}.{name}", f"layers.{layer}.{own}", None, weight
+        for name, role, weight in _list_vectors(block):
+            yield f"model.layers.{layer}.{name}", f"layers.{layer}.{role}", None, weight
     for logical, linear in decoder.named_linears().items():
         module = hf_module(logical, config.model_type)
         if linear.weight.dim() == 3:
-            for expert, weight in zip(_kept(decoder, logical), linear.weight.unbind(), strict=True):
+            for expert, weight in zip(_list_experts(decoder, logical), linear.weight.unbind(), strict=True):
                 yield f"{module.format(expert)}.weight", logical, expert, weight
             continue
         yield f"{module}.weight", logical, None, linear.weight
@@ -125,7 +127,7 @@ def _named(decoder: Decoder) -> Iterator[tuple[str, str, int | None, Tensor]]:
             yield "lm_head.weight", "head", None, decoder.head
 
 
-def _vectors(block: Block) -> Iterator[tuple[str, str, Tensor]]:
+def _list_vectors(block: Block) -> Iterator[tuple[str, str, Tensor]]:
     """(name in a checkpoint, name in the decoder, weight) of a layer's norms and correction bias."""
     attn = block.attn
     yield "input_layernorm.weight", "attn_norm", block.attn_norm
@@ -147,31 +149,33 @@ def _vectors(block: Block) -> Iterator[tuple[str, str, Tensor]]:
         yield "mlp.gate.e_score_correction_bias", "moe.correction_bias", block.mlp.correction_bias
 
 
-def _kept(decoder: Decoder, logical: str) -> Sequence[int]:
-    """The numbers of a layer's experts that are here, in the order in which they are kept."""
-    moe, kept = decoder.config.moe, decoder.share.experts
+def _list_experts(decoder: Decoder, logical: str) -> Sequence[int]:
+    """The ids of the experts of a layer that the share keeps, in its order."""
+    moe, ids = decoder.config.moe, decoder.share.experts
     assert moe is not None
-    return range(moe.num_experts) if kept is None else kept[moe.layers.index(int(logical.split(".")[1]))]
+    return range(moe.num_experts) if ids is None else ids[moe.layers.index(int(logical.split(".")[1]))]
 
 
-def _fused(decoder: Decoder, shapes: dict[str, tuple[int, ...]], layer: int, moe: Moe) -> dict[str, Stored]:
-    """All experts of a layer in two tensors, and the names that each stands for."""
-    config, found = decoder.config, {}
+def _fuse_experts(
+    decoder: Decoder, shapes: dict[str, tuple[int, ...]], layer: int, moe: Moe
+) -> dict[str, Stored]:
+    """All experts of a layer as two tensors, with the names that each contains."""
+    config, entries = decoder.config, {}
     for name, roles, view in (("gate_up", ("gate", "up"), moe.gate_up), ("down", ("down",), moe.down)):
         logical = [f"layers.{layer}.experts.{role}" for role in roles]
-        modules = [hf_module(one, config.model_type) for one in logical]
-        count, out, into = shapes[logical[0]]
-        shape = (count, out * len(roles), into)
+        modules = [hf_module(name, config.model_type) for name in logical]
+        count, outputs, inputs = shapes[logical[0]]
+        shape = (count, outputs * len(roles), inputs)
         spans = placed(config, decoder.share, f"layers.{layer}.moe.{name}", shape)
-        kept = _kept(decoder, logical[0])
-        covers = frozenset(f"{module.format(expert)}.weight" for module in modules for expert in kept)
+        ids = _list_experts(decoder, logical[0])
+        covers = frozenset(f"{module.format(expert)}.weight" for module in modules for expert in ids)
         assert isinstance(view, Tensor)  # codes are made of a decoder that has been loaded
-        found[f"{modules[0].partition('{}')[0]}{name}_proj"] = Stored(view, spans, shape, covers)
-    return found
+        entries[f"{modules[0].partition('{}')[0]}{name}_proj"] = Stored(view, spans, shape, covers)
+    return entries
 
 
-def _whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of what ranks may cut: linear maps, their biases, embedding and head."""
+def _collect_whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the whole tensors that ranks may cut: linear maps, their biases, embedding and head."""
     linears = linear_shapes(config)
     biases = {f"{name}.bias": (shape[-2],) for name, shape in linears.items()}
     table = (config.vocab_size, config.hidden_size)

@@ -1,8 +1,8 @@
 """Mixture of experts: the choice of experts as a pure function, and their feed-forward networks.
 
-Routing is a value. ``route`` either chooses experts or is given them; the weights are in both cases the
-model's own formula on the live logits, so a replayed choice gives the same numbers and has a gradient. What
-the model would have chosen itself comes back beside it: comparing the two shows whether a replay is aligned.
+Routing is a value. ``route`` either chooses experts or is given them; in both cases the weights follow the
+model's own formula on the live logits, so a replayed choice gives the same numbers and has a gradient. The
+model's own choice is returned as well: comparing the two shows whether a replay is aligned.
 
 T tokens, D model, F width of one expert, E experts, K experts per token, S = T * K, r rank.
 """
@@ -28,7 +28,7 @@ from ostinato.types import NO_EXPERT
 class ExpertLora(NamedTuple):
     """Low-rank updates of all experts of a layer, ready to use; rank R = 2r for gate and up together.
 
-    A factor is either per expert [E, ...] or, in the shared_outer scheme, one for all (no first dimension).
+    A factor is either per expert [E, ...] or, in the shared_outer scheme, shared by all (no first dimension).
     """
 
     gate_up_a: Tensor  # [E, R, D] or [R, D]
@@ -55,14 +55,14 @@ def route(
         ids = torch.where(given[:, :1] == NO_EXPERT, native, given)
     weights = scores.gather(1, ids)
     if moe.norm_topk:
-        # scores may all underflow, those of a softmax where the choice is given; beside others it is nothing
+        # softmax scores of a replayed choice may all underflow; 1e-20 is lost beside any other sum
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return ids, weights if moe.scaling == 1.0 else weights * moe.scaling, native
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """The sigmoid, alike in every batch: torch's own rounds otherwise where a tensor is no multiple of its
-    vectors, so a token's weights would depend on how many tokens there are."""
+    """The sigmoid, with the same rounding in every batch. torch's own rounds differently where the size of a
+    tensor is no multiple of its vector width, so a token's weights would depend on the number of tokens."""
     return 1 / (1 + (-x.clamp(min=-80)).exp())  # below -80 the exponential overflows, and its gradient is NaN
 
 
@@ -71,24 +71,24 @@ def choose(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:
 
     A group is as good as the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
     """
-    return _ranking(scores, moe, bias).topk(moe.top_k, dim=-1).indices
+    return _rank_scores(scores, moe, bias).topk(moe.top_k, dim=-1).indices
 
 
-def _ranking(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:
-    """What experts are chosen by, [T, E]: score + bias, -inf outside of the best groups."""
+def _rank_scores(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:
+    """The values by which experts are chosen, [T, E]: score + bias, -inf outside of the best groups."""
     if bias is not None:
         scores = scores + bias
     if moe.num_groups > 1:
-        grouped = scores.unflatten(1, (moe.num_groups, -1))
-        best = grouped.topk(2, dim=-1).values.sum(dim=-1)
-        kept = torch.zeros_like(best, dtype=torch.bool)
-        kept.scatter_(1, best.topk(moe.topk_groups, dim=-1, sorted=False).indices, True)
-        scores = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+        groups = scores.unflatten(1, (moe.num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(dim=-1)
+        mask = torch.zeros_like(best, dtype=torch.bool)
+        mask.scatter_(1, best.topk(moe.topk_groups, dim=-1, sorted=False).indices, True)
+        scores = groups.masked_fill(~mask.unsqueeze(-1), -torch.inf).flatten(1)
     return scores
 
 
 def margins(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tensor:
-    """By how much the last expert chosen beat the first one left out, [T] fp32 in units of the logits.
+    """By how much the last chosen expert beats the first expert left out, [T] fp32 in units of the logits.
 
     With a correction bias it is the least that a logit has to move for a flip: four times the difference of
     score + bias, since no sigmoid is steeper than 1/4. NaN where there is no other expert to choose.
@@ -97,21 +97,21 @@ def margins(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tenso
     if moe.top_k == moe.num_experts:
         return missing
     scores = _sigmoid(logits) if moe.scoring == Scoring.SIGMOID else logits.softmax(dim=-1)
-    best = _ranking(scores, moe, bias).topk(moe.top_k + 1, dim=-1)
+    best = _rank_scores(scores, moe, bias).topk(moe.top_k + 1, dim=-1)
     values = best.values * 4 if bias is not None else logits.gather(1, best.indices)
     margin = (values[:, -2] - values[:, -1]).clamp(min=0)
     return torch.where(best.values[:, -1] > -torch.inf, margin, missing)
 
 
 def check_routing(routing: Tensor, num_tokens: int, moe: MoEConfig) -> None:
-    """Refuse, as a ValueError, a routing [T, L_moe, K] that cannot be replayed."""
+    """Raise ValueError for a routing [T, L_moe, K] that cannot be replayed."""
     if fault := routing_fault(routing, num_tokens, moe):
         raise ValueError(fault)
 
 
 def routing_fault(routing: Tensor, num_tokens: int, moe: MoEConfig) -> str:
-    """Why a routing [T, L_moe, K] cannot be replayed, in one sentence: wrong shape or type, ids out of range
-    or repeated, rows known in part. Empty where it can."""
+    """Return why a routing [T, L_moe, K] cannot be replayed, in one sentence: wrong shape or type, ids out of
+    range or repeated, rows known in part. Empty if it can."""
     expected = (num_tokens, len(moe.layers), moe.top_k)
     if tuple(routing.shape) != expected:
         return f"routing has shape {tuple(routing.shape)}; [tokens, MoE layers, K] is {expected}"
@@ -123,11 +123,13 @@ def routing_fault(routing: Tensor, num_tokens: int, moe: MoEConfig) -> str:
     if high >= moe.num_experts or low < NO_EXPERT:
         return f"routing has ids from {low} to {high}; experts are 0 to {moe.num_experts - 1}"
     ids = routing.short() if routing.dtype == torch.uint8 else routing  # torch takes 255 in a byte for -1
-    absent = ids == NO_EXPERT
-    if bool((absent != absent[..., :1]).any()):
+    is_absent = ids == NO_EXPERT
+    if bool((is_absent != is_absent[..., :1]).any()):
         return f"routing has a row with some slots {NO_EXPERT}; a row is given whole or not at all"
-    apart = range(1, moe.top_k)  # every two slots, compared in place: a sort would copy and be slower
-    if any(bool(((ids[..., k:] == ids[..., :-k]) & ~absent[..., k:]).any()) for k in apart):
+    shifts = range(1, moe.top_k)  # compares every two slots in place: a sort would copy and be slower
+    if any(
+        bool(((ids[..., shift:] == ids[..., :-shift]) & ~is_absent[..., shift:]).any()) for shift in shifts
+    ):
         return "routing has a row that names the same expert twice; each of the top_k must differ"
     return ""
 
@@ -150,9 +152,11 @@ def experts(
     ``gate``: silu(gate) * up. The slow twin is ``experts_loop``.
     """
     K = ids.shape[1]
-    chosen, order = ids.flatten().sort(stable=True)  # [S], rows grouped by expert
+    sorted_ids, order = ids.flatten().sort(stable=True)  # [S], rows grouped by expert
     numbers = torch.arange(gate_up.shape[0], device=ids.device)
-    ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # a bincount waits for a GPU
+    ends = torch.searchsorted(
+        sorted_ids, numbers, right=True, out_int32=True
+    )  # a bincount would wait for the GPU
     token = order // K
     return mixture(
         x,
@@ -181,120 +185,125 @@ def mixture(
 ) -> Tensor:
     """The arithmetic of ``experts``, however the rows are sorted: x [T, D] -> [T, D].
 
-    ``spread``: [T, N] -> [S, N], a copy of a row for each of its experts, in the order of experts, which
-    ``ends`` [E] cuts; ``combine``: [S, N] -> [T, N], the weighted sum of the copies of a row. S need not be
-    T * K, nor T above 0.
+    ``spread``: [T, N] -> [S, N], a copy of a row for each of its experts, sorted by expert; ``ends`` [E] are
+    the ends of the experts' rows. ``combine``: [S, N] -> [T, N], the weighted sum of the copies of a row. S
+    may differ from T * K, and T may be 0.
     """
     rows = spread(x)
     hidden = grouped_linear(rows, gate_up, ends, gemm)
     if lora is not None:
-        shared = lora.gate_up_a.dim() == 2
+        is_shared = lora.gate_up_a.dim() == 2
         # a shared A sees every token once, however many experts it goes to
-        low = spread(F.linear(x, lora.gate_up_a)) if shared else _grouped_factor(rows, lora.gate_up_a, ends)
-        hidden = hidden + _grouped_factor(low * lora.scale, lora.gate_up_b, ends)
+        low = (
+            spread(F.linear(x, lora.gate_up_a)) if is_shared else _multiply_factor(rows, lora.gate_up_a, ends)
+        )
+        hidden = hidden + _multiply_factor(low * lora.scale, lora.gate_up_b, ends)
     act = gate(hidden)
     out = combine(grouped_linear(act, down, ends, gemm))
     if lora is None:
         return out
-    low = _grouped_factor(act, lora.down_a, ends) * lora.scale
+    low = _multiply_factor(act, lora.down_a, ends) * lora.scale
     if lora.down_b.dim() == 2:  # a shared B commutes with the weighted sum
         return out + F.linear(combine(low), lora.down_b)
-    return out + combine(_grouped_factor(low, lora.down_b, ends))
+    return out + combine(_multiply_factor(low, lora.down_b, ends))
 
 
 def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Undo the sort and add up: rows [S, N] in expert order -> [T, N]. Deterministic, unlike index_add."""
+    """Undo the sort and sum: rows [S, N] in expert order -> [T, N]. Deterministic, unlike index_add."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     by_token = rows.index_select(0, inverse).view(*weights.shape, rows.shape[-1])
     return torch.bmm(weights.to(rows.dtype).unsqueeze(1), by_token).squeeze(1)
 
 
-def _grouped_factor(x: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
-    """``grouped_linear`` with a factor of few columns. On a CPU bf16 is widened for it: the numbers of rows
-    are new in every batch, and torch's bf16 product compiles a kernel for each new one (0.5 ms)."""
+def _multiply_factor(x: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    """``grouped_linear`` with a factor of few columns. On a CPU bf16 is widened: the numbers of rows differ
+    in every batch, and torch's bf16 product compiles a kernel for each new number (0.5 ms)."""
     if x.dtype != torch.bfloat16 or x.is_cuda:
         return grouped_linear(x, factor, ends)
     return _WideGrouped.apply(x, factor, ends)  # type: ignore[return-value]
 
 
 class _WideGrouped(torch.autograd.Function):
-    """Products of bf16 rows and factors in fp32, rounded once; what is kept for the backward is bf16."""
+    """Products of bf16 rows and factors in fp32, rounded once; the tensors saved for the backward are
+    bf16."""
 
     @staticmethod
     def forward(ctx, x, factor, ends):
-        of_x, of_factor, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if of_factor else None, factor if of_x else None, ends)
+        needs_x, needs_factor, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_factor else None, factor if needs_x else None, ends)
         return grouped_linear(x.float(), factor.float(), ends).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, factor, ends = ctx.saved_tensors
-        dtype, grad, of_x, of_factor = grad.dtype, grad.float(), None, None
+        dtype, grad, grad_x, grad_factor = grad.dtype, grad.float(), None, None
         if factor is not None:
-            wide = factor.float()
-            of_x = _by_expert(grad, ends, lambda rows, expert: rows @ wide[expert]).to(dtype)
+            wide_factor = factor.float()
+            grad_x = _map_experts(grad, ends, lambda rows, expert: rows @ wide_factor[expert]).to(dtype)
         if x is not None:
             spans = pairwise([0, *ends.tolist()])
-            of_factor = torch.stack([grad[a:z].T @ x[a:z].float() for a, z in spans]).to(dtype)
-        return of_x, of_factor, None
+            grad_factor = torch.stack(
+                [grad[start:stop].T @ x[start:stop].float() for start, stop in spans]
+            ).to(dtype)
+        return grad_x, grad_factor, None
 
 
 def grouped_linear(x: Tensor, weight: Weight, ends: Tensor, gemm: Gemm | None = None) -> Tensor:
     """Rows [ends[e-1], ends[e]) of x [S, K] times weight[e]^T of [E, N, K] -> [S, N]. ``ends`` [E] int32.
     ``gemm``: for frozen bf16 weights and codes on a CPU."""
-    if not x.shape[0]:  # a rank that got no rows: nothing, but in the graph, for its backward is awaited
+    if not x.shape[0]:  # no rows: empty, but in the graph, since other ranks wait for this backward
         first = weight[0]
         return F.linear(x, first.to(x.dtype)) if isinstance(first, Tensor) else first.product(x).to(x.dtype)
     if isinstance(weight, Quantised):
-        nt, nn = (gemm.nt, gemm.nn) if gemm is not None else (_coded_nt, _coded_nn)
+        nt, nn = (gemm.nt, gemm.nn) if gemm is not None else (_multiply_codes_nt, _multiply_codes_nn)
         return _FrozenGrouped.apply(x, weight, ends, nt, nn)  # type: ignore[return-value]
     if gemm is not None and weight.dtype == torch.bfloat16 and not x.is_cuda:
         return _FrozenGrouped.apply(x, weight, ends, gemm.nt, gemm.nn)  # type: ignore[return-value]
     if weight.dtype != x.dtype:
-        return _FrozenGrouped.apply(x, weight, ends, _widened_nt, _widened_nn)  # type: ignore[return-value]
-    if _grouped_mm_works(x, weight):
+        return _FrozenGrouped.apply(x, weight, ends, _widen_nt, _widen_nn)  # type: ignore[return-value]
+    if _can_group_mm(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return _by_expert(x, ends, lambda rows, expert: F.linear(rows, weight[expert]))
+    return _map_experts(x, ends, lambda rows, expert: F.linear(rows, weight[expert]))
 
 
-def _coded_nt(rows: Tensor, weight: Quantised) -> Tensor:
+def _multiply_codes_nt(rows: Tensor, weight: Quantised) -> Tensor:
     return weight.product(rows).to(rows.dtype)
 
 
-def _coded_nn(rows: Tensor, weight: Quantised) -> Tensor:
+def _multiply_codes_nn(rows: Tensor, weight: Quantised) -> Tensor:
     return weight.transposed_product(rows).to(rows.dtype)
 
 
-def _widened_nt(rows: Tensor, weight: Tensor) -> Tensor:
+def _widen_nt(rows: Tensor, weight: Tensor) -> Tensor:
     return F.linear(rows, weight.to(rows.dtype))
 
 
-def _widened_nn(rows: Tensor, weight: Tensor) -> Tensor:
+def _widen_nn(rows: Tensor, weight: Tensor) -> Tensor:
     return rows @ weight.to(rows.dtype)
 
 
 class _FrozenGrouped(torch.autograd.Function):
-    """Frozen experts, one product after the other: ``nt`` (rows, w) -> rows w^T, ``nn`` -> rows w. Of experts
-    stored in fewer bits than x has, no more than one is widened at a time."""
+    """Frozen experts, one product after the other: ``nt`` (rows, w) -> rows w^T, ``nn`` -> rows w. If experts
+    are stored in fewer bits than x, only one at a time is widened."""
 
     @staticmethod
     def forward(ctx, x, weight, ends, nt, nn):
         keep_weight(ctx, weight, ends)
         ctx.nn = nn
-        return _by_expert(x, ends, lambda rows, expert: nt(rows, weight[expert]))
+        return _map_experts(x, ends, lambda rows, expert: nt(rows, weight[expert]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         ends, weight = kept(ctx)
-        of_x = _by_expert(grad, ends, lambda rows, expert: ctx.nn(rows, weight[expert]))
-        return of_x, None, None, None, None
+        grad_x = _map_experts(grad, ends, lambda rows, expert: ctx.nn(rows, weight[expert]))
+        return grad_x, None, None, None, None
 
 
-def _by_expert(x: Tensor, ends: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """``product`` of every expert that has rows, with them; x has at least one row."""
+def _map_experts(x: Tensor, ends: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Apply ``product`` to the rows of every expert that has any; x has at least one row."""
     parts, start = [], 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
@@ -303,8 +312,8 @@ def _by_expert(x: Tensor, ends: Tensor, product: Callable[[Tensor, int], Tensor]
     return torch.cat(parts)
 
 
-def _grouped_mm_works(x: Tensor, weight: Tensor) -> bool:
-    """torch's grouped product takes rows of 16 bytes and, on CUDA, bf16."""
+def _can_group_mm(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes these: rows of 16 bytes and, on CUDA, bf16."""
     if x.dtype not in ((torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)):
         return False
     return all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])

@@ -1,8 +1,8 @@
-"""Weights as they are published in few bits, read as plain tensors under the names that a model calls for.
+"""Read weights that are published in few bits as plain tensors, under the names that a model calls for.
 
 A form is a row of a table: the names of its parts, and one pure function of them. ``config.json``'s
-``quantization_config`` chooses the row; what lies in the files decides which maps are quantised. Weights are
-widened one at a time, when they are read, to float32.
+``quantization_config`` chooses the row; the tensors in the files decide which maps are quantised. Weights are
+widened to float32 one at a time, when they are read.
 
 N outputs, K inputs, G groups of inputs, E experts, b bits.
 """
@@ -26,7 +26,7 @@ from ostinato.model.config_keys import Quantisation, quantisation_of
 from ostinato.model.weight_files import weight_files
 
 Parts = Mapping[str, Tensor]  # by the ends of their names
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AutoAWQ's kernels have the eight columns of a word
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places of the eight columns in a word of AutoAWQ's kernels
 FP4 = (
     0.0,
     0.5,
@@ -48,34 +48,37 @@ FP4 = (
 
 
 def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """int32 [..., W] -> unsigned codes [..., W * 32 / b] int32, the lowest bits first. ``order``: the place
-    of each column in its word."""
+    """Unpack int32 [..., W] into unsigned codes [..., W * 32 / b] int32, the lowest bits first. ``order``:
+    the place of each column in its word."""
     places = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     codes = (words.unsqueeze(-1) >> places) & ((1 << bits) - 1)
     return (codes if order is None else codes[..., list(order)]).flatten(-2)
 
 
 def of_groups(codes: Tensor, zero: Tensor | int, scale: Tensor, group: Tensor | None = None) -> Tensor:
-    """(codes [N, K] - zero [N, G]) * scale [N, G], fp32. ``group`` [K]: of each input; None: G equal runs."""
+    """(codes [N, K] - zero [N, G]) * scale [N, G], fp32. ``group`` [K]: the group of each input; None: G
+    equal runs."""
     runs = torch.arange(codes.shape[1], device=codes.device) // -(-codes.shape[1] // scale.shape[1])
     index = runs if group is None else group.long()
     return (codes - (zero if isinstance(zero, int) else zero[:, index])) * scale.float()[:, index]
 
 
 def float8(parts: Parts, form: Quantisation) -> Tensor:
-    """Codes [..., N, K] in float8, a scale per block (DeepSeek-V3, arXiv 2412.19437 section 3.3)."""
+    """Widen codes [..., N, K] in float8 with a scale per block (DeepSeek-V3, arXiv 2412.19437 section
+    3.3)."""
     codes, scale = parts[""], parts["_scale_inv"].float()
-    (n, k), (rows, columns) = codes.shape[-2:], form.blocks
-    if tuple(scale.shape) != (*codes.shape[:-2], -(-n // rows), -(-k // columns)):
+    (outputs, inputs), (rows, columns) = codes.shape[-2:], form.blocks
+    if tuple(scale.shape) != (*codes.shape[:-2], -(-outputs // rows), -(-inputs // columns)):
         raise ValueError(
             f"scales have shape {list(scale.shape)}, which does not fit blocks of {rows} by {columns}"
         )
-    spread = scale.repeat_interleave(rows, -2)[..., :n, :].repeat_interleave(columns, -1)[..., :k]
-    return codes.float() * spread
+    scales = scale.repeat_interleave(rows, -2)[..., :outputs, :].repeat_interleave(columns, -1)[..., :inputs]
+    return codes.float() * scales
 
 
 def float8_rows(parts: Parts, form: Quantisation) -> Tensor:
-    """Codes [N, K] in float8, one scale or one for each output [N, 1] (compressed-tensors, ModelOpt)."""
+    """Widen codes [N, K] in float8 with a scale, or a scale per output [N, 1] (compressed-tensors,
+    ModelOpt)."""
     codes = parts[".weight"]
     scale = parts[".weight_scale"] if ".weight_scale" in parts else parts[".weight_scale_inv"]
     if scale.numel() not in (1, len(codes)):
@@ -84,25 +87,26 @@ def float8_rows(parts: Parts, form: Quantisation) -> Tensor:
 
 
 def nvfp4(parts: Parts, form: Quantisation) -> Tensor:
-    """Codes [N, K / 2] as in ``fp4``, scales in float8 of 16 inputs each, [N, K / 16], and one for all: a
-    factor in ModelOpt, a divisor in compressed-tensors."""
-    halves = fp4(parts[".weight_packed"] if ".weight_packed" in parts else parts[".weight"])
+    """Widen codes [N, K / 2] as in ``fp4`` with a float8 scale per 16 inputs, [N, K / 16], and a scale for
+    the whole tensor: a factor in ModelOpt, a divisor in compressed-tensors."""
+    values = fp4(parts[".weight_packed"] if ".weight_packed" in parts else parts[".weight"])
     scale = parts[".weight_scale"].float()
     if ".weight_scale_2" in parts:
         scale = scale * parts[".weight_scale_2"].float()
     else:
         scale = scale / parts[".weight_global_scale"].float()
-    return (halves.unflatten(-1, (-1, 16)) * scale.unsqueeze(-1)).flatten(-2)
+    return (values.unflatten(-1, (-1, 16)) * scale.unsqueeze(-1)).flatten(-2)
 
 
 def fp4(codes: Tensor) -> Tensor:
-    """uint8 [..., B] -> fp32 [..., 2 B]: two E2M1 a byte, the lower half first."""
+    """uint8 [..., B] -> fp32 [..., 2 B]: two E2M1 numbers per byte, the lower half first."""
     table = torch.tensor(FP4, device=codes.device)
     return torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), dim=-1).flatten(-2)
 
 
 def packed(parts: Parts, form: Quantisation) -> Tensor:
-    """compressed-tensors, ``pack-quantized``: signed codes in words along K, zeros in words along N."""
+    """Widen ``pack-quantized`` of compressed-tensors: signed codes in words along K, zeros in words along
+    N."""
     half = 1 << (form.bits - 1)
     codes = unpacked(parts[".weight_packed"], form.bits) - half
     zero: Tensor | int = 0
@@ -112,44 +116,45 @@ def packed(parts: Parts, form: Quantisation) -> Tensor:
 
 
 def gptq(parts: Parts, form: Quantisation) -> Tensor:
-    """GPTQ as AutoGPTQ and GPTQModel write it: words along K, [K b / 32, N]; zeros less 1 in their first
-    format, [G, N b / 32]."""
+    """Widen GPTQ as AutoGPTQ and GPTQModel write it: words along K, [K b / 32, N]; zeros [G, N b / 32], less
+    1 in their first format."""
     codes = unpacked(parts[".qweight"].T, form.bits)
     zero = unpacked(parts[".qzeros"], form.bits) + form.zero_shift
     return of_groups(codes, zero.T, parts[".scales"].T, parts.get(".g_idx"))
 
 
 def awq(parts: Parts, form: Quantisation) -> Tensor:
-    """AWQ as AutoAWQ writes it for its GEMM: words along N, [K, N / 8], columns in AWQ_ORDER."""
+    """Widen AWQ as AutoAWQ writes it for its GEMM: words along N, [K, N / 8], columns in AWQ_ORDER."""
     codes = unpacked(parts[".qweight"], form.bits, AWQ_ORDER)
     zero = unpacked(parts[".qzeros"], form.bits, AWQ_ORDER)
     return of_groups(codes.T, zero.T, parts[".scales"].T)
 
 
 def mxfp4(parts: Parts, form: Quantisation) -> Tensor:
-    """OCP Microscaling (MX) v1.0 section 5.3.3, as gpt-oss has its experts: two E2M1 a byte, the lower half
-    first, [E, N, G, 16], and exponents of 2 less 127, [E, N, G] -> [E, K, N], as transformers has them."""
+    """Widen OCP Microscaling (MX) v1.0 section 5.3.3, the form of gpt-oss's experts: two E2M1 numbers per
+    byte, the lower half first, [E, N, G, 16], and exponents of 2 less 127, [E, N, G] -> [E, K, N], as
+    transformers has them."""
     blocks, scales = parts["_blocks"], parts["_scales"]
     return torch.ldexp(fp4(blocks), scales.int().unsqueeze(-1) - 127).flatten(-2).mT.contiguous()
 
 
 class Form(NamedTuple):
-    """Names of a weight and of its parts, ends of names each; its shape, from those of its parts."""
+    """The ends of the names of a weight and of its parts, and functions for its shape and its values."""
 
     plain: str  # end of the weight's name
-    main: str  # end of the part that stands for it
+    main: str  # end of the name of its main part
     needs: tuple[str, ...]
     may: tuple[str, ...]
     shape: Callable[[Callable[[str], list[int]], Quantisation], tuple[int, ...]]
     widen: Callable[[Parts, Quantisation], Tensor]
 
 
-def _along(rows: int, form: Quantisation) -> int:
+def _count_codes(rows: int, form: Quantisation) -> int:
     return rows * 32 // form.bits
 
 
-# Of activations and of keys and values, in few bits where such a model is served; not computed here.
-AT_ONCE = 32  # tensors of a file that is open
+AT_ONCE = 32  # tensors that are read while a file is open
+# scales of activations and of keys and values, for serving them in few bits, which is not computed here
 BESIDE = (".input_scale", ".activation_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale")
 FORMS = {
     "fp8": Form("", "", ("_scale_inv",), (), lambda of, _: tuple(of("")), float8),
@@ -180,7 +185,7 @@ FORMS = {
         ".weight_packed",
         (".weight_scale",),
         (".weight_shape", ".weight_zero_point", ".weight_g_idx"),
-        lambda of, form: (of(".weight_packed")[0], _along(of(".weight_packed")[1], form)),
+        lambda of, form: (of(".weight_packed")[0], _count_codes(of(".weight_packed")[1], form)),
         packed,
     ),
     "gptq": Form(
@@ -188,7 +193,7 @@ FORMS = {
         ".qweight",
         (".qzeros", ".scales"),
         (".g_idx",),
-        lambda of, form: (of(".qweight")[1], _along(of(".qweight")[0], form)),
+        lambda of, form: (of(".qweight")[1], _count_codes(of(".qweight")[0], form)),
         gptq,
     ),
     "awq": Form(
@@ -196,7 +201,7 @@ FORMS = {
         ".qweight",
         (".qzeros", ".scales"),
         (),
-        lambda of, form: (_along(of(".qweight")[1], form), of(".qweight")[0]),
+        lambda of, form: (_count_codes(of(".qweight")[1], form), of(".qweight")[0]),
         awq,
     ),
     "mxfp4": Form(
@@ -211,50 +216,51 @@ FORMS = {
 
 
 class Weights:
-    """The tensors of a Hugging Face folder, widened where they are quantised. ``files``: as ``weight_files``
-    has them, by the names of whole weights. Raises ValueError for a quantised weight that lacks a part."""
+    """The tensors of a Hugging Face folder, widened where they are quantised. ``files``: those of
+    ``weight_files``, with the names of whole weights. Raises ValueError for a quantised weight that lacks a
+    part."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        listed, self._form = weight_files(folder), quantisation_of(config)
+        names_by_path, self._form = weight_files(folder), quantisation_of(config)
         self._paths: dict[str, Path] = {}  # of every tensor, where some are quantised
-        self._parts: dict[
-            str, dict[str, str]
-        ] = {}  # names of parts by their ends, for every quantised weight
+        # for every quantised weight, the names of its parts by their ends
+        self._parts: dict[str, dict[str, str]] = {}
         if self._form is not None:
-            for path, names in listed.items():
+            for path, names in names_by_path.items():
                 self._paths |= dict.fromkeys(names or names_in(path), path)
-            self._parts = dict(_quantised(self._paths, FORMS[self._form.method]))
+            self._parts = dict(_find_quantised(self._paths, FORMS[self._form.method]))
         form = FORMS[self._form.method] if self._form is not None else None
-        self._whole = {parts[form.main]: name for name, parts in self._parts.items()} if form else {}
-        self._beside = {part for parts in self._parts.values() for part in parts.values()}
-        if form is not None:  # of keys and values also beside a weight that is plain, or an attention
-            self._beside |= {name for name in self._paths if name.endswith(form.may)}
-        self._beside -= self._whole.keys()
-        self.files = {path: list(self.whole(names)) for path, names in listed.items()}
+        self._weight_names = {parts[form.main]: name for name, parts in self._parts.items()} if form else {}
+        self._part_names = {part for parts in self._parts.values() for part in parts.values()}
+        if form is not None:  # scales of keys and values occur beside plain weights, too
+            self._part_names |= {name for name in self._paths if name.endswith(form.may)}
+        self._part_names -= self._weight_names.keys()
+        self.files = {path: list(self.whole(names)) for path, names in names_by_path.items()}
 
     def whole(self, names: Iterable[str]) -> Iterator[str]:
-        """Names of the weights that tensors of a file stand for."""
-        return (self._whole.get(name, name) for name in names if name not in self._beside)
+        """Replace names of tensors in a file by the names of weights; leave out all parts but the main
+        part."""
+        return (self._weight_names.get(name, name) for name in names if name not in self._part_names)
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[Tensors]:
-        """One of ``files``."""
+        """Open one of ``files``."""
         with opened(path) as file:
             yield Tensors(file, self)
 
     def each(self, path: Path) -> Iterator[tuple[str, Tensors]]:
-        """The names in one of ``files``, each with the open file. It is opened anew every few of them: what
-        was read of a mapped file counts as this process's memory until then."""
+        """The names in one of ``files``, each with the open file. The file is opened anew every AT_ONCE
+        names, because the pages read of a mapped file count as memory of this process until it is closed."""
         with self.opened(path) as file:
             names = file.keys()
-        step = max(1, len(names)) if path.suffix == ".bin" else AT_ONCE  # a pickle is read whole
+        step = max(1, len(names)) if path.suffix == ".bin" else AT_ONCE  # a pickle is read as a whole
         for start in range(0, len(names), step):
             with self.opened(path) as file:
                 for name in names[start : start + step]:
                     yield name, file
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """All weights by name, in ``dtype`` but for integers."""
+        """All weights with their names, cast to ``dtype``; integers stay integers."""
         for path in self.files:
             for name, file in self.each(path):
                 tensor = file.get_tensor(name)
@@ -263,7 +269,7 @@ class Weights:
                 yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def quantised(self, name: str) -> Widened | None:
-        """A weight of parts; None for a plain one."""
+        """The weight of this name if it is quantised; None for a plain weight."""
         if self._form is None or (parts := self._parts.get(name)) is None:
             return None
         return Widened(name, self._form, {end: (self._paths[part], part) for end, part in parts.items()})
@@ -282,8 +288,8 @@ class Tensors:
         return self._weights.quantised(name) or self._file.get_slice(name)
 
     def get_tensor(self, name: str) -> Tensor:
-        found = self._weights.quantised(name)
-        return self._file.get_tensor(name) if found is None else found.tensor
+        weight = self._weights.quantised(name)
+        return self._file.get_tensor(name) if weight is None else weight.tensor
 
 
 @dataclass(frozen=True)
@@ -295,7 +301,7 @@ class Widened:
     parts: Mapping[str, tuple[Path, str]]
 
     def get_shape(self) -> list[int]:
-        return list(FORMS[self.form.method].shape(self._shape, self.form))
+        return list(FORMS[self.form.method].shape(self._read_shape, self.form))
 
     def __getitem__(self, where: Any) -> Tensor:
         return self.tensor[where]
@@ -314,34 +320,34 @@ class Widened:
                 f"the {self.form.method} weight {self.name} cannot be read ({error}); download it again"
             ) from error
 
-    def _shape(self, end: str) -> list[int]:
+    def _read_shape(self, end: str) -> list[int]:
         path, part = self.parts[end]
         with opened(path) as file:
             return file.get_slice(part).get_shape()
 
 
-def _quantised(names: Iterable[str], form: Form) -> Iterator[tuple[str, dict[str, str]]]:
-    """(weight, its parts) of every one that is quantised among all ``names``."""
-    known = set(names)
-    for name in known:
+def _find_quantised(names: Iterable[str], form: Form) -> Iterator[tuple[str, dict[str, str]]]:
+    """(name, names of its parts by their ends) of every quantised weight among ``names``."""
+    all_names = set(names)
+    for name in all_names:
         base = name.removesuffix(form.main)
-        there = {end: base + end for end in (form.main, *form.needs, *form.may) if base + end in known}
-        if not name.endswith(form.main) or (form.main == form.plain and not there.keys() & {*form.needs}):
-            continue  # a plain weight, which has the same name
-        if lacking := [end for end in form.needs if end not in there]:
-            raise ValueError(f"{name} has no {base}{lacking[0]} beside it; download the model again")
-        yield base + form.plain, there
+        parts = {end: base + end for end in (form.main, *form.needs, *form.may) if base + end in all_names}
+        if not name.endswith(form.main) or (form.main == form.plain and not parts.keys() & {*form.needs}):
+            continue  # a plain weight has the same name
+        if missing := [end for end in form.needs if end not in parts]:
+            raise ValueError(f"{name} has no {base}{missing[0]} beside it; download the model again")
+        yield base + form.plain, parts
 
 
 def names_in(path: Path) -> list[str]:
-    """Of all tensors of a file."""
+    """The names of all tensors of a file."""
     with opened(path) as file:
         return list(file.keys())
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """The tensors of a file as they lie in it."""
+    """Open a file of tensors, without widening them."""
     if path.suffix == ".bin":
         try:
             tensors = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
@@ -349,7 +355,7 @@ def opened(path: Path) -> Iterator[Any]:
             raise ValueError(
                 f"{path} is truncated or no pickle of tensors alone; download the model as safetensors"
             ) from error
-        yield _Pickled(tensors)
+        yield _PickleFile(tensors)
         return
     try:
         with safe_open(path, framework="pt") as file:
@@ -360,7 +366,7 @@ def opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-class _Pickled:
+class _PickleFile:
     """Tensors by name, with the methods of a safetensors file."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -372,11 +378,11 @@ class _Pickled:
     def get_tensor(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def get_slice(self, name: str) -> _Shaped:
-        return _Shaped(self._tensors[name])
+    def get_slice(self, name: str) -> _TensorSlice:
+        return _TensorSlice(self._tensors[name])
 
 
-class _Shaped:
+class _TensorSlice:
     """A tensor with the methods of a slice of a safetensors file."""
 
     def __init__(self, tensor: Tensor) -> None:
