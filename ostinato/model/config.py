@@ -1,7 +1,7 @@
-"""What a Hugging Face ``config.json`` says, in our words.
+"""Read a Hugging Face ``config.json`` into a ``ModelConfig``.
 
-Every key of the file is understood, known not to change the function, or refused by name: a model is
-either exactly the one that was trained, or it does not load. No torch here.
+Every key of the file is understood, known not to change the function, or refused by name: a model either is
+exactly the model that was trained, or does not load. No torch here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ostinato.model.weight_files import has_own_head
 
 
 class NotNative(ValueError):
-    """A model that is well described, and that this decoder does not compute."""
+    """A valid model that this decoder does not compute."""
 
 
 class RopeType(StrEnum):
@@ -39,7 +39,7 @@ class QKNorm(StrEnum):
 
 
 class Activation(StrEnum):
-    """What the gate of an MLP goes through, by the names of transformers."""
+    """The activation of the gate of an MLP, by the names of transformers."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
@@ -89,7 +89,7 @@ class MoEConfig:
 
     @property
     def here(self) -> int:
-        """Experts whose weights are here."""
+        """The number of experts whose weights are here."""
         return self.num_experts if self.kept is None else self.kept
 
 
@@ -141,7 +141,7 @@ class ModelConfig:
 
     @property
     def is_untied(self) -> bool:
-        """Whether there is a head of its own that config.json denies."""
+        """Whether the model has a head of its own although config.json ties it to the embedding."""
         return bool(self.raw.get("tie_word_embeddings")) and not self.tie_embeddings
 
     @property
@@ -157,13 +157,13 @@ class ModelConfig:
 
     @property
     def within_window(self) -> ModelConfig:
-        """Contexts up to the window, where attention is full attention: for kernels that have no window."""
+        """The model for contexts up to the window, where attention is full: for kernels without a window."""
         if self.window is None:
             return self
         return replace(self, window=None, max_positions=self.window)
 
 
-# Beyond these a size is a slip: the largest models have a tenth of it. Memory is checked against the weights.
+# Larger sizes are mistakes: the largest models have a tenth of these. Memory is checked against the weights.
 _MOST = 2**24
 _LARGEST = 1e30
 _ORIGINAL = "original_max_position_embeddings"
@@ -244,8 +244,8 @@ _QK_NORM = {"gemma3_text": QKNorm.HEAD, "qwen3": QKNorm.HEAD, "qwen3_moe": QKNor
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The configuration of the Hugging Face model in ``folder``. A head of its own among the weights of one
-    that config.json calls tied is used, as transformers does, with a warning.
+    """Read the configuration of the Hugging Face model in ``folder``. If config.json ties the head but the
+    weights have a head of its own, that is used, as in transformers, with a warning.
 
     Raises ValueError, in one sentence, for a missing or broken file and for anything unsupported.
     """
@@ -269,78 +269,78 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """A ModelConfig from the content of a ``config.json``.
+    """Make a ModelConfig from the content of a ``config.json``.
 
     Accepts transformers v5 (``rope_parameters``) and earlier (``rope_theta``, ``rope_scaling``) forms.
     Raises ValueError naming the field, its value and the fix.
     """
-    family = _family(raw)
+    family = _find_family(raw)
     c = {**_COMMON, **_DEFAULTS[family], **raw}
     _refuse_unknown(c, family)
     _refuse_unsupported(c, family)
-    heads = _positive(c, "num_attention_heads")
-    mla = _mla(c) if family == "deepseek_v3" else None
+    heads = _read_size(c, "num_attention_heads")
+    mla = _read_mla(c) if family == "deepseek_v3" else None
     if mla:
         head_dim = mla.nope_head_dim + mla.rope_head_dim
         kv_heads = heads
     else:
         # `head_dim: null` means derived, as an absent key does
-        head_dim = _positive(c, "head_dim") if c.get("head_dim") else _positive(c, "hidden_size") // heads
-        kv_heads = _positive(c, "num_key_value_heads") if c.get("num_key_value_heads") else heads
+        head_dim = _read_size(c, "head_dim") if c.get("head_dim") else _read_size(c, "hidden_size") // heads
+        kv_heads = _read_size(c, "num_key_value_heads") if c.get("num_key_value_heads") else heads
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads is {kv_heads}; it must divide num_attention_heads ({heads})")
-    attention_bias = _flag(c, "attention_bias")
-    rope, own = _rope(c), _gemma(c) if family == "gemma3_text" else {}
+    attention_bias = _read_flag(c, "attention_bias")
+    rope, gemma = _read_rope(c), _read_gemma(c) if family == "gemma3_text" else {}
     return ModelConfig(
         model_type=family,
-        vocab_size=_positive(c, "vocab_size"),
-        hidden_size=_positive(c, "hidden_size"),
-        intermediate_size=_positive(c, "intermediate_size"),
-        num_layers=_positive(c, "num_hidden_layers"),
+        vocab_size=_read_size(c, "vocab_size"),
+        hidden_size=_read_size(c, "hidden_size"),
+        intermediate_size=_read_size(c, "intermediate_size"),
+        num_layers=_read_size(c, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=_positive(c, "max_position_embeddings"),
-        rms_norm_eps=_number(c, "rms_norm_eps", most=1.0, above=0.0),
-        tie_embeddings=_flag(c, "tie_word_embeddings"),
+        max_positions=_read_size(c, "max_position_embeddings"),
+        rms_norm_eps=_read_number(c, "rms_norm_eps", most=1.0, above=0.0),
+        tie_embeddings=_read_flag(c, "tie_word_embeddings"),
         rope=rope,
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=_flag(c, "mlp_bias"),
+        mlp_bias=_read_flag(c, "mlp_bias"),
         qk_norm=_QK_NORM.get(family, QKNorm.NONE),
-        clip_qkv=None if c.get("clip_qkv") is None else _number(c, "clip_qkv", above=0.0),
-        initializer_range=_number(c, "initializer_range", least=0.0),
-        moe=_moe(c, family),
+        clip_qkv=None if c.get("clip_qkv") is None else _read_number(c, "clip_qkv", above=0.0),
+        initializer_range=_read_number(c, "initializer_range", least=0.0),
+        moe=_read_moe(c, family),
         mla=mla,
-        **_local(c, family),
-        **own,
+        **_read_local(c, family),
+        **gemma,
         raw=dict(raw),
     )
 
 
-def _gemma(c: Mapping[str, Any]) -> dict[str, Any]:
-    """What Gemma 3 has besides (arXiv 2503.19786 section 2)."""
+def _read_gemma(c: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that only Gemma 3 sets (arXiv 2503.19786 section 2)."""
     return {
         "activation": Activation(c["hidden_activation"]),
         "norm_offset": 1.0,
         "post_norms": True,
-        "embed_scale": _positive(c, "hidden_size") ** 0.5,
-        "attention_scale": _number(c, "query_pre_attn_scalar", above=0.0) ** -0.5,
-        "local_rope": _rope_by_kind(c, "sliding_attention", "rope_local_base_freq"),
+        "embed_scale": _read_size(c, "hidden_size") ** 0.5,
+        "attention_scale": _read_number(c, "query_pre_attn_scalar", above=0.0) ** -0.5,
+        "local_rope": _read_rope_of(c, "sliding_attention", "rope_local_base_freq"),
     }
 
 
-def _family(raw: Mapping[str, Any]) -> str:
+def _find_family(raw: Mapping[str, Any]) -> str:
     model_type = raw.get("model_type")
     family = _ALIASES.get(str(model_type), str(model_type))
     if family not in _DEFAULTS:
-        known = ", ".join([*_DEFAULTS, *_ALIASES])
-        raise NotNative(f"model_type is {model_type!r}; this decoder has {known}")
+        names = ", ".join([*_DEFAULTS, *_ALIASES])
+        raise NotNative(f"model_type is {model_type!r}; this decoder has {names}")
     return family
 
 
 def _refuse_unknown(c: Mapping[str, Any], family: str) -> None:
-    """A key that is set, that is not understood, and whose name says that it changes what is computed."""
+    """Raise NotNative for a key that is set, not understood, and by its name changes the function."""
     quantisation_of(c)
     for key in unknown_keys(c, family):
         fix = "remove the key from config.json if it does not change what the model computes"
@@ -348,10 +348,10 @@ def _refuse_unknown(c: Mapping[str, Any], family: str) -> None:
 
 
 def _refuse_unsupported(c: Mapping[str, Any], family: str) -> None:
-    gelu = family == "gemma3_text"
-    key, only = ("hidden_activation", "gelu_pytorch_tanh") if gelu else ("hidden_act", "silu")
-    if c[key] != only:
-        raise NotNative(f"{key} is {c[key]!r}; only {only!r} is supported for {family}")
+    is_gemma = family == "gemma3_text"
+    key, value = ("hidden_activation", "gelu_pytorch_tanh") if is_gemma else ("hidden_act", "silu")
+    if c[key] != value:
+        raise NotNative(f"{key} is {c[key]!r}; only {value!r} is supported for {family}")
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if c.get(key):
             raise NotNative(f"{key} is {c[key]!r}, which this decoder does not compute")
@@ -361,54 +361,54 @@ def _refuse_unsupported(c: Mapping[str, Any], family: str) -> None:
         raise NotNative(f"use_qk_norm is {c['use_qk_norm']!r}; only true is supported for {family}")
     if family != "deepseek_v3":
         return
-    for key, only in {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
-        if c[key] != only:
-            raise NotNative(f"{key} is {c[key]!r}; only {only!r} is supported for {family}")
+    for key, value in {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
+        if c[key] != value:
+            raise NotNative(f"{key} is {c[key]!r}; only {value!r} is supported for {family}")
 
 
-def _local(c: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The layers of ``local_layers`` and their window."""
-    depth = _positive(c, "num_hidden_layers")
+def _read_local(c: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The fields ``local_layers`` and ``window``; empty without local layers."""
+    depth = _read_size(c, "num_hidden_layers")
     if family in ("llama", "olmoe", "deepseek_v3"):
         return {}
-    window = None if c.get("sliding_window") is None else _positive(c, "sliding_window")
+    window = None if c.get("sliding_window") is None else _read_size(c, "sliding_window")
     if kinds := c.get("layer_types"):
-        known = {"sliding_attention", "full_attention"}
-        if not isinstance(kinds, list) or len(kinds) != depth or not known.issuperset(kinds):
+        supported = {"sliding_attention", "full_attention"}
+        if not isinstance(kinds, list) or len(kinds) != depth or not supported.issuperset(kinds):
             raise NotNative(
-                f"layer_types is {kinds!r}; this decoder has {' and '.join(sorted(known))}, for each of "
+                f"layer_types is {kinds!r}; this decoder has {' and '.join(sorted(supported))}, for each of "
                 f"{depth} layers"
             )
         layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
     elif family == "gemma3_text":
-        every = _positive(c, "sliding_window_pattern")
-        layers = tuple(i for i in range(depth) if (i + 1) % every)
+        period = _read_size(c, "sliding_window_pattern")
+        layers = tuple(i for i in range(depth) if (i + 1) % period)
     elif family in ("mistral", "mixtral"):
         layers = tuple(range(depth))
     elif c.get("use_sliding_window"):
-        layers = tuple(range(0 if family == "qwen3_moe" else _count(c, "max_window_layers"), depth))
+        layers = tuple(range(0 if family == "qwen3_moe" else _read_count(c, "max_window_layers"), depth))
     else:
         return {}
-    if window is not None and window >= _positive(c, "max_position_embeddings"):
+    if window is not None and window >= _read_size(c, "max_position_embeddings"):
         window = None
-    own = family == "gemma3_text"  # a rope, whatever the window
-    return {"local_layers": layers, "window": window} if layers and (own or window) else {}
+    has_rope = family == "gemma3_text"  # a rope, whatever the window
+    return {"local_layers": layers, "window": window} if layers and (has_rope or window) else {}
 
 
-def _rope_by_kind(c: Mapping[str, Any], kind: str, theta: str) -> RopeConfig:
-    """That of the layers of one kind, of which the scaling of old is not."""
-    own = (c.get("rope_parameters") or {}).get(kind)
-    return _rope({**c, "rope_parameters": own, "rope_scaling": None, "rope_theta": c[theta]})
+def _read_rope_of(c: Mapping[str, Any], kind: str, theta: str) -> RopeConfig:
+    """The rope of the layers of one kind; the old ``rope_scaling`` does not apply to it."""
+    parameters = (c.get("rope_parameters") or {}).get(kind)
+    return _read_rope({**c, "rope_parameters": parameters, "rope_scaling": None, "rope_theta": c[theta]})
 
 
-def _rope(c: Mapping[str, Any]) -> RopeConfig:
-    """transformers obeys ``rope_scaling`` where both forms are given, and then forgets a ``rope_theta`` of
-    ``rope_parameters``: what was trained is known only where the two agree."""
+def _read_rope(c: Mapping[str, Any]) -> RopeConfig:
+    """The rope in either form. Raises ValueError where both are given and differ: transformers then takes
+    ``rope_scaling`` and drops ``rope_theta`` of ``rope_parameters``, so it is unclear what was trained."""
     new, old = c.get("rope_parameters"), c.get("rope_scaling")
     if isinstance(new, Mapping) and "full_attention" in new:  # by kinds of layers
         new = new["full_attention"]
-    rope = _rope_of(c, new or old or {})
-    if new and old and _rope_of(c, old) != rope:
+    rope = _parse_rope(c, new or old or {})
+    if new and old and _parse_rope(c, old) != rope:
         raise ValueError(
             f"rope_scaling is {old!r} and rope_parameters {new!r}, which disagree; put all of it, rope_theta "
             "too, into rope_parameters, and remove rope_scaling"
@@ -416,7 +416,7 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
     return rope
 
 
-def _rope_of(c: Mapping[str, Any], scaling: Any) -> RopeConfig:
+def _parse_rope(c: Mapping[str, Any], scaling: Any) -> RopeConfig:
     if not isinstance(scaling, Mapping):
         raise ValueError(f"rope_scaling is {scaling!r}; config.json needs an object there")
     scaling = dict(scaling)
@@ -426,21 +426,21 @@ def _rope_of(c: Mapping[str, Any], scaling: Any) -> RopeConfig:
         raise NotNative(f"rope_type is {name!r}; supported are {', '.join(RopeType)}")
     if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
         raise NotNative("partial_rotary_factor in rope_parameters is not 1.0; only 1.0 is supported")
-    given = (scaling.pop("rope_theta", None), c.get("rope_theta"), 10000.0)
-    theta = _number({"rope_theta": next(one for one in given if one is not None)}, "rope_theta", above=1.0)
+    thetas = (scaling.pop("rope_theta", None), c.get("rope_theta"), 10000.0)
+    theta = _read_number({"rope_theta": next(t for t in thetas if t is not None)}, "rope_theta", above=1.0)
     rope_type = RopeType(name)
     if rope_type == RopeType.DEFAULT:
         return RopeConfig(theta=theta)
     scaling = {key: value for key, value in scaling.items() if value is not None}
-    longest = _positive(c, "max_position_embeddings")
-    positions = _positive({_ORIGINAL: scaling.pop(_ORIGINAL, longest)}, _ORIGINAL)
-    factor = _number({"factor": scaling.pop("factor", longest / positions)}, "factor", least=1.0)
-    needed = {
+    max_positions = _read_size(c, "max_position_embeddings")
+    positions = _read_size({_ORIGINAL: scaling.pop(_ORIGINAL, max_positions)}, _ORIGINAL)
+    factor = _read_number({"factor": scaling.pop("factor", max_positions / positions)}, "factor", least=1.0)
+    allowed = {
         RopeType.LINEAR: (),
         RopeType.LLAMA3: ("low_freq_factor", "high_freq_factor"),
         RopeType.YARN: ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     }[rope_type]
-    if unknown := sorted(set(scaling) - set(needed)):
+    if unknown := sorted(set(scaling) - set(allowed)):
         raise ValueError(
             f"rope_parameters has {unknown[0]} = {scaling[unknown[0]]!r}, unknown for {name}; remove it"
         )
@@ -451,8 +451,8 @@ def _rope_of(c: Mapping[str, Any], scaling: Any) -> RopeConfig:
         original_max_positions=positions,
         truncate=bool(scaling.pop("truncate", True)),
         **{
-            key: _number(scaling, key, least=0.0) if "mscale" in key else _number(scaling, key, above=0.0)
-            for key in scaling
+            k: _read_number(scaling, k, least=0.0) if "mscale" in k else _read_number(scaling, k, above=0.0)
+            for k in scaling
         },
     )
     if rope.low_freq_factor >= rope.high_freq_factor:
@@ -467,38 +467,38 @@ def _rope_of(c: Mapping[str, Any], scaling: Any) -> RopeConfig:
     return rope
 
 
-def _mla(c: Mapping[str, Any]) -> MLAConfig:
+def _read_mla(c: Mapping[str, Any]) -> MLAConfig:
     return MLAConfig(
-        q_lora_rank=None if c.get("q_lora_rank") is None else _positive(c, "q_lora_rank"),
-        kv_lora_rank=_positive(c, "kv_lora_rank"),
-        nope_head_dim=_positive(c, "qk_nope_head_dim"),
-        rope_head_dim=_positive(c, "qk_rope_head_dim"),
-        v_head_dim=_positive(c, "v_head_dim"),
-        interleaved=_flag(c, "rope_interleave"),
+        q_lora_rank=None if c.get("q_lora_rank") is None else _read_size(c, "q_lora_rank"),
+        kv_lora_rank=_read_size(c, "kv_lora_rank"),
+        nope_head_dim=_read_size(c, "qk_nope_head_dim"),
+        rope_head_dim=_read_size(c, "qk_rope_head_dim"),
+        v_head_dim=_read_size(c, "v_head_dim"),
+        interleaved=_read_flag(c, "rope_interleave"),
     )
 
 
-def _moe(c: Mapping[str, Any], family: str) -> MoEConfig | None:
-    depth = _positive(c, "num_hidden_layers")
+def _read_moe(c: Mapping[str, Any], family: str) -> MoEConfig | None:
+    depth = _read_size(c, "num_hidden_layers")
     if family == "qwen3_moe":
-        step, dense = _positive(c, "decoder_sparse_step"), _indices(c, "mlp_only_layers")
+        step, dense = _read_size(c, "decoder_sparse_step"), _read_indices(c, "mlp_only_layers")
         moe = MoEConfig(
-            num_experts=_experts(c, "num_experts", "num_local_experts"),
-            top_k=_positive(c, "num_experts_per_tok"),
-            intermediate_size=_positive(c, "moe_intermediate_size"),
+            num_experts=_read_experts(c, "num_experts", "num_local_experts"),
+            top_k=_read_size(c, "num_experts_per_tok"),
+            intermediate_size=_read_size(c, "moe_intermediate_size"),
             layers=tuple(i for i in range(depth) if i not in dense and (i + 1) % step == 0),
-            norm_topk=_flag(c, "norm_topk_prob"),
+            norm_topk=_read_flag(c, "norm_topk_prob"),
         )
     elif family in ("mixtral", "olmoe"):
         moe = MoEConfig(
-            num_experts=_experts(c, "num_local_experts", "num_experts"),
-            top_k=_positive(c, "num_experts_per_tok"),
-            intermediate_size=_positive(c, "intermediate_size"),
+            num_experts=_read_experts(c, "num_local_experts", "num_experts"),
+            top_k=_read_size(c, "num_experts_per_tok"),
+            intermediate_size=_read_size(c, "intermediate_size"),
             layers=tuple(range(depth)),
-            norm_topk=family == "mixtral" or _flag(c, "norm_topk_prob"),
+            norm_topk=family == "mixtral" or _read_flag(c, "norm_topk_prob"),
         )
     elif family == "deepseek_v3":
-        moe = _deepseek_moe(c, depth)
+        moe = _read_deepseek_moe(c, depth)
     else:
         return None
     if moe.top_k > moe.num_experts:
@@ -506,52 +506,52 @@ def _moe(c: Mapping[str, Any], family: str) -> MoEConfig | None:
     return moe if moe.layers else None
 
 
-def _deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
-    first, every = _count(c, "first_k_dense_replace"), _positive(c, "moe_layer_freq")
-    groups, kept = max(1, _count(c, "n_group")), max(1, _count(c, "topk_group"))
-    experts = _experts(c, "n_routed_experts", "num_local_experts")
+def _read_deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
+    first, period = _read_count(c, "first_k_dense_replace"), _read_size(c, "moe_layer_freq")
+    groups, topk_groups = max(1, _read_count(c, "n_group")), max(1, _read_count(c, "topk_group"))
+    experts = _read_experts(c, "n_routed_experts", "num_local_experts")
     if experts % groups or (groups > 1 and experts // groups < 2):
         raise ValueError(
             f"n_group is {groups}; it must cut n_routed_experts ({experts}) into groups of 2 or more"
         )
-    if not 1 <= kept <= groups:
-        raise ValueError(f"topk_group is {kept}; it must be between 1 and n_group ({groups})")
-    top_k = _positive(c, "num_experts_per_tok")
-    if kept * experts // groups < top_k <= experts:  # the rest would be experts that are ruled out
+    if not 1 <= topk_groups <= groups:
+        raise ValueError(f"topk_group is {topk_groups}; it must be between 1 and n_group ({groups})")
+    top_k = _read_size(c, "num_experts_per_tok")
+    if topk_groups * experts // groups < top_k <= experts:  # further experts would be from excluded groups
         raise ValueError(
-            f"num_experts_per_tok is {top_k}; {kept} of {groups} groups hold only "
-            f"{kept * experts // groups} experts"
+            f"num_experts_per_tok is {top_k}; {topk_groups} of {groups} groups hold only "
+            f"{topk_groups * experts // groups} experts"
         )
-    width = _positive(c, "moe_intermediate_size")
+    width = _read_size(c, "moe_intermediate_size")
     return MoEConfig(
         num_experts=experts,
         top_k=top_k,
         intermediate_size=width,
-        layers=tuple(i for i in range(depth) if i >= first and i % every == 0),
+        layers=tuple(i for i in range(depth) if i >= first and i % period == 0),
         scoring=Scoring.SIGMOID,
-        norm_topk=_flag(c, "norm_topk_prob"),
-        scaling=_number(c, "routed_scaling_factor", above=0.0),
+        norm_topk=_read_flag(c, "norm_topk_prob"),
+        scaling=_read_number(c, "routed_scaling_factor", above=0.0),
         num_groups=groups,
-        topk_groups=kept,
+        topk_groups=topk_groups,
         correction_bias=True,
-        shared_intermediate_size=width * _count(c, "n_shared_experts"),
+        shared_intermediate_size=width * _read_count(c, "n_shared_experts"),
     )
 
 
-def _experts(c: Mapping[str, Any], *names: str) -> int:
-    """transformers has two names per family for the number of experts."""
-    return _positive(c, next((name for name in names if name in c), names[0]))
+def _read_experts(c: Mapping[str, Any], *names: str) -> int:
+    """The number of experts, for which transformers has two names per family."""
+    return _read_size(c, next((name for name in names if name in c), names[0]))
 
 
-def _flag(c: Mapping[str, Any], key: str) -> bool:
-    """True or false; a missing one, or null, is false."""
+def _read_flag(c: Mapping[str, Any], key: str) -> bool:
+    """Read true or false; a missing key, or null, is false."""
     value = c.get(key)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{key} is {value!r}; config.json needs true or false there")
     return bool(value)
 
 
-def _number(
+def _read_number(
     c: Mapping[str, Any],
     key: str,
     *,
@@ -559,7 +559,7 @@ def _number(
     above: float = -math.inf,
     most: float = math.inf,
 ) -> float:
-    """A finite number, of at least ``least``, above ``above`` and of at most ``most``."""
+    """Read a finite number, of at least ``least``, above ``above`` and of at most ``most``."""
     value = c.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{key} is {value!r}; config.json needs a number there")
@@ -575,25 +575,25 @@ def _number(
     return float(value)
 
 
-def _positive(c: Mapping[str, Any], key: str) -> int:
-    return _count(c, key, least=1)
+def _read_size(c: Mapping[str, Any], key: str) -> int:
+    return _read_count(c, key, least=1)
 
 
-def _count(c: Mapping[str, Any], key: str, least: int = 0) -> int:
-    """A whole number; with ``least`` 0 a missing one, or null, is 0."""
+def _read_count(c: Mapping[str, Any], key: str, least: int = 0) -> int:
+    """Read a whole number; with ``least`` 0 a missing key, or null, is 0."""
     value = c.get(key)
     if value is None and not least:
         return 0
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         kind = "a positive integer" if least else "an integer of 0 or more"
         raise ValueError(f"{key} is {value!r}; config.json needs {kind} there")
-    if value > (most := _MOST_OF.get(key, _MOST)):
-        raise ValueError(f"{key} is {value}; config.json needs an integer up to {most} there")
+    if value > (largest := _MOST_OF.get(key, _MOST)):
+        raise ValueError(f"{key} is {value}; config.json needs an integer up to {largest} there")
     return value
 
 
-def _indices(c: Mapping[str, Any], key: str) -> set[int]:
+def _read_indices(c: Mapping[str, Any], key: str) -> set[int]:
     value = c[key] or []
-    if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
+    if not isinstance(value, list) or not all(isinstance(index, int) for index in value):
         raise ValueError(f"{key} is {value!r}; config.json needs a list of layer numbers there")
     return set(value)
