@@ -1,8 +1,7 @@
 """One decoder for every supported family, dense and mixture-of-experts, for sampling and for training.
 
-Tokens are a flat packed row [T]; who attends to whom, which adapters, which routing and which arithmetic
-are arguments of ``forward``. The module holds the base weights and nothing else: no cache, no adapters,
-no mode.
+Tokens are a flat packed row [T]; attention, adapters, routing and arithmetic are arguments of ``forward``.
+The module holds the base weights and nothing else: no cache, no adapters, no mode.
 
 T rows, D hidden size, H query heads, G key-value heads, V vocabulary, E experts, K experts per token.
 """
@@ -38,24 +37,25 @@ from ostinato.model.weights import (
     new_block,
 )
 
-_LATENT_EPS = 1e-6  # DeepSeek-V3 norms its latents with this, whatever rms_norm_eps says
+_LATENT_EPS = 1e-6  # of the norms of DeepSeek-V3's latents, whatever rms_norm_eps is
 
 
-def _block_again(
+def _recompute_block(
     decoder: Decoder, layer: int, block: Block, residual: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``Decoder._block`` of the residual alone, whose norm is computed once more: half of what it keeps."""
+    """Run ``Decoder._run_block`` from the residual alone. Its norm is computed again, so that a checkpoint
+    keeps half as much."""
     x = args[-1].rms_norm(residual, decoder.gain(block.attn_norm), decoder.config.rms_norm_eps)
-    return decoder._block(layer, block, x, residual, *args)
+    return decoder._run_block(layer, block, x, residual, *args)
 
 
 class Decoder(nn.Module):
     """Base weights and the forward pass. Parameters are frozen until ``trainable(True)``.
 
-    The dtype is chosen here or when loading; ``to`` is for devices.
+    The dtype is chosen here or when loading; use ``to`` for devices only.
     """
 
-    embed: nn.Parameter  # [V, D]; a share has it where it embeds, or where it is the head as well
+    embed: nn.Parameter  # [V, D]; a share has it if it embeds, or if it is the head as well
     norm: nn.Parameter  # [D], before the head
     head: nn.Parameter  # [V, D], absent when tied
     inv_freq: Tensor  # [rotary dim / 2] fp32
@@ -75,20 +75,20 @@ class Decoder(nn.Module):
         """Allocate without values: ``hf.load_model`` or ``init_weights`` fills them.
 
         ``dtype``: of activations, norms, biases and adapters. ``storage``: of matrices, None: ``dtype``;
-        narrower ones cannot be trained. ``fp32_head``: the last product in fp32. ``stored``: take these, by
-        name (``model.quantise``). ``share``: this part; ``forward`` takes ``Ops`` that reach other ranks.
+        narrower ones cannot be trained. ``fp32_head``: the last product in fp32. ``stored``: use these, by
+        name (``model.quantise``). ``share``: this part; ``forward`` needs ``Ops`` that reach other ranks.
         """
         super().__init__()
         self.config = config
         self.share = share or Share.all(config)
         self.local = c = local_config(config, share) if share else config  # as if the share were all
         self.fp32_head = fp32_head
-        self.quantised: dict[str, Quantised] = {}  # linear maps that are no parameters, by the same names
+        self.quantised: dict[str, Quantised] = {}  # linear maps that are no parameters, by name
 
-        def new(name: str, *shape: int, dtype: torch.dtype = dtype) -> Any:
+        def new_weight(name: str, *shape: int, dtype: torch.dtype = dtype) -> Any:
             if stored is None:
-                kind = storage if storage is not None and len(shape) > 1 else dtype
-                weight = nn.Parameter(torch.empty(shape, dtype=kind, device=device), requires_grad=False)
+                own_dtype = storage if storage is not None and len(shape) > 1 else dtype
+                weight = nn.Parameter(torch.empty(shape, dtype=own_dtype, device=device), requires_grad=False)
             else:
                 weight = stored[name]
             if isinstance(weight, Quantised):
@@ -98,23 +98,23 @@ class Decoder(nn.Module):
             return weight
 
         if self.share.embeds or (self.share.heads and c.tie_embeddings):
-            new("embed", c.vocab_size, c.hidden_size)
+            new_weight("embed", c.vocab_size, c.hidden_size)
         if self.share.heads:
-            new("norm", c.hidden_size)
+            new_weight("norm", c.hidden_size)
         if self.share.heads and not c.tie_embeddings:
-            new("head", c.vocab_size, c.hidden_size)
-        last = self.norm if self.share.heads else None
-        self.blocks = [new_block(c, new, layer, last) for layer in self.share.layers]
-        for block, after in zip(self.blocks[:-1], self.blocks[1:], strict=True):
-            block.next_norm = after.attn_norm
-        rotary = config.mla.rope_head_dim if config.mla else config.head_dim
-        inv_freq, self._rope_factor = rope_frequencies(config.rope, rotary)
+            new_weight("head", c.vocab_size, c.hidden_size)
+        final_norm = self.norm if self.share.heads else None
+        self.blocks = [new_block(c, new_weight, layer, final_norm) for layer in self.share.layers]
+        for block, following in zip(self.blocks[:-1], self.blocks[1:], strict=True):
+            block.next_norm = following.attn_norm
+        rotary_dim = config.mla.rope_head_dim if config.mla else config.head_dim
+        inv_freq, self._rope_factor = rope_frequencies(config.rope, rotary_dim)
         self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
         if config.local_rope is not None:
-            local, self._local_factor = rope_frequencies(config.local_rope, rotary)
-            self.register_buffer("local_inv_freq", local.to(device), persistent=False)
-        plain = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        self._scale = mla_scale(config.rope, config.head_dim) if config.mla else plain
+            local_freq, self._local_factor = rope_frequencies(config.local_rope, rotary_dim)
+            self.register_buffer("local_inv_freq", local_freq.to(device), persistent=False)
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self._scale = mla_scale(config.rope, config.head_dim) if config.mla else scale
 
     @property
     def device(self) -> torch.device:
@@ -122,30 +122,30 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
         return self.blocks[0].attn_norm.dtype
 
     @property
     def storage(self) -> torch.dtype:
-        """Of matrices; of the linear maps where they are quantised."""
+        """The dtype of matrices, or of the codes of linear maps where these are quantised."""
         for weight in self.quantised.values():
             return weight.tiles.dtype
         return next((p.dtype for p in self.parameters() if p.dim() > 1), self.dtype)
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D], of a share its own rows; the embedding itself where the two are tied."""
+        """The head [V, D], of a share its rows; the embedding itself where the two are tied."""
         return self.embed if self.config.tie_embeddings else self.head
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """(key-value heads, key width, value width) of what ``attend`` is given per row, of latent
-        attention expanded."""
+        """(key-value heads, key width, value width) of the keys and values that ``attend`` gets per row;
+        those of latent attention are expanded."""
         return self.local.num_kv_heads, self.config.head_dim, self.config.v_head_dim
 
     @property
     def num_moe_layers(self) -> int:
-        """Of the layers that are here."""
+        """The number of MoE layers that are here."""
         return sum(isinstance(block.mlp, Moe) for block in self.blocks)
 
     def flops(self, adapter: AdapterSpec | None, **options: bool) -> FlopModel:
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
         return FlopModel.of(self.config, adapter, **options)
 
     def trainable(self, on: bool) -> Decoder:
-        """Full-parameter training on or off. DeepSeek's correction bias is never trained by gradient."""
+        """Turn full-parameter training on or off. DeepSeek's correction bias is never trained by gradient."""
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(on and not name.endswith("correction_bias"))
         return self
@@ -163,7 +163,7 @@ class Decoder(nn.Module):
         return dict(named_linears(self.local, self.blocks, self.share.layers))
 
     def init_weights(self, seed: int) -> Decoder:
-        """Values to train from (``weights.fill_initial``)."""
+        """Fill in initial values for training (``weights.fill_initial``)."""
         c = self.config
         fill_initial(self.named_parameters(), c.initializer_range, seed, norm=1.0 - c.norm_offset)
         return self
@@ -181,15 +181,15 @@ class Decoder(nn.Module):
         recompute: bool = False,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states after the final norm, and the experts that the model itself chose for every row.
+        """Compute hidden states after the final norm, and the experts that the model itself chose per row.
 
         tokens, positions: [T] integers. routing: [T, L_moe, K] to replay (rows of NO_EXPERT choose
         natively) or None; routing_checked: the caller has checked that it fits (``moe.check_routing``), once
-        for all passes of a batch. recompute: keep one layer's activations at a time. residual: what
-        a share without the first layers goes on from, [own rows, D]; one without the last returns the like.
+        for all passes of a batch. recompute: keep one layer's activations at a time. residual: the
+        input [own rows, D] of a share without the first layers; a share without the last returns the like.
         Where ranks cut the rows (``Ops.enter``), residual, routing, hidden and native are of own rows.
-        Returns (hidden [T, D], native [T, L_moe, K] int16, or None for a dense model). Where nothing is
-        replayed, native is what every row went through; else what its router would have taken instead.
+        Returns (hidden [T, D], native [T, L_moe, K] int16, or None for a dense model). Without a replay,
+        native are the experts that computed every row, else those that its router would have chosen.
         Raises ValueError for a routing that does not fit.
         """
         moe = self.config.moe
@@ -199,42 +199,42 @@ class Decoder(nn.Module):
             if not routing_checked:
                 check_routing(routing, tokens.shape[0], moe)
         loras = adapters.prepared(self.dtype).layers if adapters is not None else None
-        turns = self.rotations(positions)
-        local = turns if self.config.local_rope is None else self.rotations(positions, local=True)
+        rope = self.rotations(positions)
+        local_rope = rope if self.config.local_rope is None else self.rotations(positions, local=True)
         if residual is None:
-            residual = self._embedded(tokens, ops)
+            residual = self._embed(tokens, ops)
         x = ops.rms_norm(residual, self.gain(self.blocks[0].attn_norm), self.config.rms_norm_eps)
         stream: Tensor = residual
-        chosen: list[Tensor] = []
+        choices: list[Tensor] = []
         for layer, block in zip(self.share.layers, self.blocks, strict=True):
             lora = NO_LORA if loras is None else loras[layer]
-            given = routing[:, len(chosen)] if routing is not None and isinstance(block.mlp, Moe) else None
-            cos, sin = local if layer in self.config.local_layers else turns
-            rest = (cos, sin, attend, lora, given, ops)
+            replay = routing[:, len(choices)] if routing is not None and isinstance(block.mlp, Moe) else None
+            cos, sin = local_rope if layer in self.config.local_layers else rope
+            args = (cos, sin, attend, lora, replay, ops)
             if recompute:
                 x, stream, native = checkpoint(  # type: ignore[misc]
-                    _block_again, self, layer, block, stream, *rest,
+                    _recompute_block, self, layer, block, stream, *args,
                     use_reentrant=False, preserve_rng_state=False,
                 )  # fmt: skip
             else:
-                x, stream, native = self._block(layer, block, x, stream, *rest)
+                x, stream, native = self._run_block(layer, block, x, stream, *args)
             if native is not None:
-                chosen.append(native)
-        return x, torch.stack(chosen, dim=1).to(torch.int16) if chosen else None
+                choices.append(native)
+        return x, torch.stack(choices, dim=1).to(torch.int16) if choices else None
 
     def logits(
         self, hidden: Tensor, *, adapters: Adapters | Prepared | None = None, ops: Ops = TORCH_OPS
     ) -> Tensor:
-        """[R, D] -> [R, V], in fp32 with ``fp32_head``; no adapter is of the head."""
+        """[R, D] -> [R, V], in fp32 with ``fp32_head``; the head has no adapter."""
         return ops.linear(hidden, self.head_weight, None, torch.float32 if self.fp32_head else None)
 
-    def _embedded(self, tokens: Tensor, ops: Ops) -> Tensor:
+    def _embed(self, tokens: Tensor, ops: Ops) -> Tensor:
         rows = ops.embed(tokens, self.embed).to(self.dtype)
         scale = self.config.embed_scale
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
 
     def gain(self, norm: Tensor) -> Tensor:
-        """What a norm multiplies with."""
+        """The factors [D] of a norm: its weights plus ``norm_offset``."""
         return norm + self.config.norm_offset if self.config.norm_offset else norm
 
     def rotations(self, positions: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
@@ -252,7 +252,7 @@ class Decoder(nn.Module):
             cos, sin = cos * factor, sin * factor
         return cos.to(self.dtype), sin.to(self.dtype)
 
-    def _block(
+    def _run_block(
         self,
         layer: int,
         block: Block,
@@ -262,28 +262,28 @@ class Decoder(nn.Module):
         sin: Tensor,
         attend: Attend,
         lora: LayerLora,
-        given: Tensor | None,
+        routing: Tensor | None,
         ops: Ops,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One layer: (normed input, residual) -> (the next layer's, residual, experts it chose itself).
+        """Run a layer: (normed input, residual) -> (next normed input, residual, experts it chose itself).
 
-        The last of a share that does not end the model has no next norm: the residual stands for both.
+        The last layer of a share that does not end the model has no next norm; it returns the residual twice.
         """
         eps, block = self.config.rms_norm_eps, ops.gather(block)
         x = ops.enter(x)
         if isinstance(block.attn, Attention):
-            x = self._attention(layer, block.attn, x, cos, sin, attend, lora, ops)
+            x = self._attend(layer, block.attn, x, cos, sin, attend, lora, ops)
         else:
-            x = _latent_attention(self.local, self._scale, layer, block.attn, x, cos, sin, attend, lora, ops)
+            x = _attend_latent(self.local, self._scale, layer, block.attn, x, cos, sin, attend, lora, ops)
         x = ops.leave(x)
         if block.attn_out_norm is not None:
             x = ops.rms_norm(x, self.gain(block.attn_out_norm), eps)
         x, residual = ops.add_rms_norm(x, residual, self.gain(block.mlp_norm), eps)
         native = None
         if isinstance(block.mlp, Moe):
-            x, native = self._moe(block.mlp, x, lora, given, ops)
+            x, native = self._run_moe(block.mlp, x, lora, routing, ops)
         else:
-            x = self._mlp(block.mlp, x, lora.gate_up, lora.down, ops)
+            x = self._run_mlp(block.mlp, x, lora.gate_up, lora.down, ops)
         if block.mlp_out_norm is not None:
             x = ops.rms_norm(x, self.gain(block.mlp_out_norm), eps)
         if block.next_norm is None:
@@ -292,16 +292,16 @@ class Decoder(nn.Module):
         x, residual = ops.add_rms_norm(x, residual, self.gain(block.next_norm), eps)
         return x, residual, native
 
-    def _mlp(self, w: Mlp, x: Tensor, gate_up: Lora | None, down: Lora | None, ops: Ops) -> Tensor:
-        gated = ops.silu_mul if self.config.activation == Activation.SILU else ops.gelu_mul
-        hidden = gated(_linear(ops.enter(x), w.gate_up, w.gate_up_bias, gate_up, ops))
-        return ops.leave(_linear(hidden, w.down, self._once(w.down_bias), down, ops))
+    def _run_mlp(self, w: Mlp, x: Tensor, gate_up: Lora | None, down: Lora | None, ops: Ops) -> Tensor:
+        gate = ops.silu_mul if self.config.activation == Activation.SILU else ops.gelu_mul
+        hidden = gate(_apply_linear(ops.enter(x), w.gate_up, w.gate_up_bias, gate_up, ops))
+        return ops.leave(_apply_linear(hidden, w.down, self._select_bias(w.down_bias), down, ops))
 
-    def _once(self, bias: Tensor | None) -> Tensor | None:
-        """The bias of a map whose outputs tensor ranks sum: the first of them adds it."""
+    def _select_bias(self, bias: Tensor | None) -> Tensor | None:
+        """The bias of a map whose outputs are summed over tensor ranks: only the first rank adds it."""
         return bias if self.share.tensor_rank == 0 else None
 
-    def _attention(
+    def _attend(
         self,
         layer: int,
         w: Attention,
@@ -313,8 +313,8 @@ class Decoder(nn.Module):
         ops: Ops,
     ) -> Tensor:
         c = self.local
-        heads, both = c.num_heads, c.num_heads + c.num_kv_heads
-        qkv = _linear(x, w.qkv, w.qkv_bias, lora.qkv, ops)
+        heads, num_rotary = c.num_heads, c.num_heads + c.num_kv_heads
+        qkv = _apply_linear(x, w.qkv, w.qkv_bias, lora.qkv, ops)
         norms = None if w.q_norm is None or w.k_norm is None else (self.gain(w.q_norm), self.gain(w.k_norm))
         if norms is not None and c.qk_norm == QKNorm.FULL:
             q, k, v = qkv.split([heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2], dim=-1)
@@ -326,29 +326,29 @@ class Decoder(nn.Module):
         if isinstance(attend, ProjectedAttend):
             out = attend.project(layer, qkv, norms, c.rms_norm_eps, (cos, sin), self._scale)
         else:
-            q, k = _rotated(qkv[:, :both], heads, norms, c.rms_norm_eps, cos, sin, ops)
+            q, k = _norm_and_rotate(qkv[:, :num_rotary], heads, norms, c.rms_norm_eps, cos, sin, ops)
             window = self.config.window_of(layer)
-            seen = () if window is None else (window,)
-            out = attend(layer, q, k, qkv[:, both:], self._scale, *seen)
-        return _linear(out.flatten(1), w.o, self._once(w.o_bias), lora.o, ops)
+            window_args = () if window is None else (window,)
+            out = attend(layer, q, k, qkv[:, num_rotary:], self._scale, *window_args)
+        return _apply_linear(out.flatten(1), w.o, self._select_bias(w.o_bias), lora.o, ops)
 
-    def _moe(
-        self, w: Moe, x: Tensor, lora: LayerLora, given: Tensor | None, ops: Ops
+    def _run_moe(
+        self, w: Moe, x: Tensor, lora: LayerLora, routing: Tensor | None, ops: Ops
     ) -> tuple[Tensor, Tensor]:
         assert self.config.moe is not None
-        # fp32 whatever the model is: a rounded logit flips experts between sampler and trainer
+        # always fp32: a rounded logit flips experts between sampler and trainer
         logits = ops.linear(x, w.router, None, torch.promote_types(x.dtype, torch.float32))
         if lora.router is not None:
             logits = ops.add_lora(logits, x, lora.router.a, lora.router.b, lora.router.scale)
-        ids, weights, native = ops.route(logits, self.config.moe, w.correction_bias, given)
+        ids, weights, native = ops.route(logits, self.config.moe, w.correction_bias, routing)
         slots = ids if w.slots is None else w.slots[ids]
         out = ops.experts(x, slots, weights, w.gate_up, w.down, lora.experts)
         if w.shared is not None:
-            out = out + self._mlp(w.shared, x, lora.shared_gate_up, lora.shared_down, ops)
+            out = out + self._run_mlp(w.shared, x, lora.shared_gate_up, lora.shared_down, ops)
         return out, native
 
 
-def _latent_attention(
+def _attend_latent(
     config: ModelConfig,
     scale: float,
     layer: int,
@@ -364,16 +364,16 @@ def _latent_attention(
     mla, heads = config.mla, config.num_heads
     assert mla is not None
     if w.q is not None:
-        q = _linear(x, w.q, None, lora.q, ops)
+        q = _apply_linear(x, w.q, None, lora.q, ops)
     else:
         assert w.q_a_norm is not None
-        latent = ops.rms_norm(_linear(x, w.q_a, None, lora.q_a, ops), w.q_a_norm, _LATENT_EPS)
-        q = _linear(latent, w.q_b, None, lora.q_b, ops)
+        latent = ops.rms_norm(_apply_linear(x, w.q_a, None, lora.q_a, ops), w.q_a_norm, _LATENT_EPS)
+        q = _apply_linear(latent, w.q_b, None, lora.q_b, ops)
     q_nope, q_rope = q.unflatten(-1, (heads, -1)).split([mla.nope_head_dim, mla.rope_head_dim], dim=-1)
-    kv = _linear(x, w.kv_a, None, lora.kv_a, ops)
+    kv = _apply_linear(x, w.kv_a, None, lora.kv_a, ops)
     latent, k_rope = kv.split([mla.kv_lora_rank, mla.rope_head_dim], dim=-1)
     latent = ops.rms_norm(latent, w.kv_a_norm, _LATENT_EPS)
-    kv = _linear(latent, w.kv_b, None, lora.kv_b, ops).unflatten(-1, (heads, -1))
+    kv = _apply_linear(latent, w.kv_b, None, lora.kv_b, ops).unflatten(-1, (heads, -1))
     k_nope, v = kv.split([mla.nope_head_dim, mla.v_head_dim], dim=-1)
     k_rope = k_rope.unsqueeze(1)  # one rotary key for all heads
     if mla.interleaved:
@@ -381,11 +381,13 @@ def _latent_attention(
     q = torch.cat((q_nope, ops.rope(q_rope, cos, sin)), dim=-1)
     k = torch.cat((k_nope, ops.rope(k_rope, cos, sin).expand(-1, heads, -1)), dim=-1)
     out = attend(layer, q, k, v, scale)
-    return _linear(out.flatten(1), w.o, None, lora.o, ops)
+    return _apply_linear(out.flatten(1), w.o, None, lora.o, ops)
 
 
-def _linear(x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | None, ops: Ops) -> Tensor:
-    """A linear map with its adapter; under autograd the one that keeps little for the backward."""
+def _apply_linear(
+    x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | None, ops: Ops
+) -> Tensor:
+    """Apply a linear map with its adapter; under autograd in the form that saves little for the backward."""
     assert weight is not None
     if torch.is_grad_enabled():
         if lora is not None:
@@ -397,7 +399,7 @@ def _linear(x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | 
     return ops.add_lora(ops.linear(x, weight, bias), x, lora.a, lora.b, lora.scale)
 
 
-def _rotated(
+def _norm_and_rotate(
     x: Tensor,
     heads: int,
     norms: tuple[Tensor, Tensor] | None,
@@ -406,7 +408,8 @@ def _rotated(
     sin: Tensor,
     ops: Ops,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, D] and k [T, G, D] of x [T, H + G, D], normed by weights [D] where there are some."""
+    """Rotate q [T, H, D] and k [T, G, D] of x [T, H + G, D]; with ``norms`` (weights [D]), norm them
+    first."""
     if norms is None:
         x = ops.rope(x, cos, sin)
         return x[:, :heads], x[:, heads:]
@@ -420,7 +423,7 @@ def _split_pairs(x: Tensor) -> Tensor:
 
 
 def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register under a dotted name, making the submodules on the way."""
+    """Register a parameter under a dotted name; missing submodules are added."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in module._modules:

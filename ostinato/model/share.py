@@ -1,7 +1,7 @@
 """The part of a model that one rank keeps, and where that part lies in the whole.
 
-Everything about sharding follows from ``placed``: what is read from a checkpoint, what an adapter's factors
-are cut to, how shards are put together again for a checkpoint or a publish, and what a planner counts.
+Everything about sharding follows from ``placed``: the parts of a checkpoint that are read, the cuts of an
+adapter's factors, the assembly of shards for a checkpoint or a publish, and the counts of a planner.
 Names and shapes of the whole are those of ``lora.linear_shapes`` and of the decoder's parameters; a rank's
 own shapes are those of ``local_config``. No torch here: a planner imports it.
 
@@ -42,12 +42,12 @@ MEMBERS = {
     "moe.router": ("router",),
 }
 
-Spans = tuple[range, ...]  # along one dimension of the whole: what is kept, in the order of keeping
+Spans = tuple[range, ...]  # along one dimension of the whole: the indices that are kept, in their order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a rank keeps: some layers, of these a part of the heads, widths and vocabulary, and some experts.
+    """The part that a rank keeps: some layers, of these a part of heads, widths and vocabulary, some experts.
 
     ``experts``: by MoE layer of the model (not of the share), the ids that are kept, in their order here;
     None: all of them. Every layer keeps equally many.
@@ -64,7 +64,7 @@ class Share:
 
     @property
     def whole(self) -> bool:
-        """Of the layers that it has, everything is here."""
+        """Whether everything of its layers is here."""
         return self.tensor == 1 and self.expert_tensor == 1 and self.experts is None
 
     @classmethod
@@ -75,20 +75,20 @@ class Share:
 def local_config(config: ModelConfig, share: Share) -> ModelConfig:
     """The model as if a share were all of it: its heads, widths, vocabulary rows, kept experts. Layers keep
     their numbers and routers their outputs."""
-    t, moe = share.tensor, config.moe
+    tensor_ranks, moe = share.tensor, config.moe
     if moe is not None:
         moe = replace(
             moe,
             kept=None if share.experts is None else len(share.experts[0]),
             intermediate_size=moe.intermediate_size // share.expert_tensor,
-            shared_intermediate_size=moe.shared_intermediate_size // t,
+            shared_intermediate_size=moe.shared_intermediate_size // tensor_ranks,
         )
     return replace(
         config,
-        vocab_size=config.vocab_size // t,
-        intermediate_size=config.intermediate_size // t,
-        num_heads=config.num_heads // t,
-        num_kv_heads=config.num_kv_heads // t,
+        vocab_size=config.vocab_size // tensor_ranks,
+        intermediate_size=config.intermediate_size // tensor_ranks,
+        num_heads=config.num_heads // tensor_ranks,
+        num_kv_heads=config.num_kv_heads // tensor_ranks,
         moe=moe,
     )
 
@@ -102,7 +102,7 @@ def placed(config: ModelConfig, share: Share, name: str, shape: Sequence[int]) -
     """
     spans: list[Spans] = [(range(size),) for size in shape]
     if name in ("embed", "head"):
-        spans[0] = (_part(shape[0], share.tensor, share.tensor_rank),)
+        spans[0] = (_cut_part(shape[0], share.tensor, share.tensor_rank),)
         return tuple(spans)
     if not name.startswith("layers."):
         return tuple(spans)
@@ -113,19 +113,19 @@ def placed(config: ModelConfig, share: Share, name: str, shape: Sequence[int]) -
     members = MEMBERS.get(role, (role,))
     if members[0].startswith("experts.") and len(shape) == 3 and share.experts is not None and config.moe:
         ids = share.experts[config.moe.layers.index(int(layer))]
-        spans[0] = _runs(ids)
+        spans[0] = _merge_runs(ids)
     outputs = {"A": None, "B": -2, "bias": -1}.get(suffix, -2)
     inputs = {"A": -1, "B": None, "bias": None}.get(suffix, -1)
-    cut = _cut(members[0], share)
+    cut = _find_cut_side(members[0], share)
     if cut == "outputs" and outputs is not None:
-        spans[outputs] = _stacked(config, members, shape[outputs], *_parts(members[0], share))
+        spans[outputs] = _cut_stacked(config, members, shape[outputs], *_locate_part(members[0], share))
     elif cut == "inputs" and inputs is not None:
-        spans[inputs] = (_part(shape[inputs], *_parts(members[0], share)),)
+        spans[inputs] = (_cut_part(shape[inputs], *_locate_part(members[0], share)),)
     return tuple(spans)
 
 
 def is_cut(share: Share, name: str, shape: Sequence[int]) -> bool:
-    """Does the share keep a part of this tensor that other tensor ranks do not (see ``placed``)?"""
+    """Whether the share keeps a part of this tensor that other tensor ranks do not keep (see ``placed``)."""
     if name in ("embed", "head"):
         return share.tensor > 1
     if not name.startswith("layers."):
@@ -135,60 +135,61 @@ def is_cut(share: Share, name: str, shape: Sequence[int]) -> bool:
     if role.endswith("_bias"):
         role, suffix = role.removesuffix("_bias"), "bias"
     first = MEMBERS.get(role, (role,))[0]
-    if _parts(first, share)[0] == 1:
+    if _locate_part(first, share)[0] == 1:
         return False
-    cut = _cut(first, share)
+    cut = _find_cut_side(first, share)
     return (cut == "outputs" and suffix != "A") or (cut == "inputs" and suffix not in ("B", "bias"))
 
 
 def is_expert(name: str, shape: Sequence[int]) -> bool:
-    """Does this tensor have a part for every expert? The shared factors of shared_outer have none."""
+    """Whether this tensor has a part for every expert. The shared factors of shared_outer have none."""
     return len(shape) == 3 and (".experts." in name or ".moe." in name)
 
 
 def size_of(spans: Sequence[Spans]) -> int:
-    """How many elements the spans of a tensor hold."""
-    return prod(sum(len(span) for span in kept) for kept in spans)
+    """The number of elements in the spans of a tensor."""
+    return prod(sum(len(span) for span in ranges) for ranges in spans)
 
 
-def _cut(member: str, share: Share) -> str:
-    """Which side of a logical map is cut: "outputs", "inputs" or neither."""
+def _find_cut_side(member: str, share: Share) -> str:
+    """The side of a logical map that is cut: "outputs", "inputs", or empty for neither."""
     if member in OUTPUTS or member in ("experts.gate", "experts.up"):
         return "outputs"
     return "inputs" if member in INPUTS or member == "experts.down" else ""
 
 
-def _parts(member: str, share: Share) -> tuple[int, int]:
-    """(parts, which of them) that a cut of this map makes."""
+def _locate_part(member: str, share: Share) -> tuple[int, int]:
+    """(number of parts into which this map is cut, index of the part that the share keeps)."""
     if member.startswith("experts."):
         return share.expert_tensor, share.expert_tensor_rank
     return share.tensor, share.tensor_rank
 
 
-def _stacked(config: ModelConfig, members: Sequence[str], size: int, parts: int, part: int) -> Spans:
-    """Of ``size`` outputs of maps that lie above each other, the same part of each."""
+def _cut_stacked(config: ModelConfig, members: Sequence[str], size: int, parts: int, part: int) -> Spans:
+    """The spans, in ``size`` outputs of maps that are stacked above each other, of the same part of each
+    map."""
     if members[0] == "attn.q" and len(members) == 3:
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         sizes = [number * config.head_dim for number in heads]
     else:
         sizes = [size // len(members)] * len(members)
     starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-    return tuple(_part(stop - start, parts, part, start) for start, stop in pairwise(starts))
+    return tuple(_cut_part(stop - start, parts, part, start) for start, stop in pairwise(starts))
 
 
-def _part(size: int, parts: int, part: int, start: int = 0) -> range:
+def _cut_part(size: int, parts: int, part: int, start: int = 0) -> range:
     width = size // parts
     return range(start + part * width, start + (part + 1) * width)
 
 
-def _runs(ids: Sequence[int]) -> Spans:
-    """Ids as ranges, neighbours together."""
+def _merge_runs(ids: Sequence[int]) -> Spans:
+    """Merge consecutive ids into ranges."""
     runs: list[range] = []
-    for one in ids:
-        if runs and runs[-1].stop == one:
-            runs[-1] = range(runs[-1].start, one + 1)
+    for index in ids:
+        if runs and runs[-1].stop == index:
+            runs[-1] = range(runs[-1].start, index + 1)
         else:
-            runs.append(range(one, one + 1))
+            runs.append(range(index, index + 1))
     return tuple(runs)
 
 
@@ -196,11 +197,12 @@ Box = tuple[slice, ...]
 
 
 def blocks(spans: Sequence[Spans]) -> Iterator[tuple[Box, Box]]:
-    """(where in the whole, where in the part) of every solid block of a part, in the order of the part."""
+    """(place in the whole, place in the part) of every contiguous block of a part, in the order of the
+    part."""
     by_dimension = []
-    for kept in spans:
+    for ranges in spans:
         places, start = [], 0
-        for span in kept:
+        for span in ranges:
             places.append((slice(span.start, span.stop), slice(start, start + len(span))))
             start += len(span)
         by_dimension.append(places)
@@ -209,5 +211,5 @@ def blocks(spans: Sequence[Spans]) -> Iterator[tuple[Box, Box]]:
 
 
 def is_whole(spans: Sequence[Spans], shape: Sequence[int]) -> bool:
-    """Is the part all of ``shape``, in its own order?"""
-    return all(kept == (range(size),) for kept, size in zip(spans, shape, strict=True))
+    """Whether the part is all of ``shape``, in its own order."""
+    return all(ranges == (range(size),) for ranges, size in zip(spans, shape, strict=True))
