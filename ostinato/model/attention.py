@@ -1,7 +1,7 @@
-"""Attention as an argument: who sees whom is decided by the caller, not by the decoder.
+"""Attention as an argument: the caller, not the decoder, decides which rows attend to which.
 
-``forward`` hands every layer's queries, keys and values of the flat rows [T] to an ``Attend``. Here are
-the plain ones; the engine's paged cache and the trainer's packed rows are others.
+``forward`` passes the queries, keys and values of the flat rows [T] of every layer to an ``Attend``. This
+file has the plain ones; the engine's paged cache and the trainer's packed rows are others.
 
 T rows, H query heads, G key-value heads, Dk and Dv their widths, S keys.
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ostinato.model.config import RopeConfig, RopeType
 
-# (layer, q [T, H, Dk], k [T, G, Dk], v [T, G, Dv], scale) -> [T, H, Dv]; q, k, v may be strided views. Of a
-# layer with a window it comes last: a row sees so many positions, itself included.
+# (layer, q [T, H, Dk], k [T, G, Dk], v [T, G, Dv], scale) -> [T, H, Dv]; q, k, v may be strided views. For a
+# layer with a window its size is a last argument: the number of positions that a row sees, itself included.
 Attend = Callable[..., Tensor]
 
 
 class ProjectedAttend:
-    """An ``Attend`` that norms, rotates and stores a layer's projection itself, in one kernel. The decoder
-    calls ``project`` instead of it, but for latent attention."""
+    """An ``Attend`` that norms, rotates and stores a layer's projection itself, in a single kernel. The
+    decoder calls ``project`` instead of it, except for latent attention."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         raise NotImplementedError
@@ -38,21 +38,21 @@ class ProjectedAttend:
         turns: tuple[Tensor, Tensor],
         scale: float,
     ) -> Tensor:
-        """[T, H, D] of qkv [T, H + 2G, D]; ``norms``: weights [D] of q and k, ``turns``: cos and sin.
-        No layer has a window (``ModelConfig.within_window``)."""
+        """Attention [T, H, D] of qkv [T, H + 2G, D]; ``norms``: weights [D] of q and k, ``turns``: cos and
+        sin. No layer has a window (``ModelConfig.within_window``)."""
         raise NotImplementedError
 
 
 class CausalAttention:
-    """All rows are one sequence, each row sees itself and the rows before it."""
+    """All rows are one sequence; each row attends to itself and to the rows before it."""
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
         if window is None:
             return sdpa(q, k, v, scale, is_causal=True)
-        near = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        return sdpa(q, k, v, scale, mask=near)
+        mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        return sdpa(q, k, v, scale, mask=mask)
 
 
 def sdpa(
@@ -66,7 +66,7 @@ def sdpa(
 
 
 def rope_frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
-    """Angle per position of each rotary pair [dim / 2] fp32, and what multiplies cos and sin.
+    """The angle per position of each rotary pair [dim / 2] fp32, and the factor of cos and sin.
 
     linear: arXiv 2306.15595; llama3: Llama 3.1; yarn: arXiv 2309.00071 sections 3.2 and 3.4.
     """
@@ -74,52 +74,53 @@ def rope_frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
     if rope.rope_type == RopeType.LINEAR:
         return inv_freq / rope.factor, 1.0
     if rope.rope_type == RopeType.LLAMA3:
-        return _llama3(rope, inv_freq), 1.0
+        return _scale_llama3(rope, inv_freq), 1.0
     if rope.rope_type == RopeType.YARN:
-        return _yarn(rope, inv_freq, dim), yarn_factor(rope)
+        return _scale_yarn(rope, inv_freq, dim), yarn_factor(rope)
     return inv_freq, 1.0
 
 
-def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """Short wavelengths stay, long ones are slowed by ``factor``, those between are blended."""
+def _scale_llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """Keep short wavelengths, stretch long wavelengths by ``factor``, and blend those between."""
     wavelength = 2 * math.pi / inv_freq
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    smooth = ((rope.original_max_positions / wavelength - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
+    ramp = ((rope.original_max_positions / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - ramp) * inv_freq / rope.factor + ramp * inv_freq
 
 
-def _yarn(rope: RopeConfig, inv_freq: Tensor, dim: int) -> Tensor:
-    def dimension(rotations: float) -> float:
-        """The dimension that turns ``rotations`` times over the original context."""
-        turns = rope.original_max_positions / (rotations * 2 * math.pi)
-        return dim * math.log(turns) / (2 * math.log(rope.theta))
+def _scale_yarn(rope: RopeConfig, inv_freq: Tensor, dim: int) -> Tensor:
+    def find_dim(rotations: float) -> float:
+        """The dimension that rotates ``rotations`` times over the original context."""
+        period = rope.original_max_positions / (rotations * 2 * math.pi)
+        return dim * math.log(period) / (2 * math.log(rope.theta))
 
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low, high = find_dim(rope.beta_fast), find_dim(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return inv_freq / rope.factor * slowed + inv_freq * (1 - slowed)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return inv_freq / rope.factor * ramp + inv_freq * (1 - ramp)
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def _compute_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def yarn_factor(rope: RopeConfig) -> float:
-    """What yarn multiplies cos and sin with (arXiv 2309.00071 section 3.4; DeepSeek splits it in two)."""
+    """The factor of cos and sin in yarn (arXiv 2309.00071 section 3.4; DeepSeek splits it in two)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
-    return _mscale(rope.factor, 1.0)
+        return _compute_mscale(rope.factor, rope.mscale) / _compute_mscale(rope.factor, rope.mscale_all_dim)
+    return _compute_mscale(rope.factor, 1.0)
 
 
 def mla_scale(rope: RopeConfig, head_dim: int) -> float:
-    """Softmax scale of latent attention; DeepSeek sharpens it by mscale squared on a stretched context."""
+    """The softmax scale of latent attention; for a stretched context DeepSeek multiplies it by mscale
+    squared."""
     scale = head_dim**-0.5
     if rope.rope_type != RopeType.DEFAULT and rope.mscale_all_dim:
-        scale *= _mscale(rope.factor, rope.mscale_all_dim) ** 2
+        scale *= _compute_mscale(rope.factor, rope.mscale_all_dim) ** 2
     return scale

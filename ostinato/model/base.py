@@ -1,4 +1,5 @@
-"""What the trainer needs of a base model: our decoder, or a model of ``transformers`` (``ostinato.hf``)."""
+"""The interface of a base model to the trainer: our decoder, or a model of ``transformers``
+(``ostinato.hf``)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Facts(Protocol):
-    """Sizes of a model: of them ``ModelConfig`` has all and more."""
+    """Sizes of a model; ``ModelConfig`` has all of them."""
 
     @property
     def model_type(self) -> str: ...
@@ -41,7 +42,7 @@ class Facts(Protocol):
 
 
 class Base(Protocol):
-    """A language model whose weights are frozen, and which takes adapters as an argument."""
+    """A language model with frozen weights that takes adapters as an argument."""
 
     @property
     def config(self) -> Facts: ...
@@ -54,7 +55,7 @@ class Base(Protocol):
 
     @property
     def head_weight(self) -> Tensor | None:
-        """[V, D] where logits are a product with it and nothing else; None where ``logits`` does more."""
+        """[V, D] if logits are the product with it alone; None if ``logits`` computes more."""
         ...
 
     @property

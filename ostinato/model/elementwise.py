@@ -1,7 +1,7 @@
-"""The memory-bound functions of a decoder, with backwards that keep little.
+"""The memory-bound functions of a decoder, with backwards that save little.
 
-Plain autograd through these formulas keeps several copies of every activation, widened to fp32. Each
-backward here keeps the input alone and recomputes the rest.
+Plain autograd through these formulas saves several copies of every activation, widened to fp32. Each
+backward here saves only the input and recomputes the rest.
 
 T rows, K width, H heads, D head dim, F width of an MLP.
 """
@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[return-value]
-    return (x * _inverse_rms(x, eps)).to(x.dtype) * weight
+    return (x * _compute_inverse_rms(x, eps)).to(x.dtype) * weight
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+def _compute_inverse_rms(x: Tensor, eps: float) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
 
@@ -70,7 +70,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        inverse = _inverse_rms(x, eps)
+        inverse = _compute_inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).to(x.dtype) * weight
 
@@ -97,7 +97,7 @@ class _Rope(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None  # a rotation's transpose turns back
+        return _rotate(grad, cos, -sin), None, None  # the transpose of a rotation is its inverse
 
 
 class _SiluMul(torch.autograd.Function):
@@ -112,8 +112,8 @@ class _SiluMul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
-        result = torch.empty_like(gate_up)
-        grad_gate, grad_up = result.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
         torch.mul(F.silu(gate), grad, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return result
+        return grad_gate_up

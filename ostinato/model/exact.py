@@ -1,9 +1,9 @@
-"""The forward of training on the kernels that sample: bit for bit the sampler's numbers, with gradients.
+"""The forward of training on the sampler's kernels: the sampler's numbers, bit for bit, with gradients.
 
-What a sampler's kernel makes of a row depends on that row alone (docs/kernels.md, docs/gpu.md), so a packed
-microbatch gives every row what the sampler gave it, in whatever batch that was. Each operation is a pair: the
-forward is the sampler's, the backward that of the training kernels, at the same inputs. Attention reads the
-rows in blocks like those of the sampler's cache (``Blocks``).
+The result of a sampler's kernel for a row depends on that row alone (docs/kernels.md, docs/gpu.md), so every
+row of a packed microbatch gets the numbers of the sampler, in whatever batch that computed them. Each
+operation is a pair: the forward is the sampler's, the backward that of the training kernels, at the same
+inputs. Attention reads the rows in blocks like those of the sampler's cache (``Blocks``).
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ def exact_ops(
         return _Linear.apply(x, weight, bias, out_dtype, fast.linear, slow.gemm.nn)  # type: ignore[return-value]
 
     def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        def run(of: Function, y: Tensor, *factors: Tensor) -> Tensor:
-            return of(y, *factors, scale)
+        def run(function: Function, y: Tensor, *factors: Tensor) -> Tensor:
+            return function(y, *factors, scale)
 
-        kept = lambda y, *factors: run(fast.add_lora, y.clone(), *factors)  # noqa: E731  # it may overwrite y
-        return _paired(kept, partial(run, slow.add_lora), y, x, a, b)
+        run_fast = lambda y, *factors: run(fast.add_lora, y.clone(), *factors)  # noqa: E731  # it may overwrite y
+        return _apply_pair(run_fast, partial(run, slow.add_lora), y, x, a, b)
 
     def route(
         logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():
-            ids, chosen, native = fast.route(logits, moe, bias, given)
-        weights = _paired(lambda _: chosen, lambda z: slow.route(z, moe, bias, ids.long())[1], logits)
+            ids, fast_weights, native = fast.route(logits, moe, bias, given)
+        weights = _apply_pair(
+            lambda _: fast_weights, lambda z: slow.route(z, moe, bias, ids.long())[1], logits
+        )
         return ids.long(), weights, native.long()
 
     def experts(
@@ -64,15 +66,15 @@ def exact_ops(
             update = ExpertLora(*factors, scale=lora.scale) if lora is not None else None
             return ops.experts(x, ids, weights, gate_up, down, update)
 
-        return _paired(partial(run, fast), partial(run, slow), x, weights, *(lora[:4] if lora else ()))
+        return _apply_pair(partial(run, fast), partial(run, slow), x, weights, *(lora[:4] if lora else ()))
 
     return replace(
         slow,
         linear=linear,
-        rms_norm=_both(fast.rms_norm, slow.rms_norm, 1),
-        add_rms_norm=_both(fast.add_rms_norm, slow.add_rms_norm, 1),
-        rope=_both(fast.rope, slow.rope),
-        silu_mul=_both(fast.silu_mul, slow.silu_mul),
+        rms_norm=_pair_functions(fast.rms_norm, slow.rms_norm, 1),
+        add_rms_norm=_pair_functions(fast.add_rms_norm, slow.add_rms_norm, 1),
+        rope=_pair_functions(fast.rope, slow.rope),
+        silu_mul=_pair_functions(fast.silu_mul, slow.silu_mul),
         add_lora=add_lora,
         route=route,
         experts=experts,
@@ -82,24 +84,26 @@ def exact_ops(
     )
 
 
-def _both(fast: Function, slow: Function, constants: int = 0) -> Function:
-    """The pair of two functions, whose last arguments are ``constants`` numbers."""
+def _pair_functions(fast: Function, slow: Function, constants: int = 0) -> Function:
+    """Pair two functions, whose last arguments are ``constants`` numbers."""
     if fast is slow:
         return fast
 
-    def pair(*args: Any) -> Any:
-        tensors, rest = args[: len(args) - constants], args[len(args) - constants :]
-        return _paired(lambda *x: fast(*x, *rest), lambda *x: slow(*x, *rest), *tensors)
+    def apply_pair(*args: Any) -> Any:
+        tensors, numbers = args[: len(args) - constants], args[len(args) - constants :]
+        return _apply_pair(
+            lambda *inputs: fast(*inputs, *numbers), lambda *inputs: slow(*inputs, *numbers), *tensors
+        )
 
-    return pair
-
-
-def _paired(fast: Function, slow: Function, *inputs: Tensor) -> Any:
-    """fast(*inputs), with the gradient of slow(*inputs), whose forward is run again for it."""
-    return _Paired.apply(fast, slow, *inputs) if torch.is_grad_enabled() else fast(*inputs)
+    return apply_pair
 
 
-class _Paired(torch.autograd.Function):
+def _apply_pair(fast: Function, slow: Function, *inputs: Tensor) -> Any:
+    """Return fast(*inputs) with the gradient of slow(*inputs), whose forward is run again in the backward."""
+    return _FunctionPair.apply(fast, slow, *inputs) if torch.is_grad_enabled() else fast(*inputs)
+
+
+class _FunctionPair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fast: Function, slow: Function, *inputs: Tensor) -> Any:
         ctx.slow = slow
@@ -109,12 +113,15 @@ class _Paired(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        inputs = [x.detach().requires_grad_(own) for x, own in zip(ctx.saved_tensors, needed, strict=True)]
+        needs_gradient = ctx.needs_input_grad[2:]
+        inputs = [
+            x.detach().requires_grad_(needs)
+            for x, needs in zip(ctx.saved_tensors, needs_gradient, strict=True)
+        ]
         with torch.enable_grad():
             outputs = ctx.slow(*inputs)
-        found = iter(torch.autograd.grad(outputs, [x for x in inputs if x.requires_grad], grads))
-        return None, None, *(next(found) if own else None for own in needed)
+        gradients = iter(torch.autograd.grad(outputs, [x for x in inputs if x.requires_grad], grads))
+        return None, None, *(next(gradients) if needs else None for needs in needs_gradient)
 
 
 class _Linear(torch.autograd.Function):
@@ -134,38 +141,41 @@ class _Linear(torch.autograd.Function):
 
 
 class Blocks:
-    """The rows of a microbatch in blocks: every segment has a table of those of its prefix that are full, and
-    behind them blocks of its own, which begin with what is left of the prefix. So a prompt lies there once
-    for its siblings, but for the block in which it ends."""
+    """The rows of a microbatch in blocks. The table of a segment lists the full blocks of its prefix, then
+    blocks of its own, which begin with the remaining rows of the prefix. So siblings share the blocks of
+    their prompt, except for the last block if it is not full."""
 
     def __init__(self, segments: tuple[Segment, ...]) -> None:
-        self._rows: list[np.ndarray] = []  # whose keys and values go into the blocks, -1 for none
+        self._rows: list[np.ndarray] = []  # rows whose keys and values go into the blocks, -1 for none
         self.count = 0
         prefixes: dict[tuple[int, int], np.ndarray] = {}
         tables = []
-        for one in segments:
-            prefix = one.prefix_start, one.prefix_stop
+        for segment in segments:
+            prefix = segment.prefix_start, segment.prefix_stop
             length = prefix[1] - prefix[0]
-            full = length - length % BLOCK
+            num_full = length - length % BLOCK
             if prefix not in prefixes:
-                prefixes[prefix] = self._blocks(np.arange(prefix[0], prefix[0] + full))
-            left = np.arange(prefix[0] + full, prefix[1])
-            own = self._blocks(np.concatenate([left, np.arange(one.start, one.stop)]))
-            tables.append(np.concatenate([prefixes[prefix], own]))
+                prefixes[prefix] = self._add_blocks(np.arange(prefix[0], prefix[0] + num_full))
+            tail = np.arange(prefix[0] + num_full, prefix[1])
+            own_blocks = self._add_blocks(np.concatenate([tail, np.arange(segment.start, segment.stop)]))
+            tables.append(np.concatenate([prefixes[prefix], own_blocks]))
         rows = np.concatenate(self._rows)
         slots = np.flatnonzero(rows >= 0)
         self.slots, self.writers = torch.from_numpy(slots), torch.from_numpy(rows[slots])
         table = np.zeros((len(tables), max(map(len, tables))), np.int32)
-        for to, blocks in zip(table, tables, strict=True):
-            to[: len(blocks)] = blocks
+        for row, blocks in zip(table, tables, strict=True):
+            row[: len(blocks)] = blocks
         self.tables = torch.from_numpy(table)
-        sizes = [one.stop - one.start for one in segments]
+        sizes = [segment.stop - segment.start for segment in segments]
         self.sequence = torch.from_numpy(np.repeat(np.arange(len(segments), dtype=np.int32), sizes))
-        seen = [np.arange(one.stop - one.start) + one.prefix_stop - one.prefix_start + 1 for one in segments]
-        self.lengths = torch.from_numpy(np.concatenate(seen).astype(np.int32))
+        lengths = [
+            np.arange(segment.stop - segment.start) + segment.prefix_stop - segment.prefix_start + 1
+            for segment in segments
+        ]
+        self.lengths = torch.from_numpy(np.concatenate(lengths).astype(np.int32))
 
-    def _blocks(self, rows: np.ndarray) -> np.ndarray:
-        """New blocks for ``rows``, by number."""
+    def _add_blocks(self, rows: np.ndarray) -> np.ndarray:
+        """Add blocks for ``rows``; return their numbers."""
         count = -(-len(rows) // BLOCK)
         self._rows.append(np.concatenate([rows, np.full(count * BLOCK - len(rows), -1)]))
         self.count += count

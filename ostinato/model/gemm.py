@@ -16,11 +16,10 @@ def add_nt(y: Tensor, x: Tensor, w: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
-    """Matrix products without autograd: what our own autograd functions are made of."""
+    """Matrix products without autograd, for our own autograd functions."""
 
     nt: Callable[..., Tensor]  # (x [M, K], w [N, K], bias=None, out_dtype=None) -> x w^T + bias
     nn: Callable[..., Tensor]  # (x [M, N], w [N, K]) -> x w
     thin: Callable[[Tensor, Tensor], Tensor] = F.linear  # nt with the few rows of an adapter's A
-    add: Callable[[Tensor, Tensor, Tensor], Tensor] = (
-        add_nt  # (y [M, N], x, w) -> y + x w^T; y is overwritten
-    )
+    # (y [M, N], x, w) -> y + x w^T; y is overwritten
+    add: Callable[[Tensor, Tensor, Tensor], Tensor] = add_nt

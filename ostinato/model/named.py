@@ -1,4 +1,4 @@
-"""From what a user calls a model to its Hugging Face folder: packaged assets, SmolLM2, folders, hub names."""
+"""Find the Hugging Face folder of a model by its name: packaged assets, SmolLM2, folders, hub names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HUB_NAME = r"[\w.-]+/[\w.-]+"
 
 
 def model_folder(path: str) -> Path:
-    """The Hugging Face folder behind ``model.path``; a hub name is downloaded, GGUF unpacked once.
+    """The Hugging Face folder of ``model.path``; a hub name is downloaded, GGUF is unpacked once.
 
     Raises ValueError when there is no such model.
     """
@@ -33,12 +33,12 @@ def is_gguf(path: str) -> bool:
 
 
 def local_folder(path: str) -> Path | None:
-    """The folder behind ``model.path``, None for a model that is fetched or unpacked first.
+    """The folder of ``model.path``; None for a model that is downloaded or unpacked first.
 
-    Raises ValueError when there can be no such model.
+    Raises ValueError if ``path`` cannot be a model.
     """
     if path.startswith("asset:"):
-        return _asset(path)
+        return _find_asset(path)
     if is_gguf(path):
         return None
     folder = Path(path).expanduser()
@@ -50,14 +50,16 @@ def local_folder(path: str) -> Path | None:
     return None
 
 
-def _asset(path: str) -> Path:
+def _find_asset(path: str) -> Path:
     name = path.removeprefix("asset:")
-    known = sorted(folder.parent.name for folder in ASSETS.glob("*/config.json"))
-    if name in known:
+    names = sorted(folder.parent.name for folder in ASSETS.glob("*/config.json"))
+    if name in names:
         return ASSETS / name
-    near = difflib.get_close_matches(name, known, n=1)
+    matches = difflib.get_close_matches(name, names, n=1)
     fix = (
-        f"did you mean asset:{near[0]}?" if near else f"the packaged models are: {', '.join(known) or 'none'}"
+        f"did you mean asset:{matches[0]}?"
+        if matches
+        else f"the packaged models are: {', '.join(names) or 'none'}"
     )
     raise ValueError(f"model.path is {path!r}, which is not packaged; {fix}")
 
@@ -81,7 +83,8 @@ def _download(name: str) -> Path:
 
 
 def is_model_name(name: str) -> bool:
-    """Whether it can only be a model: an asset, SmolLM2, GGUF, a folder with config.json, a hub name."""
+    """Whether ``name`` can only mean a model: an asset, SmolLM2, GGUF, a folder with config.json, a hub
+    name."""
     path = Path(name).expanduser()
     return (
         name.startswith("asset:")
@@ -93,5 +96,5 @@ def is_model_name(name: str) -> bool:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether ``name`` is of the form owner/name and no folder or file here."""
+    """Whether ``name`` is of the form owner/name and no local folder or file."""
     return re.fullmatch(HUB_NAME, name) is not None and not Path(name).expanduser().exists()

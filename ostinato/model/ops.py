@@ -1,6 +1,6 @@
-"""The arithmetic of the decoder as values: a set of plain functions that ``forward`` is given.
+"""The arithmetic of the decoder as values: a set of plain functions, an argument of ``forward``.
 
-``TORCH_OPS`` is the readable set, right on every device and under autograd. Faster sets have the same
+``TORCH_OPS`` is the readable set, correct on every device and under autograd. Faster sets have the same
 signatures and are tested against it: ``model/native`` has one for inference, and one for training that
 replaces only ``gemm``, the matrix products inside our own autograd functions.
 Inputs may be strided views whose last dimension is contiguous. ``linear``, ``experts`` and ``gemm`` take
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def same(value: T) -> T:
-    """The identity."""
+    """Return ``value``: the identity."""
     return value
 
 
@@ -49,13 +49,13 @@ class Ops:
     experts: Callable[..., Tensor]  # (x [T, D], ids, weights [T, K], gate_up, down, lora): see moe.experts
     gemm: Gemm  # under autograd; ``linear`` is the product outside of it
     gelu_mul: Callable[[Tensor], Tensor] = gelu_mul  # the same with another gate
-    # what one of several ranks does besides (``parallel``); alone these are identities
+    # additional steps of one of several ranks (``parallel``); identities on a single rank
     embed: Callable[[Tensor, Tensor], Tensor] = F.embedding  # (tokens [T], weight [V, D]) -> own rows
-    enter: Callable[[Tensor], Tensor] = same  # own rows -> all that a linear map with cut outputs reads
-    leave: Callable[[Tensor], Tensor] = same  # partial sums of one with cut inputs -> own rows of the sum
-    gather: Callable[[Block], Block] = same  # a layer whose weights lie in pieces -> the whole of it
-    # of the trainer's forward
-    attention: Callable[[tuple[Segment, ...]], Attend] = PackedAttention  # of the rows of a microbatch
+    enter: Callable[[Tensor], Tensor] = same  # own rows -> all rows, for a linear map with cut outputs
+    leave: Callable[[Tensor], Tensor] = same  # partial sums of a map with cut inputs -> own rows of the sum
+    gather: Callable[[Block], Block] = same  # a layer whose weights are sharded -> the whole layer
+    # for the trainer's forward
+    attention: Callable[[tuple[Segment, ...]], Attend] = PackedAttention  # for the rows of a microbatch
     # (logits [n, V] fp32, temperature, targets [n]) -> [n] log-probabilities; None: those of torch's softmax
     score: Callable[[Tensor, float, Tensor], Tensor] | None = None
     # (logits [n, V] fp32, targets [n]) -> [n, 2] log-probability and entropy, with slopes left in the logits;
@@ -66,10 +66,10 @@ class Ops:
 def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x weight^T + bias in x's type, or in ``out_dtype``: then the operands are widened first, but on a GPU,
-    which multiplies 16 bits and sums in fp32 as exactly. A weight of fewer bits is widened too.
+    """x weight^T + bias in x's type, or in ``out_dtype``: then the operands are widened first, except on a
+    GPU, where products of 16 bits with sums in fp32 are as exact. A weight of fewer bits is widened too.
 
-    Of a quantised weight the products, their sums, scale and bias are fp32, and the result is rounded once.
+    For a quantised weight products, sums, scale and bias are fp32, and the result is rounded once.
     """
     if isinstance(weight, Quantised):
         y = weight.product(x)
@@ -82,10 +82,10 @@ def linear(
 
 
 def sums_wide(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies bf16 as it is and returns fp32: on a GPU, without autograd."""
-    narrow = x.dtype == weight.dtype == torch.bfloat16 and dtype == torch.float32
-    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return narrow and x.is_cuda and x.dim() == 2 and not learns
+    """Whether torch multiplies bf16 without widening it and returns fp32: on a GPU, without autograd."""
+    is_bf16 = x.dtype == weight.dtype == torch.bfloat16 and dtype == torch.float32
+    needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return is_bf16 and x.is_cuda and x.dim() == 2 and not needs_gradient
 
 
 def product(x: Tensor, weight: Weight) -> Tensor:
@@ -98,7 +98,7 @@ def product(x: Tensor, weight: Weight) -> Tensor:
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """y + scale * x a^T b^T: a linear map with its low-rank adapter (arXiv 2106.09685 section 4.1).
 
-    x [T, K], a [r, K], b [N, r], y [T, N]; outside of autograd y may be overwritten.
+    x [T, K], a [r, K], b [N, r], y [T, N]; outside of autograd an implementation may overwrite y.
     """
     return y + F.linear(F.linear(x, a) * scale, b)
 

@@ -1,4 +1,4 @@
-"""Training attention over packed segments: a shared prompt is computed once, and read by all its siblings.
+"""Training attention over packed segments: a prompt that siblings share is computed once.
 
 A row of a segment sees its own segment causally and the whole prefix of the segment. Softmax over the union
 of two key sets is exact from two softmaxes, given their log-sum-exps (as in Flash attention across blocks of
@@ -8,8 +8,8 @@ keys, arXiv 2205.14135 section 3.1):
 
 so the forward takes one unmasked call for all siblings of a prefix (a) and one causal call for each run of
 equally long neighbours (b): no mask, no padding, no copy of the prefix. Flash backward recomputes
-P = exp(S - lse) and dS = P (dP - rowsum(dOut * Out)); given the lse and out of the *union*, each part's
-backward is its exact share of the gradient, and the shares add up.
+P = exp(S - lse) and dS = P (dP - rowsum(dOut * Out)); given the lse and out of the *union*, the backward
+of each part is its exact share of the gradient, and the sum of the shares is the gradient.
 
 The slow twin is in tests/reference/plain_layers.py.
 
@@ -49,22 +49,22 @@ class Part:
 
     def queries(self, rows: Tensor) -> Tensor:
         """[T, H, D] -> [B, H, N, D], a view; [T, H] -> [B, H, N]."""
-        return _blocks(rows, self.start, self.count, self.length)
+        return _view_blocks(rows, self.start, self.count, self.length)
 
     def keys(self, rows: Tensor) -> Tensor:
         """[T, Hkv, D] -> [B, Hkv, M, D], a view."""
-        return _blocks(rows, self.key_start, self.count, self.key_length)
+        return _view_blocks(rows, self.key_start, self.count, self.key_length)
 
 
-def _blocks(rows: Tensor, start: int, count: int, length: int) -> Tensor:
+def _view_blocks(rows: Tensor, start: int, count: int, length: int) -> Tensor:
     return rows[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
 
 
 class PackedAttention:
     """``Attend`` for the rows of one microbatch, whose segments follow each other without gaps.
 
-    ``forward`` computes what the kernel of this file would, (q, k, v, scale) -> (out [T, H, Dv], fp32 lse
-    [T, H]), and leaves it the backward.
+    ``forward``, (q, k, v, scale) -> (out [T, H, Dv], fp32 lse [T, H]), replaces the forward of this file's
+    kernel, which then computes the backward only.
     """
 
     def __init__(self, segments: tuple[Segment, ...], forward: Forward | None = None) -> None:
@@ -72,14 +72,14 @@ class PackedAttention:
         self._forward = forward
         self.segments, self.num_rows = segments, segments[-1].stop
         self.longest = max(s.stop - s.start + s.prefix_stop - s.prefix_start for s in segments)
-        self.parts = _own_parts(segments) + _prefix_parts(segments)
+        self.parts = _make_own_parts(segments) + _make_prefix_parts(segments)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
         """q [T, H, Dk], k [T, Hkv, Dk], v [T, Hkv, Dv] -> [T, H, Dv]. The layer's number plays no role. A
-        window that is shorter than a sequence is computed from all pairs. Raises ValueError where such a one
-        meets ``forward``."""
+        window that is shorter than a sequence is computed from all pairs. Raises ValueError for such a window
+        together with ``forward``."""
         if len(q) != self.num_rows:
             raise ValueError(f"q has {len(q)} rows for segments of {self.num_rows}; take both from one batch")
         if window is not None and window < self.longest:
@@ -99,38 +99,44 @@ def of_all_pairs(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What ``PackedAttention`` returns, segment by segment in plain torch: also with a window, with scores
-    that go through softcap * tanh(score / softcap), and with sinks [H], keys whose values are 0."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    outs = []
-    for one in segments:
-        before, own = one.prefix_stop - one.prefix_start, one.stop - one.start
-        skipped = max(0, before - window + 1) if window is not None else 0  # out of sight of all rows
-        rows, prefix = slice(one.start, one.stop), slice(one.prefix_start + skipped, one.prefix_stop)
+    """Compute what ``PackedAttention`` returns, segment by segment in plain torch. It also takes a window, a
+    soft cap (scores become softcap * tanh(score / softcap)), and sinks [H]: scores of keys whose values are
+    0."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    outputs = []
+    for segment in segments:
+        num_prefix, num_own = segment.prefix_stop - segment.prefix_start, segment.stop - segment.start
+        num_skipped = max(0, num_prefix - window + 1) if window is not None else 0  # no row sees these
+        rows, prefix = (
+            slice(segment.start, segment.stop),
+            slice(segment.prefix_start + num_skipped, segment.prefix_stop),
+        )
         keys, values = (torch.cat((x[prefix], x[rows])) for x in (k, v))
-        places = torch.arange(before, before + own, device=q.device).unsqueeze(1)
-        behind = places - torch.arange(skipped, before + own, device=q.device)
-        hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+        places = torch.arange(num_prefix, num_prefix + num_own, device=q.device).unsqueeze(1)
+        distance = places - torch.arange(num_skipped, num_prefix + num_own, device=q.device)
+        is_masked = distance < 0 if window is None else (distance < 0) | (distance >= window)
         queries = q[rows].unflatten(1, (k.shape[1], -1))
-        scores = torch.einsum("nhgd,mhd->hgnm", queries.to(wide), keys.to(wide)) * scale
+        scores = torch.einsum("nhgd,mhd->hgnm", queries.to(dtype), keys.to(dtype)) * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(hidden, -torch.inf)
+        scores = scores.masked_fill(is_masked, -torch.inf)
         if sinks is not None:
-            column = sinks.to(wide).view(k.shape[1], -1, 1, 1).expand(-1, -1, own, 1)
-            scores = torch.cat((scores, column), dim=-1)
-        shares = scores.softmax(dim=-1)[..., : len(keys)].to(v.dtype)
-        outs.append(torch.einsum("hgnm,mhd->nhgd", shares, values).flatten(1, 2))
-    return torch.cat(outs)
+            sink_scores = sinks.to(dtype).view(k.shape[1], -1, 1, 1).expand(-1, -1, num_own, 1)
+            scores = torch.cat((scores, sink_scores), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(keys)].to(v.dtype)
+        outputs.append(torch.einsum("hgnm,mhd->nhgd", weights, values).flatten(1, 2))
+    return torch.cat(outputs)
 
 
 def check_segments(segments: tuple[Segment, ...]) -> None:
-    """Raises ValueError naming the segment that is not in its place."""
+    """Raise ValueError, naming the segment that is not in its place."""
     if not segments or segments[0].start != 0:
         raise ValueError("segments do not start at row 0; list all rows of the microbatch in order")
-    for before, after in pairwise(segments):
-        if before.stop != after.start:
-            raise ValueError(f"segment {after} does not start where {before} stops; list all rows in order")
+    for previous, following in pairwise(segments):
+        if previous.stop != following.start:
+            raise ValueError(
+                f"segment {following} does not start where {previous} stops; list all rows in order"
+            )
     for segment in segments:
         if segment.start >= segment.stop:
             raise ValueError(f"segment {segment} is empty; leave it out")
@@ -138,8 +144,8 @@ def check_segments(segments: tuple[Segment, ...]) -> None:
             raise ValueError(f"the prefix of {segment} is not before it; place prompts before answers")
 
 
-def _own_parts(segments: tuple[Segment, ...]) -> tuple[Part, ...]:
-    """One causal part for each run of equally long segments."""
+def _make_own_parts(segments: tuple[Segment, ...]) -> tuple[Part, ...]:
+    """Make a causal part for each run of equally long segments."""
     runs = [list(run) for _, run in groupby(segments, key=lambda s: s.stop - s.start)]
     return tuple(
         Part(run[0].start, length := run[0].stop - run[0].start, len(run), run[0].start, length, causal=True)
@@ -147,8 +153,8 @@ def _own_parts(segments: tuple[Segment, ...]) -> tuple[Part, ...]:
     )
 
 
-def _prefix_parts(segments: tuple[Segment, ...]) -> tuple[Part, ...]:
-    """One unmasked part for each run of siblings."""
+def _make_prefix_parts(segments: tuple[Segment, ...]) -> tuple[Part, ...]:
+    """Make an unmasked part for each run of siblings."""
     runs = [list(run) for _, run in groupby(segments, key=lambda s: (s.prefix_start, s.prefix_stop))]
     return tuple(
         Part(
@@ -192,7 +198,7 @@ class _Attention(torch.autograd.Function):
                 part.queries(q_), part.keys(k_), part.keys(v_), scale, part.causal
             )
             states.append(state)
-            if part.causal:  # these come first and write every row
+            if part.causal:  # causal parts come first and write every row
                 part.queries(out).copy_(part_out)
                 part.queries(lse).copy_(part_lse)
             else:
@@ -209,7 +215,7 @@ class _Attention(torch.autograd.Function):
         q_, k_, v_, out, grad_out = (ctx.kernel.prepare(x) for x in (q, k, v, out, grad_out))
         grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
         for part, state in zip(ctx.parts, ctx.states, strict=True):
-            shares = ctx.kernel.backward(
+            part_grads = ctx.kernel.backward(
                 part.queries(grad_out),
                 part.queries(q_),
                 part.keys(k_),
@@ -221,13 +227,13 @@ class _Attention(torch.autograd.Function):
                 part.causal,
             )
             views = (part.queries(grads[0]), part.keys(grads[1]), part.keys(grads[2]))
-            for view, share in zip(views, shares, strict=True):
-                view.add_(share)
+            for view, part_grad in zip(views, part_grads, strict=True):
+                view.add_(part_grad)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None, None
 
 
 def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Widen the key set of (out [B, H, N, D], lse [B, H, N]) in place by that of the part."""
+    """Extend the key set of (out [B, H, N, D], lse [B, H, N]), in place, by that of the part."""
     union = torch.logaddexp(lse, part_lse)
     out.mul_((lse - union).exp_().unsqueeze(-1))
     out.addcmul_(part_out.to(out.dtype), (part_lse - union).exp_().unsqueeze(-1))
@@ -238,7 +244,7 @@ def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
 class Kernel:
     """Attention of q [B, H, N, Dk] over k [B, Hkv, M, Dk] and v [B, Hkv, M, Dv].
 
-    prepare(x) gives tensors the dtype in which the kernel works
+    prepare(x) casts a tensor to the dtype of the kernel
     forward(q, k, v, scale, causal) -> (out [B, H, N, Dv], lse [B, H, N], state)
     backward(grad_out, q, k, v, out, lse, state, scale, causal) -> (grad_q, grad_k, grad_v), where out and lse
     may belong to a larger key set.
@@ -249,26 +255,26 @@ class Kernel:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def _fp32(x: Tensor) -> Tensor:
+def _widen_to_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    """Scaled scores [B, Hkv, G, N, M]."""
-    scores = (_grouped(q, k) @ k.unsqueeze(2).mT).mul_(scale)
+def _compute_scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+    """The scaled scores [B, Hkv, G, N, M]."""
+    scores = (_group_heads(q, k) @ k.unsqueeze(2).mT).mul_(scale)
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
         scores.masked_fill_(future, float("-inf"))
     return scores
 
 
-def _grouped(x: Tensor, k: Tensor) -> Tensor:
+def _group_heads(x: Tensor, k: Tensor) -> Tensor:
     """[B, H, N, D] -> [B, Hkv, G, N, D]: the G query heads of each key head."""
     return x.unflatten(1, (k.shape[1], -1))
 
 
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor, None]:
-    scores = _scores(q, k, scale, causal)
+    scores = _compute_scores(q, k, scale, causal)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp_() @ v.unsqueeze(2)
     return out.flatten(1, 2), lse.flatten(1, 2), None
@@ -285,9 +291,9 @@ def _math_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    probs = (_scores(q, k, scale, causal) - _grouped(lse.unsqueeze(-1), k)).exp_()
-    delta = _grouped((grad_out * out).sum(-1, keepdim=True), k)
-    q, grad_out = _grouped(q, k), _grouped(grad_out, k)
+    probs = (_compute_scores(q, k, scale, causal) - _group_heads(lse.unsqueeze(-1), k)).exp_()
+    delta = _group_heads((grad_out * out).sum(-1, keepdim=True), k)
+    q, grad_out = _group_heads(q, k), _group_heads(grad_out, k)
     grad_scores = (grad_out @ v.unsqueeze(2).mT).sub_(delta).mul_(probs).mul_(scale)
     grad_q = (grad_scores @ k.unsqueeze(2)).flatten(1, 2)
     return grad_q, (grad_scores.mT @ q).sum(2), (probs.mT @ grad_out).sum(2)
@@ -344,22 +350,23 @@ def _cuda_backward(
 
 
 def _pad(x: Tensor, q: Tensor) -> Tensor:
-    """Zeros up to the head dimension of q: MLA has Dv < Dk, which flash lacks. No other number changes."""
+    """Pad x with zeros to the head dimension of q: MLA has Dv < Dk, which flash attention does not support.
+    No other number changes."""
     missing = q.shape[-1] - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
 
 
-MATH = Kernel(_fp32, _math_forward, _math_backward)
-# In fp32 whatever comes in: the backward of the bf16 CPU kernel takes three times as long.
-FLASH_CPU = Kernel(_fp32, _cpu_forward, _cpu_backward)
+MATH = Kernel(_widen_to_fp32, _math_forward, _math_backward)
+# Always in fp32: the backward of the bf16 CPU kernel takes three times as long.
+FLASH_CPU = Kernel(_widen_to_fp32, _cpu_forward, _cpu_backward)
 FLASH_CUDA = Kernel(lambda x: x, _cuda_forward, _cuda_backward)
 
 
 def kernel_for(q: Tensor, v: Tensor) -> Kernel:
-    """The one for queries [..., Dk] and values [..., Dv] of this type on this device."""
+    """The kernel for queries [..., Dk] and values [..., Dv] of this dtype on this device."""
     if v.shape[-1] > q.shape[-1]:
         return MATH
     if q.device.type == "cpu":
         return FLASH_CPU
-    flash = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return FLASH_CUDA if q.device.type == "cuda" and flash else MATH
+    can_flash = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return FLASH_CUDA if q.device.type == "cuda" and can_flash else MATH

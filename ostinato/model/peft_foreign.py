@@ -1,11 +1,11 @@
-"""A LoRA adapter that PEFT has written, as an adapter of ours that computes the same function.
+"""Convert a LoRA adapter written by PEFT to an adapter of ours that computes the same function.
 
-What is understood: LoRA on linear maps of a family that ``model.hf`` reads, with any rank per map
+Supported are LoRA on linear maps of a family that ``model.hf`` reads, with any rank per map
 (``rank_pattern``) and any scale (``lora_alpha``, ``alpha_pattern``, ``use_rslora``), on all layers or some,
 on experts in the layout of transformers v5 (``target_parameters``: one parameter for all experts) or of older
-files (a module per expert). Anything else is refused by its name. Ours has one rank for all maps, and one for
-experts: smaller factors are padded with zeros, which stay zero in training, so a map that was not adapted is
-not adapted now.
+files (a module per expert). Anything else is refused by its name. Our adapters have one rank for all maps,
+and one for experts: smaller factors are padded with zeros, which stay zero in training, so a map that was not
+adapted stays unadapted.
 
 D hidden size, M expert width, E experts, r rank.
 """
@@ -63,13 +63,13 @@ class ForeignAdapter:
     spec: AdapterSpec
     tensors: dict[str, Tensor]
     base_name: str
-    dropout: float  # that PEFT trained it with; ours trains without
+    dropout: float  # in PEFT's training; ours uses none
 
 
 def read_foreign(folder: Path, config: ModelConfig) -> ForeignAdapter:
-    """The adapter in ``folder``, for a model of ``config``.
+    """Read the adapter in ``folder`` for a model of ``config``.
 
-    Raises ValueError, with what is not understood, where it would be another function here.
+    Raises ValueError, naming what is not supported, if the adapter would compute another function here.
     """
     settings = read_settings(folder)
     pairs = read_pairs(folder)
@@ -80,36 +80,36 @@ def read_foreign(folder: Path, config: ModelConfig) -> ForeignAdapter:
             raise ValueError(
                 f"adapter {folder} has only lora_{next(iter(factors))} of {module}; save it again"
             )
-    modules = _logical_names(config)
+    modules = _map_modules(config)
     experts: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = defaultdict(dict)
     for module, factors in pairs.items():
         a, b = factors["A"].float(), factors["B"].float()
-        plain = module.replace(".base_layer", "")
-        if plain in modules:
-            maps[modules[plain]] = (a, b, scale.of_map(plain, a.shape[0]))
-        elif plain.endswith(".experts"):
-            maps |= _fused_experts(plain, a, b, config, scale, folder)
-        elif (match := _EXPERT.fullmatch(plain)) and f"{match['before']}.{{}}.{match['role']}" in modules:
+        name = module.replace(".base_layer", "")
+        if name in modules:
+            maps[modules[name]] = (a, b, scale.of_map(name, a.shape[0]))
+        elif name.endswith(".experts"):
+            maps |= _split_experts(name, a, b, config, scale, folder)
+        elif (match := _EXPERT.fullmatch(name)) and f"{match['before']}.{{}}.{match['role']}" in modules:
             logical = modules[f"{match['before']}.{{}}.{match['role']}"]
-            experts[logical][int(match["expert"])] = (a, b, scale.of_map(plain, a.shape[0]))
+            experts[logical][int(match["expert"])] = (a, b, scale.of_map(name, a.shape[0]))
         else:
             raise ValueError(
-                f"adapter {folder} adapts {plain}, which is no linear map of a layer of {config.model_type}; "
+                f"adapter {folder} adapts {name}, which is no linear map of a layer of {config.model_type}; "
                 "merge it into its base by peft (merge_and_unload)"
             )
-    for logical, each in experts.items():
-        maps[logical] = _stack_experts(each, linear_shapes(config)[logical])
-    spec = _spec(maps, config)
+    for logical, by_expert in experts.items():
+        maps[logical] = _stack_experts(by_expert, linear_shapes(config)[logical])
+    spec = _build_spec(maps, config)
     return ForeignAdapter(
         spec=spec,
-        tensors=_tensors(maps, spec, config, folder),
+        tensors=_build_tensors(maps, spec, config, folder),
         base_name=str(settings.get("base_model_name_or_path") or "unnamed"),
         dropout=float(settings.get("lora_dropout") or 0.0),
     )
 
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
-    """adapter_config.json. ValueError for a setting under which the adapter is no plain LoRA."""
+    """Read adapter_config.json. Raises ValueError for a setting under which the adapter is no plain LoRA."""
     path = folder / CONFIG
     try:
         settings = parse_json(path.read_bytes())
@@ -118,20 +118,21 @@ def read_settings(folder: Path) -> Mapping[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"{path} is no JSON object; save the adapter again")
     fix = "merge it into its base by peft (merge_and_unload)"
-    for key, plain in _PLAIN.items():
-        if key in settings and settings[key] not in plain:
+    for key, values in _PLAIN.items():
+        if key in settings and settings[key] not in values:
             raise ValueError(f"adapter {folder} has {key} {settings[key]!r}, which is not supported; {fix}")
-    start = str(settings.get("init_lora_weights", "")).lower()
-    if start.startswith(_CHANGES_BASE):
+    init = str(settings.get("init_lora_weights", "")).lower()
+    if init.startswith(_CHANGES_BASE):
         raise ValueError(
-            f"adapter {folder} has init_lora_weights {start!r}, which changes the base too; save it by "
+            f"adapter {folder} has init_lora_weights {init!r}, which changes the base too; save it by "
             "peft's path_initial_model_for_weight_conversion, or merge it"
         )
     return settings
 
 
 def read_pairs(folder: Path) -> dict[str, Factors]:
-    """By module the factors of its adapter. ValueError for a tensor that is no factor of LoRA."""
+    """Read the factors of every adapted module, by its name. Raises ValueError for a tensor that is no factor
+    of LoRA."""
     path = folder / TENSORS
     if not path.is_file():
         raise ValueError(f"adapter {folder} has no {TENSORS}; save it by peft's save_pretrained")
@@ -172,7 +173,8 @@ class Scale:
         )
 
     def of_map(self, name: str, rank: int) -> float:
-        """As peft looks patterns up: the first whose expression matches the end of the name."""
+        """The scale of a map of this rank. As in peft, the first pattern that matches the end of the name
+        counts."""
         if f"{name}.weight".endswith(self.parameters):
             name = f"{name}.weight"
         alpha = next(
@@ -181,7 +183,7 @@ class Scale:
         return alpha / (math.sqrt(rank) if self.root else rank)
 
 
-def _logical_names(config: ModelConfig) -> dict[str, str]:
+def _map_modules(config: ModelConfig) -> dict[str, str]:
     """Module in a checkpoint or in memory -> logical name; an expert's index is ``{}``."""
     return {
         hf_module(name, family): name
@@ -190,11 +192,11 @@ def _logical_names(config: ModelConfig) -> dict[str, str]:
     }
 
 
-def _fused_experts(
+def _split_experts(
     module: str, a: Tensor, b: Tensor, config: ModelConfig, scale: Scale, folder: Path
 ) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """An adapter of one parameter of all experts: A [E r, in], B [out, r E] with ranks outside of experts
-    (``peft_io``). gate_up_proj [E, 2 M, D] becomes gate and up, which have its A both."""
+    """Split the adapter of a parameter of all experts: A [E r, in], B [out, r E] with ranks outside of
+    experts (``peft_io``). gate_up_proj [E, 2 M, D] becomes gate and up, which share its A."""
     moe = config.moe
     layer = int(module.split(".")[2]) if re.match(r"model\.layers\.\d+\.", module) else -1
     if moe is None or layer not in moe.layers or a.shape[0] % moe.num_experts or b.shape[1] != a.shape[0]:
@@ -220,52 +222,53 @@ def _fused_experts(
 
 
 def _stack_experts(
-    each: Mapping[int, tuple[Tensor, Tensor, float]], shape: tuple[int, ...]
+    by_expert: Mapping[int, tuple[Tensor, Tensor, float]], shape: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, float]:
-    """A [E, r, in] and B [E, out, r] of modules of experts, each scaled to the first's; zeros elsewhere."""
-    experts, out, into = shape
-    rank = max(a.shape[0] for a, _, _ in each.values())
-    size = next(iter(each.values()))[2]
-    factor_a, factor_b = torch.zeros(experts, rank, into), torch.zeros(experts, out, rank)
-    for expert, (a, b, own) in each.items():
+    """Stack the factors of modules of experts to A [E, r, in] and B [E, out, r], all with the scale of the
+    first; zeros elsewhere."""
+    experts, outputs, inputs = shape
+    rank = max(a.shape[0] for a, _, _ in by_expert.values())
+    size = next(iter(by_expert.values()))[2]
+    factor_a, factor_b = torch.zeros(experts, rank, inputs), torch.zeros(experts, outputs, rank)
+    for expert, (a, b, own_size) in by_expert.items():
         factor_a[expert, : a.shape[0]] = a
-        factor_b[expert, :, : a.shape[0]] = b if own == size else b * (own / size)
+        factor_b[expert, :, : a.shape[0]] = b if own_size == size else b * (own_size / size)
     return factor_a, factor_b, size
 
 
-def _spec(maps: Mapping[str, tuple[Tensor, Tensor, float]], config: ModelConfig) -> AdapterSpec:
-    """The largest ranks, and the scale of the first map, which then keeps its bits."""
+def _build_spec(maps: Mapping[str, tuple[Tensor, Tensor, float]], config: ModelConfig) -> AdapterSpec:
+    """The spec with the largest ranks and the scale of the first map, whose factors then keep their bits."""
     ranks = {kind: [a.shape[-2] for name, (a, _, _) in maps.items() if (".experts." in name) == kind]
              for kind in (False, True)}  # fmt: skip
     rank = max(ranks[False] or ranks[True])
-    first, (_, _, size) = next(iter(maps.items()))
+    first_name, (_, _, size) = next(iter(maps.items()))
     expert_rank = max(ranks[True]) if ranks[True] else None
-    of_first = expert_rank if ".experts." in first and expert_rank else rank
+    first_rank = expert_rank if ".experts." in first_name and expert_rank else rank
     return AdapterSpec(
         rank=rank,
-        alpha=size * of_first,
+        alpha=size * first_rank,
         targets=tuple(sorted({name.split(".", 2)[2] for name in maps})),
         expert_scheme=ExpertScheme.PER_EXPERT,
         expert_rank=expert_rank,
     )
 
 
-def _tensors(
+def _build_tensors(
     maps: Mapping[str, tuple[Tensor, Tensor, float]], spec: AdapterSpec, config: ModelConfig, folder: Path
 ) -> dict[str, Tensor]:
-    """All factors that ``spec`` asks for: those of ``maps``, padded and scaled, and zeros."""
+    """All factors of ``spec``: those of ``maps``, padded and scaled, and zeros for other maps."""
     tensors: dict[str, Tensor] = {}
     for name, (a_shape, b_shape) in adapter_shapes(config, spec).items():
         factor_a, factor_b = torch.zeros(a_shape), torch.zeros(b_shape)
         if name in maps:
             a, b, size = maps[name]
-            rank, own = a.shape[-2], spec.scale_of(name)
+            rank, own_size = a.shape[-2], spec.scale_of(name)
             if (*a.shape[:-2], a.shape[-1], *b.shape[:-1]) != (*a_shape[:-2], a_shape[-1], *b_shape[:-1]):
                 raise ValueError(
                     f"adapter {folder} has factors of {name} for {a.shape[-1]} inputs and {b.shape[-2]} "
                     f"outputs; this model has {a_shape[-1]} and {b_shape[-2]}; check its base"
                 )
             factor_a[..., :rank, :] = a
-            factor_b[..., :rank] = b if math.isclose(own, size, rel_tol=1e-12) else b * (size / own)
+            factor_b[..., :rank] = b if math.isclose(own_size, size, rel_tol=1e-12) else b * (size / own_size)
         tensors[f"{name}.A"], tensors[f"{name}.B"] = factor_a, factor_b
     return tensors

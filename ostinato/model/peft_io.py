@@ -1,12 +1,12 @@
-"""Adapters in files: PEFT's format for other programs, our own beside it, and merged Hugging Face models.
+"""Read and write adapters: PEFT's format for other programs, our own format, and merged Hugging Face models.
 
-    adapter_config.json  adapter_model.safetensors   what peft.PeftModel.from_pretrained(model, folder) reads
+    adapter_config.json  adapter_model.safetensors   for peft.PeftModel.from_pretrained(model, folder)
     ostinato_adapter.safetensors                     logical tensors, spec, fingerprint of the base: lossless
 
 transformers v5 holds the experts of a layer as two parameters, gate_up_proj [E, 2M, D] and down_proj
 [E, D, M], and PEFT adapts such a parameter (``target_parameters``) with one rank for all experts:
 A [E * r, in], expert after expert, and B [out, r * E], rank after rank. So gate and up become one adapter
-of twice the rank with a block-diagonal B, and factors that ours share over the experts are repeated.
+of twice the rank with a block-diagonal B, and factors that experts share in our format are repeated.
 
 D hidden size, M expert width, E experts, r rank.
 """
@@ -49,33 +49,33 @@ log = logging.getLogger(__name__)
 def save_peft(adapters: Adapters, decoder: Decoder, folder: Path, base_name: str = "") -> None:
     """Write the adapters of ``decoder`` into ``folder``; ``base_name`` is where PEFT finds the base.
 
-    Each file appears whole or not at all; other files of the folder stay.
+    Each file is written completely or not at all; other files of the folder stay.
     """
     facts = {"spec": asdict(adapters.spec), "base": base_fingerprint(decoder), "base_name": base_name}
-    # one entry, because safetensors writes several in random order and equal runs should give equal files
-    write_tensors(folder / LOGICAL, _on_cpu(adapters.state_dict()), {"ostinato": json.dumps(facts)})
+    # a single entry: safetensors writes several in random order, and equal runs should give equal files
+    write_tensors(folder / LOGICAL, _move_to_cpu(adapters.state_dict()), {"ostinato": json.dumps(facts)})
     write_peft(adapters, folder, base_name)
 
 
 def write_peft(adapters: Adapters, folder: Path, base_name: str = "") -> None:
-    """What PEFT and vLLM read, alone: the files ``PEFT_CONFIG`` and ``PEFT_TENSORS``."""
-    write_tensors(folder / PEFT_TENSORS, _on_cpu(dict(_peft_tensors(adapters))), {"format": "pt"})
-    config = json.dumps(_peft_config(adapters, base_name), indent=2) + "\n"
+    """Write only the files that PEFT and vLLM read: ``PEFT_CONFIG`` and ``PEFT_TENSORS``."""
+    write_tensors(folder / PEFT_TENSORS, _move_to_cpu(dict(_list_tensors(adapters))), {"format": "pt"})
+    config = json.dumps(_build_config(adapters, base_name), indent=2) + "\n"
     atomic_write(folder / PEFT_CONFIG, config.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Saved:
-    """An adapter as it is in a folder: its factors by the names of ``Adapters.state_dict``, on the CPU."""
+    """An adapter read from a folder: its factors by the names of ``Adapters.state_dict``, on the CPU."""
 
     folder: Path
     spec: AdapterSpec
     tensors: dict[str, Tensor]
-    base: str  # fingerprint of the base that it was trained on; "": PEFT keeps none
+    base: str  # fingerprint of the base that it was trained on; "" from PEFT, which saves none
     base_name: str
 
     def check_base(self, fingerprint: str) -> None:
-        """Raise ValueError where it was trained on other weights than these."""
+        """Raise ValueError if the adapter was trained on other weights than these."""
         if self.base and self.base != fingerprint:
             raise ValueError(
                 f"adapter {self.folder} belongs to another base ({self.base_name}); load it onto that one"
@@ -83,10 +83,10 @@ class Saved:
 
 
 def read_peft(folder: Path, config: ModelConfig) -> Saved:
-    """What ``save_peft`` wrote, for whatever base; or what PEFT wrote, for a model of ``config``.
+    """Read an adapter that ``save_peft`` wrote, for any base, or that PEFT wrote, for a model of ``config``.
 
-    Raises ValueError when ``folder`` has neither, when the file is damaged, and for an adapter of PEFT's that
-    would be another function here.
+    Raises ValueError when ``folder`` has neither, when the file is damaged, and for an adapter of PEFT that
+    would compute another function here.
     """
     path = folder / LOGICAL
     if not folder.is_dir():
@@ -124,7 +124,7 @@ def _read_foreign(folder: Path, config: ModelConfig) -> Saved:
 
 
 def load_peft(folder: Path, decoder: Decoder) -> Adapters:
-    """The adapters in ``folder``, bit for bit as they were saved by us, or as PEFT's (``peft_foreign``).
+    """Load the adapters in ``folder``: ours bit for bit as they were saved, PEFT's by ``peft_foreign``.
 
     Raises ValueError as ``read_peft`` does, and when ours were trained on other weights than ``decoder``'s.
     """
@@ -141,7 +141,7 @@ def export_merged(
 ) -> float:
     """Write the decoder with its adapters added to the weights, as a Hugging Face folder.
 
-    The sums are rounded to the decoder's dtype: unmerged adapters are the exact policy. Returns the
+    The sums are rounded to the decoder's dtype: only unmerged adapters are the exact policy. Returns the
     ``rounding_error`` of the update.
     """
     merged = merge(decoder, adapters)
@@ -156,39 +156,41 @@ def base_fingerprint(decoder: Base) -> str:
     Fine-tuning moves all of a tensor, so a few values distinguish two bases; reading all of them would make
     every start and save as slow as loading the model.
     """
-    coded = decoder.quantised if isinstance(decoder, Decoder) else {}
-    plain = (
+    quantised = decoder.quantised if isinstance(decoder, Decoder) else {}
+    plain_samples = (
         (name, tuple(weight.shape), weight.detach().flatten()[:: fingerprint_stride(weight.numel())])
         for name, weight in decoder.named_parameters()
     )
-    samples = (
-        (name, tuple(w.shape), w.samples) for name, w in coded.items() if w.samples is not None
+    code_samples = (
+        (name, tuple(weight.shape), weight.samples)
+        for name, weight in quantised.items()
+        if weight.samples is not None
     )  # of what was quantised: an adapter is for the base, however that is stored
-    return fingerprint_of(chain(plain, samples))
+    return fingerprint_of(chain(plain_samples, code_samples))
 
 
 def fingerprint_of(sampled: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> str:
-    """The digest of (name, shape, those values) of all tensors, in any order."""
+    """The digest of (name, shape, sampled values) of all tensors, in any order."""
     digest = hashlib.sha256()
-    for name, shape, values in sorted(sampled, key=lambda one: one[0]):
+    for name, shape, values in sorted(sampled, key=lambda sample: sample[0]):
         digest.update(f"{name} {shape}".encode())
         digest.update(values.bfloat16().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _move_to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _peft_config(adapters: Adapters, base_name: str) -> dict[str, Any]:
+def _build_config(adapters: Adapters, base_name: str) -> dict[str, Any]:
     spec = adapters.spec
     modules, parameters, ranks, alphas = set(), set(), {}, {}
     for name in adapters.tensors:
-        module = _module(name)
+        module = _find_module(name)
         if ".experts." in name:
             prefix, _, role = name.rpartition(".")
             parameter = "mlp.experts.down_proj" if role == "down" else "mlp.experts.gate_up_proj"
-            members = 1 if role == "down" else len(_gate_up(adapters, prefix))
+            members = 1 if role == "down" else len(_find_gate_up(adapters, prefix))
             parameters.add(parameter)
             ranks[parameter], alphas[parameter] = members * spec.rank_of(name), members * spec.alpha
         elif ".attn." in name or adapters.config.moe is None:
@@ -215,37 +217,39 @@ def _peft_config(adapters: Adapters, base_name: str) -> dict[str, Any]:
     }
 
 
-def _peft_tensors(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+def _list_tensors(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
     for name, pair in adapters.tensors.items():
         if ".experts." not in name:
-            yield from _named(_module(name), *pair)
+            yield from _name_factors(_find_module(name), *pair)
     for layer in range(adapters.config.num_layers):
-        yield from _expert_tensors(adapters, layer)
+        yield from _list_expert_tensors(adapters, layer)
 
 
-def _expert_tensors(adapters: Adapters, layer: int) -> Iterator[tuple[str, Tensor]]:
-    """PEFT nests the wrappers of one module in the order of its parameters: gate_up_proj inside."""
+def _list_expert_tensors(adapters: Adapters, layer: int) -> Iterator[tuple[str, Tensor]]:
+    """List the factors of a layer's experts. PEFT nests the wrappers of a module in the order of its
+    parameters: gate_up_proj inside."""
     prefix, module = f"layers.{layer}.experts", f"model.layers.{layer}.mlp.experts"
-    gate_up, down = _gate_up(adapters, prefix), adapters.tensors.get(f"{prefix}.down")
+    gate_up, down = _find_gate_up(adapters, prefix), adapters.tensors.get(f"{prefix}.down")
     if gate_up:
         width = linear_shapes(adapters.config)[f"{prefix}.gate"][-2]
         inner = f"{module}.base_layer" if down else module
-        yield from _named(inner, *_flattened(*_fused(adapters, gate_up, width)))
+        yield from _name_factors(inner, *_flatten_experts(*_fuse_gate_up(adapters, gate_up, width)))
     if down:
-        yield from _named(module, *_flattened(*_expanded(adapters, *down)))
+        yield from _name_factors(module, *_flatten_experts(*_expand_experts(adapters, *down)))
 
 
-def _gate_up(adapters: Adapters, prefix: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """The adapters of the experts' gate and up, as far as there are any."""
+def _find_gate_up(adapters: Adapters, prefix: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """The adapters of the experts' gate and up, as far as these are adapted."""
     names = {role: f"{prefix}.{role}" for role in ("gate", "up")}
     return {role: adapters.tensors[name] for role, name in names.items() if name in adapters.tensors}
 
 
-def _fused(
+def _fuse_gate_up(
     adapters: Adapters, gate_up: dict[str, tuple[Tensor, Tensor]], width: int
 ) -> tuple[Tensor, Tensor]:
-    """One adapter of the stacked [gate; up]: A stacked, each B in its own rows and ranks."""
-    pairs = {role: _expanded(adapters, *pair) for role, pair in gate_up.items()}
+    """Fuse the adapters of gate and up to an adapter of the stacked [gate; up]: A stacked, B
+    block-diagonal."""
+    pairs = {role: _expand_experts(adapters, *pair) for role, pair in gate_up.items()}
     stacked = torch.cat([a for a, _ in pairs.values()], dim=1)
     block_diagonal = stacked.new_zeros(len(stacked), 2 * width, stacked.shape[1])
     rank = 0
@@ -256,53 +260,53 @@ def _fused(
     return stacked, block_diagonal
 
 
-def _expanded(adapters: Adapters, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A [E, r, in] and B [E, out, r]: a factor that all experts share is repeated."""
+def _expand_experts(adapters: Adapters, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Expand to A [E, r, in] and B [E, out, r]: a factor that all experts share is repeated."""
     assert adapters.config.moe is not None
     experts = adapters.config.moe.num_experts
     return a.detach().expand(experts, *a.shape[-2:]), b.detach().expand(experts, *b.shape[-2:])
 
 
-def _flattened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _flatten_experts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """[E, r, in] -> [E * r, in] and [E, out, r] -> [out, r * E], as PEFT's ParamWrapper unfolds them."""
     return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1, 2)
 
 
-def _named(module: str, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _name_factors(module: str, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield f"base_model.model.{module}.lora_A.weight", a
     yield f"base_model.model.{module}.lora_B.weight", b
 
 
-def _module(name: str) -> str:
+def _find_module(name: str) -> str:
     return hf_module(name, IN_MEMORY)
 
 
 def merge(decoder: Decoder, adapters: Adapters) -> Decoder:
-    """A copy of the decoder with alpha / r * B A added to every adapted weight, in fp32 before rounding."""
+    """Copy the decoder and add alpha / r * B A to every adapted weight, in fp32 before rounding."""
     merged = copy.deepcopy(decoder)
     linears = merged.named_linears()
     with torch.no_grad():
         for name in adapters.tensors:
             weight = linears[name].weight
-            weight.copy_(weight.float() + _update(adapters, name).to(weight.device))
+            weight.copy_(weight.float() + _compute_update(adapters, name).to(weight.device))
     return merged
 
 
 def rounding_error(decoder: Decoder, merged: Decoder, adapters: Adapters) -> float:
-    """What rounding took from the update: |merged - decoder - update| / |update|, Frobenius norms over all
-    adapted weights. 0 without an update."""
+    """The relative error of the update by rounding: |merged - decoder - update| / |update|, Frobenius norms
+    over all adapted weights. 0 without an update."""
     before, after = decoder.named_linears(), merged.named_linears()
-    lost = total = 0.0
+    error = total = 0.0
     with torch.no_grad():
         for name in adapters.tensors:
-            update = _update(adapters, name)
-            moved = (after[name].weight.float() - before[name].weight.float()).to(update.device)
-            lost += float((moved - update).square().sum(dtype=torch.float64))
+            update = _compute_update(adapters, name)
+            change = (after[name].weight.float() - before[name].weight.float()).to(update.device)
+            error += float((change - update).square().sum(dtype=torch.float64))
             total += float(update.square().sum(dtype=torch.float64))
-    return math.sqrt(lost / total) if total else 0.0
+    return math.sqrt(error / total) if total else 0.0
 
 
-def _update(adapters: Adapters, name: str) -> Tensor:
+def _compute_update(adapters: Adapters, name: str) -> Tensor:
     """alpha / r * B A, [out, in] or [E, out, in], float32."""
     a, b = adapters.tensors[name]
     return adapters.spec.scale_of(name) * (b.float() @ a.float())

@@ -1,8 +1,8 @@
-"""Frozen weights of fewer bits: of the sampler alone (``engine.weights``) or the base (``model.storage``).
+"""Frozen weights of fewer bits, for the sampler alone (``engine.weights``) or the base (``model.storage``).
 
-Weight-only, by the nearest value, symmetric: no calibration, activations stay as they are. The linear maps of
-attention, MLPs and experts are quantised, the bulk of what decoding reads; norms, biases, embedding, head and
-router are not (the usual ignore list), nor are adapters, which are added on top.
+Weights alone are rounded to the nearest value, symmetrically: there is no calibration, and activations stay
+as they are. The linear maps of attention, MLPs and experts are quantised, which are most of the bytes that
+decoding reads; norms, biases, embedding, head and router are not (the usual ignore list), nor are adapters.
 
     int8   whole numbers up to 127, one scale per output channel (of every expert)
     fp8    e4m3fn (arXiv 2209.05433), one scale per output channel
@@ -31,19 +31,20 @@ class Weights(StrEnum):
 def quantise(decoder: Decoder, kind: Weights, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     """The decoder over weights of ``kind``: matrices that are not quantised in bf16, all else in ``dtype``.
 
-    MODEL, and BF16 of a bf16 model, is ``decoder`` itself. Otherwise it has weights of its own, but shares
-    with ``decoder`` what is the same there and is not quantised. Later changes of ``decoder`` are not seen.
+    For MODEL, and for BF16 of a bf16 model, this is ``decoder`` itself. Otherwise it has weights of its own,
+    but shares with ``decoder`` those that are equal and not quantised. Later changes of ``decoder`` do not
+    reach it.
     """
     if kind is Weights.MODEL or (kind is Weights.BF16 and decoder.dtype == torch.bfloat16):
         return decoder
 
-    def change(name: str, weight: nn.Parameter) -> nn.Parameter | Quantised:
+    def convert(name: str, weight: nn.Parameter) -> nn.Parameter | Quantised:
         if kind is not Weights.BF16 and is_quantised(name, weight.shape):
             return codes(weight.detach(), kind)
-        own = torch.bfloat16 if weight.dim() > 1 else dtype
-        return weight if name.endswith("correction_bias") else _frozen(weight.detach().to(own))
+        own_dtype = torch.bfloat16 if weight.dim() > 1 else dtype
+        return weight if name.endswith("correction_bias") else _freeze(weight.detach().to(own_dtype))
 
-    stored = {name: change(name, weight) for name, weight in decoder.named_parameters()}
+    stored = {name: convert(name, weight) for name, weight in decoder.named_parameters()}
     return Decoder(
         decoder.config,
         dtype=dtype,
@@ -56,32 +57,35 @@ def quantise(decoder: Decoder, kind: Weights, dtype: torch.dtype = torch.bfloat1
 def own_bytes(decoder: Decoder, beside: Decoder | None = None) -> int:
     """Bytes of the decoder's weights, without those that it shares with ``beside``."""
     shared = {weight.data_ptr() for weight in beside.parameters()} if beside is not None else set()
-    plain = sum(weight.nbytes for weight in decoder.parameters() if weight.data_ptr() not in shared)
-    return plain + sum(weight.nbytes for weight in decoder.quantised.values())
+    num_bytes = sum(weight.nbytes for weight in decoder.parameters() if weight.data_ptr() not in shared)
+    return num_bytes + sum(weight.nbytes for weight in decoder.quantised.values())
 
 
 def codes(weight: Tensor, kind: Weights) -> Quantised:
     """``weight`` [..., N, K] as int8 or fp8 codes with a scale per row."""
     samples = weight.flatten()[:: fingerprint_stride(weight.numel())].bfloat16()
-    if weight.dim() > 2:  # an expert at a time: what is wide meanwhile is small
-        each = [codes(one, kind) for one in weight]
-        tiles, scales = (torch.stack([getattr(one, name) for one in each]) for name in ("tiles", "scale"))
+    if weight.dim() > 2:  # an expert at a time, so that the widened copy is small
+        experts = [codes(expert, kind) for expert in weight]
+        tiles, scales = (
+            torch.stack([getattr(expert, name) for expert in experts]) for name in ("tiles", "scale")
+        )
         return Quantised(tiles, scales, weight.shape[-1], samples)
     weight = weight.float()
     if not torch.isfinite(weight).all():  # in int8 a NaN would be a plain 0
         raise ValueError("a weight is not finite and has no 8-bit code; fix the checkpoint")
-    scale = _scale(weight, 127.0 if kind is Weights.INT8 else torch.finfo(torch.float8_e4m3fn).max)
+    scale = _compute_scale(weight, 127.0 if kind is Weights.INT8 else torch.finfo(torch.float8_e4m3fn).max)
     ratio = weight / scale
     if kind is Weights.INT8:
         return Quantised.of(ratio.round_().clamp_(-127, 127).to(torch.int8), scale.squeeze(-1), samples)
     return Quantised.of(ratio.to(torch.float8_e4m3fn), scale.squeeze(-1), samples)
 
 
-def _scale(weight: Tensor, largest: float) -> Tensor:
-    """What maps the largest magnitude of each row to ``largest``: [..., N, 1]; 1 for a row of zeros."""
+def _compute_scale(weight: Tensor, largest: float) -> Tensor:
+    """The scales [..., N, 1] that map the largest magnitude of each row to ``largest``; 1 for a row of
+    zeros."""
     scale = weight.abs().amax(dim=-1, keepdim=True) / largest
     return torch.where(scale > 0, scale, 1.0)
 
 
-def _frozen(weight: Tensor) -> nn.Parameter:
+def _freeze(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)

@@ -1,6 +1,6 @@
-"""What is adapted and how large it is: adapter specifications, and the shapes of linear maps and of factors.
+"""Adapter specifications, and the shapes of linear maps and of adapters' factors.
 
-Shapes alone, no torch: ``lora`` makes tensors of them, ``flops`` and a planner count by them.
+No torch: ``lora`` makes tensors of these shapes, ``flops`` and a planner count with them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ExpertScheme(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """What is adapted, how richly, and how strongly.
+    """Which maps are adapted, at which rank, and with which scale.
 
     ``targets`` are roles (attn, mlp, shared, experts, router) or single maps (attn.q, experts.down). A role
-    that a model lacks is skipped, a single map that it lacks is refused.
+    that a model lacks is skipped; a single map that it lacks is refused.
     """
 
     rank: int = 16
@@ -104,17 +104,17 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["attn.kv_b"] = (heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
     shapes["attn.o"] = (hidden, heads * config.v_head_dim)
 
-    def ffn(role: str, width: int, *experts: int) -> None:
+    def add_ffn(role: str, width: int, *experts: int) -> None:
         shapes[f"{role}.gate"] = shapes[f"{role}.up"] = (*experts, width, hidden)
         shapes[f"{role}.down"] = (*experts, hidden, width)
 
     if moe is None or layer not in moe.layers:
-        ffn("mlp", config.intermediate_size)
+        add_ffn("mlp", config.intermediate_size)
         return shapes
     shapes["router"] = (moe.num_experts, hidden)
-    ffn("experts", moe.intermediate_size, moe.here)
+    add_ffn("experts", moe.intermediate_size, moe.here)
     if moe.shared_intermediate_size:
-        ffn("shared", moe.shared_intermediate_size)
+        add_ffn("shared", moe.shared_intermediate_size)
     return shapes
 
 
@@ -123,20 +123,23 @@ def adapter_shapes(
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Shapes of (A, B) by logical name. Raises ValueError for a single map that the model does not have."""
     linears = linear_shapes(config)
-    known = {name.split(".", 2)[2] for name in linears}
+    roles = {name.split(".", 2)[2] for name in linears}
     for target in spec.targets:
-        if "." in target and target not in known:
+        if "." in target and target not in roles:
             raise ValueError(
-                f"adapter.targets has {target!r}; {config.model_type} has {', '.join(sorted(known))}"
+                f"adapter.targets has {target!r}; {config.model_type} has {', '.join(sorted(roles))}"
             )
     shapes = {}
-    for name, (*experts, out, into) in linears.items():
-        short, rank = name.split(".", 2)[2], spec.rank_of(name)
-        if not any(short == target or short.startswith(target + ".") for target in spec.targets):
+    for name, (*experts, outputs, inputs) in linears.items():
+        role, rank = name.split(".", 2)[2], spec.rank_of(name)
+        if not any(role == target or role.startswith(target + ".") for target in spec.targets):
             continue
-        shared = bool(experts) and spec.expert_scheme == ExpertScheme.SHARED_OUTER
-        one_a, one_b = shared and short != "experts.down", shared and short == "experts.down"
-        shapes[name] = ((*(() if one_a else experts), rank, into), (*(() if one_b else experts), out, rank))
+        is_shared = bool(experts) and spec.expert_scheme == ExpertScheme.SHARED_OUTER
+        shares_a, shares_b = is_shared and role != "experts.down", is_shared and role == "experts.down"
+        shapes[name] = (
+            (*(() if shares_a else experts), rank, inputs),
+            (*(() if shares_b else experts), outputs, rank),
+        )
     if not shapes:
         raise ValueError(
             f"adapter.targets {spec.targets} match nothing in this {config.model_type} model; add attn"

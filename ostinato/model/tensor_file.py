@@ -1,9 +1,9 @@
-"""Safetensors as one stretch of memory: laid out without copies, read as views, aligned for the kernels.
+"""Safetensors in one block of memory: written without copies, read as views, aligned for the kernels.
 
-The format is that of the safetensors library (8 bytes of length, JSON, tensors without gaps), which the
-tests hold this against. The library copies every tensor two or three times on the way into bytes, and puts
-the first one at whatever address the header ends: here a header is padded, and tensors whose bytes fill
-whole cache lines come first, so that a file that is mapped can be computed with where it lies.
+The format is that of the safetensors library (8 bytes of length, JSON, tensors without gaps), against which
+the tests compare this module. The library copies every tensor two or three times on the way into bytes, and
+places the first tensor at whatever address the header ends. Here a header is padded, and tensors whose bytes
+fill whole cache lines come first, so that kernels can compute directly on a mapped file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class Shaped(NamedTuple):
-    """A tensor that is to be written: all but its values."""
+    """Dtype and shape of a tensor that is to be written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Shaped(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where everything goes: the header, then tensors without gaps, by their first byte in the file."""
+    """The layout of a file: the header, then tensors without gaps, located by their first byte."""
 
     header: bytes
     starts: Mapping[str, int]  # in the order of the file
@@ -55,61 +55,62 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shaped]:
 
 
 def layout(tensors: Mapping[str, Shaped], metadata: Mapping[str, str]) -> Layout:
-    """The same for the same content. Raises ValueError for a dtype other than fp32, bf16, fp16 and int8."""
+    """Compute the layout, the same for the same content. Raises ValueError for a dtype other than fp32, bf16,
+    fp16 and int8."""
     for name, (dtype, _) in tensors.items():
         if dtype not in _NAMES:
             raise ValueError(f"tensor {name} is {dtype}; weights are sent in {', '.join(_NAMES.values())}")
-    ordered = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, name))
-    ends = np.cumsum([0, *(tensors[name].nbytes for name in ordered)]).tolist()
+    names = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, name))
+    ends = np.cumsum([0, *(tensors[name].nbytes for name in names)]).tolist()
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for name, start, end in zip(ordered, ends[:-1], ends[1:], strict=True):
+    for name, start, end in zip(names, ends[:-1], ends[1:], strict=True):
         dtype, shape = tensors[name]
         entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text
-    starts = {name: len(header) + start for name, start in zip(ordered, ends[:-1], strict=True)}
+    starts = {name: len(header) + start for name, start in zip(names, ends[:-1], strict=True)}
     return Layout(header=header, starts=starts, tensors=dict(tensors), size=len(header) + ends[-1])
 
 
 def read(buffer: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
     """(metadata, tensors) of a file in memory; the tensors are views, which keep ``buffer`` alive.
 
-    Raises ValueError, in words, for what is cut off or not such a file.
+    Raises ValueError for a file that is cut off or not in this format.
     """
     data = memoryview(buffer)
     try:
         (length,) = struct.unpack_from("<Q", data)
         entries = parse_json(bytes(data[8 : 8 + length]))
         metadata = entries.pop("__metadata__", {})
-        tensors = {name: _entry(buffer, entry, 8 + length, len(data)) for name, entry in entries.items()}
+        tensors = {name: _view_entry(buffer, entry, 8 + length, len(data)) for name, entry in entries.items()}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the file is cut off or not in the safetensors format ({error})") from error
     return metadata, tensors
 
 
-def _entry(buffer: Any, entry: Mapping[str, Any], start: int, size: int) -> Tensor:
-    expected = Shaped(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
-    first, end = entry["data_offsets"]
-    if first < 0 or end - first != expected.nbytes or start + end > size:
-        raise ValueError(f"a tensor of {expected.nbytes} bytes from {first} to {end} of {size - start}")
-    return _view(buffer, expected, start + first)
+def _view_entry(buffer: Any, entry: Mapping[str, Any], start: int, size: int) -> Tensor:
+    tensor = Shaped(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    begin, end = entry["data_offsets"]
+    if begin < 0 or end - begin != tensor.nbytes or start + end > size:
+        raise ValueError(f"a tensor of {tensor.nbytes} bytes from {begin} to {end} of {size - start}")
+    return _view(buffer, tensor, start + begin)
 
 
-def _view(buffer: Any, expected: Shaped, start: int) -> Tensor:
-    if not expected.nbytes:
-        return torch.empty(expected.shape, dtype=expected.dtype)
-    count = expected.nbytes // expected.dtype.itemsize
-    return torch.frombuffer(buffer, dtype=expected.dtype, count=count, offset=start).view(expected.shape)
+def _view(buffer: Any, tensor: Shaped, start: int) -> Tensor:
+    if not tensor.nbytes:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    count = tensor.nbytes // tensor.dtype.itemsize
+    return torch.frombuffer(buffer, dtype=tensor.dtype, count=count, offset=start).view(tensor.shape)
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """Its bytes, not copied if it lies on the CPU without strides."""
+    """The bytes of a tensor, not copied if it is contiguous on the CPU."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def joined(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The parts of the file in order, not copied: for ``b"".join`` or one write after another."""
+    """The parts of the file in order, not copied: for ``b"".join`` or successive writes."""
     plan = layout(shapes_of(tensors), metadata)
     yield plan.header
     for name in plan.starts:

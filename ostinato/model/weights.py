@@ -1,7 +1,7 @@
-"""What a decoder stores: weights that read the same input lie in one matrix (q, k, v; gate, up; all experts).
+"""The weights of a decoder: those that read the same input share a matrix (q, k, v; gate, up; all experts).
 
-The slots here point at parameters that ``Decoder`` registers under dotted names; ``named_linears`` gives
-the maps that an adapter or a checkpoint speaks of, as views.
+The slots here point at parameters that ``Decoder`` registers under dotted names; ``named_linears`` returns
+the maps that an adapter or a checkpoint names, as views.
 
 D hidden size, H query heads, G key-value heads, F width of an MLP, E experts.
 """
@@ -22,7 +22,7 @@ from ostinato.model.config import ModelConfig, QKNorm
 class New(Protocol):
     """Makes a frozen parameter, in the dtype of the decoder unless given, and registers it.
 
-    What it makes may be quantised, if it is a linear map: hence Any.
+    A linear map may be quantised: hence Any.
     """
 
     def __call__(self, name: str, *shape: int, dtype: torch.dtype = ...) -> Any: ...
@@ -32,33 +32,34 @@ class New(Protocol):
 class Quantised:
     """The weight of a linear map as codes of 8 bits: w[..., n, k] = scale[..., n] * codes[..., n, k].
 
-    Every code is exact in bf16. It is frozen: it has no gradient, and no views but of an expert. Codes are
-    kept as the kernels stream them (native/codes.h), in tiles of 16 rows by 4 columns, filled up with zeros.
+    Every code is exact in bf16. The weight is frozen: it has no gradient, and no views except of an expert.
+    Codes are stored as the kernels stream them (native/codes.h): in tiles of 16 rows by 4 columns, padded
+    with zeros.
     """
 
     tiles: Tensor  # [..., N / 16, K / 4, 64] int8 or float8_e4m3fn
     scale: Tensor  # [..., N] fp32
     inputs: int  # K
-    samples: Tensor | None = None  # every ``fingerprint_stride``-th value of what was quantised, bf16
+    samples: Tensor | None = None  # every ``fingerprint_stride``-th value before quantising, bf16
 
     @staticmethod
     def of(codes: Tensor, scale: Tensor, samples: Tensor | None = None) -> Quantised:
-        """From codes [..., N, K] int8 or float8_e4m3fn."""
+        """Make a weight from codes [..., N, K] int8 or float8_e4m3fn."""
         rows, inputs = codes.shape[-2:]
         padded = F.pad(codes.view(torch.uint8), (0, -inputs % 4, 0, -rows % 16))
-        cut = padded.unflatten(-1, (-1, 2, 2)).unflatten(-4, (-1, 4, 4))
-        tiles = cut.movedim((-3, -2), (-5, -3)).flatten(-4).contiguous()
+        blocks = padded.unflatten(-1, (-1, 2, 2)).unflatten(-4, (-1, 4, 4))
+        tiles = blocks.movedim((-3, -2), (-5, -3)).flatten(-4).contiguous()
         return Quantised(tiles.view(codes.dtype), scale.contiguous(), inputs, samples)
 
     @staticmethod
     def like(weight: Tensor) -> Quantised:
-        """Of the shape of ``weight`` [..., N, K], where that is, without values."""
-        *rest, rows, inputs = weight.shape
-        tiles = weight.new_empty(*rest, -(-rows // 16), -(-inputs // 4), 64, dtype=torch.int8)
+        """Make an uninitialised weight of the shape of ``weight`` [..., N, K], on its device."""
+        *leading, rows, inputs = weight.shape
+        tiles = weight.new_empty(*leading, -(-rows // 16), -(-inputs // 4), 64, dtype=torch.int8)
         samples = weight.new_empty(
             -(-weight.numel() // fingerprint_stride(weight.numel())), dtype=torch.bfloat16
         )
-        return Quantised(tiles, weight.new_empty(*rest, rows, dtype=torch.float32), inputs, samples)
+        return Quantised(tiles, weight.new_empty(*leading, rows, dtype=torch.float32), inputs, samples)
 
     @property
     def shape(self) -> torch.Size:
@@ -70,9 +71,9 @@ class Quantised:
 
     @property
     def codes(self) -> Tensor:
-        """[..., N, K], a copy."""
-        cut = self.tiles.view(torch.uint8).unflatten(-1, (4, 2, 4, 2)).movedim((-5, -3), (-3, -2))
-        codes = cut.flatten(-3).flatten(-4, -2)[..., : self.scale.shape[-1], : self.inputs]
+        """The codes [..., N, K], copied."""
+        blocks = self.tiles.view(torch.uint8).unflatten(-1, (4, 2, 4, 2)).movedim((-5, -3), (-3, -2))
+        codes = blocks.flatten(-3).flatten(-4, -2)[..., : self.scale.shape[-1], : self.inputs]
         return codes.contiguous().view(self.tiles.dtype)
 
     def __getitem__(self, expert: int) -> Quantised:
@@ -91,24 +92,24 @@ Weight = Tensor | Quantised
 
 
 def keep_weight(ctx: Any, weight: Weight, *tensors: Tensor) -> None:
-    """Keep ``tensors`` and, behind them, a frozen weight for the backward of an autograd function."""
+    """Save ``tensors`` and, after them, a frozen weight for the backward of an autograd function."""
     ctx.coded = weight if isinstance(weight, Quantised) else None
     ctx.save_for_backward(*tensors, *(() if isinstance(weight, Quantised) else (weight,)))
 
 
 def kept(ctx: Any) -> tuple[Any, ...]:
-    """What ``keep_weight`` kept: the tensors, and the weight behind them. Once in a backward: checkpointing
-    asks for that."""
+    """Return what ``keep_weight`` saved: the tensors, then the weight. Call it once per backward, as
+    checkpointing requires."""
     return ctx.saved_tensors if ctx.coded is None else (*ctx.saved_tensors, ctx.coded)
 
 
 def is_quantised(name: str, shape: Sequence[int]) -> bool:
-    """Of stored weights by name: the linear maps, without the router and the head."""
+    """Whether a stored weight of this name is quantised: linear maps, but not embedding, head and router."""
     return len(shape) >= 2 and name.rpartition(".")[2] not in ("embed", "head", "router")
 
 
 def fingerprint_stride(size: int, samples: int = 64) -> int:
-    """Every how many-th value of a flattened tensor is part of the fingerprint of a base."""
+    """The stride of the values of a flattened tensor that the fingerprint of a base samples."""
     return max(1, size // samples)
 
 
@@ -164,26 +165,25 @@ class Moe:
     gate_up: Weight  # [E, 2F, D]
     down: Weight  # [E, D, F]
     shared: Mlp | None
-    slots: Tensor | None = None  # [E] int64: an expert's number among those that ranks keep; None: its own
+    slots: Tensor | None = None  # [E] int64: place of an expert among those that ranks keep; None: its id
 
 
 @dataclass(slots=True)
 class Block:
-    """One layer. Plain slots, because looking a weight up in nn.Module costs as much as a small kernel."""
+    """A layer, with plain slots, because to look a weight up in nn.Module costs as much as a small kernel."""
 
     attn_norm: Tensor
     attn: Attention | LatentAttention
     mlp_norm: Tensor
     mlp: Mlp | Moe
-    next_norm: (
-        Tensor | None
-    )  # of the next layer, or the final one: fused with the residual add; None: elsewhere
+    # of the next layer, or the final norm: fused with the residual add; None if it is elsewhere
+    next_norm: Tensor | None
     attn_out_norm: Tensor | None = None  # of the outputs, before they are added
     mlp_out_norm: Tensor | None = None
 
 
 def new_block(c: ModelConfig, new: New, layer: int, next_norm: Tensor | None) -> Block:
-    """Allocate layer ``layer``. ``next_norm`` is the norm that follows it, where it is here."""
+    """Allocate layer ``layer``. ``next_norm`` is the norm that follows it, if it is here."""
     moe, name = c.moe, f"layers.{layer}"
     mlp: Mlp | Moe
     if moe is None or layer not in moe.layers:
@@ -261,42 +261,42 @@ def named_linears(
         name, attn, mlp = f"layers.{layer}", block.attn, block.mlp
         if isinstance(attn, Attention):
             queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-            yield from _slices(
+            yield from _slice_members(
                 f"{name}.attn", ("q", "k", "v"), (queries, keys, keys), attn.qkv, attn.qkv_bias
             )
-            yield f"{name}.attn.o", Linear(_plain(attn.o), attn.o_bias)
+            yield f"{name}.attn.o", Linear(_require_tensor(attn.o), attn.o_bias)
         else:
             for part in ("q", "q_a", "q_b", "kv_a", "kv_b", "o"):
                 if getattr(attn, part) is not None:
-                    yield f"{name}.attn.{part}", Linear(_plain(getattr(attn, part)), None)
+                    yield f"{name}.attn.{part}", Linear(_require_tensor(getattr(attn, part)), None)
         if isinstance(mlp, Moe):
             yield f"{name}.router", Linear(mlp.router, None)
-            yield from _ffn_linears(f"{name}.experts", mlp.gate_up, None, mlp.down, None)
+            yield from _slice_ffn(f"{name}.experts", mlp.gate_up, None, mlp.down, None)
             if mlp.shared is not None:
-                yield from _ffn_linears(f"{name}.shared", mlp.shared.gate_up, None, mlp.shared.down, None)
+                yield from _slice_ffn(f"{name}.shared", mlp.shared.gate_up, None, mlp.shared.down, None)
         else:
-            yield from _ffn_linears(f"{name}.mlp", mlp.gate_up, mlp.gate_up_bias, mlp.down, mlp.down_bias)
+            yield from _slice_ffn(f"{name}.mlp", mlp.gate_up, mlp.gate_up_bias, mlp.down, mlp.down_bias)
 
 
-def _ffn_linears(
+def _slice_ffn(
     name: str, gate_up: Weight, gate_up_bias: Tensor | None, down: Weight, down_bias: Tensor | None
 ) -> Iterator[tuple[str, Linear]]:
     width = gate_up.shape[-2] // 2
-    yield from _slices(name, ("gate", "up"), (width, width), gate_up, gate_up_bias)
-    yield f"{name}.down", Linear(_plain(down), down_bias)
+    yield from _slice_members(name, ("gate", "up"), (width, width), gate_up, gate_up_bias)
+    yield f"{name}.down", Linear(_require_tensor(down), down_bias)
 
 
-def _slices(
+def _slice_members(
     name: str, parts: tuple[str, ...], sizes: tuple[int, ...], weight: Weight, bias: Tensor | None
 ) -> Iterator[tuple[str, Linear]]:
     start = 0
     for part, size in zip(parts, sizes, strict=True):
         piece = None if bias is None else bias.narrow(0, start, size)
-        yield f"{name}.{part}", Linear(_plain(weight).narrow(-2, start, size), piece)
+        yield f"{name}.{part}", Linear(_require_tensor(weight).narrow(-2, start, size), piece)
         start += size
 
 
-def _plain(weight: Weight) -> Tensor:
+def _require_tensor(weight: Weight) -> Tensor:
     if isinstance(weight, Quantised):
         raise ValueError('quantised weights have no views; load the model with model.storage="same"')
     return weight
@@ -304,13 +304,13 @@ def _plain(weight: Weight) -> Tensor:
 
 @torch.no_grad()
 def fill_initial(named: Iterable[tuple[str, Tensor]], std: float, seed: int, *, norm: float = 1.0) -> None:
-    """Initial values of parameters: normal(0, std), norms ``norm``, biases 0; the same on any device."""
+    """Fill parameters with initial values: normal(0, std), norms ``norm``, biases 0; equal on any device."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in named:
-        leaf = name.rpartition(".")[2]
-        if leaf.endswith("norm"):
+        role = name.rpartition(".")[2]
+        if role.endswith("norm"):
             parameter.fill_(norm)
-        elif leaf.endswith("bias"):
+        elif role.endswith("bias"):
             parameter.zero_()
         else:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)

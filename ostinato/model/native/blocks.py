@@ -1,4 +1,4 @@
-"""The trainer's attention by the sampler's kernel, on rows in blocks: of ``model.exact`` on a CPU."""
+"""The trainer's attention by the sampler's kernel, on rows in blocks, for ``model.exact`` on a CPU."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Function = Callable[..., Any]
 
 
 class BlockAttention:
-    """(q, k, v, scale) -> (out, log-sum-exp) of the rows of a microbatch (``PackedAttention``)."""
+    """Compute (q, k, v, scale) -> (out, log-sum-exp) for the rows of a microbatch (``PackedAttention``)."""
 
     def __init__(
         self, segments: tuple[Segment, ...], write_cache: Function, paged_attention: Function
     ) -> None:
         self._write, self._attend, self._blocks = write_cache, paged_attention, Blocks(segments)
-        self._memory: tuple[Tensor, Tensor] | None = None  # of one layer
+        self._memory: tuple[Tensor, Tensor] | None = None  # of a layer; all layers use it
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        where = self._blocks
+        blocks = self._blocks
         if self._memory is None:
-            pair, (heads, width) = 2 if k.dtype == torch.bfloat16 else 1, k.shape[1:]
-            shape = where.count, heads
+            pack, (heads, width) = 2 if k.dtype == torch.bfloat16 else 1, k.shape[1:]
+            shape = blocks.count, heads
             self._memory = (
-                k.new_zeros(*shape, width // pair, BLOCK, pair),
+                k.new_zeros(*shape, width // pack, BLOCK, pack),
                 v.new_zeros(*shape, BLOCK, v.shape[2]),
             )
         keys, values = self._memory
-        k, v = (x.index_select(0, where.writers) for x in (k, v))
-        self._write(k, v, where.slots, keys, values)
+        k, v = (x.index_select(0, blocks.writers) for x in (k, v))
+        self._write(k, v, blocks.slots, keys, values)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        out = self._attend(q, keys, values, where.tables, where.sequence, where.lengths, scale, lse)
+        out = self._attend(q, keys, values, blocks.tables, blocks.sequence, blocks.lengths, scale, lse)
         return out, lse

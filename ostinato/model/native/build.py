@@ -1,8 +1,8 @@
 """Compile the kernels on first use.
 
-The library is linked against no OpenMP runtime of its own: it resolves the one that torch has loaded, so both
-share one pool of threads. Without a compiler, or off Linux and macOS, there is no library and the torch twin
-serves.
+The library is linked against no OpenMP runtime of its own: it uses the runtime that torch has loaded, so that
+both share a pool of threads. Without a compiler, or off Linux and macOS, there is no library, and the torch
+twin is used.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-cont
 
 
 def library() -> Path:
-    """The file of the compiled kernels, named by a fingerprint of all that decides their code; built if this
-    machine has not built this source before. Raises BuildError."""
-    options = (*_with_openmp(FLAGS), *flags())
+    """The file of the compiled kernels, named by a fingerprint of everything that determines their code;
+    built if this machine has not built this source before. Raises BuildError."""
+    options = (*_adapt_openmp(FLAGS), *flags())
     return build(NativeCode(name="kernels", folder=Path(__file__).parent, sources=SOURCES, flags=options))
 
 
 def load_library() -> ctypes.CDLL:
-    """The compiled kernels, built where necessary. Raises BuildError."""
-    built = library()
-    load(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
+    """Load the compiled kernels; build them if necessary. Raises BuildError."""
+    path = library()
+    load(_find_openmp(), mode=ctypes.RTLD_GLOBAL)
     try:
-        return load(built)
+        return load(path)
     except BuildError as error:
         if "__kmpc" not in str(error):
             raise
         raise BuildError("clang++ calls an OpenMP that this torch does not bring; install g++") from error
 
 
-def _with_openmp(options: tuple[str, ...], system: str = platform.system()) -> tuple[str, ...]:
-    """Apple's clang has OpenMP behind its preprocessor only, and torch's package has the header there."""
+def _adapt_openmp(options: tuple[str, ...], system: str = platform.system()) -> tuple[str, ...]:
+    """Adapt the options to Apple's clang, which takes OpenMP by its preprocessor only; torch has the
+    header."""
     if system != "Darwin":
         return options
-    before = tuple(option for option in options if option != "-fopenmp")
-    return (*before, "-Xpreprocessor", "-fopenmp", f"-I{Path(torch.__path__[0]) / 'include'}")
+    others = tuple(option for option in options if option != "-fopenmp")
+    return (*others, "-Xpreprocessor", "-fopenmp", f"-I{Path(torch.__path__[0]) / 'include'}")
 
 
-def _openmp_runtime(system: str = platform.system()) -> Path:
+def _find_openmp(system: str = platform.system()) -> Path:
     """The libgomp that this torch uses; on macOS its libomp."""
     package, name = Path(torch.__path__[0]), "libomp.dylib" if system == "Darwin" else "libgomp*.so*"
     for folder in (package / "lib", package.parent / "torch.libs"):
-        found = sorted(folder.glob(name))
-        if found:
-            return found[0]
+        paths = sorted(folder.glob(name))
+        if paths:
+            return paths[0]
     raise BuildError(f"this build of torch does not bring {name}, whose threads the kernels share")

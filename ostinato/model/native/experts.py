@@ -1,6 +1,6 @@
-"""Choosing experts, and the mixture of experts, by native kernels.
+"""Choose experts and compute the mixture of experts by native kernels.
 
-Tokens are sorted by expert, each expert is one product over its own rows, and results are summed in top-k
+Tokens are sorted by expert, each expert is a product over its own rows, and results are summed in top-k
 order. The twins are ``model.moe.route`` and ``model.moe.experts``.
 """
 
@@ -35,7 +35,8 @@ class Experts(ctypes.Structure):
 
 
 def experts_struct(gate_up: Weight, down: Weight, lora: ExpertLora | None, dtype: torch.dtype) -> Experts:
-    """gate_up [E, 2F, D], down [E, D, F], for rows of ``dtype``; all tensors contiguous."""
+    """Fill the struct for gate_up [E, 2F, D] and down [E, D, F], for rows of ``dtype``; all tensors are
+    contiguous."""
     count, hidden, width = down.shape
     first, second = matrix(gate_up, dtype), matrix(down, dtype)
     experts = Experts(gate_up=first, down=second, count=count, width=width, hidden=hidden, scale=1.0)
@@ -48,35 +49,37 @@ def experts_struct(gate_up: Weight, down: Weight, lora: ExpertLora | None, dtype
 
 
 def native_experts(functions: Mapping[str, Kernel]) -> Callable[..., Tensor]:
-    """``Ops.experts`` from the compiled functions."""
+    """Make ``Ops.experts`` from the compiled functions."""
     kernels = {dtype: functions[f"experts_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def experts(
         x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, lora: ExpertLora | None = None
     ) -> Tensor:
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
-        gate_up, down = (w if isinstance(w, Quantised) else w.contiguous() for w in (gate_up, down))
+        gate_up, down = (
+            weight if isinstance(weight, Quantised) else weight.contiguous() for weight in (gate_up, down)
+        )
         if lora is not None:
             lora = ExpertLora(*(factor.contiguous() for factor in lora[:4]), scale=lora.scale)
-        run, y = kernels[x.dtype], torch.empty_like(x)
+        kernel, y = kernels[x.dtype], torch.empty_like(x)
         struct = experts_struct(gate_up, down, lora, x.dtype)
         pointers = [tensor.data_ptr() for tensor in (x, ids, weights, y)]
-        bytes_needed = run(ctypes.byref(struct), *pointers, *ids.shape, None)
+        bytes_needed = kernel(ctypes.byref(struct), *pointers, *ids.shape, None)
         workspace = torch.empty(bytes_needed, dtype=torch.uint8)
-        run(ctypes.byref(struct), *pointers, *ids.shape, workspace.data_ptr())
+        kernel(ctypes.byref(struct), *pointers, *ids.shape, workspace.data_ptr())
         return y
 
     return experts
 
 
 def native_route(functions: Mapping[str, Kernel]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """``Ops.route``: native for softmax, torch's for the other routers."""
+    """Make ``Ops.route``: native for softmax, torch's for other routers."""
 
     def route(
         logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        plain = moe.scoring == Scoring.SOFTMAX and moe.num_groups == 1 and bias is None
-        if not plain:
+        is_native = moe.scoring == Scoring.SOFTMAX and moe.num_groups == 1 and bias is None
+        if not is_native:
             return torch_route(logits, moe, bias, given)
         logits = logits.contiguous()
         rows, experts = logits.shape

@@ -1,9 +1,9 @@
-"""A decode step as one native call: all layers for a flat row of tokens, with no Python or torch in between.
+"""A decode step as a single native call: all layers for a flat row of tokens, without Python between them.
 
 The twin is ``Decoder.forward`` with the single kernels; every number is the same, bit for bit, because both
-are made of the same compiled functions (see step.cpp). What the step does not know (latent attention, clipped
-queries, routing by sigmoid, what Gemma has besides, other devices) has no ``FusedStep``; the caller takes the
-twin.
+call the same compiled functions (see step.cpp). Models that the step does not compute (latent attention,
+clipped queries, routing by sigmoid, the special features of Gemma, other devices) have no ``FusedStep``; the
+caller uses the twin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
 
 
 class Rows(Protocol):
-    """Where the rows of a pass stand: ``engine.paged.Rows``. Rows of a sequence are consecutive.
+    """The places of the rows of a pass: ``engine.paged.Rows``. Rows of a sequence are consecutive.
 
     Slot slots[t] of the cache (block * 16 + offset) takes key and value of row t, which sees the first
     lengths[t] positions, itself included, of the blocks tables[sequence[t]].
@@ -45,59 +45,66 @@ class Rows(Protocol):
     def lengths(self) -> Tensor: ...  # [T] int32
 
 
-def _pointers(*names: str) -> list[tuple[str, type]]:
+def _declare_pointers(*names: str) -> list[tuple[str, type]]:
     return [(name, _POINTER) for name in names]
 
 
-def _longs(*names: str) -> list[tuple[str, type]]:
+def _declare_longs(*names: str) -> list[tuple[str, type]]:
     return [(name, _LONG) for name in names]
 
 
 # The structs of step.cpp.
 class _Adapter(ctypes.Structure):
-    _fields_ = [*_pointers("a", "b"), *_longs("rank"), ("scale", _DOUBLE)]
+    _fields_ = [*_declare_pointers("a", "b"), *_declare_longs("rank"), ("scale", _DOUBLE)]
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [("w", Matrix), *_pointers("bias"), *_longs("out", "into"), *_pointers("adapters")]
+    _fields_ = [
+        ("w", Matrix),
+        *_declare_pointers("bias"),
+        *_declare_longs("out", "into"),
+        *_declare_pointers("adapters"),
+    ]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *_pointers("attn_norm", "mlp_norm", "next_norm", "q_norm", "k_norm"),
+        *_declare_pointers("attn_norm", "mlp_norm", "next_norm", "q_norm", "k_norm"),
         *[(name, _Linear) for name in ("qkv", "o", "gate_up", "down", "router")],
-        *_pointers("experts"),
-        *_longs("window"),
+        *_declare_pointers("experts"),
+        *_declare_longs("window"),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *_pointers("layers"),
-        *_longs("num_layers", "hidden", "heads", "kv_heads", "head_dim", "top_k", "norm_topk", "norm_all"),
+        *_declare_pointers("layers"),
+        *_declare_longs(
+            "num_layers", "hidden", "heads", "kv_heads", "head_dim", "top_k", "norm_topk", "norm_all"
+        ),
         ("embed", Matrix),
-        *_pointers("cos", "sin"),
-        *_longs("positions"),
+        *_declare_pointers("cos", "sin"),
+        *_declare_longs("positions"),
         *[(name, _DOUBLE) for name in ("eps", "scale", "scaling")],
-        *_longs("policies"),
+        *_declare_longs("policies"),
     ]
 
 
 class _Batch(ctypes.Structure):
     _fields_ = [
-        *_pointers("tokens", "positions", "slots", "tables", "sequence", "lengths"),
-        *_pointers("keys", "values", "hidden", "routing"),
-        *_longs("rows", "table_width", "moe_layers", "key_layer", "value_layer"),
-        *_pointers("spans"),
-        *_longs("num_spans"),
+        *_declare_pointers("tokens", "positions", "slots", "tables", "sequence", "lengths"),
+        *_declare_pointers("keys", "values", "hidden", "routing"),
+        *_declare_longs("rows", "table_width", "moe_layers", "key_layer", "value_layer"),
+        *_declare_pointers("spans"),
+        *_declare_longs("num_spans"),
     ]
 
 
 class FusedStep:
-    """A decoder with the prepared adapters of some policies (None: the base), ready to run passes whose rows
-    may be of all of them: the base is read once. Not for two threads at once.
+    """A decoder with the prepared adapters of some policies (None: the base). A pass may have rows of all
+    of them: the base is read once. Not for use by two threads at once.
 
-    Weights and adapters are read where they lie: a later change of them in place is seen.
+    Weights and adapters are not copied: a later change of them in place takes effect.
     """
 
     def __init__(
@@ -109,9 +116,9 @@ class FusedStep:
     ) -> None:
         config = decoder.config
         self._run = functions[f"step_{_SUFFIX[decoder.dtype]}"]
-        self._linear, self._decoder, self._kept = linear, decoder, _Kept(decoder.dtype)
+        self._linear, self._decoder, self._store = linear, decoder, _PointerStore(decoder.dtype)
         layers = [
-            self._kept.layer(block, [NO_LORA if one is None else one.layers[i] for one in policies])
+            self._store.layer(block, [NO_LORA if policy is None else policy.layers[i] for policy in policies])
             for i, block in enumerate(decoder.blocks)
         ]
         for index, layer in enumerate(layers):
@@ -128,7 +135,7 @@ class FusedStep:
             top_k=moe.top_k if moe else 0,
             norm_topk=moe is not None and moe.norm_topk,
             norm_all=config.qk_norm == QKNorm.FULL,
-            embed=self._kept.matrix(decoder.embed),
+            embed=self._store.matrix(decoder.embed),
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             scaling=moe.scaling if moe else 1.0,
@@ -147,10 +154,10 @@ class FusedStep:
         values: Tensor,
         spans: Sequence[tuple[int, int]] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass: (hidden [T, D] after the final norm, routing [T, L_moe, K] int16 or None).
+        """Run a pass: (hidden [T, D] after the final norm, routing [T, L_moe, K] int16 or None).
 
-        tokens, positions: [T] int64. spans: (last row + 1, which policy) of consecutive rows; empty: all are
-        of the first. keys, values: the whole cache (``engine.paged.KVStore``), in which
+        tokens, positions: [T] int64. spans: (last row + 1, index of the policy) of consecutive rows; empty:
+        all rows are of the first policy. keys, values: the whole cache (``engine.paged.KVStore``), in which
         ``rows.slots`` are written.
         """
         config, total = self._decoder.config, tokens.shape[0]
@@ -160,11 +167,11 @@ class FusedStep:
             routing = torch.empty(total, config.num_moe_layers, config.moe.top_k, dtype=torch.int16)
         if total == 0:
             return hidden, routing
-        pairs = [number for span in (spans or ((total, 0),)) for number in span]
-        where = (ctypes.c_int32 * len(pairs))(*pairs)
+        numbers = [number for span in (spans or ((total, 0),)) for number in span]
+        span_array = (ctypes.c_int32 * len(numbers))(*numbers)
         batch = _Batch(
-            spans=ctypes.addressof(where),
-            num_spans=len(pairs) // 2,
+            spans=ctypes.addressof(span_array),
+            num_spans=len(numbers) // 2,
             tokens=tokens.data_ptr(),
             positions=positions.data_ptr(),
             slots=rows.slots.data_ptr(),
@@ -181,38 +188,37 @@ class FusedStep:
             key_layer=keys.stride(0),
             value_layer=values.stride(0),
         )
-        model, room = ctypes.byref(self._model), self._workspace
-        while needed := self._run(model, ctypes.byref(batch), room.data_ptr(), room.numel()):
-            self._grow(needed)
-            room = self._workspace
+        model, workspace = ctypes.byref(self._model), self._workspace
+        while need := self._run(model, ctypes.byref(batch), workspace.data_ptr(), workspace.numel()):
+            self._grow(need)
+            workspace = self._workspace
         return hidden, routing
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``Decoder.logits`` [R, V] into memory of its own: read it before the next call.
+        """Compute ``Decoder.logits`` [R, V] into memory that the next call overwrites.
 
-        Fresh memory of that size is mapped page by page at every step: half the cost of the product again.
+        Fresh memory of that size would be mapped page by page at every step: half the cost of the product.
         """
         decoder = self._decoder
         dtype = torch.float32 if decoder.fp32_head else decoder.dtype
-        vocab, needed = decoder.config.vocab_size, hidden.shape[0] * decoder.config.vocab_size
-        if self._logits.numel() < needed or self._logits.dtype != dtype:
-            self._logits = torch.empty(needed, dtype=dtype)
-        return self._linear(
-            hidden, decoder.head_weight, None, dtype, out=self._logits[:needed].view(-1, vocab)
-        )
+        vocab, size = decoder.config.vocab_size, hidden.shape[0] * decoder.config.vocab_size
+        if self._logits.numel() < size or self._logits.dtype != dtype:
+            self._logits = torch.empty(size, dtype=dtype)
+        return self._linear(hidden, decoder.head_weight, None, dtype, out=self._logits[:size].view(-1, vocab))
 
-    def _grow(self, needed: int) -> None:
-        """What the pass needs: bytes of workspace, or with a minus the rotations of more positions."""
-        if needed > 0:
-            self._workspace = torch.empty(needed, dtype=torch.uint8)
+    def _grow(self, need: int) -> None:
+        """Allocate what the pass needs: bytes of workspace, or if negative the rotations of more
+        positions."""
+        if need > 0:
+            self._workspace = torch.empty(need, dtype=torch.uint8)
             return
-        length = max(-needed, 2 * self._model.positions, 512)
+        length = max(-need, 2 * self._model.positions, 512)
         cos, sin = self._decoder.rotations(torch.arange(length))
         self._turns = cos, sin
         self._model.cos, self._model.sin, self._model.positions = cos.data_ptr(), sin.data_ptr(), length
 
 
-class _Kept:
+class _PointerStore:
     """Turns tensors into pointers, for rows of ``dtype``, and keeps them alive."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -227,15 +233,15 @@ class _Kept:
     def pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
-        tensor = tensor.detach().contiguous()  # parameters are: nothing is copied
+        tensor = tensor.detach().contiguous()  # no copy, since parameters are contiguous
         self._tensors.append(tensor)
         return tensor.data_ptr()
 
     def array(self, structs: Sequence[ctypes.Structure]) -> int:
-        """Where they lie one behind the other."""
-        made = (type(structs[0]) * len(structs))(*structs)
-        self._arrays.append(made)
-        return ctypes.addressof(made)
+        """Copy structs into an array; return its address."""
+        memory = (type(structs[0]) * len(structs))(*structs)
+        self._arrays.append(memory)
+        return ctypes.addressof(memory)
 
     def linear(self, weight: Weight, bias: Tensor | None, loras: Sequence[Lora | None]) -> _Linear:
         adapters = None
@@ -263,9 +269,9 @@ class _Kept:
         attn, mlp = block.attn, block.mlp
         assert isinstance(attn, Attention)
         dense = mlp.shared if isinstance(mlp, Moe) else mlp
-        shared = isinstance(mlp, Moe)
-        gate_up = [lora.shared_gate_up if shared else lora.gate_up for lora in loras]
-        down = [lora.shared_down if shared else lora.down for lora in loras]
+        is_moe = isinstance(mlp, Moe)
+        gate_up = [lora.shared_gate_up if is_moe else lora.gate_up for lora in loras]
+        down = [lora.shared_down if is_moe else lora.down for lora in loras]
         layer = _Layer(
             attn_norm=self.pointer(block.attn_norm),
             mlp_norm=self.pointer(block.mlp_norm),
@@ -284,8 +290,8 @@ class _Kept:
         return layer
 
 
-# What the step computes by, and what changes no pass. A field that is not here stands at its default, or the
-# decoder computes: a family that is added is never computed without what is new in it.
+# The fields that the step reads, and those that change no pass. If any other field is not at its default, the
+# decoder computes: so a new family is never computed without its new features.
 _READ = {
     ModelConfig: "model_type vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads "
     "head_dim max_positions rms_norm_eps tie_embeddings rope qkv_bias o_bias mlp_bias qk_norm "
@@ -297,9 +303,12 @@ _READ = {
 
 
 def reads(value: Any, of: type) -> bool:
-    """Whether the step reads all that ``value``, an object ``of`` a type of ``_READ``, says of a model."""
+    """Whether all fields of ``value`` that the step does not read are at their defaults; ``of``: its type, a
+    key of ``_READ``."""
     names = frozenset(_READ[of].split())
-    return all(getattr(value, f.name) == f.default for f in fields(value) if f.name not in names)
+    return all(
+        getattr(value, field.name) == field.default for field in fields(value) if field.name not in names
+    )
 
 
 def supported(decoder: Decoder) -> bool:
