@@ -1,6 +1,6 @@
 """Native CPU kernels as a set of ``Ops``, with the paged attention and the sampler of the engine.
 
-``load()`` gives a ``Kernels`` or raises ``BuildError``; nothing is kept globally. The kernels take CPU
+``load()`` returns ``Kernels`` or raises ``BuildError``; nothing is stored globally. The kernels take CPU
 tensors of one type, float32 or bfloat16, whose last dimension is contiguous; gradients do not flow through
 them. The twins are ``model.ops.TORCH_OPS``, ``engine.paged.TorchPaged`` and ``engine.sampler.sample_torch``.
 """
@@ -69,7 +69,7 @@ _SIZED = {"experts": "pppppllp", "step": "pppl"}  # return the workspace that th
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The compiled functions: ``ops`` for the decoder, the rest for the engine and the trainer."""
+    """The compiled functions: ``ops`` for the decoder, others for the engine and the trainer."""
 
     ops: Ops  # for inference
     training: Ops  # under autograd: torch's, with our matrix products
@@ -78,31 +78,31 @@ class Kernels:
     paged_attention: Callable[..., Tensor]
     sample: Callable[..., None]
     support: Callable[..., tuple[np.ndarray, np.ndarray]]
-    fused: Callable[
-        [Decoder, Sequence[Prepared | None]], FusedStep | None
-    ]  # None where it does not know the model
-    fast_codes: bool  # of int8 they are; of fp8, where few rows are multiplied
+    # returns None for a model that the step does not compute
+    fused: Callable[[Decoder, Sequence[Prepared | None]], FusedStep | None]
+    # whether products of codes are fast: those of int8, and those of fp8 with few rows
+    fast_codes: bool
 
 
 def load() -> Kernels:
-    """Build (once per machine and version) and load. Raises BuildError with one sentence."""
+    """Build the kernels (once per machine and version) and load them. Raises BuildError."""
     functions = _bind(load_library())
-    linear = _linear(functions)
-    gemm = Gemm(nt=_training_nt(linear), nn=_matmul_nn(functions))
+    linear = _make_linear(functions)
+    gemm = Gemm(nt=_make_training_nt(linear), nn=_make_nn(functions))
     ops = Ops(
         linear=linear,
-        rms_norm=_rms_norm(functions),
-        add_rms_norm=_add_rms_norm(functions),
-        rope=_rope(functions),
-        silu_mul=_silu_mul(functions),
-        add_lora=_add_lora(functions, linear),
+        rms_norm=_make_rms_norm(functions),
+        add_rms_norm=_make_add_rms_norm(functions),
+        rope=_make_rope(functions),
+        silu_mul=_make_silu_mul(functions),
+        add_lora=_make_add_lora(functions, linear),
         route=native_route(functions),
         experts=native_experts(functions),
         gemm=gemm,
-        score=_score(functions),
+        score=_make_score(functions),
     )
     training = replace(TORCH_OPS, gemm=gemm, experts=partial(torch_experts, gemm=gemm))
-    write_cache, paged_attention = _write_cache(functions), _paged_attention(functions)
+    write_cache, paged_attention = _make_write_cache(functions), _make_paged_attention(functions)
 
     def attention(segments: tuple[Segment, ...]) -> PackedAttention:
         return PackedAttention(segments, BlockAttention(segments, write_cache, paged_attention))
@@ -110,45 +110,47 @@ def load() -> Kernels:
     return Kernels(
         ops=ops,
         training=training,
-        exact=exact_ops(ops, training, _add_nt(functions), attention),
+        exact=exact_ops(ops, training, _make_add_nt(functions), attention),
         write_cache=write_cache,
         paged_attention=paged_attention,
-        sample=_sample(functions),
-        support=_support(functions),
-        fused=_fused(functions, linear),
-        fast_codes=bool(functions["multiplies_bf16"]()),  # elsewhere codes are widened one by one
+        sample=_make_sample(functions),
+        support=_make_support(functions),
+        fused=_make_fused(functions, linear),
+        fast_codes=bool(functions["multiplies_bf16"]()),  # otherwise codes are widened one by one
     )
 
 
-def _fused(
+def _make_fused(
     functions: dict[str, Callable[..., Any]], linear: Callable[..., Tensor]
 ) -> Callable[[Decoder, Sequence[Prepared | None]], FusedStep | None]:
-    def fused(decoder: Decoder, policies: Sequence[Prepared | None]) -> FusedStep | None:
+    def make_step(decoder: Decoder, policies: Sequence[Prepared | None]) -> FusedStep | None:
         return FusedStep(functions, linear, decoder, policies) if supported(decoder) else None
 
-    return fused
+    return make_step
 
 
 def _bind(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
-    """Every kernel by name, with its types set once."""
-    kinds = {"p": _POINTER, "l": _LONG, "d": _DOUBLE, "f": ctypes.c_float}
-    typed = {**_SIGNATURES, **_SIZED}
-    names = {f"{name}_{suffix}": code for name, code in typed.items() for suffix in _SUFFIX.values()}
+    """Set the types of every kernel; return the kernels by name."""
+    types = {"p": _POINTER, "l": _LONG, "d": _DOUBLE, "f": ctypes.c_float}
+    by_dtype = {**_SIGNATURES, **_SIZED}
+    names = {
+        f"{name}_{suffix}": signature for name, signature in by_dtype.items() for suffix in _SUFFIX.values()
+    }
     functions: dict[str, Callable[..., Any]] = {}
-    for name, code in {**names, **_PLAIN, **_MIXED}.items():
+    for name, signature in {**names, **_PLAIN, **_MIXED}.items():
         function = getattr(library, name)
-        function.argtypes = [kinds[letter] for letter in code]
-        function.restype = _LONG if name.rpartition("_")[0] in _SIZED or not code else None
+        function.argtypes = [types[letter] for letter in signature]
+        function.restype = _LONG if name.rpartition("_")[0] in _SIZED or not signature else None
         functions[name] = function
     return functions
 
 
-def _row(x: Tensor) -> Tensor:
-    """Last dimension contiguous, as the kernels want."""
+def _make_contiguous(x: Tensor) -> Tensor:
+    """Copy x if its last dimension is not contiguous, as the kernels need."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
+def _make_linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
     wide, narrow = torch.float32, torch.bfloat16
     nt = {  # by the types of x, weight and y
         (wide, wide, wide): functions["nt_f32"],
@@ -156,7 +158,7 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
         (narrow, narrow, wide): functions["nt_bf16_f32"],
         (wide, narrow, wide): functions["nt_f32_bf16"],
     }
-    of_codes = _linear_of_codes(functions)
+    multiply_codes = _make_linear_of_codes(functions)
 
     def linear(
         x: Tensor,
@@ -168,8 +170,8 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
         if isinstance(weight, Quantised):
             if out is not None or out_dtype not in (None, x.dtype):
                 raise TypeError("a product of codes has its input's type and memory of its own")
-            return of_codes(x, weight, bias)
-        x, weight = _row(x), weight if weight.is_contiguous() else weight.contiguous()
+            return multiply_codes(x, weight, bias)
+        x, weight = _make_contiguous(x), weight if weight.is_contiguous() else weight.contiguous()
         rows, (columns, depth) = x.shape[0], weight.shape
         dtype = x.dtype if out_dtype is None else out_dtype
         function = nt.get((x.dtype, weight.dtype, dtype))
@@ -196,20 +198,20 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
     return linear
 
 
-def _linear_of_codes(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
+def _make_linear_of_codes(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
     kernels = {dtype: functions[f"nt_codes_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
         """x [T, K] times w [N, K]^T plus bias [N] -> [T, N], all of x's type."""
         if bias is not None and bias.dtype != x.dtype:
             raise TypeError(f"native linear has inputs of {x.dtype} and a bias of {bias.dtype}")
-        codes = matrix(weight, x.dtype)
-        x, bias = _row(x), None if bias is None else bias.contiguous()
+        struct = matrix(weight, x.dtype)
+        x, bias = _make_contiguous(x), None if bias is None else bias.contiguous()
         y = x.new_empty(x.shape[0], weight.shape[0])
         kernels[x.dtype](
             x.data_ptr(),
             x.stride(0),
-            *(codes.data, codes.scale, codes.format),
+            *(struct.data, struct.scale, struct.format),
             y.data_ptr(),
             y.shape[1],
             None if bias is None else bias.data_ptr(),
@@ -220,10 +222,10 @@ def _linear_of_codes(functions: dict[str, Callable[..., None]]) -> Callable[...,
     return linear
 
 
-def _add_lora(
+def _make_add_lora(
     functions: dict[str, Callable[..., None]], linear: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    add_nt = _add_nt(functions)
+    add_nt = _make_add_nt(functions)
 
     def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         low = linear(x, a).mul_(scale)
@@ -234,7 +236,7 @@ def _add_lora(
     return add_lora
 
 
-def _add_nt(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _make_add_nt(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     kernels = {dtype: functions[f"nt_add_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def add_nt(y: Tensor, x: Tensor, w: Tensor) -> Tensor:
@@ -246,34 +248,34 @@ def _add_nt(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tens
     return add_nt
 
 
-def _training_nt(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """bf16 weights and codes by our kernels, faster than torch's at every size measured; fp32 by torch, which
-    packs for many rows.
+def _make_training_nt(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make ``Gemm.nt``: bf16 weights and codes by our kernels, which are faster than torch's at every size
+    measured; fp32 by torch, which packs the weights for many rows.
     """
 
     def nt(
         x: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        ours = isinstance(weight, Quantised) or weight.dtype == torch.bfloat16
-        return (linear if ours else torch_linear)(x, weight, bias, out_dtype)
+        is_native = isinstance(weight, Quantised) or weight.dtype == torch.bfloat16
+        return (linear if is_native else torch_linear)(x, weight, bias, out_dtype)
 
     return nt
 
 
-def _matmul_nn(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Weight], Tensor]:
+def _make_nn(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Weight], Tensor]:
     kernels = {torch.bfloat16: functions["nn_bf16"], torch.float32: functions["nn_f32_bf16"]}  # by x's type
-    of_codes = {dtype: functions[f"nn_codes_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+    code_kernels = {dtype: functions[f"nn_codes_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def matmul_nn(x: Tensor, weight: Weight) -> Tensor:
         """x [M, N] times weight [N, K] -> [M, K] in x's type."""
         if isinstance(weight, Quantised):
-            x, y = _row(x), x.new_empty(x.shape[0], weight.inputs)
-            codes = x.data_ptr(), x.stride(0), weight.tiles.data_ptr(), weight.scale.data_ptr()
-            of_codes[x.dtype](*codes, y.data_ptr(), y.shape[1], x.shape[0], *weight.shape)
+            x, y = _make_contiguous(x), x.new_empty(x.shape[0], weight.inputs)
+            operands = x.data_ptr(), x.stride(0), weight.tiles.data_ptr(), weight.scale.data_ptr()
+            code_kernels[x.dtype](*operands, y.data_ptr(), y.shape[1], x.shape[0], *weight.shape)
             return y
         if weight.dtype != torch.bfloat16:
             return x @ weight
-        x, weight = _row(x), weight.contiguous()
+        x, weight = _make_contiguous(x), weight.contiguous()
         y = x.new_empty(x.shape[0], weight.shape[1])
         kernels[x.dtype](
             x.data_ptr(),
@@ -290,19 +292,19 @@ def _matmul_nn(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, W
     return matmul_nn
 
 
-def _rms_norm(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor, float], Tensor]:
+def _make_rms_norm(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor, float], Tensor]:
     kernels = {dtype: functions[f"rms_norm_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         width = x.shape[-1]
         y = x.new_empty(x.shape)
         if x.dim() == 2:
-            x = _row(x)
+            x = _make_contiguous(x)
             kernels[x.dtype](
                 x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), x.shape[0], width, eps
             )
-        else:  # heads; a single one of several stays a view whose rows are further apart than its width
-            flat = _row(x.reshape(-1, width))
+        else:  # heads; a single head of several stays a view whose stride of rows exceeds its width
+            flat = _make_contiguous(x.reshape(-1, width))
             kernels[x.dtype](
                 flat.data_ptr(), flat.stride(0), weight.data_ptr(), y.data_ptr(), flat.shape[0], width, eps
             )
@@ -311,7 +313,7 @@ def _rms_norm(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Te
     return rms_norm
 
 
-def _add_rms_norm(functions: dict[str, Callable[..., None]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _make_add_rms_norm(functions: dict[str, Callable[..., None]]) -> Callable[..., tuple[Tensor, Tensor]]:
     kernels = {dtype: functions[f"add_rms_norm_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -332,7 +334,7 @@ def _add_rms_norm(functions: dict[str, Callable[..., None]]) -> Callable[..., tu
     return add_rms_norm
 
 
-def _rope(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _make_rope(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     kernels = {dtype: functions[f"rope_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -348,7 +350,7 @@ def _rope(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor
     return rope
 
 
-def _silu_mul(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor], Tensor]:
+def _make_silu_mul(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor], Tensor]:
     kernels = {dtype: functions[f"silu_mul_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def silu_mul(gate_up: Tensor) -> Tensor:
@@ -361,7 +363,7 @@ def _silu_mul(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor], T
     return silu_mul
 
 
-def _write_cache(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
+def _make_write_cache(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
     kernels = {dtype: functions[f"write_cache_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -384,7 +386,7 @@ def _write_cache(functions: dict[str, Callable[..., None]]) -> Callable[..., Non
     return write_cache
 
 
-def _paged_attention(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
+def _make_paged_attention(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
     kernels = {dtype: functions[f"paged_attention_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def paged_attention(
@@ -398,9 +400,9 @@ def _paged_attention(functions: dict[str, Callable[..., None]]) -> Callable[...,
         lse: Tensor | None = None,
         window: int | None = None,
     ) -> Tensor:
-        """q [T, H, Dk]; row t sees the first lengths[t] positions of the blocks tables[sequence[t]], of these
-        the last ``window`` -> [T, H, Dv]. ``lse`` [T, H] fp32 gets the log of the sum of the exponentials of
-        its scores.
+        """Attention [T, H, Dv] of q [T, H, Dk]: row t sees the first lengths[t] positions of the blocks
+        tables[sequence[t]], of these the last ``window``. ``lse`` [T, H] fp32 receives the log-sum-exp of
+        the scores.
         """
         rows, heads, width = q.shape
         if q.stride(2) != 1 or q.stride(1) != width:
@@ -430,7 +432,7 @@ def _paged_attention(functions: dict[str, Callable[..., None]]) -> Callable[...,
     return paged_attention
 
 
-def _sample(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
+def _make_sample(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
     sample_rows = functions["sample"]
 
     def sample(
@@ -446,8 +448,8 @@ def _sample(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
         cuts: np.ndarray | None = None,
     ) -> None:
         """Fill ``tokens`` [B] int64, ``logprobs`` and ``edges`` [B] float32 from logits [B, V] float32; see
-        engine.sampler. ``cuts`` [B] float32 get the least scaled logit that each row's filters kept, NaN
-        without filters.
+        engine.sampler. ``cuts`` [B] float32 receive the smallest scaled logit that each row's filters
+        keep, NaN without filters.
         """
         arrays = (temperature, top_k, top_p, min_p, u, tokens, logprobs, edges)
         pointers = [array.ctypes.data for array in arrays]
@@ -457,29 +459,30 @@ def _sample(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
     return sample
 
 
-def _score(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, float, Tensor], Tensor]:
+def _make_score(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, float, Tensor], Tensor]:
     def score(logits: Tensor, temperature: float, targets: Tensor) -> Tensor:
-        """``Ops.score``: what ``sample`` gives for these tokens, bit for bit. A logit of -inf: not kept."""
+        """``Ops.score``: the log-probabilities of ``sample`` for these tokens, bit for bit. A logit of -inf
+        is a token that the filters exclude."""
         logits, targets = logits.contiguous(), targets.long().contiguous()
-        found = logits.new_empty(len(targets))
-        pointers = targets.data_ptr(), found.data_ptr()
+        logprobs = logits.new_empty(len(targets))
+        pointers = targets.data_ptr(), logprobs.data_ptr()
         functions["score"](logits.data_ptr(), logits.shape[1], temperature, *pointers, len(targets))
-        return found
+        return logprobs
 
     return score
 
 
-def _support(functions: dict[str, Callable[..., None]]) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
+def _make_support(functions: dict[str, Callable[..., None]]) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     def support(logits: Tensor, temperature: np.ndarray, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(counts [B] int32, ids [sum of counts] int32): the tokens whose scaled logits reach ``cuts`` [B]
-        float32, as ``sample`` gave them; a count of 0: all.
+        float32 of ``sample``; a count of 0: all tokens.
         """
         (rows, vocab), counts = logits.shape, np.empty(len(cuts), np.int32)
-        given = (logits.data_ptr(), vocab, temperature.ctypes.data, cuts.ctypes.data, counts.ctypes.data)
-        functions["support_counts"](*given, rows)
+        inputs = (logits.data_ptr(), vocab, temperature.ctypes.data, cuts.ctypes.data, counts.ctypes.data)
+        functions["support_counts"](*inputs, rows)
         ends = np.cumsum(counts, dtype=np.int64)
         ids = np.empty(int(ends[-1]), np.int32)
-        functions["support_ids"](*given, ends.ctypes.data, ids.ctypes.data, rows)
+        functions["support_ids"](*inputs, ends.ctypes.data, ids.ctypes.data, rows)
         return counts, ids
 
     return support
