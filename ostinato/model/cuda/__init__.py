@@ -1,7 +1,8 @@
-"""The arithmetic of an NVIDIA card: kernels in Triton, with the signatures of ``model/ops.py`` and engine.
+"""The arithmetic on NVIDIA GPUs: kernels in Triton, with the signatures of ``model/ops.py`` and of the
+engine.
 
-Imported where a device is CUDA, since Triton comes with torch's CUDA wheels alone. Every kernel has its twin
-in torch, and tests run both: in Triton's interpreter without a card (float32), on a card in its own types.
+Imported only for a CUDA device, since only torch's CUDA wheels bring Triton. Every kernel has a twin in
+torch, and tests run both: without a GPU in Triton's interpreter (float32), on a GPU in its own types.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ CUDA_OPS = replace(
 )
 
 
-# of the sampler with ``model.exact``: what a row gets depends on that row alone
+# for the sampler with ``model.exact``: the result of a row depends on that row alone
 EXACT_OPS = replace(
     CUDA_OPS,
     linear=products.linear,
@@ -66,10 +67,10 @@ EXACT_OPS = replace(
 
 @dataclass(frozen=True, slots=True)
 class CudaKernels:
-    """What an engine is given to run on these kernels; as on a CPU on those of ``model.native.Kernels``.
-    ``graph`` makes what small passes are captured in; None: they are launched kernel by kernel. ``exact``: a
-    kernel is the trainer's too, and the same for any number of rows, where a faster one would do. ``mixes``:
-    a captured pass may have rows of several policies."""
+    """The argument with which an engine runs on these kernels, as ``model.native.Kernels`` on a CPU.
+    ``graph`` makes the graphs in which small passes are captured; None: these are launched kernel by kernel.
+    ``exact``: the kernels are also the trainer's, and the same for any number of rows, although others are
+    faster. ``mixes``: a captured pass may have rows of several policies."""
 
     ops: Ops = CUDA_OPS
     graph: Callable[[], Graph] | None = None
@@ -78,8 +79,8 @@ class CudaKernels:
 
 
 def mix_ops(ops: Ops, owners: Tensor, tiles: paged.Tiles) -> Ops:
-    """``ops`` for adapters of several policies (``lora.stack_adapters``): the place of a row's own is in
-    ``owners`` [T] int32, and ``tiles`` has rows of one in each."""
+    """``ops`` for adapters of several policies (``lora.stack_adapters``): ``owners`` [T] int32 are the places
+    of the rows' policies, and each tile of ``tiles`` has rows of a single policy."""
     return replace(
         ops,
         add_lora=partial(policies.add_lora, owners=owners, tiles=tiles),
@@ -88,23 +89,23 @@ def mix_ops(ops: Ops, owners: Tensor, tiles: paged.Tiles) -> Ops:
 
 
 class BlockAttention:
-    """(q, k, v, scale) -> (out, log-sum-exp) of the rows of a microbatch by the sampler's kernel, on rows in
-    blocks (``VarlenAttention``)."""
+    """Compute (q, k, v, scale) -> (out, log-sum-exp) for the rows of a microbatch by the sampler's kernel, on
+    rows in blocks (``VarlenAttention``)."""
 
     def __init__(self, segments: tuple[Segment, ...]) -> None:
         self._blocks = Blocks(segments)
-        self._memory: tuple[Tensor, Tensor] | None = None  # of one layer
+        self._memory: tuple[Tensor, Tensor] | None = None  # of a layer; all layers use it
         self._places: tuple[Tensor, ...] = ()  # on the device
         self._tiles: paged.Tiles | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        where, heads = self._blocks, k.shape[1]
+        blocks, heads = self._blocks, k.shape[1]
         if self._memory is None or self._tiles is None:
-            shape = where.count, BLOCK, heads
+            shape = blocks.count, BLOCK, heads
             self._memory = k.new_zeros(*shape, k.shape[2]), v.new_zeros(*shape, v.shape[2])
-            host = where.writers, where.slots, where.tables, where.sequence, where.lengths
-            self._places = tuple(x.to(q.device) for x in host)
-            self._tiles = paged.Tiles.of(where.sequence.numpy(), q.shape[1] // heads, q.device)
+            host_tensors = blocks.writers, blocks.slots, blocks.tables, blocks.sequence, blocks.lengths
+            self._places = tuple(x.to(q.device) for x in host_tensors)
+            self._tiles = paged.Tiles.of(blocks.sequence.numpy(), q.shape[1] // heads, q.device)
         writers, slots, tables, sequence, lengths = self._places
         k, v = (x.index_select(0, writers) for x in (k, v))
         paged.write_cache(k, v, slots, *self._memory)
@@ -117,7 +118,7 @@ class BlockAttention:
 
 
 def exact_training() -> Ops:
-    """Of the trainer with ``model.exact``: the forward of EXACT_OPS, bit for bit."""
+    """The trainer's ops with ``model.exact``: the forward of EXACT_OPS, bit for bit."""
     return exact_ops(
         EXACT_OPS,
         CUDA_OPS,

@@ -1,15 +1,15 @@
-"""The memory-bound functions of a decoder in Triton, forward and backward: one launch each.
+"""The memory-bound functions of a decoder in Triton, forward and backward, in a launch each.
 
 The twins are in ``model/elementwise.py``, with the same signatures. Everything between a load and a store is
-fp32. A row is reduced by one program in an order that depends on its width alone, and what is compiled does
-not know how many rows there are, so its result does not depend on the others. float64, which only tests of
-gradients use, takes the twin.
+fp32. A row is reduced by a single program in an order that depends on its width alone, and kernels are not
+specialised for the number of rows, so the result of a row does not depend on other rows. float64, which only
+tests of gradients use, takes the twin.
 
 T rows, K width, H heads, D head dim, F width of an MLP.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# A kernel is no function of Python: its types are Triton's.
+# A kernel is no Python function: its types are Triton's.
 from __future__ import annotations
 
 from typing import Any
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ostinato.model import elementwise as twin
 
-TILE = 4096  # elements of a program: several rows where they are narrow
+TILE = 4096  # elements of a program: several rows if they are narrow
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,7 +73,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad_x = _normalise_backward(grad, x, weight, ctx.eps, None)
-        return grad_x, _weight_gradient(ctx.needs_input_grad[1], grad, x, weight, ctx.eps), None
+        return grad_x, _compute_weight_gradient(ctx.needs_input_grad[1], grad, x, weight, ctx.eps), None
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -89,7 +89,12 @@ class _AddRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         total, weight = ctx.saved_tensors
         grad_x = _normalise_backward(grad, total, weight, ctx.eps, grad_total)
-        return grad_x, grad_x, _weight_gradient(ctx.needs_input_grad[2], grad, total, weight, ctx.eps), None
+        return (
+            grad_x,
+            grad_x,
+            _compute_weight_gradient(ctx.needs_input_grad[2], grad, total, weight, ctx.eps),
+            None,
+        )
 
 
 class _Rope(torch.autograd.Function):
@@ -102,7 +107,7 @@ class _Rope(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1.0), None, None  # a rotation's transpose turns back
+        return _rotate(grad, cos, sin, -1.0), None, None  # the transpose of a rotation is its inverse
 
 
 class _SiluMul(torch.autograd.Function):
@@ -118,22 +123,24 @@ class _SiluMul(torch.autograd.Function):
         return _silu_mul_backward(grad, gate_up)
 
 
-def _weight_gradient(wanted: bool, grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-    """Of the norm's weight [K], in full-parameter training only: a sum over rows, left to torch."""
-    if not wanted:
+def _compute_weight_gradient(
+    is_needed: bool, grad: Tensor, x: Tensor, weight: Tensor, eps: float
+) -> Tensor | None:
+    """The gradient of the norm's weight [K], for full-parameter training only: a sum over rows, by torch."""
+    if not is_needed:
         return None
     unit = x.float() * (x.float().square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     return (grad.float() * unit).flatten(0, -2).sum(0).to(weight.dtype)
 
 
-def _rows(x: Tensor) -> tuple[int, int, int]:
-    """(heads, stride of the leading dimension, stride of a head) of [T, K] or [T, H, K]: row r lies at
-    (r // heads) * outer + (r % heads) * inner. Copies nothing: the last dimension has to be contiguous."""
+def _find_strides(x: Tensor) -> tuple[int, int, int]:
+    """(heads, stride of the leading dimension, stride of a head) of [T, K] or [T, H, K]: row r is at
+    (r // heads) * outer + (r % heads) * inner. Nothing is copied: the last dimension must be contiguous."""
     assert x.dim() in (2, 3) and x.stride(-1) == 1, "the last dimension of rows has to be contiguous"
     return (x.shape[1], x.stride(0), x.stride(1)) if x.dim() == 3 else (1, x.stride(0), 0)
 
 
-def _tile(width: int) -> tuple[int, int, int]:
+def _choose_tile(width: int) -> tuple[int, int, int]:
     """(rows of a program, padded width, warps), from the width alone."""
     block = triton.next_power_of_2(width)
     rows = max(1, TILE // block)
@@ -141,15 +148,15 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    heads, outer, inner = _rows(x)
+    heads, outer, inner = _find_strides(x)
     count, width = x.numel() // x.shape[-1], x.shape[-1]
     out = x.new_empty(x.shape)
     total = x if residual is None else x.new_empty(x.shape)
-    added = x if residual is None else residual
-    rows, block, warps = _tile(width)
+    addend = x if residual is None else residual
+    rows, block, warps = _choose_tile(width)
     if count:
         _normalise_kernel[(triton.cdiv(count, rows),)](
-            x, added, weight, out, total, outer, inner, *_rows(added)[1:], heads, count, width, eps,
+            x, addend, weight, out, total, outer, inner, *_find_strides(addend)[1:], heads, count, width, eps,
             ADD=residual is not None, ROWS=rows, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return out, total
@@ -163,13 +170,13 @@ def _normalise_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row[:, None] < count) & (column[None, :] < width)
-    at = (row // heads) * outer + (row % heads) * inner
-    value = tl.load(x + at[:, None] + column[None, :], mask=mask, other=0.0)
+    offset = (row // heads) * outer + (row % heads) * inner
+    value = tl.load(x + offset[:, None] + column[None, :], mask=mask, other=0.0)
     place = row[:, None] * width + column[None, :]
     if ADD:
-        at = (row // heads) * added_outer + (row % heads) * added_inner
-        added = tl.load(residual + at[:, None] + column[None, :], mask=mask, other=0.0)
-        value = (value.to(tl.float32) + added.to(tl.float32)).to(total.dtype.element_ty)
+        offset = (row // heads) * added_outer + (row % heads) * added_inner
+        addend = tl.load(residual + offset[:, None] + column[None, :], mask=mask, other=0.0)
+        value = (value.to(tl.float32) + addend.to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + place, value, mask=mask)
     wide = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
@@ -181,13 +188,13 @@ def _normalise_kernel(
 def _normalise_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_total: Tensor | None
 ) -> Tensor:
-    """The gradient of x, with that of x + residual added."""
+    """Compute the gradient of x, with that of x + residual added."""
     grad = grad.contiguous()
     direct = grad if grad_total is None else grad_total.contiguous()
-    heads, outer, inner = _rows(x)
+    heads, outer, inner = _find_strides(x)
     count, width = x.numel() // x.shape[-1], x.shape[-1]
     out = x.new_empty(x.shape)
-    rows, block, warps = _tile(width)
+    rows, block, warps = _choose_tile(width)
     if count:
         _normalise_backward_kernel[(triton.cdiv(count, rows),)](
             grad, direct, x, weight, out, outer, inner, heads, count, width, eps,
@@ -204,8 +211,8 @@ def _normalise_backward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row[:, None] < count) & (column[None, :] < width)
-    at = (row // heads) * outer + (row % heads) * inner
-    wide = tl.load(x + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    offset = (row // heads) * outer + (row % heads) * inner
+    wide = tl.load(x + offset[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
     unit = wide * inverse[:, None]
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -219,10 +226,10 @@ def _normalise_backward_kernel(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    heads, outer, inner = _rows(x)
+    heads, outer, inner = _find_strides(x)
     count, width = x.numel() // x.shape[-1], x.shape[-1]
     out = x.new_empty(x.shape)
-    rows, block, warps = _tile(width)
+    rows, block, warps = _choose_tile(width)
     if count:
         _rotate_kernel[(triton.cdiv(count, rows),)](
             x, cos, sin, out, outer, inner, cos.stride(0), heads, count, width // 2, sign,
@@ -239,12 +246,12 @@ def _rotate_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, HALF)
     mask = (row[:, None] < count) & (column[None, :] < half)
-    at = ((row // heads) * outer + (row % heads) * inner)[:, None] + column[None, :]
-    turn = (row // heads)[:, None] * turn_stride + column[None, :]
-    first = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x + at + half, mask=mask, other=0.0).to(tl.float32)
-    c = tl.load(cos + turn, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sin + turn, mask=mask, other=0.0).to(tl.float32) * sign
+    offset = ((row // heads) * outer + (row % heads) * inner)[:, None] + column[None, :]
+    angle = (row // heads)[:, None] * turn_stride + column[None, :]
+    first = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + offset + half, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32) * sign
     place = row[:, None] * (2 * half) + column[None, :]
     tl.store(out + place, (first * c - second * s).to(out.dtype.element_ty), mask=mask)
     tl.store(out + place + half, (second * c + first * s).to(out.dtype.element_ty), mask=mask)

@@ -1,8 +1,8 @@
-"""CUDA graphs: the kernels of a pass launched at once, instead of by Python one after the other.
+"""CUDA graphs: the kernels of a pass are launched at once, instead of one by one from Python.
 
-A graph repeats what was launched while it was captured, on the same memory. So what changes between two
-passes lies in tensors that are written in place, and nothing inside is read back: ``engine.pass_graphs``.
-Tests have a ``Graph`` that repeats operators on a CPU; ``CudaGraph`` never ran.
+A graph repeats the launches that it captured, on the same memory. So values that change between two passes
+are in tensors that are written in place, and nothing inside is read back: ``engine.pass_graphs``. Tests have
+a ``Graph`` that repeats operators on a CPU; ``CudaGraph`` never ran.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ class Graph(Protocol):
     """Launches that can be repeated."""
 
     def capture(self, work: Callable[[], None]) -> None:
-        """Remember what ``work`` launches; whether it is run by that is open."""
+        """Capture the launches of ``work``, which may or may not run them."""
         ...
 
     def replay(self) -> None:
-        """Launch it again, on the memory that it had."""
+        """Repeat the launches, on the same memory."""
         ...
 
 
 class CudaGraph:
-    """By ``torch.cuda.CUDAGraph``; ``pool``: of the memory that is allocated inside."""
+    """A graph by ``torch.cuda.CUDAGraph``; ``pool``: of the memory that is allocated inside."""
 
     def __init__(self, pool: Any) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, work: Callable[[], None]) -> None:
-        # kernels are compiled and libraries take their workspace before, which a capture forbids
+        # a run before: compiling kernels and allocating workspaces of libraries is forbidden in a capture
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             work()
         torch.cuda.current_stream().wait_stream(stream)
-        # a trainer may allocate in a thread of its own meanwhile
+        # thread_local, since a trainer may allocate in another thread meanwhile
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
 
@@ -47,6 +47,7 @@ class CudaGraph:
 
 
 def cuda_graphs() -> Callable[[], Graph]:
-    """Makes graphs with one pool of memory: only one of them runs at a time, and none reads another's."""
+    """Return a maker of graphs that share a pool of memory: only one graph runs at a time, and none reads the
+    memory of another."""
     pool = torch.cuda.graph_pool_handle()
     return lambda: CudaGraph(pool)

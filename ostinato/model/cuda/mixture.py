@@ -1,14 +1,14 @@
 """Mixture of experts of a sampler's pass in Triton: the choice, the sort, grouped products, the weighted sum.
 
-Nothing is read from the card. Rows are sorted by expert in one launch; a program of a grouped product has an
-expert and some of its columns, and walks the rows of the expert, of which only the card knows the number.
-The twins are ``model.moe.route`` and ``experts``, which prefill and training take.
+Nothing is read back from the GPU. Rows are sorted by expert in a single launch; a program of a grouped
+product has an expert and some of its columns, and walks the rows of the expert, whose number the host does
+not know. The twins are ``model.moe.route`` and ``experts``, which prefill and training use.
 
 T rows, D hidden size, F width of an expert, E experts, K experts per row, S = T * K pairs, R rank.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# A kernel is no function of Python: its types are Triton's.
+# A kernel is no Python function: its types are Triton's.
 from __future__ import annotations
 
 from functools import partial
@@ -27,32 +27,32 @@ from ostinato.model.cuda.products import linear
 from ostinato.model.moe import ExpertLora
 from ostinato.model.weights import Weight
 
-MOST_ROWS = 256  # of a pass; more are a product's work, and torch's grouped one is faster
+MOST_ROWS = 256  # of a pass; for more rows torch's grouped product is faster
 CHUNK = 1024
 BLOCK_N = 32  # columns of a program
-BLOCK_K = 64  # inputs that it loads at once, of 16 rows; of 64 rows half as many, or they spill
-COLUMNS = 1024  # of the weighted sum
+BLOCK_K = 64  # inputs that a program of 16 rows loads at once; with 64 rows half as many, or registers spill
+COLUMNS = 1024  # of a program of the weighted sum
 
 
 def route(
     logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``moe.route`` in one launch; equal scores go to the expert with the smaller number."""
+    """Compute ``moe.route`` in a single launch; of equal scores the expert with the smaller id wins."""
     if moe.num_groups > 1 or torch.is_grad_enabled() or logits.dtype != torch.float32:
         return twin.route(logits, moe, bias, given)
     ids = torch.empty(len(logits), moe.top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(len(logits), moe.top_k, dtype=torch.float32, device=logits.device)
-    chosen = ids if given is None else torch.empty_like(ids)
+    native = ids if given is None else torch.empty_like(ids)
     replayed = ids if given is None else given.long().contiguous()
     if len(logits):
         _route_kernel[(len(logits),)](
-            logits, logits if bias is None else bias, replayed, ids, chosen, weights, given is not None,
+            logits, logits if bias is None else bias, replayed, ids, native, weights, given is not None,
             logits.stride(0), moe.num_experts, moe.top_k, moe.scaling,
             SIGMOID=moe.scoring == Scoring.SIGMOID, BIAS=bias is not None,
             RENORMALISE=moe.norm_topk, E=triton.next_power_of_2(moe.num_experts),
             K=triton.next_power_of_2(moe.top_k), num_warps=1,
         )  # fmt: skip
-    return ids, weights, chosen
+    return ids, weights, native
 
 
 @triton.jit(do_not_specialize=["is_given"])
@@ -62,8 +62,8 @@ def _route_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert, rank = tl.arange(0, E), tl.arange(0, K)
-    here = expert < num_experts
-    z = tl.load(logits + row * stride + expert, mask=here, other=float("-inf"))
+    is_expert = expert < num_experts
+    z = tl.load(logits + row * stride + expert, mask=is_expert, other=float("-inf"))
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-tl.maximum(z, -80.0)))
     else:
@@ -71,39 +71,42 @@ def _route_kernel(
         scores = mass / tl.sum(mass)
     ranking = scores
     if BIAS:
-        ranking += tl.load(bias + expert, mask=here, other=0.0)
-    ranking = tl.where(ranking == ranking, ranking, float("inf"))  # ids are in range whatever the logits are
-    ranking = tl.where(here, ranking, float("-inf"))
-    chosen = tl.zeros([K], tl.float32)
+        ranking += tl.load(bias + expert, mask=is_expert, other=0.0)
+    ranking = tl.where(ranking == ranking, ranking, float("inf"))  # NaN as inf, so that ids stay in range
+    ranking = tl.where(is_expert, ranking, float("-inf"))
+    expert_weights = tl.zeros([K], tl.float32)
     for k in range(top_k):
         best = tl.min(tl.where(ranking == tl.max(ranking), expert, E))
         replayed = tl.load(given + row * top_k + k, mask=is_given != 0, other=-1).to(tl.int32)
-        taken = tl.where(replayed >= 0, replayed, best)
+        expert_id = tl.where(replayed >= 0, replayed, best)
         tl.store(native + row * top_k + k, best.to(tl.int64))
-        tl.store(ids + row * top_k + k, taken.to(tl.int64))
-        chosen = tl.where(rank == k, tl.sum(tl.where(expert == taken, scores, 0.0)), chosen)
+        tl.store(ids + row * top_k + k, expert_id.to(tl.int64))
+        expert_weights = tl.where(
+            rank == k, tl.sum(tl.where(expert == expert_id, scores, 0.0)), expert_weights
+        )
         ranking = tl.where(expert == best, float("-inf"), ranking)
     if RENORMALISE:
-        chosen = chosen / (tl.sum(chosen) + 1e-20)
-    tl.store(weights + row * top_k + rank, chosen * scaling, mask=rank < top_k)
+        expert_weights = expert_weights / (tl.sum(expert_weights) + 1e-20)
+    tl.store(weights + row * top_k + rank, expert_weights * scaling, mask=rank < top_k)
 
 
 class Sorted(NamedTuple):
-    """Pairs (row, expert) by expert, those of an expert in the order of rows; pair p is of row p // K."""
+    """Pairs (row, expert) sorted by expert, then by row; pair p is of row p // K."""
 
     order: Tensor  # [S] int32: the pair at each place
     places: Tensor  # [S] int32: the place of each pair
-    spans: Tensor  # [2, E] int32: the first place of each expert, and the one behind its last
-    policies: int = 1  # P: where there are several, "expert" e * P + p is expert e for the rows of policy p
+    spans: Tensor  # [2, E] int32: the first place of each expert, and the place after its last
+    policies: int = 1  # P: with several, "expert" e * P + p is expert e for the rows of policy p
 
 
 def sort(ids: Tensor, num_experts: int) -> Sorted:
-    """Pairs of ids [T, K] by expert, stable, in one launch: every expert counts those before it."""
+    """Sort the pairs of ids [T, K] by expert, stably, in a single launch: every expert counts the pairs
+    before its own."""
     assert ids.is_contiguous()
-    both = torch.empty(2, ids.numel(), dtype=torch.int32, device=ids.device)
+    buffers = torch.empty(2, ids.numel(), dtype=torch.int32, device=ids.device)
     spans = torch.empty(2, num_experts, dtype=torch.int32, device=ids.device)
-    _sort_kernel[(num_experts,)](ids, both[0], both[1], spans, ids.numel(), num_experts, CHUNK=CHUNK)
-    return Sorted(both[0], both[1], spans)
+    _sort_kernel[(num_experts,)](ids, buffers[0], buffers[1], spans, ids.numel(), num_experts, CHUNK=CHUNK)
+    return Sorted(buffers[0], buffers[1], spans)
 
 
 @triton.jit
@@ -116,11 +119,11 @@ def _sort_kernel(ids, order, places, spans, pairs, num_experts, CHUNK: tl.conste
     place = first
     for start in range(0, pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
-        own = (tl.load(ids + pair, mask=pair < pairs, other=num_experts) == expert).to(tl.int32)
-        at = place + tl.cumsum(own, axis=0) - own
-        tl.store(order + at, pair, mask=own > 0)
-        tl.store(places + pair, at, mask=own > 0)
-        place += tl.sum(own)
+        is_own = (tl.load(ids + pair, mask=pair < pairs, other=num_experts) == expert).to(tl.int32)
+        target = place + tl.cumsum(is_own, axis=0) - is_own
+        tl.store(order + target, pair, mask=is_own > 0)
+        tl.store(places + pair, target, mask=is_own > 0)
+        place += tl.sum(is_own)
     tl.store(spans + expert, first)
     tl.store(spans + num_experts + expert, place)
 
@@ -144,9 +147,10 @@ def grouped(
     gated: bool = False,
     fixed: bool = False,
 ) -> Tensor:
-    """[S, N] by place: x times weight[e]^T of [E, N, D], or weight[p, e]^T of [P, E, N, D], plus ``update``.
-    x is [T, D] by row, with K as ``rows``, or [S, D] by place, with 0. ``gated``: silu of the first half of
-    the columns times the second, [S, N / 2]. ``fixed``: tiles do not depend on the number of pairs.
+    """Compute [S, N] by place: x times weight[e]^T of [E, N, D], or weight[p, e]^T of [P, E, N, D], plus
+    ``update``. x is [T, D] by row, with K as ``rows``, or [S, D] by place, with ``rows`` 0. ``gated``: silu
+    of the first half of the columns times the second, [S, N / 2]. ``fixed``: tiles do not depend on the
+    number of pairs.
     """
     size, inputs = weight.shape[-2:]
     num_experts = pairs.spans.shape[1]
@@ -156,19 +160,19 @@ def grouped(
     low, low_by_row, b, scale = update or Update(x, False, x, 0.0)
     rank = b.shape[-1] if update else 0
     assert not update or (low.stride(1) == 1 and b.stride(-1) == 1 and b.stride(-2) == rank)
-    few = not fixed and count <= 16 * num_experts
+    is_small = not fixed and count <= 16 * num_experts
     _grouped_kernel[(num_experts, triton.cdiv(columns, BLOCK_N))](
-        x, weight, low, b, out, pairs.order, pairs.spans, x.stride(0), low.stride(0), *_strides(weight),
-        *_strides(b), num_experts, pairs.policies, inputs, columns, rank, scale,
+        x, weight, low, b, out, pairs.order, pairs.spans, x.stride(0), low.stride(0), *_find_strides(weight),
+        *_find_strides(b), num_experts, pairs.policies, inputs, columns, rank, scale,
         K=rows, LOW_K=rows if low_by_row else 0, GATED=gated,
-        RANK=max(16, triton.next_power_of_2(rank)) if rank else 0, M=16 if few else 64, N=BLOCK_N,
-        D=BLOCK_K if few else BLOCK_K // 2,
+        RANK=max(16, triton.next_power_of_2(rank)) if rank else 0, M=16 if is_small else 64, N=BLOCK_N,
+        D=BLOCK_K if is_small else BLOCK_K // 2,
     )  # fmt: skip
     return out
 
 
-def _strides(factor: Tensor) -> tuple[int, int]:
-    """From a policy to the next, and from an expert: of [P, E, N, R], of [E, N, R], of [N, R] for all."""
+def _find_strides(factor: Tensor) -> tuple[int, int]:
+    """The strides of policies and of experts: of [P, E, N, R], of [E, N, R], or of [N, R] for all."""
     policy, expert = (0, 0, *factor.stride()[:-2])[-2:]
     return policy, expert
 
@@ -182,25 +186,25 @@ def _grouped_kernel(
 ):  # fmt: skip
     number = tl.program_id(0)
     column = tl.program_id(1) * N + tl.arange(0, N)
-    here = column < columns
+    column_mask = column < columns
     first, last = tl.load(spans + number), tl.load(spans + num_experts + number)
     expert, policy = (number // policies).to(tl.int64), (number % policies).to(tl.int64)
-    own = weight + policy * w_policy + expert * w_expert + column[None, :] * inputs
-    second = own + columns * inputs  # of the gate and its factor
+    expert_weight = weight + policy * w_policy + expert * w_expert + column[None, :] * inputs
+    second = expert_weight + columns * inputs  # the second half of the columns: the factor of the gate
     for start in range(first, last, M):
         place = start + tl.arange(0, M)
-        filled = place < last
-        pair = tl.load(order + place, mask=filled, other=0)
+        row_mask = place < last
+        pair = tl.load(order + place, mask=row_mask, other=0)
         source = x + (pair // K if K > 0 else place).to(tl.int64)[:, None] * x_row
         result = tl.zeros([M, N], tl.float32)
         factor = tl.zeros([M, N], tl.float32)
-        for at in range(0, inputs, D):
-            depth = at + tl.arange(0, D)
+        for begin in range(0, inputs, D):
+            depth = begin + tl.arange(0, D)
             left = tl.load(
-                source + depth[None, :], mask=filled[:, None] & (depth[None, :] < inputs), other=0.0
+                source + depth[None, :], mask=row_mask[:, None] & (depth[None, :] < inputs), other=0.0
             )
-            mask = here[None, :] & (depth[:, None] < inputs)
-            right = tl.load(own + depth[:, None], mask=mask, other=0.0).to(left.dtype)
+            mask = column_mask[None, :] & (depth[:, None] < inputs)
+            right = tl.load(expert_weight + depth[:, None], mask=mask, other=0.0).to(left.dtype)
             result = tl.dot(left, right, result, input_precision="ieee")
             if GATED:
                 right = tl.load(second + depth[:, None], mask=mask, other=0.0).to(left.dtype)
@@ -208,8 +212,10 @@ def _grouped_kernel(
         if RANK > 0:
             depth = tl.arange(0, RANK)
             source = low + (pair // LOW_K if LOW_K > 0 else place).to(tl.int64)[:, None] * low_row
-            left = tl.load(source + depth[None, :], mask=filled[:, None] & (depth[None, :] < rank), other=0.0)
-            mask = here[None, :] & (depth[:, None] < rank)
+            left = tl.load(
+                source + depth[None, :], mask=row_mask[:, None] & (depth[None, :] < rank), other=0.0
+            )
+            mask = column_mask[None, :] & (depth[:, None] < rank)
             up = b + policy * b_policy + expert * b_expert + column[None, :] * rank + depth[:, None]
             result += scale * tl.dot(left, tl.load(up, mask=mask, other=0.0), input_precision="ieee")
             if GATED:
@@ -218,11 +224,11 @@ def _grouped_kernel(
         if GATED:
             result = result * (1.0 / (1.0 + tl.exp(-result))) * factor
         target = out + place.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=filled[:, None] & here[None, :])
+        tl.store(target, result.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
 def combine(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """[T, N]: for every row the sum of its pairs, rows [S, N] by place, with weights [T, K] fp32."""
+    """Sum the pairs of every row to [T, N]: rows [S, N] by place, with weights [T, K] fp32."""
     count, top_k = weights.shape
     out = rows.new_empty(count, rows.shape[1])
     _combine_kernel[(count, triton.cdiv(rows.shape[1], COLUMNS))](
@@ -255,12 +261,13 @@ def experts(
     fixed: bool = False,
     owners: Tensor | None = None,
 ) -> Tensor:
-    """``moe.experts`` of a sampler's pass, in 4 launches, or 6 with adapters; of rows of any number where
-    tiles are ``fixed``, so that a row's result depends on no other one. With ``owners`` [T] int32 the factors
-    are those of several policies, [P, ...], and each row has those of its own, in 7 launches."""
-    plain = isinstance(gate_up, Tensor) and isinstance(down, Tensor) and gate_up.dtype == x.dtype
+    """Compute ``moe.experts`` for a sampler's pass, in 4 launches, or 6 with adapters. With ``fixed`` tiles
+    the number of rows is not limited, and the result of a row depends on no other row. With ``owners`` [T]
+    int32 the factors are those of several policies, [P, ...], and each row uses those of its policy, in 7
+    launches."""
+    is_plain = isinstance(gate_up, Tensor) and isinstance(down, Tensor) and gate_up.dtype == x.dtype
     if not fixed and (
-        not plain or torch.is_grad_enabled() or not 0 < len(x) <= MOST_ROWS or x.dtype == torch.float64
+        not is_plain or torch.is_grad_enabled() or not 0 < len(x) <= MOST_ROWS or x.dtype == torch.float64
     ):
         return twin.experts(x, ids, weights, gate_up, down, lora, gate=silu_mul)
     assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "codes are not exact"
@@ -271,21 +278,23 @@ def experts(
         policies = len(lora.down_a)
         numbers = torch.add(owners.unsqueeze(1), ids, alpha=policies)
         pairs = sort(numbers, num_experts * policies)._replace(policies=policies)
-        lora = ExpertLora(*(_by_expert(factor, num_experts) for factor in lora[:4]), scale=lora.scale)
+        lora = ExpertLora(*(_expand_experts(factor, num_experts) for factor in lora[:4]), scale=lora.scale)
     product = partial(grouped, pairs=pairs, fixed=fixed)
     if lora is None:
         act = product(x, gate_up, rows=top_k, gated=True)
         return combine(product(act, down, rows=0), pairs.places, weights)
     a = lora.gate_up_a
-    shared = a.dim() == 2
-    once = linear if fixed else F.linear
-    low = once(x, a) if shared else product(x, a, rows=top_k)
-    act = product(x, gate_up, rows=top_k, update=Update(low, shared, lora.gate_up_b, lora.scale), gated=True)
+    is_shared = a.dim() == 2
+    multiply = linear if fixed else F.linear
+    low = multiply(x, a) if is_shared else product(x, a, rows=top_k)
+    act = product(
+        x, gate_up, rows=top_k, update=Update(low, is_shared, lora.gate_up_b, lora.scale), gated=True
+    )
     low = product(act, lora.down_a, rows=0)
     rows = product(act, down, rows=0, update=Update(low, False, lora.down_b, lora.scale))
     return combine(rows, pairs.places, weights)
 
 
-def _by_expert(factor: Tensor, num_experts: int) -> Tensor:
-    """[P, E, N, R], without a copy, of such a one or of [P, N, R] for all experts."""
+def _expand_experts(factor: Tensor, num_experts: int) -> Tensor:
+    """Expand [P, N, R] for all experts to [P, E, N, R] without a copy; [P, E, N, R] is returned as it is."""
     return factor if factor.dim() == 4 else factor.unsqueeze(1).expand(-1, num_experts, -1, -1)

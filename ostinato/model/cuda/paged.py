@@ -1,14 +1,14 @@
 """Attention over paged keys and values in Triton: decode and prefill rows in one kernel.
 
 Keys lie as [blocks, 16, Hkv, Dk], values as [blocks, 16, Hkv, Dv]; slot = block * 16 + offset. Positions are
-cut into splits of a fixed length. A split's partial result, (out, log-sum-exp), is computed alone and partial
-results are merged in the order of positions,
+cut into splits of a fixed length. Each split gives a partial result, (out, log-sum-exp), and partial results
+are merged in the order of positions,
 
     lse = log(exp(lse_a) + exp(lse_b))        out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
 
-by one program that walks all splits (many rows: prefill), or by a program for each split and one that merges
-(few rows: decode fills the card only so). Both do the same arithmetic, and what a row does not see adds exact
-zeros: the result of a row depends on no other row, nor on which of the two ways was taken.
+by a single program for all splits (many rows: prefill), or by a program for each split and another that
+merges (few rows: decode would not fill the GPU otherwise). Both do the same arithmetic, and positions that a
+row does not see add exact zeros: the result of a row depends on no other row, nor on which way was taken.
 
 The query heads of a key head, and neighbouring rows of a sequence, share a tile. Twin: ``engine.paged``.
 
@@ -16,7 +16,7 @@ T rows, H query heads, Hkv key heads, G = H / Hkv, Dk and Dv head dimensions, S 
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# A kernel is no function of Python: its types are Triton's.
+# A kernel is no Python function: its types are Triton's.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,45 +29,45 @@ from torch import Tensor
 
 PAGE = 16  # positions of a block
 SPLIT = 512  # positions of a partial result
-TILE_M = 16  # rows x heads of a tile: the smallest that the matrix units take
+TILE_M = 16  # rows x heads of a tile: the smallest size of the matrix units
 HEADS = 8  # of a program that norms, rotates and stores
 TILE_N = 32  # positions that a program loads at once: with 64 the pointers spill
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Which rows share a tile: ``count[n]`` neighbouring rows of one sequence from ``first[n]`` on."""
+    """The rows of each tile: ``count[n]`` neighbouring rows of a sequence from ``first[n]`` on."""
 
     first: Tensor  # [N] int32
     count: Tensor  # [N] int32
 
     @classmethod
     def of(cls, sequence: np.ndarray, group: int, device: torch.device) -> Tiles:
-        """Of rows [T] with their ``sequence``, rows of one beside each other; ``group``: H / Hkv."""
-        both = torch.from_numpy(cut_tiles(sequence, group)).to(device)
-        return cls(both[0], both[1])
+        """Cut tiles of rows [T] with their ``sequence``, whose rows are consecutive; ``group``: H / Hkv."""
+        tiles = torch.from_numpy(cut_tiles(sequence, group)).to(device)
+        return cls(tiles[0], tiles[1])
 
 
 def cut_tiles(sequence: np.ndarray, group: int) -> np.ndarray:
-    """[2, N] int32: ``Tiles.first`` and ``count``, on the host; N <= T."""
+    """Cut ``Tiles.first`` and ``count``, [2, N] int32 with N <= T, on the host."""
     size = rows_of_tile(group)
     starts = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
     lengths = np.diff(np.r_[starts, len(sequence)])
     tiles = -(-lengths // size)
-    within = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    first = np.repeat(starts, tiles) + within * size
+    offsets = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    first = np.repeat(starts, tiles) + offsets * size
     count = np.minimum(size, np.repeat(starts + lengths, tiles) - first)
     return np.stack((first, count)).astype(np.int32)
 
 
 def rows_of_tile(group: int) -> int:
-    """Rows whose ``group`` heads each fill a tile."""
+    """The number of rows that fill a tile with ``group`` heads each."""
     return max(1, TILE_M // triton.next_power_of_2(group))
 
 
 def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Put k [T, Hkv, Dk] and v [T, Hkv, Dv] (strided) into the slots [T] of one layer's pages; those of rows
-    with a slot below 0 go nowhere."""
+    """Put k [T, Hkv, Dk] and v [T, Hkv, Dv] (strided) into the slots [T] of a layer's pages; rows with a slot
+    below 0 are not written."""
     assert k.stride(2) == 1 and v.stride(2) == 1, "keys and values with a contiguous last dimension"
     heads, width = k.shape[1], max(k.shape[2], v.shape[2])
     if len(k):
@@ -84,11 +84,11 @@ def _write_kernel(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     slot = tl.load(slots + row).to(tl.int64) + tl.zeros([BLOCK], tl.int64)
-    here = slot >= 0
+    has_slot = slot >= 0
     key = tl.load(k + row * k_row + head * k_head + column, mask=column < key_dim)
-    tl.store(keys + (slot * heads + head) * key_dim + column, key, mask=here & (column < key_dim))
+    tl.store(keys + (slot * heads + head) * key_dim + column, key, mask=has_slot & (column < key_dim))
     value = tl.load(v + row * v_row + head * v_head + column, mask=column < value_dim)
-    tl.store(values + (slot * heads + head) * value_dim + column, value, mask=here & (column < value_dim))
+    tl.store(values + (slot * heads + head) * value_dim + column, value, mask=has_slot & (column < value_dim))
 
 
 def project(
@@ -101,8 +101,9 @@ def project(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Queries [T, H, D] of a projection qkv [T, H + 2 Hkv, D]: heads of q and k normed by the weights [D] of
-    ``norms`` and rotated by cos, sin [T, D]; k and v are put into the slots [T], as by ``write_cache``."""
+    """Norm and rotate a projection qkv [T, H + 2 Hkv, D]: the heads of q and k by the weights [D] of
+    ``norms`` and by cos, sin [T, D]. Return the queries [T, H, D]; k and v go into the slots [T] as in
+    ``write_cache``."""
     kv_heads, size = keys.shape[2:]
     heads = qkv.shape[1] - 2 * kv_heads
     assert qkv.stride(2) == 1 and qkv.stride(1) == size == values.shape[3], "heads lie beside each other"
@@ -123,10 +124,10 @@ def _project_kernel(
 ):  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)[None, :]
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    within = column < half
-    of_query = within & (head < heads)
-    of_key = within & (head >= heads) & (head < heads + kv_heads)
-    of_value = within & (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
+    in_half = column < half
+    of_query = in_half & (head < heads)
+    of_key = in_half & (head >= heads) & (head < heads + kv_heads)
+    of_value = in_half & (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
     source = qkv + row * row_stride + head * 2 * half + column
     first = tl.load(source, mask=of_query | of_key | of_value, other=0.0)
     second = tl.load(source + half, mask=of_query | of_key | of_value, other=0.0)
@@ -136,24 +137,24 @@ def _project_kernel(
         # rounded before and after the scaling, as rms_norm does
         a = (a * inverse).to(first.dtype).to(tl.float32)
         b = (b * inverse).to(first.dtype).to(tl.float32)
-        q_scale = tl.load(q_norm + column, mask=within, other=0.0).to(tl.float32)
-        k_scale = tl.load(k_norm + column, mask=within, other=0.0).to(tl.float32)
+        q_scale = tl.load(q_norm + column, mask=in_half, other=0.0).to(tl.float32)
+        k_scale = tl.load(k_norm + column, mask=in_half, other=0.0).to(tl.float32)
         a = (a * tl.where(head < heads, q_scale, k_scale)).to(first.dtype).to(tl.float32)
-        q_scale = tl.load(q_norm + half + column, mask=within, other=0.0).to(tl.float32)
-        k_scale = tl.load(k_norm + half + column, mask=within, other=0.0).to(tl.float32)
+        q_scale = tl.load(q_norm + half + column, mask=in_half, other=0.0).to(tl.float32)
+        k_scale = tl.load(k_norm + half + column, mask=in_half, other=0.0).to(tl.float32)
         b = (b * tl.where(head < heads, q_scale, k_scale)).to(first.dtype).to(tl.float32)
-    turn = row * turn_stride + column
-    c = tl.load(cos + turn, mask=within, other=0.0).to(tl.float32)
-    s = tl.load(sin + turn, mask=within, other=0.0).to(tl.float32)
-    turned, turned_second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(first.dtype)
+    angle = row * turn_stride + column
+    c = tl.load(cos + angle, mask=in_half, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=in_half, other=0.0).to(tl.float32)
+    rotated, rotated_second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(first.dtype)
     query = queries + (row * heads + head) * 2 * half + column
-    tl.store(query, turned, mask=of_query)
-    tl.store(query + half, turned_second, mask=of_query)
+    tl.store(query, rotated, mask=of_query)
+    tl.store(query + half, rotated_second, mask=of_query)
     slot = tl.load(slots + row).to(tl.int64) + tl.zeros([HEADS, 1], tl.int64)
     of_key, of_value = of_key & (slot >= 0), of_value & (slot >= 0)
     key = keys + (slot * kv_heads + head - heads) * 2 * half + column
-    tl.store(key, turned, mask=of_key)
-    tl.store(key + half, turned_second, mask=of_key)
+    tl.store(key, rotated, mask=of_key)
+    tl.store(key + half, rotated_second, mask=of_key)
     value = values + (slot * kv_heads + head - heads - kv_heads) * 2 * half + column
     tl.store(value, first, mask=of_value)
     tl.store(value + half, second, mask=of_value)
@@ -172,9 +173,9 @@ def paged_attention(
     *,
     parallel: bool,
 ) -> Tensor:
-    """[T, H, Dv]: row t of q [T, H, Dk] over the first ``lengths[t]`` positions of the blocks in
-    ``tables[sequence[t]]``. ``parallel``: a program for each split, else one for all splits of a tile, which
-    leaves the log-sum-exps in ``lse`` [T, H] fp32; the result is the same."""
+    """Attention [T, H, Dv] of row t of q [T, H, Dk] over the first ``lengths[t]`` positions of the blocks in
+    ``tables[sequence[t]]``. ``parallel``: a program for each split; else a program for all splits of a tile,
+    which writes the log-sum-exps to ``lse`` [T, H] fp32. The result is the same."""
     heads, kv_heads = q.shape[1], keys.shape[2]
     key_dim, value_dim = keys.shape[3], values.shape[3]
     assert q.stride(2) == 1 and heads % kv_heads == 0
@@ -187,12 +188,12 @@ def paged_attention(
         lses = q.new_empty(len(q), heads, dtype=torch.float32) if lse is None else lse
         parts = lses
     group = heads // kv_heads
-    rows, padded = rows_of_tile(group), triton.next_power_of_2(group)
+    rows, padded_group = rows_of_tile(group), triton.next_power_of_2(group)
     if len(q):
         _attention_kernel[(len(tiles.first), kv_heads, splits)](
             q, keys, values, tables, sequence, lengths, tiles.first, tiles.count, out, parts, lses, scale,
             q.stride(0), q.stride(1), tables.stride(0), len(q), heads, kv_heads, group, key_dim, value_dim,
-            PARALLEL=parallel, ROWS=rows, GROUP=padded, N=TILE_N, PAGE=PAGE, SPLIT=SPLIT,
+            PARALLEL=parallel, ROWS=rows, GROUP=padded_group, N=TILE_N, PAGE=PAGE, SPLIT=SPLIT,
             KEY=triton.next_power_of_2(key_dim), VALUE=triton.next_power_of_2(value_dim),
         )  # fmt: skip
     if parallel and len(q):
@@ -204,29 +205,29 @@ def paged_attention(
 
 
 @triton.jit
-def _split(
+def _attend_split(
     q, keys, values, table, head, length, first, last, scale, kv_heads, key_dim, value_dim,
     M: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """(out [M, VALUE], lse [M]) fp32 of positions ``first`` to ``last``, of which row m sees ``length[m]``.
-    The log-sum-exp is -inf, and out 0, for a row that sees none of them."""
+    For a row that sees none of them the log-sum-exp is -inf and out is 0."""
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     out = tl.zeros([M, VALUE], tl.float32)
     key_column, value_column = tl.arange(0, KEY), tl.arange(0, VALUE)
     for start in range(first, last, N):
         position = start + tl.arange(0, N)
-        here = position < last
-        page = tl.load(table + position // PAGE, mask=here, other=0).to(tl.int64)
+        in_range = position < last
+        page = tl.load(table + position // PAGE, mask=in_range, other=0).to(tl.int64)
         slot = (page * PAGE + position % PAGE) * kv_heads + head
         k = tl.load(
             keys + slot[None, :] * key_dim + key_column[:, None],
-            mask=here[None, :] & (key_column[:, None] < key_dim),
+            mask=in_range[None, :] & (key_column[:, None] < key_dim),
             other=0.0,
         )
         v = tl.load(
             values + slot[:, None] * value_dim + value_column[None, :],
-            mask=here[:, None] & (value_column[None, :] < value_dim),
+            mask=in_range[:, None] & (value_column[None, :] < value_dim),
             other=0.0,
         )
         scores = tl.dot(q, k, input_precision="ieee") * scale
@@ -238,14 +239,14 @@ def _split(
         total = total * shrink + tl.sum(mass, axis=1)
         out = out * shrink[:, None] + tl.dot(mass.to(v.dtype), v, input_precision="ieee")
         peak = higher
-    seen = total > 0
-    lse = tl.where(seen, peak + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
-    return out / tl.where(seen, total, 1.0)[:, None], lse
+    has_mass = total > 0
+    lse = tl.where(has_mass, peak + tl.log(tl.where(has_mass, total, 1.0)), float("-inf"))
+    return out / tl.where(has_mass, total, 1.0)[:, None], lse
 
 
 @triton.jit
-def _weights(lse, part_lse):
-    """(log-sum-exp of both, weight of the first, weight of the second); the first has seen something."""
+def _compute_weights(lse, part_lse):
+    """(log-sum-exp of both parts, weight of the first, weight of the second); the first must be finite."""
     higher = tl.maximum(lse, part_lse)
     union = higher + tl.log(tl.exp(lse - higher) + tl.exp(part_lse - higher))
     return union, tl.exp(lse - union), tl.exp(part_lse - union)
@@ -259,13 +260,13 @@ def _attention_kernel(
     SPLIT: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # fewer rows than the matrix units take are filled up with rows that are not stored
+    # padded to the size of the matrix units with rows that are not stored
     M: tl.constexpr = ROWS * GROUP
     member = tl.arange(0, M)
     row = tl.load(tile_first + tile) + member // GROUP
-    ours = (member // GROUP < tl.load(tile_count + tile)) & (member % GROUP < group)
+    is_member = (member // GROUP < tl.load(tile_count + tile)) & (member % GROUP < group)
     query_head = head * group + member % GROUP
-    length = tl.load(lengths + row, mask=ours, other=0)
+    length = tl.load(lengths + row, mask=is_member, other=0)
     longest = tl.max(length)
     if PARALLEL:  # noqa: SIM102  a constexpr decides while the kernel is compiled
         if split * SPLIT >= longest:
@@ -273,37 +274,37 @@ def _attention_kernel(
     key_column, value_column = tl.arange(0, KEY), tl.arange(0, VALUE)
     q = tl.load(
         queries + row.to(tl.int64)[:, None] * q_row + query_head[:, None] * q_head + key_column[None, :],
-        mask=ours[:, None] & (key_column[None, :] < key_dim),
+        mask=is_member[:, None] & (key_column[None, :] < key_dim),
         other=0.0,
     )
     table = tables + tl.load(sequence + tl.load(tile_first + tile)).to(tl.int64) * table_row
-    mask = ours[:, None] & (value_column[None, :] < value_dim)
+    mask = is_member[:, None] & (value_column[None, :] < value_dim)
     place = (row.to(tl.int64) * heads + query_head)[:, None] * value_dim + value_column[None, :]
     if PARALLEL:
         first = split * SPLIT
-        result, lse = _split(
+        result, lse = _attend_split(
             q, keys, values, table, head, length, first, tl.minimum(first + SPLIT, longest), scale,
             kv_heads, key_dim, value_dim, M, N, PAGE, KEY, VALUE,
         )  # fmt: skip
         offset = split.to(tl.int64) * num_rows * heads
         tl.store(parts + offset * value_dim + place, result, mask=mask)
-        tl.store(lses + offset + row.to(tl.int64) * heads + query_head, lse, mask=ours)
+        tl.store(lses + offset + row.to(tl.int64) * heads + query_head, lse, mask=is_member)
     else:
         result = tl.zeros([M, VALUE], tl.float32)
         lse = tl.zeros([M], tl.float32)
         for first in range(0, longest, SPLIT):
-            part, part_lse = _split(
+            part, part_lse = _attend_split(
                 q, keys, values, table, head, length, first, tl.minimum(first + SPLIT, longest), scale,
                 kv_heads, key_dim, value_dim, M, N, PAGE, KEY, VALUE,
             )  # fmt: skip
-            union, weight, part_weight = _weights(lse, part_lse)
-            # the first split is taken as it is; a row that sees nothing of one is left as it is, to the bit
+            union, weight, part_weight = _compute_weights(lse, part_lse)
+            # exactly: the first split is taken as it is, and a split that a row does not see changes nothing
             weight = tl.where(first == 0, 0.0, tl.where(first < length, weight, 1.0))
             part_weight = tl.where(first == 0, 1.0, tl.where(first < length, part_weight, 0.0))
             lse = tl.where(first == 0, part_lse, tl.where(first < length, union, lse))
             result = result * weight[:, None] + part * part_weight[:, None]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
-        tl.store(lses + row.to(tl.int64) * heads + query_head, lse, mask=ours)
+        tl.store(lses + row.to(tl.int64) * heads + query_head, lse, mask=is_member)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -320,6 +321,6 @@ def _merge_kernel(
     for _start in range(SPLIT, length, SPLIT):
         place += num_rows * heads
         part = tl.load(parts + place * value_dim + column, mask=mask, other=0.0)
-        lse, weight, part_weight = _weights(lse, tl.load(lses + place))
+        lse, weight, part_weight = _compute_weights(lse, tl.load(lses + place))
         result = result * weight + part * part_weight
     tl.store(out + (row * heads + head) * value_dim + column, result.to(out.dtype.element_ty), mask=mask)

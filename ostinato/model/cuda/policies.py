@@ -1,15 +1,16 @@
-"""Adapters of several policies in one pass, in Triton: every row gets the update of its own, in two launches.
+"""Adapters of several policies in one pass, in Triton: every row gets the update of its policy, in two
+launches.
 
-Rows of a policy lie beside each other, so a tile of rows has one policy, and a program reads the factors of
-that one. The first launch has a program for every SPAN inputs of a tile, since few rows leave a card idle
-otherwise; the second adds these parts up in their order. So what a row gets depends on no other row. Twin:
-the rows of each policy by ``Ops.add_lora``, one policy after the other.
+Rows of a policy are consecutive, so a tile of rows has a single policy, and a program reads the factors of
+that policy. The first launch has a program for every SPAN inputs of a tile, since few rows would leave a GPU
+idle; the second sums these parts in their order. So the result of a row depends on no other row. Twin: the
+rows of each policy by ``Ops.add_lora``, policy by policy.
 
 T rows, K inputs, N outputs, P policies, R rank.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# A kernel is no function of Python: its types are Triton's.
+# A kernel is no Python function: its types are Triton's.
 from __future__ import annotations
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from ostinato.model.cuda.paged import TILE_M, Tiles
 
 SPAN = 512  # inputs of a program
-DEPTH = 64  # inputs that it loads at once
+DEPTH = 64  # inputs that a program loads at once
 RANKS = 64  # of a program
 COLUMNS = 64  # outputs of a program
 
@@ -28,20 +29,21 @@ COLUMNS = 64  # outputs of a program
 def add_lora(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, *, owners: Tensor, tiles: Tiles
 ) -> Tensor:
-    """y += scale * x a[p]^T b[p]^T of y [T, N], x [T, K], a [P, R, K], b [P, N, R], where p is the row's of
-    ``owners`` [T] int32; ``tiles`` (``cut_tiles`` of these, a head a group) may have some without rows."""
+    """y += scale * x a[p]^T b[p]^T of y [T, N], x [T, K], a [P, R, K], b [P, N, R], where p is the row's
+    place in ``owners`` [T] int32; ``tiles`` (``cut_tiles`` of these with a group of 1) may have tiles without
+    rows."""
     assert x.stride(1) == y.stride(1) == 1 and a.is_contiguous() and b.is_contiguous()
     rows, inputs = x.shape
     _, columns, rank = b.shape
     splits, width = triton.cdiv(inputs, SPAN), min(RANKS, max(16, triton.next_power_of_2(rank)))
     parts = torch.empty(splits, rows, rank, dtype=torch.float32, device=x.device)
-    where = owners, tiles.first, tiles.count
+    tile_args = owners, tiles.first, tiles.count
     _down_kernel[(len(tiles.first), triton.cdiv(rank, width), splits)](
-        x, a, parts, *where, x.stride(0), inputs, rank, rows,
+        x, a, parts, *tile_args, x.stride(0), inputs, rank, rows,
         M=TILE_M, R=width, D=DEPTH, SPAN=SPAN,
     )  # fmt: skip
     _up_kernel[(len(tiles.first), triton.cdiv(columns, COLUMNS))](
-        y, b, parts, *where, y.stride(0), columns, rank, rows, splits, scale,
+        y, b, parts, *tile_args, y.stride(0), columns, rank, rows, splits, scale,
         M=TILE_M, R=width, N=COLUMNS,
     )  # fmt: skip
     return y
@@ -52,30 +54,30 @@ def _down_kernel(
     x, a, parts, owners, tile_first, tile_count, x_row, inputs, rank, rows,
     M: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """A part of x a^T: over the inputs of a split, for a tile of rows and some ranks."""
+    """Compute a part of x a^T: over the inputs of a split, for a tile of rows and some ranks."""
     tile, split = tl.program_id(0), tl.program_id(2)
     count = tl.load(tile_count + tile)
     if count == 0:
         return
     first, member = tl.load(tile_first + tile), tl.arange(0, M)
-    row, here = (first + member).to(tl.int64), member < count
+    row, row_mask = (first + member).to(tl.int64), member < count
     column = tl.program_id(1) * R + tl.arange(0, R)
-    own = a + tl.load(owners + first).to(tl.int64) * rank * inputs
+    factor = a + tl.load(owners + first).to(tl.int64) * rank * inputs
     result = tl.zeros([M, R], tl.float32)
-    for at in range(split * SPAN, tl.minimum(split * SPAN + SPAN, inputs), D):
-        depth = at + tl.arange(0, D)
-        within = depth < inputs
+    for start in range(split * SPAN, tl.minimum(split * SPAN + SPAN, inputs), D):
+        depth = start + tl.arange(0, D)
+        depth_mask = depth < inputs
         left = tl.load(
-            x + row[:, None] * x_row + depth[None, :], mask=here[:, None] & within[None, :], other=0.0
+            x + row[:, None] * x_row + depth[None, :], mask=row_mask[:, None] & depth_mask[None, :], other=0.0
         )
         right = tl.load(
-            own + column[None, :] * inputs + depth[:, None],
-            mask=(column < rank)[None, :] & within[:, None],
+            factor + column[None, :] * inputs + depth[:, None],
+            mask=(column < rank)[None, :] & depth_mask[:, None],
             other=0.0,
         )
         result = tl.dot(left, right.to(left.dtype), result, input_precision="ieee")
     target = parts + (split.to(tl.int64) * rows + row)[:, None] * rank + column[None, :]
-    tl.store(target, result, mask=here[:, None] & (column < rank)[None, :])
+    tl.store(target, result, mask=row_mask[:, None] & (column < rank)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "scale"])
@@ -83,30 +85,32 @@ def _up_kernel(
     y, b, parts, owners, tile_first, tile_count, y_row, columns, rank, rows, splits, scale,
     M: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """y + scale * (the sum of all parts) b^T, for a tile of rows and some columns."""
+    """Compute y + scale * (the sum of all parts) b^T, for a tile of rows and some columns."""
     tile = tl.program_id(0)
     count = tl.load(tile_count + tile)
     if count == 0:
         return
     first, member = tl.load(tile_first + tile), tl.arange(0, M)
-    row, here = (first + member).to(tl.int64), member < count
+    row, row_mask = (first + member).to(tl.int64), member < count
     column = tl.program_id(1) * N + tl.arange(0, N)
-    there = column < columns
-    own = b + tl.load(owners + first).to(tl.int64) * columns * rank
+    column_mask = column < columns
+    factor = b + tl.load(owners + first).to(tl.int64) * columns * rank
     result = tl.zeros([M, N], tl.float32)
-    for at in range(0, rank, R):
-        depth = at + tl.arange(0, R)
-        within = depth < rank
+    for start in range(0, rank, R):
+        depth = start + tl.arange(0, R)
+        depth_mask = depth < rank
         low = tl.zeros([M, R], tl.float32)
         source = parts + row[:, None] * rank + depth[None, :]
         for _split in range(splits):
-            low += tl.load(source, mask=here[:, None] & within[None, :], other=0.0)
+            low += tl.load(source, mask=row_mask[:, None] & depth_mask[None, :], other=0.0)
             source += rows * rank
         right = tl.load(
-            own + column[None, :] * rank + depth[:, None], mask=there[None, :] & within[:, None], other=0.0
+            factor + column[None, :] * rank + depth[:, None],
+            mask=column_mask[None, :] & depth_mask[:, None],
+            other=0.0,
         )
         result = tl.dot(low.to(right.dtype), right, result, input_precision="ieee")
     target = y + row[:, None] * y_row + column[None, :]
-    mask = here[:, None] & there[None, :]
+    mask = row_mask[:, None] & column_mask[None, :]
     result = tl.load(target, mask=mask, other=0.0).to(tl.float32) + scale * result
     tl.store(target, result.to(y.dtype.element_ty), mask=mask)

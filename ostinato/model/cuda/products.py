@@ -1,15 +1,15 @@
-"""Products with one tile for any number of rows: what ``model.exact`` is made of on a card.
+"""Products with the same tile for any number of rows, for ``model.exact`` on a GPU.
 
 A program has a tile of rows and columns and walks all inputs in their order; sums are fp32. The tile depends
-on the types alone, and no compiled kernel knows the number of rows, so a row's result depends on that row and
-the weight (as in vLLM's batch invariance; cuBLAS chooses its kernel, and with it the order of the sum, by the
-number of rows). Twin: ``model.ops.linear``.
+on the types alone, and kernels are not specialised for the number of rows, so a row's result depends on that
+row and the weight (as in vLLM's batch invariance; cuBLAS chooses its kernel, and with it the order of the
+sum, by the number of rows). Twin: ``model.ops.linear``.
 
 T rows, K inputs, N outputs.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# A kernel is no function of Python: its types are Triton's.
+# A kernel is no Python function: its types are Triton's.
 from __future__ import annotations
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 ROWS = 64  # of a tile
 COLUMNS = 64
-DEPTHS = {2: 64, 4: 16}  # inputs that a program loads at once, by the bytes of one
+DEPTHS = {2: 64, 4: 16}  # inputs that a program loads at once, by the bytes of an element
 WARPS = 4
 
 
@@ -31,8 +31,8 @@ def linear(
     *,
     scale: float = 1.0,
 ) -> Tensor:
-    """(x weight^T + bias) * scale of x [T, K], weight [N, K]: rounded to ``out_dtype`` (x's), then scaled and
-    rounded again."""
+    """(x weight^T + bias) * scale of x [T, K], weight [N, K]: rounded to ``out_dtype`` (None: x's), then
+    scaled and rounded again."""
     out = x.new_empty(len(x), len(weight), dtype=out_dtype or x.dtype)
     _multiply(x, weight, bias, out, scale=scale, adds=False)
     return out
@@ -56,7 +56,7 @@ def _multiply(
     (rows, inputs), columns = x.shape, len(weight)
     depth = DEPTHS[x.element_size()]
     if rows and columns:
-        # neighbouring programs have the same columns: their weights are read from memory once
+        # neighbouring programs have the same columns, so that their weights are read from memory once
         _product_kernel[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
             x, weight, out if bias is None else bias, out, rows, columns, inputs, x.stride(0),
             weight.stride(0), out.stride(0), scale, BIAS=bias is not None, ADD=adds,
@@ -72,23 +72,23 @@ def _product_kernel(
 ):  # fmt: skip
     first, first_column = tl.program_id(0).to(tl.int64) * M, tl.program_id(1).to(tl.int64) * N
     row, column, depth = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
-    here, there = first + row < rows, first_column + column < columns
+    row_mask, column_mask = first + row < rows, first_column + column < columns
     left_at = x + first * x_row + row[:, None] * x_row + depth[None, :]
     right_at = weight + first_column * w_row + column[None, :] * w_row + depth[:, None]
     result = tl.zeros([M, N], tl.float32)
     for start in range(0, inputs, D):
         if EVEN:
-            left = tl.load(left_at + start, mask=here[:, None], other=0.0)
-            right = tl.load(right_at + start, mask=there[None, :], other=0.0)
+            left = tl.load(left_at + start, mask=row_mask[:, None], other=0.0)
+            right = tl.load(right_at + start, mask=column_mask[None, :], other=0.0)
         else:
-            within = start + depth < inputs
-            left = tl.load(left_at + start, mask=here[:, None] & within[None, :], other=0.0)
-            right = tl.load(right_at + start, mask=there[None, :] & within[:, None], other=0.0)
+            depth_mask = start + depth < inputs
+            left = tl.load(left_at + start, mask=row_mask[:, None] & depth_mask[None, :], other=0.0)
+            right = tl.load(right_at + start, mask=column_mask[None, :] & depth_mask[:, None], other=0.0)
         result = tl.dot(left, right.to(left.dtype), result, input_precision="ieee")
     if BIAS:
-        result += tl.load(bias + first_column + column, mask=there, other=0.0).to(tl.float32)[None, :]
+        result += tl.load(bias + first_column + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     target = out + first * out_row + first_column + row[:, None] * out_row + column[None, :]
-    mask = here[:, None] & there[None, :]
+    mask = row_mask[:, None] & column_mask[None, :]
     if ADD:
         result += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     result = result.to(out.dtype.element_ty).to(tl.float32) * scale

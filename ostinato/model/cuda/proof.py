@@ -1,4 +1,4 @@
-"""A proof, before a training run on a card, that each kernel gives the numbers and gradients of its twin."""
+"""Prove, before a training run on a GPU, that each kernel gives the numbers and gradients of its twin."""
 
 from __future__ import annotations
 
@@ -22,74 +22,82 @@ Call = Callable[[Ops], tuple[Tensor, ...]]
 
 
 def find_fault(ours: Callable[[], Tensor], twin: Callable[[], Tensor], dtype: torch.dtype) -> str:
-    """Why the one is not the other; "" where it is, up to a few roundings."""
+    """Return how the result of ``ours`` differs from that of ``twin``; "" if they agree up to a few
+    roundings."""
     expected = twin().float()
     try:
-        found = ours().float()
+        actual = ours().float()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of a compiler, a driver or a launch: whatever it is, torch can do without
+    except Exception as error:  # of a compiler, a driver or a launch: torch works without any of them
         return f"fails ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
-    apart = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    difference = float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
     bound = 1e-4 if dtype == torch.float32 else 3e-2
-    return "" if apart <= bound else f"differs from torch by {apart:.1e} of the largest value"
+    return "" if difference <= bound else f"differs from torch by {difference:.1e} of the largest value"
 
 
 def prove_ops(decoder: Decoder, ops: Ops) -> tuple[Ops, list[str]]:
-    """``ops`` with torch's function in the place of each that fails on the decoder's device, and a sentence
-    for each."""
-    said = []
-    for name, call in _cases(decoder):
+    """Replace each function of ``ops`` that fails on the decoder's device by torch's; return the result and a
+    sentence for each replacement."""
+    faults = []
+    for name, call in _list_cases(decoder):
         twin = call(TORCH_OPS)
         largest = [float(x.abs().max()) or 1.0 for x in twin]
-        ours = partial(_at_scale, ops, call, largest)
-        why = find_fault(ours, partial(_scaled, twin, largest), decoder.dtype)
-        if why:
-            said.append(f"{name} in Triton {why}; the trainer takes torch's")
+        kernel = partial(_run_scaled, ops, call, largest)
+        fault = find_fault(kernel, partial(_scale_results, twin, largest), decoder.dtype)
+        if fault:
+            faults.append(f"{name} in Triton {fault}; the trainer takes torch's")
             ops = replace(ops, **{name: getattr(TORCH_OPS, name)})
-    return ops, said
+    return ops, faults
 
 
-def _at_scale(ops: Ops, call: Call, largest: Sequence[float]) -> Tensor:
-    return _scaled(call(ops), largest)
+def _run_scaled(ops: Ops, call: Call, largest: Sequence[float]) -> Tensor:
+    return _scale_results(call(ops), largest)
 
 
-def _scaled(results: Sequence[Tensor], largest: Sequence[float]) -> Tensor:
-    """All results as one, each as a share of its twin's largest value."""
+def _scale_results(results: Sequence[Tensor], largest: Sequence[float]) -> Tensor:
+    """Concatenate all results, each divided by the largest value of its twin."""
     return torch.cat([(x.float() / size).flatten() for x, size in zip(results, largest, strict=True)])
 
 
-def _cases(decoder: Decoder) -> Iterator[tuple[str, Call]]:
-    """By field of ``Ops``: a call, whose results are the output and the gradients of all inputs."""
-    c, eps = decoder.local, decoder.config.rms_norm_eps
+def _list_cases(decoder: Decoder) -> Iterator[tuple[str, Call]]:
+    """(field of ``Ops``, call) for each case; a call returns the output and the gradients of all inputs."""
+    config, eps = decoder.local, decoder.config.rms_norm_eps
     groups, key_dim, value_dim = decoder.kv_shape
     weight = decoder.blocks[0].attn_norm.detach()
-    x, y = draw_values(decoder, ROWS, c.hidden_size), draw_values(decoder, ROWS, c.hidden_size, seed=1)
-    q = draw_values(decoder, ROWS, c.num_heads, key_dim, seed=2)
+    x, y = (
+        draw_values(decoder, ROWS, config.hidden_size),
+        draw_values(decoder, ROWS, config.hidden_size, seed=1),
+    )
+    q = draw_values(decoder, ROWS, config.num_heads, key_dim, seed=2)
     k, v = (
         draw_values(decoder, ROWS, groups, key_dim, seed=3),
         draw_values(decoder, ROWS, groups, value_dim, seed=4),
     )
-    turned = draw_values(decoder, ROWS, c.num_heads, 2 * len(decoder.inv_freq), seed=2)
-    turns = decoder.rotations(torch.arange(ROWS, device=decoder.device))
-    wide = draw_values(decoder, ROWS, 2 * c.intermediate_size, seed=5)
-    yield "rms_norm", lambda ops: _slopes(lambda one: ops.rms_norm(one, weight, eps), x)
+    rotary_q = draw_values(decoder, ROWS, config.num_heads, 2 * len(decoder.inv_freq), seed=2)
+    rotations = decoder.rotations(torch.arange(ROWS, device=decoder.device))
+    gate_up = draw_values(decoder, ROWS, 2 * config.intermediate_size, seed=5)
+    yield "rms_norm", lambda ops: _compute_slopes(lambda hidden: ops.rms_norm(hidden, weight, eps), x)
     yield (
         "add_rms_norm",
-        lambda ops: _slopes(lambda one, other: torch.cat(ops.add_rms_norm(one, other, weight, eps)), x, y),
+        lambda ops: _compute_slopes(
+            lambda hidden, residual: torch.cat(ops.add_rms_norm(hidden, residual, weight, eps)), x, y
+        ),
     )
-    yield "rope", lambda ops: _slopes(lambda one: ops.rope(one, *turns), turned)
-    yield "silu_mul", lambda ops: _slopes(ops.silu_mul, wide)
+    yield "rope", lambda ops: _compute_slopes(lambda hidden: ops.rope(hidden, *rotations), rotary_q)
+    yield "silu_mul", lambda ops: _compute_slopes(ops.silu_mul, gate_up)
     yield (
         "attention",
-        lambda ops: _slopes(lambda q, k, v: ops.attention(SEGMENTS)(0, q, k, v, key_dim**-0.5), q, k, v),
+        lambda ops: _compute_slopes(
+            lambda q, k, v: ops.attention(SEGMENTS)(0, q, k, v, key_dim**-0.5), q, k, v
+        ),
     )
     targets = torch.arange(ROWS, device=decoder.device) % decoder.config.vocab_size
     logits = 3 * draw_values(decoder, ROWS, decoder.config.vocab_size, seed=6).float()
-    yield "head", lambda ops: _scored(ops, logits.clone(), targets)
+    yield "head", lambda ops: _score(ops, logits.clone(), targets)
 
 
-def _slopes(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+def _compute_slopes(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         out = function(*leaves)
@@ -97,17 +105,17 @@ def _slopes(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, .
     return out.detach(), *torch.autograd.grad(out, leaves, ramp)
 
 
-def _scored(ops: Ops, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """Log-probability and entropy, and slopes."""
+def _score(ops: Ops, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """Log-probability and entropy [n, 2], and the slopes in the logits."""
     if ops.head is not None:
         return ops.head(logits, targets), logits
     log_p = logits.log_softmax(-1)
-    own = log_p.gather(1, targets[:, None])
-    slopes = (-log_p.exp()).scatter_(1, targets[:, None], -torch.expm1(own))
-    return torch.cat((own, -(log_p.exp() * log_p).sum(-1, keepdim=True)), dim=1), slopes
+    target_log_p = log_p.gather(1, targets[:, None])
+    slopes = (-log_p.exp()).scatter_(1, targets[:, None], -torch.expm1(target_log_p))
+    return torch.cat((target_log_p, -(log_p.exp() * log_p).sum(-1, keepdim=True)), dim=1), slopes
 
 
 def draw_values(decoder: Decoder, *shape: int, seed: int = 0) -> Tensor:
-    """Normal ones, on the device and in the dtype of the decoder."""
+    """Draw normal values, on the device and in the dtype of the decoder."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return values.to(decoder.device, decoder.dtype)

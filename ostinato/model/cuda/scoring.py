@@ -4,7 +4,7 @@ Twin: ``algo.logprobs``, the score of a chunk without a support.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# A kernel is no function of Python: its types are Triton's.
+# A kernel is no Python function: its types are Triton's.
 from __future__ import annotations
 
 import torch
@@ -16,11 +16,11 @@ CHUNK = 4096
 
 
 def score_(logits: Tensor, targets: Tensor) -> Tensor:
-    """[n, 2] float32: log p[target] and the entropy in nats of softmax(logits), of logits [n, V] float32 and
-    targets [n]. Leaves d log p[target] / d logits = onehot - p in ``logits``.
+    """[n, 2] float32: log p[target] and the entropy in nats of softmax(logits), for logits [n, V] float32 and
+    targets [n]. Writes d log p[target] / d logits = onehot - p to ``logits``.
 
-    At the target the slope is the mass of all others over the total, not 1 - p: for a near-certain token it
-    is the whole gradient, and cancellation would lose it.
+    At the target the slope is computed as the mass of all other tokens over the total, not as 1 - p: for a
+    near-certain token it is the whole gradient, and cancellation would lose it.
     """
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     scores = torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
@@ -35,7 +35,7 @@ def score_(logits: Tensor, targets: Tensor) -> Tensor:
 def _score_kernel(logits, targets, scores, stride, size, CHUNK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     row, target = logits + index * stride, tl.load(targets + index)
-    own = tl.load(row + target)
+    target_logit = tl.load(row + target)
     peak = tl.full([], float("-inf"), tl.float32)
     total, others, weighted = 0.0, 0.0, 0.0  # sums of e^(z - peak), without the target's, and times z - peak
     for start in range(0, size, CHUNK):
@@ -44,14 +44,14 @@ def _score_kernel(logits, targets, scores, stride, size, CHUNK: tl.constexpr):
         higher = tl.maximum(peak, tl.max(z))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         mass = tl.exp(z - shift)
-        fall = tl.where(peak == float("-inf"), 0.0, peak - shift)
-        shrink = tl.exp(fall)
+        peak_change = tl.where(peak == float("-inf"), 0.0, peak - shift)
+        shrink = tl.exp(peak_change)
         depth = tl.where(mass > 0, z - shift, 0.0)
-        weighted = (weighted + total * fall) * shrink + tl.sum(mass * depth)
+        weighted = (weighted + total * peak_change) * shrink + tl.sum(mass * depth)
         total = total * shrink + tl.sum(mass)
         others = others * shrink + tl.sum(tl.where(column == target, 0.0, mass))
         peak = higher
-    tl.store(scores + 2 * index, own - peak - tl.log(total))
+    tl.store(scores + 2 * index, target_logit - peak - tl.log(total))
     tl.store(scores + 2 * index + 1, tl.log(total) - weighted / total)
     for start in range(0, size, CHUNK):
         column = start + tl.arange(0, CHUNK)
