@@ -1,9 +1,9 @@
 """A causal language model of ``transformers`` as the trainer's base: ``model.base.Base``.
 
-Weights are frozen. Factors, routes and packed attention reach the layers by hooks and by one argument of its
-attention function; a lock holds them in place for one forward, so a sampler in another thread waits for it. A
-layer that is computed again in backward gets them again. What the model is able to do is tried once, at the
-start: whether rows of several sequences may lie in one pass, and how its logits follow from its last states.
+Weights are frozen. Factors, routes and packed attention reach the layers by hooks and by an argument of its
+attention function; a lock keeps them in place for a forward, so a sampler in another thread waits for it. A
+layer that is computed again in backward gets them again. The abilities of the model are tested once, at the
+start: whether a pass may have rows of several sequences, and how its logits follow from its last states.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ostinato.types import Segment
 
 MISSING = 'model.backend is "transformers", which needs a package: pip install "ostinato[transformers]"'
 _RECURRENT = re.compile(r"mamba|deltanet|shortconv|recurrent|rglru|linearattention|lightning|rwkv", re.I)
-_KINDS = ("layer_types", "layers_block_type")  # keys of a configuration: kinds of its layers
+_KINDS = ("layer_types", "layers_block_type")  # keys of a configuration for the kinds of its layers
 _LAYERS = {"full_attention", "sliding_attention"}  # kinds whose rows may be packed
 _FACTORS = (
     "logits_scaling",
@@ -48,30 +48,32 @@ _FACTORS = (
 
 
 class TransformersModel:
-    """See the module. ``packs``: several sequences go through one pass, prompts shared by siblings; otherwise
-    every sequence of a microbatch is a pass of its own. ``pads``: padding before a row, masked, leaves its
-    logits as they are. Raises ValueError, in one sentence, for a model that cannot be trained exactly."""
+    """See the module. ``packs``: several sequences share a pass, and siblings their prompt; otherwise every
+    sequence of a microbatch is a pass of its own. ``pads``: masked padding before a row does not change its
+    logits. Raises ValueError, in one sentence, for a model that cannot be trained exactly."""
 
     fp32_head = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model.eval().requires_grad_(False)
-        found = self.model.get_decoder()
-        self._body: Any = self.model.model if found is self.model else found
+        decoder = self.model.get_decoder()
+        self._body: Any = self.model.model if decoder is self.model else decoder
         self._head: Any = self.model.get_output_embeddings()
         if not isinstance(self._head, nn.Linear):
             raise ValueError(f"{type(model).__name__} has no linear head of token logits; it is no causal LM")
-        text = self.model.config.get_text_config()
-        self._replay = _routers(model, text)
-        self.config = ModelFacts.of(text, self._replay)
+        text_config = self.model.config.get_text_config()
+        self._replay = _find_routers(model, text_config)
+        self.config = ModelFacts.of(text_config, self._replay)
         self.sites = find_sites(self.model)
         self._lock = threading.RLock()
         self._active: PreparedSites | None = None
-        self._kept: dict[str, nn.Parameter] = {}
-        self._hooks = [*self._hooked()]
-        self._head_rule = self._fitted_head(text)
-        self.packs = self._can_pack(text)
-        self.pads = not _is_recurrent(self._body, text) and _can_pad(self.model, self.config.vocab_size)
+        self._frozen: dict[str, nn.Parameter] = {}
+        self._hooks = [*self._add_hooks()]
+        self._head_rule = self._fit_head(text_config)
+        self.packs = self._can_pack(text_config)
+        self.pads = not _is_recurrent(self._body, text_config) and _can_pad(
+            self.model, self.config.vocab_size
+        )
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +101,7 @@ class TransformersModel:
         yield from self.model.named_parameters()
 
     def trainable(self, on: bool) -> TransformersModel:
-        """Its weights stay frozen: nothing but factors is trained."""
+        """Return itself; ``on`` must be False, since only factors are trained."""
         assert not on
         return self
 
@@ -109,10 +111,10 @@ class TransformersModel:
     def logits(self, hidden: Tensor, *, ops: Ops = TORCH_OPS) -> Tensor:
         """[R, D] -> [R, V], with the soft cap and the factor of the family."""
         factor, cap = self._head_rule
-        found = self._head(hidden)
+        logits = self._head(hidden)
         if factor != 1.0:
-            found = found * factor
-        return found if cap is None else torch.tanh(found / cap) * cap
+            logits = logits * factor
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def __call__(
         self,
@@ -130,16 +132,19 @@ class TransformersModel:
         factors = adapters.prepared(self.dtype) if adapters is not None else None
         if self.packs:
             return self._run(tokens, positions, attend, factors, routing, recompute)
-        found = []
-        for one in attend.segments:
+        results = []
+        for segment in attend.segments:
             rows = torch.cat(
-                (torch.arange(one.prefix_start, one.prefix_stop), torch.arange(one.start, one.stop))
+                (
+                    torch.arange(segment.prefix_start, segment.prefix_stop),
+                    torch.arange(segment.start, segment.stop),
+                )
             ).to(tokens.device)
-            taken = None if routing is None else routing[rows]
-            hidden, native = self._run(tokens[rows], positions[rows], None, factors, taken, recompute)
-            own = one.start - one.stop
-            found.append((hidden[own:], None if native is None else native[own:]))
-        hidden, native = zip(*found, strict=True)
+            routes = None if routing is None else routing[rows]
+            hidden, native = self._run(tokens[rows], positions[rows], None, factors, routes, recompute)
+            start = segment.start - segment.stop
+            results.append((hidden[start:], None if native is None else native[start:]))
+        hidden, native = zip(*results, strict=True)
         return torch.cat(hidden), None if native[0] is None else torch.cat(native)
 
     def _run(
@@ -151,19 +156,22 @@ class TransformersModel:
         routing: Tensor | None,
         recompute: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """One forward of rows [T]: of one sequence without ``attend``."""
-        with self.using(factors, packed=attend is not None), self._checkpointing(recompute, factors, attend):
-            given = {} if attend is None else {"attend": attend}
-            with self._routed(routing) as tape:
+        """Run a forward of rows [T]; without ``attend`` they are a single sequence."""
+        with (
+            self.using(factors, packed=attend is not None),
+            self._checkpoint_layers(recompute, factors, attend),
+        ):
+            options = {} if attend is None else {"attend": attend}
+            with self._enter_routing(routing) as tape:
                 out = self._body(
-                    input_ids=tokens[None], position_ids=positions[None], use_cache=False, **given
+                    input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options
                 )
                 native = None
                 if tape is not None:
                     native = torch.from_numpy(tape.native().dense().astype("int16")).to(tokens.device)
         return out.last_hidden_state[0], native
 
-    def _routed(self, routing: Tensor | None) -> AbstractContextManager[Any]:
+    def _enter_routing(self, routing: Tensor | None) -> AbstractContextManager[Any]:
         if self._replay is None or self.config.moe is None:
             return nullcontext()
         if routing is None:
@@ -171,21 +179,21 @@ class TransformersModel:
         return self._replay.using(Routes.of(routing.cpu().numpy(), self.config.moe.num_experts))
 
     def recorded(self) -> AbstractContextManager[Any]:
-        """A tape of what routers choose; None of a dense model."""
+        """Record the choices of routers on a tape; None for a dense model."""
         return nullcontext() if self._replay is None else self._replay.record()
 
     @contextmanager
     def using(self, factors: PreparedSites | None, *, packed: bool = False) -> Iterator[None]:
-        """The model under ``factors``, for this thread alone."""
+        """Apply ``factors`` to the model, for this thread alone, until the context ends."""
         with self._lock:
-            before = self._active, self._implementation
+            previous = self._active, self._implementation
             self._active = factors
             if packed:
                 self._implementation = NAME
             try:
                 yield
             finally:
-                self._active, self._implementation = before
+                self._active, self._implementation = previous
 
     @property
     def _implementation(self) -> str:
@@ -196,27 +204,26 @@ class TransformersModel:
         self._body.config._attn_implementation_internal = name
 
     @contextmanager
-    def _checkpointing(
+    def _checkpoint_layers(
         self, on: bool, factors: PreparedSites | None, attend: PackedAttention | None
     ) -> Iterator[None]:
-        """Layers keep their inputs alone. Where backward runs one again, it is under the same factors and
-        routes."""
+        """Let layers save only their inputs. Backward runs a layer again with the same factors and routes."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        layers = [one for one in self._body.modules() if isinstance(one, GradientCheckpointingLayer)]
+        layers = [part for part in self._body.modules() if isinstance(part, GradientCheckpointingLayer)]
         if not on or not layers:
             yield
             return
 
         @contextmanager
-        def again(tape: Any) -> Iterator[None]:
+        def restore(tape: Any) -> Iterator[None]:
             replay = self._replay
             routes = replay.again(tape) if replay is not None and tape is not None else nullcontext()
             with self.using(factors, packed=attend is not None), routes:
                 yield
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), again(None if self._replay is None else self._replay.tape)
+            return nullcontext(), restore(None if self._replay is None else self._replay.tape)
 
         run: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         for layer in layers:
@@ -227,21 +234,21 @@ class TransformersModel:
             for layer in layers:
                 layer.gradient_checkpointing, layer.training = False, False
 
-    def _hooked(self) -> Iterator[Any]:
-        """Handles of the hooks that apply the active factors."""
-        inside: dict[str, list[Site]] = {}
+    def _add_hooks(self) -> Iterator[Any]:
+        """Register the hooks that apply the active factors; yield their handles."""
+        expert_sites: dict[str, list[Site]] = {}
         for site in self.sites:
             module = self.model.get_submodule(site.module)
             if site.experts is None:
-                yield module.register_forward_hook(self._adding(site.name))
+                yield module.register_forward_hook(self._make_adding_hook(site.name))
             else:
-                inside.setdefault(site.module, []).append(site)
-        for name, sites in inside.items():
+                expert_sites.setdefault(site.module, []).append(site)
+        for name, sites in expert_sites.items():
             module = self.model.get_submodule(name)
-            yield module.register_forward_pre_hook(self._entering(sites))
-            yield module.register_forward_hook(self._leaving(sites), always_call=True)
+            yield module.register_forward_pre_hook(self._make_entering_hook(sites))
+            yield module.register_forward_hook(self._make_leaving_hook(sites), always_call=True)
 
-    def _adding(self, name: str) -> Callable[..., Tensor | None]:
+    def _make_adding_hook(self, name: str) -> Callable[..., Tensor | None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             if self._active is None or (lora := self._active.at.get(name)) is None:
                 return None
@@ -249,45 +256,47 @@ class TransformersModel:
 
         return hook
 
-    def _entering(self, sites: Sequence[Site]) -> Callable[..., None]:
-        """In place of the parameters, their sums with the updates."""
+    def _make_entering_hook(self, sites: Sequence[Site]) -> Callable[..., None]:
+        """Make a hook that replaces the parameters of experts by their sums with the updates."""
 
         def hook(module: nn.Module, args: Any) -> None:
             for site in sites:
                 if self._active is None or (lora := self._active.at.get(site.name)) is None:
                     continue
-                own = site.name.rpartition(".")[2]
-                weight = module._parameters.pop(own)
+                parameter = site.name.rpartition(".")[2]
+                weight = module._parameters.pop(parameter)
                 assert weight is not None
-                self._kept[site.name] = weight
-                setattr(module, own, weight + _update(lora, site))
+                self._frozen[site.name] = weight
+                setattr(module, parameter, weight + _compute_update(lora, site))
 
         return hook
 
-    def _leaving(self, sites: Sequence[Site]) -> Callable[..., None]:
+    def _make_leaving_hook(self, sites: Sequence[Site]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             for site in sites:
-                if (weight := self._kept.pop(site.name, None)) is not None:
-                    own = site.name.rpartition(".")[2]
-                    module.__dict__.pop(own, None)
-                    module._parameters[own] = weight
+                if (weight := self._frozen.pop(site.name, None)) is not None:
+                    parameter = site.name.rpartition(".")[2]
+                    module.__dict__.pop(parameter, None)
+                    module._parameters[parameter] = weight
 
         return hook
 
     @torch.no_grad()
-    def _fitted_head(self, text: Any) -> tuple[float, float | None]:
-        """(factor, soft cap) that lead from the head's products to the model's logits."""
-        tokens = _tokens(self.config.vocab_size, 12).to(self.device)
+    def _fit_head(self, text_config: Any) -> tuple[float, float | None]:
+        """Find the (factor, soft cap) that turn the head's products into the model's logits."""
+        tokens = _draw_tokens(self.config.vocab_size, 12).to(self.device)
         positions = torch.arange(12, device=self.device)
         hidden, _ = self._run(tokens, positions, None, None, None, recompute=False)
-        theirs = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-        cap = getattr(text, "final_logit_softcapping", None)
-        given = [
-            float(v) for name in _FACTORS if isinstance(v := getattr(text, name, None), int | float) and v
+        expected = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
+        cap = getattr(text_config, "final_logit_softcapping", None)
+        scales = [
+            float(value)
+            for name in _FACTORS
+            if isinstance(value := getattr(text_config, name, None), int | float) and value
         ]
-        for factor in (1.0, *given, *(1.0 / one for one in given)):
+        for factor in (1.0, *scales, *(1.0 / scale for scale in scales)):
             self._head_rule = (factor, cap)
-            if _apart(self.logits(hidden), theirs) < _bound(self.dtype):
+            if _measure_difference(self.logits(hidden), expected) < _choose_bound(self.dtype):
                 return self._head_rule
         raise ValueError(
             f"the logits of {self.config.model_type} do not follow from its last states by its head, a factor"
@@ -295,9 +304,10 @@ class TransformersModel:
         )
 
     @torch.no_grad()
-    def _can_pack(self, text: Any) -> bool:
-        """Try two siblings and a stranger, packed and alone."""
-        if _is_recurrent(self._body, text):
+    def _can_pack(self, text_config: Any) -> bool:
+        """Whether packing changes nothing: compare two siblings and an unrelated sequence, packed and
+        single."""
+        if _is_recurrent(self._body, text_config):
             return False
         from transformers import AttentionInterface
 
@@ -307,30 +317,30 @@ class TransformersModel:
         rows = PackedAttention(segments)
         places = [torch.arange(s.stop - s.start) + s.prefix_stop - s.prefix_start for s in segments]
         tokens, positions = (
-            _tokens(self.config.vocab_size, 21).to(self.device),
+            _draw_tokens(self.config.vocab_size, 21).to(self.device),
             torch.cat(places).to(self.device),
         )
         self.packs = False
-        alone, _ = self(tokens, positions, rows)
+        single, _ = self(tokens, positions, rows)
         self.packs = True
         try:
             packed, _ = self(tokens, positions, rows)
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
             return False
-        return _apart(packed, alone) < _bound(self.dtype)
+        return _measure_difference(packed, single) < _choose_bound(self.dtype)
 
 
-def _is_recurrent(body: nn.Module, text: Any) -> bool:
-    """Whether layers have a state, which rows of others, or padding, would enter."""
-    kinds = {kind for name in _KINDS for kind in getattr(text, name, None) or ()}
+def _is_recurrent(body: nn.Module, text_config: Any) -> bool:
+    """Whether layers have a state that other sequences, or padding, would change."""
+    kinds = {kind for name in _KINDS for kind in getattr(text_config, name, None) or ()}
     return bool(kinds - _LAYERS) or any(_RECURRENT.search(type(part).__name__) for part in body.modules())
 
 
 @torch.no_grad()
 def _can_pad(model: Any, vocab_size: int) -> bool:
-    """Whether a row says behind padding what it says alone: of its tokens, and of one more by the cache."""
+    """Whether padding changes no logits: of the tokens of a row, and of another token by the cache."""
     parameter = next(model.parameters())
-    tokens, width = _tokens(vocab_size, 9).to(parameter.device), 4
+    tokens, width = _draw_tokens(vocab_size, 9).to(parameter.device), 4
 
     def logits(padding: int) -> Tensor:
         ids = torch.cat((tokens.new_zeros(padding), tokens))[None]
@@ -350,22 +360,24 @@ def _can_pad(model: Any, vocab_size: int) -> bool:
         return torch.stack(rows)
 
     try:
-        return _apart(logits(width), logits(0)) < _bound(parameter.dtype)
+        return _measure_difference(logits(width), logits(0)) < _choose_bound(parameter.dtype)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
         return False
 
 
-def _update(lora: Lora, site: Site) -> Tensor:
-    """alpha / r * B A of the experts, [E, out, in], or as the parameter lies."""
-    found = torch.matmul(lora.b, lora.a) * lora.scale
-    return found.mT if site.transposed else found
+def _compute_update(lora: Lora, site: Site) -> Tensor:
+    """alpha / r * B A of the experts, [E, out, in], or transposed as the parameter is stored."""
+    update = torch.matmul(lora.b, lora.a) * lora.scale
+    return update.mT if site.transposed else update
 
 
-def _routers(model: nn.Module, text: Any) -> Replay | None:
-    """The routers of a mixture; None of a dense model."""
-    many = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
-    if not any(isinstance(one, int) and one > 1 for one in many) and not any(
-        "expert" in type(one).__name__.lower() for one in model.modules()
+def _find_routers(model: nn.Module, text_config: Any) -> Replay | None:
+    """Find the routers of a mixture; None for a dense model. Raises ValueError for an unsupported router."""
+    counts = [
+        getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    ]
+    if not any(isinstance(count, int) and count > 1 for count in counts) and not any(
+        "expert" in type(part).__name__.lower() for part in model.modules()
     ):
         return None
     try:
@@ -376,30 +388,30 @@ def _routers(model: nn.Module, text: Any) -> Replay | None:
         raise ValueError(f"routes of this mixture cannot be replayed: {error}") from error
 
 
-def _tokens(vocab_size: int, number: int) -> Tensor:
+def _draw_tokens(vocab_size: int, number: int) -> Tensor:
     return torch.randint(
         min(4, vocab_size - 1), vocab_size, (number,), generator=torch.Generator().manual_seed(0)
     )
 
 
-def _apart(ours: Tensor, theirs: Tensor) -> float:
+def _measure_difference(ours: Tensor, theirs: Tensor) -> float:
     """|ours - theirs| / |theirs|; infinite where a number is not finite."""
     gap = float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-12))
     return gap if gap == gap else float("inf")
 
 
-def _bound(dtype: torch.dtype) -> float:
+def _choose_bound(dtype: torch.dtype) -> float:
     return 1e-4 if dtype.itemsize >= 4 else 3e-2
 
 
 def load(folder: Path, *, dtype: torch.dtype, device: str) -> TransformersModel:
-    """The model in ``folder``. Raises ValueError, in one sentence, for one that transformers cannot load
+    """Load the model in ``folder``. Raises ValueError, in one sentence, for one that transformers cannot load
     by its own code, and for one that cannot be trained exactly."""
     try:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ValueError(MISSING) from error
-    given: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         raw = config.to_dict()
@@ -410,17 +422,17 @@ def load(folder: Path, *, dtype: torch.dtype, device: str) -> TransformersModel:
                     del part.quantization_config
             plain = dict(weights.tensors(dtype))
             kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            model, about = kind.from_pretrained(None, config=config, state_dict=plain, **given)
+            model, loading_info = kind.from_pretrained(None, config=config, state_dict=plain, **options)
         else:
-            given |= {"local_files_only": True, "trust_remote_code": False}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **given)
-            model, about = loaded
+            options |= {"local_files_only": True, "trust_remote_code": False}
+            pair: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+            model, loading_info = pair
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise ValueError(f"transformers cannot load {folder}: {said}") from error
-    if lacking := sorted(about["missing_keys"]):
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"transformers cannot load {folder}: {reason}") from error
+    if missing := sorted(loading_info["missing_keys"]):
         raise ValueError(
-            f"{folder} lacks {len(lacking)} tensors of {type(model).__name__}, the first is {lacking[0]}; "
+            f"{folder} lacks {len(missing)} tensors of {type(model).__name__}, the first is {missing[0]}; "
             "download the model again"
         )
     return TransformersModel(torch.nn.Module.to(model, device))

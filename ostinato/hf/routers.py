@@ -1,11 +1,12 @@
-"""How one router turns logits and chosen experts into weights: found out by looking, checked, never guessed.
+"""Find the formula by which a router turns logits and chosen experts into weights, and check it.
 
 Routers of ``transformers`` v5 return (logits [N, M], weights [N, K], ids [N, K]). Their weights follow one of
-few formulas. ``fit`` tries them all on what a router returned and takes the one without error; replaying
-other ids is then this formula on the live logits, so that the gradient to the router is the model's own.
+few formulas. ``fit`` tries all of them on the output of a router and takes the formula without error. A
+replay of other ids applies this formula to the live logits, so that the gradient to the router is the model's
+own.
 
-Where a router does not return these, but calls ``topk`` once, ``TopKSwap`` puts other ids in the place of the
-result, for the duration of that router's forward only.
+If a router does not return these, but calls ``topk`` once, ``TopKSwap`` replaces the ids of the result, only
+during the forward of that router.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-ROUNDING = 2  # units in the last place, of the largest weight, within which a formula is the router's
+ROUNDING = 2  # tolerance of the fit, in units in the last place of the largest weight
 
 
 class UnsupportedRouter(ValueError):
@@ -33,13 +34,13 @@ class UnsupportedRouter(ValueError):
 
 
 class Score(StrEnum):
-    """What becomes of a logit first."""
+    """The function that is applied to the logits first."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
     SQRT_SOFTPLUS = "sqrt_softplus"  # DeepSeek-V4
-    IDENTITY = "identity"  # what the router calls logits are probabilities: Gemma 4
-    SPARSE_MIXER = "sparse_mixer"  # Phi-3.5-MoE: one expert after another (arXiv 2409.12136 section 2.1)
+    IDENTITY = "identity"  # for routers whose "logits" are probabilities: Gemma 4
+    SPARSE_MIXER = "sparse_mixer"  # Phi-3.5-MoE: expert by expert (arXiv 2409.12136 section 2.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class WeightRule:
     score: Score
     gather_first: bool = False  # scores of the chosen logits alone: gpt-oss
     fp32: bool = True  # scores in fp32, whatever the logits are in
-    norm: float | None = None  # added to the sum that weights are divided by; None: they are not
+    norm: float | None = None  # weights are divided by their sum plus this; None: they are not divided
     times: float = 1.0
     over: float = 1.0
     per_expert: str | None = None  # the router's parameter [M] that weights are multiplied with
@@ -72,10 +73,11 @@ class WeightRule:
         return weights if self.per_expert is None else weights * getattr(router, self.per_expert)[ids]
 
     def error(self, logits: Tensor, ids: Tensor, weights: Tensor, router: nn.Module) -> Tensor:
-        """How far off the router's own ``weights`` it is, relative to the largest: a scalar tensor."""
+        """The largest error against the router's own ``weights``, relative to the largest weight: a scalar
+        tensor."""
         with torch.no_grad():
-            mine = self.weights(logits, ids, router).to(weights.dtype)
-            return (mine - weights).abs().max().float() / weights.abs().max().float().clamp(min=1e-30)
+            fitted = self.weights(logits, ids, router).to(weights.dtype)
+            return (fitted - weights).abs().max().float() / weights.abs().max().float().clamp(min=1e-30)
 
     def __str__(self) -> str:
         text = f"{self.score}({'chosen' if self.gather_first else 'all'})"
@@ -91,26 +93,26 @@ _SCORES: dict[Score, Callable[[Tensor], Tensor]] = {
     Score.SQRT_SOFTPLUS: lambda x: F.softplus(x).sqrt(),
     Score.IDENTITY: lambda x: x,
 }
-_BAND = "router_jitter_noise"  # of the routers of sparse mixers
+_BAND = "router_jitter_noise"  # attribute of the routers of sparse mixers
 
 
 def sparse_mixer(logits: Tensor, ids: Tensor, noise: float) -> Tensor:
-    """Weights [N, K]: each expert's softmax among those not chosen before it whose logits lie within a band
-    of 2 ``noise`` below the largest, relative to the larger of the two. The expert itself is always among
-    them, as it is where the router chose it for being the largest."""
-    weights, left = [], logits
+    """Weights [N, K]: the softmax of each expert among those not chosen before it whose logits are within a
+    band of 2 ``noise`` below the largest, relative to the larger of the two. The expert itself always counts
+    as within the band, as it is when the router chooses it for its largest logit."""
+    weights, remaining = [], logits
     for column in ids.split(1, dim=-1):
         with torch.no_grad():
-            best = left.max(dim=-1, keepdim=True).values
+            best = remaining.max(dim=-1, keepdim=True).values
             outside = (best - logits) / logits.abs().clamp(min=best) > 2 * noise
             outside.scatter_(-1, column, False)
-        weights.append(left.masked_fill(outside, -torch.inf).softmax(dim=-1).gather(-1, column))
-        left = left.scatter(-1, column, -torch.inf)
+        weights.append(remaining.masked_fill(outside, -torch.inf).softmax(dim=-1).gather(-1, column))
+        remaining = remaining.scatter(-1, column, -torch.inf)
     return torch.cat(weights, dim=-1)
 
 
 class Slots(NamedTuple):
-    """Where in a router's output they stand."""
+    """The indices of logits, weights and ids in a router's output."""
 
     logits: int
     weights: int
@@ -118,79 +120,91 @@ class Slots(NamedTuple):
 
 
 def slots(output: Any) -> Slots | None:
-    """Logits [N, M], weights [N, K] and ids [N, K] in a module's output; None if it is no such tuple."""
+    """Find logits [N, M], weights [N, K] and ids [N, K] in a module's output; None if it is no such tuple."""
     if not isinstance(output, tuple | list):
         return None
-    flat = [(i, one) for i, one in enumerate(output) if isinstance(one, Tensor) and one.dim() == 2]
-    ids = [i for i, one in flat if not (one.is_floating_point() or one.dtype == torch.bool)]
+    matrices = [
+        (i, tensor) for i, tensor in enumerate(output) if isinstance(tensor, Tensor) and tensor.dim() == 2
+    ]
+    ids = [i for i, tensor in matrices if not (tensor.is_floating_point() or tensor.dtype == torch.bool)]
     if len(ids) != 1:
         return None
-    chosen = output[ids[0]].shape
-    weights = [i for i, one in flat if one.is_floating_point() and one.shape == chosen]
+    shape = output[ids[0]].shape
+    weights = [i for i, tensor in matrices if tensor.is_floating_point() and tensor.shape == shape]
     logits = [
         i
-        for i, one in flat
-        if one.is_floating_point() and one.shape[0] == chosen[0] and one.shape[1] > chosen[1]
+        for i, tensor in matrices
+        if tensor.is_floating_point() and tensor.shape[0] == shape[0] and tensor.shape[1] > shape[1]
     ]
     return Slots(logits[0], weights[0], ids[0]) if len(weights) == len(logits) == 1 else None
 
 
 @torch.no_grad()
 def fit(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> WeightRule:
-    """The formula that gives the router's own weights [N, K], from one call of it.
+    """Find the formula that gives the router's own weights [N, K], from a single call of it.
 
-    Raises LookupError, saying why, if there is none, or if several fit and are different formulas: logits
-    that are all alike distinguish none.
+    Raises LookupError, with the reason, if there is none, or if several different formulas fit: equal logits
+    distinguish no formulas.
     """
     logits, weights, ids = logits.detach(), weights.detach(), ids.detach().long()
-    close = ROUNDING * torch.finfo(weights.dtype).eps
-    found = [
+    bound = ROUNDING * torch.finfo(weights.dtype).eps
+    fits = [
         (float(rule.error(logits, ids, weights, router)), rule)
-        for rule in _rules(router, logits, weights, ids)
+        for rule in _list_rules(router, logits, weights, ids)
     ]
-    found = sorted((one for one in found if one[0] <= close), key=lambda one: one[0])
-    if not found:
+    fits = sorted(
+        (candidate for candidate in fits if candidate[0] <= bound), key=lambda candidate: candidate[0]
+    )
+    if not fits:
         raise LookupError("its weights follow none of the formulas known")
-    best = found[0][1]
-    # of logits that are all alike the formulas may agree; of these they do not
-    apart = 3 * torch.randn(logits.shape, generator=_generator()).to(logits.device)
-    theirs = best.weights(apart, ids, router)
-    for _, rule in found[1:]:
-        if not torch.allclose(rule.weights(apart, ids, router), theirs, rtol=0.05, atol=1e-5):
+    best = fits[0][1]
+    # formulas may agree on similar logits; on these they differ
+    distinct_logits = 3 * torch.randn(logits.shape, generator=_make_generator()).to(logits.device)
+    expected = best.weights(distinct_logits, ids, router)
+    for _, rule in fits[1:]:
+        if not torch.allclose(rule.weights(distinct_logits, ids, router), expected, rtol=0.05, atol=1e-5):
             raise LookupError(f"its logits do not distinguish {best} from {rule}")
     return best
 
 
-def _rules(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> Iterator[WeightRule]:
-    """Every formula that could be meant, the plain ones first."""
+def _list_rules(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> Iterator[WeightRule]:
+    """All candidate formulas, the plain formulas first."""
     dtypes = (True,) if logits.dtype == torch.float32 else (True, False)
-    # 1e-20 stands for all that fp32 does not distinguish from 0; lfm2_moe adds 1e-6
-    for score, first, fp32, norm in product(Score, (False, True), dtypes, (None, 1e-20, 1e-6)):
-        if first and score in (Score.IDENTITY, Score.SPARSE_MIXER):
+    # 1e-20 represents all values that vanish in a sum of fp32; lfm2_moe adds 1e-6
+    for score, gather_first, fp32, norm in product(Score, (False, True), dtypes, (None, 1e-20, 1e-6)):
+        if gather_first and score in (Score.IDENTITY, Score.SPARSE_MIXER):
             continue
         if score is Score.SPARSE_MIXER and (norm is not None or not hasattr(router, _BAND)):
             continue
-        for name in _per_expert(router, logits.shape[1]):
-            plain = WeightRule(score=score, gather_first=first, fp32=fp32, norm=norm, per_expert=name)
-            for constant in _constants(router, plain.weights(logits, ids, router), weights):
+        for name in _find_expert_scales(router, logits.shape[1]):
+            rule = WeightRule(score=score, gather_first=gather_first, fp32=fp32, norm=norm, per_expert=name)
+            for constant in _list_constants(router, rule.weights(logits, ids, router), weights):
                 yield WeightRule(
-                    score=score, gather_first=first, fp32=fp32, norm=norm, per_expert=name, **constant
+                    score=score, gather_first=gather_first, fp32=fp32, norm=norm, per_expert=name, **constant
                 )
 
 
-def _per_expert(router: nn.Module, num_experts: int) -> tuple[str | None, ...]:
-    """A scale of each expert is preferred to none: as long as all are 1, both give the same numbers."""
+def _find_expert_scales(router: nn.Module, num_experts: int) -> tuple[str | None, ...]:
+    """Names of the router's scales per expert; (None,) without any. A scale is preferred to none: while all
+    are 1, both give the same numbers."""
     named = router.named_parameters(recurse=False)
-    names = [n for n, p in named if "expert" in n and "scale" in n and p.shape == (num_experts,)]
+    names = [
+        name
+        for name, parameter in named
+        if "expert" in name and "scale" in name and parameter.shape == (num_experts,)
+    ]
     return tuple(names) or (None,)
 
 
-def _constants(router: nn.Module, mine: Tensor, theirs: Tensor) -> Iterator[dict[str, float]]:
-    """Constants that could stand between the two: numbers that the router holds, exact to the last bit."""
-    total = float(mine.float().sum())
-    ratio = float(theirs.float().sum()) / total if total else 1.0
+def _list_constants(router: nn.Module, unscaled: Tensor, expected: Tensor) -> Iterator[dict[str, float]]:
+    """Constants that could turn ``unscaled`` into ``expected``: numeric attributes of the router, exact to
+    the last bit."""
+    total = float(unscaled.float().sum())
+    ratio = float(expected.float().sum()) / total if total else 1.0
     numbers = [
-        float(v) for v in vars(router).values() if isinstance(v, int | float) and not isinstance(v, bool)
+        float(value)
+        for value in vars(router).values()
+        if isinstance(value, int | float) and not isinstance(value, bool)
     ]
     if abs(ratio - 1) < 1e-2:
         yield {}
@@ -202,10 +216,10 @@ def _constants(router: nn.Module, mine: Tensor, theirs: Tensor) -> Iterator[dict
 
 
 class TopKSwap(TorchFunctionMode):
-    """While active, the ``topk`` over ``num_experts`` is answered with given ids, and remembered.
+    """While active, replaces the ids of the ``topk`` over ``num_experts``, and records the call.
 
-    ``choose`` gets the native ids [N, K] and returns those to use. Values are the scores at these ids, so
-    what the router makes of them is its own formula. Only for routers that ``check_swap`` has passed.
+    ``choose`` gets the native ids [N, K] and returns the ids to use. Values are the scores at these ids, so
+    the router computes its own formula from them. Only for routers that pass ``check_swap``.
     """
 
     def __init__(self, num_experts: int, top_k: int, choose: Callable[[Tensor], Tensor]) -> None:
@@ -229,30 +243,30 @@ def is_topk(func: Any) -> bool:
 
 
 def check_swap(run: Callable[[], Any], native: Tensor, num_experts: int) -> None:
-    """That swapping the top-k of ``run`` (one call of a router on fixed inputs) means what replay means.
+    """Check that swapping the top-k of ``run`` (a call of a router on fixed inputs) is a replay.
 
-    Its own ids [N, K] have to give its own output bit for bit; other ids a finite output, and another one,
-    with no score masked. Raises LookupError, saying what fails.
+    Its own ids [N, K] must give its own output bit for bit; other ids must give a finite and different
+    output, without masked scores. Raises LookupError, with the reason.
     """
-    plain = tensors(run())
-    again = _swapped(run, num_experts, native)
-    if not all(torch.equal(a, b) for a, b in zip(plain, again, strict=True)):
+    outputs = tensors(run())
+    own_outputs = _run_swapped(run, num_experts, native)
+    if not all(torch.equal(a, b) for a, b in zip(outputs, own_outputs, strict=True)):
         raise LookupError("with its own experts put in the place of its top-k, its output differs")
-    order = torch.rand(len(native), num_experts, generator=_generator()).argsort(dim=-1)
-    other = _swapped(run, num_experts, order[:, : native.shape[1]].to(native.device))
-    if not all(torch.isfinite(one).all() for one in other if one.is_floating_point()):
+    order = torch.rand(len(native), num_experts, generator=_make_generator()).argsort(dim=-1)
+    other_outputs = _run_swapped(run, num_experts, order[:, : native.shape[1]].to(native.device))
+    if not all(torch.isfinite(tensor).all() for tensor in other_outputs if tensor.is_floating_point()):
         raise LookupError("experts other than its own give no finite output")
-    if all(torch.equal(a, b) for a, b in zip(plain, other, strict=True)):
+    if all(torch.equal(a, b) for a, b in zip(outputs, other_outputs, strict=True)):
         raise LookupError("its output does not depend on its top-k")
 
 
-def _swapped(run: Callable[[], Any], num_experts: int, ids: Tensor) -> list[Tensor]:
+def _run_swapped(run: Callable[[], Any], num_experts: int, ids: Tensor) -> list[Tensor]:
     with TopKSwap(num_experts, ids.shape[1], lambda _: ids) as swap:
         output = tensors(run())
     if swap.calls != 1 or swap.scores is None:
         raise LookupError(f"it calls top-k over {num_experts} experts {swap.calls} times")
     scores = swap.scores.reshape(-1, num_experts)
-    # a group limit or a mask sets what it excludes to one number: weight 0 and no gradient, silently
+    # a group limit or a mask sets excluded scores to a constant: weight 0 and no gradient, silently
     if not torch.isfinite(scores).all() or (scores == 0).any():
         raise LookupError("its top-k is over scores that are masked, so weights of other experts are lost")
     return output
@@ -261,9 +275,11 @@ def _swapped(run: Callable[[], Any], num_experts: int, ids: Tensor) -> list[Tens
 def tensors(output: Any) -> list[Tensor]:
     """All tensors of a module's output, in order."""
     return [
-        one for one in (output if isinstance(output, tuple | list) else [output]) if isinstance(one, Tensor)
+        tensor
+        for tensor in (output if isinstance(output, tuple | list) else [output])
+        if isinstance(tensor, Tensor)
     ]
 
 
-def _generator() -> torch.Generator:
+def _make_generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
