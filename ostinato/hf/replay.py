@@ -4,10 +4,10 @@
     with replay.using(Routes.padded(routes, mask)):     # the experts of the rollout, for forward and backward
         loss(model(input_ids=ids, attention_mask=mask)).backward()
 
-Expert *ids* are replayed; their weights are the model's own formula on the live logits, so the gradient to
-the router survives. A forward hook on each router does it; there are no queues and nothing global: a hook
-reads the routes that are set and its own layer, so checkpointing may run it again as often as it likes, as
-long as the routes are still set. Hence the one rule: backward belongs inside ``using``.
+Expert *ids* are replayed; their weights follow the model's own formula on the live logits, so the gradient to
+the router remains. This is done by a forward hook on each router, without queues and without global state: a
+hook reads the current routes and its own layer, so checkpointing may run it again any number of times, as
+long as the routes are still set. Hence the rule: backward belongs inside ``using``.
 
 Unless routes are set nothing changes, bit for bit: reference models, evaluation and a disabled adapter run
 outside of ``using``, or inside of ``replay.native()``.
@@ -28,18 +28,18 @@ from ostinato.hf.probe import Site, find_routers
 from ostinato.hf.routers import TopKSwap, UnsupportedRouter, WeightRule, fit
 from ostinato.hf.routes import Routes
 
-_DRIFT = 4  # units in the last place that a formula may be off later, in tensors of other shapes
+_DRIFT = 4  # later errors of a formula may be this many units in the last place: tensors have other shapes
 
 
 def attach_replay(model: nn.Module, example: Mapping[str, Any] | None = None) -> Replay:
     """Bind the router of every mixture layer of ``model``; undo it with ``.detach()``, or as a context.
 
-    One forward without gradients is watched, of ``model(**example)``, by default 48 tokens as ``input_ids``.
-    A router's formula for weights is fitted to what it returned, to rounding; where it returns no logits, or
-    by no known formula, its ``topk`` is swapped, after a test that this means the same.
+    This watches a forward without gradients of ``model(**example)``, by default of 48 tokens as
+    ``input_ids``. A router's formula for weights is fitted to its output, up to rounding; if it returns no
+    logits, or follows no known formula, its ``topk`` is swapped, after a test that this is equivalent.
 
     Attach after PEFT, before or after ``fully_shard``, before ``torch.compile``. Raises UnsupportedRouter
-    with class and reason; nothing is replayed in part.
+    with class and reason; a model is never replayed in part.
     """
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
@@ -53,24 +53,27 @@ def attach_replay(model: nn.Module, example: Mapping[str, Any] | None = None) ->
 
 
 class Tape:
-    """What routers chose while it was set, beside what they were to take."""
+    """The choices of routers while the tape was set, and the routes that they were to use."""
 
     def __init__(self, sites: tuple[Site, ...], routes: Routes | None) -> None:
         self._sites, self.routes = sites, routes
         self._native: list[list[Tensor]] = [[] for _ in sites]  # [layer][forward] int16 [N, K]
-        self._again: list[tuple[Tensor, list[Tensor]]] = []  # recomputed, and the forwards it may belong to
+        self._again: list[
+            tuple[Tensor, list[Tensor]]
+        ] = []  # recomputed ids, and the forwards to which these may belong
         self._drift: list[tuple[Site, Tensor, float]] = []
         self._targets: tuple[Tensor, Tensor] | None = None
 
     def native(self, batch: int = 1) -> Routes:
-        """The experts that routers chose (not those replayed), rows in the order of the forwards.
+        """The experts that routers chose (not those replayed), with rows in the order of the forwards.
 
-        For a generation with ``batch`` sequences, whose forwards are a prompt and then a token of each: the
-        rows of a sequence together, [batch * length]. Raises RuntimeError if no forward ran, or not in full.
+        For a generation with ``batch`` sequences, whose forwards are a prompt and then a token of each, the
+        rows of a sequence are together, [batch * length]. Raises RuntimeError if no forward ran, or only a
+        part of one.
         """
         self._check_calls()
         by_layer = [
-            torch.cat([one.view(batch, -1, one.shape[1]) for one in calls], 1).cpu() for calls in self._native
+            torch.cat([ids.view(batch, -1, ids.shape[1]) for ids in calls], 1).cpu() for calls in self._native
         ]  # layers may be on several devices
         ids = torch.stack(by_layer, dim=2).flatten(0, 1).numpy()
         return Routes.of(ids, max(site.num_experts for site in self._sites))
@@ -78,23 +81,23 @@ class Tape:
     def overlap(self) -> np.ndarray:
         """Share of native ids that agree with those replayed, [rows, layers]; NaN where nothing was replayed.
 
-        A router downstream sees what the experts replayed upstream made of the token, so this is what is left
-        of the mismatch. The gate is ``algo.routing.require_aligned`` on the rows of each sequence.
+        The inputs of a router come from the replayed experts of earlier layers, so this measures the mismatch
+        that remains. The gate is ``algo.routing.require_aligned`` on the rows of each sequence.
         """
         if self.routes is None:
             raise ValueError("overlap is of routes that were replayed; this tape only records")
         return shared_ids(self.native().rows(0, len(self.routes)).dense(), self.routes.dense())
 
     def choose(self, index: int, native: Tensor, recomputing: bool) -> Tensor:
-        """The ids [N, K] for a router that would take ``native``; remembers these."""
-        small = native.detach().to(torch.int16)
+        """Record the ids ``native`` [N, K] that a router chose; return the ids that it is to use."""
+        narrow_ids = native.detach().to(torch.int16)
         if recomputing:
-            self._again.append((small, self._native[index]))
+            self._again.append((narrow_ids, self._native[index]))
         else:
-            self._native[index].append(small)
+            self._native[index].append(narrow_ids)
         if self.routes is None:
             return native
-        ids, known = self._on(native.device)
+        ids, known = self._move_targets(native.device)
         if len(ids) != len(native):
             raise ValueError(
                 f"routes have {len(ids)} rows; {self._sites[index].name} sees {len(native)}, padding included"
@@ -102,12 +105,13 @@ class Tape:
         return torch.where(known[:, None], ids[:, index].to(native.dtype), native)
 
     def watch(self, site: Site, drift: Tensor, dtype: torch.dtype) -> None:
-        """Note how far the formula of ``site`` was off the weights that it gave its native experts."""
+        """Record the error of the formula of ``site`` against the weights that it gave its native experts."""
         self._drift.append((site, drift, _DRIFT * torch.finfo(dtype).eps))
 
     def close(self) -> None:
-        """All that shows only at the end, at one wait for the device: raises RuntimeError for routers
-        that were not called alike, formulas that no longer hold, and recomputation of another forward."""
+        """Do the checks that are possible only at the end, with a single wait for the device. Raises
+        RuntimeError for routers with different numbers of calls and for recomputation of another forward, and
+        UnsupportedRouter for formulas that no longer hold."""
         self._check_calls()
         for site, drift, bound in self._drift:
             if float(drift) > bound:
@@ -117,23 +121,23 @@ class Tape:
                     f"its weights are no longer {site.rule}: {float(drift):.1e} off",
                 )
         for ids, calls in self._again:
-            same = [
-                float((ids[..., None] == one[:, None]).any(-1).float().mean())
-                for one in calls
-                if one.shape == ids.shape
+            agreements = [
+                float((ids[..., None] == call_ids[:, None]).any(-1).float().mean())
+                for call_ids in calls
+                if call_ids.shape == ids.shape
             ]
-            if max(same, default=0.0) < THRESHOLD:
+            if max(agreements, default=0.0) < THRESHOLD:
                 raise RuntimeError(
                     "backward recomputed a forward that ran with other routes: keep `using` around both"
                 )
 
     def _check_calls(self) -> None:
-        calls = [len(one) for one in self._native]
-        if min(calls) == 0 or min(calls) != max(calls):
-            counts = {site.name: count for site, count in zip(self._sites, calls, strict=True)}
+        numbers = [len(forwards) for forwards in self._native]
+        if min(numbers) == 0 or min(numbers) != max(numbers):
+            counts = {site.name: count for site, count in zip(self._sites, numbers, strict=True)}
             raise RuntimeError(f"every router has to be called once in each forward; calls: {counts}")
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _move_targets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._targets is None or self._targets[0].device != device:
             assert self.routes is not None
             ids = self.routes.ids
@@ -143,18 +147,20 @@ class Tape:
 
 
 class Replay:
-    """A model's routers under control; made by ``attach_replay``."""
+    """The controlled routers of a model; made by ``attach_replay``."""
 
     def __init__(self, sites: list[Site], idle: list[nn.Module]) -> None:
         self.sites = tuple(sites)
         self._tape: Tape | None = None
-        self._last: list[Tape | None] = [None] * len(sites)  # what each router's last forward ran with
-        self._handles = [module.register_forward_pre_hook(_guard(self)) for module in idle]
+        self._last: list[Tape | None] = [None] * len(sites)  # tape of each router's last forward
+        self._handles = [module.register_forward_pre_hook(_make_guard(self)) for module in idle]
         for index, site in enumerate(sites):
             if site.rule is not None:
-                self._handles.append(site.module.register_forward_hook(_eager(_by_formula(self, index))))
+                self._handles.append(
+                    site.module.register_forward_hook(_disable_compile(_make_formula_hook(self, index)))
+                )
             else:
-                self._handles += _by_swap(self, index)
+                self._handles += _add_swap_hooks(self, index)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -163,7 +169,7 @@ class Replay:
 
     @property
     def num_experts(self) -> int:
-        """Of the widest router."""
+        """The number of experts of the widest router."""
         return max(site.num_experts for site in self.sites)
 
     @property
@@ -172,71 +178,72 @@ class Replay:
 
     @contextmanager
     def using(self, routes: Routes) -> Iterator[Tape]:
-        """Replay ``routes`` in every forward inside, a row for each that routers see: B * S with padding.
+        """Replay ``routes`` in every forward inside; they have a row for each row of the routers: B * S with
+        padding.
 
         Backward belongs inside too. Raises ValueError for routes of another shape; at the end RuntimeError if
-        a router was not called (a fused kernel that goes round it), and UnsupportedRouter if a formula no
+        a router was not called (because a fused kernel bypasses it), and UnsupportedRouter if a formula no
         longer holds.
         """
-        with self._arming(self.set(routes)) as tape:
+        with self._arm(self.set(routes)) as tape:
             yield tape
 
     @contextmanager
     def record(self) -> Iterator[Tape]:
-        """Native routing, remembered: ``tape.native()``."""
+        """Record the native routing, for ``tape.native()``."""
         if self._tape is not None:
             raise ValueError("routes are set already; clear() first, or leave `using`")
         self._tape = Tape(self.sites, None)
-        with self._arming(self._tape) as tape:
+        with self._arm(self._tape) as tape:
             yield tape
 
     @contextmanager
     def native(self) -> Iterator[None]:
-        """No replay inside, for a reference model or a disabled adapter amid ``using``."""
+        """Turn replay off, for a reference model or a disabled adapter inside of ``using``."""
         tape, self._tape = self._tape, None
-        last = list(self._last)
+        last_tapes = list(self._last)
         try:
             yield
         finally:
-            self._tape, self._last = tape, last
+            self._tape, self._last = tape, last_tapes
 
     @property
     def tape(self) -> Tape | None:
-        """What is set now."""
+        """The tape that is set now."""
         return self._tape
 
     @contextmanager
     def again(self, tape: Tape) -> Iterator[None]:
-        """``tape`` set once more, around what checkpointing recomputes after its ``using`` has ended."""
-        before, last = self._tape, self._last
+        """Set ``tape`` again, for the layers that checkpointing recomputes after its ``using`` has ended."""
+        previous, last_tapes = self._tape, self._last
         self._tape = tape
         self._last = [tape if tape.routes is not None else None] * len(self.sites)
         try:
             yield
         finally:
-            self._tape, self._last = before, last
+            self._tape, self._last = previous, last_tapes
 
     def set(self, routes: Routes) -> Tape:
-        """As ``using``, for loops that cannot hold a context open: until ``clear``."""
+        """Replay ``routes`` as ``using`` does, until ``clear``, for loops that cannot keep a context open."""
         if not self._handles:
             raise RuntimeError("this replay was detached; attach_replay gives another")
         if self._tape is not None:
             raise ValueError("routes are set already; clear() first, or leave `using`")
-        mine = len(self.sites), self.top_k, self.num_experts
-        theirs = *routes.ids.shape[1:], routes.num_experts
-        if mine != theirs:
-            raise ValueError(f"routes have (layers, K, experts) {theirs}; the model has {mine}")
+        own_shape = len(self.sites), self.top_k, self.num_experts
+        shape = *routes.ids.shape[1:], routes.num_experts
+        if own_shape != shape:
+            raise ValueError(f"routes have (layers, K, experts) {shape}; the model has {own_shape}")
         self._tape = Tape(self.sites, routes)
         return self._tape
 
     def clear(self) -> None:
-        """The end of ``set``, after backward: native again. Raises like the end of ``using``."""
+        """End ``set``, after backward: routing is native again. Raises like the end of ``using``."""
         tape, self._tape = self._tape, None
         if tape is not None:
             tape.close()
 
     def detach(self) -> None:
-        """Take the hooks away; the model is as it was."""
+        """Remove the hooks; the model is as before."""
         self._tape = None
         for handle in self._handles:
             handle.remove()
@@ -256,7 +263,7 @@ class Replay:
         )
 
     @contextmanager
-    def _arming(self, tape: Tape) -> Iterator[Tape]:
+    def _arm(self, tape: Tape) -> Iterator[Tape]:
         try:
             yield tape
         except BaseException:
@@ -265,11 +272,11 @@ class Replay:
         self.clear()
 
     def armed(self, index: int) -> tuple[Tape | None, bool]:
-        """(what router ``index`` is to do now, whether this is checkpointing's second run).
+        """(current tape for router ``index``, whether this is the second run of checkpointing).
 
         Raises RuntimeError when a forward that ran with routes is run again without them.
         """
-        # as autograd's own engine does; -1 outside of a backward
+        # the test of autograd's own engine: -1 outside of a backward
         recomputing = torch._C._current_graph_task_id() != -1
         replaying = self._tape if self._tape is not None and self._tape.routes is not None else None
         if not recomputing:
@@ -281,10 +288,10 @@ class Replay:
         return self._tape, recomputing
 
 
-def _by_formula(replay: Replay, index: int) -> Callable[..., Any]:
+def _make_formula_hook(replay: Replay, index: int) -> Callable[..., Any]:
     site = replay.sites[index]
-    where = site.slots
-    assert where is not None and site.rule is not None and site.dtypes is not None
+    slot_indices = site.slots
+    assert slot_indices is not None and site.rule is not None and site.dtypes is not None
     rules = {site.dtypes: site.rule}  # autocast changes where a router rounds
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -293,32 +300,32 @@ def _by_formula(replay: Replay, index: int) -> Callable[..., Any]:
         tape, recomputing = replay.armed(index)
         if tape is None:
             return None
-        logits, weights, native = (output[i] for i in where)
+        logits, weights, native = (output[i] for i in slot_indices)
         ids = tape.choose(index, native, recomputing)
         if tape.routes is None:
             return None
-        kind = logits.dtype, weights.dtype
-        if kind not in rules:
-            rules[kind] = _fitted(site, logits, weights, native)
-        rule = rules[kind]
+        dtypes = logits.dtype, weights.dtype
+        if dtypes not in rules:
+            rules[dtypes] = _fit_rule(site, logits, weights, native)
+        rule = rules[dtypes]
         if not recomputing:
             tape.watch(site, rule.error(logits, native.long(), weights, module), weights.dtype)
-        changed = list(output)
-        changed[where.weights] = rule.weights(logits, ids.long(), module).to(weights.dtype)
-        changed[where.ids] = ids
-        return type(output)(changed)
+        values = list(output)
+        values[slot_indices.weights] = rule.weights(logits, ids.long(), module).to(weights.dtype)
+        values[slot_indices.ids] = ids
+        return type(output)(values)
 
     return hook
 
 
-def _fitted(site: Site, *output: Tensor) -> WeightRule:
+def _fit_rule(site: Site, *output: Tensor) -> WeightRule:
     try:
         return fit(site.module, *output)
     except LookupError as error:
         raise UnsupportedRouter(site.name, type(site.module).__name__, str(error)) from None
 
 
-def _by_swap(replay: Replay, index: int) -> list[Any]:
+def _add_swap_hooks(replay: Replay, index: int) -> list[Any]:
     site = replay.sites[index]
     active: list[TopKSwap | None] = []
 
@@ -337,19 +344,19 @@ def _by_swap(replay: Replay, index: int) -> list[Any]:
         if swap is not None:
             swap.__exit__(None, None, None)
 
-    # always: checkpointing leaves a recomputed forward by an exception as soon as it has what it needs
+    # always_call: checkpointing leaves a recomputed forward by an exception once it has all it needs
     return [
-        site.module.register_forward_pre_hook(_eager(enter)),
-        site.module.register_forward_hook(_eager(leave), always_call=True),
+        site.module.register_forward_pre_hook(_disable_compile(enter)),
+        site.module.register_forward_hook(_disable_compile(leave), always_call=True),
     ]
 
 
-def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled model leaves its graph for a router; in it, what hooks remember would be constants."""
+def _disable_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a compiled model leave its graph for a hook: inside, the recorded values would be constants."""
     return cast(Callable[..., Any], torch.compiler.disable(hook))
 
 
-def _guard(replay: Replay) -> Callable[..., None]:
+def _make_guard(replay: Replay) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any) -> None:
         if replay._tape is not None:
             raise UnsupportedRouter(
