@@ -1,7 +1,7 @@
 """Attention over packed rows inside a model of ``transformers``: our ``Attend`` as its attention function.
 
-The model hands down what its family does besides: a window, a soft cap of the scores, sinks. Layers with any
-of them are computed from all pairs of rows; the others by the kernels of ``model.packed``.
+The model passes the options of its family: a window, a soft cap of the scores, sinks. Layers with any of them
+are computed from all pairs of rows; others by the kernels of ``model.packed``.
 
 T rows, H query heads, Hkv key heads, D head dimension.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ostinato.model.packed import PackedAttention, of_all_pairs
 
-NAME = "ostinato_packed"  # of the function among those of transformers
+NAME = "ostinato_packed"  # of the function in transformers' registry
 
 
 def attention(

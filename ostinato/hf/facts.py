@@ -1,4 +1,4 @@
-"""What trainer and loop need to know of a model of ``transformers``: sizes, and FLOPs of its linear maps."""
+"""Facts of a model of ``transformers`` for trainer and loop: sizes, and FLOPs of its linear maps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.model.shapes import AdapterSpec
 
 _PARTS = {"attn": Part.ATTENTION, "mlp": Part.MLP}
-_LONGEST = 1 << 20  # where a config.json says nothing of a longest context
+_DEFAULT_CONTEXT = 1 << 20  # if config.json has no longest context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,8 @@ class ModelFacts:
 
     @classmethod
     def read(cls, folder: Path) -> ModelFacts:
-        """Of the config.json in ``folder``, without its routers. Raises ValueError where transformers cannot
-        read it."""
+        """Read the config.json in ``folder``, without routers. Raises ValueError if transformers cannot read
+        it."""
         try:
             from transformers import AutoConfig
 
@@ -48,7 +48,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, config: Any, replay: Replay | None) -> ModelFacts:
-        """``config``: of the text model. ``replay``: its routers, None without any."""
+        """Make the facts of ``config``, of the text model, and ``replay``: its routers, None without any."""
         moe = None
         if replay is not None:
             width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", 0)
@@ -58,26 +58,28 @@ class ModelFacts:
                 intermediate_size=width if isinstance(width, int) else 1,
                 layers=replay.layers,
             )
-        heads = _number(config, "num_attention_heads", "n_head", default=1)
-        hidden = _number(config, "hidden_size", "n_embd", "d_model", default=1)
+        heads = _read_number(config, "num_attention_heads", "n_head", default=1)
+        hidden = _read_number(config, "hidden_size", "n_embd", "d_model", default=1)
         return cls(
             model_type=config.model_type,
             vocab_size=config.vocab_size,
             hidden_size=hidden,
-            num_layers=_number(config, "num_hidden_layers", "n_layer", default=1),
-            max_positions=_number(config, "max_position_embeddings", "n_positions", default=_LONGEST),
+            num_layers=_read_number(config, "num_hidden_layers", "n_layer", default=1),
+            max_positions=_read_number(
+                config, "max_position_embeddings", "n_positions", default=_DEFAULT_CONTEXT
+            ),
             moe=moe,
             num_heads=heads,
-            head_dim=_number(config, "head_dim", default=max(1, hidden // heads)),
+            head_dim=_read_number(config, "head_dim", default=max(1, hidden // heads)),
         )
 
 
-def _number(config: Any, *names: str, default: int) -> int:
-    """The first of these keys that is a number."""
+def _read_number(config: Any, *names: str, default: int) -> int:
+    """The value of the first of these keys that is a positive integer."""
     for name in names:
         try:
             value = getattr(config, name, None)
-        except RuntimeError:  # layers differ in it (Gemma 4)
+        except RuntimeError:  # layers have different values (Gemma 4)
             value = getattr(config.per_layer_config[0], name, None)
         if isinstance(value, int) and value > 0:
             return value
@@ -94,25 +96,25 @@ def measured(
 ) -> FlopModel:
     """FLOPs of the linear maps by name, of top_k experts, of all pairs of attention, and of the head.
 
-    What a recurrence multiplies besides is not counted, and backward is taken to go through every layer.
+    Other products of a recurrence are not counted, and backward is assumed to go through every layer.
     """
     share = facts.moe.top_k / facts.moe.num_experts if facts.moe else 1.0
     parts = {part: Rates() for part in Part}
     factors = 0.0
     for site in sites:
-        used = (site.experts or 1) * share if site.role == "experts" else 1.0
-        product = 2.0 * site.inputs * site.outputs * used
+        num_used = (site.experts or 1) * share if site.role == "experts" else 1.0
+        product = 2.0 * site.inputs * site.outputs * num_used
         parts[_PARTS.get(site.role, Part.EXPERTS)] += Rates(tokens=product)
         if adapter is not None and site.is_meant(adapter.targets):
             rank = (adapter.expert_rank or adapter.rank) if site.role == "experts" else adapter.rank
-            factors += 2.0 * rank * (site.inputs + site.outputs) * used
+            factors += 2.0 * rank * (site.inputs + site.outputs) * num_used
     attention = 4.0 * facts.num_heads * facts.head_dim * facts.num_layers
     parts[Part.ATTENTION] += Rates(pairs=attention)
     frozen = sum((rates.tokens for rates in parts.values()), 0.0)
     parts[Part.LORA] = Rates(tokens=factors)
     head = 2.0 * facts.vocab_size * facts.hidden_size
-    again = Rates(tokens=frozen + factors, pairs=attention) if recompute else Rates()
-    backward = Rates(tokens=frozen + 2 * factors, pairs=2.5 * attention) + again
+    recomputation = Rates(tokens=frozen + factors, pairs=attention) if recompute else Rates()
+    backward = Rates(tokens=frozen + 2 * factors, pairs=2.5 * attention) + recomputation
     parts[Part.HEAD] = Rates(logits=head)
     products = 3 if adapter is None else 1 + entropy_gradient
     return FlopModel(parts=parts, backward_rates=backward + Rates(logits=products * head))

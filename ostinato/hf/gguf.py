@@ -1,4 +1,5 @@
-"""A model in GGUF as a Hugging Face folder, by transformers: ``python -m ostinato.hf.gguf FILE FOLDER``."""
+"""Convert a model in GGUF to a Hugging Face folder, by transformers: ``python -m ostinato.hf.gguf FILE
+FOLDER``."""
 
 from __future__ import annotations
 
@@ -8,17 +9,17 @@ from typing import Any
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Weights of any of llama.cpp's formats (Q4_K_M, Q8_0) widened to bf16, config and tokenizer."""
+    """Write config, tokenizer, and weights of any of llama.cpp's formats (Q4_K_M, Q8_0), widened to bf16."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    given = {"gguf_file": file.name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
-    wide = GgufConfig(dequantize=True)
+    options = {"gguf_file": file.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+    gguf_config = GgufConfig(dequantize=True)
     model: Any = AutoModelForCausalLM.from_pretrained(
-        file.parent, dtype=torch.bfloat16, quantization_config=wide, **given
+        file.parent, dtype=torch.bfloat16, quantization_config=gguf_config, **options
     )
-    model.hf_quantizer = None  # what it holds is plain now, and may be saved
+    model.hf_quantizer = None  # the weights are plain now, and may be saved
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)

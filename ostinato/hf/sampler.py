@@ -1,13 +1,14 @@
 """A sampler for any model of ``transformers``: batches of contexts, by the model's own cache.
 
-Requests run together, shorter prompts behind padding, at most as much of it as there are tokens; for a model
-that padding changes (``TransformersModel.pads``) only prompts of one length do. Equal prompts are computed
-once. A step gives one token to every running sequence. A publish is between two steps: running sequences
-keep their cache, go on under the new adapters, and every token carries the version that sampled it.
+Requests run together. Shorter prompts are padded on the left, with at most as much padding as there are
+tokens; if padding changes a model (``TransformersModel.pads``), only prompts of equal length run together.
+Equal prompts are computed once. A step adds a token to every running sequence. A publish happens between two
+steps: running sequences keep their cache and continue with the new adapters, and every token carries the
+version that sampled it.
 
 Noise is addressed, as in ``engine.local``; logits are the model's own, whose rounding depends on the batch:
-in another batch a token can be another one where its uniform lies within rounding of an edge. There are no
-drafts, no prefix tree, no preemption, no grammar.
+in another batch a token can differ if its uniform is within rounding of an edge. There are no drafts, no
+prefix tree, no preemption and no grammar.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ostinato.observe.timeline import Span
 from ostinato.types import Completion, Emitted, Request, Stop
 
 Decode = Callable[[Sequence[int]], str]
-MOST_PADDED = 2.0  # positions of a batch for each of its tokens
+MOST_PADDED = 2.0  # most positions of a batch per token
 
 
 @dataclass(slots=True, eq=False)
@@ -48,18 +49,18 @@ class Row:
 
     sequence: Waiting
     tokens: list[int]  # prompt and answer
-    padding: int = 0  # positions before them
+    padding: int = 0  # padding positions before the tokens
     logprobs: list[float] = field(default_factory=list)
     edges: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    routes: list[np.ndarray] = field(default_factory=list)  # [n, L, K] of rows in their order
+    routes: list[np.ndarray] = field(default_factory=list)  # [n, L, K] of consecutive rows
 
     @property
     def answer(self) -> np.ndarray:
         return np.array(self.tokens[self.sequence.prompt_len :], np.int32)
 
     def stop(self, decode: Decode | None) -> Stop | None:
-        """Why it ends with its newest token, if it does."""
+        """The reason why the sequence ends with its newest token; None if it goes on."""
         sampling = self.sequence.request.sampling
         if self.tokens[-1] in sampling.stop_tokens:
             return Stop.EOS
@@ -71,7 +72,7 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Wave:
-    """Rows of one length, padding included, under one policy; their cache, None where the model has none."""
+    """Rows of equal length, padding included, of one policy; their cache, None if the model has none."""
 
     policy: int  # its number
     rows: list[Row]
@@ -81,8 +82,9 @@ class Wave:
 class TransformersEngine:
     """Implements ``protocols.Engine`` on a ``TransformersModel``; the weights are the trainer's own.
 
-    ``max_batch``: sequences that run at once. ``kernels``: those that draw tokens from logits on a CPU. Other
-    arguments are those of ``LocalEngine``. Raises ValueError for requests that can never be answered."""
+    ``max_batch``: the most sequences that run at once. ``kernels``: those that draw tokens from logits on a
+    CPU. Other arguments are those of ``LocalEngine``. Raises ValueError for requests that can never be
+    answered."""
 
     def __init__(
         self,
@@ -95,9 +97,9 @@ class TransformersEngine:
         kernels: Kernels | None = None,
     ) -> None:
         self.decoder, self.context_limit, self.counters = model, context_limit, Counters()
-        self._kernels = kernels  # to draw with, of logits on a CPU
+        self._kernels = kernels  # to draw tokens from logits on a CPU
         self._decode, self._max_batch, self._busy = decode, max_batch, Busy(name)
-        self._served: dict[int, Any] = {0: None}  # factors by the policy's number
+        self._factors: dict[int, Any] = {0: None}  # factors by the policy's number
         self.policies = Policies(self)
         self._waiting: list[Waiting] = []
         self._waves: list[Wave] = []
@@ -112,18 +114,18 @@ class TransformersEngine:
 
     @property
     def queue(self) -> tuple[int, int]:
-        """Sequences that run and that wait."""
+        """The numbers of sequences that run and that wait."""
         return sum(len(wave.rows) for wave in self._waves), len(self._waiting)
 
     def publish(self, adapters: Adapters | None, version: int, policy: str = "") -> None:
         """See ``LocalEngine.publish``."""
         self.policies.publish(adapters, version, policy)
-        self.policies.retire(self._in_use)
+        self.policies.retire(self._used_policies)
 
     def withdraw(self, policy: str) -> None:
         """See ``LocalEngine.withdraw``."""
         self.policies.withdraw(policy)
-        self.policies.retire(self._in_use)
+        self.policies.retire(self._used_policies)
 
     def serve(self, adapters: Adapters | None, policy: int = 0) -> None:
         """Run ``policy`` with a copy of ``adapters`` (None: the base). Raises NotFinite, changing nothing."""
@@ -131,19 +133,19 @@ class TransformersEngine:
             check_finite(adapters)
         with torch.no_grad():
             copy = None if adapters is None else adapters.detach_copy().prepared(self.decoder.dtype)
-        self._served[policy] = copy
+        self._factors[policy] = copy
 
     def retire(self, policy: int) -> None:
-        """Forget a policy that nothing runs under any more."""
-        del self._served[policy]
+        """Drop a policy that no sequence uses any more."""
+        del self._factors[policy]
 
     @property
-    def _in_use(self) -> list[int]:
-        return [*(wave.policy for wave in self._waves), *(one.policy for one in self._waiting)]
+    def _used_policies(self) -> list[int]:
+        return [*(wave.policy for wave in self._waves), *(sequence.policy for sequence in self._waiting)]
 
     def model_of(self, policy: str) -> tuple[TransformersModel, Any, Ops]:
         """See ``LocalEngine.model_of``; adapters are prepared."""
-        return self.decoder, self._served[self.policies.numbers[policy]], TORCH_OPS
+        return self.decoder, self._factors[self.policies.numbers[policy]], TORCH_OPS
 
     def take_spans(self) -> list[Span]:
         """Spans of the passes since the last call."""
@@ -156,17 +158,17 @@ class TransformersEngine:
         results, limits = Results(), self._limits
         if any(request.constraint is not None for request in requests):
             raise ValueError('grammars need our own decoder: model.backend = "native"')
-        mine = [
+        sequences = [
             new_sequence(request, limits, index=index, results=results, on_tokens=on_tokens)
             for index, request in enumerate(requests)
         ]
-        with self._driver.working(lambda: self._waiting.extend(mine), lambda: self._drop(mine)):
-            for _ in mine:
+        with self._driver.working(lambda: self._waiting.extend(sequences), lambda: self._drop(sequences)):
+            for _ in sequences:
                 yield await next_of(results)
 
     @torch.no_grad()
     def step(self) -> None:
-        """One token for every running sequence; what waits is begun first, as far as there is room."""
+        """Add a token to every running sequence, after starting waiting requests, as far as there is room."""
         start, prefilled, decoded = time.perf_counter(), self.counters.prefilled, self.counters.decoded
         self._admit()
         for wave in list(self._waves):
@@ -179,7 +181,7 @@ class TransformersEngine:
         self._busy.passed(seconds, self.counters.prefilled - prefilled, self.counters.decoded - decoded)
 
     def _admit(self) -> None:
-        """Waiting requests, the oldest first, as waves of one policy each."""
+        """Start waiting requests, the oldest first, as waves of a policy each."""
         room = self._max_batch - self.queue[0]
         admitted, self._waiting = self._waiting[:room], self._waiting[room:]
         by_policy: dict[int, list[Row]] = {}
@@ -191,34 +193,35 @@ class TransformersEngine:
             ]
 
     def _advance(self, wave: Wave) -> None:
-        """One forward of a wave, and a token for each of its rows."""
-        factors, version = self._served[wave.policy], self.policies.versions[wave.policy]
+        """Run a forward of a wave, and add a token to each of its rows."""
+        factors, version = self._factors[wave.policy], self.policies.versions[wave.policy]
         rows = wave.rows
-        first = not rows[0].logprobs
-        owners, distinct = list(range(len(rows))), rows
-        if first:  # equal prompts once
-            order = {
+        is_prefill = not rows[0].logprobs
+        owners, distinct_rows = list(range(len(rows))), rows
+        if is_prefill:  # compute equal prompts once
+            places = {
                 prompt: place for place, prompt in enumerate(dict.fromkeys(tuple(row.tokens) for row in rows))
             }
-            owners = [order[tuple(row.tokens)] for row in rows]
-            distinct = [rows[owners.index(place)] for place in range(len(order))]
-        logits, routes = self._forward(wave, distinct, factors)
-        if first:
-            self.counters.prefilled += sum(len(row.tokens) for row in distinct)
-            self.counters.padded += sum(row.padding for row in distinct)
-        if first and len(distinct) < len(rows):
+            owners = [places[tuple(row.tokens)] for row in rows]
+            distinct_rows = [rows[owners.index(place)] for place in range(len(places))]
+        logits, routes = self._forward(wave, distinct_rows, factors)
+        if is_prefill:
+            self.counters.prefilled += sum(len(row.tokens) for row in distinct_rows)
+            self.counters.padded += sum(row.padding for row in distinct_rows)
+        if is_prefill and len(distinct_rows) < len(rows):
             logits = logits[owners]
             if wave.cache is not None:
                 _choose_rows(wave.cache, torch.tensor(owners, device=logits.device))
         if routes is not None:
             for row, owner in zip(rows, owners, strict=True):
-                fresh = routes[owner][-len(row.tokens) :]
-                row.routes = [*row.routes, fresh] if wave.cache is not None else [fresh]
+                new_routes = routes[owner][-len(row.tokens) :]
+                row.routes = [*row.routes, new_routes] if wave.cache is not None else [new_routes]
         drawn = self._draw(logits, rows)
         self._append(wave, drawn, version, logits)
 
     def _forward(self, wave: Wave, rows: Sequence[Row], factors: Any) -> tuple[Tensor, np.ndarray | None]:
-        """Logits [B, V] of the last and routes [B, S, L, K] of the S positions that the cache lacks."""
+        """Logits [B, V] of the last position, and routes [B, S, L, K] of the S positions that the cache
+        lacks."""
         model = self.decoder
         ids, positions, mask = inputs(rows, last=wave.cache is not None)
         ids = ids.to(model.device)
@@ -239,25 +242,25 @@ class TransformersEngine:
         return out.logits[:, -1], routes
 
     def _draw(self, logits: Tensor, rows: Sequence[Row]) -> Drawn:
-        """A token for each row, from its processed distribution."""
+        """Draw a token for each row, from its processed distribution."""
         logits = logits.float()
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             sampling = row.sequence.request.sampling
             if sampling.stop_tokens and len(row.logprobs) < sampling.min_tokens:
-                logits[place, list(sampling.stop_tokens)] = -torch.inf
+                logits[index, list(sampling.stop_tokens)] = -torch.inf
         settings = Settings.of([row.sequence.request.sampling for row in rows])
         keys = np.array([row.sequence.address for row in rows], np.uint64)
-        places = np.array([len(row.tokens) for row in rows])
-        wanted = bool(settings.filtered(logits.shape[1]).any())
+        positions = np.array([len(row.tokens) for row in rows])
+        needs_support = bool(settings.filtered(logits.shape[1]).any())
         kernels = None if logits.is_cuda else self._kernels
-        drawn = sample(logits, settings, uniform(keys, places), kernels, want_support=wanted)
+        drawn = sample(logits, settings, uniform(keys, positions), kernels, want_support=needs_support)
         top = max((row.sequence.request.top_logprobs for row in rows if row.sequence.on_tokens), default=0)
         return drawn._replace(top=likeliest(logits, settings, drawn, top)) if top else drawn
 
     def _append(self, wave: Wave, drawn: Drawn, version: int, logits: Tensor) -> None:
-        """Take the tokens in; rows that end leave the wave and its cache."""
+        """Append the tokens to their rows; rows that end are removed from the wave and its cache."""
         ends = [] if drawn.support is None else np.cumsum(drawn.support.counts).tolist()
-        kept = []
+        places = []
         for place, row in enumerate(wave.rows):
             token = int(drawn.tokens[place])
             if token < 0:
@@ -269,19 +272,19 @@ class TransformersEngine:
             row.edges.append(float(drawn.edges[place]))
             row.versions.append(version)
             if drawn.support is not None and row.sequence.request.sampling.filtered:
-                begin = ends[place] - int(drawn.support.counts[place])
-                row.sequence.kept.append(drawn.support.ids[begin : ends[place]].copy())
+                start = ends[place] - int(drawn.support.counts[place])
+                row.sequence.kept.append(drawn.support.ids[start : ends[place]].copy())
             self.counters.decoded += 1
             if row.sequence.on_tokens is not None:
-                row.sequence.on_tokens(row.sequence.index, _emitted(drawn, place, row, version))
-            if (why := row.stop(self._decode)) is not None:
-                self._finish(row, why)
+                row.sequence.on_tokens(row.sequence.index, _make_emitted(drawn, place, row, version))
+            if (stop := row.stop(self._decode)) is not None:
+                self._finish(row, stop)
             else:
-                kept.append(place)
-        if len(kept) < len(wave.rows):
-            wave.rows = [wave.rows[place] for place in kept]
-            if kept and wave.cache is not None:
-                _choose_rows(wave.cache, torch.tensor(kept, device=logits.device))
+                places.append(place)
+        if len(places) < len(wave.rows):
+            wave.rows = [wave.rows[place] for place in places]
+            if places and wave.cache is not None:
+                _choose_rows(wave.cache, torch.tensor(places, device=logits.device))
 
     def _finish(self, row: Row, stop: Stop) -> None:
         sequence = row.sequence
@@ -295,14 +298,14 @@ class TransformersEngine:
         sequence.passes = len(row.logprobs)
         routes = None
         if row.routes:
-            kind = np.int8 if self._experts <= 128 else np.int16
-            routes = np.concatenate(row.routes).astype(kind)[sequence.request.routes_from :]
-        whole = np.array(row.tokens, np.int32)
-        completion = new_completion(sequence, whole, routes, stop, self._decode)
+            dtype = np.int8 if self._num_experts <= 128 else np.int16
+            routes = np.concatenate(row.routes).astype(dtype)[sequence.request.routes_from :]
+        tokens = np.array(row.tokens, np.int32)
+        completion = new_completion(sequence, tokens, routes, stop, self._decode)
         sequence.results.put_nowait((sequence.index, completion))
 
     @property
-    def _experts(self) -> int:
+    def _num_experts(self) -> int:
         return self.decoder.config.moe.num_experts if self.decoder.config.moe else 0
 
     @property
@@ -316,22 +319,22 @@ class TransformersEngine:
         )
 
     def _fail(self, error: BaseException) -> None:
-        """An error of a step reaches every caller."""
+        """Pass an error of a step to every caller."""
         running = [row.sequence for wave in self._waves for row in wave.rows]
         for sequence in (*running, *self._waiting):
             sequence.results.put_nowait(error)
         self._drop_all()
 
     def _drop(self, sequences: Iterable[Waiting]) -> None:
-        """End what has no caller any more, without a completion."""
-        gone = set(map(id, sequences))
-        self._waiting = [one for one in self._waiting if id(one) not in gone]
+        """End sequences whose caller is gone, without a completion."""
+        dropped_ids = set(map(id, sequences))
+        self._waiting = [sequence for sequence in self._waiting if id(sequence) not in dropped_ids]
         for wave in self._waves:
-            kept = [place for place, row in enumerate(wave.rows) if id(row.sequence) not in gone]
-            if len(kept) < len(wave.rows):
-                wave.rows = [wave.rows[place] for place in kept]
-                if kept and wave.cache is not None:
-                    _choose_rows(wave.cache, torch.tensor(kept, device=self.decoder.device))
+            places = [place for place, row in enumerate(wave.rows) if id(row.sequence) not in dropped_ids]
+            if len(places) < len(wave.rows):
+                wave.rows = [wave.rows[place] for place in places]
+                if places and wave.cache is not None:
+                    _choose_rows(wave.cache, torch.tensor(places, device=self.decoder.device))
         self._waves = [wave for wave in self._waves if wave.rows]
 
     def _drop_all(self) -> None:
@@ -339,8 +342,8 @@ class TransformersEngine:
 
 
 def pad(rows: Sequence[Row], most: float) -> Iterator[list[Row]]:
-    """Batches of ``rows``, the longest first, with padding before shorter ones: a batch has at most ``most``
-    times as many positions as tokens. At 1.0 the rows of a batch are equally long."""
+    """Cut ``rows`` into batches, the longest first, with padding before shorter rows: a batch has at most
+    ``most`` times as many positions as tokens. At 1.0 the rows of a batch are equally long."""
     batch, tokens = list[Row](), 0
     for row in sorted(rows, key=lambda row: -len(row.tokens)):
         width = len(batch[0].tokens) if batch else len(row.tokens)
@@ -355,8 +358,8 @@ def pad(rows: Sequence[Row], most: float) -> Iterator[list[Row]]:
 
 
 def inputs(rows: Sequence[Row], *, last: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(ids [B, S], positions [B, S], mask [B, padding and tokens]) of all tokens, or of the ``last`` alone. A
-    mask is 0 at padding; None without any."""
+    """Make (ids [B, S], positions [B, S], mask [B, padding and tokens]) of all tokens, or of the ``last``
+    alone. The mask is 0 at padding; None without padding."""
     width = rows[0].padding + len(rows[0].tokens)
     padding = torch.tensor([row.padding for row in rows])[:, None]
     ids = torch.tensor([row.tokens[-1:] if last else [0] * row.padding + row.tokens for row in rows])
@@ -366,14 +369,14 @@ def inputs(rows: Sequence[Row], *, last: bool) -> tuple[Tensor, Tensor, Tensor |
 
 
 def _choose_rows(cache: Any, rows: Tensor) -> None:
-    """Put ``rows`` of a cache in the place of its rows. MiniMax's has the states of its linear layers in a
-    list of its own, which its class does not reorder; an entry of a layer without one is an empty list."""
+    """Replace the rows of a cache by ``rows`` of it. MiniMax's cache has the states of its linear layers in a
+    separate list, which its class does not reorder; the entry of a layer without state is an empty list."""
     cache.reorder_cache(rows)
     if states := getattr(cache, "linear_cache", None):
-        cache.linear_cache = [one[rows] if isinstance(one, Tensor) else one for one in states]
+        cache.linear_cache = [state[rows] if isinstance(state, Tensor) else state for state in states]
 
 
-def _emitted(drawn: Drawn, place: int, row: Row, version: int) -> Emitted:
+def _make_emitted(drawn: Drawn, place: int, row: Row, version: int) -> Emitted:
     top: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     if drawn.top is not None and (number := row.sequence.request.top_logprobs):
         top = ((drawn.top[0][place, :number], drawn.top[1][place, :number]),)
