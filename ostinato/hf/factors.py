@@ -146,25 +146,25 @@ def init_sites(
 
     Raises ValueError if a target that is no role names no place, or if no place is left.
     """
-    adapted = [site for site in sites if site.is_meant(spec.targets)]
+    adapted_sites = [site for site in sites if site.is_meant(spec.targets)]
     for target in spec.targets:
         if target not in ROLES and not any(site.is_meant([target]) for site in sites):
             names = sorted({f"{site.role}.{site.name.rpartition('.')[2]}" for site in sites})
             raise ValueError(f"adapter.targets has {target!r}; this model has {', '.join(names)}")
-    if not adapted:
+    if not adapted_sites:
         raise ValueError(
             f"adapter.targets {list(spec.targets)} name no linear map of this model; use attn, mlp"
         )
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for site in adapted:
-        lead = () if site.experts is None else (site.experts,)
+    for site in adapted_sites:
+        leading = () if site.experts is None else (site.experts,)
         rank = (spec.expert_rank or spec.rank) if site.role == "experts" else spec.rank
-        a = torch.rand(*lead, rank, site.inputs, generator=generator) * 2 - 1
+        a = torch.rand(*leading, rank, site.inputs, generator=generator) * 2 - 1
         a = (a / math.sqrt(site.inputs)).to(device)
-        b = torch.zeros(*lead, site.outputs, rank, device=device)
+        b = torch.zeros(*leading, site.outputs, rank, device=device)
         tensors[site.name] = (a.requires_grad_(), b.requires_grad_())
-    return ModuleAdapters(spec, tensors, tuple(adapted))  # type: ignore[arg-type]
+    return ModuleAdapters(spec, tensors, tuple(adapted_sites))  # type: ignore[arg-type]
 
 
 def write_folder(adapters: ModuleAdapters, folder: Path, base_name: str) -> None:
@@ -235,10 +235,10 @@ def read_folder(folder: Path, sites: Sequence[Site], device: torch.device | str)
             f"adapter {folder} adapts {next(iter(pairs))}, which is no linear map of a layer of this model; "
             "merge it into its base by peft (merge_and_unload)"
         )
-    trained = tuple(site for site in candidates if site.name in tensors)
-    roles = tuple(sorted({site.role for site in trained}))
+    trained_sites = tuple(site for site in candidates if site.name in tensors)
+    roles = tuple(sorted({site.role for site in trained_sites}))
     spec = AdapterSpec(rank=rank, alpha=alpha, targets=roles)
-    return ModuleAdapters(spec, tensors, trained)  # type: ignore[arg-type]
+    return ModuleAdapters(spec, tensors, trained_sites)  # type: ignore[arg-type]
 
 
 def _nest_modules(sites: Sequence[Site]) -> Iterator[tuple[Site, str]]:

@@ -1,5 +1,4 @@
-"""Convert a model in GGUF to a Hugging Face folder, by transformers: ``python -m ostinato.hf.gguf FILE
-FOLDER``."""
+"""Convert GGUF to a Hugging Face folder, by transformers: ``python -m ostinato.hf.gguf FILE FOLDER``."""
 
 from __future__ import annotations
 

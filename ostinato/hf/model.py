@@ -342,7 +342,7 @@ def _can_pad(model: Any, vocab_size: int) -> bool:
     parameter = next(model.parameters())
     tokens, width = _draw_tokens(vocab_size, 9).to(parameter.device), 4
 
-    def logits(padding: int) -> Tensor:
+    def compute_logits(padding: int) -> Tensor:
         ids = torch.cat((tokens.new_zeros(padding), tokens))[None]
         places = torch.arange(ids.shape[1], device=ids.device)[None]
         positions, mask = (places - padding).clamp_min(0), (places >= padding).long()
@@ -360,7 +360,7 @@ def _can_pad(model: Any, vocab_size: int) -> bool:
         return torch.stack(rows)
 
     try:
-        return _measure_difference(logits(width), logits(0)) < _choose_bound(parameter.dtype)
+        return _measure_difference(compute_logits(width), compute_logits(0)) < _choose_bound(parameter.dtype)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
         return False
 
@@ -394,9 +394,9 @@ def _draw_tokens(vocab_size: int, number: int) -> Tensor:
     )
 
 
-def _measure_difference(ours: Tensor, theirs: Tensor) -> float:
-    """|ours - theirs| / |theirs|; infinite where a number is not finite."""
-    gap = float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-12))
+def _measure_difference(logits: Tensor, expected: Tensor) -> float:
+    """|logits - expected| / |expected|; infinite where a number is not finite."""
+    gap = float((logits.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-12))
     return gap if gap == gap else float("inf")
 
 

@@ -187,10 +187,10 @@ def _list_rules(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor)
 def _find_expert_scales(router: nn.Module, num_experts: int) -> tuple[str | None, ...]:
     """Names of the router's scales per expert; (None,) without any. A scale is preferred to none: while all
     are 1, both give the same numbers."""
-    named = router.named_parameters(recurse=False)
+    parameters = router.named_parameters(recurse=False)
     names = [
         name
-        for name, parameter in named
+        for name, parameter in parameters
         if "expert" in name and "scale" in name and parameter.shape == (num_experts,)
     ]
     return tuple(names) or (None,)

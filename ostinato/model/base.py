@@ -1,5 +1,4 @@
-"""The interface of a base model to the trainer: our decoder, or a model of ``transformers``
-(``ostinato.hf``)."""
+"""The trainer's interface to a base model: our decoder, or a model of ``transformers`` (``ostinato.hf``)."""
 
 from __future__ import annotations
 

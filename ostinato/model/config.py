@@ -391,7 +391,7 @@ def _read_local(c: Mapping[str, Any], family: str) -> dict[str, Any]:
         return {}
     if window is not None and window >= _read_size(c, "max_position_embeddings"):
         window = None
-    has_rope = family == "gemma3_text"  # a rope, whatever the window
+    has_rope = family == "gemma3_text"  # a rope of their own, with or without a window
     return {"local_layers": layers, "window": window} if layers and (has_rope or window) else {}
 
 

@@ -238,8 +238,8 @@ class Decoder(nn.Module):
         return norm + self.config.norm_offset if self.config.norm_offset else norm
 
     def rotations(self, positions: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, rotary dim] of all rows, once for all layers, or all local ones; both halves of
-        a head turn alike."""
+        """cos and sin [T, rotary dim] of all rows, once for all layers, or for all local layers; equal in
+        both halves of a head."""
         if self.inv_freq.dtype.itemsize < 4:
             raise ValueError(f"dtype was changed to {self.dtype} by .to(); give the dtype when loading")
         inv_freq, factor = (

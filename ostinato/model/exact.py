@@ -32,7 +32,7 @@ Function = Callable[..., Any]
 def exact_ops(
     fast: Ops, slow: Ops, add_nt: Function, attention: Callable[[tuple[Segment, ...]], Attend]
 ) -> Ops:
-    """``slow``, which has gradients, with the forward of ``fast``; a function that is in both has both.
+    """``slow``, which has gradients, with the forward of ``fast``; a function that both share stays as it is.
     ``add_nt``: ``Gemm.add`` of the sampler; ``attention``: ``Ops.attention`` by the sampler's kernel."""
 
     def linear(

@@ -1,4 +1,4 @@
-"""Floating-point operations of a forward and of what backward adds, from the model's own shapes.
+"""Floating-point operations of a forward and of its backward, from the model's own shapes.
 
 A product [m, k] x [k, n] is 2 m k n; nothing else is counted, as by ``torch.utils.flop_counter``: no norms,
 softmax, sums of losses, optimizer. Matrices count as they are stored and run: q, k, v as one, the B of their
@@ -124,7 +124,7 @@ class FlopModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRates:
-    """FLOPs of one layer by part: of its forward, and of what backward adds without recomputing it."""
+    """FLOPs of one layer by part: of its forward, and of its backward without recomputation."""
 
     forward: Mapping[Part, Rates]
     backward: Mapping[Part, Rates]

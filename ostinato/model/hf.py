@@ -96,9 +96,9 @@ class Coding:
     def done(self, view: Tensor) -> None:
         """Note that ``view`` has its values; store the matrix once it has all of them."""
         name, _ = self._find_weight(view)
-        matrix, missing = self._open.pop(name)
-        if missing > view.numel():
-            self._open[name] = matrix, missing - view.numel()
+        matrix, num_missing = self._open.pop(name)
+        if num_missing > view.numel():
+            self._open[name] = matrix, num_missing - view.numel()
         elif is_quantised(name, matrix.shape):
             self.stored[name] = codes(matrix, Weights.INT8)
         else:
@@ -125,10 +125,14 @@ def fill(decoder: Decoder, folder: str | Path, coding: Coding | None = None) -> 
     unexpected, heads = list[str](), dict[Path, Tensor]()
     num_bytes, weights = 0, Files(folder, config.raw)
     with torch.no_grad():
-        for path, listed in weights.files.items():
-            has_head = HEAD in listed and path.suffix == ".bin" and config.tie_embeddings
-            if listed and not has_head and not any(canonical(name, config) in expected for name in listed):
-                unexpected += listed
+        for path, file_names in weights.files.items():
+            has_head = HEAD in file_names and path.suffix == ".bin" and config.tie_embeddings
+            if (
+                file_names
+                and not has_head
+                and not any(canonical(name, config) in expected for name in file_names)
+            ):
+                unexpected += file_names
                 continue
             for name, file in weights.each(path):
                 target = expected.get(canonical(name, config))
@@ -161,8 +165,8 @@ def check_sizes(empty: Decoder, folder: str | Path) -> None:
     expected = stored(empty)
     missing = {name for name, target in expected.items() if name in target.covers}
     weights = Files(Path(folder), empty.config.raw)
-    for path, listed in weights.files.items():
-        if listed and not any(canonical(name, empty.config) in expected for name in listed):
+    for path, file_names in weights.files.items():
+        if file_names and not any(canonical(name, empty.config) in expected for name in file_names):
             continue
         with weights.opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
@@ -172,23 +176,23 @@ def check_sizes(empty: Decoder, folder: str | Path) -> None:
     _check_missing(Path(folder), sorted(missing))
 
 
-def _check_complete(decoder: Decoder, folder: Path, missing: list[str], others: list[str]) -> None:
+def _check_complete(decoder: Decoder, folder: Path, missing: list[str], names: list[str]) -> None:
     """Raise ValueError for missing and for unexpected tensors; warn of layers that are not loaded."""
     _check_missing(folder, missing)
     config = decoder.config
-    others = [name for name in (canonical(name, config) for name in others) if not is_redundant(name, config)]
-    if others and decoder.share != Share.all(config):
-        of_all = stored(Decoder(config, device="meta"))
-        others = [name for name in others if name not in of_all]
-    unexpected = [name for name in others if not is_extra_layer(name, config)]
-    if unexpected:
+    names = [name for name in (canonical(name, config) for name in names) if not is_redundant(name, config)]
+    if names and decoder.share != Share.all(config):
+        model_tensors = stored(Decoder(config, device="meta"))
+        names = [name for name in names if name not in model_tensors]
+    uncomputed = [name for name in names if not is_extra_layer(name, config)]
+    if uncomputed:
         raise ValueError(
-            f"{folder} has {len(unexpected)} tensors that its config.json does not call for, the first is "
-            f"{unexpected[0]}; this decoder would not compute what the model was trained to"
+            f"{folder} has {len(uncomputed)} tensors that its config.json does not call for, the first is "
+            f"{uncomputed[0]}; this decoder would not compute what the model was trained to"
         )
-    if others:
+    if names:
         warnings.warn(
-            f"{folder}: {len(others)} tensors of multi-token-prediction layers were not loaded", stacklevel=3
+            f"{folder}: {len(names)} tensors of multi-token-prediction layers were not loaded", stacklevel=3
         )
 
 
@@ -262,9 +266,8 @@ def save_model(
         size = sum(_count_bytes(view) for tensors in shards for view in tensors.values())
         weight_map = {key: name for name, tensors in zip(names, shards, strict=True) for key in tensors}
         _write_json(index, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    for stale in folder.glob(
-        "model*.safetensors*"
-    ):  # an earlier save with other shards would shadow this one
+    # files of an earlier save with other shards would shadow these
+    for stale in folder.glob("model*.safetensors*"):
         if stale.name not in names and not (stale == index and len(shards) > 1):
             stale.unlink()
     _write_json(folder / "config.json", _build_config(decoder))

@@ -1,6 +1,6 @@
 """Low-rank adapters on a frozen decoder: fp32 factors by logical name, applied unmerged.
 
-``Adapters`` is what is trained, saved and exported: one (A, B) per logical linear map. The decoder stores
+``Adapters`` are trained, saved and exported: one (A, B) per logical linear map. The decoder stores
 q, k, v (and gate, up) as one matrix, so before a forward the factors are ``prepared``: the A of one matrix
 are stacked, its B become one block-diagonal matrix, both cast to the compute dtype. That is a
 differentiable function of the fp32 leaves; it costs milliseconds, so an engine does it once per publish.
@@ -74,13 +74,13 @@ class Adapters:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy values in. Raises ValueError naming a tensor that is missing, extra or of another shape."""
-        own = self.state_dict()
-        if names := sorted(own.keys() ^ state.keys()):
-            where = "missing from" if names[0] in own else "unknown in"
+        tensors = self.state_dict()
+        if names := sorted(tensors.keys() ^ state.keys()):
+            where = "missing from" if names[0] in tensors else "unknown in"
             raise ValueError(
                 f"adapter tensor {names[0]} is {where} this adapter; use the base and spec it was saved with"
             )
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             if tensor.shape != state[name].shape:
                 raise ValueError(
                     f"adapter tensor {name} has shape {tuple(state[name].shape)}, this base needs "
@@ -242,7 +242,7 @@ def _list_factors(lora: Lora | ExpertLora) -> tuple[str, ...]:
 
 
 def _find_rank_dim(factor: str) -> int:
-    """Which dimension of a factor the rank is, counted from the end."""
+    """The dimension of the rank in a factor, counted from the end."""
     return -2 if factor.endswith("a") else -1
 
 
@@ -391,8 +391,8 @@ def _prepare_experts(
 
 def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Pad A [..., r, in] and B [..., out, r] with zeros to a multiple of RANKS; the update stays the same."""
-    missing = -a.shape[-2] % RANKS
-    return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)
+    num_zeros = -a.shape[-2] % RANKS
+    return (F.pad(a, (0, 0, 0, num_zeros)), F.pad(b, (0, num_zeros))) if num_zeros else (a, b)
 
 
 def lora_linear(
@@ -439,9 +439,9 @@ class _LoraLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, low, a, b, weight = kept(ctx)
-        of_x, _, _, of_a, of_b, *_ = ctx.needs_input_grad
-        grad_low = grad.mm(b) * ctx.scale if of_x or of_a else grad
-        grad_x = ctx.nn(grad, weight).addmm_(grad_low, a) if of_x else None
-        grad_a = grad_low.t().mm(x) if of_a else None
-        grad_b = grad.t().mm(low) if of_b else None
+        needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
+        grad_low = grad.mm(b) * ctx.scale if needs_x or needs_a else grad
+        grad_x = ctx.nn(grad, weight).addmm_(grad_low, a) if needs_x else None
+        grad_a = grad_low.t().mm(x) if needs_a else None
+        grad_b = grad.t().mm(low) if needs_b else None
         return grad_x, None, None, grad_a, grad_b, None, None

@@ -1,8 +1,8 @@
 """Mixture of experts: the choice of experts as a pure function, and their feed-forward networks.
 
-Routing is a value. ``route`` either chooses experts or is given them; in both cases the weights follow the
-model's own formula on the live logits, so a replayed choice gives the same numbers and has a gradient. The
-model's own choice is returned as well: comparing the two shows whether a replay is aligned.
+Routing is a value. ``route`` chooses experts or takes them as an argument; in both cases the weights follow
+the model's own formula on the live logits, so a replayed choice gives the same numbers and has a gradient.
+The model's own choice is returned as well: comparing the two shows whether a replay is aligned.
 
 T tokens, D model, F width of one expert, E experts, K experts per token, S = T * K, r rank.
 """
@@ -93,14 +93,14 @@ def margins(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tenso
     With a correction bias it is the least that a logit has to move for a flip: four times the difference of
     score + bias, since no sigmoid is steeper than 1/4. NaN where there is no other expert to choose.
     """
-    missing = logits.new_full(logits.shape[:1], torch.nan)
+    nans = logits.new_full(logits.shape[:1], torch.nan)
     if moe.top_k == moe.num_experts:
-        return missing
+        return nans
     scores = _sigmoid(logits) if moe.scoring == Scoring.SIGMOID else logits.softmax(dim=-1)
     best = _rank_scores(scores, moe, bias).topk(moe.top_k + 1, dim=-1)
     values = best.values * 4 if bias is not None else logits.gather(1, best.indices)
     margin = (values[:, -2] - values[:, -1]).clamp(min=0)
-    return torch.where(best.values[:, -1] > -torch.inf, margin, missing)
+    return torch.where(best.values[:, -1] > -torch.inf, margin, nans)
 
 
 def check_routing(routing: Tensor, num_tokens: int, moe: MoEConfig) -> None:

@@ -352,8 +352,8 @@ def _cuda_backward(
 def _pad(x: Tensor, q: Tensor) -> Tensor:
     """Pad x with zeros to the head dimension of q: MLA has Dv < Dk, which flash attention does not support.
     No other number changes."""
-    missing = q.shape[-1] - x.shape[-1]
-    return F.pad(x, (0, missing)) if missing else x
+    num_zeros = q.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, num_zeros)) if num_zeros else x
 
 
 MATH = Kernel(_widen_to_fp32, _math_forward, _math_backward)

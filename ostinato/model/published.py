@@ -308,7 +308,7 @@ class Widened:
 
     @cached_property
     def tensor(self) -> Tensor:
-        """fp32. Raises ValueError for parts that do not fit each other."""
+        """The weight in fp32. Raises ValueError for parts that do not fit each other."""
         tensors = {}
         for end, (path, part) in self.parts.items():
             with opened(path) as file:

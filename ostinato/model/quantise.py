@@ -1,8 +1,9 @@
 """Frozen weights of fewer bits, for the sampler alone (``engine.weights``) or the base (``model.storage``).
 
 Weights alone are rounded to the nearest value, symmetrically: there is no calibration, and activations stay
-as they are. The linear maps of attention, MLPs and experts are quantised, which are most of the bytes that
-decoding reads; norms, biases, embedding, head and router are not (the usual ignore list), nor are adapters.
+as they are. The linear maps of attention, MLPs and experts are quantised: most of the bytes that decoding
+reads. Norms, biases, embedding, head and router are not (the usual ignore list), nor are adapters, which are
+added on top.
 
     int8   whole numbers up to 127, one scale per output channel (of every expert)
     fp8    e4m3fn (arXiv 2209.05433), one scale per output channel
@@ -29,7 +30,8 @@ class Weights(StrEnum):
 
 
 def quantise(decoder: Decoder, kind: Weights, dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    """The decoder over weights of ``kind``: matrices that are not quantised in bf16, all else in ``dtype``.
+    """Make the decoder over weights of ``kind``: matrices that are not quantised in bf16, all else in
+    ``dtype``.
 
     For MODEL, and for BF16 of a bf16 model, this is ``decoder`` itself. Otherwise it has weights of its own,
     but shares with ``decoder`` those that are equal and not quantised. Later changes of ``decoder`` do not

@@ -5,9 +5,9 @@ adapter's factors, the assembly of shards for a checkpoint or a publish, and the
 Names and shapes of the whole are those of ``lora.linear_shapes`` and of the decoder's parameters; a rank's
 own shapes are those of ``local_config``. No torch here: a planner imports it.
 
-Cut by tensor ranks, after Megatron-LM (arXiv 1909.08053 section 3): the outputs of what reads the hidden
-state (q, k, v, gate, up, the up-projections of latents), the inputs of what writes it (o, down), the rows of
-embedding and head. Whole everywhere: norms, routers, down-projections to latents.
+Cut by tensor ranks, after Megatron-LM (arXiv 1909.08053 section 3): the outputs of maps that read the hidden
+state (q, k, v, gate, up, the up-projections of latents), the inputs of maps that write it (o, down), the rows
+of embedding and head. Whole everywhere: norms, routers, down-projections to latents.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The tensors lie in a file as the decoder stores them (``model.weights``). Every process maps it copy-on-write
 and computes with the pages where they are; nothing writes to a frozen base, so no page is ever copied, which
-/proc/PID/smaps shows. A process that does write (training of all weights) gets pages of its
-own and disturbs no other process.
+/proc/PID/smaps shows. A process that does write (training of all weights) gets pages of its own and disturbs
+no other process.
 
 A file is named after the checkpoint and dtype that it was made of. The first process that needs it writes it,
 straight from the checkpoint, so that the weights are never in memory twice; the others wait. A process that
@@ -50,9 +50,7 @@ from ostinato.model.weights import Quantised, is_quantised
 _SHM = Path("/dev/shm")
 _FORMAT = 2  # version of the file; raise it also when decoders store their weights differently
 _SAMPLES, _SAMPLE = 16, 4096  # number of samples of a checkpoint, and bytes of each
-_PROOFS = (
-    1024  # samples of the copy in its digest: all of a small copy; of a large one they take milliseconds
-)
+_PROOFS = 1024  # samples of the copy in its digest: all of a small copy, some milliseconds of a large copy
 _DIGEST_BYTES = 16  # at the end of the copy
 _PART = ":"  # separates the name of codes from that of their part
 _FILE, _FOLDER = "safetensors", "weights"  # ends of the names of copies and of folders
@@ -140,7 +138,8 @@ def _remove(path: Path) -> None:
 @contextmanager
 def own_folder(folder: Path | None = None) -> Iterator[Path]:
     """Create a folder in ``folder`` (None: in memory where possible) for files that other processes of this
-    host read, and remove it when the context ends. If this process is killed before, ``sweep`` does."""
+    host read, and remove it when the context ends. If this process dies first, ``sweep``
+    removes it."""
     path, lock = _new_folder(folder or _list_folders()[0])
     try:
         yield path

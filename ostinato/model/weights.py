@@ -189,7 +189,7 @@ def new_block(c: ModelConfig, new: New, layer: int, next_norm: Tensor | None) ->
     if moe is None or layer not in moe.layers:
         mlp = _new_mlp(new, f"{name}.mlp", c.hidden_size, c.intermediate_size, c.mlp_bias)
     else:
-        shared = moe.shared_intermediate_size
+        shared_size = moe.shared_intermediate_size
         mlp = Moe(
             router=new(f"{name}.moe.router", moe.num_experts, c.hidden_size),
             correction_bias=new(f"{name}.moe.correction_bias", moe.num_experts, dtype=torch.float32)
@@ -197,7 +197,9 @@ def new_block(c: ModelConfig, new: New, layer: int, next_norm: Tensor | None) ->
             else None,
             gate_up=new(f"{name}.moe.gate_up", moe.here, 2 * moe.intermediate_size, c.hidden_size),
             down=new(f"{name}.moe.down", moe.here, c.hidden_size, moe.intermediate_size),
-            shared=_new_mlp(new, f"{name}.shared", c.hidden_size, shared, False) if shared else None,
+            shared=_new_mlp(new, f"{name}.shared", c.hidden_size, shared_size, False)
+            if shared_size
+            else None,
         )
     return Block(
         attn_norm=new(f"{name}.attn_norm", c.hidden_size),
@@ -240,7 +242,7 @@ def _new_latent_attention(c: ModelConfig, new: New, name: str) -> LatentAttentio
     mla = c.mla
     assert mla is not None
     queries, rank = c.num_heads * c.head_dim, mla.q_lora_rank
-    expanded = c.num_heads * (mla.nope_head_dim + mla.v_head_dim)
+    kv_outputs = c.num_heads * (mla.nope_head_dim + mla.v_head_dim)
     return LatentAttention(
         q=new(f"{name}.attn.q", queries, c.hidden_size) if rank is None else None,
         q_a=new(f"{name}.attn.q_a", rank, c.hidden_size) if rank else None,
@@ -248,7 +250,7 @@ def _new_latent_attention(c: ModelConfig, new: New, name: str) -> LatentAttentio
         q_b=new(f"{name}.attn.q_b", queries, rank) if rank else None,
         kv_a=new(f"{name}.attn.kv_a", mla.kv_lora_rank + mla.rope_head_dim, c.hidden_size),
         kv_a_norm=new(f"{name}.attn.kv_a_norm", mla.kv_lora_rank),
-        kv_b=new(f"{name}.attn.kv_b", expanded, mla.kv_lora_rank),
+        kv_b=new(f"{name}.attn.kv_b", kv_outputs, mla.kv_lora_rank),
         o=new(f"{name}.attn.o", c.hidden_size, c.num_heads * mla.v_head_dim),
     )
 

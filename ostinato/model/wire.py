@@ -165,8 +165,8 @@ def _check_fit(
     fix: str,
 ) -> None:
     if names := sorted(state.keys() ^ expected.keys()):
-        where = "is missing" if names[0] in expected else "is unknown to this model"
-        raise ValueError(f"{kind} {names[0]} {where}; {fix}")
+        problem = "is missing" if names[0] in expected else "is unknown to this model"
+        raise ValueError(f"{kind} {names[0]} {problem}; {fix}")
     for name, (dtype, shape) in expected.items():
         tensor = state[name]
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):

@@ -1,5 +1,4 @@
-"""The arithmetic on NVIDIA GPUs: kernels in Triton, with the signatures of ``model/ops.py`` and of the
-engine.
+"""The arithmetic on NVIDIA GPUs: kernels in Triton, with the signatures of ``model/ops.py`` and engine.
 
 Imported only for a CUDA device, since only torch's CUDA wheels bring Triton. Every kernel has a twin in
 torch, and tests run both: without a GPU in Triton's interpreter (float32), on a GPU in its own types.

@@ -1,5 +1,4 @@
-"""Adapters of several policies in one pass, in Triton: every row gets the update of its policy, in two
-launches.
+"""Adapters of several policies in a pass, in Triton: every row gets its policy's update, in two launches.
 
 Rows of a policy are consecutive, so a tile of rows has a single policy, and a program reads the factors of
 that policy. The first launch has a program for every SPAN inputs of a tile, since few rows would leave a GPU

@@ -112,7 +112,7 @@ class Tiles:
 
 
 class VarlenAttention:
-    """``Attend`` for the rows of a microbatch, with the arguments of ``PackedAttention``."""
+    """``Attend`` for the rows of a microbatch; ``forward`` is as in ``PackedAttention``."""
 
     def __init__(self, segments: tuple[Segment, ...], forward: Forward | None = None) -> None:
         check_segments(segments)

@@ -246,11 +246,13 @@ class _PointerStore:
     def linear(self, weight: Weight, bias: Tensor | None, loras: Sequence[Lora | None]) -> _Linear:
         adapters = None
         if any(lora is not None for lora in loras):
-            adapters = self.array([self._adapter(lora) for lora in loras])
-        out, into = weight.shape
-        return _Linear(w=self.matrix(weight), bias=self.pointer(bias), out=out, into=into, adapters=adapters)
+            adapters = self.array([self._make_adapter(lora) for lora in loras])
+        outputs, inputs = weight.shape
+        return _Linear(
+            w=self.matrix(weight), bias=self.pointer(bias), out=outputs, into=inputs, adapters=adapters
+        )
 
-    def _adapter(self, lora: Lora | None) -> _Adapter:
+    def _make_adapter(self, lora: Lora | None) -> _Adapter:
         if lora is None:
             return _Adapter()
         return _Adapter(
