@@ -59,9 +59,7 @@ class _Record:
     topk: dict[str, list[Tensor]] = field(
         default_factory=dict
     )  # module name -> native ids of its top-k calls
-    widths: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # module name -> number of scores of each of these calls
+    widths: dict[str, list[int]] = field(default_factory=dict)  # module name -> scores per row in these calls
     stack: list[str] = field(default_factory=list)
     testing: bool = False
 

@@ -72,9 +72,10 @@ class Tape:
         part of one.
         """
         self._check_calls()
+        # to the CPU, since layers may be on several devices
         by_layer = [
             torch.cat([ids.view(batch, -1, ids.shape[1]) for ids in calls], 1).cpu() for calls in self._native
-        ]  # layers may be on several devices
+        ]
         ids = torch.stack(by_layer, dim=2).flatten(0, 1).numpy()
         return Routes.of(ids, max(site.num_experts for site in self._sites))
 

@@ -154,9 +154,8 @@ def experts(
     K = ids.shape[1]
     sorted_ids, order = ids.flatten().sort(stable=True)  # [S], rows grouped by expert
     numbers = torch.arange(gate_up.shape[0], device=ids.device)
-    ends = torch.searchsorted(
-        sorted_ids, numbers, right=True, out_int32=True
-    )  # a bincount would wait for the GPU
+    # no bincount, which would wait for the GPU
+    ends = torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True)
     token = order // K
     return mixture(
         x,

@@ -161,11 +161,12 @@ def base_fingerprint(decoder: Base) -> str:
         (name, tuple(weight.shape), weight.detach().flatten()[:: fingerprint_stride(weight.numel())])
         for name, weight in decoder.named_parameters()
     )
+    # values before quantising: an adapter belongs to the base, however that is stored
     code_samples = (
         (name, tuple(weight.shape), weight.samples)
         for name, weight in quantised.items()
         if weight.samples is not None
-    )  # of what was quantised: an adapter is for the base, however that is stored
+    )
     return fingerprint_of(chain(plain_samples, code_samples))
 
 
@@ -198,9 +199,8 @@ def _build_config(adapters: Adapters, base_name: str) -> dict[str, Any]:
         else:
             # Not as modules: in a MoE model PEFT takes gate_proj and the like for the experts of transformers
             # v4 (peft.utils.transformers_weight_conversion).
-            parameters.add(
-                module.split(".", 3)[3] + ".weight"
-            )  # model.layers.3.mlp.gate_proj -> mlp.gate_proj
+            # model.layers.3.mlp.gate_proj -> mlp.gate_proj
+            parameters.add(module.split(".", 3)[3] + ".weight")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
