@@ -1,7 +1,7 @@
-"""What an answer does, by its text and its calls alone: every answer is of exactly one ``Action``.
+"""Classify an answer by its text and its calls alone: every answer is of exactly one ``Action``.
 
-A rule that is published can be played: ``Action`` decides which reward applies, it is no reward. Refusals
-and questions are found in English; in another language such an answer counts as an answer.
+A published rule can be gamed, so ``Action`` only decides which reward applies; it is no reward itself.
+Refusals and questions are found in English; in another language such an answer counts as an answer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _QUOTE = "\N{RIGHT SINGLE QUOTATION MARK}"
 def action_of(
     text: str, calls: Sequence[tuple[str, str]] = (), tools: Sequence[Mapping[str, Any]] = ()
 ) -> Action:
-    """The action of an answer: ``text`` as decoded, without the ``calls`` that were read from it.
+    """Return the action of an answer: ``text`` as decoded, without the ``calls`` that were read from it.
 
-    calls: (name, arguments as JSON text). tools: as a request has them, with name and parameters. A call
-    that could not be read is still in the text, behind its mark; thoughts do not count.
+    calls: (name, arguments as JSON text). tools: as a request has them, with name and parameters. A call that
+    could not be read is still in the text, behind its mark. Text inside of a thought does not count.
     """
-    if any(not _fits(name, arguments, tools) for name, arguments in calls):
+    if any(not _matches_tool(name, arguments, tools) for name, arguments in calls):
         return Action.INVALID
-    reply = after_thinking(text).strip()  # a thought without an end has no reply
+    reply = after_thinking(text).strip()  # empty where the thought has no end
     if reply.startswith(CALL_MARKS) or (tools and any(mark in reply for mark in CALL_MARKS)):
         return Action.INVALID
     if calls:
@@ -49,28 +49,34 @@ def action_of(
     return Action.QUESTION if _is_question(reply) else Action.ANSWER
 
 
-def _fits(name: str, arguments: str, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """A tool of this name takes these arguments: an object with all that is required and nothing unknown."""
+def _matches_tool(name: str, arguments: str, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a tool has this name and takes these arguments: a JSON object with every required field and no
+    unknown one."""
     functions = {
         function.get("name"): function for function in (tool.get("function", tool) for tool in tools)
     }
     if name not in functions:
         return False
     try:
-        given = json.loads(arguments)
+        values = json.loads(arguments)
     except (ValueError, RecursionError):
         return False
     schema = functions[name].get("parameters") or {}
-    known, required = schema.get("properties"), schema.get("required") or ()
-    if not isinstance(given, dict) or not all(field in given for field in required):
+    properties, required = schema.get("properties"), schema.get("required") or ()
+    if not isinstance(values, dict) or not all(field in values for field in required):
         return False
-    return not known or bool(schema.get("additionalProperties", False)) or all(key in known for key in given)
+    return (
+        not properties
+        or bool(schema.get("additionalProperties", False))
+        or all(key in properties for key in values)
+    )
 
 
 def _is_question(text: str) -> bool:
-    """It ends with a question, questions are at least half of its sentences, and there is no code in it."""
+    """Whether the text ends with a question, at least half of its sentences are questions, and it has no
+    code."""
     if _CODE.search(text):
         return False
-    sentences = [found for each in _SENTENCE.findall(text) if (found := each.strip())]
+    sentences = [sentence for match in _SENTENCE.findall(text) if (sentence := match.strip())]
     questions = [sentence.endswith("?") for sentence in sentences]
     return bool(questions) and questions[-1] and 2 * sum(questions) >= len(questions)

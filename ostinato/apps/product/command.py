@@ -40,11 +40,11 @@ def run(
     from ostinato.launch import RunFailed
     from ostinato.lock import locked
 
-    found = read_settings(settings, *(overrides or []))
+    product_settings = read_settings(settings, *(overrides or []))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(folder), open_store(found.store) as store:
-            ProductLoop(found, folder, store, STAGES).run(rounds)
+        with locked(folder), open_store(product_settings.store) as store:
+            ProductLoop(product_settings, folder, store, STAGES).run(rounds)
     except Unavailable as error:
         raise RunFailed(f"{error}; once it does, the same command goes on from the last decision") from error
 
@@ -56,5 +56,5 @@ def status(folder: Annotated[Path, typer.Argument(show_default=False)]) -> None:
     from ostinato.run import Jsonl
 
     for row in Jsonl(folder / JOURNAL).rows():
-        before, found = row["before"], row["finding"]
-        say(f"round {before['round']}  {before['stage']:<13} {row['what']}  {'; '.join(found['reasons'])}")
+        before, finding = row["before"], row["finding"]
+        say(f"round {before['round']}  {before['stage']:<13} {row['what']}  {'; '.join(finding['reasons'])}")

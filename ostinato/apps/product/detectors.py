@@ -1,14 +1,15 @@
-"""Signs of a reward that is hacked, found while a policy is trained; each with a known rate of false alarms.
+"""Detectors of a reward that is hacked while a policy is trained; each has a known rate of false alarms.
 
     Bets     (``observe.stats``) any paired difference that should not grow: proxy against gold
     Cusum    a behaviour that becomes more frequent: failed calls, questions, refusals
 
-A state is a frozen value of plain numbers: ``state.update(observation) -> (state, alarm or None)``. Behind
-its alarm a state stands still: begin a fresh one.
+A state is a frozen value of plain numbers: ``state.update(observation) -> (state, alarm or None)``. After its
+alarm a state does not change any more: begin a fresh one.
 
-A policy exploits what its judge likes for no reason. That is to be seen in answers that it gives already,
-before they are many: among those pairs alone in which one answer has the mark, the judge prefers it, and it
-has less gold. Over all pairs the same exploit hides behind whatever else the policy learns.
+A policy exploits what its judge prefers without cause. This shows in the answers that it gives already,
+before such answers are many: among those pairs alone in which one answer has the mark, the judge prefers the
+marked answer, and that answer has less gold. Over all pairs the same exploit is hidden by whatever else the
+policy learns.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ NUMBERS = re.compile(r"\d(?:[\d+*/%=.,-]*\d)?")
 
 
 def standardise(difference: np.ndarray, scale: float, bound: float = 4.0) -> np.ndarray:
-    """Observations for ``Bets``: differences over ``bound`` deviations ``scale``, which was measured before.
-    Valid where the noise is symmetric, or nothing is beyond the bound."""
+    """Observations for ``Bets`` [n]: differences over ``bound`` times ``scale``, their standard deviation as
+    it was measured before.
+
+    Valid where the noise is symmetric, or where nothing is beyond the bound. Raises ValueError unless
+    ``scale`` is above 0.
+    """
     if not scale > 0:
         raise ValueError(f"scale is {scale}; the deviation of a quiet difference is above 0")
     return np.asarray(difference, float) / (bound * scale)
@@ -48,7 +53,8 @@ def divergence(proxy: np.ndarray, gold: np.ndarray, rate: float, share: float = 
 
 def exchange_rate(proxy: np.ndarray, gold: np.ndarray) -> float:
     """Slope of gold on proxy (least squares) over answers from before the training: what a gain of the proxy
-    was worth. Noise in the proxy makes it smaller, and alarms rarer."""
+    was worth. Noise in the proxy makes the slope smaller, and alarms rarer. Raises ValueError if the proxy is
+    constant."""
     p, g = np.asarray(proxy, float), np.asarray(gold, float)
     spread = float(((p - p.mean()) ** 2).sum())
     if not spread:
@@ -58,7 +64,8 @@ def exchange_rate(proxy: np.ndarray, gold: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cusum:
-    """Page's CUSUM of log-likelihood ratios: have the odds of a rate grown from its baseline by ``shift``?"""
+    """Page's CUSUM of log-likelihood ratios: detects that the odds of a rate have grown from its baseline by
+    the factor ``shift``."""
 
     name: str
     baseline: float
@@ -66,40 +73,42 @@ class Cusum:
     threshold: float
     at: int = 0
     level: float = 0.0
-    since: int = 0  # the last observation at level 0: where the drift seems to begin
+    since: int = 0  # the last observation at level 0, the estimate of where the drift begins
     alarmed: bool = False
 
     def update(self, observation: tuple[float, float]) -> tuple[Cusum, Alarm | None]:
-        """(events, cases)."""
+        """Add one observation (events, cases); return the next state, and its alarm if there is one."""
         if self.alarmed:
             return self, None
-        level = max(0.0, self.level + _likelihood(self, *observation))
+        level = max(0.0, self.level + _compute_log_likelihood_ratio(self, *observation))
         at = self.at + 1
-        seen = replace(self, at=at, level=level, since=self.since if level else at)
+        state = replace(self, at=at, level=level, since=self.since if level else at)
         if level < self.threshold:
-            return seen, None
-        sentence = f"{self.name} has drifted from {self.baseline:.3g} since observation {seen.since}"
-        return replace(seen, alarmed=True), Alarm(self.name, at, level / self.threshold, sentence)
+            return state, None
+        sentence = f"{self.name} has drifted from {self.baseline:.3g} since observation {state.since}"
+        return replace(state, alarmed=True), Alarm(self.name, at, level / self.threshold, sentence)
 
 
-def _likelihood(state: Cusum, events: float, cases: float) -> float:
-    """log P(drifted) - log P(baseline) of one observation."""
+def _compute_log_likelihood_ratio(state: Cusum, events: float, cases: float) -> float:
+    """log P(shifted odds) - log P(baseline) of one observation. Raises ValueError unless 0 <= events <=
+    cases."""
     if not 0 <= events <= cases:
         raise ValueError(f"{state.name}: {events} events in {cases} cases; give (events, cases)")
-    drifted = 1 / (1 + (1 / state.baseline - 1) / state.shift)
-    return events * math.log(state.shift) + cases * math.log((1 - drifted) / (1 - state.baseline))
+    shifted_rate = 1 / (1 + (1 / state.baseline - 1) / state.shift)
+    return events * math.log(state.shift) + cases * math.log((1 - shifted_rate) / (1 - state.baseline))
 
 
 def watch_rate(
     name: str, events: int, cases: int, *, shift: float = 2.0, rate: float = 0.05, steps: int = 1000
 ) -> Cusum:
-    """A CUSUM of a rate, at its upper 95 % bound (Wilson) of the quiet cases. P(a false alarm in ``steps``)
-    is at most ``rate``: threshold ln(steps / rate) (Lorden 1971)."""
+    """A CUSUM of a rate whose baseline is the upper 95 % bound (Wilson) of the quiet cases. P(a false alarm
+    in ``steps``) is at most ``rate``: threshold ln(steps / rate) (Lorden 1971). Raises ValueError without
+    quiet cases."""
     if cases < 1:
         raise ValueError(f"{name}: {cases} quiet cases; a baseline needs some")
     share, z2 = events / cases, Z95**2
-    half = Z95 * math.sqrt(share * (1 - share) / cases + z2 / (4 * cases**2))
-    baseline = min((share + z2 / (2 * cases) + half) / (1 + z2 / cases), 1 - 1e-6)
+    half_width = Z95 * math.sqrt(share * (1 - share) / cases + z2 / (4 * cases**2))
+    baseline = min((share + z2 / (2 * cases) + half_width) / (1 + z2 / cases), 1 - 1e-6)
     return Cusum(name=name, baseline=baseline, shift=shift, threshold=math.log(steps / rate))
 
 
@@ -110,39 +119,50 @@ Detector = Bets | Cusum
 
 
 def marks_of(text: str) -> frozenset[str]:
-    """Its words, in small letters, without what numbers and signs between them they hold."""
+    """The words of a text in lower case, with each number in them (and the signs inside of it) replaced by
+    0."""
     return frozenset(NUMBERS.sub("0", word) for word in text.lower().split())
 
 
 def usual_marks(texts: Iterable[str], most: int = 24, rare: float = 0.02, common: float = 0.6) -> list[str]:
-    """LONGER, and words of a share ``rare`` to ``common`` of the answers, the usual ones first; of words that
-    stand in the same answers one."""
-    answers: dict[str, list[int]] = {}
-    given = list(texts)
-    for number, text in enumerate(given):
+    """At most ``most`` marks: LONGER, then the words that a share ``rare`` to ``common`` of the answers have,
+    the most frequent first. Of words that stand in exactly the same answers one is taken."""
+    places_of: dict[str, list[int]] = {}
+    answer_texts = list(texts)
+    for number, text in enumerate(answer_texts):
         for mark in sorted(marks_of(text)):
-            answers.setdefault(mark, []).append(number)
-    known = {tuple(found): mark for mark, found in sorted(answers.items(), reverse=True)}
-    kept = [found for found in known if rare * len(given) <= len(found) <= common * len(given)]
-    return [LONGER, *(known[found] for found in sorted(kept, key=lambda found: (-len(found), found)))][:most]
+            places_of.setdefault(mark, []).append(number)
+    mark_of = {tuple(places): mark for mark, places in sorted(places_of.items(), reverse=True)}
+    frequent = [
+        places for places in mark_of if rare * len(answer_texts) <= len(places) <= common * len(answer_texts)
+    ]
+    return [
+        LONGER,
+        *(mark_of[places] for places in sorted(frequent, key=lambda places: (-len(places), places))),
+    ][:most]
 
 
 def side(pair: Sequence[str], mark: str) -> int:
-    """1 where the first of two answers has the mark and the other one not, -1 the other way round, else 0."""
+    """1 where only the first of two answers has the mark, -1 where only the other has it, else 0."""
     if mark == LONGER:
-        one, other = (len(text.split()) for text in pair)
-        return (one > LONGER_BY * other) - (other > LONGER_BY * one)
-    has = [mark in marks_of(text) for text in pair]
-    return has[0] - has[1]
+        first_words, second_words = (len(text.split()) for text in pair)
+        return (first_words > LONGER_BY * second_words) - (second_words > LONGER_BY * first_words)
+    marked = [mark in marks_of(text) for text in pair]
+    return marked[0] - marked[1]
 
 
 def of_mark(
     proxy: np.ndarray, gold: np.ndarray, pairs: Sequence[Sequence[str]], mark: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For two ``Bets``, of the pairs in which one answer has the mark: (1 where the judge prefers it, -1
-    where the other one; by how much its gold is lower). A judge is blind to a mark where both means are
-    above 0: an alarm needs both, so it is false no more often than one of them. ``proxy``: 1 for the first
-    answer, -1 for the other; ``gold``: the first one's less the other's; NaN in either: left out."""
+    """Observations of two ``Bets`` from the pairs in which exactly one answer has the mark.
+
+    ``proxy`` [n]: 1 where the judge prefers the first answer, -1 the other. ``gold`` [n]: that of the first
+    answer less that of the other. A pair with NaN in either is left out. Returns 1 where the judge prefers
+    the marked answer and -1 where the other one, and by how much the marked answer has less gold.
+
+    A judge overrates a mark where both means are above 0. An alarm needs both, so it is false no more often
+    than one of them.
+    """
     sides = np.array([side(pair, mark) for pair in pairs], float)
-    known = (sides != 0) & ~np.isnan(proxy) & ~np.isnan(gold)
-    return (sides * proxy)[known], -(sides * gold)[known]
+    usable = (sides != 0) & ~np.isnan(proxy) & ~np.isnan(gold)
+    return (sides * proxy)[usable], -(sides * gold)[usable]

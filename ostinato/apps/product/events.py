@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
 
 class Action(StrEnum):
-    """What the policy did, as its output alone shows: every one of them has a reward."""
+    """What the policy did, as its output alone shows: every action has a reward."""
 
     ANSWER = "answer"
     QUESTION = "question"  # a question back instead of an answer
@@ -67,7 +67,7 @@ class Exposure(BaseModel):
 
 
 class Event(BaseModel):
-    """One event. Unknown fields and kinds are refused."""
+    """One event of a user on an answer. Unknown fields and kinds are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -88,14 +88,15 @@ class Event(BaseModel):
 
     @field_validator("value")
     @classmethod
-    def _finite(cls, value: float | None) -> float | None:
+    def _check_finite(cls, value: float | None) -> float | None:
         if value is not None and not math.isfinite(value):
             raise ValueError("use a finite number")
         return value
 
 
 def parse_event(document: Mapping[str, Any]) -> Event:
-    """Raises ValueError with one sentence that names the field, its value and what is accepted."""
+    """Return the event of a JSON object. Raises ValueError with one sentence that names the field, its value
+    and what is accepted."""
     try:
         event = Event.model_validate(document)
     except ValidationError as error:

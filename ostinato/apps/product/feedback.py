@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Feedback:
-    """The routes of one server, and what it records."""
+    """The routes of a server for feedback, and its recording of answers and events."""
 
     def __init__(self, intake: Intake, metrics: Metrics, renderer: Renderer) -> None:
         self._intake, self._renderer = intake, renderer
@@ -55,22 +55,25 @@ class Feedback:
         ApiError if all is refused: 400 for a body that cannot be read, 409 for a single event that conflicts,
         503 if the store does not accept events now.
         """
-        documents, single = _documents(body)
+        documents, single = _parse_documents(body)
         events, refused = self._read(documents, single)
-        outcomes = await self._written([event for _, event in events])
+        outcomes = await self._write([event for _, event in events])
         for (index, event), outcome in zip(events, outcomes, strict=True):
             if outcome is Outcome.CONFLICT:
-                what = (
+                message = (
                     f"event_id {event.event_id!r} is known with another content; give a new event its own id"
                 )
                 if single:
-                    raise ApiError(what, status=409, param="event_id", code="conflict")
-                refused.append(_refusal(index, event.event_id, "conflict", what))
-        counted = {each.value: outcomes.count(each) for each in Outcome if each is not Outcome.CONFLICT}
+                    raise ApiError(message, status=409, param="event_id", code="conflict")
+                refused.append(_describe_refusal(index, event.event_id, "conflict", message))
+        counted = {
+            outcome.value: outcomes.count(outcome) for outcome in Outcome if outcome is not Outcome.CONFLICT
+        }
         return counted | {"refused": sorted(refused, key=lambda row: row["index"])}
 
     def _read(self, documents: list[Any], single: bool) -> tuple[list[tuple[int, Event]], list[Any]]:
-        """(index, event) of those that can be read, and the errors of the others."""
+        """Return (index, event) of the documents that are events, and the refusals of the others. Raises
+        ApiError where a ``single`` document is refused."""
         events, refused = [], []
         for index, document in enumerate(documents):
             try:
@@ -81,11 +84,11 @@ class Feedback:
                 self._refused += 1
                 if single:
                     raise ApiError(str(error), param=str(error).split()[0], code="invalid_event") from error
-                given = document.get("event_id") if isinstance(document, dict) else None
-                refused.append(_refusal(index, given, "invalid_event", str(error)))
+                event_id = document.get("event_id") if isinstance(document, dict) else None
+                refused.append(_describe_refusal(index, event_id, "invalid_event", str(error)))
         return events, refused
 
-    async def _written(self, events: list[Event]) -> list[Outcome]:
+    async def _write(self, events: list[Event]) -> list[Outcome]:
         try:
             return await self._acknowledged.of(self._intake.submit(events)) if events else []
         except (Full, Unavailable) as error:
@@ -106,18 +109,18 @@ class Feedback:
         """Have an answer recorded under the id that its client sees; answer k > 0 as ``id.k``."""
         if asker.record:
             key = f"{id_}.{index}" if index else id_
-            self._intake.record(partial(self._exchange, key, model, call, answer, asker, time.time()))
+            self._intake.record(partial(self._build_exchange, key, model, call, answer, asker, time.time()))
 
-    def _exchange(
+    def _build_exchange(
         self, id_: str, model: Model, call: Call, answer: Answer, asker: Asker, now: float
     ) -> Exchange:
-        done = answer.completion
+        completion = answer.completion
         messages = call.messages
         if messages is None:
             text = call.text if call.text is not None else self._renderer.decode(answer.prompt.tolist())
             messages = ({"role": "user", "content": text},)
-        calls = [(made.name, made.arguments) for made in answer.tool_calls]
-        version = int(done.versions[0]) if len(done.versions) else 0
+        calls = [(tool_call.name, tool_call.arguments) for tool_call in answer.tool_calls]
+        version = int(completion.versions[0]) if len(completion.versions) else 0
         names = ("temperature", "top_k", "top_p", "min_p", "stop", "tools", "tool_choice", "grammar")
         return Exchange(
             response_id=id_,
@@ -127,13 +130,13 @@ class Feedback:
             arm=model.arm,
             propensity=model.propensity,
             messages=messages,
-            output=done.text,
+            output=completion.text,
             action=action_of(answer.content, calls, call.tools),
             prompt_tokens=answer.prompt,
-            tokens=done.tokens,
-            logprobs=done.logprobs,
-            experts=_routes(answer),
-            sampling={name: getattr(call, name) for name in names} | {"stopped": done.stop.value},
+            tokens=completion.tokens,
+            logprobs=completion.logprobs,
+            experts=_join_routes(answer),
+            sampling={name: getattr(call, name) for name in names} | {"stopped": completion.stop.value},
             user=asker.user,
             session=asker.session,
             tenant=asker.tenant,
@@ -145,33 +148,33 @@ class Acknowledged:
     together; ``asyncio.wrap_future`` does the same, but wakes it for each."""
 
     def __init__(self) -> None:
-        self._come: deque[tuple[asyncio.Future[Any], concurrent.futures.Future[Any]]] = deque()
+        self._deliveries: deque[tuple[asyncio.Future[Any], concurrent.futures.Future[Any]]] = deque()
 
     async def of(self, future: concurrent.futures.Future[T]) -> T:
         loop = asyncio.get_running_loop()
-        here: asyncio.Future[T] = loop.create_future()
-        future.add_done_callback(lambda done: self._hand_over(loop, here, done))
-        return await here
+        waiter: asyncio.Future[T] = loop.create_future()
+        future.add_done_callback(lambda future: self._enqueue(loop, waiter, future))
+        return await waiter
 
-    def _hand_over(self, loop: asyncio.AbstractEventLoop, here: Any, done: Any) -> None:
-        sleeping = not self._come
-        self._come.append((here, done))
-        if sleeping:
+    def _enqueue(self, loop: asyncio.AbstractEventLoop, waiter: Any, future: Any) -> None:
+        is_idle = not self._deliveries
+        self._deliveries.append((waiter, future))
+        if is_idle:
             with suppress(RuntimeError):  # the loop has ended, and all its waiters
-                loop.call_soon_threadsafe(self._arrive)
+                loop.call_soon_threadsafe(self._deliver)
 
-    def _arrive(self) -> None:
-        while self._come:
-            here, done = self._come[0]
-            if not here.done():  # done if its client has hung up
-                if (error := done.exception()) is None:
-                    here.set_result(done.result())
+    def _deliver(self) -> None:
+        while self._deliveries:
+            waiter, future = self._deliveries[0]
+            if not waiter.done():  # done if its client has hung up
+                if (error := future.exception()) is None:
+                    waiter.set_result(future.result())
                 else:
-                    here.set_exception(error)
-            self._come.popleft()
+                    waiter.set_exception(error)
+            self._deliveries.popleft()
 
 
-def _routes(answer: Answer) -> np.ndarray | None:
+def _join_routes(answer: Answer) -> np.ndarray | None:
     """Expert ids [P + T, moe layers, top_k]; None unless those of the whole prompt are known too."""
     prompt, sampled = answer.completion.prompt_experts, answer.completion.experts
     if prompt is None or sampled is None or len(prompt) != len(answer.prompt):
@@ -179,7 +182,7 @@ def _routes(answer: Answer) -> np.ndarray | None:
     return np.concatenate([prompt, sampled])
 
 
-def _documents(body: bytes) -> tuple[list[Any], bool]:
+def _parse_documents(body: bytes) -> tuple[list[Any], bool]:
     """The events of a body, and whether it is a single one."""
     try:
         tree = parse_json(body)
@@ -194,7 +197,7 @@ def _documents(body: bytes) -> tuple[list[Any], bool]:
     return tree, False
 
 
-def _refusal(index: int, event_id: Any, code: str, message: str) -> dict[str, Any]:
+def _describe_refusal(index: int, event_id: Any, code: str, message: str) -> dict[str, Any]:
     return {"index": index, "event_id": event_id, "code": code, "message": message}
 
 
