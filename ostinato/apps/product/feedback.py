@@ -1,4 +1,4 @@
-"""What a product's users did with answers: POST /feedback and GET /feedback.js, and the record of answers.
+"""Feedback of a product's users on answers: POST /feedback and GET /feedback.js, and the record of answers.
 
 A 200 is sent after the commit. Answers are recorded after the reply, and dropped if the store lags behind.
 """

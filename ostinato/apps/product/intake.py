@@ -20,13 +20,13 @@ from ostinato.database import Unavailable
 
 log = logging.getLogger(__name__)
 BATCH = 512  # events, and exchanges, of one commit
-# From the first of a batch to its commit: a sender alone waits little, of many each commit has more.
-GATHER_S, BUSY_S, BUSY = 0.02, 0.1, 3  # BUSY: who was in the last batch
+# Seconds from the first event of a batch to its commit: short for few senders; for many, batches are larger.
+GATHER_S, BUSY_S, BUSY = 0.02, 0.1, 3  # BUSY: senders in the last batch from which on BUSY_S holds
 AGAIN_S = 0.5  # between attempts to reach a store
 
 
 class Full(Exception):
-    """So many events wait for the store that no more are taken now."""
+    """Too many events wait for the store: no more are taken for now."""
 
 
 class Waiting(NamedTuple):
@@ -37,8 +37,11 @@ class Waiting(NamedTuple):
 
 
 class Intake:
-    """``reach`` gives a store, used in the writer's thread alone. The first is opened at once, and its errors
-    are raised here."""
+    """Queues of events and exchanges, which one thread writes into a store.
+
+    ``reach`` opens a store, which is used in the writer's thread alone. The first store is opened at once,
+    and its errors are raised here.
+    """
 
     def __init__(
         self, reach: Callable[[], Store], *, most_events: int = 20_000, most_exchanges: int = 2_000
@@ -48,7 +51,7 @@ class Intake:
         self._reach, self._most_events, self._most_exchanges = reach, most_events, most_exchanges
         self._events: deque[Waiting] = deque()
         self._exchanges: deque[Callable[[], Exchange]] = deque()
-        self._made: list[Exchange] = []  # in the writer's hands
+        self._pending: list[Exchange] = []  # taken off the queue, not written yet
         self._waiting, self._closing, self._senders = 0, False, 0
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._store: Store | None = reach()
@@ -56,9 +59,10 @@ class Intake:
         self._thread.start()
 
     def submit(self, events: Sequence[Event]) -> Future[list[Outcome]]:
-        """The outcomes of ``events``, once they are committed; Unavailable there, or Full at once."""
+        """Return a future of the outcomes of ``events``, which is done once they are committed, or fails with
+        Unavailable. Raises Full at once where too many events wait."""
         future: Future[list[Outcome]] = Future()
-        future.set_running_or_notify_cancel()  # by a client that hangs up: its events are written
+        future.set_running_or_notify_cancel()  # events of a client that hangs up are written too
         with self._lock:
             if self._closing or self._waiting + len(events) > self._most_events:
                 self.counts["turned_away"] += len(events)
@@ -81,98 +85,104 @@ class Intake:
     @property
     def waiting(self) -> int:
         """Events and exchanges that are not written yet."""
-        return self._waiting + len(self._exchanges) + len(self._made)
+        return self._waiting + len(self._exchanges) + len(self._pending)
 
     def close(self, limit_s: float = 30.0) -> None:
-        """Write what waits, for ``limit_s`` at most, and close the store. What is left then is counted."""
+        """Write what waits, for ``limit_s`` at most, and close the store. What is left then is counted as
+        dropped."""
         with self._lock:
             self._closing = True
         self._wake.set()
         self._thread.join(limit_s)
-        left = len(self._exchanges) + len(self._made)
-        if left or self._thread.is_alive():
-            log.warning("the store did not answer: %d answers are not recorded", left)
-            self.counts["dropped"] += left
+        remaining = len(self._exchanges) + len(self._pending)
+        if remaining or self._thread.is_alive():
+            log.warning("the store did not answer: %d answers are not recorded", remaining)
+            self.counts["dropped"] += remaining
 
     # ---- the writer's thread
 
     def _write(self) -> None:
-        answered = True
-        while not self._closing or (answered and self.waiting):
+        is_available = True
+        while not self._closing or (is_available and self.waiting):
             self._wake.wait()
             if not self._closing:
                 gather = BUSY_S if self._senders >= BUSY else GATHER_S
-                time.sleep(gather if answered else AGAIN_S)
+                time.sleep(gather if is_available else AGAIN_S)
                 self._wake.clear()
-            answered = True
-            while answered and self.waiting:
-                answered = self._batch()
-            if not answered:
+            is_available = True
+            while is_available and self.waiting:
+                is_available = self._write_batch()
+            if not is_available:
                 self._wake.set()
         with self._lock:
-            left = [*self._events]
+            submissions = [*self._events]
             self._events.clear()
-        self._refuse(left, Unavailable("the server ends"))
+        self._refuse(submissions, Unavailable("the server ends"))
         if self._store is not None:
             self._store.close()
 
-    def _batch(self) -> bool:
-        """Write the oldest; whether the store took it. Events that it did not take are their senders' again,
-        who send them later; exchanges stay."""
-        batch: list[Waiting] = []
+    def _write_batch(self) -> bool:
+        """Write the oldest events and exchanges; return whether the store took them. Events that it did not
+        take are refused, and their senders send them again later; exchanges stay in the queue."""
+        submissions: list[Waiting] = []
         with self._lock:
-            while self._events and sum(len(each.events) for each in batch) < BATCH:
-                batch.append(self._events.popleft())
-        self._senders = len(batch)
-        self._make()
+            while self._events and sum(len(submission.events) for submission in submissions) < BATCH:
+                submissions.append(self._events.popleft())
+        self._senders = len(submissions)
+        self._make_exchanges()
         try:
             if self._store is None:
                 self._store = self._reach()
-            outcomes = self._store.write([event for each in batch for event in each.events], self._made)
-        except Exception as error:  # whatever a database says: the senders hear of it, and the thread lives
-            self._failed(error)
-            down = isinstance(error, Unavailable)
-            self._refuse(batch, error if down else Unavailable(f"the store does not answer ({error})"))
+            outcomes = self._store.write(
+                [event for submission in submissions for event in submission.events], self._pending
+            )
+        except Exception as error:  # the senders get any error of a database, and the thread must not end
+            self._handle_failure(error)
+            is_unavailable = isinstance(error, Unavailable)
+            self._refuse(
+                submissions, error if is_unavailable else Unavailable(f"the store does not answer ({error})")
+            )
             return False
         with self._lock:
             self._waiting -= len(outcomes)
             self.counts.update(outcome.value for outcome in outcomes)
-            self.counts["written"] += len(self._made)
-            self._made = []
-        for each in batch:
-            each.future.set_result(outcomes[: len(each.events)])
-            outcomes = outcomes[len(each.events) :]
+            self.counts["written"] += len(self._pending)
+            self._pending = []
+        for submission in submissions:
+            submission.future.set_result(outcomes[: len(submission.events)])
+            outcomes = outcomes[len(submission.events) :]
         return True
 
-    def _make(self) -> None:
-        """Take exchanges off the queue. One that cannot be made is dropped."""
-        while self._exchanges and len(self._made) < BATCH:
+    def _make_exchanges(self) -> None:
+        """Make exchanges from the queue. An exchange that cannot be made is dropped."""
+        while self._exchanges and len(self._pending) < BATCH:
             try:
-                self._made.append(self._exchanges.popleft()())
+                self._pending.append(self._exchanges.popleft()())
             except Exception:
                 log.exception("an answer cannot be recorded")
                 with self._lock:
                     self.counts["dropped"] += 1
 
-    def _failed(self, error: Exception) -> None:
-        """The next batch opens the store again. What it refused is dropped: it would refuse it again."""
+    def _handle_failure(self, error: Exception) -> None:
+        """Close the store, so that the next batch opens it again. Exchanges that it refused are dropped, as
+        it would refuse them again."""
         log.warning("the store of feedback failed: %s: %s", type(error).__name__, error)
         with self._lock:
             self.counts["failures"] += 1
             if not isinstance(error, Unavailable):
-                self.counts["dropped"] += len(self._made)
-                self._made = []
+                self.counts["dropped"] += len(self._pending)
+                self._pending = []
         store, self._store = self._store, None
         if store is not None:
             try:
                 store.close()
-            except Exception:  # as above: senders hear of what failed first
+            except Exception:  # the senders get the first error, not this one
                 log.exception("the store of feedback could not be closed")
 
-    def _refuse(self, batch: Sequence[Waiting], error: Exception) -> None:
+    def _refuse(self, submissions: Sequence[Waiting], error: Exception) -> None:
         with self._lock:
-            for each in batch:
-                self.counts["turned_away"] += len(each.events)
-                self._waiting -= len(each.events)
-        for each in batch:
-            each.future.set_exception(error)
+            for submission in submissions:
+                self.counts["turned_away"] += len(submission.events)
+                self._waiting -= len(submission.events)
+        for submission in submissions:
+            submission.future.set_exception(error)

@@ -1,10 +1,10 @@
-"""A judge of answers, whoever writes for it: both orders of a comparison, scores of a group, a cache.
+"""A judge of answers with any writer: both orders of a comparison, scores of a group, a cache.
 
     Spec + Writer (an engine, an address) -> Judge: chats -> Reply, cached -> Compared, Score
 
 A judgement is a function of the judge's revision and of what is compared: its noise is keyed by a hash of
 both, so neither a cache, nor another batch, nor a resumed run changes a verdict. What cannot be judged has no
-verdict, by name: it is never a score of 0, and never a neutral one.
+verdict but a named fault: it is never a score of 0, and never a neutral score.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ostinato.apps.product.judging import (
 
 LABELS = ("A", "B")  # of the answers that are compared
 Chat = Sequence[Mapping[str, str]]
-Score = tuple[float | None, str, str]  # in [0, 1]; or the name of a fault, and what it was
+Score = tuple[float | None, str, str]  # (value in [0, 1], "", "") or (None, name of a fault, its detail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What judge.json holds. ``model``: the base, as model.path. ``template``: "" is
-    ``judging.TEMPLATE``. ``calibration``: the temperature that calibrates its probabilities."""
+    """The description of a judge, as judge.json has it. ``model``: the base, as model.path. ``template``: ""
+    is ``judging.TEMPLATE``. ``calibration``: the temperature that calibrates its probabilities."""
 
     model: str
     template: str = ""
@@ -49,8 +49,8 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What came of one chat: a text, or a ``fault`` by name. ``near``: where the last of ``LABELS`` stands in
-    it, the probabilities of the likeliest tokens; empty where they are not known."""
+    """A judge's answer to one chat: a text, or a ``fault`` by name. ``near``: the probabilities of the
+    likeliest tokens where the last of ``LABELS`` stands in the text; empty where they are not known."""
 
     text: str = ""
     near: Mapping[str, float] | None = None
@@ -68,17 +68,17 @@ class Cache:
     """Replies by key: at most ``most`` of them, the ones most recently used."""
 
     def __init__(self, most: int = 65_536) -> None:
-        self._most, self._kept = most, OrderedDict[bytes, Reply]()
+        self._most, self._replies = most, OrderedDict[bytes, Reply]()
 
     def get(self, key: bytes) -> Reply | None:
-        if key in self._kept:
-            self._kept.move_to_end(key)
-        return self._kept.get(key)
+        if key in self._replies:
+            self._replies.move_to_end(key)
+        return self._replies.get(key)
 
     def put(self, key: bytes, reply: Reply) -> None:
-        self._kept[key] = reply
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+        self._replies[key] = reply
+        while len(self._replies) > self._most:
+            self._replies.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,68 +116,70 @@ class Judge:
         self._writer, self._cache, self._counters = writer, cache, counters
 
     async def ask(self, chats: Sequence[Chat]) -> list[Reply]:
-        """What it says to each; equal chats are answered once. A fault is not kept."""
+        """Return the judge's reply to each chat; equal chats are answered once. Faults are not cached."""
         revision = self.revision.encode()
         keys = [hashlib.sha256(revision + json.dumps([*map(dict, chat)]).encode()).digest() for chat in chats]
-        known = {key: reply for key in keys if (reply := self._cache.get(key)) is not None}
-        new = {key: chat for key, chat in zip(keys, chats, strict=True) if key not in known}
-        seeds = [int.from_bytes(key[:8], "little", signed=True) for key in new]
-        written = await self._writer.write(list(new.values()), seeds, self.spec) if new else []
-        for key, reply in zip(new, written, strict=True):
-            known[key] = reply
+        reply_of = {key: reply for key in keys if (reply := self._cache.get(key)) is not None}
+        new_chats = {key: chat for key, chat in zip(keys, chats, strict=True) if key not in reply_of}
+        seeds = [int.from_bytes(key[:8], "little", signed=True) for key in new_chats]
+        new_replies = (
+            await self._writer.write(list(new_chats.values()), seeds, self.spec) if new_chats else []
+        )
+        for key, reply in zip(new_chats, new_replies, strict=True):
+            reply_of[key] = reply
             if not reply.fault:
                 self._cache.put(key, reply)
         self._counters["judge/judgements"] += len(chats)
-        self._counters["judge/cached"] += len(chats) - len(new)
-        return [known[key] for key in keys]
+        self._counters["judge/cached"] += len(chats) - len(new_chats)
+        return [reply_of[key] for key in keys]
 
     async def compare(self, messages: Chat, pairs: Sequence[tuple[str, str]]) -> list[Compared]:
-        """Each pair in both orders."""
+        """Compare the answers of each pair in both orders."""
         prompt = question(messages)
         texts = [text for a, b in pairs for text in pairwise_prompts(self.spec.template, prompt, a, b)]
         replies = await self.ask([[{"role": "user", "content": text}] for text in texts])
-        return [self._compared(ab, ba) for ab, ba in zip(replies[::2], replies[1::2], strict=True)]
+        return [self._merge_orders(ab, ba) for ab, ba in zip(replies[::2], replies[1::2], strict=True)]
 
     async def compare_each(self, rows: Iterable[tuple[Chat, str, str]]) -> list[Compared]:
-        """Every (chat, answer, other answer) in both orders."""
-        found = await asyncio.gather(*(self.compare(chat, [(a, b)]) for chat, a, b in rows))
-        return [one for (one,) in found]
+        """Compare the two answers of every row (chat, answer, other answer) in both orders."""
+        comparisons = await asyncio.gather(*(self.compare(chat, [(a, b)]) for chat, a, b in rows))
+        return [comparison for (comparison,) in comparisons]
 
-    def _compared(self, ab: Reply, ba: Reply) -> Compared:
-        odds = [_log_odds(order.near or {}) for order in (ab, ba)]
-        known = None
+    def _merge_orders(self, ab: Reply, ba: Reply) -> Compared:
+        odds = [_compute_log_odds(reply.near or {}) for reply in (ab, ba)]
+        calibrated_odds = None
         if not any(map(math.isnan, odds)):
-            known = float(log_odds(*map(np.array, odds))) / self.spec.calibration
+            calibrated_odds = float(log_odds(*map(np.array, odds))) / self.spec.calibration
         first, second = parse_verdict(ab.text), parse_verdict(ba.text)
-        return Compared(ab=first, ba=second, replies=(ab, ba), log_odds=known)
+        return Compared(ab=first, ba=second, replies=(ab, ba), log_odds=calibrated_odds)
 
     async def score(self, messages: Chat, answers: Sequence[str], ring: bool) -> list[Score]:
-        """Win rates of siblings, in [0, 1]. Equal answers tie, unjudged."""
+        """Win rates of sibling answers, in [0, 1]. Equal answers tie without a judgement."""
         pairs = sorted({(min(pair), max(pair)) for pair in pairings(len(answers), ring)})
-        differ = [(i, j) for i, j in pairs if answers[i] != answers[j]]
-        found = await self.compare(messages, [(answers[i], answers[j]) for i, j in differ])
+        unequal_pairs = [(i, j) for i, j in pairs if answers[i] != answers[j]]
+        comparisons = await self.compare(messages, [(answers[i], answers[j]) for i, j in unequal_pairs])
         verdicts = dict.fromkeys((order for i, j in pairs for order in ((i, j), (j, i))), Choice.TIE)
         faults = [("", "")] * len(answers)
-        for (i, j), one in zip(differ, found, strict=True):
-            verdicts[i, j], verdicts[j, i] = one.ab, one.ba
-            if one.choice in (Choice.UNREADABLE, Choice.INCONSISTENT):
-                self._counters[f"judge/{one.fault[0]}"] += 1
-                faults[i] = faults[j] = one.fault
+        for (i, j), comparison in zip(unequal_pairs, comparisons, strict=True):
+            verdicts[i, j], verdicts[j, i] = comparison.ab, comparison.ba
+            if comparison.choice in (Choice.UNREADABLE, Choice.INCONSISTENT):
+                self._counters[f"judge/{comparison.fault[0]}"] += 1
+                faults[i] = faults[j] = comparison.fault
         rates, _ = win_rates(len(answers), verdicts)
-        each = zip(rates.tolist(), faults, strict=True)
-        return [(None, *fault) if math.isnan(rate) else (rate, "", "") for rate, fault in each]
+        rows = zip(rates.tolist(), faults, strict=True)
+        return [(None, *fault) if math.isnan(rate) else (rate, "", "") for rate, fault in rows]
 
 
 def question(messages: Chat) -> str:
-    """A chat as a judge reads it: its one message, or its turns with their roles."""
+    """Return a chat as a judge reads it: its message if it has only one, else its turns with their roles."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def _log_odds(near: Mapping[str, float]) -> float:
-    """log P(A) - log P(B) where the verdict stands: what is not among the likeliest is at most as likely as
-    the last of these. NaN without either."""
+def _compute_log_odds(near: Mapping[str, float]) -> float:
+    """log P(A) - log P(B) where the verdict stands. A label that is not among the likeliest tokens gets the
+    smallest probability of these, which is an upper bound. NaN where neither label is among them."""
     if not any(label in near for label in LABELS):
         return math.nan
     least = min(near.values())

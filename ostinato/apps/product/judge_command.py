@@ -59,22 +59,22 @@ def train(
     from ostinato.cli.train import finish, run
     from ostinato.launch.session import Outcome, learn
 
-    found = plan(rows, overrides or [], template.read_text() if template else "", holdout)
+    judge_plan = plan(rows, overrides or [], template.read_text() if template else "", holdout)
     folders: list[Path] = []
 
-    def ended(folder: Path) -> None:
-        write_spec(found.spec, folder)
+    def save_spec(folder: Path) -> None:
+        write_spec(judge_plan.spec, folder)
         folders.append(folder)
 
-    def reinforced() -> Outcome:
-        outcome = learn(found.after(folders[0]) if folders else found.rl)
-        ended(outcome.folder)
+    def train_rl() -> Outcome:
+        outcome = learn(judge_plan.after(folders[0]) if folders else judge_plan.rl)
+        save_spec(outcome.folder)
         return outcome
 
-    code = run(found.warm, None, ended) if warm else 0
+    code = run(judge_plan.warm, None, save_spec) if warm else 0
     if rl and not code:
         try:
-            code = finish(reinforced)
+            code = finish(train_rl)
         except NothingToLearn as error:
             if not folders:
                 raise
@@ -100,29 +100,29 @@ def evaluate(
     from ostinato.apps.product.judges import sources
     from ostinato.apps.product.panel import Bench
 
-    pairs, found = preferences(rows), dict[str, dict[str, Any]]()
-    (first,) = sources(judge)
-    bench_of = {name: Counter[str]() for name in (judge, *filter(None, [against]))}
-    for name, counters in bench_of.items():
-        (source,) = sources(name, like=first.spec)
+    pairs, row_of = preferences(rows), dict[str, dict[str, Any]]()
+    (first_source,) = sources(judge)
+    counters_of = {name: Counter[str]() for name in (judge, *filter(None, [against]))}
+    for name, counters in counters_of.items():
+        (source,) = sources(name, like=first_source.spec)
         rows_of = ((pair.chat, pair.chosen, pair.rejected) for pair in pairs)
         row = figures(Bench(recipe=recipe, counters=counters).compared(source, rows_of))
-        found[name] = {"revision": source.revision, **row, **counters}
-    Screen().print(_table(found))
+        row_of[name] = {"revision": source.revision, **row, **counters}
+    Screen().print(_build_table(row_of))
     if json_file is not None:
-        atomic_write(json_file, json.dumps(found, indent=1).encode())
+        atomic_write(json_file, json.dumps(row_of, indent=1).encode())
 
 
-def _table(found: dict[str, dict[str, Any]]) -> Table:
-    table = Table(title=f"{next(iter(found.values()))['pairs']} pairs, each in both orders")
-    for head in ("", *found):
-        table.add_column(head, justify="right" if head else "left")
-    for name in next(iter(found.values())):
-        table.add_row(name, *(_cell(row.get(name)) for row in found.values()))
+def _build_table(row_of: dict[str, dict[str, Any]]) -> Table:
+    table = Table(title=f"{next(iter(row_of.values()))['pairs']} pairs, each in both orders")
+    for header in ("", *row_of):
+        table.add_column(header, justify="right" if header else "left")
+    for name in next(iter(row_of.values())):
+        table.add_row(name, *(_format_cell(row.get(name)) for row in row_of.values()))
     return table
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if isinstance(value, dict):
         low, high = value["interval"]
         return f"{value['value']:.3f} [{low:.3f}, {high:.3f}]"

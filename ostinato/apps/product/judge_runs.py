@@ -1,4 +1,4 @@
-"""A judge out of pairs: the rows of its warm start and of its RL, the two runs, and how good it is.
+"""Train a judge on pairs: the rows of its warm start and of its RL, the two runs, and its figures.
 
 pairs -> data folder (judge.json, warm/, pairs/, held_out.jsonl) -> SFT on critiques -> RL in both orders
 """
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """A row of pairs. ``critiques``: where the chosen answer is A, and where it is B."""
+    """A row of pairs. ``critiques``: first with the chosen answer as A, then as B."""
 
     chat: tuple[Mapping[str, str], ...]
     chosen: str
@@ -46,82 +46,91 @@ class Preference:
 
     @property
     def digest(self) -> bytes:
-        """Of the prompt alone: rows with the same prompt fall on the same side."""
+        """SHA-256 of the prompt alone: rows with the same prompt get into the same split."""
         return hashlib.sha256(json.dumps([*map(dict, self.chat)]).encode()).digest()
 
 
 def preferences(source: str, holdout: float = 0.0) -> list[Preference]:
-    """The rows of a .jsonl or .parquet file: prompt (or messages), chosen, rejected, and, if there is one,
-    critique: a text with {chosen} and {rejected} for the letters, or two texts. Or the pairs that a store of
-    feedback shows, the last ``holdout`` of which are "eval". ValueError by row."""
+    """Read the rows of a .jsonl or .parquet file: prompt (or messages), chosen, rejected and, optionally,
+    critique: a text with {chosen} and {rejected} for the letters, or two texts.
+
+    From a store of feedback instead, read its pairs, the last share ``holdout`` of which are "eval". Raises
+    ValueError that names the row.
+    """
     if source.startswith(("postgresql://", "postgres://")) or Path(source).suffix in STORES:
         return _read_store(source, holdout)
     rows, _ = raw_rows(check_source(source), "train", "", 0.0)
-    found = [_preference(row, f"row {number} of {source}") for number, row in rows]
-    if not found:
+    pairs = [_parse_preference(row, f"row {number} of {source}") for number, row in rows]
+    if not pairs:
         raise ValueError(f"{source} has no rows; give it pairs (docs/judge.md)")
-    return found
+    return pairs
 
 
 def _read_store(source: str, holdout: float) -> list[Preference]:
-    """Of answers and events that may be trained on; no user and no prompt is on both sides."""
+    """Read the pairs of answers and events that may be trained on. The splits share no user and no prompt."""
     if "://" not in source and not Path(source).is_file():
         raise ValueError(f"there is no store {source}; give the one of ostinato serve --feedback")
     with open_store(source) as store:
         joined = list(store.joined())
-    events = [event for one in joined for event in one.events]
-    found = extract([one.exchange for one in joined], events, time.time())
-    pairs, repeated = deduplicate(found.pairs, math.inf)
+    events = [event for answer in joined for event in answer.events]
+    extracted = extract([answer.exchange for answer in joined], events, time.time())
+    pairs, counts = deduplicate(extracted.pairs, math.inf)
     if not pairs:
         raise ValueError(
             f"{len(events)} events on {len(joined)} answers in {source} show no pair: an edit is one, "
             "another answer that is liked where the first was not, and the better of two side by side; a "
-            f"thumb alone is none {dict(found.counts) or ''}".rstrip()
+            f"thumb alone is none {dict(extracted.counts) or ''}".rstrip()
         )
     end = float(np.quantile([pair.ts for pair in pairs], 1 - holdout)) if holdout else math.inf
     parts = split(pairs, (end, end))
-    if holdout and not (parts.train and parts.test):  # of a single user all would be on one side
+    if holdout and not (parts.train and parts.test):  # all pairs of a single user would get into one split
         log.info("pairs        of too few users to hold some of them out: parted by time and prompt alone")
         parts = split(pairs, (end, end), users=False)
     log.info(
-        f"pairs        {dict(found.counts)}, repeated {repeated['repeated']}, dropped {dict(parts.dropped)}"
+        f"pairs        {dict(extracted.counts)}, repeated {counts['repeated']}, dropped {dict(parts.dropped)}"
     )
     return [
-        Preference(chat=tuple(_plain(one.messages)), chosen=one.chosen, rejected=one.rejected, split=name)
+        Preference(
+            chat=tuple(_strip_messages(pair.messages)), chosen=pair.chosen, rejected=pair.rejected, split=name
+        )
         for name, part in (("train", parts.train), ("eval", parts.test))
-        for one in part
+        for pair in part
     ]
 
 
-def _plain(chat: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
-    return ({"role": str(one["role"]), "content": str(one.get("content") or "")} for one in chat)
+def _strip_messages(chat: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    return ({"role": str(message["role"]), "content": str(message.get("content") or "")} for message in chat)
 
 
-def _preference(row: Mapping[str, Any], where: str) -> Preference:
+def _parse_preference(row: Mapping[str, Any], where: str) -> Preference:
     prompt = row.get("prompt") or row.get("messages") or row.get("question")
     if not prompt:
         raise ValueError(f"{where} has no 'prompt'; give it a text or a chat")
     chat = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else messages(prompt, where)
     answers = []
     for name in ("chosen", "rejected"):
-        given = row.get(name)
+        value = row.get(name)
         answers.append(
-            given if isinstance(given, str) else messages(given, where)[-1]["content"] if given else ""
+            value if isinstance(value, str) else messages(value, where)[-1]["content"] if value else ""
         )
         if not answers[-1].strip():
             raise ValueError(f"{where} has no {name!r}; give it a text or a chat that ends with one")
     if answers[0].strip() == answers[1].strip():
         raise ValueError(f"{where} has the same answer as chosen and as rejected; leave the row out")
-    given = row.get("critique") or ""
-    two = (
-        [given.replace("{chosen}", good).replace("{rejected}", bad) for good, bad in (("A", "B"), ("B", "A"))]
-        if isinstance(given, str)
-        else list(given)
+    value = row.get("critique") or ""
+    critiques = (
+        [value.replace("{chosen}", good).replace("{rejected}", bad) for good, bad in (("A", "B"), ("B", "A"))]
+        if isinstance(value, str)
+        else list(value)
     )
-    if len(two) != 2 or (side := row.get("split") or "") not in ("", "train", "eval"):
+    if len(critiques) != 2 or (side := row.get("split") or "") not in ("", "train", "eval"):
         raise ValueError(f"{where}: critique is a text or two, and split is train or eval; mend the row")
     return Preference(
-        chat=tuple(chat), chosen=answers[0], rejected=answers[1], critiques=(two[0], two[1]), split=side
+        chat=tuple(chat),
+        chosen=answers[0],
+        rejected=answers[1],
+        critiques=(critiques[0], critiques[1]),
+        split=side,
     )
 
 
@@ -129,21 +138,25 @@ def _preference(row: Mapping[str, Any], where: str) -> Preference:
 
 
 def write_data(rows: Sequence[Preference], spec: Spec, folder: Path, holdout: float) -> None:
-    """What both runs read, in ``folder``; the same rows give the same bytes."""
+    """Write into ``folder`` the data of both runs; the same rows give the same bytes. Raises ValueError where
+    a split has no row."""
     splits: dict[str, list[Preference]] = {"train": [], "eval": []}
-    for one in rows:
-        held = int.from_bytes(one.digest[:4], "big") < holdout * 2**32
-        splits[one.split or ("eval" if held else "train")].append(one)
-    for name, kept in splits.items():
-        if not kept:
+    for row in rows:
+        is_held_out = int.from_bytes(row.digest[:4], "big") < holdout * 2**32
+        splits[row.split or ("eval" if is_held_out else "train")].append(row)
+    for name, split_rows in splits.items():
+        if not split_rows:
             raise ValueError(
                 f"none of {len(rows)} pairs is for {name}; change --holdout ({holdout:g}) or the rows"
             )
-        for kind, lines in (("warm", _warm(kept, spec)), ("pairs", _episodes(kept, spec))):
+        for kind, lines in (
+            ("warm", _generate_warm_rows(split_rows, spec)),
+            ("pairs", _generate_episodes(split_rows, spec)),
+        ):
             (folder / kind).mkdir(parents=True, exist_ok=True)
             _write(folder / kind / f"{name}.jsonl", lines)
     held_out = (
-        {"prompt": [*one.chat], "chosen": one.chosen, "rejected": one.rejected} for one in splits["eval"]
+        {"prompt": [*row.chat], "chosen": row.chosen, "rejected": row.rejected} for row in splits["eval"]
     )
     _write(folder / "held_out.jsonl", held_out)
     write_spec(spec, folder)
@@ -153,33 +166,35 @@ def _write(file: Path, rows: Iterator[Row]) -> None:
     atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def _orders(one: Preference, spec: Spec) -> list[tuple[list[dict[str, str]], str, str]]:
-    """(chat, verdict, critique) where the chosen answer is A, and where it is B."""
-    ways = ((one.chosen, one.rejected), "A"), ((one.rejected, one.chosen), "B")
+def _build_orders(row: Preference, spec: Spec) -> list[tuple[list[dict[str, str]], str, str]]:
+    """(chat, verdict, critique) in both orders: first with the chosen answer as A, then as B."""
+    orders = ((row.chosen, row.rejected), "A"), ((row.rejected, row.chosen), "B")
     return [
-        (_chat(one, answers, spec), right, critique)
-        for (answers, right), critique in zip(ways, one.critiques, strict=True)
+        (_build_chat(row, answers, spec), label, critique)
+        for (answers, label), critique in zip(orders, row.critiques, strict=True)
     ]
 
 
-def _chat(one: Preference, answers: tuple[str, str], spec: Spec) -> list[dict[str, str]]:
-    text, _ = judging.pairwise_prompts(spec.template, question(one.chat), *answers)
+def _build_chat(row: Preference, answers: tuple[str, str], spec: Spec) -> list[dict[str, str]]:
+    text, _ = judging.pairwise_prompts(spec.template, question(row.chat), *answers)
     return [{"role": "user", "content": text}]
 
 
-def _warm(rows: Sequence[Preference], spec: Spec) -> Iterator[Row]:
-    for chat, right, critique in (order for row in rows for order in _orders(row, spec)):
-        text = f"{judging.critique_of(critique)}\nVerdict: {right}".lstrip()
+def _generate_warm_rows(rows: Sequence[Preference], spec: Spec) -> Iterator[Row]:
+    for chat, label, critique in (order for row in rows for order in _build_orders(row, spec)):
+        text = f"{judging.critique_of(critique)}\nVerdict: {label}".lstrip()
         yield {"prompt": chat, "completion": [{"role": "assistant", "content": text}]}
 
 
-def _episodes(rows: Sequence[Preference], spec: Spec) -> Iterator[Row]:
-    for number, one in enumerate(rows):
-        orders = _orders(one, spec)
-        (chat, right, critique), (swapped, _, other) = orders if one.digest[4] % 2 else orders[::-1]
+def _generate_episodes(rows: Sequence[Preference], spec: Spec) -> Iterator[Row]:
+    for number, preference in enumerate(rows):
+        orders = _build_orders(preference, spec)
+        (chat, label, critique), (swapped, _, swapped_critique) = (
+            orders if preference.digest[4] % 2 else orders[::-1]
+        )
         uid = f"{hashlib.sha256(json.dumps([chat, swapped]).encode()).hexdigest()[:12]}/{number}"
-        row = {"uid": uid, "prompt": chat, "swapped": swapped, "answer": right}
-        yield row | ({"critiques": [critique, other]} if critique else {})
+        row = {"uid": uid, "prompt": chat, "swapped": swapped, "answer": label}
+        yield row | ({"critiques": [critique, swapped_critique]} if critique else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,20 +206,21 @@ class Plan:
     rl: Recipe
 
     def after(self, warm: Path) -> Recipe:
-        """The RL that goes on from the run in ``warm``."""
+        """Return the recipe of the RL that goes on from the run in ``warm``."""
         adapter = self.rl.adapter.model_copy(update={"path": str(RunFolder(warm).adapter.absolute())})
         return self.rl.model_copy(update={"adapter": adapter})
 
 
 def plan(source: str, overrides: Sequence[str], template: str, holdout: float) -> Plan:
-    """Write the data of both runs beside them. Overrides hold for both, those of ``warm.`` and ``rl.`` for
-    one. Raises ValueError for rows and keys that cannot be used."""
-    both = [override for override in overrides if not override.startswith(("warm.", "rl."))]
-    own = {
+    """Write the data of both runs into a folder beside them; return the recipes of the runs. Overrides hold
+    for both, those that begin with ``warm.`` or ``rl.`` for one. Raises ValueError for rows and keys that
+    cannot be used."""
+    shared_overrides = [override for override in overrides if not override.startswith(("warm.", "rl."))]
+    overrides_of = {
         kind: [override.removeprefix(kind) for override in overrides if override.startswith(kind)]
         for kind in ("warm.", "rl.")
     }
-    rl = Recipe.load("judge_rl", *both, *own["rl."])
+    rl = Recipe.load("judge_rl", *shared_overrides, *overrides_of["rl."])
     if rl.adapter.kind == "full":
         raise ValueError('adapter.kind is "full", and a judge is an adapter; use "lora"')
     spec = Spec(model=rl.model.path, template=template, max_tokens=rl.rollout.max_tokens)
@@ -212,11 +228,13 @@ def plan(source: str, overrides: Sequence[str], template: str, holdout: float) -
     digest = hashlib.sha256(repr((rows, spec, holdout)).encode()).hexdigest()[:12]
     folder = Path(rl.log.dir).absolute() / f"judge-data-{digest}"
     write_data(rows, spec, folder, holdout)
-    warm = Recipe.load("judge_sft", *both, *own["warm."], f"task.source={folder / 'warm'}")
-    return Plan(spec=spec, warm=warm, rl=_source(rl, folder / "pairs"))
+    warm = Recipe.load(
+        "judge_sft", *shared_overrides, *overrides_of["warm."], f"task.source={folder / 'warm'}"
+    )
+    return Plan(spec=spec, warm=warm, rl=_set_source(rl, folder / "pairs"))
 
 
-def _source(recipe: Recipe, folder: Path) -> Recipe:
+def _set_source(recipe: Recipe, folder: Path) -> Recipe:
     task = recipe.task.model_copy(update={"source": str(folder)})
     return recipe.model_copy(update={"task": task})
 
@@ -225,26 +243,30 @@ def _source(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def figures(found: Sequence[Compared]) -> dict[str, Any]:
-    """Of pairs whose first answer is the better one, with 95 % Wilson intervals: accuracy in each order, of
-    both (``accuracy``: they agree and are right), ``consistency``, ``unreadable`` in one order at least.
-    ``first``: of readable verdicts for one side, those for whichever stood first. ``ece``: of the calibrated
-    probabilities over both orders, which ``temperature`` would calibrate further."""
+    """Accuracy and calibration of a judge, from pairs whose first answer is the better one; shares have 95 %
+    Wilson intervals.
+
+    Accuracy in each order, and of both (``accuracy``: they agree and are right); ``consistency``;
+    ``unreadable`` in at least one order. ``first``: of the readable verdicts for one side, the share for the
+    answer that stood first. ``ece``: calibration error of the calibrated probabilities over both orders;
+    ``temperature`` would calibrate these further.
+    """
     n = len(found)
-    whole = judging.tally([(one.ab, one.ba) for one in found], [Choice.A] * n)
+    tally = judging.tally([(pair.ab, pair.ba) for pair in found], [Choice.A] * n)
     shares = {
-        "accuracy_ab": sum(one.ab is Choice.A for one in found) / n,
-        "accuracy_ba": sum(one.ba is Choice.B for one in found) / n,
-        "accuracy": whole.accuracy,
-        "consistency": whole.consistency,
-        "unreadable": whole.counts.get(Choice.UNREADABLE, 0) / n,
-        "tie": whole.counts.get(Choice.TIE, 0) / n,
+        "accuracy_ab": sum(pair.ab is Choice.A for pair in found) / n,
+        "accuracy_ba": sum(pair.ba is Choice.B for pair in found) / n,
+        "accuracy": tally.accuracy,
+        "consistency": tally.consistency,
+        "unreadable": tally.counts.get(Choice.UNREADABLE, 0) / n,
+        "tie": tally.counts.get(Choice.TIE, 0) / n,
     }
     row: dict[str, Any] = {"pairs": n}
     row |= {name: {"value": share, "interval": wilson(share, 0.0, n)} for name, share in shares.items()}
-    odds = np.array([one.log_odds for one in found if one.log_odds is not None])
-    right = np.ones(len(odds))
-    row |= {"first": whole.first, "with_probability": len(odds)}
-    if len(odds):
-        row["ece"] = judging.calibration_error(judging.probability(odds), right)
-        row["temperature"] = judging.temperature(odds, right)
+    log_odds = np.array([pair.log_odds for pair in found if pair.log_odds is not None])
+    labels = np.ones(len(log_odds))
+    row |= {"first": tally.first, "with_probability": len(log_odds)}
+    if len(log_odds):
+        row["ece"] = judging.calibration_error(judging.probability(log_odds), labels)
+        row["temperature"] = judging.temperature(log_odds, labels)
     return row

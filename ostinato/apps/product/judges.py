@@ -1,5 +1,5 @@
 """Judges by name, ``judge:RUN``, ``judge:MODEL`` or ``judge:http://HOST/v1#MODEL``, several by commas: where
-they come from, at which revision, and who writes for them."""
+they come from, at which revision, and what writes their replies."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     import httpx2
 
 FILE = "judge.json"
-FORM = "pairwise"  # in files and revisions, from when there were others
+FORM = "pairwise"  # in files and revisions: earlier versions had other forms too
 KEY = "OSTINATO_JUDGE_KEY"  # of an address, in the environment
 AT_ONCE = 16  # calls of an address for one group
-TRIES, AGAIN = 3, (408, 429, 500, 502, 503, 504)  # of a call that an address refuses for now
-TOP = 8  # likeliest tokens that are looked at where a verdict stands
+TRIES, AGAIN = 3, (408, 429, 500, 502, 503, 504)  # AGAIN: HTTP statuses after which a call is repeated
+TOP = 8  # likeliest tokens whose probabilities are read where a verdict stands
 
 
-# ---- what a judge is
+# ---- sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,47 +49,48 @@ class Source:
 
     name: str
     spec: Spec
-    revision: str  # twelve hex digits of the adapter's bytes, and of what decides on its verdicts beside
+    revision: str  # twelve hex digits of the adapter's bytes and of all else that decides on its verdicts
     adapter: Path | None = None
     address: str = ""
 
 
 def sources(names: str, like: Spec | None = None) -> list[Source]:
-    """The judges behind "A,B". A model or an address has no judge.json: it judges as ``like``.
-    ``NAME@REVISION`` is refused where the judge has another revision by now."""
-    return [_source(name.strip(), like) for name in names.split(",")]
+    """Return the sources of the judges "A,B". A model or an address has no judge.json: its description is
+    ``like``. Raises ValueError for ``NAME@REVISION`` where the judge has another revision by now, and for a
+    name that is none."""
+    return [_open_source(name.strip(), like) for name in names.split(",")]
 
 
-def _source(given: str, like: Spec | None) -> Source:
-    name, _, pinned = given.rpartition("@") if "@" in given.rpartition("/")[2] else (given, "", "")
+def _open_source(full_name: str, like: Spec | None) -> Source:
+    name, _, pin = full_name.rpartition("@") if "@" in full_name.rpartition("/")[2] else (full_name, "", "")
     if name.startswith(("http://", "https://")):
         address, _, model = name.partition("#")
         spec, adapter = replace(like or Spec(model=""), model=model), None
     else:
         address, folder = "", Path(name).expanduser()
-        own = _file(folder)
-        spec = replace(like or Spec(model=""), model=name) if own is None else _read(own)
-        if own is not None and (folder / "config.json").is_file():
-            spec, own = replace(spec, model=name), None  # a whole model, with its description beside it
-        adapter = None if own is None else _adapter(folder)
-        model_folder(spec.model)  # its own words for a name that means nothing
-    revision = _revision(spec, address, adapter)
-    found = Source(name=name, spec=spec, revision=revision, adapter=adapter, address=address)
-    if pinned and pinned != found.revision:
+        spec_file = _find_spec_file(folder)
+        spec = replace(like or Spec(model=""), model=name) if spec_file is None else _read(spec_file)
+        if spec_file is not None and (folder / "config.json").is_file():
+            spec, spec_file = replace(spec, model=name), None  # a full model, with its description beside it
+        adapter = None if spec_file is None else _find_adapter(folder)
+        model_folder(spec.model)  # raises its own error for a name that is no model
+    revision = _hash_revision(spec, address, adapter)
+    source = Source(name=name, spec=spec, revision=revision, adapter=adapter, address=address)
+    if pin and pin != source.revision:
         raise ValueError(
-            f"judge {name} is at revision {found.revision}, and {pinned} is named; put that adapter back, "
+            f"judge {name} is at revision {source.revision}, and {pin} is named; put that adapter back, "
             "or name the judge without @ to judge by the new one"
         )
-    return found
+    return source
 
 
-def _file(folder: Path) -> Path | None:
-    """judge.json of a folder, or, of a run that was killed before it got one, of the data it trains on."""
-    own, run = folder / FILE, folder / "recipe.toml"
-    if own.is_file() or not run.is_file():
-        return own if own.is_file() else None
-    data = Path(Recipe.load(run).task.source).parent / FILE
-    return data if data.is_file() else None
+def _find_spec_file(folder: Path) -> Path | None:
+    """The judge.json of a folder; for a run that was killed before it wrote one, that of the run's data."""
+    file, recipe = folder / FILE, folder / "recipe.toml"
+    if file.is_file() or not recipe.is_file():
+        return file if file.is_file() else None
+    data_file = Path(Recipe.load(recipe).task.source).parent / FILE
+    return data_file if data_file.is_file() else None
 
 
 def _read(file: Path) -> Spec:
@@ -109,33 +110,34 @@ def _read(file: Path) -> Spec:
     return spec
 
 
-def _adapter(folder: Path) -> Path:
-    found = folder / "adapter" if (folder / "recipe.toml").is_file() else folder
-    if not (found / LOGICAL).is_file():
+def _find_adapter(folder: Path) -> Path:
+    adapter = folder / "adapter" if (folder / "recipe.toml").is_file() else folder
+    if not (adapter / LOGICAL).is_file():
         raise ValueError(
             f"judge {folder} has no adapter yet; let it train to its end: ostinato resume {folder}"
         )
-    return found
+    return adapter
 
 
-def _revision(spec: Spec, address: str, adapter: Path | None) -> str:
-    """Not of ``calibration``, on which no verdict depends."""
-    decides = {**asdict(spec), "form": FORM, "calibration": 1.0, "address": address}
-    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode())
+def _hash_revision(spec: Spec, address: str, adapter: Path | None) -> str:
+    """Hash all that decides on verdicts: not ``calibration``."""
+    settings = {**asdict(spec), "form": FORM, "calibration": 1.0, "address": address}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(b"" if adapter is None else (adapter / LOGICAL).read_bytes())
     return digest.hexdigest()[:12]
 
 
 def pinned(recipe: Recipe) -> Recipe:
-    """With its revision behind each judge's name: a resumed run judges as it began, or is refused."""
-    named = {function: function for function in recipe.reward.functions}
-    for function in filter(is_judge, named):
-        found = sources(function.removeprefix(JUDGE))
-        named[function] = JUDGE + ",".join(f"{one.name}@{one.revision}" for one in found)
+    """Return the recipe with its revision behind each judge's name: a resumed run then judges as it began, or
+    is refused."""
+    name_of = {function: function for function in recipe.reward.functions}
+    for function in filter(is_judge, name_of):
+        judges = sources(function.removeprefix(JUDGE))
+        name_of[function] = JUDGE + ",".join(f"{judge.name}@{judge.revision}" for judge in judges)
     tree = recipe.model_dump(mode="json")
-    tree["reward"]["functions"] = [named[function] for function in recipe.reward.functions]
+    tree["reward"]["functions"] = [name_of[function] for function in recipe.reward.functions]
     for task in tree["task"]["mix"]:
-        task["rewards"] = [named[one] for one in task["rewards"]]
+        task["rewards"] = [name_of[function] for function in task["rewards"]]
     return Recipe.parse(tree)
 
 
@@ -147,14 +149,15 @@ def is_judge(function: str) -> bool:
     return function.startswith(JUDGE)
 
 
-# ---- who writes what a judge says
+# ---- writers
 
 
 Events = AsyncIterator[tuple[int, Emitted | Completion]]
 
 
 class EngineWriter:
-    """On an engine that serves the judge as ``policy``. ``generate``: its samples, in pieces and whole."""
+    """Writes replies on an engine that serves the judge as ``policy``. ``generate``: yields an engine's
+    samples, first in pieces, then complete."""
 
     def __init__(
         self,
@@ -171,14 +174,14 @@ class EngineWriter:
         sampling = Sampling(
             temperature=spec.temperature, max_tokens=spec.max_tokens, stop_tokens=self._renderer.stop_tokens
         )
-        answers, requests = dict[int, Reply](), dict[int, Request]()
-        for at, (chat, seed) in enumerate(zip(chats, seeds, strict=True)):
+        replies, requests = dict[int, Reply](), dict[int, Request]()
+        for place, (chat, seed) in enumerate(zip(chats, seeds, strict=True)):
             tokens = self._renderer.chat(chat)
-            if (most := len(tokens) + spec.max_tokens) > self._context:
-                detail = f"{most} tokens with those of the verdict; the context is {self._context}"
-                answers[at] = Reply(fault="too_long", detail=detail)
+            if (total := len(tokens) + spec.max_tokens) > self._context:
+                detail = f"{total} tokens with those of the verdict; the context is {self._context}"
+                replies[place] = Reply(fault="too_long", detail=detail)
                 continue
-            requests[at] = Request(
+            requests[place] = Request(
                 tokens=tokens, sampling=sampling, seed=(seed,), policy=self._policy, top_logprobs=TOP
             )
         places, emitted = list(requests), [list[Emitted]() for _ in requests]
@@ -186,54 +189,57 @@ class EngineWriter:
             if isinstance(event, Emitted):
                 emitted[index].append(event)
                 continue
-            answers[places[index]] = self._reply(event, emitted[index])
-            read = len(requests[places[index]].tokens) - event.cached_tokens
-            self._counters["judge/prompt_tokens"] += read
+            replies[places[index]] = self._build_reply(event, emitted[index])
+            prefilled = len(requests[places[index]].tokens) - event.cached_tokens
+            self._counters["judge/prompt_tokens"] += prefilled
             self._counters["judge/tokens"] += len(event.tokens)
-        return [answers[at] for at in range(len(chats))]
+        return [replies[place] for place in range(len(chats))]
 
-    def _reply(self, done: Completion, emitted: Sequence[Emitted]) -> Reply:
-        if done.stop is Stop.ERROR:
-            return Reply(fault="engine", detail=done.error)
-        words = [self._renderer.decode([token]).strip() for token in done.tokens.tolist()]
-        places = [at for at, word in enumerate(words) if word in LABELS]
-        tops = [top for one in emitted for top in one.top]
+    def _build_reply(self, completion: Completion, emitted: Sequence[Emitted]) -> Reply:
+        if completion.stop is Stop.ERROR:
+            return Reply(fault="engine", detail=completion.error)
+        words = [self._renderer.decode([token]).strip() for token in completion.tokens.tolist()]
+        places = [place for place, word in enumerate(words) if word in LABELS]
+        tops = [top for piece in emitted for top in piece.top]
         near = dict[str, float]()
         for token, logprob in zip(*tops[places[-1]], strict=True) if places and tops else ():
             word = self._renderer.decode([int(token)]).strip()
             near[word] = near.get(word, 0.0) + math.exp(float(logprob))
-        return Reply(text=done.text, near=near)
+        return Reply(text=completion.text, near=near)
 
 
 class EngineSeconds:
-    """An engine of this event loop, whose seconds are counted as they are spent."""
+    """An engine of this event loop, whose seconds are added to the counters as they are spent."""
 
     def __init__(self, engine: LocalEngine, counters: Counter[str]) -> None:
-        self.engine, self._counters, self._counted = engine, counters, 0.0
+        self.engine, self._counters, self._reported = engine, counters, 0.0
 
     async def generate(self, requests: Sequence[Request]) -> Events:
-        new = deque[tuple[int, Emitted]]()
+        new_pieces = deque[tuple[int, Emitted]]()
         try:
-            async for index, done in self.engine.generate(requests, lambda at, one: new.append((at, one))):
-                while new:
-                    yield new.popleft()
-                yield index, done
+            async for index, completion in self.engine.generate(
+                requests, lambda at, piece: new_pieces.append((at, piece))
+            ):
+                while new_pieces:
+                    yield new_pieces.popleft()
+                yield index, completion
         finally:
             seconds = self.engine.counters.seconds
-            self._counters["judge/seconds"] += seconds - self._counted  # type: ignore[assignment]
-            self._counted = seconds
+            self._counters["judge/seconds"] += seconds - self._reported  # type: ignore[assignment]
+            self._reported = seconds
 
 
 @cache
-def _certificates() -> ssl.SSLContext:
-    """Read once: a client of its own for every group would spend more on them than on its calls."""
+def _load_certificates() -> ssl.SSLContext:
+    """Load the certificates once: each group has a client of its own, which would else spend more time on
+    loading them than on its calls."""
     import httpx2
 
     return httpx2.create_ssl_context()
 
 
 class AddressWriter:
-    """At an OpenAI-compatible address; $OSTINATO_JUDGE_KEY is sent as its key."""
+    """Writes replies at an OpenAI-compatible address; $OSTINATO_JUDGE_KEY is sent as its key."""
 
     def __init__(self, address: str, counters: Counter[str]) -> None:
         root = address.rstrip("/")
@@ -245,10 +251,10 @@ class AddressWriter:
 
         key = os.environ.get(KEY, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with httpx2.AsyncClient(timeout=None, headers=headers, verify=_certificates()) as client:
+        async with httpx2.AsyncClient(timeout=None, headers=headers, verify=_load_certificates()) as client:
             slots = asyncio.Semaphore(AT_ONCE)
-            each = zip(chats, seeds, strict=True)
-            calls = (self._call(client, slots, chat, seed, spec) for chat, seed in each)
+            rows = zip(chats, seeds, strict=True)
+            calls = (self._call(client, slots, chat, seed, spec) for chat, seed in rows)
             return list(await asyncio.gather(*calls))
 
     async def _call(
@@ -256,7 +262,11 @@ class AddressWriter:
     ) -> Reply:
         import httpx2
 
-        body = {"messages": [dict(one) for one in chat], "max_tokens": spec.max_tokens, "seed": seed % 2**31}
+        body = {
+            "messages": [dict(message) for message in chat],
+            "max_tokens": spec.max_tokens,
+            "seed": seed % 2**31,
+        }
         body |= {"temperature": spec.temperature} | ({"model": spec.model} if spec.model else {})
         detail = ""
         for attempt in range(TRIES):
@@ -279,9 +289,9 @@ class AddressWriter:
     def _read(self, content: bytes) -> Reply:
         try:
             tree: Any = parse_json(content)
-            text, used = tree["choices"][0]["message"]["content"], tree.get("usage") or {}
-            self._counters["judge/prompt_tokens"] += int(used.get("prompt_tokens", 0))
-            self._counters["judge/tokens"] += int(used.get("completion_tokens", 0))
+            text, usage = tree["choices"][0]["message"]["content"], tree.get("usage") or {}
+            self._counters["judge/prompt_tokens"] += int(usage.get("prompt_tokens", 0))
+            self._counters["judge/tokens"] += int(usage.get("completion_tokens", 0))
             return Reply(text=str(text or ""))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             return Reply(fault="unreachable", detail=f"{self._url}: no chat completion ({error!r:.100})")

@@ -33,7 +33,7 @@ class Choice(StrEnum):
 
     @property
     def swapped(self) -> Choice:
-        """The same with A and B exchanged."""
+        """The same choice with A and B exchanged."""
         return {Choice.A: Choice.B, Choice.B: Choice.A}.get(self, self)
 
 
@@ -45,21 +45,21 @@ TEMPLATE = (
 
 
 def check_template(template: str) -> None:
-    """Raises ValueError for a field of ``str.format`` that is missing or unknown."""
-    found = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
-    if found != (needed := {"prompt", "a", "b"}):
-        raise ValueError(f"the template has fields {sorted(found)}; it needs {sorted(needed)}")
+    """Raise ValueError for a field of ``str.format`` that is missing or unknown."""
+    fields = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
+    if fields != (required := {"prompt", "a", "b"}):
+        raise ValueError(f"the template has fields {sorted(fields)}; it needs {sorted(required)}")
 
 
-def _inert(text: str) -> str:
-    """Without tags and verdict lines of ours: an answer that writes its own verdict is not one."""
+def _strip_markup(text: str) -> str:
+    """Remove our tags and break verdict lines: a verdict in an answer must not count as the judge's."""
     text = re.sub(r"</?(prompt|answer(?:_\w+)?)>", "", text)
     return re.sub(r"(?im)^(\W*)(verdict)(\W*):", r"\1\2\3", text)
 
 
 def pairwise_prompts(template: str, prompt: str, a: str, b: str) -> tuple[str, str]:
-    """Both orders: (a, b) and (b, a). ``template``: "" is the usual one."""
-    prompt, a, b = _inert(prompt), _inert(a), _inert(b)
+    """Return the prompts of both orders, (a, b) and (b, a). ``template``: "" is TEMPLATE."""
+    prompt, a, b = _strip_markup(prompt), _strip_markup(a), _strip_markup(b)
     form = (template or TEMPLATE).format
     return form(prompt=prompt, a=a, b=b), form(prompt=prompt, a=b, b=a)
 
@@ -68,29 +68,31 @@ _VERDICT = re.compile(r"(?im)^\W*verdict\W*:\W*(?:answer[ _])?(a|b|tie)\b\W*$")
 
 
 def parse_verdict(text: str) -> Choice:
-    """The verdict line of a judge's answer; UNREADABLE without one, or with several that differ."""
-    found = {one.lower() for one in _VERDICT.findall(text)}
-    if len(found) != 1:
+    """Return the verdict of the verdict lines in a judge's answer; UNREADABLE without a line, or where lines
+    differ."""
+    verdicts = {match.lower() for match in _VERDICT.findall(text)}
+    if len(verdicts) != 1:
         return Choice.UNREADABLE
-    return {"a": Choice.A, "b": Choice.B}.get(found.pop(), Choice.TIE)
+    return {"a": Choice.A, "b": Choice.B}.get(verdicts.pop(), Choice.TIE)
 
 
 def critique_of(text: str) -> str:
-    """What stands before the verdict."""
-    found = _VERDICT.search(text)
-    return text[: found.start() if found else None].strip()
+    """Return the text before the first verdict line."""
+    verdict = _VERDICT.search(text)
+    return text[: verdict.start() if verdict else None].strip()
 
 
 def both_orders(ab: Choice, ba: Choice) -> Choice:
-    """The verdict about (a, b) of one in that order and one in the order (b, a)."""
+    """Merge two verdicts, of (a, b) in that order and in the order (b, a), into a verdict about (a, b)."""
     if Choice.UNREADABLE in (ab, ba):
         return Choice.UNREADABLE
     return ab if ab == ba.swapped else Choice.INCONSISTENT
 
 
 def verdict_reward(ab: Choice, ba: Choice, label: Choice, process: float = 1.0) -> float:
-    """Of a judge's two answers: ``process`` (in 0 to 1, of its critiques) where both orders agree and are
-    right, else 0. A process reward counts behind a right label alone (RM-NLHF, arXiv 2601.07349)."""
+    """The reward of a judge's answers to both orders: ``process`` (in 0 to 1, the score of its critiques)
+    where both orders agree and are right, else 0. A process reward counts behind a right label alone
+    (RM-NLHF, arXiv 2601.07349). Raises ValueError for ``process`` outside 0 to 1."""
     if not 0 <= process <= 1:
         raise ValueError(f"process is {process}; a share from 0 to 1")
     return process if both_orders(ab, ba) == label else 0.0
@@ -98,28 +100,29 @@ def verdict_reward(ab: Choice, ba: Choice, label: Choice, process: float = 1.0) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Shares of n pairs. What was unreadable or inconsistent is wrong in ``accuracy`` and stands apart."""
+    """Shares of n pairs. Unreadable and inconsistent verdicts are wrong in ``accuracy`` and have counts of
+    their own."""
 
     n: int
     accuracy: float  # both orders agree and are right
     consistency: float  # both orders can be read and agree
-    first: float  # of all readable verdicts for one side, those for whichever stood first: 0.5 without bias
+    first: float  # of the readable verdicts for one side, the share for the first answer: 0.5 without bias
     counts: Mapping[str, int]  # of the verdicts of both orders
 
 
 def tally(verdicts: Sequence[tuple[Choice, Choice]], labels: Sequence[Choice]) -> Tally:
-    """Of verdicts in the orders (a, b) and (b, a). NaN where nothing was judged."""
-    merged = [both_orders(*verdict) for verdict in verdicts]
-    n = len(merged)
-    single = [one for two in verdicts for one in two if one in (Choice.A, Choice.B)]
-    right = sum(one == label for one, label in zip(merged, labels, strict=True))
-    agreed = sum(one in (Choice.A, Choice.B, Choice.TIE) for one in merged)
+    """Count verdicts in the orders (a, b) and (b, a). Shares are NaN without verdicts."""
+    choices = [both_orders(*verdict) for verdict in verdicts]
+    n = len(choices)
+    decisive = [choice for verdict in verdicts for choice in verdict if choice in (Choice.A, Choice.B)]
+    right_count = sum(choice == label for choice, label in zip(choices, labels, strict=True))
+    consistent_count = sum(choice in (Choice.A, Choice.B, Choice.TIE) for choice in choices)
     return Tally(
         n=n,
-        accuracy=right / n if n else math.nan,
-        consistency=agreed / n if n else math.nan,
-        first=sum(one is Choice.A for one in single) / len(single) if single else math.nan,
-        counts=Counter(one.value for one in merged),
+        accuracy=right_count / n if n else math.nan,
+        consistency=consistent_count / n if n else math.nan,
+        first=sum(choice is Choice.A for choice in decisive) / len(decisive) if decisive else math.nan,
+        counts=Counter(choice.value for choice in choices),
     )
 
 
@@ -133,31 +136,33 @@ _COMMON = frozenset(
 
 
 def claims(critique: str) -> list[str]:
-    """Sentences and lines that say something: those with at least two words of content."""
+    """Return the sentences and lines of a critique that have at least two content words."""
     parts = re.split(r"(?<=[.!?;])\s+|\n+", critique)
-    return [part.strip() for part in parts if len(_content(part)) >= 2]
+    return [part.strip() for part in parts if len(_extract_content(part)) >= 2]
 
 
-def _content(text: str) -> set[str]:
-    """Words that say what is meant; numbers of one digit too, letters and stop words not."""
+def _extract_content(text: str) -> set[str]:
+    """Return the words of a text that carry meaning: no stop words, no single letters; single digits stay."""
     content = {word for word in words(text.lower()) if word[0].isalnum() and word not in _COMMON}
     return {word for word in content if len(word) > 1 or word.isdigit()}
 
 
 def critique_f1(critique: str, reference: str, alike: float = 0.5) -> float:
-    """F1 of the claims of a critique against a reference's: two match where their content words have a Dice
-    overlap of ``alike``, each claim once. NaN where the reference claims nothing. (RM-NLHF, arXiv
-    2601.07349, lets a model match the arguments.)"""
-    ours, theirs = ([_content(claim) for claim in claims(text)] for text in (critique, reference))
+    """F1 of the claims of a critique against those of a reference. Two claims match where their content words
+    have a Dice overlap of at least ``alike``, each claim once. NaN where the reference has no claims.
+
+    RM-NLHF (arXiv 2601.07349) lets a model match the arguments instead.
+    """
+    ours, theirs = ([_extract_content(claim) for claim in claims(text)] for text in (critique, reference))
     if not theirs:
         return math.nan
     overlap = np.array([[2 * len(a & b) / (len(a) + len(b)) for b in theirs] for a in ours])
-    matched = 0
+    matches = 0
     while overlap.size and overlap.max() >= alike:  # the closest two first
         i, j = np.unravel_index(overlap.argmax(), overlap.shape)
         overlap = np.delete(np.delete(overlap, i, 0), j, 1)
-        matched += 1
-    return 2 * matched / (len(ours) + len(theirs))
+        matches += 1
+    return 2 * matches / (len(ours) + len(theirs))
 
 
 def pairings(n: int, ring: bool = False) -> list[tuple[int, int]]:
@@ -168,29 +173,30 @@ def pairings(n: int, ring: bool = False) -> list[tuple[int, int]]:
 
 
 def win_rates(n: int, verdicts: Mapping[tuple[int, int], Choice]) -> tuple[np.ndarray, Mapping[str, int]]:
-    """([n] wins per decided comparison, ties half; counts of merged verdicts). Pref-GRPO's reward, of
-    verdicts that hold in both orders; NaN for an answer without any: no verdict, not an average one."""
-    wins, seen = np.zeros(n), np.zeros(n)
+    """Return ([n] wins per decided comparison, a tie is half a win; counts of merged verdicts). The reward of
+    Pref-GRPO, from verdicts that hold in both orders. NaN for an answer without such a verdict: it has no win
+    rate, not an average one."""
+    wins, comparisons = np.zeros(n), np.zeros(n)
     counts: Counter[str] = Counter()
     for i, j in {(min(pair), max(pair)) for pair in verdicts}:
-        missing = Choice.UNREADABLE
-        merged = both_orders(verdicts.get((i, j), missing), verdicts.get((j, i), missing))
+        default = Choice.UNREADABLE
+        merged = both_orders(verdicts.get((i, j), default), verdicts.get((j, i), default))
         counts[merged.value] += 1
-        if (won := {Choice.A: 1.0, Choice.B: 0.0, Choice.TIE: 0.5}.get(merged)) is not None:
-            wins[[i, j]] += won, 1 - won
-            seen[[i, j]] += 1
-    return np.divide(wins, seen, out=np.full(n, math.nan), where=seen > 0), counts
+        if (score := {Choice.A: 1.0, Choice.B: 0.0, Choice.TIE: 0.5}.get(merged)) is not None:
+            wins[[i, j]] += score, 1 - score
+            comparisons[[i, j]] += 1
+    return np.divide(wins, comparisons, out=np.full(n, math.nan), where=comparisons > 0), counts
 
 
 def log_odds(ab: np.ndarray, ba: np.ndarray) -> np.ndarray:
-    """That a is better, free of order: ``ab`` are log P("A") - log P("B") in the order (a, b), ``ba`` in the
-    other."""
+    """Log-odds that a is better, free of the bias of order: ``ab`` are log P("A") - log P("B") in the order
+    (a, b), ``ba`` in the order (b, a)."""
     return (np.asarray(ab, float) - np.asarray(ba, float)) / 2
 
 
 def temperature(log_odds: np.ndarray, labels: np.ndarray, least: float = 0.05, most: float = 20.0) -> float:
     """T that minimises the cross-entropy of sigmoid(log_odds / T) against ``labels`` in 0 or 1 (Guo et al.,
-    arXiv 1706.04599, section 4.2): convex in 1 / T, so a bisection of its slope."""
+    arXiv 1706.04599, section 4.2). It is convex in 1 / T, so a bisection of its slope finds T."""
     x, y = np.asarray(log_odds, float), np.asarray(labels, float)
     low, high = 1 / most, 1 / least
 
@@ -208,21 +214,21 @@ def probability(log_odds: np.ndarray) -> np.ndarray:
 
 
 def calibration_gaps(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> tuple[np.ndarray, np.ndarray]:
-    """([n] bin of the confidence max(p, 1 - p), equal widths over 0.5 to 1; [n] confidence less correctness).
-    ``p``: that the label is 1."""
+    """Return ([n] bin of the confidence max(p, 1 - p), equal widths over 0.5 to 1; [n] confidence less
+    correctness). ``p``: probability that the label is 1."""
     p, y = np.asarray(p, float), np.asarray(labels, float)
-    sure = np.maximum(p, 1 - p)
-    return np.minimum(((sure - 0.5) * 2 * bins).astype(int), bins - 1), sure - np.where(p >= 0.5, y, 1 - y)
+    conf = np.maximum(p, 1 - p)
+    return np.minimum(((conf - 0.5) * 2 * bins).astype(int), bins - 1), conf - np.where(p >= 0.5, y, 1 - y)
 
 
 def calibration_error(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> float:
     """Expected calibration error (arXiv 1706.04599, section 2): the mean over bins of the distance between
-    confidence and accuracy. NaN of nothing."""
+    confidence and accuracy. NaN without labels."""
     place, gap = calibration_gaps(p, labels, bins)
     return float(np.abs(np.bincount(place, gap, bins)).sum() / len(gap)) if len(gap) else math.nan
 
 
-# ---- the environment of a judge in training, and its reward
+# ---- the environment that trains a judge, and its reward
 
 
 class BothOrders:
@@ -244,18 +250,21 @@ def both_right(
     critiques: Sequence[Sequence[str]] | None = None,
     **columns: Any,
 ) -> list[float]:
-    """Behind ``BothOrders``. 0 unless the verdicts of both orders agree and are right (``answer``:
-    of the first); then 1, or, where the row has ``critiques`` of both, 1/2 and half their mean F1."""
+    """The rewards of answers to ``BothOrders``: 0 unless the verdicts of both orders agree and are right
+    (``answer``: the label in the first order). Then 1, or, where the row has ``critiques`` of both orders,
+    1/2 plus half their mean F1."""
     references = critiques if critiques is not None else [("", "")] * len(completions)
-    return [_reward(*one) for one in zip(completions, answer, references, strict=True)]
+    return [_compute_reward(*row) for row in zip(completions, answer, references, strict=True)]
 
 
-def _reward(replies: Sequence[Mapping[str, str]], right: str, references: Sequence[str]) -> float:
+def _compute_reward(replies: Sequence[Mapping[str, str]], label: str, references: Sequence[str]) -> float:
     texts = [reply["content"] for reply in replies]
     if len(texts) < 2:  # the first answer was cut off
         return 0.0
     ab, ba = (parse_verdict(text) for text in texts)
-    f1 = [critique_f1(critique_of(text), one) for text, one in zip(texts, references, strict=True)]
-    known = [one for one in f1 if not math.isnan(one)]  # NaN: the reference claims nothing
-    process = 0.5 + 0.5 * sum(known) / len(known) if known else 1.0
-    return verdict_reward(ab, ba, Choice(right), process)
+    f1 = [
+        critique_f1(critique_of(text), reference) for text, reference in zip(texts, references, strict=True)
+    ]
+    defined = [score for score in f1 if not math.isnan(score)]  # NaN: the reference claims nothing
+    process = 0.5 + 0.5 * sum(defined) / len(defined) if defined else 1.0
+    return verdict_reward(ab, ba, Choice(label), process)

@@ -20,7 +20,7 @@ from typing import Any
 
 
 class Stage(StrEnum):
-    """What is to be done next."""
+    """The work that is next."""
 
     COLLECT = "collect"  # until enough pairs are decided
     FREEZE = "freeze"  # the window of feedback, written down
@@ -44,21 +44,21 @@ ORDER = tuple(Stage)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where the loop stands. ``frozen``: the end of the last window, seconds since 1970."""
+    """The state of the loop. ``frozen``: the end of the last window, seconds since 1970."""
 
     round: int = 0
     stage: Stage = Stage.COLLECT
     judge: str = ""  # the current revision; "": none yet
     policy: str = ""  # "": the base
     candidate: str = ""  # of the judge up to its gates, of the policy from there on
-    cleared: str = ""  # the policy that its gates of this round have let through
+    cleared: str = ""  # the policy that has passed its gates in this round
     frozen: float = 0.0
-    refresh: bool = False  # an alarm came: the judge has to learn the exemplars first
+    refresh: bool = False  # after an alarm: the judge has to be trained on the exemplars first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What the work of a stage came to. ``revision``: of the candidate that it made."""
+    """The result of the work of a stage. ``revision``: that of the candidate that it made."""
 
     verdict: Verdict = Verdict.PASSED
     revision: str = ""
@@ -69,7 +69,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One row of the journal: what was found at ``before``, and where that leads."""
+    """A row of the journal: the position and the finding, and the position after them."""
 
     ts: float
     before: Position
@@ -82,7 +82,7 @@ class Decision:
 
 
 def advance(at: Position, found: Finding) -> tuple[Position, str]:
-    """(the next position, the decision in words).
+    """Return (the next position, the decision in words).
 
     Raises ValueError for a finding that its stage cannot have: a candidate without a revision, an alarm
     outside the policy's training.
@@ -92,41 +92,41 @@ def advance(at: Position, found: Finding) -> tuple[Position, str]:
     if at.stage in (Stage.JUDGE, Stage.POLICY) and found.verdict is Verdict.PASSED and not found.revision:
         raise ValueError(f"stage {at.stage} passed without a revision; give the hash of its adapter")
     if found.verdict is not Verdict.PASSED:
-        return _back(at, found)
-    onward = replace(at, stage=ORDER[(ORDER.index(at.stage) + 1) % len(ORDER)])
+        return _return_to_collect(at, found)
+    target = replace(at, stage=ORDER[(ORDER.index(at.stage) + 1) % len(ORDER)])
     match at.stage:
         case Stage.COLLECT:
-            return replace(onward, round=at.round + 1, candidate="", cleared=""), "window complete"
+            return replace(target, round=at.round + 1, candidate="", cleared=""), "window complete"
         case Stage.FREEZE:
-            return replace(onward, frozen=max(found.frozen, at.frozen)), "window frozen"
+            return replace(target, frozen=max(found.frozen, at.frozen)), "window frozen"
         case Stage.JUDGE | Stage.POLICY:
-            return replace(onward, candidate=found.revision, cleared=""), f"{at.stage} candidate trained"
+            return replace(target, candidate=found.revision, cleared=""), f"{at.stage} candidate trained"
         case Stage.POLICY_GATES:
-            return replace(onward, cleared=at.candidate), "candidate cleared by its gates"
+            return replace(target, cleared=at.candidate), "candidate cleared by its gates"
     if not at.candidate or (at.stage is Stage.CANARY and at.cleared != at.candidate):
         raise ValueError(f"stage {at.stage} passed for a candidate that its gates have not cleared")
-    after = replace(onward, candidate="", cleared="")
+    after = replace(target, candidate="", cleared="")
     if at.stage is Stage.JUDGE_GATES:
         return replace(after, judge=at.candidate, refresh=False), "judge promoted"
     return replace(after, policy=at.candidate), "policy promoted"
 
 
-def _back(at: Position, found: Finding) -> tuple[Position, str]:
-    """To collect, with judge and policy as they are."""
-    alarm = found.verdict is Verdict.ALARM
-    words = {
+def _return_to_collect(at: Position, finding: Finding) -> tuple[Position, str]:
+    """Return to COLLECT, with judge and policy as they are."""
+    is_alarm = finding.verdict is Verdict.ALARM
+    decisions = {
         Stage.JUDGE: "judge training failed",
         Stage.JUDGE_GATES: "judge candidate dropped by its gates",
-        Stage.POLICY: "policy training stopped by an alarm" if alarm else "policy training failed",
+        Stage.POLICY: "policy training stopped by an alarm" if is_alarm else "policy training failed",
         Stage.POLICY_GATES: "policy candidate dropped by its gates",
         Stage.CANARY: "policy rolled back",
     }
-    after = replace(at, stage=Stage.COLLECT, candidate="", cleared="", refresh=at.refresh or alarm)
-    return after, words.get(at.stage, f"stage {at.stage} failed")
+    after = replace(at, stage=Stage.COLLECT, candidate="", cleared="", refresh=at.refresh or is_alarm)
+    return after, decisions.get(at.stage, f"stage {at.stage} failed")
 
 
 def position_of(rows: Sequence[Mapping[str, Any]]) -> Position:
-    """Where a journal of ``Decision`` rows leads; its beginning without any.
+    """The position that a journal of ``Decision`` rows leads to; the initial one for no rows.
 
     Raises ValueError for rows that do not follow from one another.
     """
@@ -137,5 +137,5 @@ def position_of(rows: Sequence[Mapping[str, Any]]) -> Position:
                 f"row {number} of the journal begins at {row['before']}, where row {number - 1} ended at {at}"
             )
         at = row["after"]
-    stage = "judge_gates" if at["stage"] == "shadow" else at["stage"]  # an older journal: the same gates
+    stage = "judge_gates" if at["stage"] == "shadow" else at["stage"]  # "shadow" in older journals
     return Position(**{**at, "stage": Stage(stage)})

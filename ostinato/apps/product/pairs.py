@@ -1,4 +1,4 @@
-"""Preferences out of what users did: an edit beats what was generated, an accepted answer beats its rivals.
+"""Extract preferences from events: an edit beats what was generated, an accepted answer beats its rivals.
 
     exchanges, events -> extract -> deduplicated -> split by time, user and prompt
 
@@ -52,25 +52,26 @@ class Pair:
 
     @property
     def prompt(self) -> str:
-        """One name for equal prompts."""
+        """The hash of the messages: equal prompts have the same."""
         return prompt_name(self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extracted:
-    """``counts``: pairs by source, weights that were clipped, and what gave none, by its reason."""
+    """Pairs and their counts. ``counts``: pairs by source, weights that were clipped, and answers that gave
+    no pair, by the reason."""
 
     pairs: tuple[Pair, ...]
     counts: Mapping[str, int]
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What one user did with one answer."""
+class _Interaction:
+    """The events of one user on one answer."""
 
     exchange: Exchange
     user: str
-    liked: float | None = None  # when
+    liked: float | None = None  # the time of the last sign that the user likes it
     edit: Event | None = None
     shown: Event | None = None
 
@@ -98,130 +99,151 @@ def extract(
     clip: float = 10.0,
     most: int = 64,
 ) -> Extracted:
-    """All pairs that the events up to ``now`` show.
+    """Return all pairs that the events up to ``now`` show.
 
     An edit that keeps less than ``least_kept`` is a new intent. Silence counts as not accepted ``horizon_s``
     behind the answer. A pair of exposures weighs 1 / their propensities, at most ``clip``. Of one prompt at
-    most ``most`` pairs across arms are taken, by a hash that knows neither outcome nor time.
+    most ``most`` pairs across arms are taken, chosen by a hash that depends neither on outcome nor on time.
     """
     counts: Counter[str] = Counter()
     answers = {exchange.response_id: exchange for exchange in exchanges}
-    seen = _seen(answers, events, counts)
-    found = [*_edits(seen, least_kept, counts), *_second(seen, counts)]
-    found += [*_together(seen, answers, clip, counts), *_apart(seen, now - horizon_s, clip, most, counts)]
-    kept = [pair for pair in found if pair.chosen.strip() != pair.rejected.strip()]
-    counts.update({"equal": len(found) - len(kept)})
-    counts.update(Counter(str(pair.source) for pair in kept))
-    return Extracted(pairs=tuple(sorted(kept, key=lambda one: (one.ts, one.ids))), counts=+counts)
+    interactions = _collect_interactions(answers, events, counts)
+    pairs = [*_pair_edits(interactions, least_kept, counts), *_pair_regenerations(interactions, counts)]
+    pairs += [
+        *_pair_alternatives(interactions, answers, clip, counts),
+        *_pair_arms(interactions, now - horizon_s, clip, most, counts),
+    ]
+    unequal = [pair for pair in pairs if pair.chosen.strip() != pair.rejected.strip()]
+    counts.update({"equal": len(pairs) - len(unequal)})
+    counts.update(Counter(str(pair.source) for pair in unequal))
+    return Extracted(pairs=tuple(sorted(unequal, key=lambda pair: (pair.ts, pair.ids))), counts=+counts)
 
 
-def _seen(
+def _collect_interactions(
     answers: Mapping[str, Exchange], events: Iterable[Event], counts: Counter[str]
-) -> dict[tuple[str, str], _Seen]:
+) -> dict[tuple[str, str], _Interaction]:
     unique = {event.event_id: event for event in events}.values()
-    seen: dict[tuple[str, str], _Seen] = {}
-    for event in sorted(unique, key=lambda one: (one.ts, one.event_id)):
+    interactions: dict[tuple[str, str], _Interaction] = {}
+    for event in sorted(unique, key=lambda event: (event.ts, event.event_id)):
         answer = answers.get(event.response_id)
         if answer is None or not event.consent:
             counts["orphan" if answer is None else "no_consent"] += 1
             continue
-        who = event.user or answer.user or f"session:{event.session or answer.session or answer.response_id}"
-        one = seen.setdefault((answer.response_id, who), _Seen(answer, who))
+        user = event.user or answer.user or f"session:{event.session or answer.session or answer.response_id}"
+        interaction = interactions.setdefault((answer.response_id, user), _Interaction(answer, user))
         rating = (event.value or 0.0) if event.kind is Kind.RATING else 0.0
         if event.kind in LIKES or rating > 0:
-            one.liked = event.ts
+            interaction.liked = event.ts
         elif event.kind in DISLIKES or rating < 0:
-            one.liked = None
+            interaction.liked = None
         elif event.kind is Kind.EDIT:
-            one.edit = event
+            interaction.edit = event
         elif event.kind is Kind.SHOWN:
-            one.shown = event
-    return seen
+            interaction.shown = event
+    return interactions
 
 
-def _edits(seen: Mapping[tuple[str, str], _Seen], least_kept: float, counts: Counter[str]) -> Iterator[Pair]:
-    for one in seen.values():
-        if one.edit is None or one.edit.after is None:
+def _pair_edits(
+    interactions: Mapping[tuple[str, str], _Interaction], least_kept: float, counts: Counter[str]
+) -> Iterator[Pair]:
+    for interaction in interactions.values():
+        if interaction.edit is None or interaction.edit.after is None:
             continue
-        before, after = one.exchange.output, one.edit.after
-        kept = similarity(before, after)
-        reason = "unchanged" if kept == 1 else "additive" if only_adds(before, after) else ""
-        if reason or kept < least_kept:
+        before, after = interaction.exchange.output, interaction.edit.after
+        kept_share = similarity(before, after)
+        reason = "unchanged" if kept_share == 1 else "additive" if only_adds(before, after) else ""
+        if reason or kept_share < least_kept:
             counts[reason or "new_intent"] += 1
             continue
-        twice = (one.exchange.response_id, one.exchange.response_id)
-        yield _pair(one, (after, before), twice, Source.EDIT, one.edit.ts, strength=1 - kept)
+        ids = (interaction.exchange.response_id, interaction.exchange.response_id)
+        yield _build_pair(
+            interaction, (after, before), ids, Source.EDIT, interaction.edit.ts, strength=1 - kept_share
+        )
 
 
-def _second(seen: Mapping[tuple[str, str], _Seen], counts: Counter[str]) -> Iterator[Pair]:
-    for one in seen.values():
-        if one.shown is None or not one.shown.replaces or one.liked is None:
+def _pair_regenerations(
+    interactions: Mapping[tuple[str, str], _Interaction], counts: Counter[str]
+) -> Iterator[Pair]:
+    for second in interactions.values():
+        if second.shown is None or not second.shown.replaces or second.liked is None:
             continue
-        first = seen.get((one.shown.replaces, one.user))
-        if first is None or first.liked is not None or first.exchange.messages != one.exchange.messages:
+        first = interactions.get((second.shown.replaces, second.user))
+        if first is None or first.liked is not None or first.exchange.messages != second.exchange.messages:
             reason = "first_unknown" if first is None else "both_liked" if first.liked else "other_prompt"
             counts[reason] += 1
             continue
-        yield _against(one, first, Source.REGENERATE)
+        yield _pair_answers(second, first, Source.REGENERATE)
 
 
-def _together(
-    seen: Mapping[tuple[str, str], _Seen], answers: Mapping[str, Exchange], clip: float, counts: Counter[str]
+def _pair_alternatives(
+    interactions: Mapping[tuple[str, str], _Interaction],
+    answers: Mapping[str, Exchange],
+    clip: float,
+    counts: Counter[str],
 ) -> Iterator[Pair]:
-    for one in seen.values():
-        if one.liked is None or one.shown is None or not one.shown.exposure.alternatives:
+    for winner in interactions.values():
+        if winner.liked is None or winner.shown is None or not winner.shown.exposure.alternatives:
             continue
-        others = [name for name in one.shown.exposure.alternatives if name in answers]
-        counts["alternative_unknown"] += len(one.shown.exposure.alternatives) - len(others)
-        rivals = [seen.get((name, one.user)) or _Seen(answers[name], one.user) for name in others]
+        names = [name for name in winner.shown.exposure.alternatives if name in answers]
+        counts["alternative_unknown"] += len(winner.shown.exposure.alternatives) - len(names)
+        rivals = [
+            interactions.get((name, winner.user)) or _Interaction(answers[name], winner.user)
+            for name in names
+        ]
         losers = [rival for rival in rivals if rival.liked is None]
         counts["both_liked"] += len(rivals) - len(losers)
-        weight = _weight(one.propensity, clip, counts)
+        weight = _compute_weight(winner.propensity, clip, counts)
         for loser in losers:  # one choice counts once
-            yield _against(one, loser, Source.TOGETHER, strength=1 / len(losers), weight=weight)
+            yield _pair_answers(winner, loser, Source.TOGETHER, strength=1 / len(losers), weight=weight)
 
 
-def _apart(
-    seen: Mapping[tuple[str, str], _Seen], closed: float, clip: float, most: int, counts: Counter[str]
+def _pair_arms(
+    interactions: Mapping[tuple[str, str], _Interaction],
+    closed: float,
+    clip: float,
+    most: int,
+    counts: Counter[str],
 ) -> Iterator[Pair]:
-    prompts: dict[str, list[_Seen]] = defaultdict(list)
-    for one in seen.values():
-        if one.arm and one.shown is not None and not one.shown.exposure.alternatives:
-            prompts[prompt_name(one.exchange.messages)].append(one)
+    prompts: dict[str, list[_Interaction]] = defaultdict(list)
+    for interaction in interactions.values():
+        if interaction.arm and interaction.shown is not None and not interaction.shown.exposure.alternatives:
+            prompts[prompt_name(interaction.exchange.messages)].append(interaction)
     for group in prompts.values():
-        ready = [one for one in group if one.liked is not None or one.exchange.ts <= closed]
+        ready = [member for member in group if member.liked is not None or member.exchange.ts <= closed]
         counts["undecided"] += len(group) - len(ready)
         rivals = [
-            (one, other)
-            for one in ready
-            for other in ready
-            if one.liked is not None and other.liked is None and one.arm != other.arm
+            (winner, loser)
+            for winner in ready
+            for loser in ready
+            if winner.liked is not None and loser.liked is None and winner.arm != loser.arm
         ]
         counts["over_most"] += max(0, len(rivals) - most)
-        for one, other in sorted(rivals, key=_blind)[:most]:
-            weight = _weight(one.propensity * other.propensity, clip, counts)
-            yield _against(one, other, Source.APART, weight=weight)
+        for interaction, rival in sorted(rivals, key=_hash_ids)[:most]:
+            weight = _compute_weight(interaction.propensity * rival.propensity, clip, counts)
+            yield _pair_answers(interaction, rival, Source.APART, weight=weight)
 
 
-def _blind(pair: tuple[_Seen, _Seen]) -> bytes:
-    names = sorted(f"{one.exchange.response_id} {one.user}" for one in pair)
+def _hash_ids(pair: tuple[_Interaction, _Interaction]) -> bytes:
+    names = sorted(f"{interaction.exchange.response_id} {interaction.user}" for interaction in pair)
     return hashlib.sha256("\n".join(names).encode()).digest()
 
 
-def _weight(propensity: float, clip: float, counts: Counter[str]) -> float:
+def _compute_weight(propensity: float, clip: float, counts: Counter[str]) -> float:
     counts["clipped"] += 1 / propensity > clip
     return min(1 / propensity, clip)
 
 
-def _against(one: _Seen, other: _Seen, source: Source, *, strength: float = 1.0, weight: float = 1.0) -> Pair:
-    assert one.liked is not None
-    texts = (one.exchange.output, other.exchange.output)
-    ids = (one.exchange.response_id, other.exchange.response_id)
-    return _pair(one, texts, ids, source, one.liked, strength, weight)
+def _pair_answers(
+    winner: _Interaction, loser: _Interaction, source: Source, *, strength: float = 1.0, weight: float = 1.0
+) -> Pair:
+    assert winner.liked is not None
+    texts = (winner.exchange.output, loser.exchange.output)
+    ids = (winner.exchange.response_id, loser.exchange.response_id)
+    return _build_pair(winner, texts, ids, source, winner.liked, strength, weight)
 
 
-def _pair(
-    one: _Seen,
+def _build_pair(
+    interaction: _Interaction,
     texts: tuple[str, str],
     ids: tuple[str, str],
     source: Source,
@@ -230,11 +252,11 @@ def _pair(
     weight: float = 1.0,
 ) -> Pair:
     return Pair(
-        messages=one.exchange.messages,
+        messages=interaction.exchange.messages,
         chosen=texts[0],
         rejected=texts[1],
         source=source,
-        user=one.user,
+        user=interaction.user,
         ts=ts,
         ids=ids,
         strength=strength,
@@ -243,29 +265,32 @@ def _pair(
 
 
 def deduplicate(pairs: Iterable[Pair], cap: float) -> tuple[list[Pair], Mapping[str, int]]:
-    """Of each user and couple of texts the newest pair alone; the pairs of one user together weigh at most
-    ``cap`` (their weights are scaled down). Second: how many were repeated, and how many users capped."""
+    """Keep the newest pair of each user and couple of texts, and scale weights down so that all pairs of a
+    user weigh at most ``cap``. Return the pairs, and the counts of repeated pairs and of capped users."""
     newest: dict[tuple[str, str, frozenset[str]], Pair] = {}
-    given = sorted(pairs, key=lambda one: (one.ts, one.ids))
-    for pair in given:
+    ordered = sorted(pairs, key=lambda pair: (pair.ts, pair.ids))
+    for pair in ordered:
         newest[pair.user, pair.prompt, frozenset((pair.chosen, pair.rejected))] = pair
     total: dict[str, float] = defaultdict(float)
     for pair in newest.values():
         total[pair.user] += pair.importance
-    kept = [
-        replace(pair, weight=pair.weight * min(1.0, cap / much)) if (much := total[pair.user]) > cap else pair
+    unique = [
+        replace(pair, weight=pair.weight * min(1.0, cap / importance))
+        if (importance := total[pair.user]) > cap
+        else pair
         for pair in newest.values()
     ]
-    capped = sum(much > cap for much in total.values())
-    return sorted(kept, key=lambda one: (one.ts, one.ids)), {
-        "repeated": len(given) - len(kept),
-        "capped_users": capped,
+    capped_users = sum(importance > cap for importance in total.values())
+    return sorted(unique, key=lambda pair: (pair.ts, pair.ids)), {
+        "repeated": len(ordered) - len(unique),
+        "capped_users": capped_users,
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """No user and no prompt is in two parts. ``dropped``: pairs whose user or prompt belongs to another."""
+    """Pairs in three parts, which share no user and no prompt. ``dropped``: pairs whose user or prompt
+    belongs to another part."""
 
     train: tuple[Pair, ...]
     validation: tuple[Pair, ...]
@@ -281,38 +306,41 @@ def split(
     users: bool = True,
     seed: int = 0,
 ) -> Split:
-    """Training before ``times[0]``, validation before ``times[1]``, test from there on.
+    """Split pairs by time: training before ``times[0]``, validation before ``times[1]``, test from there on.
 
     A user (or prompt) of several windows belongs to one of them, drawn by a hash with ``shares``, and their
-    pairs elsewhere are dropped: regular users would else empty the training or the test. ``users = False``
-    parts by time and prompt alone, for a product with few users: the test then says nothing of new ones.
+    pairs elsewhere are dropped: otherwise regular users would leave the training or the test empty. ``users =
+    False`` splits by time and prompt alone, for a product with few users: the test then says nothing about
+    new users. Raises ValueError where ``times`` is not in order.
     """
     if not times[0] <= times[1]:
         raise ValueError(f"times is {times}; the training ends before the validation")
     window = [int(np.searchsorted(times, pair.ts, side="right")) for pair in pairs]
     keys = {"prompt": [pair.prompt for pair in pairs]} | ({"user": [p.user for p in pairs]} if users else {})
-    homes = {name: _homes(each, window, shares, seed) for name, each in keys.items()}
+    homes = {name: _assign_windows(values, window, shares, seed) for name, values in keys.items()}
     parts: tuple[list[Pair], ...] = ([], [], [])
     dropped: Counter[str] = Counter()
-    for i, (pair, at) in enumerate(zip(pairs, window, strict=True)):
-        away = [name for name, home in homes.items() if home[keys[name][i]] != at]
-        if away:
-            dropped[away[0]] += 1
+    for i, (pair, part) in enumerate(zip(pairs, window, strict=True)):
+        conflicts = [name for name, home in homes.items() if home[keys[name][i]] != part]
+        if conflicts:
+            dropped[conflicts[0]] += 1
         else:
-            parts[at].append(pair)
+            parts[part].append(pair)
     train, validation, test = map(tuple, parts)
     return Split(train=train, validation=validation, test=test, dropped=dict(dropped))
 
 
-def _homes(keys: Sequence[str], window: Sequence[int], shares: Sequence[float], seed: int) -> dict[str, int]:
-    """The one window that each key belongs to, of those it occurs in."""
-    occurs: dict[str, set[int]] = defaultdict(set)
-    for key, at in zip(keys, window, strict=True):
-        occurs[key].add(at)
+def _assign_windows(
+    keys: Sequence[str], window: Sequence[int], shares: Sequence[float], seed: int
+) -> dict[str, int]:
+    """Return the window that each key belongs to: one of those in which it occurs."""
+    windows_of: dict[str, set[int]] = defaultdict(set)
+    for key, index in zip(keys, window, strict=True):
+        windows_of[key].add(index)
     homes = {}
-    for key, where in occurs.items():
-        ways = sorted(where)
-        edges = np.cumsum([shares[at] for at in ways])
-        drawn = int.from_bytes(hashlib.sha256(f"{seed}/{key}".encode()).digest()[:6]) / 2**48
-        homes[key] = ways[int(np.searchsorted(edges, drawn * edges[-1], side="right"))]
+    for key, windows in windows_of.items():
+        choices = sorted(windows)
+        edges = np.cumsum([shares[index] for index in choices])
+        draw = int.from_bytes(hashlib.sha256(f"{seed}/{key}".encode()).digest()[:6]) / 2**48
+        homes[key] = choices[int(np.searchsorted(edges, draw * edges[-1], side="right"))]
     return homes

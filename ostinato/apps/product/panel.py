@@ -1,4 +1,4 @@
-"""Judges at work: as a reward, several together; on engines that share a base; behind an address."""
+"""Judges that run: as a reward, several together; on engines that share a base; behind an address."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SKIPPED: Score = (None, "", "")
 
 
 class Panel:
-    """Implements reward.workers.Scorer: the mean of the judges' scores; an answer that one of them gives no
-    verdict has none. ``counters`` beside those of the judges: judge/scored answers, and judge/variance, the
-    sum over them of the variance among the judges.
+    """Score answers by several judges. Implements reward.workers.Scorer: the mean of the judges' scores; an
+    answer that one of them gives no verdict has none. ``counters`` beside those of the judges: judge/scored
+    answers, and judge/variance, the sum over them of the variance among the judges.
 
-    Siblings are judged together; an answer alone (an evaluation) against the row's reference ``answer``.
+    Siblings are judged together; a single answer (of an evaluation) against the row's reference ``answer``.
     Without a reference it is skipped.
     """
 
@@ -44,27 +44,27 @@ class Panel:
 
     async def score(self, prompt: Prompt, answers: Sequence[str]) -> list[Score]:
         messages = prompt.messages or ({"role": "user", "content": prompt.text or ""},)
-        by_judge = await asyncio.gather(
-            *(self._scores(judge, messages, prompt, answers) for judge in self._judges)
+        scores_of = await asyncio.gather(
+            *(self._score_by(judge, messages, prompt, answers) for judge in self._judges)
         )
-        return [self._together(one) for one in zip(*by_judge, strict=True)]
+        return [self._average(scores) for scores in zip(*scores_of, strict=True)]
 
-    async def _scores(
+    async def _score_by(
         self, judge: Judge, messages: Chat, prompt: Prompt, answers: Sequence[str]
     ) -> list[Score]:
-        beside = list(answers)
+        candidates = list(answers)
         if len(answers) == 1:
             if not isinstance(reference := prompt.columns.get("answer"), str | int | float):
                 return [SKIPPED]
-            beside.append(str(reference))
+            candidates.append(str(reference))
         try:
             async with asyncio.timeout(self._timeout_s):
-                return (await judge.score(messages, beside, self._ring))[: len(answers)]
+                return (await judge.score(messages, candidates, self._ring))[: len(answers)]
         except TimeoutError:
-            late = f"no verdict in reward.judge_timeout_s={self._timeout_s:g} s"
-            return [(None, Fault.TIMEOUT, late)] * len(answers)
+            detail = f"no verdict in reward.judge_timeout_s={self._timeout_s:g} s"
+            return [(None, Fault.TIMEOUT, detail)] * len(answers)
 
-    def _together(self, verdicts: Sequence[Score]) -> Score:
+    def _average(self, verdicts: Sequence[Score]) -> Score:
         values = [value for value, _, _ in verdicts if value is not None]
         if len(values) < len(verdicts):
             return next(verdict for verdict in verdicts if verdict[0] is None)
@@ -73,13 +73,13 @@ class Panel:
         return float(np.mean(values)), "", ""
 
     def close(self) -> None:
-        """Engines end with the process, and addresses hold nothing."""
+        """Do nothing: engines end with the process, and addresses hold no resources."""
 
 
 @dataclass(kw_only=True)
 class Bench:
-    """Opens judges: one engine for each base, which serves its adapters side by side; on ``decoder``'s own
-    tensors where the base is ``folder``, unless the policy trains all of them."""
+    """Opens judges: one engine for each base, which serves its adapters side by side. An engine uses the
+    tensors of ``decoder`` where its base is ``folder``, unless the policy trains all of them."""
 
     recipe: Recipe
     counters: Counter[str]
@@ -99,34 +99,39 @@ class Bench:
                 self._cache,
                 self.counters,
             )
-        timed, renderer = self._engine(model_folder(source.spec.model))
-        policy, engine = "", timed.engine
+        timed_engine, renderer = self._get_engine(model_folder(source.spec.model))
+        policy, engine = "", timed_engine.engine
         if source.adapter is not None:
             policy = source.revision
             engine.publish(load_peft(source.adapter, engine.decoder), 0, policy)
-        writer = EngineWriter(timed.generate, renderer, policy, engine.context_limit, self.counters)
+        writer = EngineWriter(timed_engine.generate, renderer, policy, engine.context_limit, self.counters)
         return Judge(source.spec, source.revision, writer, self._cache, self.counters)
 
     def compared(self, source: Source, rows: Iterable[tuple[Chat, str, str]]) -> list[Compared]:
-        """Every (chat, answer, other answer) in both orders."""
+        """Compare the two answers of every row (chat, answer, other answer) in both orders."""
         return asyncio.run(self.judge(source).compare_each(rows))
 
-    def _engine(self, base: Path) -> tuple[EngineSeconds, Renderer]:
-        if (at := base.resolve()) not in self.engines:
+    def _get_engine(self, base: Path) -> tuple[EngineSeconds, Renderer]:
+        if (path := base.resolve()) not in self.engines:
             recipe, renderer = self.recipe, Renderer(base)
-            shared = self.folder is not None and self.folder.resolve() == at and recipe.adapter.kind == "lora"
-            decoder = self.decoder if shared else None
+            is_shared = (
+                self.folder is not None and self.folder.resolve() == path and recipe.adapter.kind == "lora"
+            )
+            decoder = self.decoder if is_shared else None
             if decoder is None:
                 model = recipe.model.model_copy(update={"path": str(base)})
                 decoder = load_decoder(resolve_auto(recipe.model_copy(update={"model": model})).model, base)
-            exact = recipe.engine.model_copy(update={"weights": "model"})
-            engine = new_engine(recipe.model_copy(update={"engine": exact}), decoder, renderer, name="judge")
-            self.engines[at] = EngineSeconds(engine, self.counters), renderer
-        return self.engines[at]
+            engine_settings = recipe.engine.model_copy(update={"weights": "model"})
+            engine = new_engine(
+                recipe.model_copy(update={"engine": engine_settings}), decoder, renderer, name="judge"
+            )
+            self.engines[path] = EngineSeconds(engine, self.counters), renderer
+        return self.engines[path]
 
 
 def scorers(recipe: Recipe, decoder: Decoder, folder: Path, counters: Counter[str]) -> dict[str, Panel]:
-    """The judges among reward.functions, by name. Raises ValueError for one that cannot be opened."""
+    """Open the judges among reward.functions; return their panels by name. Raises ValueError for a judge that
+    cannot be opened."""
     bench = Bench(recipe=recipe, counters=counters, folder=folder, decoder=decoder)
     reward = recipe.reward
     return {

@@ -1,10 +1,10 @@
-"""What feedback is worth: a table in TOML, and the reward of an answer by it.
+"""Rewards from feedback: a table of weights in TOML, and the reward of an answer by it.
 
     value = action of the policy + clip(sum over users of their terms, floor, ceiling)
 
-The table names every ``Kind`` and every ``Action``: what is left out is refused, for a failure without a
-reward is an invitation. Silence is worth 0. A signal counts within its horizon behind the answer, by event
-time; an answer has no value before its longest horizon has closed. Returning is no reward of an answer.
+The table names every ``Kind`` and every ``Action``. One that is missing is refused, since a failure without a
+reward could be exploited. Silence is worth 0. A signal counts within its horizon behind the answer, by event
+time; an answer has no value before its longest horizon has closed. A return visit is no reward of an answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAILED = (Action.INVALID, Action.EMPTY)  # no attempt was made
 
 
 class Worth(BaseModel):
-    """Of a kind of event. ``abstain``: its user's terms on that answer do not count, whatever they are."""
+    """The weight of a kind of event. ``abstain``: no term of its user on that answer counts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,7 +43,7 @@ class Worth(BaseModel):
 
 
 class ActionWorth(BaseModel):
-    """Of what the policy did. ``credit``: whether what users liked about it adds to it."""
+    """The weight of an action of the policy. ``credit``: whether what users liked about it adds to it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,30 +52,27 @@ class ActionWorth(BaseModel):
 
 
 class Table(BaseModel):
-    """What everything is worth. ``revision`` names it with its contents."""
+    """The weights of all kinds and actions. ``revision`` names the table with its contents."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1)
     version: int = Field(ge=1)
-    break_even: float = Field(
-        gt=0, lt=1
-    )  # the chance of an accept from which on an answer is worth more than none
+    # the chance of an accept from which on an answer is worth more than none
+    break_even: float = Field(gt=0, lt=1)
     floor: float = Field(le=0, allow_inf_nan=False)  # of what users add to one answer
     ceiling: float = Field(ge=0, allow_inf_nan=False)
-    cap: float = Field(
-        gt=0, allow_inf_nan=False
-    )  # the most that one user adds to or takes from a window, in all
+    # the most that one user adds to or takes from a window, in all
+    cap: float = Field(gt=0, allow_inf_nan=False)
     cap_window_s: float = Field(gt=0, allow_inf_nan=False)
-    lateness_s: float = Field(
-        ge=0, allow_inf_nan=False
-    )  # how late an event may arrive, how far clocks may differ
+    # how late an event may arrive, how far clocks may differ
+    lateness_s: float = Field(ge=0, allow_inf_nan=False)
     event: dict[Kind, Worth]
     action: dict[Action, ActionWorth]
 
     @model_validator(mode="after")
-    def _lawful(self) -> Table:
-        for fault in _faults(self):
+    def _check_faults(self) -> Table:
+        for fault in _find_faults(self):
             raise ValueError(fault)
         return self
 
@@ -87,20 +84,22 @@ class Table(BaseModel):
 
     @property
     def horizon_s(self) -> float:
-        """Of the slowest signal that counts."""
-        return max((one.horizon_s for one in self.event.values() if one.weight or one.abstain), default=0.0)
+        """The horizon of the slowest signal that counts, in seconds."""
+        return max(
+            (worth.horizon_s for worth in self.event.values() if worth.weight or worth.abstain), default=0.0
+        )
 
 
-def _faults(table: Table) -> Iterable[str]:
+def _find_faults(table: Table) -> Iterable[str]:
     event, action = table.event, table.action
-    for section, known, given in (("event", Kind, event), ("action", Action, action)):
-        if missing := [one.value for one in known if one not in given]:
+    for section, members, weights in (("event", Kind, event), ("action", Action, action)):
+        if missing := [member.value for member in members if member not in weights]:
             yield f"{section}.{missing[0]} is missing ({len(missing)} in all); say what each is worth, 0 too"
             return
     for kind in (Kind.SHOWN, Kind.RETURN_VISIT):
         if event[kind].weight or event[kind].abstain:
-            why = "silence is worth 0" if kind is Kind.SHOWN else "returning is no reward of an answer"
-            yield f"event.{kind}.weight is {event[kind].weight:g}; {why}: make it 0, without abstain"
+            reason = "silence is worth 0" if kind is Kind.SHOWN else "returning is no reward of an answer"
+            yield f"event.{kind}.weight is {event[kind].weight:g}; {reason}: make it 0, without abstain"
     for kinds, sign, word in ((FAVOURABLE, 1, "negative"), (UNFAVOURABLE, -1, "positive")):
         for kind in kinds:
             if sign * event[kind].weight < 0:
@@ -110,33 +109,34 @@ def _faults(table: Table) -> Iterable[str]:
             yield f"event.{kind}.zero_at is {worth.zero_at:g}; only an edit has one"
     if not event[Kind.REJECT].weight < 0 < event[Kind.ACCEPT].weight:
         yield "event.accept.weight has to be above 0, event.reject.weight below: they make the break-even"
-    elif abs(table.break_even - (even := break_even(table))) > 1e-6:
-        yield f"break_even is {table.break_even:g}, where the weights of accept and reject make it {even:g}"
+    elif abs(table.break_even - (chance := break_even(table))) > 1e-6:
+        yield f"break_even is {table.break_even:g}, where the weights of accept and reject make it {chance:g}"
     if action[Action.ANSWER].weight:
         yield f"action.answer.weight is {action[Action.ANSWER].weight:g}; silence is worth 0: make it 0"
-    yield from _temptations(table)
+    yield from _find_temptations(table)
 
 
-def _temptations(table: Table) -> Iterable[str]:
-    """Failing or asking back, which must never pay more than an honest attempt at its worst."""
+def _find_temptations(table: Table) -> Iterable[str]:
+    """Faults of a table in which failing or asking back pays more than an honest attempt at its worst."""
     if not table.action[Action.ANSWER].credit:
         yield "action.answer.credit is false; what users like about an answer has to count"
-    for one, worth in table.action.items():
-        limit = table.floor if one in (*FAILED, Action.QUESTION) else 0.0
+    for kind, worth in table.action.items():
+        limit = table.floor if kind in (*FAILED, Action.QUESTION) else 0.0
         if worth.weight > limit:
-            worst = "an honest attempt at its worst (floor)" if limit else "an honest attempt"
-            yield f"action.{one}.weight is {worth.weight:g}, above {limit:g} of {worst}; make it at most that"
-        if one in FAILED and worth.credit:
-            yield f"action.{one}.credit is true; nothing that a user does makes a failure worth more"
+            case = "an honest attempt at its worst (floor)" if limit else "an honest attempt"
+            yield f"action.{kind}.weight is {worth.weight:g}, above {limit:g} of {case}; make it at most that"
+        if kind in FAILED and worth.credit:
+            yield f"action.{kind}.credit is true; nothing that a user does makes a failure worth more"
 
 
 def read_table(file: Path) -> Table:
-    """Raises ValueError with one sentence: what is missing, contradicts itself, or tempts the policy."""
+    """Read a table. Raises ValueError with one sentence: what is missing, contradicts itself, or tempts the
+    policy."""
     return parse_table(file.read_text(encoding="utf-8"), str(file))
 
 
 def parse_table(text: str, where: str = "the table") -> Table:
-    """A table from TOML, see ``read_table``."""
+    """Parse a table from TOML, see ``read_table``."""
     try:
         return Table.model_validate(parse_toml(text))
     except ValidationError as error:
@@ -159,8 +159,9 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """``value`` is None unless it is decided. ``terms``: the action's, and each kind's sum over users, before
-    floor and ceiling. ``ignored``: events outside of their horizon, without consent, or repeated."""
+    """The reward of an answer. ``value`` is None unless it is decided. ``terms``: the action's, and each
+    kind's sum over users, before floor and ceiling. ``ignored``: events outside of their horizon, without
+    consent, or repeated."""
 
     value: float | None
     standing: Standing
@@ -180,36 +181,42 @@ class Account:
 
 
 def reward(exchange: Exchange, events: Iterable[Event], now: float, table: Table) -> Outcome:
-    """Of one answer, without the cap, which needs a user's other answers (``rewards``). ``now``: the event
-    time up to which events have been collected. Events of other answers are a ValueError."""
-    given = list(events)
-    for event in given:
+    """Compute the reward of one answer, without the cap, which needs a user's other answers (``rewards``).
+    ``now``: the event time up to which events have been collected. Raises ValueError for events of other
+    answers."""
+    own_events = list(events)
+    for event in own_events:
         if event.response_id != exchange.response_id:
             raise ValueError(
                 f"event {event.event_id} is of {event.response_id}, not of {exchange.response_id}"
             )
-    return _outcome(exchange, _by_user(exchange, given, table), len(given), now, table, {})
+    return _compute_outcome(
+        exchange, _group_by_user(exchange, own_events, table), len(own_events), now, table, {}
+    )
 
 
 def rewards(exchanges: Sequence[Exchange], events: Iterable[Event], now: float, table: Table) -> Account:
-    """Of all answers of a window. One user moves the sum of all values within ``cap_window_s`` (by the time
-    of the answers, in fixed windows) by at most ``cap``: what they say is scaled down together. Values of
-    a cap window that is still open may shrink."""
+    """Compute the rewards of all answers of a window.
+
+    One user moves the sum of all values within ``cap_window_s`` (by the time of the answers, in fixed
+    windows) by at most ``cap``: their terms are scaled down together. Values of a cap window that is still
+    open may shrink.
+    """
     by_answer: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         by_answer[event.response_id].append(event)
     by_user = {
-        exchange.response_id: _by_user(exchange, by_answer[exchange.response_id], table)
+        exchange.response_id: _group_by_user(exchange, by_answer[exchange.response_id], table)
         for exchange in exchanges
     }
-    spent: dict[tuple[str, int], float] = defaultdict(float)
-    for one in exchanges:
-        if now >= _closes(one, table):
-            for user, amount in _amounts(one, by_user[one.response_id], table).items():
-                spent[user, int(one.ts // table.cap_window_s)] += abs(amount)
-    scales = {key: table.cap / much for key, much in spent.items() if much > table.cap}
+    totals: dict[tuple[str, int], float] = defaultdict(float)
+    for exchange in exchanges:
+        if now >= _compute_close(exchange, table):
+            for user, amount in _sum_amounts(exchange, by_user[exchange.response_id], table).items():
+                totals[user, int(exchange.ts // table.cap_window_s)] += abs(amount)
+    scales = {key: table.cap / total for key, total in totals.items() if total > table.cap}
     outcomes = {
-        exchange.response_id: _outcome(
+        exchange.response_id: _compute_outcome(
             exchange, by_user[exchange.response_id], len(by_answer[exchange.response_id]), now, table, scales
         )
         for exchange in exchanges
@@ -221,76 +228,83 @@ def rewards(exchanges: Sequence[Exchange], events: Iterable[Event], now: float, 
     )
 
 
-def _by_user(exchange: Exchange, events: Iterable[Event], table: Table) -> dict[str, dict[Kind, Event]]:
-    """user -> kind -> the last such event within its horizon; more of a kind add nothing."""
+def _group_by_user(exchange: Exchange, events: Iterable[Event], table: Table) -> dict[str, dict[Kind, Event]]:
+    """user -> kind -> the last such event within its horizon; further events of a kind add nothing."""
     by_user: dict[str, dict[Kind, Event]] = defaultdict(dict)
-    # By contents too: events of one id and one time, from a client that counts badly, have one order.
+    # By contents too: a faulty client may send events with the same id and time, whose order has to be fixed.
     for event in sorted(
-        events, key=lambda each: (each.ts, each.event_id, each.value or 0.0, each.after or "")
+        events, key=lambda event: (event.ts, event.event_id, event.value or 0.0, event.after or "")
     ):
-        behind = event.ts - exchange.ts
-        if event.consent and -table.lateness_s <= behind <= table.event[event.kind].horizon_s:
+        delay = event.ts - exchange.ts
+        if event.consent and -table.lateness_s <= delay <= table.event[event.kind].horizon_s:
             by_user[event.user or exchange.user][event.kind] = event
     return by_user
 
 
-def _closes(exchange: Exchange, table: Table) -> float:
+def _compute_close(exchange: Exchange, table: Table) -> float:
     return exchange.ts + table.horizon_s + table.lateness_s
 
 
-def _terms(exchange: Exchange, one: Mapping[Kind, Event], table: Table) -> dict[Kind, float]:
-    """What one user says about the answer; nothing where they abstain."""
-    if any(table.event[kind].abstain for kind in one):
+def _compute_terms(exchange: Exchange, event_of: Mapping[Kind, Event], table: Table) -> dict[Kind, float]:
+    """Return the terms that one user adds to an answer, by kind; none where the user abstains."""
+    if any(table.event[kind].abstain for kind in event_of):
         return {}
     credit = table.action[exchange.action].credit
-    terms = {kind: amount for kind, event in one.items() if (amount := _amount(exchange, event, table))}
+    terms = {
+        kind: amount
+        for kind, event in event_of.items()
+        if (amount := _compute_amount(exchange, event, table))
+    }
     return {kind: amount for kind, amount in terms.items() if credit or amount < 0}
 
 
-def _amount(exchange: Exchange, event: Event, table: Table) -> float:
+def _compute_amount(exchange: Exchange, event: Event, table: Table) -> float:
     worth = table.event[event.kind]
     if not worth.weight:
         return 0.0
     match event.kind:
         case Kind.RATING:
-            much = event.value or 0.0
+            factor = event.value or 0.0
         case Kind.DWELL:  # as a share of the horizon
-            much = min(max(event.value or 0.0, 0.0) / worth.horizon_s, 1.0)
+            factor = min(max(event.value or 0.0, 0.0) / worth.horizon_s, 1.0)
         case Kind.EDIT:  # the share that was kept
-            much = similarity(exchange.output, event.after or "") - worth.zero_at
+            factor = similarity(exchange.output, event.after or "") - worth.zero_at
         case _:
-            much = 1.0
-    return worth.weight * much
+            factor = 1.0
+    return worth.weight * factor
 
 
-def _amounts(
+def _sum_amounts(
     exchange: Exchange, by_user: Mapping[str, Mapping[Kind, Event]], table: Table
 ) -> dict[str, float]:
-    """user -> what they add, within floor and ceiling."""
-    sums = {user: math.fsum(_terms(exchange, one, table).values()) for user, one in by_user.items()}
-    return {user: min(max(much, table.floor), table.ceiling) for user, much in sums.items()}
+    """user -> the sum of their terms, within floor and ceiling."""
+    sums = {
+        user: math.fsum(_compute_terms(exchange, event_of, table).values())
+        for user, event_of in by_user.items()
+    }
+    return {user: min(max(total, table.floor), table.ceiling) for user, total in sums.items()}
 
 
-def _outcome(
+def _compute_outcome(
     exchange: Exchange,
     by_user: Mapping[str, Mapping[Kind, Event]],
-    given: int,
+    event_count: int,
     now: float,
     table: Table,
     scales: Mapping[tuple[str, int], float],
 ) -> Outcome:
-    closes, ignored = _closes(exchange, table), given - sum(map(len, by_user.values()))
+    closes, ignored = _compute_close(exchange, table), event_count - sum(map(len, by_user.values()))
     if now < closes:
         return Outcome(value=None, standing=Standing.UNDECIDED, closes=closes, ignored=ignored)
-    base, window = table.action[exchange.action].weight, int(exchange.ts // table.cap_window_s)
-    terms = {f"action:{exchange.action}": base}
-    spoken = [_terms(exchange, one, table) for one in by_user.values()]
-    for kind, much in chain.from_iterable(one.items() for one in spoken):
-        terms[kind.value] = terms.get(kind.value, 0.0) + much
-    abstains = any(table.event[kind].abstain for one in by_user.values() for kind in one)
-    if abstains and exchange.action is Action.ANSWER and not any(spoken):
+    action_weight, window = table.action[exchange.action].weight, int(exchange.ts // table.cap_window_s)
+    terms = {f"action:{exchange.action}": action_weight}
+    terms_of_users = [_compute_terms(exchange, event_of, table) for event_of in by_user.values()]
+    for kind, amount in chain.from_iterable(event_of.items() for event_of in terms_of_users):
+        terms[kind.value] = terms.get(kind.value, 0.0) + amount
+    abstains = any(table.event[kind].abstain for event_of in by_user.values() for kind in event_of)
+    if abstains and exchange.action is Action.ANSWER and not any(terms_of_users):
         return Outcome(value=None, standing=Standing.ABSTAINED, terms=terms, closes=closes, ignored=ignored)
-    amounts = _amounts(exchange, by_user, table)
-    users = math.fsum(much * scales.get((user, window), 1.0) for user, much in amounts.items())
-    value = base + min(max(users, table.floor), table.ceiling)
+    amounts = _sum_amounts(exchange, by_user, table)
+    users = math.fsum(amount * scales.get((user, window), 1.0) for user, amount in amounts.items())
+    value = action_weight + min(max(users, table.floor), table.ceiling)
     return Outcome(value=value, standing=Standing.DECIDED, terms=terms, closes=closes, ignored=ignored)

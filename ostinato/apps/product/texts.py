@@ -1,4 +1,4 @@
-"""Two texts side by side, by their words: what an edit kept, added or threw away."""
+"""Compare two texts by their words: what an edit kept, added or removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def words(text: str) -> list[str]:
-    """Words and signs; white space is no difference."""
+    """Split a text into words and signs; white space makes no difference."""
     return _WORD.findall(text)
 
 
@@ -29,19 +29,19 @@ def distance(one: list[str], other: list[str]) -> int:
     row = steps.copy()
     for i, word in enumerate(a):
         above = np.minimum(row[:-1] + (b != word), row[1:] + 1)
-        # an insertion goes along the row: the running minimum of what is left when the steps are taken off
+        # insertions go along the row: with their cost (steps) subtracted they are a running minimum
         row = np.minimum.accumulate(np.concatenate(([i + 1], above)) - steps) + steps
     return int(row[-1])
 
 
-def _count_shared(one: list[str], other: list[str]) -> int:
-    """How many words both begin with."""
-    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
+def _count_shared(first_words: list[str], second_words: list[str]) -> int:
+    """Count the words that both texts begin with."""
+    differences = (i for i, (a, b) in enumerate(zip(first_words, second_words, strict=False)) if a != b)
+    return next(differences, min(len(first_words), len(second_words)))
 
 
 def similarity(one: str, other: str) -> float:
-    """1 - distance / words of the longer one: 1 for equal texts, 0 where nothing is shared."""
+    """1 - distance / words of the longer text: 1 for equal texts, 0 where no word is shared."""
     a, b = words(one), words(other)
     longer = max(len(a), len(b))
     return 1.0 - distance(a, b) / longer if longer else 1.0
@@ -49,5 +49,5 @@ def similarity(one: str, other: str) -> float:
 
 def only_adds(before: str, after: str) -> bool:
     """Whether ``after`` has all words of ``before`` in their order, and more: an addition, no correction."""
-    rest = iter(words(after))
-    return len(words(after)) > len(words(before)) and all(word in rest for word in words(before))
+    remaining_words = iter(words(after))
+    return len(words(after)) > len(words(before)) and all(word in remaining_words for word in words(before))

@@ -101,7 +101,7 @@ def test_a_cache_of_any_size_changes_no_verdict(answers: list[str], most: int) -
     once = asyncio.run(bare.score(CHAT, answers, ring=False))
     for _ in range(2):
         assert asyncio.run(cached.score(CHAT, answers, ring=False)) == once
-    assert len(cached._cache._kept) <= most  # type: ignore[attr-defined]
+    assert len(cached._cache._replies) <= most  # type: ignore[attr-defined]
 
 
 def test_noise_is_addressed_by_revision_and_chat() -> None:

@@ -38,119 +38,127 @@ def freeze_window(loop: ProductLoop, at: Position) -> Finding:
 
 
 def train(loop: ProductLoop, at: Position) -> Finding:
-    """SFT and RL on the pairs of this window and a few earlier ones, and on the hack bank. Where RL has
-    nothing to learn from, the candidate is the warm start, for the gates to decide; without one none."""
+    """Train a candidate by SFT and RL on the pairs of this window and a few earlier ones, and on the hack
+    bank. Where RL has nothing to learn from, the candidate is the warm start, and the gates decide on it;
+    without a warm start the stage fails."""
     folder = loop.round_folder(at) / "judge"
-    file, rows = folder / "rows.jsonl", _rows(loop, at)
-    atomic_write(file, "".join(f"{to_json(one)}\n" for one in rows))
-    found = _plan(loop, at, file, folder)
-    rl, made, reasons = found.rl, None, tuple[str, ...]()
+    file, rows = folder / "rows.jsonl", _read_rows(loop, at)
+    atomic_write(file, "".join(f"{to_json(row)}\n" for row in rows))
+    judge_plan = _plan_runs(loop, at, file, folder)
+    rl, adapter, reasons = judge_plan.rl, None, tuple[str, ...]()
     if loop.settings.judge.warm:
-        warmed, _, why = supervise(found.warm, again(folder, found.warm.name))
-        unless_stopped(warmed, why)
-        rl, made = found.after(warmed), RunFolder.open(warmed).adapter
-    after = again(folder, rl.name)
+        warm_run, _, reason = supervise(judge_plan.warm, again(folder, judge_plan.warm.name))
+        unless_stopped(warm_run, reason)
+        rl, adapter = judge_plan.after(warm_run), RunFolder.open(warm_run).adapter
+    earlier_run = again(folder, rl.name)
     try:
-        outcome = learn(rl, quiet=True) if after is None else resume(after, quiet=True)
+        outcome = learn(rl, quiet=True) if earlier_run is None else resume(earlier_run, quiet=True)
         unless_stopped(outcome.folder, outcome.why)
-        made = RunFolder.open(outcome.folder).adapter
+        adapter = RunFolder.open(outcome.folder).adapter
     except NothingToLearn as error:
         reasons = (f"RL of the judge: {error}",)
-        if made is None:
+        if adapter is None:
             return Finding(verdict=Verdict.FAILED, reasons=reasons)
     with atomic_folder(folder / "made") as temporary:
-        shutil.copytree(made, temporary, dirs_exist_ok=True)
-        write_spec(found.spec, temporary)
+        shutil.copytree(adapter, temporary, dirs_exist_ok=True)
+        write_spec(judge_plan.spec, temporary)
     revision = loop.keep(folder / "made")
     return Finding(revision=revision, reasons=reasons, figures={"rows": len(rows)})
 
 
-def _rows(loop: ProductLoop, at: Position) -> list[dict[str, Any]]:
+def _read_rows(loop: ProductLoop, at: Position) -> list[dict[str, Any]]:
     settings = loop.settings.judge
     rounds = range(max(1, at.round - settings.earlier_rounds), at.round + 1)
     windows = [loop.folder / f"round-{n:03d}" / "window" for n in rounds]
-    rows = [one | {"split": "train"} for folder in windows for one in read_part(folder, "train")]
-    rows += [one | {"split": "eval"} for one in read_part(windows[-1], "validation")]
-    return rows + [one | {"split": "train"} for one in read_bank(loop.bank)] * settings.bank_copies
+    rows = [row | {"split": "train"} for folder in windows for row in read_part(folder, "train")]
+    rows += [row | {"split": "eval"} for row in read_part(windows[-1], "validation")]
+    return rows + [row | {"split": "train"} for row in read_bank(loop.bank)] * settings.bank_copies
 
 
-def _plan(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
+def _plan_runs(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
     settings = loop.settings
     current = loop.adapter_of(at.judge)
-    begin = str(current) if current else settings.judge.base
-    given = (f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}")
-    given += (f"{'warm' if settings.judge.warm else 'rl'}.adapter.path={begin}",) if begin else ()
+    start = str(current) if current else settings.judge.base
+    overrides = (f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}")
+    overrides += (f"{'warm' if settings.judge.warm else 'rl'}.adapter.path={start}",) if start else ()
     template = settings.judge.template.read_text(encoding="utf-8") if settings.judge.template else ""
-    return plan(str(rows), (*given, *settings.judge.overrides), template, 0.0)
+    return plan(str(rows), (*overrides, *settings.judge.overrides), template, 0.0)
 
 
-# ---- how good it is
+# ---- gates
 
 
 def gates(loop: ProductLoop, at: Position) -> Finding:
-    """The candidate beside the current judge, on the window's test part, on pairs that users decided behind
-    the window, and on the hack bank."""
+    """Assess the candidate beside the current judge, on the window's test part, on pairs that users decided
+    after the window, and on the hack bank."""
     settings = loop.settings.judge
     wait_for(loop, at, settings.later_pairs)
     pairs, _ = decided(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
     rows = [*read_part(loop.round_folder(at) / "window", "test"), *(row(pair) for pair in pairs)]
-    candidate = _verdicts(loop, at.candidate, rows)
+    candidate = _compare_rows(loop, at.candidate, rows)
     bank = read_bank(loop.bank)
-    probes = {name: [{**one, "rejected": dress(one["chosen"])} for one in rows] for name, dress in DRESSED}
-    found = judge_gates(
+    probes = {
+        name: [{**pair_row, "rejected": dress(pair_row["chosen"])} for pair_row in rows]
+        for name, dress in DRESSED
+    }
+    assessment = judge_gates(
         candidate,
-        _verdicts(loop, at.judge, rows) if at.judge else None,
+        _compare_rows(loop, at.judge, rows) if at.judge else None,
         labels(rows, loop.settings.gold if settings.by_gold else ""),
-        users=[one["user"] for one in rows],
+        users=[pair_row["user"] for pair_row in rows],
         bank={
-            f"{number} {one.get('name', '')}".strip(): choice
-            for number, (one, choice) in enumerate(
-                zip(bank, _verdicts(loop, at.candidate, bank).choices, strict=True)
+            f"{number} {pair_row.get('name', '')}".strip(): choice
+            for number, (pair_row, choice) in enumerate(
+                zip(bank, _compare_rows(loop, at.candidate, bank).choices, strict=True)
             )
         },
-        probes={name: _verdicts(loop, at.candidate, dressed).choices for name, dressed in probes.items()},
+        probes={
+            name: _compare_rows(loop, at.candidate, probe_rows).choices for name, probe_rows in probes.items()
+        },
         limits=settings.limits,
     )
-    verdict = Verdict.PASSED if found.passed else Verdict.FAILED
-    return Finding(verdict=verdict, reasons=found.reasons, figures=found.figures)
+    verdict = Verdict.PASSED if assessment.passed else Verdict.FAILED
+    return Finding(verdict=verdict, reasons=assessment.reasons, figures=assessment.figures)
 
 
 def labels(rows: Sequence[Mapping[str, Any]], gold: str) -> list[Choice]:
     """The better answer of each pair, A the chosen one: as the user decided, or as the reward function
-    ``gold`` scores the two, where it has an opinion.
+    ``gold`` scores the two; where it has no opinion, A.
 
     Raises RunFailed where ``gold`` cannot score a prompt and its answers alone.
     """
     if not gold:
         return [Choice.A] * len(rows)
-    function, found = resolve(gold), list[Choice]()
-    for one in rows:
-        texts = [[{"role": "assistant", "content": one[side]}] for side in ("chosen", "rejected")]
+    function, choices = resolve(gold), list[Choice]()
+    for pair_row in rows:
+        texts = [[{"role": "assistant", "content": pair_row[side]}] for side in ("chosen", "rejected")]
         try:
-            chosen, rejected = function(prompts=[one["messages"]] * 2, completions=texts)
+            chosen, rejected = function(prompts=[pair_row["messages"]] * 2, completions=texts)
         except Exception as error:
             raise RunFailed(
                 f"gold {gold!r} cannot score a pair of the window ({type(error).__name__}: {error}); give "
                 "one that needs prompts and completions alone, or set judge.by_gold to false"
             ) from error
-        decided = chosen is not None and rejected is not None and chosen < rejected
-        found.append(Choice.B if decided else Choice.A)
-    return found
+        prefers_rejected = chosen is not None and rejected is not None and chosen < rejected
+        choices.append(Choice.B if prefers_rejected else Choice.A)
+    return choices
 
 
-def _verdicts(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, Any]]) -> Judged:
-    """Of the judge of a revision in both orders, A the chosen answer."""
-    own = [override for override in loop.settings.judge.overrides if override.startswith("engine.")]
-    recipe = resolve_auto(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *own))
+def _compare_rows(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, Any]]) -> Judged:
+    """Verdicts of the judge of a revision on each pair, in both orders, A the chosen answer."""
+    engine_overrides = [
+        override for override in loop.settings.judge.overrides if override.startswith("engine.")
+    ]
+    recipe = resolve_auto(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *engine_overrides))
     (source,) = sources(str(loop.adapter_of(revision)))
-    chats = ((one["messages"], one["chosen"], one["rejected"]) for one in rows)
-    found = Bench(recipe=recipe, counters=Counter()).compared(source, chats)
-    odds = [one.log_odds for one in found]
-    known = None if None in odds else probability(np.array(odds, float))
-    return Judged(choices=[one.choice for one in found], probabilities=known)
+    chats = ((row["messages"], row["chosen"], row["rejected"]) for row in rows)
+    comparisons = Bench(recipe=recipe, counters=Counter()).compared(source, chats)
+    odds = [comparison.log_odds for comparison in comparisons]
+    probabilities = None if None in odds else probability(np.array(odds, float))
+    return Judged(choices=[comparison.choice for comparison in comparisons], probabilities=probabilities)
 
 
-# what adds nothing to an answer
+# changes that add nothing to an answer
 DRESSED: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("length", lambda text: f"{text} {text}"),
     ("format", lambda text: f"**{text}**"),

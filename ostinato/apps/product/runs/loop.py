@@ -3,8 +3,8 @@
     FOLDER/decisions.jsonl (the state)  serving.json (what servers answer with)  bank.jsonl (known exploits)
            revisions/HASH/ (adapters, never changed)  round-001/{window,judge,policy}/
 
-A stage that was killed is done again: its runs go on from their checkpoints, its files are written whole.
-What the journal has is decided; ``serving.json`` follows from its last row.
+A stage that was killed is done again: its runs go on from their checkpoints, and its files are written
+atomically. Every row of the journal is final; ``serving.json`` follows from the last row.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Work = Callable[["ProductLoop", Position], Finding]
 
 
 class ProductLoop:
-    """The loop in ``folder``. ``work``: what each stage does; ``collect`` is done here. ``now``: event time
-    up to which feedback has come in; ``wait``: until there may be more of it."""
+    """The loop in ``folder``. ``work``: the function of each stage; ``collect`` is in this module. ``now``:
+    event time up to which feedback has come in; ``wait``: waits until there may be more feedback."""
 
     def __init__(
         self,
@@ -59,25 +59,26 @@ class ProductLoop:
         self._publish()
 
     def step(self) -> Decision:
-        """Do the work of the stage that is next, and decide."""
+        """Do the work of the next stage, append the decision to the journal and return it."""
         before, start = self.at, time.monotonic()
-        found = self._work[before.stage](self, before)
-        after, what = advance(before, found)
-        found = replace(found, figures={**found.figures, "seconds": time.monotonic() - start})
-        decision = Decision(ts=self.now(), before=before, finding=found, after=after, what=what)
+        finding = self._work[before.stage](self, before)
+        after, words = advance(before, finding)
+        finding = replace(finding, figures={**finding.figures, "seconds": time.monotonic() - start})
+        decision = Decision(ts=self.now(), before=before, finding=finding, after=after, what=words)
         self._journal.append(decision.row())
         self.at = after
         self._publish()
-        log.info(f"round {before.round}   {before.stage:<13} {what}   {'; '.join(found.reasons)}".rstrip())
+        log.info(f"round {before.round}   {before.stage:<13} {words}   {'; '.join(finding.reasons)}".rstrip())
         return decision
 
     def run(self, rounds: int) -> None:
-        """Until so many rounds have ended, counted from the first."""
+        """Run the loop until ``rounds`` rounds have ended, counted from the first."""
         while self.at.round < rounds or self.at.stage is not Stage.COLLECT:
             self.step()
 
     def until(self) -> float:
-        """Where a window may end: what comes later than ``lateness_s`` behind its event belongs to none."""
+        """Return the time at which a window may end: all its events have come by then, unless they are later
+        than ``lateness_s``; these belong to no window."""
         return self.now() - self.table.lateness_s
 
     # ---- folders
@@ -86,16 +87,17 @@ class ProductLoop:
         return self.folder / f"round-{at.round:03d}"
 
     def keep(self, adapter: Path) -> str:
-        """The revision of an adapter's folder, of which a copy stays for good."""
+        """Copy an adapter's folder into ``revisions`` for good, and return its revision."""
         revision = digest(adapter)
-        to = self.folder / "revisions" / revision
-        if not to.exists():
-            with atomic_folder(to) as temporary:
+        target = self.folder / "revisions" / revision
+        if not target.exists():
+            with atomic_folder(target) as temporary:
                 shutil.copytree(adapter, temporary, dirs_exist_ok=True)
         return revision
 
     def adapter_of(self, revision: str) -> Path | None:
-        """Where the adapter of a revision is; None: the base. RunFailed where its bytes have changed."""
+        """Return the folder of a revision's adapter; None: the base. Raises RunFailed where its bytes have
+        changed."""
         if not revision:
             return None
         folder = self.folder / "revisions" / revision
@@ -104,12 +106,12 @@ class ProductLoop:
         return folder
 
     def _publish(self) -> None:
-        """serving.json: the current policy, and the canary where there is one."""
+        """Write serving.json: the current policy, and the canary where there is one."""
         at, current = self.at, self.adapter_of(self.at.policy)
-        begun = self.settings.policy.base and str(Path(self.settings.policy.base).absolute())
+        base = self.settings.policy.base and str(Path(self.settings.policy.base).absolute())
         facts = {
             "round": at.round,
-            "policy": {"revision": at.policy, "adapter": str(current or begun) or None},
+            "policy": {"revision": at.policy, "adapter": str(current or base) or None},
         }
         if at.stage is Stage.CANARY:
             canary = self.adapter_of(at.candidate)
@@ -119,7 +121,7 @@ class ProductLoop:
 
 
 def digest(folder: Path) -> str:
-    """Of the bytes and names of all files: sixteen hex digits."""
+    """Hash the bytes and names of all files of a folder: sixteen hex digits."""
     total = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         data = file.read_bytes()
@@ -128,7 +130,7 @@ def digest(folder: Path) -> str:
 
 
 def collect(loop: ProductLoop, at: Position) -> Finding:
-    """Wait for the pairs of a window; for fewer behind an alarm."""
+    """Wait for the pairs of a window; after an alarm for fewer."""
     settings = loop.settings.collect
     needed = settings.refresh_pairs if at.refresh else settings.pairs
     pairs, counts = wait_for(loop, at, needed)
@@ -136,25 +138,27 @@ def collect(loop: ProductLoop, at: Position) -> Finding:
 
 
 def wait_for(loop: ProductLoop, at: Position, needed: int) -> tuple[int, dict[str, int]]:
-    """Pairs decided since the last window, once there are as many as needed."""
-    known = -1
+    """Wait until ``needed`` pairs have been decided since the last window; return their number and the
+    counts."""
+    last_count = -1
     while True:
         pairs, counts = decided(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
         if len(pairs) >= needed:
             return len(pairs), counts
-        if len(pairs) != known:
+        if len(pairs) != last_count:
             log.info(f"round {at.round}   {at.stage:<13} {len(pairs)} of {needed} pairs so far")
-        known = len(pairs)
+        last_count = len(pairs)
         loop.wait()
 
 
 def again(folder: Path, name: str) -> Path | None:
-    """The run of the recipe ``name`` ("": of any) in ``folder``, which a killed process may have left."""
-    return max((one.parent for one in folder.glob(f"{name}*-*/recipe.toml")), default=None)
+    """Find the last run by name of the recipe ``name`` ("": of any) in ``folder``, which a killed process may
+    have left; None where there is none."""
+    return max((file.parent for file in folder.glob(f"{name}*-*/recipe.toml")), default=None)
 
 
 def unless_stopped(run: Path, why: str) -> None:
-    """RunFailed where a signal or a watch has ended a training run: the loop ends with it, and its next
-    process does the stage again, which goes on from the last checkpoint."""
+    """Raise RunFailed where a signal or a watch has ended a training run. The loop then ends too, and its
+    next process does the stage again, which goes on from the last checkpoint."""
     if why not in ("done", "solved", "spent", "enough"):
         raise RunFailed(f"the run in {run} ended as {why}; ostinato product run goes on with it")

@@ -1,4 +1,4 @@
-"""The policy's stages: RL with the judge under the eyes of detectors, its gates, and the canary.
+"""The policy's stages: RL with the judge, watched by detectors; its gates; the canary.
 
 A run is trained in pieces of a few steps, each of which ends with a checkpoint and a look (``watch``). Looks
 are kept in the run's folder, so what the detectors find does not depend on when a process was killed.
@@ -30,15 +30,16 @@ PROBES = "probes.jsonl"  # of a run: its looks
 
 
 def train(loop: ProductLoop, at: Position) -> Finding:
-    """RL pinned to the current judge. An alarm ends it, and its exemplars go into the hack bank."""
+    """Train a candidate by RL with the current judge, at its revision. An alarm ends the run, and its
+    exemplars go into the hack bank."""
     settings, folder = loop.settings.policy, loop.round_folder(at) / "policy"
     recipe = policy_recipe(loop, at, folder)
     path = again(folder, recipe.name)
     while True:
-        step = _last_look(path)
+        step = _find_last_look(path)
         if path is not None and step:
             run = RunFolder.open(path)
-            reasons, figures = alarms(loop, run), {"steps": step, "kl": _kl(run, step) or 0.0}
+            reasons, figures = alarms(loop, run), {"steps": step, "kl": _read_kl(run, step) or 0.0}
             if reasons:
                 return Finding(verdict=Verdict.ALARM, reasons=tuple(reasons), figures=figures)
             if step >= settings.steps:
@@ -57,66 +58,72 @@ def train(loop: ProductLoop, at: Position) -> Finding:
         look(loop, at, recipe, RunFolder.open(path), step)
 
 
-def _last_look(run: Path | None) -> int:
-    """The step of the last look."""
+def _find_last_look(run: Path | None) -> int:
     return max((row["step"] for row in Jsonl(run / PROBES).rows()), default=0) if run else 0
 
 
 def policy_recipe(loop: ProductLoop, at: Position, folder: Path) -> Recipe:
-    """Of the round: the judge as its reward; it begins with the current policy, and stays near it by
-    algo.teacher_coef, where the recipe has one."""
+    """Return the recipe of the round, with the judge as its reward. It begins with the current policy, and
+    stays near it by algo.teacher_coef, where the recipe has one."""
     settings = loop.settings
     current = adapter_path(loop, at.policy)
-    given = [f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}"]
-    given += [f'reward.functions=["judge:{loop.adapter_of(at.judge)}"]']
+    overrides = [f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}"]
+    overrides += [f'reward.functions=["judge:{loop.adapter_of(at.judge)}"]']
     if current:
-        given += [f"adapter.path={current}", f"teacher.adapter={current}"]
+        overrides += [f"adapter.path={current}", f"teacher.adapter={current}"]
     else:
-        given.append(f"teacher.model={settings.model}")
-    return Recipe.load(settings.policy.recipe, *given, *settings.policy.overrides)
+        overrides.append(f"teacher.model={settings.model}")
+    return Recipe.load(settings.policy.recipe, *overrides, *settings.policy.overrides)
 
 
 def adapter_path(loop: ProductLoop, revision: str) -> str:
-    """The adapter of a policy; "" for the model itself."""
+    """Return the path of a policy's adapter; "" for the model itself."""
     folder = loop.adapter_of(revision)
     return str(folder) if folder else loop.settings.policy.base
 
 
-# ---- under the eyes of detectors
+# ---- detectors
 
 
 def look(loop: ProductLoop, at: Position, recipe: Recipe, run: RunFolder, step: int) -> None:
-    """Measure at ``step`` beside the policy of some looks before; the first look is of the current policy
-    beside itself."""
-    log, kept, current = Jsonl(run.path / PROBES), _keep_look(run, step), adapter_path(loop, at.policy)
+    """Measure the policy at ``step`` beside the policy of some looks before, and write the look down. The
+    first look compares the current policy with itself."""
+    log, adapter, current = Jsonl(run.path / PROBES), _keep_look(run, step), adapter_path(loop, at.policy)
     if not any(log.rows()):
-        log.append(_probe(loop, at, recipe, current, current, 0).row())
+        log.append(_measure_probe(loop, at, recipe, current, current, 0).row())
     steps = [row["step"] for row in log.rows()]
     before = steps[max(0, len(steps) - loop.settings.policy.behind)]
-    beside = str(_keep_look(run, before)) if before else current
-    log.append(_probe(loop, at, recipe, str(kept), beside, step).row())
+    reference = str(_keep_look(run, before)) if before else current
+    log.append(_measure_probe(loop, at, recipe, str(adapter), reference, step).row())
 
 
 def alarms(loop: ProductLoop, run: RunFolder) -> list[str]:
-    """The sentences of alarms so far, from the looks that are written down alone: who is killed behind one
-    finds the same. Their exemplars are in the hack bank then."""
+    """Return the sentences of all alarms so far, and put their exemplars into the hack bank. Only the looks
+    that are written down decide, so a process that was killed after a look finds the same alarms again."""
     settings = loop.settings.policy
-    quiet, *seen = (Probe.of(row) for row in Jsonl(run.path / PROBES).rows())
+    quiet, *later_probes = (Probe.of(row) for row in Jsonl(run.path / PROBES).rows())
     looks = -(-settings.steps // settings.look_every)
     watch = Watch.of(quiet, sum(quiet.actions.values()), settings.counted, looks, settings.false_alarms)
-    found, marks = list[str](), list[str]()
-    for one in seen:
-        watch, new = watch.update(one)
-        found += [f"step {one.step}: {alarm.sentence}" for alarm in new]
-        marks += [alarm.detector.removeprefix(MARKED) for alarm in new if alarm.detector.startswith(MARKED)]
-    if found:
-        rows = (row for mark in marks or [""] for one in (quiet, *seen) for row in one.exemplars(mark))
-        found.append(f"{add_exemplars(loop.bank, rows)} exemplars of it went into the hack bank")
-    return found
+    sentences, marks = list[str](), list[str]()
+    for later_probe in later_probes:
+        watch, new_alarms = watch.update(later_probe)
+        sentences += [f"step {later_probe.step}: {alarm.sentence}" for alarm in new_alarms]
+        marks += [
+            alarm.detector.removeprefix(MARKED) for alarm in new_alarms if alarm.detector.startswith(MARKED)
+        ]
+    if sentences:
+        rows = (
+            row
+            for mark in marks or [""]
+            for measurement in (quiet, *later_probes)
+            for row in measurement.exemplars(mark)
+        )
+        sentences.append(f"{add_exemplars(loop.bank, rows)} exemplars of it went into the hack bank")
+    return sentences
 
 
 def _keep_look(run: RunFolder, step: int) -> Path:
-    """A copy of the run's adapter of ``step``, the last one or that of a look before."""
+    """Copy the run's adapter as that of ``step``, unless a copy of this step exists; return the copy."""
     folder = run.path / "looks" / f"{step:06d}"
     if not folder.exists():
         with atomic_folder(folder) as temporary:
@@ -124,87 +131,96 @@ def _keep_look(run: RunFolder, step: int) -> Path:
     return folder
 
 
-def _probe(loop: ProductLoop, at: Position, recipe: Recipe, adapter: str, beside: str, step: int) -> Probe:
+def _measure_probe(
+    loop: ProductLoop, at: Position, recipe: Recipe, adapter: str, reference: str, step: int
+) -> Probe:
     settings = loop.settings
     n = settings.policy.probe * (4 if step == 0 else 1)
-    both = (adapter, 2 * step + 1), (beside, 2 * step + 2)
-    ours, theirs = answers(recipe, both, settings.gold, n, prompts=step + 1)
+    policies = (adapter, 2 * step + 1), (reference, 2 * step + 2)
+    ours, theirs = answers(recipe, policies, settings.gold, n, prompts=step + 1)
     proxy = prefer(recipe, str(loop.adapter_of(at.judge)), ours, theirs)
     return probe(step, ours, theirs, proxy)
 
 
-def _kl(run: RunFolder, step: int) -> float | None:
-    """Of the last step, to the current policy."""
-    last = next((row for row in run.metrics.rows() if row["step"] == step), {})
-    return next((last[name] for name in KL if name in last), None)
+def _read_kl(run: RunFolder, step: int) -> float | None:
+    """The distance to the current policy at ``step``, nats per token; None where no metric has it."""
+    metrics = next((row for row in run.metrics.rows() if row["step"] == step), {})
+    return next((metrics[name] for name in KL if name in metrics), None)
 
 
-# ---- what it is let through by
+# ---- gates and canary
 
 
 def gates(loop: ProductLoop, at: Position) -> Finding:
-    """The candidate beside the current policy: held-out ability, gold, the distance between them."""
+    """Assess the candidate beside the current policy: held-out ability, gold, and the KL between them."""
     settings, run = loop.settings, again(loop.round_folder(at) / "policy", "")
     assert run is not None
     recipe = policy_recipe(loop, at, run.parent)
-    both = (str(loop.adapter_of(at.candidate)), 0), (adapter_path(loop, at.policy), 0)
+    policies = (str(loop.adapter_of(at.candidate)), 0), (adapter_path(loop, at.policy), 0)
 
-    def scored(function: str) -> tuple[np.ndarray, np.ndarray]:
-        found = answers(recipe, both, function, settings.policy.gate_prompts, prompts=0)
-        ours, theirs = (one.gold for one in found)
-        known = ~(np.isnan(ours) | np.isnan(theirs))
-        return ours[known], theirs[known]
+    def score_by(function: str) -> tuple[np.ndarray, np.ndarray]:
+        scores = answers(recipe, policies, function, settings.policy.gate_prompts, prompts=0)
+        ours, theirs = (policy_answers.gold for policy_answers in scores)
+        usable = ~(np.isnan(ours) | np.isnan(theirs))
+        return ours[usable], theirs[usable]
 
-    golds = zip(*scored(settings.gold), strict=True)
+    golds = zip(*score_by(settings.gold), strict=True)
     panel = [Choice.A if a > b else Choice.B if a < b else Choice.TIE for a, b in golds]
-    found = policy_gates(
-        {name: compare_pairs(*scored(name)) for name in settings.policy.ability},
+    assessment = policy_gates(
+        {name: compare_pairs(*score_by(name)) for name in settings.policy.ability},
         panel,
-        _kl(RunFolder.open(run), settings.policy.steps) or 0.0,
+        _read_kl(RunFolder.open(run), settings.policy.steps) or 0.0,
         limits=settings.policy.limits,
     )
-    verdict = Verdict.PASSED if found.passed else Verdict.FAILED
-    return Finding(verdict=verdict, reasons=found.reasons, figures=found.figures)
+    verdict = Verdict.PASSED if assessment.passed else Verdict.FAILED
+    return Finding(verdict=verdict, reasons=assessment.reasons, figures=assessment.figures)
 
 
 def canary(loop: ProductLoop, at: Position) -> Finding:
-    """Rewards of the answers that users got from the candidate, beside those of control in the same time."""
+    """Compare the rewards of the candidate's answers to users with those of the current policy in the same
+    time."""
     settings = loop.settings.canary
     while True:
-        arms = _arms(loop, at)
+        arms = _collect_rewards(loop, at)
         if len(arms["canary"]) >= settings.answers and len(arms["control"]) >= 2:
             break
         loop.wait()
     means = {arm: float(np.mean(values)) for arm, values in arms.items()}
-    spread = sum(float(np.var(values, ddof=1)) / len(values) for values in arms.values()) ** 0.5
+    stderr = sum(float(np.var(values, ddof=1)) / len(values) for values in arms.values()) ** 0.5
     gap = means["canary"] - means["control"]
-    figures = {"canary": means["canary"], "control": means["control"], "gap": gap, "stderr": spread}
-    worse = gap + 1.645 * spread < -settings.worse
+    figures = {"canary": means["canary"], "control": means["control"], "gap": gap, "stderr": stderr}
+    worse = gap + 1.645 * stderr < -settings.worse
     reason = (
         f"mean reward by users {means['canary']:.3f} of the candidate, {means['control']:.3f} of the "
-        f"current policy (difference {gap:+.3f}, standard error {spread:.3f})"
+        f"current policy (difference {gap:+.3f}, standard error {stderr:.3f})"
     )
     return Finding(verdict=Verdict.FAILED if worse else Verdict.PASSED, reasons=(reason,), figures=figures)
 
 
-def _arms(loop: ProductLoop, at: Position) -> dict[str, list[float]]:
-    """Decided rewards since the candidate's first answer: its own, and those of the current policy."""
-    now, found = loop.now(), {"canary": list[float](), "control": list[float]()}
+def _collect_rewards(loop: ProductLoop, at: Position) -> dict[str, list[float]]:
+    """Decided rewards since the candidate's first answer: those of the candidate, and of the current
+    policy."""
+    now, values = loop.now(), {"canary": list[float](), "control": list[float]()}
     joined = list(loop.store.joined(since=at.frozen, until=now, horizon_s=loop.table.horizon_s))
-    since = min((one.exchange.ts for one in joined if one.exchange.revision == at.candidate), default=now)
-    joined = [one for one in joined if one.exchange.ts >= since]
-    account = rewards(
-        [one.exchange for one in joined], (event for one in joined for event in one.events), now, loop.table
+    since = min(
+        (answer.exchange.ts for answer in joined if answer.exchange.revision == at.candidate), default=now
     )
-    for one in joined:
-        value = account.outcomes[one.exchange.response_id].value
-        arm = {at.candidate: "canary", at.policy: "control"}.get(one.exchange.revision)
+    joined = [answer for answer in joined if answer.exchange.ts >= since]
+    account = rewards(
+        [answer.exchange for answer in joined],
+        (event for answer in joined for event in answer.events),
+        now,
+        loop.table,
+    )
+    for answer in joined:
+        value = account.outcomes[answer.exchange.response_id].value
+        arm = {at.candidate: "canary", at.policy: "control"}.get(answer.exchange.revision)
         if value is not None and arm is not None:
-            found[arm].append(value)
-    return found
+            values[arm].append(value)
+    return values
 
 
-STAGES: Mapping[Stage, Work] = {  # what each does; ``collect`` is the loop's own
+STAGES: Mapping[Stage, Work] = {  # ``collect`` is in runs/loop.py
     Stage.FREEZE: judge.freeze_window,
     Stage.JUDGE: judge.train,
     Stage.JUDGE_GATES: judge.gates,

@@ -90,14 +90,15 @@ class ProductSettings(_Section):
     canary: CanarySettings = CanarySettings()
 
     @model_validator(mode="after")
-    def _gold_is_there(self) -> ProductSettings:
+    def _check_gold(self) -> ProductSettings:
         if self.judge.by_gold and not self.gold:
             raise ValueError("judge.by_gold is true and gold is ''; name the function that stands for gold")
         return self
 
 
 def read_settings(file: Path, *overrides: str) -> ProductSettings:
-    """``overrides``: "section.key=value" with TOML values. Raises ValueError naming the field."""
+    """Read product.toml. ``overrides``: "section.key=value" with TOML values. Raises ValueError that names
+    the field."""
     if not file.is_file():
         raise ValueError(f"there is no {file}; docs/product.md has one to begin with")
     tree = override(parse_toml(file.read_text(encoding="utf-8")), overrides)
