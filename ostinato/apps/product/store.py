@@ -300,7 +300,7 @@ def _hash(id_: str) -> str:
 
 # ---- exchanges as rows
 
-_IN_BODY = ("model", "revision", "messages", "output", "action", "sampling", "session", "arm", "propensity")
+_FIELDS = ("model", "revision", "messages", "output", "action", "sampling", "session", "arm", "propensity")
 
 
 def _build_event_row(event: Event, seq: int, body: str) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def _build_event_row(event: Event, seq: int, body: str) -> dict[str, Any]:
 
 
 def _build_exchange_row(exchange: Exchange, seq: int) -> dict[str, Any]:
-    body = {name: getattr(exchange, name) for name in _IN_BODY}
+    body = {name: getattr(exchange, name) for name in _FIELDS}
     experts = exchange.experts
     if experts is not None:
         body["experts"] = [experts.dtype.str, *experts.shape]

@@ -1,4 +1,4 @@
-"""What the loop learns from: the pairs that users decided, counted while they come and then written down.
+"""The window that the loop learns from: pairs that users decided, counted while they come, then written down.
 
 store -> joined answers and events -> pairs, deduplicated -> split by time, user and prompt -> *.jsonl
 """
@@ -24,36 +24,37 @@ PARTS = ("train", "validation", "test")
 def decided(
     store: Store, table: Table, since: float, now: float, upto: int
 ) -> tuple[list[Pair], dict[str, int]]:
-    """Pairs that were decided in [since, now) by event time, from rows up to the watermark ``upto``; and
-    counts of what gave none. One user's pairs weigh at most ``table.cap`` together."""
-    reach = since - table.horizon_s - table.lateness_s  # an answer before may have been decided since
+    """Return the pairs that were decided in [since, now) by event time, from rows up to the watermark
+    ``upto``, and counts of what gave no pair. The pairs of one user weigh at most ``table.cap`` together."""
+    reach = since - table.horizon_s - table.lateness_s  # an earlier answer may have been decided since then
     joined = list(store.joined(since=reach, until=now, upto=upto))
-    exchanges = [one.exchange for one in joined]
-    found = extract(
-        exchanges, (event for one in joined for event in one.events), now, horizon_s=table.horizon_s
+    exchanges = [answer.exchange for answer in joined]
+    extracted = extract(
+        exchanges, (event for answer in joined for event in answer.events), now, horizon_s=table.horizon_s
     )
-    pairs, dropped = deduplicate((pair for pair in found.pairs if since <= pair.ts < now), table.cap)
-    return pairs, {**found.counts, **dropped}
+    pairs, dropped = deduplicate((pair for pair in extracted.pairs if since <= pair.ts < now), table.cap)
+    return pairs, {**extracted.counts, **dropped}
 
 
 def read_part(window: Path, part: str) -> list[dict[str, Any]]:
-    """Rows of "train", "validation" or "test": messages, chosen, rejected, importance, source, user, ts."""
+    """Read the rows of "train", "validation" or "test": messages, chosen, rejected, importance, source, user,
+    ts."""
     return list(Jsonl(window / f"{part}.jsonl").rows())
 
 
 def freeze(
     folder: Path, store: Store, table: Table, settings: CollectSettings, since: float, now: float
 ) -> dict[str, Any]:
-    """Write the window [since, now) as a whole; one that stands in ``folder`` is read, not made again. Its
+    """Write the window [since, now) atomically, or read it where ``folder`` has one already. Return its
     facts: since, until, upto (the watermark), counts, table (its revision)."""
     if (folder / "window.json").is_file():
         return parse_json((folder / "window.json").read_bytes())
     upto = store.watermark()
     pairs, counts = decided(store, table, since, now, upto)
     times = [pair.ts for pair in pairs]
-    parted = split(pairs, _cuts(times, settings.test_share), users=settings.by_user)
-    parts = (parted.train, parted.validation, parted.test)
-    counts |= {f"dropped_{name}": many for name, many in parted.dropped.items()}
+    parts_of_split = split(pairs, _find_cuts(times, settings.test_share), users=settings.by_user)
+    parts = (parts_of_split.train, parts_of_split.validation, parts_of_split.test)
+    counts |= {f"dropped_{name}": count for name, count in parts_of_split.dropped.items()}
     counts |= {name: len(part) for name, part in zip(PARTS, parts, strict=True)}
     facts = {"since": since, "until": now, "upto": upto, "counts": counts, "table": table.revision}
     with atomic_folder(folder) as temporary:
@@ -64,7 +65,7 @@ def freeze(
 
 
 def row(pair: Pair) -> dict[str, Any]:
-    """Of a pair as training reads it."""
+    """Return the row of a pair as training reads it."""
     return {
         "messages": [dict(message) for message in pair.messages],
         "chosen": pair.chosen,
@@ -76,8 +77,8 @@ def row(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _cuts(times: Sequence[float], test_share: float) -> tuple[float, float]:
-    """Where validation and test begin, each with ``test_share`` of the pairs."""
+def _find_cuts(times: Sequence[float], test_share: float) -> tuple[float, float]:
+    """Find the times at which validation and test begin, so that each has ``test_share`` of the pairs."""
     if not times:
         return 0.0, 0.0
     ordered = sorted(times)
@@ -86,15 +87,16 @@ def _cuts(times: Sequence[float], test_share: float) -> tuple[float, float]:
 
 
 def read_bank(file: Path) -> list[dict[str, Any]]:
-    """The hack bank: rows of messages, chosen (the honest answer) and rejected (the exploit), and a name."""
+    """Read the hack bank: rows of messages, chosen (the honest answer) and rejected (the exploit), and a
+    name."""
     return list(Jsonl(file).rows())
 
 
 def add_exemplars(file: Path, exemplars: Iterable[Mapping[str, Any]]) -> int:
-    """How many were new. Answers that are known are not added again."""
-    known = {(one["chosen"], one["rejected"]) for one in read_bank(file)}
-    fresh = {(exemplar["chosen"], exemplar["rejected"]): exemplar for exemplar in exemplars}
-    new = [one for key, one in fresh.items() if key not in known]
+    """Add exemplars to the hack bank, unless their answers are in it already; return how many were new."""
+    bank_keys = {(exemplar["chosen"], exemplar["rejected"]) for exemplar in read_bank(file)}
+    exemplar_of = {(exemplar["chosen"], exemplar["rejected"]): exemplar for exemplar in exemplars}
+    new = [exemplar for key, exemplar in exemplar_of.items() if key not in bank_keys]
     if new:
         Jsonl(file).append(*new)
     return len(new)
