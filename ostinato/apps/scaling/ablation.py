@@ -2,15 +2,15 @@
 
 An arm is the recipe with one choice changed, run with one or more seeds. For each of x = A, ln B, ln C_mid
 
-    x of seed s = m + tau z[s],   z[s] ~ N(0, 1)         m: of the arm, what the next seed is expected to have
-    what is known of x of seed s: the posterior of its run
+    x of seed s = m + tau z[s],   z[s] ~ N(0, 1)         m: of the arm, the expected x of a new seed
+    uncertainty of x of seed s: the posterior of its run
 
-tau, how far runs differ by their seed alone, is shared by all ranked arms, because two seeds say
-next to nothing about it and two seeds of nine arms do. Its posterior is a grid (restricted likelihood, as in
-random-effects meta-analysis), flat in tau (Gelman 2006); where one's own seeds have fewer than 3 degrees of
-freedom, three runs of the paper stand in, whose ceilings lay within 0.015 of each other and of which it takes
-0.02 as the margin (section 2.2). Draws of m are the mean of one draw of
-each seed plus tau z / sqrt(seeds): within and between are both in every interval.
+tau, how far runs differ by their seed alone, is shared by all ranked arms, because two seeds say next to
+nothing about it and two seeds of nine arms do. Its posterior is a grid (restricted likelihood, as in
+random-effects meta-analysis), flat in tau (Gelman 2006). Where the runs have fewer than 3 degrees of freedom
+over seeds, three runs of the paper are added: their ceilings lay within 0.015 of each other, and the paper
+takes 0.02 as the margin (section 2.2). Draws of m are the mean of one draw of each seed plus
+tau z / sqrt(seeds): variance within and between seeds is in every interval.
 
 Arms of a seed share prompts and noise. What that cancels in a difference is not used: intervals of
 differences are too wide rather than too narrow.
@@ -33,15 +33,15 @@ from ostinato.apps.scaling.series import Series, require_comparable
 
 FLOOR = 0.02  # the paper's margin: half of a 90 % interval of a run's A
 Z90 = NormalDist().inv_cdf(0.95)
-ENOUGH = 3  # degrees of freedom of one's own seeds that need no others
+ENOUGH = 3  # degrees of freedom over seeds from which on the paper's runs are not added
 PAPER = 2  # degrees of freedom of the paper's three runs
 REFERENCE = "the recipe"
 FAMILY = 0.10  # chance that any verdict says that A moves where it does not; as much again for B or C_mid
 LAST = 0.8  # the score reached at C is the mean of the evaluations beyond this share of C
 DRAWS = 8192
 
-# Standard deviation from seed to seed, before any is seen: A as three runs of the paper had it (section 2.2);
-# for ln B and ln C_mid nothing is published, the values are ours.
+# Prior standard deviation between seeds: for A that of three runs of the paper (section 2.2); for ln B and
+# ln C_mid nothing is published, the values are ours.
 SPREAD = {"A": FLOOR / Z90, "B": 0.1, "C_mid": 0.1}
 
 
@@ -52,42 +52,39 @@ class Run:
     arm: str
     seed: int
     series: Series
-    ended: bool = True  # or is it going on, or was it given up?
+    ended: bool = True  # False: it is going on, or was given up
 
 
 class Verdict(StrEnum):
     REFERENCE = "-"
     MOVES_A = "moves A"
-    MOVES_EFFICIENCY = "moves only"  # what it moves follows: B, C_mid
+    MOVES_EFFICIENCY = "moves only"  # followed by what it moves: B, C_mid
     NONE = "no difference seen"
     HALF_NONE = "no difference in A seen; B not known"  # saturated from the first evaluation on
-    UNSETTLED = "A not settled"  # further apart than the margin, but not beyond noise: B has no common A
+    UNSETTLED = "A not settled"  # A differs by more than the margin, but not beyond noise: B has no common A
     NOT_RANKED = "not ranked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Arm:
-    """What is known of one arm. Intervals are 90 %; None where the curve is not identified."""
+    """Estimates of one arm. Intervals are 90 %; None where the curve is not identified."""
 
     name: str
     seeds: tuple[int, ...]
     known: tuple[Posterior, ...]  # of each seed
     assessments: tuple[Assessment, ...]
     standing: Standing  # the worst of its seeds
-    reason: str  # why it is not ranked; empty where it is
+    reason: str  # why it is not ranked; empty where it is ranked
     reached: Interval | None = None  # score around ``reached_at``, as measured
     reached_at: float = 0.0  # the common compute, or less where a run of the arm did not get there
     A: Interval | None = None
     B: Interval | None = None
     C_mid: Interval | None = None
-    B_shared: Interval | None = (
-        None  # with A held at that of the recipe; None where their A are too far apart
-    )
+    B_shared: Interval | None = None  # at the A of the recipe; None where their A are too far apart
     C_mid_ratio: Interval | None = None  # over that of the recipe, both at the recipe's A
     A_less: Interval | None = None  # A of the arm less A of the recipe
-    lower: Mapping[str, float] = field(
-        default_factory=dict
-    )  # P(lower than the recipe's); B, C_mid at shared A
+    # P(lower than the recipe's); B, C_mid at shared A
+    lower: Mapping[str, float] = field(default_factory=dict)
     moves: tuple[str, ...] = ()  # "A"; or of "B" and "C_mid"
     verdict: Verdict = Verdict.NOT_RANKED
 
@@ -97,8 +94,8 @@ class Arm:
 
     @property
     def steep(self) -> bool:
-        """Are B and C_mid known, of all seeds?"""
-        return self.ranked and all(each.steep for each in self.assessments)
+        """Whether B and C_mid are identified for all seeds."""
+        return self.ranked and all(assessment.steep for assessment in self.assessments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,7 +103,7 @@ class Ablation:
     """The arms in the order in which they were given, the recipe first."""
 
     arms: tuple[Arm, ...]
-    common: float  # compute that all runs have reached which have ended, of the ranked arms
+    common: float  # compute that all ended runs of the ranked arms have reached
     shared_A: float | None  # mean A of the recipe; None where its curve is not identified
     tail: float  # a probability below it, or above 1 - tail, is a verdict on A; half of it on B and C_mid
     spread: Mapping[str, Interval]  # tau of A, ln B, ln C_mid
@@ -125,35 +122,44 @@ def ablate(
 ) -> Ablation:
     """Compare every arm with ``reference``.
 
-    Raises ValueError for runs of different axes or held-out sets, a run that is there twice, and runs none
-    of which is of ``reference``.
+    Raises ValueError for runs of different axes or held-out sets, for a run that is given twice, and where no
+    run is of ``reference``.
     """
     names = list(dict.fromkeys([reference, *(run.arm for run in runs)]))
-    _check(runs, reference)
-    known = [posterior(run.series, noise=noise, draws=draws, seed=seed + at) for at, run in enumerate(runs)]
+    _check_runs(runs, reference)
+    posteriors = [
+        posterior(run.series, noise=noise, draws=draws, seed=seed + index) for index, run in enumerate(runs)
+    ]
     by_arm = {
-        name: [(run, one) for run, one in zip(runs, known, strict=True) if run.arm == name] for name in names
+        name: [
+            (run, run_posterior)
+            for run, run_posterior in zip(runs, posteriors, strict=True)
+            if run.arm == name
+        ]
+        for name in names
     }
     rng = np.random.default_rng(seed)
-    arms = [_alone(name, pairs) for name, pairs in by_arm.items()]
-    common = _common(runs, {arm.name for arm in arms if arm.ranked})
+    arms = [_summarise_arm(name, pairs) for name, pairs in by_arm.items()]
+    common = _find_common_compute(runs, {arm.name for arm in arms if arm.ranked})
     arms = _score_at(arms, common, rng, draws)
     ranked = [arm for arm in arms if arm.ranked]
-    tau = spreads([[_own(one) for one in arm.known] for arm in ranked], rng, draws)
-    own = {arm.name: pool([_own(one) for one in arm.known], tau, rng) for arm in ranked}
-    shared_A = float(np.mean(own[reference]["A"])) if reference in own else None
+    tau = spreads([[_take_logs(run_posterior) for run_posterior in arm.known] for arm in ranked], rng, draws)
+    draws_of = {
+        arm.name: pool([_take_logs(run_posterior) for run_posterior in arm.known], tau, rng) for arm in ranked
+    }
+    shared_A = float(np.mean(draws_of[reference]["A"])) if reference in draws_of else None
     tail = FAMILY / (2 * max(1, len(names) - 1))
-    shared = {} if shared_A is None else _at_shared(ranked, own, shared_A, rng)
+    shared = {} if shared_A is None else _draw_at_ceiling(ranked, draws_of, shared_A, rng)
     return Ablation(
-        arms=tuple(_judge(arm, own, shared, reference, tail) for arm in arms),
+        arms=tuple(_compare_arm(arm, draws_of, shared, reference, tail) for arm in arms),
         common=common,
         shared_A=shared_A,
         tail=tail,
-        spread={name: interval(each) for name, each in tau.items()},
+        spread={name: interval(tau_draws) for name, tau_draws in tau.items()},
     )
 
 
-def _check(runs: Sequence[Run], reference: str) -> None:
+def _check_runs(runs: Sequence[Run], reference: str) -> None:
     if not any(run.arm == reference for run in runs):
         raise ValueError(f"no run of {reference!r} is there to compare the arms with; let it run first")
     keys = [(run.arm, run.seed) for run in runs]
@@ -163,65 +169,77 @@ def _check(runs: Sequence[Run], reference: str) -> None:
     require_comparable(*(run.series for run in runs))
 
 
-def _alone(name: str, pairs: Sequence[tuple[Run, Posterior]]) -> Arm:
+def _summarise_arm(name: str, pairs: Sequence[tuple[Run, Posterior]]) -> Arm:
     """An arm before it is compared."""
-    found = [assess(one) for _, one in pairs]
+    assessments = [assess(run_posterior) for _, run_posterior in pairs]
     seeds = [run.seed for run, _ in pairs]
     order = list(Standing)
-    worst = max((each.standing for each in found), key=order.index)
-    why = [
-        f"seed {seed}: {each.reason}"
-        for seed, each in zip(seeds, found, strict=True)
-        if each.standing is Standing.NOT_IDENTIFIED
+    worst = max((assessment.standing for assessment in assessments), key=order.index)
+    reasons = [
+        f"seed {seed}: {assessment.reason}"
+        for seed, assessment in zip(seeds, assessments, strict=True)
+        if assessment.standing is Standing.NOT_IDENTIFIED
     ]
     return Arm(
         name=name,
         seeds=tuple(seeds),
-        known=tuple(one for _, one in pairs),
-        assessments=tuple(found),
+        known=tuple(run_posterior for _, run_posterior in pairs),
+        assessments=tuple(assessments),
         standing=worst,
-        reason="; ".join(why),
+        reason="; ".join(reasons),
     )
 
 
-def _common(runs: Sequence[Run], ranked: Set[str]) -> float:
-    """The compute at which scores are put side by side. A run that died early, or is still going on, does not
-    pull it down for the others, as long as there is one that has ended."""
+def _find_common_compute(runs: Sequence[Run], ranked: Set[str]) -> float:
+    """The compute at which scores are compared: the least that all ended runs of ranked arms have reached. A
+    run that died early, or is still going on, does not lower it for the others, as long as a run has
+    ended."""
     ended = [run for run in runs if run.ended]
-    chosen = [run for run in ended if run.arm in ranked] or ended or runs
-    return min(float(run.series.compute[-1]) for run in chosen)
+    candidates = [run for run in ended if run.arm in ranked] or ended or runs
+    return min(float(run.series.compute[-1]) for run in candidates)
 
 
 def _score_at(arms: Sequence[Arm], common: float, rng: np.random.Generator, draws: int) -> list[Arm]:
-    """The arms with their scores around compute ``common``, as measured: no curve is in it, so it holds for
-    runs that collapsed. One that did not get there has the score where its shortest run is. An arm that is
-    not ranked does not add to the spread between seeds of the others, and has its own."""
-    ends = [min(common, *(float(one.series.compute[-1]) for one in arm.known)) for arm in arms]
-    found = [_measured(arm.known, at) for arm, at in zip(arms, ends, strict=True)]
-    scale, reached = SPREAD["A"], []
-    shared = spread([each for arm, each in zip(arms, found, strict=True) if arm.ranked], scale, rng, draws)
-    for arm, at, (means, errors) in zip(arms, ends, found, strict=True):
-        tau = shared if arm.ranked else spread([(means, errors)], scale, rng, draws)
+    """Return the arms with their scores around compute ``common``, as measured. No curve is used, so it holds
+    for runs that collapsed. An arm that did not get there has the score at the end of its shortest run. An
+    arm that is not ranked does not add to the spread between seeds of the others, and has its own."""
+    ends = [
+        min(common, *(float(run_posterior.series.compute[-1]) for run_posterior in arm.known)) for arm in arms
+    ]
+    measurements = [_measure_scores(arm.known, end) for arm, end in zip(arms, ends, strict=True)]
+    scale, scored_arms = SPREAD["A"], []
+    shared_tau = spread(
+        [measurement for arm, measurement in zip(arms, measurements, strict=True) if arm.ranked],
+        scale,
+        rng,
+        draws,
+    )
+    for arm, end, (means, errors) in zip(arms, ends, measurements, strict=True):
+        tau = shared_tau if arm.ranked else spread([(means, errors)], scale, rng, draws)
         sd = np.sqrt((errors**2).sum() / len(means) ** 2 + tau**2 / len(means))
         score = np.clip(means.mean() + sd * rng.standard_normal(draws), 0, 1)
-        reached.append(replace(arm, reached=interval(score), reached_at=at))
-    return reached
+        scored_arms.append(replace(arm, reached=interval(score), reached_at=end))
+    return scored_arms
 
 
-def _measured(known: Sequence[Posterior], at: float) -> tuple[np.ndarray, np.ndarray]:
+def _measure_scores(posteriors: Sequence[Posterior], at: float) -> tuple[np.ndarray, np.ndarray]:
     """([s] means, [s] standard errors) of the last evaluations of each seed up to compute ``at``."""
     means, errors = [], []
-    for one in known:
-        series = one.series
-        near = (LAST * at <= series.compute) & (series.compute <= at)
-        if not near.any():  # the last one before, or the first
-            near[max(0, int(np.searchsorted(series.compute, at, side="right")) - 1)] = True
-        means.append(float(series.score[near].mean()))
-        errors.append(sd_of_mean(int(near.sum()), float(np.median(one.sd[near])), one.noise.rho))
+    for run_posterior in posteriors:
+        series = run_posterior.series
+        is_near = (LAST * at <= series.compute) & (series.compute <= at)
+        if not is_near.any():  # then the last evaluation before ``at``, or the first
+            is_near[max(0, int(np.searchsorted(series.compute, at, side="right")) - 1)] = True
+        means.append(float(series.score[is_near].mean()))
+        errors.append(
+            sd_of_mean(
+                int(is_near.sum()), float(np.median(run_posterior.sd[is_near])), run_posterior.noise.rho
+            )
+        )
     return np.array(means), np.array(errors)
 
 
-# -- the two parts of a seed's difference
+# -- variance between and within seeds
 
 
 def spreads(groups: Sequence[Sequence[Draws]], rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
@@ -241,7 +259,8 @@ def spreads(groups: Sequence[Sequence[Draws]], rng: np.random.Generator, n: int)
 
 
 def pool(seeds: Sequence[Draws], tau: Draws, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Draws of m of every parameter: the mean over seeds, which are independent, and its error by tau."""
+    """Return draws of m of every parameter: the mean over seeds, which are independent, plus its error by
+    tau."""
     root = math.sqrt(len(seeds))
     return {
         name: np.mean([run[name] for run in seeds], axis=0)
@@ -250,82 +269,91 @@ def pool(seeds: Sequence[Draws], tau: Draws, rng: np.random.Generator) -> dict[s
     }
 
 
-def _own(known: Posterior) -> Draws:
+def _take_logs(known: Posterior) -> Draws:
     return {"A": known.A, "B": np.log(known.B), "C_mid": np.log(known.C_mid)}
 
 
 def at_ceiling(known: Posterior, A: float) -> dict[str, np.ndarray]:
     """Draws of ln B and ln C_mid given the ceiling ``A``: slopes compare at an equal ceiling only (appendix
-    A.6). By regression on A among the draws, which is exact for a normal posterior and close to it for an
-    identified one; errors of the measured R0 stay in."""
-    own, off = _own(known), known.A - known.A.mean()
-    variance = float(off @ off)
-    moved = {"A": np.full_like(known.A, A)}
+    A.6). By regression on A among the draws, which is exact for a normal posterior and close for an
+    identified curve. Errors of the measured R0 remain."""
+    own_draws, deviation = _take_logs(known), known.A - known.A.mean()
+    variance = float(deviation @ deviation)
+    shifted = {"A": np.full_like(known.A, A)}
     for name in ("B", "C_mid"):
-        slope = float(off @ own[name]) / variance if variance else 0.0
-        moved[name] = own[name] - slope * (known.A - A)
-    return moved
+        slope = float(deviation @ own_draws[name]) / variance if variance else 0.0
+        shifted[name] = own_draws[name] - slope * (known.A - A)
+    return shifted
 
 
-# -- against the recipe
+# -- comparison with the recipe
 
 
-def _at_shared(
-    ranked: Sequence[Arm], own: Mapping[str, Draws], A: float, rng: np.random.Generator
+def _draw_at_ceiling(
+    ranked: Sequence[Arm], draws_of: Mapping[str, Draws], A: float, rng: np.random.Generator
 ) -> dict[str, Draws]:
-    """ln B and ln C_mid at the ceiling ``A``, of the arms that know their B and whose own ceiling is within
-    the margin of it: further away the refit would be of another curve."""
-    near = [arm for arm in ranked if arm.steep and abs(float(np.median(own[arm.name]["A"])) - A) <= FLOOR]
-    found = {arm.name: [at_ceiling(one, A) for one in arm.known] for arm in near}
-    tau = spreads(list(found.values()), rng, len(ranked[0].known[0].A))
-    return {name: pool(each, tau, rng) for name, each in found.items()}
+    """Draws of ln B and ln C_mid at the ceiling ``A``, of the arms whose B is identified and whose own
+    ceiling is within the margin of ``A``: further away the refit would be of another curve."""
+    near_arms = [
+        arm for arm in ranked if arm.steep and abs(float(np.median(draws_of[arm.name]["A"])) - A) <= FLOOR
+    ]
+    seeds_of = {arm.name: [at_ceiling(run_posterior, A) for run_posterior in arm.known] for arm in near_arms}
+    tau = spreads(list(seeds_of.values()), rng, len(ranked[0].known[0].A))
+    return {name: pool(seeds, tau, rng) for name, seeds in seeds_of.items()}
 
 
-def _judge(
-    arm: Arm, own: Mapping[str, Draws], shared: Mapping[str, Draws], reference: str, tail: float
+def _compare_arm(
+    arm: Arm, draws_of: Mapping[str, Draws], shared: Mapping[str, Draws], reference: str, tail: float
 ) -> Arm:
-    """``arm`` with its intervals, and compared where it and the recipe are ranked."""
+    """Return ``arm`` with its intervals, and, where it and the recipe are ranked, compared with the
+    recipe."""
     if not arm.ranked:
         return arm
-    mine = own[arm.name]
+    arm_draws = draws_of[arm.name]
     arm = replace(
         arm,
-        A=interval(np.clip(mine["A"], 0, 1)),
-        B=interval(np.exp(mine["B"])) if arm.steep else None,
-        C_mid=interval(np.exp(mine["C_mid"])) if arm.steep else None,
+        A=interval(np.clip(arm_draws["A"], 0, 1)),
+        B=interval(np.exp(arm_draws["B"])) if arm.steep else None,
+        C_mid=interval(np.exp(arm_draws["C_mid"])) if arm.steep else None,
     )
-    if reference not in own:
+    if reference not in draws_of:
         return replace(arm, reason=f"{reference} is not identified")
-    held, base = shared.get(arm.name), shared.get(reference)
-    if held is not None:
-        arm = replace(arm, B_shared=interval(np.exp(held["B"])))
+    at_shared, reference_at_shared = shared.get(arm.name), shared.get(reference)
+    if at_shared is not None:
+        arm = replace(arm, B_shared=interval(np.exp(at_shared["B"])))
     if arm.name == reference:
         return replace(arm, verdict=Verdict.REFERENCE)
-    less = mine["A"] - own[reference]["A"]
-    lower = {"A": float(np.mean(less < 0))}
-    if held is not None and base is not None:
-        lower |= {name: float(np.mean(held[name] < base[name])) for name in ("B", "C_mid")}
-        arm = replace(arm, C_mid_ratio=interval(np.exp(held["C_mid"] - base["C_mid"])))
-    verdict, moves = judge(lower, float(np.median(less)), tail)
-    return replace(arm, A_less=interval(less), lower=lower, verdict=verdict, moves=moves)
+    differences = arm_draws["A"] - draws_of[reference]["A"]
+    lower = {"A": float(np.mean(differences < 0))}
+    if at_shared is not None and reference_at_shared is not None:
+        lower |= {
+            name: float(np.mean(at_shared[name] < reference_at_shared[name])) for name in ("B", "C_mid")
+        }
+        arm = replace(arm, C_mid_ratio=interval(np.exp(at_shared["C_mid"] - reference_at_shared["C_mid"])))
+    verdict, moves = judge(lower, float(np.median(differences)), tail)
+    return replace(arm, A_less=interval(differences), lower=lower, verdict=verdict, moves=moves)
 
 
 def judge(lower: Mapping[str, float], apart: float, tail: float) -> tuple[Verdict, tuple[str, ...]]:
-    """The rule. A is moved where the probability that it is lower is beyond ``tail`` on either side. Where it
-    is not, and the medians are no further ``apart`` than the margin (0.02), B and C_mid are tested at one A,
-    each with half of the tail: they are two questions. Where ``lower`` lacks them, so does the verdict."""
+    """Return the verdict and the parameters that an arm moves.
 
-    def beyond(name: str, tail: float) -> bool:
+    A is moved where the probability that it is lower is beyond ``tail`` on either side. Where it is not, and
+    the medians are no further ``apart`` than the margin (0.02), B and C_mid are tested at one A, each with
+    half of the tail, since these are two tests. Where ``lower`` has no B and C_mid, the verdict is about A
+    alone.
+    """
+
+    def is_beyond(name: str, tail: float) -> bool:
         return not tail <= lower[name] <= 1 - tail
 
-    if beyond("A", tail):
+    if is_beyond("A", tail):
         return Verdict.MOVES_A, ("A",)
     if abs(apart) > FLOOR:
         return Verdict.UNSETTLED, ()
     if "B" not in lower:
         return Verdict.HALF_NONE, ()
-    moved = tuple(name for name in ("B", "C_mid") if beyond(name, tail / 2))
-    return (Verdict.MOVES_EFFICIENCY, moved) if moved else (Verdict.NONE, ())
+    moves = tuple(name for name in ("B", "C_mid") if is_beyond(name, tail / 2))
+    return (Verdict.MOVES_EFFICIENCY, moves) if moves else (Verdict.NONE, ())
 
 
 def spread(
@@ -334,7 +362,7 @@ def spread(
     """[n] draws of tau, the standard deviation between runs of a group.
 
     ``groups`` are ([s] means, [s] standard errors) of the runs of each group, whose own mean is free (flat).
-    Where they have fewer than ``ENOUGH`` degrees of freedom, as if two more had been seen around ``scale``.
+    Where they have fewer than ``ENOUGH`` degrees of freedom, the prior counts as two more, around ``scale``.
     """
     tau = np.geomspace(scale / 30, scale * 30, 400)
     log_p = np.log(tau)  # flat in tau, on a grid of ln tau
@@ -343,7 +371,7 @@ def spread(
     for means, errors in groups:
         weight = 1 / (tau[:, None] ** 2 + errors**2)
         centre = (weight @ means) / weight.sum(1)
-        off = means - centre[:, None]
-        log_p += 0.5 * (np.log(weight).sum(1) - np.log(weight.sum(1)) - (weight * off**2).sum(1))
+        deviation = means - centre[:, None]
+        log_p += 0.5 * (np.log(weight).sum(1) - np.log(weight.sum(1)) - (weight * deviation**2).sum(1))
     mass = np.cumsum(np.exp(log_p - log_p.max()))
     return np.interp(rng.random(n) * mass[-1], mass, tau)

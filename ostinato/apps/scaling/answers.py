@@ -1,7 +1,7 @@
-"""What the commands of ``ostinato scale`` answer: sentences, tables, one JSON object.
+"""The answers of ``ostinato scale``: sentences, tables, one JSON object.
 
-Intervals of a curve that is not identified have no median, and of one that refutes the model there are none
-(``Assessment.shown``).
+Intervals of a curve that is not identified have no median, and a curve that refutes the model has no
+intervals (``Assessment.shown``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TORN = "The last line of its ledger was torn by a kill and is not counted."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """For people (sentences, then tables) and for machines."""
+    """The answer of a command, for people (sentences, then tables) and for machines."""
 
     result: Mapping[str, Any]  # the JSON object; NaN and infinity become null
     lead: Sequence[str] = ()
@@ -35,25 +35,25 @@ class Answer:
 
 
 def span(interval: Interval | None, form: str = "{:.3f}") -> str:
-    """ "[0.597, 0.622]"; ``form`` of "" is for compute."""
-    return NONE if interval is None else f"[{_text(interval.low, form)}, {_text(interval.high, form)}]"
+    """Format the ends of an interval: "[0.597, 0.622]"; ``form`` of "" is for compute."""
+    return NONE if interval is None else f"[{_format(interval.low, form)}, {_format(interval.high, form)}]"
 
 
 def middle(interval: Interval | None, form: str = "{:.3f}") -> str:
-    """The median, or a dash without one."""
-    return NONE if interval is None or math.isnan(interval.median) else _text(interval.median, form)
+    """Format the median, or a dash without a median."""
+    return NONE if interval is None or math.isnan(interval.median) else _format(interval.median, form)
 
 
 def both(interval: Interval | None, form: str = "{:.3f}") -> str:
-    """The median and its interval."""
+    """Format the median and its interval."""
     return NONE if interval is None else f"{middle(interval, form)} {span(interval, form)}"
 
 
-def _text(value: float, form: str) -> str:
+def _format(value: float, form: str) -> str:
     return form.format(value) if form and math.isfinite(value) else compute_text(value)
 
 
-def _json(interval: Interval | None) -> dict[str, float] | None:
+def _as_dict(interval: Interval | None) -> dict[str, float] | None:
     return None if interval is None else asdict(interval)
 
 
@@ -62,7 +62,7 @@ def _json(interval: Interval | None) -> dict[str, float] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Known:
-    """A window, its posterior, and what may be reported of it."""
+    """A window, its posterior, and which of its figures may be reported."""
 
     window: Window
     posterior: Posterior
@@ -70,13 +70,13 @@ class Known:
 
     @classmethod
     def of(cls, window: Window) -> Known:
-        """Raises ValueError for fewer than 3 evaluations."""
-        known = posterior(window.fitted)
-        return cls(window=window, posterior=known, assessment=assess(known))
+        """Compute the posterior of a window. Raises ValueError for fewer than 3 evaluations."""
+        window_posterior = posterior(window.fitted)
+        return cls(window=window, posterior=window_posterior, assessment=assess(window_posterior))
 
     @property
     def ranked(self) -> bool:
-        """Is there a point estimate?"""
+        """Whether there is a point estimate."""
         return self.assessment.standing in REPORTED
 
     @property
@@ -84,20 +84,21 @@ class Known:
         return self.window.whole.name
 
     def rival(self) -> str:
-        """What is said where a line in ln C predicted better; empty without a point estimate."""
+        """The sentence for a curve that a line in ln C predicted better; empty without a point estimate."""
         line = rival(self.window.fitted) if self.ranked else None
         return "" if line is None else line.sentence
 
     def parameters(self) -> dict[str, Interval | None]:
-        """As far as they may be reported: no median of B and C_mid where they are the prior's."""
+        """Return the intervals of A, B and C_mid as far as they may be reported: without the median of B and
+        C_mid where it is the prior's."""
         draws = {"A": self.posterior.A, "B": self.posterior.B, "C_mid": self.posterior.C_mid}
-        shown = {name: self.assessment.shown(each) for name, each in draws.items()}
+        intervals = {name: self.assessment.shown(values) for name, values in draws.items()}
         if not self.assessment.steep:
-            shown |= {name: one and one.ends() for name, one in shown.items() if name != "A"}
-        return shown
+            intervals |= {name: value and value.ends() for name, value in intervals.items() if name != "A"}
+        return intervals
 
     def as_json(self) -> dict[str, Any]:
-        """What every JSON object about one curve begins with."""
+        """Return the keys with which every JSON object about one curve begins."""
         series, assessment = self.posterior.series, self.assessment
         return {
             "series": self.name,
@@ -111,16 +112,16 @@ class Known:
             "reason": assessment.reason,
             "flags": list(assessment.flags),
             "C_max_over_C_mid": assessment.ratio if assessment.steep else None,
-            **{name: _json(one) for name, one in self.parameters().items()},
+            **{name: _as_dict(value) for name, value in self.parameters().items()},
         }
 
     def sentences(self) -> list[str]:
-        """Whether the curve is identified and why, what was fitted, and what else is odd about it."""
+        """Say whether the curve is identified and why, what was fitted, and which flags it has."""
         assessment, series, window = self.assessment, self.posterior.series, self.window
-        left_out = len(window.whole) - len(series)
+        excluded_count = len(window.whole) - len(series)
         ends = f"{compute_text(series.compute[0])} to {compute_text(series.compute[-1])} {window.unit}"
         parts = [f"{len(series)} evaluations from {ends}"]
-        parts += [f"{left_out} outside of --cut and --until left out"] * bool(left_out)
+        parts += [f"{excluded_count} outside of --cut and --until left out"] * bool(excluded_count)
         parts += [f"{series.unmeasured} without a score left out"] * bool(series.unmeasured)
         sentences = [f"{self.name} is {assessment.standing}: {assessment.reason}."]
         sentences.append(f"Fitted: {', '.join(parts)}.")
@@ -129,20 +130,22 @@ class Known:
 
 
 def fit(window: Window) -> Answer:
-    """The curve, the interval of its ceiling, and whether a line would have predicted better."""
+    """Answer with the curve, the interval of its ceiling, and whether a line would have predicted better."""
     known = Known.of(window)
-    least, other = known.posterior.fit, known.rival()
+    least_fit, rival_sentence = known.posterior.fit, known.rival()
     unknown = () if known.assessment.steep else ("B", "C_mid")
-    curve = {name: None if name in unknown else getattr(least.curve, name) for name in ("A", "B", "C_mid")}
-    squares = curve | {"sse": least.sse, "sd": least.residual_sd} if known.ranked else None
+    curve = {
+        name: None if name in unknown else getattr(least_fit.curve, name) for name in ("A", "B", "C_mid")
+    }
+    least_squares = curve | {"sse": least_fit.sse, "sd": least_fit.residual_sd} if known.ranked else None
     return Answer(
-        result=known.as_json() | {"least_squares": squares, "rival": other or None},
-        lead=[*known.sentences(), *filter(None, [other])],
-        tables=[_parameters(known, curve if known.ranked else {})],
+        result=known.as_json() | {"least_squares": least_squares, "rival": rival_sentence or None},
+        lead=[*known.sentences(), *filter(None, [rival_sentence])],
+        tables=[_build_parameter_table(known, curve if known.ranked else {})],
     )
 
 
-def _parameters(known: Known, least: Mapping[str, float | None]) -> Table:
+def _build_parameter_table(known: Known, least: Mapping[str, float | None]) -> Table:
     series, shown = known.posterior.series, known.parameters()
     kinds = {
         "A": ("score; the ceiling", "{:.3f}", "{:.4f}"),
@@ -154,7 +157,7 @@ def _parameters(known: Known, least: Mapping[str, float | None]) -> Table:
             f"{name}\n{note}",
             middle(shown[name], form),
             span(shown[name], form),
-            NONE if (value := least.get(name)) is None else _text(value, fine),
+            NONE if (value := least.get(name)) is None else _format(value, fine),
         )
         for name, (note, form, fine) in kinds.items()
     ]
@@ -164,62 +167,74 @@ def _parameters(known: Known, least: Mapping[str, float | None]) -> Table:
 
 
 def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> Answer:
-    """Scores at given computes, and computes at which given scores are reached."""
+    """Answer with scores at given computes, and computes at which given scores are reached. Raises ValueError
+    for a target outside (0, 1)."""
     for target in targets:
         if not 0 < target < 1:
             raise ValueError(f"--target is {target:g}; use a score between 0 and 1")
     known = Known.of(window)
     scores = [forecast(known.posterior, C) for C in at]
-    reached = [reach(known.posterior, T) for T in targets]
-    now, unit, other = float(window.fitted.compute[-1]), window.unit, known.rival()
+    reaches = [reach(known.posterior, T) for T in targets]
+    now, unit, rival_sentence = float(window.fitted.compute[-1]), window.unit, known.rival()
     rows = []
-    for one in scores:
-        gain = known.assessment.shown(known.posterior.gain(now, one.compute))
-        cells = (middle(one.score), span(one.score), span(one.measured), span(gain, "{:+.3f}"))
-        rows.append((f"{compute_text(one.compute)} {unit}\nscore", *cells))
+    for prediction in scores:
+        gain = known.assessment.shown(known.posterior.gain(now, prediction.compute))
+        cells = (
+            middle(prediction.score),
+            span(prediction.score),
+            span(prediction.measured),
+            span(gain, "{:+.3f}"),
+        )
+        rows.append((f"{compute_text(prediction.compute)} {unit}\nscore", *cells))
     columns = ("median", "90 % interval", "of one evaluation", f"gain on {compute_text(now)}")
     tables = [Table(title="Score at", head=columns, rows=rows)] if scores else []
     rows = [
         (
-            f"{one.target:.3f}\n{unit}",
-            NONE if one.probability is None else f"{one.probability:.0%}",
-            middle(one.compute, ""),
-            span(one.compute, ""),
+            f"{goal.target:.3f}\n{unit}",
+            NONE if goal.probability is None else f"{goal.probability:.0%}",
+            middle(goal.compute, ""),
+            span(goal.compute, ""),
         )
-        for one in reached
+        for goal in reaches
     ]
     head = ("P(A above it)", "compute, median", "90 % interval")
-    tables += [Table(title="Target", head=head, rows=rows)] if reached else []
+    tables += [Table(title="Target", head=head, rows=rows)] if reaches else []
     result = {
         "at": [
-            {"compute": one.compute, "score": _json(one.score), "measured": _json(one.measured)}
-            for one in scores
+            {
+                "compute": prediction.compute,
+                "score": _as_dict(prediction.score),
+                "measured": _as_dict(prediction.measured),
+            }
+            for prediction in scores
         ],
         "targets": [
-            {"target": one.target, "probability": one.probability, "compute": _json(one.compute)}
-            for one in reached
+            {"target": goal.target, "probability": goal.probability, "compute": _as_dict(goal.compute)}
+            for goal in reaches
         ],
-        "rival": other or None,
+        "rival": rival_sentence or None,
     }
     return Answer(
-        result=known.as_json() | result, lead=[*known.sentences(), *filter(None, [other])], tables=tables
+        result=known.as_json() | result,
+        lead=[*known.sentences(), *filter(None, [rival_sentence])],
+        tables=tables,
     )
 
 
 def judge(window: Window, terms: Terms) -> Answer:
-    """Go on, stop, or undecided; the exit code says which."""
+    """Answer whether to go on or to stop, or that it is undecided; the exit code tells which."""
     known = Known.of(window)
     decision = decide(known.posterior, terms)
-    left = terms.budget - float(window.fitted.compute[-1])
-    least, price = f"{terms.min_gain:.3f}", f"{terms.price * left:.3f}"
+    remaining = terms.budget - float(window.fitted.compute[-1])
+    least, price = f"{terms.min_gain:.3f}", f"{terms.price * remaining:.3f}"
     rows = [("gain of the rest\nscore", middle(decision.gain), span(decision.gain), least, price)]
     columns = ("median", "80 % interval", "least gain", "price of the rest")
-    note = f"From {compute_text(terms.budget - left)} to {compute_text(terms.budget)} {window.unit}."
+    note = f"From {compute_text(terms.budget - remaining)} to {compute_text(terms.budget)} {window.unit}."
     result = {
         "action": decision.action,
         "exit_code": decision.action.exit_code,
         "why": decision.reason,
-        "gain": _json(decision.gain),
+        "gain": _as_dict(decision.gain),
         "rival": decision.rival or None,
         **asdict(terms),
     }
@@ -232,11 +247,11 @@ def judge(window: Window, terms: Terms) -> Answer:
     )
 
 
-# ---- several curves beside one reference
+# ---- several curves and a reference
 
 
 def compare(windows: Sequence[Window]) -> Answer:
-    """Each run against the first: an ablation of one seed an arm."""
+    """Answer with a comparison of each run with the first: an ablation of one seed per arm."""
     runs = [Run(arm=window.whole.name, seed=0, series=window.fitted) for window in windows]
     study = ablate(runs, reference=windows[0].whole.name)
     unit = windows[0].unit
@@ -244,29 +259,30 @@ def compare(windows: Sequence[Window]) -> Answer:
 
 
 def verdict(arm: Arm) -> str:
-    """ "moves A (down)", "moves only B (up) and C_mid (down)", "no difference seen"."""
+    """Format a verdict: "moves A (down)", "moves only B (up) and C_mid (down)", "no difference seen"."""
     if not arm.moves:
         return str(arm.verdict)
-    ways = [f"{name} ({'down' if arm.lower[name] > 0.5 else 'up'})" for name in arm.moves]
-    return f"moves {'only ' if arm.verdict is Verdict.MOVES_EFFICIENCY else ''}{' and '.join(ways)}"
+    directions = [f"{name} ({'down' if arm.lower[name] > 0.5 else 'up'})" for name in arm.moves]
+    return f"moves {'only ' if arm.verdict is Verdict.MOVES_EFFICIENCY else ''}{' and '.join(directions)}"
 
 
 def study_sentences(study: Ablation) -> list[str]:
-    """Who is not ranked, and how far runs differ by their seed alone."""
+    """Say which arms are not ranked, and how far runs differ by their seed alone."""
     tau, freedom = study.spread["A"], sum(len(arm.seeds) - 1 for arm in study.arms if arm.ranked)
-    others = ", so the three runs of the paper are counted too" if freedom < ENOUGH else ""
+    addition = ", so the three runs of the paper are counted too" if freedom < ENOUGH else ""
     return [
         *(f"{arm.name} is not ranked: {arm.reason}." for arm in study.arms if arm.reason),
         f"From seed to seed A has a standard deviation of {tau.median:.3f} {span(tau)}, by {freedom} degrees"
-        f" of freedom of all arms together{others}.",
+        f" of freedom of all arms together{addition}.",
     ]
 
 
 def study_tables(study: Ablation, unit: str) -> list[Table]:
-    """Ceilings and, where any arm knows its B, efficiency; the rule of verdicts is in ``ablation.judge``."""
+    """Tables of ceilings and, where B of any arm is identified, of efficiency; ``ablation.judge`` has the
+    rule of verdicts."""
     first, common = study.arms[0].name, compute_text(study.common)
 
-    def chance(arm: Arm, name: str) -> str:  # draws are finite: they show no probability beyond 0.1 %
+    def format_probability(arm: Arm, name: str) -> str:  # draws are too few for probabilities below 0.1 %
         p = arm.lower.get(name)
         return NONE if p is None else "<0.1%" if p < 0.001 else ">99.9%" if p > 0.999 else f"{p:.1%}"
 
@@ -276,7 +292,7 @@ def study_tables(study: Ablation, unit: str) -> list[Table]:
             str(len(arm.seeds)),
             both(arm.A),
             both(arm.A_less, "{:+.3f}"),
-            chance(arm, "A"),
+            format_probability(arm, "A"),
             both(arm.reached)
             + (f" at {compute_text(arm.reached_at)}" if arm.reached_at < study.common else ""),
             verdict(arm),
@@ -298,15 +314,15 @@ def study_tables(study: Ablation, unit: str) -> list[Table]:
             arm.name,
             both(arm.B, "{:.2f}"),
             both(arm.B_shared, "{:.2f}"),
-            chance(arm, "B"),
+            format_probability(arm, "B"),
             both(arm.C_mid, ""),
             both(arm.C_mid_ratio, "{:.2f}"),
-            chance(arm, "C_mid"),
+            format_probability(arm, "C_mid"),
         )
         for arm in study.arms
     ]
-    held = "" if study.shared_A is None else f" at A = {study.shared_A:.3f}"
-    head = ("B", f"B{held}", "P(B lower)", "C_mid", f"over that of {first}", "P(C_mid lower)")
+    condition = "" if study.shared_A is None else f" at A = {study.shared_A:.3f}"
+    head = ("B", f"B{condition}", "P(B lower)", "C_mid", f"over that of {first}", "P(C_mid lower)")
     note = (
         f"C_mid in {unit}: compute of half of the gain; its ratio too is at that A. A dash: A is further than"
         f" {FLOOR:g} from that of {first}, or B is not known."
@@ -319,28 +335,28 @@ def study_json(study: Ablation) -> dict[str, Any]:
         "common_compute": study.common,
         "shared_A": study.shared_A,
         "tail": study.tail,
-        "seed_spread": {name: asdict(each) for name, each in study.spread.items()},
-        "arms": [_arm_json(arm) for arm in study.arms],
+        "seed_spread": {name: asdict(interval) for name, interval in study.spread.items()},
+        "arms": [_describe_arm(arm) for arm in study.arms],
     }
 
 
-def _arm_json(arm: Arm) -> dict[str, Any]:
+def _describe_arm(arm: Arm) -> dict[str, Any]:
     intervals = ("A", "B", "C_mid", "B_shared", "C_mid_ratio", "A_less", "reached")
     runs = [
         {
             "seed": seed,
-            "standing": one.standing,
-            "C_max_over_C_mid": one.ratio if one.standing in REPORTED else None,
-            "flags": one.flags,
+            "standing": assessment.standing,
+            "C_max_over_C_mid": assessment.ratio if assessment.standing in REPORTED else None,
+            "flags": assessment.flags,
         }
-        for seed, one in zip(arm.seeds, arm.assessments, strict=True)
+        for seed, assessment in zip(arm.seeds, arm.assessments, strict=True)
     ]
     return {
         "arm": arm.name,
         "seeds": arm.seeds,
         "standing": arm.standing,
         "reason": arm.reason,
-        **{name: _json(getattr(arm, name)) for name in intervals},
+        **{name: _as_dict(getattr(arm, name)) for name in intervals},
         "reached_at": arm.reached_at,
         "lower": dict(arm.lower),
         "verdict": verdict(arm),
@@ -348,27 +364,28 @@ def _arm_json(arm: Arm) -> dict[str, Any]:
     }
 
 
-# ---- what runs have cost
+# ---- costs of runs
 
 
 def books(runs: Sequence[RunFolder], price: float = 0.0) -> Answer:
-    """The sums of their ledgers, with ``price`` for a device-hour of sessions that have none. Raises
-    ValueError for a run without a ledger, or with one that is damaged."""
+    """Answer with the sums of the ledgers of runs, with ``price`` for a device-hour of sessions that have no
+    price. Raises ValueError for a run without a ledger, or with a damaged ledger."""
     folders = [run.path.resolve().name for run in runs]
     names = [
-        name if folders.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(folders, start=1)
+        name if folders.count(name) == 1 else f"{name} ({number})"
+        for number, name in enumerate(folders, start=1)
     ]
-    sums, lead = {}, list[str]()
+    costs_of, lead = {}, list[str]()
     for name, run in zip(names, runs, strict=True):
         rows = set_price(read(run), price)
         if not rows:
             raise ValueError(f"run {name} has no row in ledger.jsonl; it has finished no step yet")
-        one = sums[name] = summary(rows)
-        times = {1: "once", 2: "twice"}.get(one.sessions, f"{one.sessions} times")
+        costs = costs_of[name] = summary(rows)
+        start_count = {1: "once", 2: "twice"}.get(costs.sessions, f"{costs.sessions} times")
         lead += [
-            f"{name}: {one.steps} steps, started {times}.",
+            f"{name}: {costs.steps} steps, started {start_count}.",
             *[TORN] * is_torn(run),
-            *one.notes,
+            *costs.notes,
         ]
-    result = {"runs": [{"run": name, **asdict(one)} for name, one in sums.items()]}
-    return Answer(result=result, lead=lead, tables=cost_tables(sums))
+    result = {"runs": [{"run": name, **asdict(costs)} for name, costs in costs_of.items()]}
+    return Answer(result=result, lead=lead, tables=cost_tables(costs_of))

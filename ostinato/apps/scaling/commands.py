@@ -122,7 +122,7 @@ def finish(answer: Answer, json_file: Path | None) -> None:
 
 
 def show(answer: Answer, json_file: Path | None) -> None:
-    """Sentences and tables on the terminal, or the JSON object alone where it is to go there."""
+    """Print sentences and tables, or the JSON object alone where it goes to standard output."""
     text = to_json(answer.result)
     if json_file is not None and str(json_file) == "-":
         print(text, flush=True)

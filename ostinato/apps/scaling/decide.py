@@ -15,13 +15,13 @@ from ostinato.apps.scaling.series import Series
 
 ORIGINS = (0.5, 0.6, 0.7, 0.8)  # shares of the evaluations after which the rest is predicted
 FEWEST = 5  # evaluations before an origin
-CLEARLY = 0.7  # the error of the line has to be below so much of the posterior's
+CLEARLY = 0.7  # the error of the line has to be below this share of the posterior's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A score to come, as far as it may be reported (``Assessment.shown``); ``measured`` is the interval of
-    one evaluation, noise and all."""
+    """A forecast score, as far as it may be reported (``Assessment.shown``); ``measured`` is the interval of
+    one evaluation, with its noise."""
 
     compute: float
     score: Interval | None
@@ -29,16 +29,16 @@ class Forecast:
 
 
 def forecast(known: Posterior, C: float) -> Forecast:
-    """R(C)."""
+    """Forecast R(C)."""
     assessment = assess(known)
-    one = known.measured(np.array([C]))[:, 0]
-    return Forecast(compute=C, score=assessment.shown(known.score(C)), measured=assessment.shown(one))
+    evaluations = known.measured(np.array([C]))[:, 0]
+    return Forecast(compute=C, score=assessment.shown(known.score(C)), measured=assessment.shown(evaluations))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """Will a target be reached, and with how much compute in all? None where the curve is not identified.
-    ``compute`` is infinite where the target is above the asymptote."""
+    """The probability that a target is reached, and the compute that it takes in all; None where the curve is
+    not identified. ``compute`` is infinite where the target is above the asymptote."""
 
     target: float
     probability: float | None  # that A is above it
@@ -46,7 +46,7 @@ class Reach:
 
 
 def reach(known: Posterior, T: float) -> Reach:
-    """P(A > T) and quantiles of C(T)."""
+    """Return P(A > T) and quantiles of C(T)."""
     if assess(known).standing is Standing.NOT_IDENTIFIED:
         return Reach(target=T, probability=None, compute=None)
     return Reach(target=T, probability=float(np.mean(known.A > T)), compute=interval(known.compute_for(T)))
@@ -85,10 +85,10 @@ class Terms:
 
 
 def decide(known: Posterior, terms: Terms) -> Decision:
-    """Is the rest of the budget worth it?
+    """Decide whether the rest of the budget is worth its compute.
 
-    A curve that is not identified is never decided upon, and a run is not stopped where a line that predicted
-    it better predicts the gain. Raises ValueError for a budget that is spent.
+    A curve that is not identified gives no decision, and a run is not stopped where a line that predicted it
+    better predicts the gain. Raises ValueError for a budget that is spent.
     """
     now = float(known.series.compute[-1])
     if not terms.budget > now:
@@ -96,49 +96,53 @@ def decide(known: Posterior, terms: Terms) -> Decision:
             f"budget is {terms.budget:g} and {now:g} of it are spent; use the compute of the whole run"
         )
     assessment = assess(known)
-    identified = assessment.standing is not Standing.NOT_IDENTIFIED
-    gain = None if assessment.silent else _gain(known, terms)
-    action, line = verdict(known, terms), rival(known.series) if identified else None
-    other = 0.0 if line is None else line.gain(now, terms.budget)
-    disputed = action is Action.STOP and other >= terms.least(now)
-    reason = _reason(assessment, gain, terms.least(now)) + f"; a line in ln C predicts {other:.3f}" * disputed
+    is_identified = assessment.standing is not Standing.NOT_IDENTIFIED
+    gain = None if assessment.silent else _forecast_gain(known, terms)
+    action, line = verdict(known, terms), rival(known.series) if is_identified else None
+    line_gain = 0.0 if line is None else line.gain(now, terms.budget)
+    is_disputed = action is Action.STOP and line_gain >= terms.least(now)
+    reason = (
+        _explain(assessment, gain, terms.least(now))
+        + f"; a line in ln C predicts {line_gain:.3f}" * is_disputed
+    )
     return Decision(
-        action=Action.UNDECIDED if disputed else action,
+        action=Action.UNDECIDED if is_disputed else action,
         reason=reason,
-        gain=gain if identified or gain is None else gain.ends(),
+        gain=gain if is_identified or gain is None else gain.ends(),
         rival="" if line is None else line.sentence,
     )
 
 
 def verdict(known: Posterior, terms: Terms) -> Action:
-    """What the posterior alone says of the rest of the budget."""
+    """Decide by the posterior alone about the rest of the budget."""
     if assess(known).standing is Standing.NOT_IDENTIFIED:
         return Action.UNDECIDED
-    gain, least = _gain(known, terms), terms.least(float(known.series.compute[-1]))
+    gain, least = _forecast_gain(known, terms), terms.least(float(known.series.compute[-1]))
     if gain.high < least:
         return Action.STOP
     return Action.CONTINUE if gain.low > least else Action.UNDECIDED
 
 
-def _gain(known: Posterior, terms: Terms) -> Interval:
-    """Of the rest of the budget; 80 %, so that it is above the lower end with 90 %."""
+def _forecast_gain(known: Posterior, terms: Terms) -> Interval:
+    """Interval of the gain from the rest of the budget; 80 %, so that the gain is above the lower end with
+    90 %."""
     return interval(known.gain(float(known.series.compute[-1]), terms.budget), level=0.8)
 
 
-def _reason(assessment: Assessment, gain: Interval | None, least: float) -> str:
+def _explain(assessment: Assessment, gain: Interval | None, least: float) -> str:
     if gain is None or assessment.standing is Standing.NOT_IDENTIFIED:
         return assessment.reason
-    brings = f"the rest of the budget brings {gain.low:.3f} to {gain.high:.3f} (80 %)"
-    return f"{brings} and has to bring {least:.3g}"
+    statement = f"the rest of the budget brings {gain.low:.3f} to {gain.high:.3f} (80 %)"
+    return f"{statement} and has to bring {least:.3g}"
 
 
-# ---- the other law: of a score that rises with ln C for good a sigmoid, refitted, always says that it ends
+# ---- the other law: to a score that rises with ln C without end a sigmoid, refitted, always gives a ceiling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """R = level + slope ln C, at most 1, by least squares. ``error``: root mean square of what it predicted
-    from ``ORIGINS``; ``ours``: that of the posterior's median."""
+    """R = level + slope ln C, at most 1, by least squares. ``error``: root mean square of its prediction
+    errors from ``ORIGINS``; ``ours``: the same of the posterior's median."""
 
     level: float
     slope: float
@@ -160,22 +164,30 @@ class Line:
 
 
 def rival(series: Series) -> Line | None:
-    """The line, where it predicted a series clearly better than the posterior did, and from the last origin
-    too: from the first ones a sigmoid is often not identified yet, and would not have been reported.
+    """Return the line where it predicted a series clearly better than the posterior did, over all origins and
+    from the last: at the first origins a sigmoid is often not identified yet, and would not have been
+    reported.
 
-    Of simulated sigmoids one in ten has one at 3 C_mid and none in 40 at 5; of curves that rise with ln C for
-    good, more than eight in ten.
+    Of simulated sigmoids one in ten has such a line at 3 C_mid and none in 40 at 5; of curves that rise with
+    ln C without end, more than eight in ten.
     """
-    line, ours = (_errors(series, law) for law in (_line, _median))
-    if not line or not line[-1] < ours[-1]:
+    line_errors, posterior_errors = (_measure_errors(series, law) for law in (_predict_line, _predict_median))
+    if not line_errors or not line_errors[-1] < posterior_errors[-1]:
         return None
-    error, other = (math.sqrt(np.mean(np.square(errors))) for errors in (line, ours))
+    line_error, posterior_error = (
+        math.sqrt(np.mean(np.square(errors))) for errors in (line_errors, posterior_errors)
+    )
     slope, level = np.polyfit(np.log(series.compute), series.score, 1)
-    return Line(level=level, slope=slope, error=error, ours=other) if error < CLEARLY * other else None
+    return (
+        Line(level=level, slope=slope, error=line_error, ours=posterior_error)
+        if line_error < CLEARLY * posterior_error
+        else None
+    )
 
 
-def _errors(series: Series, law: Callable[[Series, np.ndarray], np.ndarray]) -> list[float]:
-    """Root mean square of the predictions from each origin that has ``FEWEST`` evaluations before it."""
+def _measure_errors(series: Series, law: Callable[[Series, np.ndarray], np.ndarray]) -> list[float]:
+    """Root mean square of the prediction errors from each origin that has ``FEWEST`` evaluations before
+    it."""
     cuts = [round(origin * len(series)) for origin in ORIGINS]
     return [
         math.sqrt(np.mean((series.score[cut:] - law(series.take(slice(cut)), series.compute[cut:])) ** 2))
@@ -184,10 +196,10 @@ def _errors(series: Series, law: Callable[[Series, np.ndarray], np.ndarray]) -> 
     ]
 
 
-def _line(series: Series, at: np.ndarray) -> np.ndarray:
+def _predict_line(series: Series, at: np.ndarray) -> np.ndarray:
     slope, level = np.polyfit(np.log(series.compute), series.score, 1)
     return np.minimum(level + slope * np.log(at), 1.0)
 
 
-def _median(series: Series, at: np.ndarray) -> np.ndarray:
+def _predict_median(series: Series, at: np.ndarray) -> np.ndarray:
     return np.median(posterior(series, draws=1024, cells=(24, 48)).score(at), axis=0)

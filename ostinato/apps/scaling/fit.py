@@ -11,12 +11,12 @@ from ostinato.apps.scaling.curve import PARAMETERS, Sigmoid, share, whiten
 from ostinato.apps.scaling.series import Series
 
 B_RANGE = (0.3, 8.0)
-REACH = 20.0  # C_mid is sought from C_min / REACH to REACH x C_max
+REACH = 20.0  # C_mid is searched from C_min / REACH to REACH x C_max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fit:
-    """The curve of least squares and what it leaves."""
+    """The least-squares curve and its residuals."""
 
     curve: Sigmoid
     residuals: np.ndarray  # [n] observed - fitted
@@ -32,9 +32,9 @@ class Fit:
 
 
 def fit(series: Series, *, rho: float = 0.0, sd: np.ndarray | float = 1.0) -> Fit:
-    """The least-squares sigmoid with R0 fixed and A at most 1.
+    """Fit the least-squares sigmoid with R0 fixed and A at most 1.
 
-    ``rho`` > 0 is generalised least squares for AR(1) noise, ``sd`` ([n]) weighs the evaluations by theirs.
+    ``rho`` > 0 is generalised least squares for AR(1) noise, ``sd`` ([n]) weighs each evaluation by its own.
     Raises ValueError for fewer than 3 evaluations.
     """
     if len(series) < PARAMETERS:
@@ -74,16 +74,16 @@ class _Problem:
         )
 
     def whitened(self, log_B: np.ndarray, log_C_mid: np.ndarray) -> np.ndarray:
-        """[..., n] S."""
+        """[..., n] S in whitened coordinates."""
         B, C_mid = np.exp(log_B), np.exp(log_C_mid)
         return whiten(share(self.compute, B[..., None], C_mid[..., None]), self.sd, self.rho)
 
     def gain(self, S: np.ndarray) -> np.ndarray:
-        """The best a for each row of S."""
+        """The least-squares a for each row of S."""
         return np.clip((S @ self.y) / np.maximum((S * S).sum(-1), 1e-300), 0.0, self.most)
 
     def search(self, cells: tuple[int, int] = (40, 120)) -> np.ndarray:
-        """[2] the best of a grid."""
+        """[2] the best (ln B, ln C_mid) of a grid."""
         log_B, log_C_mid = (np.linspace(*ends) for ends in zip(self.low, self.high, cells, strict=True))
         S = self.whitened(log_B[:, None], log_C_mid[None, :])
         a = self.gain(S)
@@ -94,22 +94,22 @@ class _Problem:
     def polish(self, at: np.ndarray, rounds: int = 200) -> np.ndarray:
         """Levenberg and Marquardt's descent inside the box, on residuals with a projected out (Kaufman)."""
         damping = 1e-3
-        r, J = self._step(at)
+        r, J = self._linearise(at)
         for _ in range(rounds):
             H = J.T @ J
             step = np.linalg.solve(H + damping * np.diag(np.diag(H) + 1e-12 * np.trace(H) + 1e-30), J.T @ r)
-            there = np.clip(at + step, self.low, self.high)
-            r_there, J_there = self._step(there)
-            better = r_there @ r_there < r @ r
-            done = np.abs(there - at).max() < 1e-13
-            if better:
-                at, r, J = there, r_there, J_there
-            if done or damping > 1e12:
+            candidate = np.clip(at + step, self.low, self.high)
+            r_candidate, J_candidate = self._linearise(candidate)
+            is_better = r_candidate @ r_candidate < r @ r
+            is_done = np.abs(candidate - at).max() < 1e-13
+            if is_better:
+                at, r, J = candidate, r_candidate, J_candidate
+            if is_done or damping > 1e12:
                 break
-            damping = damping / 10 if better else damping * 10
+            damping = damping / 10 if is_better else damping * 10
         return at
 
-    def _step(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _linearise(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """([n] residuals, [n, 2] minus their derivatives) at (ln B, ln C_mid)."""
         B, C_mid = np.exp(at)
         S = share(self.compute, B, C_mid)
@@ -117,6 +117,6 @@ class _Problem:
         J = np.stack([slope * B * np.log(self.compute / C_mid), -slope * B], axis=-1)
         S, J = whiten(S, self.sd, self.rho), whiten(J.T, self.sd, self.rho).T
         a = self.gain(S)
-        if 0.0 < a < self.most:  # a moves with them
+        if 0.0 < a < self.most:  # a is not at a bound, so it changes with B and C_mid
             J = J - np.outer(S, S @ J) / (S @ S)
         return self.y - a * S, a * J

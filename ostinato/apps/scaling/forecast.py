@@ -1,10 +1,10 @@
-"""A run's own forecast: after each evaluation a row of forecast.jsonl, metrics, and one line.
+"""A run's own forecast: after each evaluation a row of forecast.jsonl, metrics, and one log line.
 
 Compute is that of the steps which made the policy, as eval.jsonl has it, and so are budgets: FLOPs, tokens
-and steps are those of the recipe, whatever engine, cache and drafter made of it, and hours those
-of steps alone, without loading, saving and restarts. So a run predicts the same whenever it is run, killed
-and resumed or not, on any axis but those of the clock and its price. ``ostinato scale`` reads the ledger,
-which has what was really paid.
+and steps are those of the recipe, whatever engine, cache and drafter are used, and hours are those of steps
+alone, without loading, saving and restarts. So a run predicts the same whenever it is run, killed and resumed
+or not, on any axis but those of the clock and its price. ``ostinato scale`` reads the ledger, which has what
+was really paid.
 """
 
 from __future__ import annotations
@@ -29,89 +29,101 @@ from ostinato.run import MAIN_SET, RunFolder, to_json
 from ostinato.tables import compute_text
 
 logger = logging.getLogger(__name__)
-PLACES = 24  # of the curve, evenly in ln C: a report joins them
+PLACES = 24  # points of the curve, evenly in ln C: a report draws lines between them
 BAND = {"q05": 0.05, "q95": 0.95}
 CURVE = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 IDENTIFIED = {Standing.IDENTIFIED: 1.0, Standing.PROVISIONAL: 0.5, Standing.NOT_IDENTIFIED: 0.0}
 ADVICE = {Action.CONTINUE: "go on", Action.UNDECIDED: "not decided yet", Action.STOP: "not worth the rest"}
-NO_FORECAST = "no forecast"  # the verdict on a curve that carries none, or where no budget is left
-LEAST_SPENT = 0.3  # of the budget, before a run ends by its own forecast: a second rise may be yet to come
+NO_FORECAST = "no forecast"  # the verdict on a curve that allows no forecast, or where no budget is left
+LEAST_SPENT = 0.3  # of the budget, before a run ends by its own forecast: the score may rise a second time
 
 
 def new_forecaster(
     recipe: Recipe, run: RunFolder, writers: Sequence[MetricWriter]
 ) -> Callable[[int], bool] | None:
-    """For ``Observer.should_stop``: does the run end after a score of the main set, because the rest of it is
-    not worth its compute? Always False without ``forecast.stop``; see ``goes_on``. None where a run is not
-    scored before and while it trains.
+    """Return the function for ``Observer.should_stop``, which tells after each score of the main set whether
+    the run ends because its rest is not worth its compute. It is always False without ``forecast.stop``; see
+    ``goes_on``. None where a run is not scored before and while it trains.
 
-    ``writers`` get forecast/*, and the log one line as soon as there are enough evaluations for a curve, or
-    why there is no curve, once.
+    ``writers`` get forecast/*. The log gets one line as soon as there are enough evaluations for a curve, or,
+    once, the reason why there is no curve.
     """
     terms = recipe.forecast
     if not (terms.enabled and recipe.eval.at_start and recipe.eval.every):
         return None
 
     def should_stop(step: int) -> bool:
-        row = json.loads(to_json(look(recipe, run, step)))  # as it will be read back
+        row = json.loads(to_json(look(recipe, run, step)))  # as it is read back from the file
         earlier = list(run.forecast.rows())
         stop = terms.stop and row["verdict"] == Action.STOP
-        but = goes_on(row, earlier) if stop else ""
+        objection = goes_on(row, earlier) if stop else ""
         if row not in earlier:  # a resumed run computes its last row again
             run.forecast.append(row)
             for writer in writers:
                 writer.write(step, metrics(row))
-            news = row["failed"] and row["sentence"] not in [each["sentence"] for each in earlier]
-            if row["n"] >= FEWEST or news:
-                logger.info(f"step {step}: forecast: {row['sentence']}{but and f'; goes on, for {but}'}")
-        return stop and not but
+            is_news = row["failed"] and row["sentence"] not in [
+                earlier_row["sentence"] for earlier_row in earlier
+            ]
+            if row["n"] >= FEWEST or is_news:
+                logger.info(
+                    f"step {step}: forecast: {row['sentence']}{objection and f'; goes on, for {objection}'}"
+                )
+        return stop and not objection
 
     return should_stop
 
 
 def goes_on(row: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> str:
-    """Why a run goes on although ``row`` says that its rest is not worth it; empty where it ends.
+    """Return the reason why a run goes on although ``row`` says that its rest is not worth it; empty where it
+    ends.
 
-    A single look may err, and a curve that rests early may rise again: at least 30 % of the budget has to be
-    spent, and the last of the ``earlier`` rows has to say the same of an identified curve.
+    A single look may err, and a curve that has levelled off early may rise again: at least 30 % of the budget
+    has to be spent, and the last of the ``earlier`` rows has to say the same of an identified curve.
     """
     if row["gate"] != Standing.IDENTIFIED:
         return "the curve is only provisionally known"
     if row["compute"] < LEAST_SPENT * row["budget"]:
         return f"less than {LEAST_SPENT:.0%} of the budget is spent"
-    before = [(each["verdict"], each["gate"]) for each in earlier if each["step"] < row["step"]]
-    again = before[-1:] == [(Action.STOP, Standing.IDENTIFIED)]
-    return "" if again else "the next look has to say so too"
+    verdicts = [
+        (earlier_row["verdict"], earlier_row["gate"])
+        for earlier_row in earlier
+        if earlier_row["step"] < row["step"]
+    ]
+    is_confirmed = verdicts[-1:] == [(Action.STOP, Standing.IDENTIFIED)]
+    return "" if is_confirmed else "the next look has to say so too"
 
 
 def look(recipe: Recipe, run: RunFolder, step: int) -> dict[str, Any]:
-    """The row of forecast.jsonl after the evaluation at ``step``, from the folder of the run alone."""
+    """Compute the row of forecast.jsonl after the evaluation at ``step``, from the run's folder alone."""
     terms = recipe.forecast
-    about: dict[str, Any] = {"step": step, "axis": terms.axis, "counted": unit_name(terms.axis)}
+    header: dict[str, Any] = {"step": step, "axis": terms.axis, "counted": unit_name(terms.axis)}
     try:
         series = read_run(run.path, terms.axis, MAIN_SET, compute=lambda row: compute_of(row, recipe))
         steps = read_run(run.path, Axis.STEPS, MAIN_SET).compute
     except ValueError as error:  # no score before training, or the set has changed since
-        unknown = dict.fromkeys(("compute", "score", "R0", "budget"))
-        row = {**unknown, "n": 0, "gate": Standing.NOT_IDENTIFIED, **_empty_row(str(error))}
-        return about | row | {"failed": True}
+        empty = dict.fromkeys(("compute", "score", "R0", "budget"))
+        row = {**empty, "n": 0, "gate": Standing.NOT_IDENTIFIED, **_build_empty_row(str(error))}
+        return header | row | {"failed": True}
     budget = terms.budget
     if not budget and len(series):  # the share of steps first: at the last of them it is exactly 1
         budget = float(series.compute[-1]) * (recipe.trainer.steps / float(steps[-1]))
-    row = _with_gaps(outlook(series, budget, terms), series.unmeasured)
-    return about | _with_kept(row, run) | {"failed": False}
+    row = _add_unmeasured(outlook(series, budget, terms), series.unmeasured)
+    return header | _add_abilities(row, run) | {"failed": False}
 
 
-def _with_kept(row: dict[str, Any], run: RunFolder) -> dict[str, Any]:
-    """With what is left of the abilities that are not trained: the other side of a gain."""
-    if (left := abilities_left([*run.metrics.rows()])) is None:
+def _add_abilities(row: dict[str, Any], run: RunFolder) -> dict[str, Any]:
+    """Add to a row what is left of the abilities that are not trained: the other side of a gain."""
+    if (abilities := abilities_left([*run.metrics.rows()])) is None:
         return row
-    words = f"abilities kept {left.text('.0%')}"
-    return row | {"kept": [left.value, *(left.interval or ())], "sentence": f"{row['sentence']}; {words}"}
+    words = f"abilities kept {abilities.text('.0%')}"
+    return row | {
+        "kept": [abilities.value, *(abilities.interval or ())],
+        "sentence": f"{row['sentence']}; {words}",
+    }
 
 
-def _with_gaps(row: dict[str, Any], unmeasured: int) -> dict[str, Any]:
-    """Evaluations that had no score are no points of the curve, and are counted."""
+def _add_unmeasured(row: dict[str, Any], unmeasured: int) -> dict[str, Any]:
+    """Add to a row the number of evaluations without a score, which are no points of the curve."""
     if not unmeasured:
         return row
     words = f"{unmeasured} evaluation{'s' * (unmeasured > 1)} without a score left out"
@@ -119,101 +131,105 @@ def _with_gaps(row: dict[str, Any], unmeasured: int) -> dict[str, Any]:
 
 
 def compute_of(row: Mapping[str, Any], recipe: Recipe) -> float:
-    """What was spent up to a row of eval.jsonl, on the axis of the forecast. Raises ValueError for a row
-    that does not say."""
+    """The compute spent up to a row of eval.jsonl, on the axis of the forecast. Raises ValueError where the
+    row does not have it."""
     axis, currency = recipe.forecast.axis, recipe.ledger.currency
     names = {Axis.HOURS: "seconds", Axis.DEVICE_HOURS: "device_hours", Axis.MONEY: f"money/{currency}"}
     spent = row.get("spent", {}).get(names.get(axis, axis), None if row["step"] else 0.0)
     if spent is None:
-        what = f"money: not every step before it was paid in {currency}" if axis is Axis.MONEY else axis
-        raise ValueError(f"the score at step {row['step']} does not say what had been spent in {what}")
+        unit = f"money: not every step before it was paid in {currency}" if axis is Axis.MONEY else axis
+        raise ValueError(f"the score at step {row['step']} does not say what had been spent in {unit}")
     return spent / 3600 if axis is Axis.HOURS else spent
 
 
 def unit_name(axis: Axis) -> str:
-    """What the forecasts of a run count in, as distinct from the ledger's axis of the same name."""
+    """Name the unit of a run's forecasts, as distinct from the ledger's axis of the same name."""
     if axis in (Axis.HOURS, Axis.DEVICE_HOURS, Axis.MONEY):
         return f"{axis} of steps alone"
     return f"{axis} of the recipe" if axis is Axis.FLOPS else str(axis)
 
 
 def outlook(series: Series, budget: float, terms: ForecastSection) -> dict[str, Any]:
-    """``A``, ``B``, ``C_mid``, ``at_budget`` and ``gain`` (of the rest of the budget) by the evaluations, as
-    [q05, q50, q95], and ``curve``, quantiles of R(C) over compute.
+    """Compute ``A``, ``B``, ``C_mid``, ``at_budget`` and ``gain`` (of the rest of the budget) from the
+    evaluations, as [q05, q50, q95], and ``curve``, quantiles of R(C) over compute.
 
-    A curve that is not identified has no medians, and one that refutes the model has no intervals either.
+    A curve that is not identified has no medians, and a curve that refutes the model has no intervals either.
     """
     now, score = (float(values[-1]) if len(series) else None for values in (series.compute, series.score))
     head = {"compute": now, "score": score, "R0": series.R0, "n": len(series), "budget": budget}
     if now is None or len(series) < FEWEST:
         reason = f"{len(series)} of the {FEWEST} evaluations that a curve takes"
-        return head | {"gate": Standing.NOT_IDENTIFIED, **_empty_row(reason)}
-    known = posterior(series)
-    assessment = assess(known)
-    left = budget > now
-    ahead = known.score(budget) if left else None
-    worth = Terms(budget=budget, min_gain=terms.min_gain)
-    decision = decide(known, worth) if left and assessment.standing in REPORTED else None
+        return head | {"gate": Standing.NOT_IDENTIFIED, **_build_empty_row(reason)}
+    series_posterior = posterior(series)
+    assessment = assess(series_posterior)
+    is_unspent = budget > now
+    score_at_budget = series_posterior.score(budget) if is_unspent else None
+    budget_terms = Terms(budget=budget, min_gain=terms.min_gain)
+    decision = (
+        decide(series_posterior, budget_terms) if is_unspent and assessment.standing in REPORTED else None
+    )
     verdict, rival = (decision.action, decision.rival) if decision else (NO_FORECAST, "")
     row = {
         "gate": assessment.standing,
         "reasons": [assessment.reason, *assessment.flags, *([rival] if rival else [])],
-        "A": _quantiles(known.A, assessment),
-        "B": _quantiles(known.B, assessment) if assessment.steep else None,
-        "C_mid": _quantiles(known.C_mid, assessment) if assessment.steep else None,
-        "at_budget": None if ahead is None else _quantiles(ahead, assessment),
-        "gain": _quantiles(known.gain(now, budget), assessment) if left else None,
-        "curve": _curve(known, assessment, max(now, budget)),
+        "A": _report_quantiles(series_posterior.A, assessment),
+        "B": _report_quantiles(series_posterior.B, assessment) if assessment.steep else None,
+        "C_mid": _report_quantiles(series_posterior.C_mid, assessment) if assessment.steep else None,
+        "at_budget": None if score_at_budget is None else _report_quantiles(score_at_budget, assessment),
+        "gain": _report_quantiles(series_posterior.gain(now, budget), assessment) if is_unspent else None,
+        "curve": _sample_curve(series_posterior, assessment, max(now, budget)),
     }
-    sentence = "; ".join([_sentence({**head, **row}, verdict, terms), *([rival] if rival else [])])
+    sentence = "; ".join([_write_sentence({**head, **row}, verdict, terms), *([rival] if rival else [])])
     return head | row | {"verdict": verdict, "sentence": sentence.removesuffix(".")}
 
 
 def metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    """forecast/* for the writers; ``identified`` is 1, provisionally 0.5, or 0."""
-    named = {"A_q05": ("A", 0), "A_q50": ("A", 1), "A_q95": ("A", 2)}
-    named |= {"at_budget_q50": ("at_budget", 1), "gain_q50": ("gain", 1)}
-    values = {name: row[key][at] for name, (key, at) in named.items() if row[key] is not None}
-    found = {f"forecast/{name}": float(value) for name, value in values.items() if value is not None}
-    return found | {"forecast/identified": IDENTIFIED[Standing(row["gate"])]}
+    """Return forecast/* for the writers; ``identified`` is 1, provisionally 0.5, or 0."""
+    places = {"A_q05": ("A", 0), "A_q50": ("A", 1), "A_q95": ("A", 2)}
+    places |= {"at_budget_q50": ("at_budget", 1), "gain_q50": ("gain", 1)}
+    values = {name: row[key][index] for name, (key, index) in places.items() if row[key] is not None}
+    forecast_metrics = {
+        f"forecast/{name}": float(value) for name, value in values.items() if value is not None
+    }
+    return forecast_metrics | {"forecast/identified": IDENTIFIED[Standing(row["gate"])]}
 
 
-def _empty_row(reason: str) -> dict[str, Any]:
+def _build_empty_row(reason: str) -> dict[str, Any]:
     empty = dict.fromkeys(("A", "B", "C_mid", "at_budget", "gain", "curve"))
     return {"reasons": [reason], **empty, "verdict": NO_FORECAST, "sentence": f"none yet: {reason}"}
 
 
-def _quantiles(draws: np.ndarray, assessment: Assessment) -> list[float | None] | None:
+def _report_quantiles(draws: np.ndarray, assessment: Assessment) -> list[float | None] | None:
     """[q05, q50, q95], as far as they may be reported."""
-    if (found := assessment.shown(draws)) is None:
+    if (interval := assessment.shown(draws)) is None:
         return None
-    return [found.low, None if math.isnan(found.median) else found.median, found.high]
+    return [interval.low, None if math.isnan(interval.median) else interval.median, interval.high]
 
 
-def _curve(known: Posterior, assessment: Assessment, last: float) -> dict[str, list[float]] | None:
-    """Quantiles of R(C) from the first evaluation to ``last``, to five digits; the outer ones of a curve that
-    may not be reported."""
+def _sample_curve(known: Posterior, assessment: Assessment, last: float) -> dict[str, list[float]] | None:
+    """Quantiles of R(C) from the first evaluation to ``last``, to five digits; only the outer quantiles for a
+    curve that is not identified."""
     if assessment.silent:
         return None
     places = np.geomspace(float(known.series.compute[0]), last, PLACES)
     levels = CURVE if assessment.standing in REPORTED else BAND
-    found = np.quantile(known.score(places), list(levels.values()), axis=0)
-    rows = zip(["compute", *levels], [places, *found], strict=True)
+    quantiles = np.quantile(known.score(places), list(levels.values()), axis=0)
+    rows = zip(["compute", *levels], [places, *quantiles], strict=True)
     return {name: [float(f"{value:.5g}") for value in values] for name, values in rows}
 
 
-def _sentence(row: Mapping[str, Any], verdict: str, terms: ForecastSection) -> str:
+def _write_sentence(row: Mapping[str, Any], verdict: str, terms: ForecastSection) -> str:
     if row["gate"] == Standing.NOT_IDENTIFIED:
         return f"{row['gate']}: {row['reasons'][0]}"
     words = "provisionally " if row["gate"] == Standing.PROVISIONAL else ""
-    ceiling = f"{words}A {_span(row['A'])}"
+    ceiling = f"{words}A {_format_interval(row['A'])}"
     budget = f"{compute_text(row['budget'])} {unit_name(terms.axis)}"
     if row["at_budget"] is None:
         return f"{ceiling}; the budget of {budget} is spent"
     advice = ADVICE[Action(verdict)]
-    return f"{ceiling}, at {budget} {_span(row['at_budget'])}; {advice}"
+    return f"{ceiling}, at {budget} {_format_interval(row['at_budget'])}; {advice}"
 
 
-def _span(found: Sequence[float]) -> str:
-    low, middle, high = found
+def _format_interval(quantiles: Sequence[float]) -> str:
+    low, middle, high = quantiles
     return f"{middle:.3f} [{low:.3f}, {high:.3f}]"

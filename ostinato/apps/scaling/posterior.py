@@ -1,11 +1,11 @@
-"""What is known of A, B and C_mid: a grid over (ln B, ln C_mid), with A and R0 integrated exactly.
+"""The posterior of A, B and C_mid: a grid over (ln B, ln C_mid), with A and R0 integrated exactly.
 
     R[t] = A S + R0 (1 - S) + noise,   noise AR(1)           R0 ~ N(measured, its error)
     A ~ U(R0, 1),   ln B ~ N(ln 1.9, 0.35),   ln C_mid flat from C_min / 10 to 8 C_max
 
 Given B and C_mid the exponent is quadratic in A, so its integral over [R0, 1] is a difference of normal
-distribution functions and nothing but two dimensions is left for the grid. It is refined where the mass
-is; draws are taken from its cells, and A at each draw from its own truncated normal.
+distribution functions, and only two dimensions are left for the grid. The grid is refined where the mass is;
+draws are taken from its cells, and A of each draw from its own truncated normal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PRIOR = Prior()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Equal-tailed, with the median."""
+    """An equal-tailed interval with the median."""
 
     low: float
     median: float
@@ -50,12 +50,14 @@ class Interval:
         return self.high - self.low
 
     def ends(self) -> Interval:
-        """Without the median (NaN), which would look like a forecast where there is none."""
+        """Return the interval without the median (NaN), which would look like a forecast where there is
+        none."""
         return Interval(low=self.low, median=math.nan, high=self.high)
 
 
 def interval(values: np.ndarray, level: float = LEVEL) -> Interval:
-    """Of draws; infinite ones (a compute at which a target is never reached) are the largest."""
+    """The interval of draws; infinite draws (a compute at which a target is never reached) are the
+    largest."""
     quantiles = np.quantile(values, [(1 - level) / 2, 0.5, (1 + level) / 2], method="inverted_cdf")
     low, median, high = (float(q) for q in quantiles)
     return Interval(low=low, median=median, high=high)
@@ -63,26 +65,26 @@ def interval(values: np.ndarray, level: float = LEVEL) -> Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Posterior:
-    """Draws of equal weight, and what they were made from."""
+    """Draws of equal weight, and the data, noise and prior that they follow from."""
 
     series: Series  # of the fit window
     fit: Fit
     noise: Noise
     prior: Prior
-    sd: np.ndarray  # [n] of the evaluations
+    sd: np.ndarray  # [n] standard deviations of the evaluations
     R0: np.ndarray  # [N]
     A: np.ndarray  # [N]
     B: np.ndarray  # [N]
     C_mid: np.ndarray  # [N]
 
     def score(self, C: float | np.ndarray) -> np.ndarray:
-        """[N, m] (or [N] for one number): R(C) of every draw."""
-        at = np.atleast_1d(np.asarray(C, float))
-        R = curve.score(at, *(x[:, None] for x in (self.R0, self.A, self.B, self.C_mid)))
+        """[N, m] (or [N] for a single C): R(C) of every draw."""
+        computes = np.atleast_1d(np.asarray(C, float))
+        R = curve.score(computes, *(x[:, None] for x in (self.R0, self.A, self.B, self.C_mid)))
         return R if np.ndim(C) else R[:, 0]
 
     def measured(self, C: np.ndarray, seed: int = 0) -> np.ndarray:
-        """[N, m]: evaluations at C, one after the other, as they would be measured: with noise, in [0, 1]."""
+        """[N, m]: successive evaluations at C as they would be measured: with noise, clipped to [0, 1]."""
         rng = np.random.default_rng(seed)
         sd = float(np.median(self.sd))
         noise = simulate(rng, len(self.A), len(C), sd, self.noise.rho)
@@ -107,26 +109,27 @@ def posterior(
     seed: int = 0,
     cells: tuple[int, int] = (48, 96),
 ) -> Posterior:
-    """The posterior after the evaluations of ``series``, as ``draws`` draws that the ``seed`` decides.
+    """Compute the posterior after the evaluations of ``series``, as ``draws`` draws that the ``seed``
+    decides.
 
     Raises ValueError for fewer than 3 evaluations.
     """
     least_squares = fit(series)
-    with_freedom = least_squares.residual_sd if len(series) > PARAMETERS else 0.0
-    sd = noise.sd(with_freedom, series.stderr, len(series))
+    residual_sd = least_squares.residual_sd if len(series) > PARAMETERS else 0.0
+    sd = noise.sd(residual_sd, series.stderr, len(series))
     grid = _Grid.of(series, sd, noise.rho, prior)
-    for heat in (16.0, 4.0, 1.0):  # a mass narrower than a cell is found by cooling
+    for heat in (16.0, 4.0, 1.0):  # cooling, so that a mass narrower than a cell is found
         log_B, log_C_mid = grid.axes(cells)
         grid = grid.around(grid.density(log_B[:, None], log_C_mid[None, :]) / heat, cells)
     log_B, log_C_mid = grid.axes(cells)
     density = grid.density(log_B[:, None], log_C_mid[None, :])
     rng = np.random.default_rng(seed)
     mass = np.cumsum(np.exp(density - density.max()).ravel())
-    chosen = np.searchsorted(mass, (np.arange(draws) + rng.random()) / draws * mass[-1])
-    i, j = np.unravel_index(np.minimum(chosen, mass.size - 1), density.shape)
+    cell_ids = np.searchsorted(mass, (np.arange(draws) + rng.random()) / draws * mass[-1])
+    i, j = np.unravel_index(np.minimum(cell_ids, mass.size - 1), density.shape)
     log_B = log_B[i] + (rng.random(draws) - 0.5) * (log_B[1] - log_B[0])
     log_C_mid = log_C_mid[j] + (rng.random(draws) - 0.5) * (log_C_mid[1] - log_C_mid[0])
-    order = rng.permutation(draws)  # neighbours of the grid are no neighbours any more
+    order = rng.permutation(draws)  # so that neighbours in the grid are no neighbours among the draws
     A, R0 = grid.levels(log_B, log_C_mid, rng)
     return Posterior(
         series=series,
@@ -165,7 +168,7 @@ class _Grid:
         )
 
     def axes(self, cells: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Centres of the cells."""
+        """Centres of the cells, ln B and ln C_mid."""
         steps = (self.high - self.low) / cells
         (log_B, log_C_mid) = (
             low + step * (np.arange(n) + 0.5) for low, step, n in zip(self.low, steps, cells, strict=True)
@@ -173,16 +176,20 @@ class _Grid:
         return log_B, log_C_mid
 
     def around(self, density: np.ndarray, cells: tuple[int, int], tail: float = 1e-5) -> _Grid:
-        """The box that holds the mass, and one cell more on each side."""
+        """Return the box that has the mass (all but ``tail`` on each side), and one more cell on each
+        side."""
         mass = np.exp(density - density.max())
         ends = []
         for axis, n in enumerate(cells):
-            beyond = np.cumsum(mass.sum(1 - axis)) / mass.sum()
+            cumulative = np.cumsum(mass.sum(1 - axis)) / mass.sum()
             ends.append(
-                (max(np.searchsorted(beyond, tail) - 1, 0), min(np.searchsorted(beyond, 1 - tail) + 2, n))
+                (
+                    max(np.searchsorted(cumulative, tail) - 1, 0),
+                    min(np.searchsorted(cumulative, 1 - tail) + 2, n),
+                )
             )
         step = (self.high - self.low) / cells
-        first, last = (np.array(each) for each in zip(*ends, strict=True))
+        first, last = (np.array(bound_indices) for bound_indices in zip(*ends, strict=True))
         return _Grid(
             series=self.series,
             sd=self.sd,
@@ -193,8 +200,8 @@ class _Grid:
         )
 
     def density(self, log_B: np.ndarray, log_C_mid: np.ndarray) -> np.ndarray:
-        """ln of the posterior of the cells, up to a constant; A and R0 integrated out."""
-        q = self._quadratic(log_B, log_C_mid)
+        """ln of the posterior density of the cells, up to a constant; A and R0 are integrated out."""
+        q = self._compute_quadratic(log_B, log_C_mid)
         mean, width = q.sy / q.ss, 1 / np.sqrt(q.ss)
         mass = log_between(-mean / width, (1 - self.series.R0 - mean) / width)
         prior = -0.5 * ((log_B - math.log(self.prior.B)) / self.prior.spread) ** 2
@@ -203,8 +210,8 @@ class _Grid:
     def levels(
         self, log_B: np.ndarray, log_C_mid: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A draw of (A, R0) for each (B, C_mid)."""
-        q = self._quadratic(log_B, log_C_mid)
+        """Draw (A, R0) for each (B, C_mid)."""
+        q = self._compute_quadratic(log_B, log_C_mid)
         mean, width = q.sy / q.ss, 1 / np.sqrt(q.ss)
         high = 1 - self.series.R0
         z = truncated_quantile(-mean / width, (high - mean) / width, rng.random(len(log_B)))
@@ -215,7 +222,7 @@ class _Grid:
         A = self.series.R0 + gain
         return A, np.clip(self.series.R0 + se * shift, 0, A)
 
-    def _quadratic(self, log_B: np.ndarray, log_C_mid: np.ndarray) -> _Quadratic:
+    def _compute_quadratic(self, log_B: np.ndarray, log_C_mid: np.ndarray) -> _Quadratic:
         n = len(self.series)
         S = curve.share(self.series.compute, np.exp(log_B)[..., None], np.exp(log_C_mid)[..., None])
         s = whiten(S, self.sd, self.rho)
@@ -223,11 +230,9 @@ class _Grid:
         ss, sy = np.maximum((s * s).sum(-1), 1e-12), s @ y
         se2 = self.series.R0_stderr**2
         if not se2:  # R0 is known
-            nothing = np.zeros_like(sy)
-            return _Quadratic(
-                yy=np.full_like(sy, y @ y), sy=sy, ss=ss, se2=0.0, pp=nothing, py=nothing, sp=nothing
-            )
-        p = whiten(np.ones(n), self.sd, self.rho) - s  # what R0 is multiplied with
+            zeros = np.zeros_like(sy)
+            return _Quadratic(yy=np.full_like(sy, y @ y), sy=sy, ss=ss, se2=0.0, pp=zeros, py=zeros, sp=zeros)
+        p = whiten(np.ones(n), self.sd, self.rho) - s  # the factor of R0
         pp, py, sp = (p * p).sum(-1), p @ y, (s * p).sum(-1)
         g = se2 / (1 + se2 * pp)
         return _Quadratic(
@@ -243,8 +248,8 @@ class _Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Quadratic:
-    """yy - 2 a sy + a^2 ss is the exponent (times -2) at a = A - R0, the error of R0 integrated out; pp, py
-    and sp have 1 - S in place of S or y."""
+    """The exponent (times -2) at a = A - R0 is yy - 2 a sy + a^2 ss, with the error of R0 integrated out; pp,
+    py and sp have 1 - S in place of S or y."""
 
     yy: np.ndarray
     sy: np.ndarray

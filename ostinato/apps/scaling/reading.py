@@ -1,4 +1,4 @@
-"""From what a user names to a series of evaluations: run folders, CSV files, the options of reading them."""
+"""Read the series of evaluations that a user names: run folders, CSV files, the options of reading them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MAGNITUDES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 
 def axis_of(text: str) -> Axis:
-    """The value of an option --axis."""
+    """Parse the value of an option --axis."""
     try:
         return Axis.parse(text, "--axis")
-    except ValueError as error:  # of a ValueError typer shows the value alone
+    except ValueError as error:  # typer shows only the value of a ValueError
         raise typer.BadParameter(str(error)) from None
 
 
-AXIS = {"parser": axis_of, "metavar": f"[{'|'.join(Axis)}]"}  # of its option
+AXIS = {"parser": axis_of, "metavar": f"[{'|'.join(Axis)}]"}  # arguments of the option --axis
 OF_CSV = ("compute", "score", "stderr", "by", "series", "R0")
 OF_RUN = ("split", "metric", "price-per-device-hour")
 Price = Annotated[
@@ -78,7 +78,7 @@ class Reading:
     high: Annotated[float, typer.Option(help="The highest score.")] = 1.0
 
     def given(self) -> list[str]:
-        """The options that are not at their default, as they are written."""
+        """Names of the options that are not at their default, as they are written."""
         names = [field.name for field in fields(self) if getattr(self, field.name) not in (field.default, [])]
         return ["R0" if name == "r0" else name.replace("_", "-") for name in names]
 
@@ -88,7 +88,7 @@ reading_options = options_of(Reading, "reading")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Window:
-    """A series, and the part of it that is fitted."""
+    """A series, and its part that is fitted."""
 
     whole: Series
     fitted: Series
@@ -100,7 +100,8 @@ class Window:
 
 
 def read_all(source: Path, reading: Reading) -> list[Series]:
-    """All series of a CSV, or the one of a run. Raises ValueError in words, for options of the other too."""
+    """Read all series of a CSV, or the series of a run. Raises ValueError in words, also for an option that
+    is of the other kind of source."""
     if source.is_dir():
         _refuse(reading, OF_CSV, f"{source} is a run folder and the option is for a CSV")
         return [
@@ -133,42 +134,42 @@ def read_all(source: Path, reading: Reading) -> list[Series]:
         raise ValueError(f"{source} is no text in UTF-8; give a CSV or a run folder") from error
 
 
-def _refuse(reading: Reading, names: Sequence[str], why: str) -> None:
+def _refuse(reading: Reading, names: Sequence[str], reason: str) -> None:
     for name in reading.given():
         if name in names:
-            raise ValueError(f"--{name} is given, but {why}; drop it")
+            raise ValueError(f"--{name} is given, but {reason}; drop it")
 
 
 def read_one(source: Path, reading: Reading) -> Window:
-    """The series that is meant, and its window."""
-    found = _choose(source, reading)
-    if len(found) != 1:
-        known = ", ".join(repr(one.name) for one in found)
-        raise ValueError(f"{source} has {len(found)} series; choose one with --series: {known}")
-    return window(source, found[0], reading)
+    """Read the series that is meant, and its window. Raises ValueError where there are several."""
+    choices = _choose(source, reading)
+    if len(choices) != 1:
+        names = ", ".join(repr(choice.name) for choice in choices)
+        raise ValueError(f"{source} has {len(choices)} series; choose one with --series: {names}")
+    return window(source, choices[0], reading)
 
 
 def read_several(sources: Sequence[Path], reading: Reading) -> list[Window]:
-    """All series that are meant, two at least."""
-    found = [window(source, one, reading) for source in sources for one in _choose(source, reading)]
-    if len(found) < 2:
+    """Read all series that are meant. Raises ValueError for fewer than two."""
+    windows = [window(source, choice, reading) for source in sources for choice in _choose(source, reading)]
+    if len(windows) < 2:
         raise ValueError(f"{sources[0]} has one series; name another run, or two series of a file")
-    return found
+    return windows
 
 
 def _choose(source: Path, reading: Reading) -> list[Series]:
-    """Those that --series names, in its order, or all."""
-    found = read_all(source, reading)
-    by_name = {one.name: one for one in found}
+    """Return the series that --series names, in its order, or all."""
+    candidates = read_all(source, reading)
+    by_name = {candidate.name: candidate for candidate in candidates}
     for name in reading.series or ():
         if name not in by_name:
-            known = ", ".join(map(repr, by_name))
-            raise ValueError(f"--series is {name!r}, and {source} has {known}; choose one of them")
-    return [by_name[name] for name in reading.series or ()] or found
+            names = ", ".join(map(repr, by_name))
+            raise ValueError(f"--series is {name!r}, and {source} has {names}; choose one of them")
+    return [by_name[name] for name in reading.series or ()] or candidates
 
 
 def window(source: Path, whole: Series, reading: Reading) -> Window:
-    """The part between --cut and --until. Raises ValueError where nothing is left."""
+    """Return the part of a series between --cut and --until. Raises ValueError where nothing is left."""
     first = amount(reading.cut, "--cut") if reading.cut else 0.0
     last = amount(reading.until, "--until") if reading.until else math.inf
     fitted = whole.between(first, last)
@@ -181,7 +182,7 @@ def window(source: Path, whole: Series, reading: Reading) -> Window:
 
 
 def amount(text: str, option: str) -> float:
-    """ "100k", "1.5e21", "30000": a positive number. Raises ValueError in words."""
+    """Parse a positive number: "100k", "1.5e21", "30000". Raises ValueError in words."""
     factor = MAGNITUDES.get({"K": "k"}.get(text[-1:], text[-1:]), 1.0)
     try:
         value = factor * float(text if factor == 1.0 else text[:-1])

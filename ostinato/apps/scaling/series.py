@@ -1,4 +1,4 @@
-"""A series of evaluations over compute: checked once, here, so that no fit meets nonsense."""
+"""A series of evaluations over compute. It is checked here once, so that no fit gets invalid data."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ostinato.run import RunFolder
 class Series:
     """n evaluations of one run on one held-out set, scores scaled to [0, 1].
 
-    ``R0`` is the score before training and not one of the n. Errors are standard errors; ``R0_stderr`` of 0
-    takes R0 as known.
+    ``R0`` is the score before training and is not among the n. Errors are standard errors; with ``R0_stderr``
+    of 0 R0 counts as exact.
     """
 
     name: str
@@ -32,8 +32,8 @@ class Series:
     R0_stderr: float = 0.0
     stderr: np.ndarray | None = None  # [n]
     axis: Axis = Axis.DEVICE_HOURS
-    held_out: str = ""  # which held-out set: the same for all that are compared
-    unmeasured: int = 0  # evaluations of a run that have no score: they are not among the n
+    held_out: str = ""  # name of the held-out set: the same for all series that are compared
+    unmeasured: int = 0  # evaluations of a run without a score: they are not among the n
 
     def __post_init__(self) -> None:
         for at, (before, now) in enumerate(zip(self.compute[:-1], self.compute[1:], strict=True), start=1):
@@ -53,13 +53,13 @@ class Series:
             if not 0 <= R <= 1:
                 when = f"at evaluation {at}" if at else "before training"
                 scores = [self.R0, *self.score]
-                percent = min(scores) >= 0 and 1 < max(scores) <= 100
-                mend = (
+                is_percent = min(scores) >= 0 and 1 < max(scores) <= 100
+                advice = (
                     "percentages: read them with high=100"
-                    if percent
+                    if is_percent
                     else ("rewards from -1 to 1: read them with low=-1, high=1")
                 )
-                raise ValueError(f"{self.name} has score {R:g} {when}; scores lie in [0, 1] ({mend})")
+                raise ValueError(f"{self.name} has score {R:g} {when}; scores lie in [0, 1] ({advice})")
         errors = [self.R0_stderr] if self.stderr is None else [self.R0_stderr, *self.stderr]
         if not all(0 <= error < math.inf for error in errors):
             raise ValueError(f"{self.name} has a negative or infinite standard error; leave the column out")
@@ -68,7 +68,7 @@ class Series:
         return len(self.compute)
 
     def between(self, first: float = 0.0, last: float = math.inf) -> Series:
-        """The evaluations with first <= C <= last."""
+        """Return the evaluations with first <= C <= last."""
         return self.take((first <= self.compute) & (self.compute <= last))
 
     def take(self, which: np.ndarray | slice) -> Series:
@@ -89,7 +89,8 @@ def series(
     low: float = 0.0,
     high: float = 1.0,
 ) -> Series:
-    """A series of plain arrays; scores from ``low`` to ``high`` are mapped to [0, 1], errors with them.
+    """Build a series from plain arrays; scores from ``low`` to ``high`` are mapped to [0, 1], errors with
+    them.
 
     Without ``R0`` the first evaluation has to be that at compute 0. Raises ValueError in words.
     """
@@ -98,27 +99,34 @@ def series(
         raise ValueError(f"{name} has {len(C)} computes for {len(R)} scores; give one score (and error) each")
     if not low < high:
         raise ValueError(f"{name} has scores from low={low:g} to high={high:g}; use low below high")
-    for at in np.flatnonzero(~(np.isfinite(C) & np.isfinite(R))):
+    for index in np.flatnonzero(~(np.isfinite(C) & np.isfinite(R))):
         raise ValueError(
-            f"{name} has compute {C[at]:g} and score {R[at]:g} in row {at + 1}; leave the row out"
+            f"{name} has compute {C[index]:g} and score {R[index]:g} in row {index + 1}; leave the row out"
         )
     width = high - low
     R, E = (R - low) / width, None if stderr is None else np.asarray(stderr, float) / width
-    before = None if R0 is None else (R0 - low) / width
-    error = R0_stderr / width
+    initial_score = None if R0 is None else (R0 - low) / width
+    initial_error = R0_stderr / width
     if len(C) and C[0] == 0:  # before training
-        if before is None:
-            before, error = float(R[0]), error if E is None else float(E[0])
+        if initial_score is None:
+            initial_score, initial_error = float(R[0]), initial_error if E is None else float(E[0])
         C, R, E = C[1:], R[1:], None if E is None else E[1:]
-    if before is None:
+    if initial_score is None:
         raise ValueError(f"{name} has no evaluation at compute 0; give R0, the score before training")
     return Series(
-        name=name, compute=C, score=R, R0=before, R0_stderr=error, stderr=E, axis=axis, held_out=held_out
+        name=name,
+        compute=C,
+        score=R,
+        R0=initial_score,
+        R0_stderr=initial_error,
+        stderr=E,
+        axis=axis,
+        held_out=held_out,
     )
 
 
 def require_comparable(*compared: Series) -> None:
-    """Raises ValueError for series that no common statement can be made about."""
+    """Raise ValueError unless all series have the same axis and the same held-out set."""
     first = compared[0]
     for other in compared[1:]:
         if other.axis != first.axis:
@@ -142,8 +150,8 @@ def simulated(
     seed: int = 0,
     name: str = "simulated",
 ) -> Series:
-    """Evaluations of a known curve with AR(1) noise; the defaults are those of published runs. Scores are
-    clipped to [0, 1]."""
+    """Simulate evaluations of a known curve with AR(1) noise; the defaults are those of published runs.
+    Scores are clipped to [0, 1]."""
     rng = np.random.default_rng(seed)
     C = np.asarray(compute, float)
     noise = simulate(rng, 1, len(C), sd, rho)[0]
@@ -166,22 +174,23 @@ def read_csv(
     low: float = 0.0,
     high: float = 1.0,
 ) -> list[Series]:
-    """The series of a CSV file in the order in which they begin, one for each value of the columns ``by``.
+    """Read the series of a CSV file in the order in which they begin, one for each value of the columns
+    ``by``.
 
-    Lines that start with # are comments. A step-0 row (compute 0) is R0 where none is given. Raises
-    ValueError in words for columns that are not there, cells that are no numbers, and bad series.
+    Lines that start with # are comments. A row at compute 0 gives R0 where none is given. Raises ValueError
+    in words for columns that are not there, cells that are no numbers, and invalid series.
     """
     columns_read = [compute, score, *by, *([] if stderr is None else [stderr])]
     groups: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
-    for line, row in _csv_rows(path, columns_read):
-        values = tuple(_number(row[name], name, path, line) for name in columns_read if name not in by)
+    for line, row in _read_csv_rows(path, columns_read):
+        values = tuple(_parse_number(row[name], name, path, line) for name in columns_read if name not in by)
         groups.setdefault(tuple(row[name] for name in by), []).append(values)
     if not groups:
         raise ValueError(f"{path} has no rows below its header; nothing can be fitted")
-    found = []
+    all_series = []
     for key, rows in groups.items():
         columns = list(zip(*rows, strict=True))
-        found.append(
+        all_series.append(
             series(
                 " ".join(key) or path.stem,
                 columns[0],
@@ -194,13 +203,15 @@ def read_csv(
                 high=high,
             )
         )
-    return found
+    return all_series
 
 
-def _csv_rows(path: Path, columns_read: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line number, row) of every row."""
-    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets put a mark before the header
-        lines = [(at, line) for at, line in enumerate(file, start=1) if line.strip() and line[0] != "#"]
+def _read_csv_rows(path: Path, columns_read: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield (line number, row) of every row. Raises ValueError for a missing column."""
+    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
+        lines = [
+            (number, line) for number, line in enumerate(file, start=1) if line.strip() and line[0] != "#"
+        ]
     reader = csv.DictReader(line for _, line in lines)
     missing = [name for name in columns_read if name not in (reader.fieldnames or ())]
     if missing:
@@ -211,7 +222,7 @@ def _csv_rows(path: Path, columns_read: Sequence[str]) -> Iterator[tuple[int, di
         yield lines[reader.line_num - 1][0], {name: row[name] or "" for name in columns_read}
 
 
-def _number(cell: str, column: str, path: Path, line: int) -> float:
+def _parse_number(cell: str, column: str, path: Path, line: int) -> float:
     try:
         return float(cell)
     except ValueError:
@@ -231,18 +242,18 @@ def read_run(
     price: float = 0.0,
     compute: Callable[[Mapping[str, Any]], float] | None = None,
 ) -> Series:
-    """The evaluations of one of our runs on the set ``split``, by the compute that its ledger adds up (with
-    ``price`` for sessions that have none), or that ``compute`` reads from their rows.
+    """Read the evaluations of one of our runs on the set ``split``, by the compute that its ledger adds up
+    (with ``price`` for sessions that have none), or that ``compute`` reads from their rows.
 
-    Compute is that of training; evaluation is not in it. The error of a score is that of these prompts, from
-    the spread of their answers; where eval.jsonl does not have it, the largest that a mean of so many answers
-    can have, sqrt(R (1 - R) / draws). Evaluations that have no score are left out and counted. Raises
-    ValueError in words for a run without the set, the axis or a score before training, for a damaged ledger,
-    and where the set or what the sampler computes with changed during the run.
+    Compute is that of training, without evaluation. The error of a score is that of these prompts, from the
+    spread of their answers; where eval.jsonl does not have it, the largest that a mean of so many answers can
+    have, sqrt(R (1 - R) / draws). Evaluations without a score are left out and counted. Raises ValueError in
+    words for a run without the set, the axis or a score before training, for a damaged ledger, and where the
+    set or engine.weights changed during the run.
     """
     run = RunFolder.open(folder)
     rows = [row for row in run.eval.rows() if row.get("set", row["split"]) == split]
-    rows = [row for row in rows if not row.get("exported")]  # the run's own sampler
+    rows = [row for row in rows if not row.get("exported")]  # not scored by the run's own sampler
     if not rows:
         raise ValueError(f"run {folder.name} has no evaluation of split {split!r}; name one of eval.jsonl")
     unmeasured = [row["step"] for row in rows if row.get(metric) is None]
@@ -250,22 +261,22 @@ def read_run(
         raise ValueError(f"run {folder.name} has no {metric} at step {unmeasured[0]}; use another metric")
     rows = [row for row in rows if row["step"] not in unmeasured]
     steps = [row["step"] for row in rows]
-    _require_one_measure(rows, folder.name, split)
-    spent_by_then = _compute(run, axis, steps, price) if compute is None else [compute(row) for row in rows]
-    found = series(
+    _require_same_measure(rows, folder.name, split)
+    computes = _sum_compute(run, axis, steps, price) if compute is None else [compute(row) for row in rows]
+    run_series = series(
         folder.name,
-        spent_by_then,
+        computes,
         [row[metric] for row in rows],
-        stderr=[_stderr(row, metric, low, high) for row in rows],
+        stderr=[_estimate_stderr(row, metric, low, high) for row in rows],
         axis=axis,
         held_out=rows[0].get("held_out") or f"{split}, {rows[0]['n'] + rows[0].get('excluded', 0)} prompts",
         low=low,
         high=high,
     )
-    return replace(found, unmeasured=len(unmeasured))
+    return replace(run_series, unmeasured=len(unmeasured))
 
 
-def _require_one_measure(rows: Sequence[Mapping[str, Any]], name: str, split: str) -> None:
+def _require_same_measure(rows: Sequence[Mapping[str, Any]], name: str, split: str) -> None:
     for row in rows:
         if row.get("held_out") != rows[0].get("held_out"):
             raise ValueError(
@@ -279,29 +290,29 @@ def _require_one_measure(rows: Sequence[Mapping[str, Any]], name: str, split: st
             )
 
 
-def _compute(run: RunFolder, axis: Axis, steps: Sequence[int], price: float) -> list[float]:
-    """Up to the end of each of the steps."""
+def _sum_compute(run: RunFolder, axis: Axis, steps: Sequence[int], price: float) -> list[float]:
+    """The compute spent up to the end of each of the steps."""
     if axis is Axis.STEPS:
         return [float(step) for step in steps]
     name = run.path.name
     try:
-        upto = spent(set_price(read(run), price), axis)
+        compute_at = spent(set_price(read(run), price), axis)
     except ValueError as error:
         raise ValueError(f"run {name}: {error}") from None
     for step in steps:
-        if step not in upto:
+        if step not in compute_at:
             raise ValueError(f"run {name} was evaluated after step {step}, which its ledger lacks")
-    return [upto[step] for step in steps]
+    return [compute_at[step] for step in steps]
 
 
 ANSWER_ERRORS = {"pass@1": "answer_stderr", "reward": "reward_answer_stderr"}
 
 
-def _stderr(row: Mapping[str, Any], metric: str, low: float, high: float) -> float:
-    """Of one evaluation, in the units of its metric."""
+def _estimate_stderr(row: Mapping[str, Any], metric: str, low: float, high: float) -> float:
+    """Standard error of one evaluation, in the units of its metric."""
     draws = row["n"] * (1 if metric == "pass@k" else row.get("samples", 1))
     if (error := row.get(ANSWER_ERRORS.get(metric, ""))) is not None:
-        return max(error, (high - low) / (draws + 2))  # where all answers agree, one may yet err
+        return max(error, (high - low) / (draws + 2))  # where all answers agree, the next may still differ
     R = (row[metric] - low) / (high - low)
-    R = (R * draws + 1) / (draws + 2)  # Laplace's rule: an evaluation with all answers right may yet err
+    R = (R * draws + 1) / (draws + 2)  # Laplace's rule: the error is above 0 even where all answers are right
     return (high - low) * math.sqrt(max(0.0, R * (1 - R)) / max(1, draws))

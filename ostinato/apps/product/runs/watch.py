@@ -190,7 +190,7 @@ class Watch:
     detectors: tuple[Detector, ...]
     marked: tuple[
         tuple[str, Bets, Bets], ...
-    ] = ()  # (mark, bets that the judge prefers it, bets that it costs gold)
+    ] = ()  # (mark, bets on the judge liking it, on its cost in gold)
     rate: float = 0.0
     scale: float = 0.0
 
@@ -222,21 +222,21 @@ class Watch:
     def update(self, seen: Probe) -> tuple[Watch, list[Alarm]]:
         """Return the watch after one more look, and the look's alarms."""
         detectors, alarms = list[Detector](), list[Alarm]()
-        for detector in self.detectors:
-            updated, alarm = self._update_detector(detector, seen)
+        for state in self.detectors:
+            updated, alarm = self._update_detector(state, seen)
             detectors.append(updated)
             alarms += [alarm] if alarm is not None else []
         marked = list[tuple[str, Bets, Bets]]()
         for mark, likes, costs in self.marked:
             preference, cost = of_mark(seen.proxy, seen.gold, seen.texts, mark)
-            cost = cost if preference.sum() > 0 else cost[:0]  # not what it preferred some looks ago
-            detector, costs_state = likes.update(preference), costs.update(standardise(cost, self.scale))
-            marked.append((mark, detector[0], costs_state[0]))
-            alarm_of_mark = detector[1] or costs_state[1]
+            cost = (
+                cost if preference.sum() > 0 else cost[:0]
+            )  # only while the judge prefers the mark: earlier preferences do not count
+            state, cost_state = likes.update(preference), costs.update(standardise(cost, self.scale))
+            marked.append((mark, state[0], cost_state[0]))
+            mark_alarm = state[1] or cost_state[1]
             alarms += (
-                [alarm_of_mark]
-                if alarm_of_mark is not None and detector[0].alarmed and costs_state[0].alarmed
-                else []
+                [mark_alarm] if mark_alarm is not None and state[0].alarmed and cost_state[0].alarmed else []
             )
         return replace(self, detectors=tuple(detectors), marked=tuple(marked)), alarms
 

@@ -52,9 +52,9 @@ def freeze(
     upto = store.watermark()
     pairs, counts = decided(store, table, since, now, upto)
     times = [pair.ts for pair in pairs]
-    parts_of_split = split(pairs, _find_cuts(times, settings.test_share), users=settings.by_user)
-    parts = (parts_of_split.train, parts_of_split.validation, parts_of_split.test)
-    counts |= {f"dropped_{name}": count for name, count in parts_of_split.dropped.items()}
+    pair_split = split(pairs, _find_cuts(times, settings.test_share), users=settings.by_user)
+    parts = (pair_split.train, pair_split.validation, pair_split.test)
+    counts |= {f"dropped_{name}": count for name, count in pair_split.dropped.items()}
     counts |= {name: len(part) for name, part in zip(PARTS, parts, strict=True)}
     facts = {"since": since, "until": now, "upto": upto, "counts": counts, "table": table.revision}
     with atomic_folder(folder) as temporary:
@@ -87,8 +87,7 @@ def _find_cuts(times: Sequence[float], test_share: float) -> tuple[float, float]
 
 
 def read_bank(file: Path) -> list[dict[str, Any]]:
-    """Read the hack bank: rows of messages, chosen (the honest answer) and rejected (the exploit), and a
-    name."""
+    """Read the hack bank: rows of messages, chosen (honest answer) and rejected (exploit), and a name."""
     return list(Jsonl(file).rows())
 
 
