@@ -2,7 +2,7 @@
 
 jobs      the runs of the arms, each a child process
 compare   arms of a file: a sweep of learning rates, then the race under one budget
-kept      runs as lines of JSON, of which all tables are made
+kept      runs as lines of JSON, from which all tables are made
 answer    the tables and the JSON of a recipe's arms; compared: those of a race
 commands  the command
 """

@@ -33,9 +33,9 @@ from ostinato.terminal import Screen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What is run: every arm with so many seeds."""
+    """The runs to make: every arm with so many seeds."""
 
-    arms: Sequence[str] = ()  # of a recipe; empty: all that it names
+    arms: Sequence[str] = ()  # of a recipe; empty: all arms of the recipe
     seeds: int | None = None  # 3, of a recipe 2
     workers: int = 1
     out: Path | None = None  # by default runs/<arms>-compare, of a recipe <log.dir>/<recipe>-ablate
@@ -45,21 +45,21 @@ class Study:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What is fitted, and where it goes."""
+    """The scores to fit, and the files to write."""
 
     axis: str = Axis.FLOPS
     cut: str = ""
     measure: Measure = MEASURE
     kept: Path | None = None
     json_file: Path | None = None
-    against: str = ""  # an arm of an arms file, less which others are shown
+    against: str = ""  # an arm of an arms file, to which differences are shown
     page: Path | None = None
 
 
 def command(source: str, overrides: Sequence[str], study: Study, output: Output) -> int:
-    """The exit code. A recipe is run where ``leave_one_out`` says so, an arms file with its ``budget``; runs
-    that are there are only fitted."""
-    Axis.parse(output.axis, "--axis")  # or it says what is wrong with it
+    """Run the command and return its exit code. The runs of a recipe are made with ``leave_one_out``, those
+    of an arms file with its ``budget``; runs that exist are only fitted."""
+    Axis.parse(output.axis, "--axis")  # raises its own error for a wrong axis
     path = Path(source)
     if study.budget:
         if overrides or study.arms or study.leave_one_out:
@@ -67,13 +67,13 @@ def command(source: str, overrides: Sequence[str], study: Study, output: Output)
                 "overrides, --arms and --leave-one-out are for a recipe, and --budget is for an arms file"
             )
         return compare(path, study, output)
-    there = path.is_dir() or source.endswith(".jsonl")
-    if study.leave_one_out and not there:
+    holds_runs = path.is_dir() or source.endswith(".jsonl")
+    if study.leave_one_out and not holds_runs:
         return run(source, overrides, study, output)
-    if not there:
+    if not holds_runs:
         if path.suffix == ".toml" and path.is_file() and "arms" in parse_toml(path.read_text("utf-8")):
             raise ValueError(f'{source} holds arms; add --budget, e.g. --budget "2e14 flops"')
-        find_recipe(source)  # or it says what is wrong with the name
+        find_recipe(source)  # raises its own error for a wrong name
         raise ValueError(
             f"{source} is a recipe; add --leave-one-out to run its arms, or name a folder of runs"
         )
@@ -92,9 +92,10 @@ def command(source: str, overrides: Sequence[str], study: Study, output: Output)
 
 
 def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> int:
-    """Finish the runs of a recipe, then show the fits. 1 where a run failed, 130 on Ctrl-C."""
+    """Finish the runs of a recipe, then show the fits. Return 1 where a run failed; exit with 130 on
+    Ctrl-C."""
     base = Recipe.load(source, *overrides)
-    if base.model.dtype == "auto":  # one for all runs, which are compared
+    if base.model.dtype == "auto":  # all runs that are compared get the same
         overrides = [*overrides, f"model.dtype={resolve_auto(base).model.dtype}"]
     out = study.out or Path(base.log.dir) / f"{base.name}-ablate"
     seeds = range(base.seed, base.seed + (study.seeds or 2))
@@ -102,36 +103,36 @@ def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> 
     states = finish_jobs(jobs, study, out, output.json_file)
     failed = [state for state in states if state.what == "failed"]
     notes = [f"{state.job.folder.name} failed: {state.error}." for state in failed]
-    done = [state.job.folder for state in states if state.what == "done"]
+    folders = [state.job.folder for state in states if state.what == "done"]
     try:
-        rows, left_out = collect(done, output.measure)
+        rows, left_out = collect(folders, output.measure)
         show_fits(rows, [*notes, *left_out], output)
-    except ValueError as error:  # too few runs are left to compare: why they failed is what matters
+    except ValueError as error:  # too few runs are left to compare: show why they failed instead
         if not failed:
             raise
-        why = str(error).rstrip(".") if done else "no run has come to its end"
-        for sentence in (*notes, f"Nothing can be compared: {why}."):
+        reason = str(error).rstrip(".") if folders else "no run has come to its end"
+        for sentence in (*notes, f"Nothing can be compared: {reason}."):
             screen(output.json_file).print(sentence, highlight=False, markup=False, soft_wrap=True)
     return 1 if failed else 0
 
 
 def compare(source: Path, study: Study, output: Output) -> int:
-    """Sweep, choose and race the arms of a file under one budget; 1 where a run failed, 130 on Ctrl-C.
-    Differences are to the arm ``output.against``, or the first one of the file."""
+    """Sweep, choose and race the arms of a file under one budget. Return 1 where a run failed; exit with 130
+    on Ctrl-C. Differences are to the arm ``output.against``, or to the first arm of the file."""
     file, terms, against = read_arms(source), parse_budget(study.budget), output.against
     if against and against not in file.arms:
         raise ValueError(f"--against is {against!r}; use one of the arms of {source}: {'; '.join(file.arms)}")
     out = study.out or Path("runs") / f"{source.stem}-compare"
     seeds = range(study.seeds or 3)
-    raced = race(file, terms, seeds, out, lambda jobs: finish_jobs(jobs, study, out, output.json_file))
-    answered = answer_of(raced, study.budget, file.threshold, against)
-    show(answered, output.json_file)
-    write_page(output.page or out / "compare.html", source.stem, answered, curves(raced.lines))
-    return 1 if raced.failed else 0
+    comparison = race(file, terms, seeds, out, lambda jobs: finish_jobs(jobs, study, out, output.json_file))
+    result = answer_of(comparison, study.budget, file.threshold, against)
+    show(result, output.json_file)
+    write_page(output.page or out / "compare.html", source.stem, result, curves(comparison.lines))
+    return 1 if comparison.failed else 0
 
 
 def write_page(path: Path, name: str, answered: Answer, drawn: Sequence[dict[str, Any]]) -> None:
-    """The tables as a file that opens offline, with the courses."""
+    """Write the tables and the charts of the courses as a file that opens offline."""
     tables = [asdict(table) for table in answered.tables]
     parts = {"title": name, "kind": "arms compared", "lead": answered.lead, "tables": tables, "charts": drawn}
     atomic_write(path, html(parts))
@@ -149,8 +150,8 @@ def screen(json_file: Path | None) -> Console:
 
 
 def finish_jobs(jobs: Sequence[Job], study: Study, out: Path, json_file: Path | None) -> list[State]:
-    """Let all jobs run that have not ended; ends with exit code 130 on Ctrl-C. ValueError for those that
-    cannot run."""
+    """Run all jobs that have not ended, and return their states; exit with 130 on Ctrl-C. Raises ValueError
+    for jobs that cannot run."""
     check(jobs)
     console = screen(json_file)
     console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
@@ -162,16 +163,16 @@ def finish_jobs(jobs: Sequence[Job], study: Study, out: Path, json_file: Path | 
 
 
 def progress(console: Console) -> Callable[[Sequence[State]], None]:
-    """A line for each run that begins or ends."""
-    before: dict[Path, str] = {}
+    """Return a function that prints a line for each run that begins or ends."""
+    printed_states: dict[Path, str] = {}
 
     def update(states: Sequence[State]) -> None:
         for state in states:
-            if before.get(state.job.folder) != state.what:
+            if printed_states.get(state.job.folder) != state.what:
                 trainer = state.job.recipe.trainer  # a budget ends before any number of steps
                 steps = f"step {state.step}" if trainer.budget else f"{state.step}/{trainer.steps}"
                 cells = (state.job.folder.name, state.what, steps, state.error)
                 console.print("  ".join(cells), highlight=False, markup=False, soft_wrap=True)
-            before[state.job.folder] = state.what
+            printed_states[state.job.folder] = state.what
 
     return update

@@ -6,7 +6,7 @@
     tables    by the test half (even places), and by all of ``eval.downstream``: ``scaling.gain``
 
 Runs are jobs of ``arms.jobs``: child processes, resumed where they stopped. Runs of a seed share prompts,
-their order and noise, so what an arm's learning rates are changes nothing of another one.
+their order and noise, so the learning rates of an arm change nothing in the runs of another.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ostinato.observe.rows import abilities_left, mean
 from ostinato.run import MAIN_SET, RunFolder
 
 RUNGS = (1 / 8, 1.0)  # of the budget: where a sweep looks at its learning rates; the first is in SHARES
-SHARES = tuple(2.0**-n for n in range(6, 0, -1))  # of it, at which a run is scored beside before and after
+SHARES = tuple(2.0**-n for n in range(6, 0, -1))  # of the budget: where a run is scored, beside both ends
 Budget = tuple[float, str]  # amount and unit
 LONG = 10**6  # steps: more than any budget has
 CONTROLS: Mapping[str, Sequence[str]] = {
     "": (),
     "random reward": ("algo.shuffled=true",),
-    "own correct": ('algo.baseline="none"', 'algo.scale="none"'),  # only what was right is learned from
+    "own correct": ('algo.baseline="none"', 'algo.scale="none"'),  # the run learns from right answers only
 }
 
 
@@ -57,31 +57,33 @@ class ArmSpec(Section):
 class ArmsFile(Section):
     recipe: Annotated[str, PathKind.RECIPE] = "quickstart"
     lrs: Floats = (1e-4, 3e-4, 1e-3)
-    threshold: float = 0.75  # of the best arm's gain: compute to it is shown
+    threshold: float = 0.75  # share of the best arm's gain, to which the compute is shown
     overrides: Overrides = ()
     arms: dict[str, ArmSpec] = Field(default_factory=dict)
 
 
 def read_arms(path: Path) -> ArmsFile:
-    """Relative paths in it begin at its folder. Raises ValueError with one sentence for what is wrong."""
+    """Read an arms file; relative paths in it begin at its folder. Raises ValueError with one sentence for
+    what is wrong."""
     try:
         tree = parse_toml(path.read_text(encoding="utf-8"))
-        found = ArmsFile.model_validate(resolve_paths(tree, path.parent, ArmsFile))
+        file = ArmsFile.model_validate(resolve_paths(tree, path.parent, ArmsFile))
     except ValidationError as error:
         raise ValueError(f"{path}: {explain(error, ArmsFile, 'an arms file')}") from None
-    if not found.arms:
+    if not file.arms:
         raise ValueError(f"{path} has no arms; add tables [arms.NAME]")
-    for name, arm in found.arms.items():
+    for name, arm in file.arms.items():
         if arm.method not in ("lora", "full") or arm.control not in CONTROLS:
             raise ValueError(
                 f"{path}: arm {name!r} has method {arm.method!r} and control {arm.control!r}; use lora or "
                 f"full, and one of {', '.join(filter(None, CONTROLS))} or none"
             )
-    return found
+    return file
 
 
 def parse_budget(text: str) -> Budget:
-    """ "2e14 flops", "20000 interactions" or "600 seconds": exactly one. Raises ValueError."""
+    """Parse "2e14 flops", "20000 interactions" or "600 seconds": exactly one amount and unit. Raises
+    ValueError."""
     amount, _, unit = text.strip().partition(" ")
     try:
         value = float(amount)
@@ -95,14 +97,15 @@ def parse_budget(text: str) -> Budget:
 
 
 def amount(recipe: Recipe, value: float, unit: str) -> int | str:
-    """``trainer.budget`` of a recipe. An interaction is an episode: whole steps of them."""
+    """The ``trainer.budget`` of a recipe. An interaction is an episode, and a budget is of whole steps of
+    them."""
     if unit == "interactions":
         return max(1, math.ceil(value / (recipe.rollout.prompts_per_step * recipe.rollout.group_size)))
     return f"{value:.12g} flops" if unit == "flops" else f"{value / 3600:.9g} hours"
 
 
 def job(file: ArmsFile, name: str, lr: float, seed: int, budget: Budget, out: Path, until: float = 1) -> Job:
-    """A run of the budget, or for now to a share of it."""
+    """The job of a run for the whole budget, or for a share ``until`` of it at first."""
     arm = file.arms[name]
     keys = [*file.overrides, *CONTROLS[arm.control], *arm.overrides, f'adapter.kind="{arm.method}"']
     keys += [f'model.path="{arm.model}"'] if arm.model else []
@@ -121,13 +124,13 @@ def job(file: ArmsFile, name: str, lr: float, seed: int, budget: Budget, out: Pa
 
 
 def validation_scores(one: Job) -> np.ndarray | None:
-    """Share of right answers to each problem of the validation half, where so much of the budget was spent as
-    the job is for, or at an earlier end. None for a run that has not come so far."""
+    """Share of right answers to each problem of the validation half, at the first score where the job's share
+    of the budget was spent, or at an earlier end of the run. None for a run that has not come so far."""
     points, trainer = course(one.folder, MAIN_SET), one.recipe.trainer
     budget = Every.parse(trainer.budget, "trainer.budget").part(trainer.until)
-    there = [each for spent, each in points if budget.share(spent) >= 1]
-    there += [each for _, each in points[-1:] if has_ended(one)]
-    return there[0][1::2] if there else None
+    shares = [right_shares for spent, right_shares in points if budget.share(spent) >= 1]
+    shares += [right_shares for _, right_shares in points[-1:] if has_ended(one)]
+    return shares[0][1::2] if shares else None
 
 
 Run = Callable[[Sequence[Job]], Sequence[State]]
@@ -137,51 +140,64 @@ Scores = dict[str, dict[float, list[float]]]  # of arms and their learning rates
 def sweep(
     file: ArmsFile, budget: Budget, out: Path, run: Run, seed: int = 0
 ) -> tuple[dict[str, float], Scores, list[State]]:
-    """(the learning rate of each arm, scores, states): successive halving (Jamieson and Talwalkar 2016). The
-    runs of the better half, two at least, go on where they are, to the end: at half of the budget a rate may
-    still lead that falls. Nothing runs where there is nothing to choose. An arm without any score
-    is out, and its ``states`` say why."""
-    left = {name: [*(arm.lrs or file.lrs)] for name, arm in file.arms.items()}
-    swept: Scores = {name: {lr: [] for lr in lrs} for name, lrs in left.items() if len(lrs) > 1}
+    """Return (the learning rate of each arm, scores, states) of successive halving (Jamieson and Talwalkar
+    2016).
+
+    The runs of the better half, two at least, go on to the end from where they are: at half of the budget a
+    rate that will fall may still lead. No run is made where there is only one rate. An arm without any score
+    is out, and its ``states`` say why.
+    """
+    rates_of = {name: [*(arm.lrs or file.lrs)] for name, arm in file.arms.items()}
+    swept: Scores = {name: {lr: [] for lr in lrs} for name, lrs in rates_of.items() if len(lrs) > 1}
     states = list[State]()
     for share in RUNGS:
-        going = [job(file, name, lr, seed, budget, out, share) for name in swept for lr in left[name]]
-        states += run([one for one in going if validation_scores(one) is None])
+        jobs = [job(file, name, lr, seed, budget, out, share) for name in swept for lr in rates_of[name]]
+        states += run([rate_job for rate_job in jobs if validation_scores(rate_job) is None])
         for name in swept:
-            some = {one.recipe.trainer.lr: validation_scores(one) for one in going if one.arm == name}
-            scores = {lr: each for lr, each in some.items() if each is not None}
-            swept[name] |= {lr: [*swept[name][lr], float(each.mean())] for lr, each in scores.items()}
-            order = sorted(scores, key=lambda lr: (-scores[lr].mean(), lr))
-            left[name] = order[: 1 if share == 1 else max(2, (len(order) + 1) // 2)]
-    return {name: lrs[0] for name, lrs in left.items() if lrs}, swept, states
+            rate_scores = {
+                rate_job.recipe.trainer.lr: validation_scores(rate_job)
+                for rate_job in jobs
+                if rate_job.arm == name
+            }
+            scores = {
+                lr: problem_scores for lr, problem_scores in rate_scores.items() if problem_scores is not None
+            }
+            swept[name] |= {
+                lr: [*swept[name][lr], float(problem_scores.mean())] for lr, problem_scores in scores.items()
+            }
+            ranking = sorted(scores, key=lambda lr: (-scores[lr].mean(), lr))
+            rates_of[name] = ranking[: 1 if share == 1 else max(2, (len(ranking) + 1) // 2)]
+    return {name: lrs[0] for name, lrs in rates_of.items() if lrs}, swept, states
 
 
 def course(folder: Path, name: str) -> list[tuple[Mapping[str, float], np.ndarray]]:
-    """(spent, share of right answers of each problem) of every score of the set ``name`` so far."""
+    """(spent, share of right answers to each problem) of every score of the set ``name`` so far."""
     rows = [row for row in RunFolder(folder).eval.rows() if row["set"] == name and "each" in row]
     return [(row["spent"], np.array([right / n if n else 0.0 for n, right in row["each"]])) for row in rows]
 
 
 def line(one: Job, control: str) -> dict[str, Any] | None:
-    """A finished run as plain numbers: what tables are made of. None where it has not ended."""
+    """Return a finished run as plain numbers, from which tables are made. None where it has not ended."""
     points = course(one.folder, MAIN_SET)
     if not has_ended(one):
         return None
     folder = RunFolder(one.folder)
     rows = [*folder.metrics.rows()]
-    left = abilities_left(rows)
+    abilities = abilities_left(rows)
     steps = [row for row in folder.ledger.rows() if row["event"] == "step"]
     first = next(row for row in folder.eval.rows() if row["set"] == MAIN_SET)
-    at = [row["step"] for row in rows]
+    steps_of_rows = [row["step"] for row in rows]
     episodes = np.cumsum([row.get("rollout/trajectories", 0.0) for row in rows])
-    parts = {name: sum(row["flops"][name] for row in steps) for name in ("sample", "train", "measure")}
+    flops_of = {name: sum(row["flops"][name] for row in steps) for name in ("sample", "train", "measure")}
     return {
         "arm": one.arm,
         "seed": one.seed,
         "lr": one.recipe.trainer.lr,
         "control": control,
         "compute": [spent["flops"] for spent, _ in points],
-        "played": np.interp([spent["steps"] for spent, _ in points], [0, *at], [0.0, *episodes]).tolist(),
+        "played": np.interp(
+            [spent["steps"] for spent, _ in points], [0, *steps_of_rows], [0.0, *episodes]
+        ).tolist(),
         "each": [right.tolist() for _, right in points],
         "others": {
             name: [right.tolist() for _, right in course(one.folder, name)]
@@ -190,9 +206,9 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
         "prompts": prompts(folder, MAIN_SET),
         "k": first["k"],
         "base_pass_k": first["pass@k"],
-        "kept": left and left.value,
+        "kept": abilities and abilities.value,
         "truncated": mean(rows, "completions/clipped_ratio"),
-        "flops": parts,
+        "flops": flops_of,
         "seconds": sum(row["seconds"] for row in steps),
         "interactions": int(sum(row.get("rollout/trajectories", 0) for row in rows)),
         "steps": len(steps),
@@ -203,33 +219,36 @@ Line = Mapping[str, Any]
 
 
 def ends(one: Line) -> np.ndarray:
-    """[2, problems] before and after, on the test half."""
+    """[2, problems] right shares before and after training, on the test half."""
     return np.array(one["each"])[[0, -1], ::2]
 
 
 def ends_at(one: Line, along: str, where: float) -> np.ndarray:
-    """The same, but "after" is where so much of ``along`` (compute, played) was spent: linear in between."""
-    each = np.array(one["each"])[:, ::2]
-    return np.stack([each[0], [np.interp(where, one[along], course) for course in each.T]])
+    """[2, problems] as ``ends``, but "after" is where ``where`` of ``along`` (compute, played) was spent,
+    linear between scores."""
+    shares = np.array(one["each"])[:, ::2]
+    return np.stack([shares[0], [np.interp(where, one[along], course) for course in shares.T]])
 
 
 def outcomes(lines: Sequence[Line], of: Callable[[Line], np.ndarray] = ends) -> dict[str, Outcomes]:
-    """Of each arm, "before" as the mean over seeds. Raises ValueError for runs on different problems."""
-    if len({one["prompts"] for one in lines}) > 1:
+    """Outcomes of each arm, "before" as the mean over seeds. Raises ValueError for runs on different
+    problems."""
+    if len({run["prompts"] for run in lines}) > 1:
         raise ValueError(
             "the runs were scored on different problems, so they do not compare; use one eval set"
         )
-    found = {}
-    for name in dict.fromkeys(one["arm"] for one in lines):
-        mine = [one for one in lines if one["arm"] == name]
-        each = np.stack([of(one) for one in mine])
-        found[name] = Outcomes(pre=each[:, 0].mean(0), post=each[:, 1])
-    return found
+    outcomes_of = {}
+    for name in dict.fromkeys(run["arm"] for run in lines):
+        arm_lines = [run for run in lines if run["arm"] == name]
+        shares = np.stack([of(run) for run in arm_lines])
+        outcomes_of[name] = Outcomes(pre=shares[:, 0].mean(0), post=shares[:, 1])
+    return outcomes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """``lines`` of all finished runs, what was ``swept`` and ``chosen``, and why runs ``failed``."""
+    """The result of a comparison: ``lines`` of all finished runs, the scores of the sweep in ``swept``, the
+    learning rates in ``chosen``, and why runs ``failed``."""
 
     lines: Sequence[Mapping[str, Any]]
     swept: Scores
@@ -238,11 +257,15 @@ class Compared:
 
 
 def compare(file: ArmsFile, budget: Budget, seeds: Sequence[int], out: Path, run: Run) -> Compared:
-    """Sweep and race, seed after seed, so that arms can be compared before all is done. ``run`` lets jobs run
+    """Sweep and race, seed after seed, so that arms can be compared before all is done. ``run`` runs the jobs
     that have not ended."""
     chosen, swept, states = sweep(file, budget, out, run, seeds[0])
     jobs = [job(file, name, lr, seed, budget, out) for seed in seeds for name, lr in chosen.items()]
     states += run(jobs)
-    lines = [found for one in jobs if (found := line(one, file.arms[one.arm].control)) is not None]
+    lines = [
+        finished
+        for run_job in jobs
+        if (finished := line(run_job, file.arms[run_job.arm].control)) is not None
+    ]
     failed = [f"{state.job.folder.name} failed: {state.error}" for state in states if state.what == "failed"]
     return Compared(lines=lines, swept=swept, chosen=chosen, failed=failed)

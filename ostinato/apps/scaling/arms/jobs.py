@@ -1,8 +1,8 @@
-"""The runs of an ablation: a folder each, a child process each, some at once, resumed where they stopped.
+"""The runs of an ablation: each a folder and a child process, several at once, resumed where they stopped.
 
 A job is made as an empty run folder with its recipe in it, and ``python -m ostinato resume`` begins it or
-goes on with it, whichever it is. A child holds the lock of its folder (``ostinato.lock``), so that two
-ablations, or one whose parent was killed and that is started again, never train into the same one.
+goes on with it. A child holds the lock of its folder (``ostinato.lock``), so that two ablations, or an
+ablation whose parent was killed and that is started again, never train into the same folder.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ostinato.lock import Locked, locked
 from ostinato.pipeline.signals import ending
 from ostinato.run import RunFolder
 
-LOG = "train.log"  # what a child prints, in its run folder
+LOG = "train.log"  # output of a child, in its run folder
 PATIENCE_S = 60.0  # for a child to finish its step and save, after SIGTERM
 LOOK_S = 1.0  # between looks at the children
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run."""
+    """One run: an arm with a seed."""
 
     arm: str
     seed: int
@@ -48,47 +48,51 @@ def plan(
     out: Path,
     workers: int = 1,
 ) -> list[Job]:
-    """The runs of the recipe and of its arms (all, or ``arms`` by name), seed after seed.
+    """Plan the runs of the recipe and of its arms (all, or ``arms`` by name), seed after seed.
 
     Runs of a seed have the seed in common and nothing else is random, so they share prompts, initial adapters
     and noise. Raises ValueError in words for arms that are not there, change nothing, or are no recipes.
     """
     base = Recipe.load(source, *overrides)
     chosen = _choose_arms(base, source, arms)
-    made: dict[str, tuple[str, Recipe]] = {}
-    for name, own in {REFERENCE: (), **chosen}.items():
-        found = slug(name)
-        if not found or found in made:
-            other = f"that of {made[found][0]!r}" if found else "empty"
-            raise ValueError(f"the folder name of arm {name!r} would be {other}; give the arm another name")
-        made[found] = (name, arm_recipe(source, overrides, name, own))
-        same = made[found][1].model_copy(update={"name": base.name, "seed": base.seed}) == base
-        if same and name != REFERENCE:
-            raise ValueError(f"arm {name!r} of {source} changes nothing ({list(own)}); change it or drop it")
-    threads = _threads(base, workers)
+    recipe_of: dict[str, tuple[str, Recipe]] = {}
+    for name, arm_overrides in {REFERENCE: (), **chosen}.items():
+        folder = slug(name)
+        if not folder or folder in recipe_of:
+            reason = f"that of {recipe_of[folder][0]!r}" if folder else "empty"
+            raise ValueError(f"the folder name of arm {name!r} would be {reason}; give the arm another name")
+        recipe_of[folder] = (name, arm_recipe(source, overrides, name, arm_overrides))
+        is_same = recipe_of[folder][1].model_copy(update={"name": base.name, "seed": base.seed}) == base
+        if is_same and name != REFERENCE:
+            raise ValueError(
+                f"arm {name!r} of {source} changes nothing ({list(arm_overrides)}); change it or drop it"
+            )
+    threads = _share_threads(base, workers)
     return [
         Job(
             arm=name,
             seed=seed,
-            folder=out / f"{found}-s{seed}",
-            recipe=as_run(recipe, f"{found}-s{seed}", seed, out, threads),
+            folder=out / f"{folder}-s{seed}",
+            recipe=as_run(recipe, f"{folder}-s{seed}", seed, out, threads),
         )
         for seed in seeds
-        for found, (name, recipe) in made.items()
+        for folder, (name, recipe) in recipe_of.items()
     ]
 
 
 def _choose_arms(base: Recipe, source: str | Path, arms: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    known = base.ablate.arms
-    if not known:
+    arms_of_recipe = base.ablate.arms
+    if not arms_of_recipe:
         raise ValueError(
             f"recipe {source} has no arms to compare it with; add a table [ablate.arms] with lines like "
             '"no fp32 head" = ["model.fp32_head=false"]'
         )
     for name in arms:
-        if name not in known:
-            raise ValueError(f"--arms is {name!r}; the arms of {source} are {', '.join(map(repr, known))}")
-    return {name: known[name] for name in arms or known}
+        if name not in arms_of_recipe:
+            raise ValueError(
+                f"--arms is {name!r}; the arms of {source} are {', '.join(map(repr, arms_of_recipe))}"
+            )
+    return {name: arms_of_recipe[name] for name in arms or arms_of_recipe}
 
 
 def arm_recipe(source: str | Path, overrides: Sequence[str], name: str, own: Sequence[str]) -> Recipe:
@@ -98,7 +102,7 @@ def arm_recipe(source: str | Path, overrides: Sequence[str], name: str, own: Seq
         raise ValueError(f"arm {name!r}: {error}" if own else str(error)) from None
 
 
-def _threads(base: Recipe, workers: int) -> int | None:
+def _share_threads(base: Recipe, workers: int) -> int | None:
     """Threads of each of several workers; None leaves the recipe as it is."""
     if workers == 1 or base.engine.threads != "auto":
         return None
@@ -112,7 +116,7 @@ def as_run(recipe: Recipe, name: str, seed: int, out: Path, threads: int | None)
 
 
 def check(jobs: Sequence[Job]) -> None:
-    """Raises ValueError for an arm whose algorithm is none, and for folders that hold other runs."""
+    """Raise ValueError for an arm whose algorithm is none, and for folders that have other runs."""
     from ostinato.launch.checks import check
 
     for job in jobs:
@@ -121,40 +125,40 @@ def check(jobs: Sequence[Job]) -> None:
             check_files(job.recipe)
         except ValueError as error:
             raise ValueError(f"arm {job.arm!r}: {error}") from None
-        if (job.folder / "recipe.toml").is_file() and (key := _differs(job)):
+        if (job.folder / "recipe.toml").is_file() and (key := _find_difference(job)):
             raise ValueError(
                 f"{job.folder} is a run of another recipe ({key} differs); name another --out or move it away"
             )
 
 
-def _differs(job: Job) -> str:
-    """The first key in which the run that is there has another value; what changes no result is not looked
-    at. Empty where there is none."""
-    there, planned = Recipe.load(job.folder / "recipe.toml").model_dump(), job.recipe.model_dump()
-    for tree in (there, planned):
+def _find_difference(job: Job) -> str:
+    """Return the first key that has another value in the run of the job's folder, leaving out keys that
+    change no result. Empty where there is none."""
+    existing, planned = Recipe.load(job.folder / "recipe.toml").model_dump(), job.recipe.model_dump()
+    for tree in (existing, planned):
         del tree["engine"]["threads"], tree["trainer"]["until"]
         for section in ("name", "log", "ablate", "ledger"):
             tree.pop(section, None)
-    if planned["model"]["dtype"] == "auto":  # the run has what "auto" became where it began
-        planned["model"]["dtype"] = there["model"]["dtype"]
+    if planned["model"]["dtype"] == "auto":  # the run has the value of "auto" on the machine where it began
+        planned["model"]["dtype"] = existing["model"]["dtype"]
     if planned["model"]["backend"] == "auto":  # likewise; with transformers nothing is drafted
-        planned["model"]["backend"] = there["model"]["backend"]
+        planned["model"]["backend"] = existing["model"]["backend"]
         planned["draft"]["enabled"] &= planned["model"]["backend"] != "transformers"
     for section, value in planned.items():
-        if value != there[section]:
+        if value != existing[section]:
             if not isinstance(value, Mapping):
                 return section
-            keys = [key for key in value | there[section] if value.get(key) != there[section].get(key)]
+            keys = [key for key in value | existing[section] if value.get(key) != existing[section].get(key)]
             return f"{section}.{keys[0]}"
     return ""
 
 
-# -- at work
+# -- processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """How far a job is, for people."""
+    """The state of a job, for people."""
 
     job: Job
     what: str  # waiting, running, done, failed
@@ -169,7 +173,7 @@ class _Child:
 
 
 def train_command(folder: Path) -> list[str]:
-    """What begins the run in ``folder``, or goes on with it."""
+    """The command that begins the run in ``folder``, or goes on with it."""
     return [sys.executable, "-m", "ostinato", "resume", str(folder)]
 
 
@@ -181,36 +185,36 @@ def run(
     command: Callable[[Path], list[str]] = train_command,
     pause: Callable[[], object] = lambda: time.sleep(LOOK_S),
 ) -> list[State]:
-    """Let all jobs run that have not ended, ``workers`` at once; their last states.
+    """Run all jobs that have not ended, ``workers`` at once, and return their last states.
 
     A run that fails is named and does not keep the others from running. KeyboardInterrupt (Ctrl-C; SIGTERM
     raises one) stops the children, waits until they have saved, and is raised again.
     """
-    states = {job.folder: _state(job) for job in jobs}
+    states = {job.folder: _read_state(job) for job in jobs}
     waiting = [job for job in jobs if states[job.folder].what != "done"]
-    going: list[_Child] = []
+    children: list[_Child] = []
     with ending():
         try:
-            while waiting or going:
-                while waiting and len(going) < workers:
+            while waiting or children:
+                while waiting and len(children) < workers:
                     job = waiting.pop(0)
                     child, error = _start(job, command)
-                    going += [] if child is None else [child]
+                    children += [] if child is None else [child]
                     states[job.folder] = State(job=job, what="failed" if error else "running", error=error)
-                for child in going:
+                for child in children:
                     states[child.job.folder] = _look(child)
-                # as it was looked at: one that has ended since is looked at again
-                going = [child for child in going if states[child.job.folder].what == "running"]
+                # by the states above: a child that has ended since is looked at in the next round
+                children = [child for child in children if states[child.job.folder].what == "running"]
                 show(list(states.values()))
-                if going:
+                if children:
                     pause()
         finally:
-            _end([child.process for child in going])
+            _stop([child.process for child in children])
     return list(states.values())
 
 
 def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | None, str]:
-    """(the child, "") or (None, why not)."""
+    """Return (the child, "") or (None, the reason)."""
     job.folder.mkdir(parents=True, exist_ok=True)
     try:
         with locked(job.folder):
@@ -224,47 +228,49 @@ def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | Non
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C reaches it once, as our SIGTERM
+            start_new_session=True,  # so that Ctrl-C reaches it only once, as our SIGTERM
         )
     return _Child(job=job, process=process), ""
 
 
-def _state(job: Job) -> State:
-    return State(job=job, what="done" if has_ended(job) else "waiting", step=_steps(job.folder))
+def _read_state(job: Job) -> State:
+    return State(job=job, what="done" if has_ended(job) else "waiting", step=_read_step(job.folder))
 
 
 def has_ended(job: Job) -> bool:
-    """It has ended, and not for now, at a smaller share of its budget than the job's."""
+    """Whether the run of a job has ended, and not at a smaller share of its budget than the job's."""
     run, budget = RunFolder(job.folder), Every.parse(job.recipe.trainer.budget, "trainer.budget")
-    end, score = (next(backwards(log), {}) for log in (run.ledger, run.eval))
-    short = end.get("why") == "spent" and budget.share(score.get("spent", {})) < job.recipe.trainer.until
-    return ended(job.folder) and not short
+    end_row, score_row = (next(backwards(log), {}) for log in (run.ledger, run.eval))
+    is_short = (
+        end_row.get("why") == "spent" and budget.share(score_row.get("spent", {})) < job.recipe.trainer.until
+    )
+    return ended(job.folder) and not is_short
 
 
 def _look(child: _Child) -> State:
     code, folder = child.process.poll(), child.job.folder
     what = "running" if code is None else "done" if ended(folder) else "failed"
-    error = _last_words(folder, code) if what == "failed" else ""
-    return State(job=child.job, what=what, step=_steps(folder), error=error)
+    error = _read_error(folder, code) if what == "failed" else ""
+    return State(job=child.job, what=what, step=_read_step(folder), error=error)
 
 
-def _steps(folder: Path) -> int:
-    """Those that a run, which may not have begun, has finished."""
+def _read_step(folder: Path) -> int:
+    """The last step that a run has finished; 0 for a run that has not begun."""
     return next((int(row["step"]) for row in backwards(RunFolder(folder).metrics)), 0)
 
 
-def _last_words(folder: Path, code: int | None) -> str:
-    """Why a child failed: its last line."""
+def _read_error(folder: Path, code: int | None) -> str:
+    """The error of a child that failed: its last line."""
     lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-    printed = [line for line in lines if line.strip()]
-    named = [line for line in printed[-20:] if line.startswith("ostinato:")]
-    return (named or printed or [""])[-1].removeprefix("ostinato:").strip() or f"exit code {code}"
+    output = [line for line in lines if line.strip()]
+    errors = [line for line in output[-20:] if line.startswith("ostinato:")]
+    return (errors or output or [""])[-1].removeprefix("ostinato:").strip() or f"exit code {code}"
 
 
-def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM, wait until all have saved, kill what does not."""
+def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Send SIGTERM, wait until all children have saved, kill those that do not end."""
     for child in children:
-        child.send_signal(signal.SIGTERM)  # finishes its step, or gives it up after a grace
+        child.send_signal(signal.SIGTERM)  # the child finishes its step, or gives it up after some time
     limit = time.monotonic() + PATIENCE_S
     for child in children:
         try:

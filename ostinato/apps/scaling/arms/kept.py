@@ -1,11 +1,11 @@
-"""Runs of a study as one JSON line each, of which tables are made.
+"""Runs of a study as one JSON line each, from which tables are made.
 
-A run folder is megabytes and does not travel; its line holds the scores, and the compute spent at each of
+A run folder has megabytes and is not copied around; its line has the scores, and the compute spent at each of
 them on every axis that the ledger has. Results are made from lines alone, whether they come from folders or
 from a file.
 
-Folders of a study are named <arm>-s<seed>, the arm in lower-case letters and digits joined by "-"; what
-``ostinato train`` appends (-yyyymmdd-hhmmss) may follow.
+Folders of a study are named <arm>-s<seed>, the arm in lower-case letters and digits joined by "-"; the suffix
+of ``ostinato train`` (-yyyymmdd-hhmmss) may follow.
 """
 
 from __future__ import annotations
@@ -32,15 +32,8 @@ from ostinato.run import Jsonl, RunFolder, atomic_write, to_json
 Row = Mapping[str, Any]
 FOLDER = re.compile(r"(?P<slug>.+?)(-s(?P<seed>\d+))?(-\d{8}-\d{6}(-\d+)?)?")
 OF_RECIPE = "recipe"  # the slug of the recipe itself
-ENDED = (
-    "done",
-    "collapsed",
-    "forgot",
-    "solved",
-    "spent",
-    "enough",
-    "callback",
-)  # endings that no resuming would change
+# endings that no resuming would change
+ENDED = ("done", "collapsed", "forgot", "solved", "spent", "enough", "callback")
 ACTED = {  # of metrics.jsonl: how often the parts of a recipe did something; a run has some of them
     "cispo_clip_ratio": "capped",
     "clip_ratio/region_mean": "clipped",
@@ -56,7 +49,7 @@ AT_THE_END = {"groups/left_share"}  # the value of the last step; of the others 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """Which scores of eval.jsonl are on the curves, and the ends of their scale."""
+    """Which scores of eval.jsonl the curves have, and the ends of their scale."""
 
     split: str = "eval"  # or the name of a downstream set
     metric: str = "pass@1"
@@ -68,58 +61,59 @@ MEASURE = Measure()
 
 
 def slug(name: str) -> str:
-    """ "CISPO -> DAPO clip" is cispo-dapo-clip; the recipe itself is recipe."""
+    """Return the name of an arm in folder names: "CISPO -> DAPO clip" is cispo-dapo-clip; that of the recipe
+    is recipe."""
     return OF_RECIPE if name == REFERENCE else "-".join(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def keep(folder: Path, measure: Measure = MEASURE) -> dict[str, Any]:
-    """The line of a run. Raises ValueError for one without evaluations or a ledger."""
+    """Read the line of a run. Raises ValueError for a run without evaluations or a ledger."""
     data = RunRows(RunFolder.open(folder)).read()
     match = FOLDER.fullmatch(folder.resolve().name)
-    found = match["slug"] if match else folder.name
-    arms = {slug(name): (name, list(each)) for name, each in data.setting("ablate.arms", {}).items()}
-    arm, overrides = arms.get(found, (REFERENCE if found == OF_RECIPE else found, []))
-    by_axis, refused = {}, []
+    arm_slug = match["slug"] if match else folder.name
+    arms = {slug(name): (name, list(changes)) for name, changes in data.setting("ablate.arms", {}).items()}
+    arm, overrides = arms.get(arm_slug, (REFERENCE if arm_slug == OF_RECIPE else arm_slug, []))
+    by_axis, errors = {}, []
     for axis in Axis:
         try:
             by_axis[axis] = read_run(
                 folder, axis, measure.split, metric=measure.metric, low=measure.low, high=measure.high
             )
-        except ValueError as error:  # its ledger does not know the axis, or worse
-            refused.append(error)
+        except ValueError as error:  # its ledger lacks the axis, or the run cannot be read
+            errors.append(error)
     if not by_axis:
-        raise refused[0]
-    one = next(iter(by_axis.values()))
+        raise errors[0]
+    series = next(iter(by_axis.values()))
     return {
         "arm": arm,
         "seed": int(match["seed"]) if match and match["seed"] else data.setting("seed", 0),
         "overrides": overrides,
-        "held_out": one.held_out,
+        "held_out": series.held_out,
         "prompts": prompts(RunFolder(folder), measure.split),
         "judged": scoring_rule(data),
         **asdict(measure),
-        "R0": one.R0,
-        "R0_stderr": one.R0_stderr,
-        "score": one.score.tolist(),
-        "stderr": None if one.stderr is None else one.stderr.tolist(),
-        "unmeasured": one.unmeasured,
-        "compute": {str(axis): each.compute.tolist() for axis, each in by_axis.items()},
+        "R0": series.R0,
+        "R0_stderr": series.R0_stderr,
+        "score": series.score.tolist(),
+        "stderr": None if series.stderr is None else series.stderr.tolist(),
+        "unmeasured": series.unmeasured,
+        "compute": {str(axis): axis_series.compute.tolist() for axis, axis_series in by_axis.items()},
         "ended": ended(folder),
         "acted": acted(data),
     }
 
 
 def prompts(run: RunFolder, split: str) -> str:
-    """The hash that the run itself made of the prompts that it was scored on: what a recipe says of them
+    """The hash of the prompts that a run was scored on, as the run itself recorded it: the text of a recipe
     stays the same while the file that it names is edited. An arm may sample its answers otherwise (a budget
-    of thinking, a temperature) and still answers the same questions. Empty where the run does not say."""
+    of thinking, a temperature) and still answer the same questions. Empty where the run does not have it."""
     rows = (row for row in run.eval.rows() if row.get("set", row["split"]) == split)
-    found = {row.get("prompts", "") for row in rows}
-    return found.pop() if len(found) == 1 else ""
+    hashes = {row.get("prompts", "") for row in rows}
+    return hashes.pop() if len(hashes) == 1 else ""
 
 
 def scoring_rule(data: RunRows) -> str:
-    """What turns answers into scores, as JSON."""
+    """The settings that turn answers into scores, as JSON."""
     keys = ("functions", "weights", "solved_at")
     return json.dumps({key: data.setting(f"reward.{key}") for key in keys}, default=str)
 
@@ -127,41 +121,41 @@ def scoring_rule(data: RunRows) -> str:
 def acted(data: RunRows) -> dict[str, float]:
     """How often the parts of the recipe acted: each metric of ``ACTED`` that the run has, as the mean over
     its steps, or of its last step."""
-    found = {
+    values = {
         name: number(data.metrics[-1], name) if name in AT_THE_END else mean(data.metrics, name)
         for name in ACTED
         if data.metrics
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def ended(folder: Path) -> bool:
-    """Has the run in ``folder`` come to an end of its own?"""
+    """Whether the run in ``folder`` has come to an end of its own."""
     last = next(backwards(RunFolder(folder).ledger), {})
     return last.get("event") == "end" and last.get("why") in ENDED
 
 
 def backwards(log: Jsonl, most: int = 1 << 18) -> Iterator[dict[str, Any]]:
-    """The rows of a log from its end, as many as its last ``most`` bytes hold: a look that costs the same
-    however long the log has become."""
+    """Yield the rows of a log from its end, as many as its last ``most`` bytes have: the cost does not grow
+    with the log."""
     if not log.path.exists():
         return
     with log.path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - most))
-        lines = file.read().split(b"\n")[:-1]  # what follows the last newline is torn
+        lines = file.read().split(b"\n")[:-1]  # anything after the last newline is a torn row
     for line in reversed(lines):
         with suppress(ValueError):  # the first may have lost its beginning
             yield parse_json(line, surrogates=True)
 
 
 def series_of(row: Row, axis: Axis) -> Series:
-    """The scores of a line. Series compare where the prompts are the same, see ``prompts``. Raises ValueError
-    where the line does not know ``axis``."""
+    """Return the scores of a line as a series. Series compare where the prompts are the same, see
+    ``prompts``. Raises ValueError where the line lacks ``axis``."""
     name = f"{row['arm']}, seed {row['seed']}"
     compute = row["compute"].get(axis)
     if compute is None:
-        known = ", ".join(row["compute"])
-        raise ValueError(f"the ledger of {name} does not count {axis}; use --axis with one of {known}")
+        axes = ", ".join(row["compute"])
+        raise ValueError(f"the ledger of {name} does not count {axis}; use --axis with one of {axes}")
     return Series(
         name=name,
         compute=np.array(compute, float),
@@ -176,13 +170,13 @@ def series_of(row: Row, axis: Axis) -> Series:
 
 
 def folders_in(root: Path) -> list[Path]:
-    """Run folders right below ``root``, by name."""
+    """Run folders directly in ``root``, by name."""
     return sorted(path for path in root.iterdir() if (path / "recipe.toml").is_file())
 
 
 def collect(folders: Iterable[Path], measure: Measure = MEASURE) -> tuple[list[dict[str, Any]], list[str]]:
-    """(lines of runs, why others are left out): the recipe first, then its arms in the order in which it
-    names them, by seed. Raises ValueError where no run can be read."""
+    """Return (lines of runs, why others are left out): the recipe first, then its arms in the order in which
+    it names them, by seed. Raises ValueError where no run can be read."""
     rows: list[dict[str, Any]] = []
     order, left_out = [OF_RECIPE], list[str]()
     for folder in folders:
@@ -191,14 +185,14 @@ def collect(folders: Iterable[Path], measure: Measure = MEASURE) -> tuple[list[d
         except ValueError as error:
             left_out.append(f"{folder.name} is left out: {error}.")
             continue
-        named = RunRows(RunFolder.open(folder)).read().setting("ablate.arms", {})
-        order += [slug(name) for name in named if slug(name) not in order]
+        arms = RunRows(RunFolder.open(folder)).read().setting("ablate.arms", {})
+        order += [slug(name) for name in arms if slug(name) not in order]
     if not rows:
         raise ValueError(
             " ".join(left_out) or "there is no run folder to read; name a folder that holds runs"
         )
-    place = {name: at for at, name in enumerate(order)}
-    rows.sort(key=lambda row: (place.get(slug(row["arm"]), len(order)), row["arm"], row["seed"]))
+    rank_of = {name: rank for rank, name in enumerate(order)}
+    rows.sort(key=lambda row: (rank_of.get(slug(row["arm"]), len(order)), row["arm"], row["seed"]))
     return rows, left_out
 
 
@@ -213,22 +207,22 @@ KEYS = {
 
 
 def read_kept(path: Path, measure: Measure = MEASURE) -> list[dict[str, Any]]:
-    """Raises ValueError for a file that ``write_kept`` did not write, and for one of another ``measure``:
-    scores that are not in a line cannot be computed from it."""
+    """Read the lines of a file of ``write_kept``. Raises ValueError for another kind of file, and for lines
+    of another ``measure``, since other scores cannot be computed from a line."""
     rows = []
-    for at, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = parse_json(text, surrogates=True)
         except ValueError:
             row = None
         if not isinstance(row, dict) or not row.keys() >= KEYS:
             raise ValueError(
-                f"line {at} of {path} is no run; give a file that ostinato compare --collect wrote"
+                f"line {line} of {path} is no run; give a file that ostinato compare --collect wrote"
             )
-        for key, given in asdict(measure).items():
-            if row[key] != given:
+        for key, value in asdict(measure).items():
+            if row[key] != value:
                 raise ValueError(
-                    f"line {at} of {path} keeps scores of {key} {row[key]}, and {given} is given; use"
+                    f"line {line} of {path} keeps scores of {key} {row[key]}, and {value} is given; use"
                     f" --{key} {row[key]}, or collect the runs anew"
                 )
         rows.append(row)
