@@ -2,14 +2,14 @@
 
     LLM(model, speculative_config={"method": "custom_class", "num_speculative_tokens": 16,
                                    "model": "ostinato.apps.interop.vllm_drafter.HistoryProposer"},
-        additional_config={"ostinato": {"history": "answers.history"}})  # optional: what to begin with
+        additional_config={"ostinato": {"history": "answers.history"}})  # optional: a history to begin with
 
-vLLM samples and verifies; whatever is proposed here costs or saves time and never changes what is drawn. Its
-sampler has no addressed noise, so proposals go by counts (``Rules.use_noise`` off), chains only.
+vLLM samples and verifies; proposals cost or save time and never change which tokens are drawn. Its sampler
+has no addressed noise, so proposals go by counts (``Rules.use_noise`` off), chains only.
 
-vLLM hands over rows of tokens, without request ids and without prompt lengths, and rows move. So a sequence
-is known by what it has read: a row belongs to the sequence whose text it continues. Where two texts are equal
-either will do, since a draft depends on the text alone.
+vLLM passes rows of tokens, without request ids and without prompt lengths, and rows move. So a sequence is
+identified by the text that it has read: a row belongs to the sequence whose text it continues. Where two
+texts are equal either sequence will do, since a draft depends on the text alone.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from ostinato.protocols import Drafter
 from ostinato.types import DraftQuery, HistoryEntry, Request, SampledTokens, Sampling
 
 CONTEXT = 8  # tokens before a response that its history keeps
-TAIL = 32  # tokens at its end by which a text is found, with its length
+TAIL = 32  # tokens at the end of a text, by which it is found together with its length
 PATIENCE = 32  # passes that a group may be missing: vLLM leaves some out while its token budget is short
-GONE = 256  # ended sequences of a group that never rests, before they are made history
+GONE = 256  # ended sequences after which a group that is never idle adds them to history
 
-_log = logging.getLogger("vllm.ostinato")  # below vLLM's logger, which is the one that has a handler there
+_log = logging.getLogger("vllm.ostinato")  # below vLLM's logger, which has a handler there
 
 
 def prompt_uid(prompt: Sequence[int] | np.ndarray) -> str:
-    """The key of a prompt's history where prompts are known by their tokens alone."""
+    """The key of a prompt's history where prompts are identified by their tokens alone."""
     return blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=12).hexdigest()
 
 
 def past(
     prompt: Sequence[int] | np.ndarray, answer: Sequence[int], reward: float | None = None
 ) -> HistoryEntry:
-    """A response of another engine, which recorded no intervals, as history keeps it."""
+    """Return a response of another engine, which recorded no intervals, in the form of history."""
     tokens = np.asarray(answer, np.int32)
     return HistoryEntry(
         context=np.asarray(prompt, np.int32)[-CONTEXT:],
@@ -65,9 +65,10 @@ def remember(
     answers: Sequence[Sequence[int]],
     rewards: Sequence[float | None] | None = None,
 ) -> None:
-    """Add the ``answers`` (token ids) that ``prompt`` (token ids, as vLLM was given them) got in ``step``.
+    """Add to history the ``answers`` (token ids) to ``prompt`` (token ids, as vLLM was given them) in
+    ``step``.
 
-    All answers of one prompt and step in one call: a second call for them replaces the first. Afterwards
+    Give all answers of one prompt and step in one call: a second call for them replaces the first. Afterwards
     ``history.save(path)`` writes the file that the proposer begins with.
     """
     scores = rewards if rewards is not None else [None] * len(answers)
@@ -76,17 +77,17 @@ def remember(
 
 
 class PassTimes:
-    """What a pass takes, learnt while serving: seconds = a + b * tokens + c * (anything drafted).
+    """The time of a pass, learnt while serving: seconds = a + b * tokens + c * (anything drafted).
 
     Least squares of relative errors, which forget (half in some 70 passes) and begin with a guess: a token
-    costs 1/64 of an empty pass, and checking drafts costs nothing extra. The guess follows the fastest pass
-    seen lately, so that a slow beginning does not make drafts look dear for good. What took more than three
-    times what was expected counts as three times: a stall is not a cost, a change is followed all the same.
+    costs 1/64 of an empty pass, and verifying drafts costs nothing extra. The guess follows the fastest
+    recent pass, so that a slow start does not make drafts look expensive forever. More than three times the
+    expected time counts as three times: a stall is not a cost, and a change is followed all the same.
     """
 
     FORGET = 0.99
     GUESS = np.array([1.0, 1.0, 0.0])  # in units of an empty pass, for the features below
-    PULL = np.diag([1e-3, 0.1, 0.1])  # towards the guess: what has not been tried yet stays a guess
+    PULL = np.diag([1e-3, 0.1, 0.1])  # towards the guess, which stays for what has not been measured yet
 
     def __init__(self) -> None:
         self._scale = 0.0  # seconds of an empty pass in the guess; 0 before the first
@@ -95,7 +96,7 @@ class PassTimes:
         self._weights = np.zeros(3)
 
     def observe(self, tokens: int, drafted: int, seconds: float) -> None:
-        """One pass of ``tokens`` rows in all, ``drafted`` of them drafts, took ``seconds``."""
+        """Record a pass of ``tokens`` rows in all, ``drafted`` of them drafts, that took ``seconds``."""
         seconds = max(seconds, 1e-6)
         features = np.array([1.0, tokens / 64, float(drafted > 0)])
         scale = seconds / float(features @ self.GUESS)
@@ -116,31 +117,31 @@ class PassTimes:
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """The sequences of one prompt that have not become history yet."""
+    """The sequences of one prompt that are not in history yet."""
 
     uid: str
     prompt: bytes  # of int32
     sequences: list[_Sequence] = field(default_factory=list)
-    seen: int = 0  # the last pass that any of them was in
+    seen: int = 0  # the last pass with any of them
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sequence:
-    """One request, as far as its rows show it."""
+    """A request, as known from its rows."""
 
     group: _Group
     handle: int
     answer: list[int]
-    key: tuple[int, bytes] = (0, b"")  # where it is filed
-    last: int = 0  # tokens of the answer that its last pass gave
+    key: tuple[int, bytes] = (0, b"")  # of its text in ``RowDrafter._texts``
+    last: int = 0  # number of answer tokens from its last pass
     drafted: int = 0  # tokens proposed for the coming pass
     seen: int = 0  # the last pass that it was in
 
 
 class RowDrafter:
-    """Drafts for rows of tokens that come without names.
+    """Drafts for rows of tokens that have no names.
 
-    ``learn(uid, answers)`` is called with what has ended: all answers of a prompt at once, when none of them
+    ``learn(uid, answers)`` is called with ended sequences: all answers of a prompt at once, when none of them
     has been seen for some passes or when the prompt is requested anew.
     """
 
@@ -162,55 +163,58 @@ class RowDrafter:
         self._groups: dict[str, _Group] = {}
         self._times = PassTimes()
         self._pass = 0
-        self._handed_over = 0.0  # when the last proposal was
+        self._proposal_time = 0.0  # time of the last proposal
 
     def propose(
         self, sampled: Sequence[Sequence[int]], lengths: np.ndarray, rows: np.ndarray
     ) -> list[list[int]]:
-        """Draft tokens for each row of the coming pass; empty where none are worth it.
+        """Propose draft tokens for each row of the coming pass; empty where none are worth it.
 
-        sampled: [R] the tokens that the last pass gave; empty while a prompt is being read
+        sampled: [R] the tokens from the last pass; empty while a prompt is being read
         lengths: [>= R] tokens of each row, ``sampled`` included
         rows:    [>= R, longest] int32 token ids
         """
-        arrived = self._clock()
+        start = self._clock()
         self._pass += 1
         places = [row for row, tokens in enumerate(sampled) if tokens]
-        batch, strangers = self._recognise(sampled, lengths, rows, places)
-        if batch and not strangers and len(batch) == len(sampled):  # no prompt was read in that pass
+        batch, new_count = self._recognise(sampled, lengths, rows, places)
+        if batch and not new_count and len(batch) == len(sampled):  # no prompt was read in that pass
             drafted = sum(sequence.drafted for sequence in batch)
-            self._times.observe(len(batch) + drafted, drafted, arrived - self._handed_over)
+            self._times.observe(len(batch) + drafted, drafted, start - self._proposal_time)
         self._retire_missing()
         drafts: list[list[int]] = [[] for _ in sampled]
         if batch:
             self._observe(batch, [sampled[row] for row in places])
             room = np.clip(self._max_len - 1 - lengths[places], 0, self._max_drafts).astype(np.int32)
-            for row, sequence, draft in zip(places, batch, self._ask(batch, room), strict=True):
+            for row, sequence, draft in zip(places, batch, self._ask_drafter(batch, room), strict=True):
                 sequence.drafted = len(draft)
                 drafts[row] = draft
-        self._handed_over = self._clock()
+        self._proposal_time = self._clock()
         return drafts
 
     def _recognise(
         self, sampled: Sequence[Sequence[int]], lengths: np.ndarray, rows: np.ndarray, places: Sequence[int]
     ) -> tuple[list[_Sequence], int]:
-        """The sequences of the rows ``places``, and how many of them have just begun."""
+        """Return the sequences of the rows ``places``, and how many of them have just begun."""
         texts = [rows[row, : lengths[row]] for row in places]
-        given = [sampled[row] for row in places]
-        # all before any goes on: what one has read now, another may have read before
-        found = [self._find(text[: -len(some)]) for text, some in zip(texts, given, strict=True)]
+        new_tokens = [sampled[row] for row in places]
+        # Find all before any is extended: the text of a row now may be what another sequence had before.
+        matches = [
+            self._find(text[: -len(row_tokens)]) for text, row_tokens in zip(texts, new_tokens, strict=True)
+        ]
         batch: list[_Sequence] = []
-        for sequence, text, some in zip(found, texts, given, strict=True):
-            sequence = sequence or self._begin(text[: -len(some)])
-            sequence.answer += some
-            sequence.last = len(some)
-            self._file(sequence, _key(text))
+        for sequence, text, row_tokens in zip(matches, texts, new_tokens, strict=True):
+            sequence = sequence or self._begin(text[: -len(row_tokens)])
+            sequence.answer += row_tokens
+            sequence.last = len(row_tokens)
+            self._file(sequence, _make_key(text))
             batch.append(sequence)
-        return batch, found.count(None)
+        return batch, matches.count(None)
 
     def _find(self, text: np.ndarray) -> _Sequence | None:
-        """The sequence that has read ``text``, taken from where it was filed."""
-        for sequence in self._texts.get(_key(text), ()):
+        """Remove the sequence that has read ``text`` from ``_texts`` and return it; None where there is
+        none."""
+        for sequence in self._texts.get(_make_key(text), ()):
             prompt = sequence.group.prompt
             if text[: len(prompt) // text.itemsize].tobytes() == prompt:
                 self._unfile(sequence)
@@ -219,13 +223,15 @@ class RowDrafter:
         return None
 
     def _begin(self, text: np.ndarray) -> _Sequence:
-        """An unread row: a new request, or one that comes back after a long absence."""
-        uid, prompt_len = self._prompt_of(text)
+        """Begin a sequence for an unknown row: a new request, or a request that comes back after a long
+        absence."""
+        uid, prompt_len = self._find_prompt(text)
         group = self._groups.get(uid)
         if group is not None:
-            gone = [sequence for sequence in group.sequences if sequence.seen < self._pass]
-            if len(gone) == len(group.sequences) or len(gone) >= GONE:  # its next round; or it never rests
-                self._retire(group, gone)
+            ended = [sequence for sequence in group.sequences if sequence.seen < self._pass]
+            # its next round begins, or it is never idle
+            if len(ended) == len(group.sequences) or len(ended) >= GONE:
+                self._retire(group, ended)
         group = self._groups.setdefault(uid, _Group(uid=uid, prompt=text[:prompt_len].tobytes()))
         sampling = Sampling(max_tokens=self._max_len)
         handle = self._drafter.open(Request(tokens=np.array(text), sampling=sampling, seed=(0,), uid=uid))
@@ -234,55 +240,55 @@ class RowDrafter:
         group.seen = self._pass
         return sequence
 
-    def _prompt_of(self, text: np.ndarray) -> tuple[str, int]:
-        """(uid, length) of the prompt of a new row: all of it, unless it goes on from a prompt still open."""
-        whole = prompt_uid(text)
-        if whole not in self._groups:
+    def _find_prompt(self, text: np.ndarray) -> tuple[str, int]:
+        """Return (uid, length) of the prompt of a new row: all of it, unless it continues an open prompt."""
+        full_uid = prompt_uid(text)
+        if full_uid not in self._groups:
             lengths = {len(group.prompt) // text.itemsize for group in self._groups.values()}
             for length in sorted(lengths, reverse=True):
                 if length < len(text) and (uid := prompt_uid(text[:length])) in self._groups:
                     return uid, length
-        return whole, len(text)
+        return full_uid, len(text)
 
     def _file(self, sequence: _Sequence, key: tuple[int, bytes]) -> None:
         sequence.key = key
         self._texts.setdefault(key, []).append(sequence)
 
     def _unfile(self, sequence: _Sequence) -> None:
-        filed = self._texts[sequence.key]
-        filed.remove(sequence)
-        if not filed:
+        sequences = self._texts[sequence.key]
+        sequences.remove(sequence)
+        if not sequences:
             del self._texts[sequence.key]
 
     def _retire_missing(self) -> None:
         for group in [group for group in self._groups.values() if group.seen < self._pass - PATIENCE]:
             self._retire(group, group.sequences)
 
-    def _retire(self, group: _Group, gone: Sequence[_Sequence]) -> None:
-        """``gone`` have ended: their handles are closed and their answers learnt."""
-        self._observe(gone, [()] * len(gone), ended=True)
-        for sequence in gone:
+    def _retire(self, group: _Group, ended: Sequence[_Sequence]) -> None:
+        """End the sequences ``ended``: close their handles and learn their answers."""
+        self._observe(ended, [()] * len(ended), ended=True)
+        for sequence in ended:
             self._unfile(sequence)
-        group.sequences = [sequence for sequence in group.sequences if sequence not in gone]
+        group.sequences = [sequence for sequence in group.sequences if sequence not in ended]
         if not group.sequences:
             del self._groups[group.uid]
         prompt = np.frombuffer(group.prompt, np.int32)
-        self._learn(group.uid, [past(prompt, self._ended_answer(sequence)) for sequence in gone])
+        self._learn(group.uid, [past(prompt, self._trim_answer(sequence)) for sequence in ended])
 
-    def _ended_answer(self, sequence: _Sequence) -> list[int]:
-        """Without what a pass that sampled a stop token gave after it, which vLLM throws away."""
+    def _trim_answer(self, sequence: _Sequence) -> list[int]:
+        """Cut the tokens behind a stop token of the last pass, which vLLM discards."""
         start = len(sequence.answer) - sequence.last
         stops = (at for at in range(start, len(sequence.answer)) if sequence.answer[at] in self._stop_tokens)
         return sequence.answer[: next(stops, len(sequence.answer) - 1) + 1]
 
     def _observe(
-        self, batch: Sequence[_Sequence], given: Sequence[Sequence[int]], *, ended: bool = False
+        self, batch: Sequence[_Sequence], new_tokens: Sequence[Sequence[int]], *, ended: bool = False
     ) -> None:
-        tokens = np.array([token for some in given for token in some], np.int32)
+        tokens = np.array([token for row_tokens in new_tokens for token in row_tokens], np.int32)
         self._drafter.observe(
             SampledTokens(
                 handles=np.array([sequence.handle for sequence in batch], np.int64),
-                counts=np.array([len(some) for some in given], np.int32),
+                counts=np.array([len(row_tokens) for row_tokens in new_tokens], np.int32),
                 tokens=tokens,
                 probs=np.ones(len(tokens), np.float32),
                 edges=np.zeros(len(tokens), np.float32),
@@ -290,8 +296,8 @@ class RowDrafter:
             )
         )
 
-    def _ask(self, batch: Sequence[_Sequence], room: np.ndarray) -> list[list[int]]:
-        """The drafter's chain for each sequence, cut before a token that the model does not have."""
+    def _ask_drafter(self, batch: Sequence[_Sequence], room: np.ndarray) -> list[list[int]]:
+        """Return the drafter's chain for each sequence, cut before a token that is not in the vocabulary."""
         drafts = self._drafter.propose(
             DraftQuery(
                 handles=np.array([sequence.handle for sequence in batch], np.int64),
@@ -307,31 +313,31 @@ class RowDrafter:
         return chains
 
 
-def _key(text: np.ndarray) -> tuple[int, bytes]:
+def _make_key(text: np.ndarray) -> tuple[int, bytes]:
     return len(text), text[-TAIL:].tobytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """``additional_config["ostinato"]``."""
+    """Settings from ``additional_config["ostinato"]``."""
 
-    history: Path | None = None  # written by History.save: what to begin with
-    memory_mb: float = 256.0  # of history
+    history: Path | None = None  # a file of History.save to begin with
+    memory_mb: float = 256.0  # size of history
     epochs: int = 3  # rounds of a prompt that are kept
 
     @classmethod
     def read(cls, additional_config: Mapping[str, Any]) -> Settings:
-        """Raises ValueError, in one sentence, for what is no setting."""
-        given = dict(additional_config.get("ostinato", {}))
+        """Read the settings. Raises ValueError with one sentence for an unknown setting."""
+        values = dict(additional_config.get("ostinato", {}))
         names = [field.name for field in fields(cls)]
-        for name in given:
+        for name in values:
             if name not in names:
                 raise ValueError(
                     f"additional_config.ostinato.{name} is unknown; its settings are {', '.join(names)}"
                 )
-        if given.get("history") is not None:
-            given["history"] = Path(given["history"])
-        return cls(**given)
+        if values.get("history") is not None:
+            values["history"] = Path(values["history"])
+        return cls(**values)
 
 
 class HistoryProposer:
@@ -343,7 +349,7 @@ class HistoryProposer:
         Raises ValueError for settings that do not exist, and without a C++ compiler.
         """
         try:
-            self._history = _begin_with(Settings.read(vllm_config.additional_config))
+            self._history = _load_history(Settings.read(vllm_config.additional_config))
         except BuildError as error:
             raise ValueError(f"drafts inside vLLM need a C++ compiler: {error}") from error
         self._drafter = HistoryDrafter(self._history, replace(Rules(), use_noise=False))
@@ -370,22 +376,24 @@ class HistoryProposer:
         return self._rows.propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
 
     def load_model(self, *args: object, **kwargs: object) -> None:
-        """Called by vLLM when its worker is ready. There is no draft model; what verifies drafts is checked.
+        """Check the verification of drafts; vLLM calls this when its worker is ready. There is no draft
+        model.
 
-        Raises ValueError where it is wrong and could not be put right.
+        Raises ValueError where the verification is wrong and could not be corrected.
         """
         if self._on_cpu:
             cure()
 
     def _learn(self, uid: str, answers: Sequence[HistoryEntry]) -> None:
-        """One round of a prompt is over; rounds are counted from what the file says."""
+        """Add a finished round of a prompt to history; rounds are counted on from those in the file."""
         rounds = [block.step for block in self._history.blocks(uid)]
         self._history.add(uid, max(rounds, default=-1) + 1, answers)
         self._drafter.forget([uid])
 
 
-def _begin_with(settings: Settings) -> History:
-    """The file's history if there is one: without it, or with a damaged one, drafting begins from nothing."""
+def _load_history(settings: Settings) -> History:
+    """Load the history of the file, if there is one: without it, or with a damaged file, drafting begins
+    without history."""
     if settings.history is not None:
         try:
             return History.load(settings.history, memory_mb=settings.memory_mb, epochs=settings.epochs)
@@ -399,35 +407,35 @@ def _stop_tokens(hf_config: Any) -> frozenset[int]:
     return frozenset([stop] if isinstance(stop, int) else stop or ())
 
 
-_log = logging.getLogger("vllm.ostinato")  # below vLLM's logger, which is the one that has a handler there
+_log = logging.getLogger("vllm.ostinato")  # below vLLM's logger, which has a handler there
 
 
 def cure() -> None:
-    """In a worker of vLLM on CPU, before it serves: put the verification of drafts right.
+    """Correct the verification of drafts in a worker of vLLM on CPU, before it serves.
 
     Raises ValueError if it stays wrong.
     """
-    if _is_right():
+    if _is_correct():
         return
     from vllm.triton_utils.dispatcher import register_kernels
 
-    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
-    if not _is_right():
+    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand_to_tokens})
+    if not _is_correct():
         raise ValueError(
             "this vLLM loses the temperature of drafted tokens (vllm issue 55005); use another version"
         )
     _log.warning("vllm issue 55005: drafted tokens get their temperature from ostinato.apps.interop now")
 
 
-def _is_right() -> bool:
+def _is_correct() -> bool:
     import torch
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-    given, ends = torch.tensor([0.75, 0.0, 1.5]), torch.tensor([1, 3, 4], dtype=torch.int32)
-    return expand_batch_to_tokens(given, ends, 4, replace_from=0, replace_to=1).tolist() == [0.75, 1, 1, 1.5]
+    values, ends = torch.tensor([0.75, 0.0, 1.5]), torch.tensor([1, 3, 4], dtype=torch.int32)
+    return expand_batch_to_tokens(values, ends, 4, replace_from=0, replace_to=1).tolist() == [0.75, 1, 1, 1.5]
 
 
-def _expand(
+def _expand_to_tokens(
     output: Any, values: Any, ends: Any, replace_from: int, replace_to: int, MAX_NUM_TOKENS: int = 0
 ) -> None:
     """output[t] = values[request of token t], ``replace_from`` replaced; ends: [requests] of their tokens."""

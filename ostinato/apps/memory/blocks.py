@@ -1,7 +1,7 @@
-"""What a memory is made of: blocks in the context, and the originals, which are outside it and never change.
+"""The parts of a memory: blocks in the context, and the originals, which are outside of it and never change.
 
 A turn is cut into pieces of limited length; each piece is a block. A block is verbatim (level 0), shortened
-(levels 1 to 3), or gone from the context: then only its original is left, from which it can be put back.
+(levels 1 to 3), or gone from the context: then only its original is left, from which it can be restored.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any, Protocol
 
 from ostinato.apps.memory.facts import absolute, day_of
 
-LEVELS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)  # of the tokens of the original that a block of level l may have
+LEVELS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)  # share of the original's tokens that a block of level l may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A message: ``speaker`` is a name or a role, ``day`` ("2023-05-08") that of the chat session
-    or ""."""
+    """A message. ``speaker`` is a name or a role, ``day`` that of the chat session ("2023-05-08") or ""."""
 
     speaker: str
     text: str
@@ -33,19 +32,19 @@ class Block:
 
     id: int  # in order of time
     turn: int
-    part: int = 0  # of its turn
+    part: int = 0  # number of the piece in its turn
     speaker: str
     day: str
     text: str
-    tokens: int  # of its line, with what the caller adds for each block
+    tokens: int  # of its line, with the tokens that the caller adds for each block
     whole: int  # of the original's line
     source: str  # sha256 of the original
     before: str = ""  # sha256 of the original of the piece before it
     after: str = ""
     level: int = 0
     pinned: bool = False
-    uses: int = 0  # later turns that spoke of it
-    used_at: int = 0  # the last of them, or its own
+    uses: int = 0  # number of later turns that spoke of it
+    used_at: int = 0  # the last of these turns, or its own
     score: float = 0.0  # of the original, when it came: ``importance.score_text``
 
     @property
@@ -54,22 +53,22 @@ class Block:
 
 
 def line(speaker: str, text: str, day: str = "") -> str:
-    """A block in a text. A day is named where the text has dates that are relative to it."""
+    """Format a block as a line. Its day is added where the text has dates that are relative to it."""
     relative = day and absolute(text, day_of(day)) != text
     return f"{f'[{day[:10]}] ' if relative else ''}{speaker}: {text}\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryState:
-    """The context as a value, blocks in order of time. A copy of it shares them, so a fork costs nothing."""
+    """The context as a value, blocks in order of time. Copies share the blocks, so a fork costs nothing."""
 
     blocks: tuple[Block, ...] = ()
-    turns: int = 0  # that were appended
+    turns: int = 0  # number of appended turns
     next_id: int = 0
 
     @property
     def tokens(self) -> int:
-        """Of all lines, each counted by itself."""
+        """Tokens of all lines, each counted on its own."""
         return sum(block.tokens for block in self.blocks)
 
     @property
@@ -88,20 +87,20 @@ class MemoryState:
 
 
 class Originals(Protocol):
-    """The store of what was written, by hash: nothing that was put in changes or goes."""
+    """The store of original texts by hash: a text that was put in never changes and is never deleted."""
 
     def put(self, text: str) -> str:
-        """Its sha256."""
+        """Store a text and return its sha256."""
         ...
 
     def get(self, source: str) -> str:
-        """KeyError without one."""
+        """Return a text by its sha256. Raises KeyError where there is none."""
         ...
 
 
 @dataclass(slots=True)
 class Kept:
-    """Originals in this process."""
+    """Originals in the memory of this process."""
 
     texts: dict[str, str] = field(default_factory=dict)
 

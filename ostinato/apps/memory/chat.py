@@ -1,9 +1,9 @@
-"""A memory for chats: messages in, as many messages out as the budget allows, the same until it is reached.
+"""A memory for chats: messages in, as many messages out as the budget allows; unchanged below the budget.
 
     [pinned messages, with "Earlier in this conversation ..." behind them] [the newest messages, verbatim]
 
-``Chat`` is one conversation; it is given all its messages at every request and knows which are new.
-``Words`` keeps an episode of ``env`` within the budget: a context that is shortened begins a row of its own.
+``Chat`` is one conversation; it gets all its messages at every request and finds out which are new. ``Words``
+keeps an episode of ``env`` within the budget: a context that is shortened begins a row of its own.
 """
 
 from __future__ import annotations
@@ -27,92 +27,94 @@ NOTE = "Earlier in this conversation, shortened:\n"
 
 @dataclass(slots=True, kw_only=True)
 class Chat:
-    """One conversation. ``measure``: tokens of messages as the model reads them, of which there may be
-    ``budget``; the first ``pinned`` ones (None: those of the system at its beginning) stay as they are."""
+    """One conversation. ``measure``: tokens of messages as the model reads them, at most ``budget``. The
+    first ``pinned`` messages (None: the system messages at the beginning) stay as they are."""
 
     memory: Memory  # with ``chat_sizes``
     budget: int
     measure: Callable[[Sequence[Message]], int]
     pinned: int | None = None
     state: MemoryState = field(default_factory=MemoryState)
-    seen: str = ""  # digest of the messages that are in it
+    seen: str = ""  # digest of the messages in the state
 
     def shortened(self, messages: Sequence[Message], day: str = "") -> list[Message]:
-        """These messages within the budget. Where they do not begin with those that are known, the memory is
-        made anew, with the pins it had. ValueError for messages that cannot be brought within it."""
-        seen, head, pins = digests(messages), self._head(messages), set[str]()
+        """Return these messages within the budget. Where they do not begin with the messages of the state,
+        the memory is made anew, with the pins that it had. Raises ValueError for messages that cannot be
+        brought within the budget."""
+        seen, head, pins = digests(messages), self._count_pinned(messages), set[str]()
         if self.state.turns and (self.state.turns > len(seen) or seen[self.state.turns - 1] != self.seen):
-            pins = {one.source for one in self.state.blocks if one.pinned}
+            pins = {block.source for block in self.state.blocks if block.pinned}
             self.state = MemoryState()
         for k in range(self.state.turns, len(messages)):
-            known = messages[: k + 1]
-            keeper = self._keeper(known, head)
-            turn = Turn(speaker=_speaker(known[k]), text=text_of(known[k]), day=day, pinned=k < head)
-            self.state = keeper.append(self.state, turn)
+            prefix = messages[: k + 1]
+            memory = self._make_memory(prefix, head)
+            turn = Turn(speaker=_get_speaker(prefix[k]), text=text_of(prefix[k]), day=day, pinned=k < head)
+            self.state = memory.append(self.state, turn)
             for block in self.state.blocks:
                 if block.turn == k and block.source in pins and not block.pinned:
-                    self.state = keeper.pin(self.state, block.id)
+                    self.state = memory.pin(self.state, block.id)
         self.seen = seen[-1]
-        self.state = self._keeper(messages, head).fit(self.state)  # which after a pin may be over it
+        self.state = self._make_memory(messages, head).fit(self.state)  # over the budget after a pin
         return form(self.state, messages, head)
 
     def renderer(self, renderer: Renders) -> Words:
-        """A renderer of the episode of this chat."""
+        """Return a renderer for the episode of this chat."""
         return Words(renderer, self)
 
-    def _keeper(self, messages: Sequence[Message], head: int) -> Memory:
-        """That measures a state as these messages, less what a request has without any (its tools)."""
+    def _make_memory(self, messages: Sequence[Message], head: int) -> Memory:
+        """Make a memory that measures a state as these messages, less the tokens of a request without
+        messages (its tools)."""
         empty = self.measure([{"role": "user", "content": ""}])
         sizes = replace(self.memory.sizes, budget=self.budget - empty)
-        whole = lambda state: self.measure(form(state, messages, head)) - empty  # noqa: E731
-        return replace(self.memory, sizes=sizes, whole=whole)
+        measure_state = lambda state: self.measure(form(state, messages, head)) - empty  # noqa: E731
+        return replace(self.memory, sizes=sizes, whole=measure_state)
 
-    def _head(self, messages: Sequence[Message]) -> int:
+    def _count_pinned(self, messages: Sequence[Message]) -> int:
         if self.pinned is not None:
             return self.pinned
-        others = (k for k, message in enumerate(messages) if message["role"] != "system")
-        return next(others, len(messages))
+        chat_positions = (k for k, message in enumerate(messages) if message["role"] != "system")
+        return next(chat_positions, len(messages))
 
 
 def form(state: MemoryState, messages: Sequence[Message], head: int) -> list[Message]:
-    """What is in ``state`` as messages, of which ``messages`` are the originals, turn by turn."""
-    newest, tail = len(messages) - 1, _verbatim_from(state)
+    """Return ``state`` as messages; ``messages`` are the originals, turn by turn."""
+    newest, tail = len(messages) - 1, _find_verbatim_tail(state)
     if tail <= head:
         return [*messages]
-    begins = "assistant" if head and messages[head - 1]["role"] == "user" else "user"
-    while tail <= newest and messages[tail]["role"] != begins:
+    first_role = "assistant" if head and messages[head - 1]["role"] == "user" else "user"
+    while tail <= newest and messages[tail]["role"] != first_role:
         tail += 1
-    last: list[Message] = [*messages[tail:]]
-    if not last:  # the newest message itself is shortened, or does not begin a chat
-        text = "".join(one.text + " " * (one.level > 0) for one in state.blocks if one.turn == newest)
+    tail_messages: list[Message] = [*messages[tail:]]
+    if not tail_messages:  # the newest message itself is shortened, or does not begin a chat
+        text = "".join(block.text + " " * (block.level > 0) for block in state.blocks if block.turn == newest)
         role = messages[newest]["role"]
-        last = [{"role": "user" if role == "tool" else role, "content": text}]
+        tail_messages = [{"role": "user" if role == "tool" else role, "content": text}]
         tail = newest
-    lines = "".join(one.line for one in state.blocks if head <= one.turn < tail)
+    lines = "".join(block.line for block in state.blocks if head <= block.turn < tail)
     note = f"{NOTE}{lines}".rstrip() if lines else ""
     if not head:
-        return [*([{"role": "system", "content": note}] if note else []), *last]
-    *before, at = messages[:head]
-    content = "\n\n".join(filter(None, [text_of(at), note]))
-    return [*before, {**at, "content": content}, *last]
+        return [*([{"role": "system", "content": note}] if note else []), *tail_messages]
+    *before, last_pinned = messages[:head]
+    content = "\n\n".join(filter(None, [text_of(last_pinned), note]))
+    return [*before, {**last_pinned, "content": content}, *tail_messages]
 
 
-def _verbatim_from(state: MemoryState) -> int:
-    """The first turn of those at the end of which nothing is missing or shortened."""
-    found = state.turns
+def _find_verbatim_tail(state: MemoryState) -> int:
+    """The first turn of the tail in which no block is missing or shortened."""
+    first_turn = state.turns
     for age, block in enumerate(reversed(state.blocks), 1):
         if block.level or block.id != state.next_id - age:
-            return found
-        found = block.turn if not block.part else found
-    return 0 if len(state.blocks) == state.next_id else found
+            return first_turn
+        first_turn = block.turn if not block.part else first_turn
+    return 0 if len(state.blocks) == state.next_id else first_turn
 
 
-def _speaker(message: Message) -> str:
+def _get_speaker(message: Message) -> str:
     return str(message.get("name") or message["role"])
 
 
 def text_of(message: Message) -> str:
-    """The text of a message, with the tools that it calls as JSON behind it."""
+    """The text of a message, followed by its tool calls as JSON."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
@@ -123,16 +125,16 @@ def text_of(message: Message) -> str:
 
 
 def digests(messages: Sequence[Message]) -> list[str]:
-    """Of the first message, of the first two, and so on."""
-    found, running = [], hashlib.sha256()
+    """Digests of the first message, of the first two, and so on."""
+    hex_digests, digest = [], hashlib.sha256()
     for message in messages:
-        running.update(json.dumps([message["role"], _speaker(message), text_of(message)]).encode() + b"\n")
-        found.append(running.hexdigest())
-    return found
+        digest.update(json.dumps([message["role"], _get_speaker(message), text_of(message)]).encode() + b"\n")
+        hex_digests.append(digest.hexdigest())
+    return hex_digests
 
 
 class Renders(Protocol):
-    """What is needed of ``render.Renderer``."""
+    """The methods of ``render.Renderer`` that are used here."""
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str: ...
 
@@ -159,17 +161,20 @@ class Renders(Protocol):
 
 
 def chat_sizes(budget: int, recent: int, measure: Callable[[Sequence[Message]], int]) -> Sizes:
-    """For messages within ``budget`` tokens by ``measure``: less what an empty chat has, with the marks of a
-    message for each block, and slack for some turns: until it is used up, what a model has computed of the
-    messages before is still the beginning of what it reads."""
+    """Sizes for messages within ``budget`` tokens by ``measure``.
+
+    The budget is less the tokens of an empty chat, each block counts with the marks of a message, and there
+    is slack for some turns: until it is used up, the tokens that a model has computed of the earlier messages
+    are still the beginning of its context.
+    """
     empty = measure([{"role": "user", "content": ""}])
-    more = measure([{"role": r, "content": ""} for r in ("user", "assistant", "user")]) - empty
-    sizes = Sizes.of(max(1, budget - empty), recent, per_block=max(0, -(-more // 2)))
+    marks = measure([{"role": r, "content": ""} for r in ("user", "assistant", "user")]) - empty
+    sizes = Sizes.of(max(1, budget - empty), recent, per_block=max(0, -(-marks // 2)))
     return replace(sizes, slack=0.25)
 
 
 class Words:
-    """A renderer of one episode, whose contexts have the budget of its chat; what the prompt has stays.
+    """A renderer of one episode, whose contexts have the budget of its chat; the messages of the prompt stay.
 
     Counters beside those of the memory: ``memory/rows``, contexts that were shortened.
     """
@@ -181,10 +186,10 @@ class Words:
         return self._renderer.decode(tokens, skip_special)
 
     def prompt(self, prompt: Prompt) -> np.ndarray:
-        """[P] int32. ValueError for one that is longer than what stays in the memory may be."""
+        """[P] int32. Raises ValueError for a prompt that is longer than the budget for pinned messages."""
         tokens = self._renderer.prompt(prompt)
         self._chat.pinned, self._row = len(prompt.messages or ()), len(tokens)
-        if prompt.tools or prompt.template_kwargs:  # what they add to messages is there in every context
+        if prompt.tools or prompt.template_kwargs:  # their tokens are in every context
             self._chat.budget = self._budget - len(tokens) + len(self._renderer.chat(prompt.messages or ()))
         if prompt.messages:
             self._chat.shortened(prompt.messages)
@@ -200,7 +205,7 @@ class Words:
         *,
         prefill: str | None = None,
     ) -> np.ndarray | NewRow:
-        """[C] int32 behind the answer, or the whole context where the row would be too long."""
+        """[C] int32 behind the answer, or all of the new context where the row would be too long."""
         context = self._renderer.after_turn(
             messages, new_messages, answer, tools, template_kwargs, prefill=prefill
         )

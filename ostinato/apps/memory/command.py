@@ -70,9 +70,9 @@ def serve(
         )
     keeping = Keeping(budget=budget, recent=recent, file=file, refill=refill)
     renderer = Renderer(model_folder(tokenizer)) if tokenizer else None
-    with open_memory(keeping, renderer, At(url, model, key)) as kept, bound(host, port) as listening:
-        assert kept is not None
-        app = Upstream(url, kept, key).app()
+    with open_memory(keeping, renderer, At(url, model, key)) as chats, bound(host, port) as listening:
+        assert chats is not None
+        app = Upstream(url, chats, key).app()
         say(f"OpenAI address {address(listening)}/v1 in front of {url}, {budget} tokens (Ctrl-C ends it)")
         allowed = access(allowed_hosts, origins).with_types(FILES)
         HttpServer(app, listening, allowed).serve_until_signal()

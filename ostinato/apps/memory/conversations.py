@@ -1,4 +1,4 @@
-"""Memories put together: for episodes, ``ostinato serve --memory`` and ``ostinato memory serve``."""
+"""Make memories: for episodes, ``ostinato serve --memory`` and ``ostinato memory serve``."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """What a server keeps chats with. ``refill``: "extract"; "model": the one that is served; or
+    """Settings of a server's memory. ``refill``: "extract"; "model": the model that is served; or
     "diffusion:FOLDER", a masked-diffusion model beside it (``memory.diffusion``)."""
 
     budget: int
     recent: int = 0
-    file: Path | None = None  # None: in this process alone
+    file: Path | None = None  # None: in the memory of this process alone
     refill: str = "extract"
 
 
 @contextmanager
 def open_memory(keeping: Keeping | None, renderer: Renderer | None, at: At) -> Iterator[Remembered | None]:
-    """While the context lasts; None for None. ``at``: the model that is served. ValueError for a budget, a
-    file or a refiller that cannot be."""
+    """Open a memory for the duration of the context; None for None. ``at``: the model that is served. Raises
+    ValueError for a budget, a file or a refiller that cannot be used."""
     if keeping is None:
         yield None
         return
     from ostinato.apps.memory.remembered import Remembered
 
     counters, (count, measure) = Counter[str](), counts_of(renderer)
-    refiller = _refiller(keeping.refill, at, counters)
+    refiller = _make_refiller(keeping.refill, at, counters)
     with closing(Sessions(keeping.file)) as sessions:
         yield Remembered(
             sessions=sessions,
@@ -55,7 +55,7 @@ def open_memory(keeping: Keeping | None, renderer: Renderer | None, at: At) -> I
         )
 
 
-def _refiller(name: str, at: At, counters: Counter[str]) -> Refiller | None:
+def _make_refiller(name: str, at: At, counters: Counter[str]) -> Refiller | None:
     kind, _, folder = name.partition(":")
     if name == "extract":
         return None
@@ -73,8 +73,8 @@ def _refiller(name: str, at: At, counters: Counter[str]) -> Refiller | None:
 def counts_of(
     renderer: Renderer | None,
 ) -> tuple[Callable[[str], int], Callable[[Sequence[Message]], int]]:
-    """(tokens of a text, tokens of messages) by a tokenizer and its chat template; without one a token for
-    every three bytes, and four for each message."""
+    """Return (count tokens of a text, count tokens of messages), by a tokenizer and its chat template;
+    without these a token for every three bytes, and four for each message."""
 
     def count(text: str) -> int:
         return (
@@ -93,12 +93,13 @@ Conversations = Callable[[], Chat]
 
 
 def conversations(section: MemorySection, renderer: Renderer, counters: Counter[str]) -> Conversations:
-    """What makes the memory of an episode. ValueError for a budget in which no chat can be kept."""
+    """Return a function that makes the memory of an episode. Raises ValueError for a budget that is too small
+    for a chat."""
     count, measure = counts_of(renderer)
     sizes = chat_sizes(section.budget, section.recent, measure)
 
-    def made() -> Chat:
+    def make_chat() -> Chat:
         memory = Memory(sizes=sizes, count=count, originals=Kept(), counters=counters)
         return Chat(memory=memory, budget=section.budget, measure=measure)
 
-    return made
+    return make_chat

@@ -1,7 +1,7 @@
-"""Gaps filled by a masked-diffusion model: a canvas of masks, in which it writes what it is surest of first.
+"""Gaps filled by a masked-diffusion model: it writes on a canvas of masks, the most probable tokens first.
 
 ``ByDiffusion`` is a ``Refiller`` with a published checkpoint (LLaDA, Dream, those of dLLM) on this machine.
-The gate of ``keep.Memory`` stands behind it as behind any other.
+``keep.Memory`` checks its texts like those of any other refiller.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ if TYPE_CHECKING:
 
 
 def infill(logits: Callable[[list[int]], Tensor], canvas: Sequence[int], mask: int, passes: int) -> list[int]:
-    """``canvas`` with a token in the place of each ``mask``, in at most ``passes`` passes of ``logits``
-    (of the canvas, [canvas, V]): in each an equal share of the masks, those of which it is surest, ties from
-    the left."""
+    """Return ``canvas`` with a token in the place of each ``mask``, in at most ``passes`` passes of
+    ``logits`` (of the canvas, [canvas, V]). Each pass fills an equal share of the masks, those with the most
+    probable tokens, ties from the left."""
     canvas = list(canvas)
-    for left in range(min(passes, canvas.count(mask)), 0, -1):
-        found = logits(canvas)
-        found[:, mask] = -math.inf
-        sure, best = (one.tolist() for one in found.softmax(-1).max(-1))
-        masked = [at for at, token in enumerate(canvas) if token == mask]
-        for at in sorted(masked, key=lambda at: (-sure[at], at))[: math.ceil(len(masked) / left)]:
+    for passes_left in range(min(passes, canvas.count(mask)), 0, -1):
+        canvas_logits = logits(canvas)
+        canvas_logits[:, mask] = -math.inf
+        probabilities, best = (values.tolist() for values in canvas_logits.softmax(-1).max(-1))
+        positions = [at for at, token in enumerate(canvas) if token == mask]
+        for at in sorted(positions, key=lambda at: (-probabilities[at], at))[
+            : math.ceil(len(positions) / passes_left)
+        ]:
             canvas[at] = best[at]
     return canvas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByDiffusion:
-    """``model(input_ids=[1, T]).logits`` are [1, T, V] and see both sides. ``passes``: of each gap.
-    ``shift``: 1 where the logits at a place are of the token behind it (Dream, which began as an
-    autoregressive model)."""
+    """A refiller by a masked-diffusion model. ``model(input_ids=[1, T]).logits`` are [1, T, V] and depend on
+    both sides. ``passes``: for each gap. ``shift``: 1 where the logits at a position are of the next token
+    (Dream, which began as an autoregressive model)."""
 
     model: Any
     tokenizer: Any
@@ -47,33 +49,34 @@ class ByDiffusion:
     shift: int = 0
 
     def __call__(self, left: str, original: str, right: str, budget: int) -> str:
-        prompt = self._prompt(messages(left, original, right, budget))
+        prompt = self._tokenize_prompt(messages(left, original, right, budget))
         canvas = infill(
-            lambda canvas: self._logits(prompt, canvas), [self.mask] * budget, self.mask, self.passes
+            lambda canvas: self._compute_logits(prompt, canvas), [self.mask] * budget, self.mask, self.passes
         )
-        ends = {*self.tokenizer.all_special_ids}
-        end = next((at for at, token in enumerate(canvas) if token in ends), len(canvas))
+        end_tokens = {*self.tokenizer.all_special_ids}
+        end = next((position for position, token in enumerate(canvas) if token in end_tokens), len(canvas))
         return clean_answer(self.tokenizer.decode(canvas[:end]))
 
-    def _prompt(self, chat: list[dict[str, str]]) -> list[int]:
+    def _tokenize_prompt(self, chat: list[dict[str, str]]) -> list[int]:
         if self.tokenizer.chat_template:
             text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
             return self.tokenizer(text, add_special_tokens=False).input_ids
-        return self.tokenizer("\n\n".join(one["content"] for one in chat) + "\n").input_ids
+        return self.tokenizer("\n\n".join(message["content"] for message in chat) + "\n").input_ids
 
-    def _logits(self, prompt: list[int], canvas: list[int]) -> Tensor:
+    def _compute_logits(self, prompt: list[int], canvas: list[int]) -> Tensor:
         import torch
 
         with torch.no_grad():
             tokens = torch.tensor([[*prompt, *canvas]], device=self.model.device)
-            found = self.model(input_ids=tokens).logits[0].float()
+            logits = self.model(input_ids=tokens).logits[0].float()
         first = len(prompt) - self.shift
-        return found[first : first + len(canvas)]
+        return logits[first : first + len(canvas)]
 
 
 def load_refiller(folder: Path, passes: int = 16) -> ByDiffusion:
-    """The checkpoint in ``folder``, with the Python code that its config.json names, if any: these models
-    bring their own. ValueError for one without a mask token, and where transformers is missing."""
+    """Load the checkpoint in ``folder``, with the Python code that its config.json names, if any: these
+    models have code of their own. Raises ValueError for a model without a mask token, and without
+    transformers."""
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
     except ModuleNotFoundError:
@@ -81,22 +84,22 @@ def load_refiller(folder: Path, passes: int = 16) -> ByDiffusion:
             "a masked-diffusion model needs transformers; install it: pip install transformers"
         ) from None
     try:
-        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{folder} holds no checkpoint ({error}); give the folder of a masked-diffusion model"
         ) from error
-    own = {"trust_remote_code": True, "local_files_only": True}
-    tokenizer, config = (kind.from_pretrained(folder, **own) for kind in (AutoTokenizer, AutoConfig))
-    mask = given.get("mask_token_id")
+    loading = {"trust_remote_code": True, "local_files_only": True}
+    tokenizer, config = (kind.from_pretrained(folder, **loading) for kind in (AutoTokenizer, AutoConfig))
+    mask = fields.get("mask_token_id")
     mask = tokenizer.mask_token_id if mask is None else mask
     if mask is None:
         raise ValueError(
             f"{folder} is a model without a mask token, which fills no gaps from both sides; give a "
             "masked-diffusion model (LLaDA, Dream, one of dLLM's), or let a chat model refill"
         )
-    masked_lm = "AutoModelForMaskedLM" in given.get("auto_map", {"AutoModelForMaskedLM": ""})
-    kind = AutoModelForMaskedLM if masked_lm else AutoModel
-    model = kind.from_pretrained(folder, config=config, dtype="auto", **own).eval()
-    shift = int(given.get("model_type", "").lower().startswith("dream"))
+    is_masked_lm = "AutoModelForMaskedLM" in fields.get("auto_map", {"AutoModelForMaskedLM": ""})
+    kind = AutoModelForMaskedLM if is_masked_lm else AutoModel
+    model = kind.from_pretrained(folder, config=config, dtype="auto", **loading).eval()
+    shift = int(fields.get("model_type", "").lower().startswith("dream"))
     return ByDiffusion(model=model, tokenizer=tokenizer, mask=mask, passes=passes, shift=shift)

@@ -31,9 +31,9 @@ _ORDINALS = words_of(
 )
 SPELLED = {word: n for n, word in enumerate(_UNITS)} | {word: 10 * n for n, word in enumerate(_TENS, 2)}
 SPELLED |= {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-_ORDINAL = {word: n for n, word in enumerate(_ORDINALS) if n > 3}  # "second" and "third" are more than places
+_ORDINAL = {word: n for n, word in enumerate(_ORDINALS) if n > 3}  # "second" and "third": other meanings too
 
-# Words that begin a sentence, or are written large wherever they stand, and name nobody.
+# Words that begin a sentence, or always have a capital letter, and are no names.
 PLAIN = frozenset(
     words_of(
         """
@@ -69,39 +69,40 @@ Date = tuple[int, int, int]  # year, month, day; 0 for what is not given
 
 
 def numbers(text: str) -> set[str]:
-    """Numbers in one way of writing: "1,000.50" is 1000.5, "seven" and "7th" are 7, "B12" is b12."""
-    found = set()
+    """Return the numbers of a text in a normal form: "1,000.50" is 1000.5, "seven" and "7th" are 7, "B12" is
+    b12."""
+    normalised = set()
     for match in _TOKEN.finditer(text):
         word, sign = match[0].casefold(), "-" if text[: match.start()].endswith(("-", "\u2212")) else ""
         if sign and text[: match.start() - 1][-1:].strip():
-            sign = ""  # a hyphen, or a range
+            sign = ""  # it is a hyphen, or the dash of a range
         if any(char.isdecimal() for char in word):
-            found |= {sign + numeral for numeral in _numerals(word)}
+            normalised |= {sign + numeral for numeral in _extract_numerals(word)}
         else:
-            found |= {str(n) for n in _spell(word)}
-    return found
+            normalised |= {str(n) for n in _parse_spelled(word)}
+    return normalised
 
 
-def _numerals(word: str) -> Iterator[str]:
+def _extract_numerals(word: str) -> Iterator[str]:
     for part in re.split(r"['\u2019\-&]", word):
         core = re.sub(r"(?<=\d)(?:st|nd|rd|th|s|k|m|am|pm|km|kg|cm|mm|h|g|%)$", "", part)
         if _NUMBER.fullmatch(core):
-            yield _plain_number(core)
+            yield _normalise_number(core)
         elif any(char.isdecimal() for char in part):
-            yield part  # a code: the whole of it
+            yield part  # a code, which stays as it is
 
 
-def _plain_number(text: str) -> str:
+def _normalise_number(text: str) -> str:
     if re.fullmatch(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
         text = text.replace(",", "")
-    whole, point, rest = text.partition(".")
-    if point and "." not in rest and "," not in text and ":" not in text:
-        rest = rest.rstrip("0")
-        text = whole + ("." + rest if rest else "")
+    integer, point, decimals = text.partition(".")
+    if point and "." not in decimals and "," not in text and ":" not in text:
+        decimals = decimals.rstrip("0")
+        text = integer + ("." + decimals if decimals else "")
     return re.sub(r"^0+(?=\d)", "", text)
 
 
-def _spell(word: str) -> Iterator[int]:
+def _parse_spelled(word: str) -> Iterator[int]:
     tens, hyphen, unit = word.partition("-")
     if hyphen and SPELLED.get(tens, 0) in range(20, 100) and (unit in _UNITS or unit in _ORDINALS):
         yield SPELLED[tens] + (_UNITS if unit in _UNITS else _ORDINALS).index(unit)
@@ -111,74 +112,78 @@ def _spell(word: str) -> Iterator[int]:
 
 
 def dates(text: str) -> set[Date]:
-    """Dates with a month, by the calendar."""
-    found = set()
+    """Return the valid dates of a text that have a month."""
+    all_dates = set()
     for pattern in _DATES:
         for match in pattern.finditer(text):
-            given = match.groupdict()
-            month = int(given["number"]) if given.get("number") else _month(given["month"])
-            day, year = int(given.get("day") or 0), int(given.get("year") or 0)
+            fields = match.groupdict()
+            month = int(fields["number"]) if fields.get("number") else _parse_month(fields["month"])
+            day, year = int(fields.get("day") or 0), int(fields.get("year") or 0)
             if 1 <= month <= 12 and day <= 31 and (day or year):
-                found.add((year, month, day))
-    return found
+                all_dates.add((year, month, day))
+    return all_dates
 
 
-def _month(name: str) -> int:
+def _parse_month(name: str) -> int:
     return next(n for n, month in enumerate(MONTHS, 1) if month.startswith(name.lower()[:3]))
 
 
 def names(text: str) -> set[str]:
-    """Words with a capital letter that are no ordinary beginning of a sentence, and parts of them; days and
-    months too."""
-    found = set()
+    """Return words with a capital letter, but not the ordinary first words of sentences, and parts of them;
+    days and months too."""
+    parts = set()
     for match in _WORD.finditer(text):
         word = match[0]
         if any(char.isupper() for char in word) and word.casefold().replace("\u2019", "'") not in PLAIN:
-            found |= {part for part in _parts(word) if part not in PLAIN and part not in SPELLED}
-    return found
+            parts |= {part for part in _split_word(word) if part not in PLAIN and part not in SPELLED}
+    return parts
 
 
 def words(text: str) -> set[str]:
-    """All words, as ``names`` writes them."""
-    return {part for match in _WORD.finditer(text) for part in _parts(match[0])}
+    """Return all words in the form of ``names``."""
+    return {part for match in _WORD.finditer(text) for part in _split_word(match[0])}
 
 
-def _parts(word: str) -> Iterator[str]:
+def _split_word(word: str) -> Iterator[str]:
     word = re.sub(r"['\u2019]s$", "", word.casefold())
     yield from (part for part in re.split(r"['\u2019.\-&]", word) if part and not part.isdecimal())
 
 
 def find_unsupported(refill: str, original: str, also: str = "") -> list[str]:
-    """Numbers, dates and names of ``refill`` that occur neither in ``original`` nor in ``also`` (a speaker, a
-    date that was resolved), sorted. A date is supported by one that says the same and may say more."""
+    """Return numbers, dates and names of ``refill`` that occur neither in ``original`` nor in ``also`` (a
+    speaker, a resolved date), sorted. A date is supported by a date of the original that agrees with it and
+    may be more exact."""
     source = f"{original}\n{also}"
-    known = dates(source)
+    source_dates = dates(source)
     false_dates = (
-        "-".join(map(str, one))
-        for one in dates(refill)
-        if not any(all(mine in (0, its) for mine, its in zip(one, it, strict=True)) for it in known)
+        "-".join(map(str, refill_date))
+        for refill_date in dates(refill)
+        if not any(
+            all(a in (0, b) for a, b in zip(refill_date, source_date, strict=True))
+            for source_date in source_dates
+        )
     )
     return sorted({*(numbers(refill) - numbers(source)), *false_dates, *(names(refill) - words(source))})
 
 
-_ONE = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
-_ONE |= {"eight": 8, "nine": 9, "ten": 10, "couple of": 2, "a couple of": 2, "few": 0, "a few": 0}
-_COUNT = r"(?P<count>\d{1,3}|" + "|".join(sorted(_ONE, key=len, reverse=True)) + ")"
-_WHEN = "|".join(DAYS)
+_COUNTS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
+_COUNTS |= {"eight": 8, "nine": 9, "ten": 10, "couple of": 2, "a couple of": 2, "few": 0, "a few": 0}
+_COUNT = r"(?P<count>\d{1,3}|" + "|".join(sorted(_COUNTS, key=len, reverse=True)) + ")"
+_WEEKDAYS = "|".join(DAYS)
 _RELATIVE = re.compile(
     rf"\b(?:(?P<yester>(?:the\s+)?day\s+before\s+yesterday|yesterday(?:\s+(?:morning|afternoon|evening))?"
     rf"|last\s+night|today|tonight|this\s+(?:morning|afternoon|evening)|(?:the\s+)?day\s+after\s+tomorrow"
     rf"|tomorrow(?:\s+(?:morning|afternoon|evening|night))?)"
     rf"|{_COUNT}\s+(?P<unit>day|week|month|year)s?\s+ago"
-    rf"|in\s+(?P<ahead>\d{{1,3}}|{'|'.join(sorted(_ONE, key=len, reverse=True))})\s+"
+    rf"|in\s+(?P<ahead>\d{{1,3}}|{'|'.join(sorted(_COUNTS, key=len, reverse=True))})\s+"
     rf"(?P<later>day|week|month|year)s?(?:'\s+time)?"
-    rf"|(?P<side>last|next|this)\s+(?P<what>week(?:end)?|month|year|{_WHEN}))\b",
+    rf"|(?P<side>last|next|this)\s+(?P<what>week(?:end)?|month|year|{_WEEKDAYS}))\b",
     re.IGNORECASE,
 )
 
 
 def day_of(text: str) -> date | None:
-    """ "2023-05-08" as a date; None for "". ValueError for what is no date."""
+    """Parse "2023-05-08" as a date; None for "". Raises ValueError for a text that is no date."""
     try:
         return date.fromisoformat(text[:10]) if text else None
     except ValueError:
@@ -190,35 +195,36 @@ def format_day(day: date) -> str:
 
 
 def absolute(text: str, day: date | None) -> str:
-    """``text`` with dates that are relative to ``day`` written out; unchanged without a day.
+    """Return ``text`` with dates that are relative to ``day`` written out; unchanged without a day.
 
-    What cannot be one day is put beside the day instead: "last week" is "the week before 8 May 2023".
+    A phrase that is more than one day is put beside the day instead: "last week" becomes "the week before 8
+    May 2023".
     """
     return text if day is None else _RELATIVE.sub(lambda match: _resolve(match, day), text)
 
 
 def _resolve(match: re.Match[str], day: date) -> str:
-    given, at = match.groupdict(), format_day(day)
+    fields, day_text = match.groupdict(), format_day(day)
     try:
-        if given["yester"]:
-            return _near(given["yester"].lower(), day)
-        if given["count"]:
-            return _count_back(given["count"], given["unit"].lower(), day, -1) or match[0]
-        if given["ahead"]:
-            return _count_back(given["ahead"], given["later"].lower(), day, 1) or match[0]
+        if fields["yester"]:
+            return _resolve_phrase(fields["yester"].lower(), day)
+        if fields["count"]:
+            return _shift_day(fields["count"], fields["unit"].lower(), day, -1) or match[0]
+        if fields["ahead"]:
+            return _shift_day(fields["ahead"], fields["later"].lower(), day, 1) or match[0]
     except OverflowError:  # before the year 1, or after 9999
         return match[0]
-    side, what = given["side"].lower(), given["what"].lower()
-    if what == "year":
+    side, unit = fields["side"].lower(), fields["what"].lower()
+    if unit == "year":
         return str(day.year + {"last": -1, "this": 0, "next": 1}[side])
-    if what == "month":
+    if unit == "month":
         months = 12 * day.year + day.month - 1 + {"last": -1, "this": 0, "next": 1}[side]
         return f"{MONTHS[months % 12].capitalize()} {months // 12}"
-    what = what.capitalize() if what in DAYS else what
-    return f"the {what} {({'last': 'before', 'this': 'of', 'next': 'after'})[side]} {at}"
+    unit = unit.capitalize() if unit in DAYS else unit
+    return f"the {unit} {({'last': 'before', 'this': 'of', 'next': 'after'})[side]} {day_text}"
 
 
-def _near(phrase: str, day: date) -> str:
+def _resolve_phrase(phrase: str, day: date) -> str:
     phrase = " ".join(phrase.split()).removeprefix("the ")
     steps = {"day before yesterday": -2, "day after tomorrow": 2, "last night": -1}
     step = steps.get(phrase, {"yesterday": -1, "tomorrow": 1}.get(phrase.split()[0], 0))
@@ -227,12 +233,12 @@ def _near(phrase: str, day: date) -> str:
     return f"the {part} of {format_day(day + timedelta(step))}" if part else format_day(day + timedelta(step))
 
 
-def _count_back(count: str, unit: str, day: date, sign: int) -> str:
+def _shift_day(count: str, unit: str, day: date, sign: int) -> str:
     count = " ".join(count.lower().split())
-    n = int(count) if count.isdecimal() else _ONE[count]
+    n = int(count) if count.isdecimal() else _COUNTS[count]
     if n and unit == "day":
         return format_day(day + timedelta(sign * n))
-    several = count if n != 1 else "one"
+    count_text = count if n != 1 else "one"
     if sign < 0:
-        return f"{several} {unit}{'s' * (n != 1)} before {format_day(day)}"
-    return f"{several} {unit}{'s' * (n != 1)} after {format_day(day)}"
+        return f"{count_text} {unit}{'s' * (n != 1)} before {format_day(day)}"
+    return f"{count_text} {unit}{'s' * (n != 1)} after {format_day(day)}"

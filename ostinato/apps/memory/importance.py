@@ -1,6 +1,5 @@
-"""How much a block matters: what its text says, counted when it came, how often it was spoken of since, and
-its age. Cheap at every turn; the weights are by hand.
-"""
+"""The importance of a block: its text, scored when it came, how often it was spoken of since, and its age. It
+is cheap at every turn; the weights are set by hand."""
 
 from __future__ import annotations
 
@@ -15,8 +14,11 @@ import numpy as np
 from ostinato.apps.memory.blocks import Block, MemoryState
 from ostinato.apps.memory.facts import dates, names, numbers, words
 
-_names, _numbers, _words = (lru_cache(maxsize=8192)(one) for one in (names, numbers, words))  # a long context
-WORDS = {  # weight of log(1 + n) for n matches in small letters
+# cached, since a long context is scored at every turn
+_find_names, _find_numbers, _find_words = (
+    lru_cache(maxsize=8192)(extract) for extract in (names, numbers, words)
+)
+WORDS = {  # weight of log(1 + n) for n matches in the text in lower case
     r"\b(i|i'm|i've|i'll|my|me|mine|we|our)\b": 0.3,
     r"\b(likes?|loves?|hates?|prefers?|favou?rite|enjoys?|wants?|needs?|allerg\w+)\b": 0.8,
     r"\b(will|going to|plan\w*|decid\w+|book\w*|promis\w+|moved?|meet\w*|bought|agreed)\b": 0.8,
@@ -25,13 +27,13 @@ WORDS = {  # weight of log(1 + n) for n matches in small letters
     r"\b(error|failed|passed|result|total|found|id|key|path|version|password)\b|[=:{}]": 0.3,
 }
 NOVELTY, USES, AGE = 0.5, 1.0, -0.15
-# Positive, larger for what should stay.
+# Positive scores, larger for blocks that should stay.
 Importance = Callable[[MemoryState, Sequence[Block]], Sequence[float]]
 
 
 def score_text(text: str, present: Iterable[Block]) -> float:
-    """What a text says when it comes, beside the blocks that are in the context: facts, plans and changes of
-    mind before small talk. Rounded, so that it is the same wherever it is computed."""
+    """Score a text when it comes, beside the blocks that are in the context: facts, plans and changes of mind
+    count more than small talk. Rounded, so that the score is the same on every machine."""
     lower = text.lower()
     score = NOVELTY * novelty(text, (block.text for block in present))
     score += (
@@ -42,23 +44,29 @@ def score_text(text: str, present: Iterable[Block]) -> float:
 
 
 def novelty(text: str, others: Iterable[str]) -> float:
-    """1 - the largest cosine between the sets of words; 1 where there is nothing to compare with."""
-    mine = _words(text)
-    nearest = 0.0
+    """1 - the largest cosine between the sets of words; 1 where there is no text to compare with."""
+    text_words = _find_words(text)
+    largest_cosine = 0.0
     for other in others:
-        its = _words(other)
-        if mine and its:
-            nearest = max(nearest, len(mine & its) / math.sqrt(len(mine) * len(its)))
-    return 1.0 - nearest
+        other_words = _find_words(other)
+        if text_words and other_words:
+            largest_cosine = max(
+                largest_cosine, len(text_words & other_words) / math.sqrt(len(text_words) * len(other_words))
+            )
+    return 1.0 - largest_cosine
 
 
 def spoken_of(blocks: Sequence[Block], text: str) -> set[int]:
-    """Ids of the blocks that ``text`` speaks of: a number of theirs is in it, or a name that is not in more
-    than a quarter of them."""
-    theirs = [(block.id, _names(block.text), _numbers(block.text)) for block in blocks]
-    common = Counter(name for _, mine, _ in theirs for name in mine)
-    rare = {name for name in _names(text) if common[name] <= max(2, len(blocks) // 4)}
-    return {id for id, mine, figures in theirs if mine & rare or figures & _numbers(text)}
+    """Return the ids of the blocks that ``text`` speaks of: it has a number of the block, or a name of it
+    that at most a quarter of the blocks have."""
+    facts_of_blocks = [(block.id, _find_names(block.text), _find_numbers(block.text)) for block in blocks]
+    block_counts = Counter(name for _, block_names, _ in facts_of_blocks for name in block_names)
+    rare_names = {name for name in _find_names(text) if block_counts[name] <= max(2, len(blocks) // 4)}
+    return {
+        id
+        for id, block_names, block_numbers in facts_of_blocks
+        if block_names & rare_names or block_numbers & _find_numbers(text)
+    }
 
 
 def lexical(state: MemoryState, blocks: Sequence[Block]) -> Sequence[float]:

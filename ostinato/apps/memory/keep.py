@@ -2,11 +2,11 @@
 
     append    the turn's pieces become blocks, verbatim; within the budget nothing else happens
     mask      blocks outside the recent window that matter least for their length and age, ties by id
-    allocate  the levels of these blocks that are worth most in the room that is left
-    refill    each from its original, never from what it was shortened to; checked, else an extract
+    allocate  the levels of these blocks that are worth most in the remaining room
+    refill    each from its original, never from its shortened text; checked, else an extract
 
-The budget holds after every append, by construction: pieces, window and pins are limited so that what else
-there is can always go.
+The budget holds after every append, by construction: pieces, window and pins are limited so that all other
+blocks can always be dropped.
 """
 
 from __future__ import annotations
@@ -23,63 +23,65 @@ from ostinato.apps.memory.facts import absolute, day_of, find_unsupported
 from ostinato.apps.memory.importance import Importance, lexical, score_text, spoken_of
 from ostinato.apps.memory.refill import Refiller, extract
 
-COMPRESSIBILITY = 0.3  # tau as a share of the tokens of the whole
+COMPRESSIBILITY = 0.3  # tau as a share of the tokens of the original
 
 
 def utility(score: float, whole: int, tokens: float | np.ndarray) -> float | np.ndarray:
-    """What ``tokens`` of a block of ``whole`` tokens and importance ``score`` are worth."""
+    """The utility of ``tokens`` tokens of a block of ``whole`` tokens and importance ``score``."""
     return score * -np.expm1(-np.asarray(tokens, np.float64) / (COMPRESSIBILITY * max(whole, 1)))
 
 
 def allocate(
     scores: Sequence[float], wholes: Sequence[int], options: Sequence[Sequence[int]], room: int
 ) -> list[int]:
-    """The index of one option (a number of tokens) for each block, within ``room`` together and worth most.
+    """Return the index of an option (a number of tokens) for each block, so that together they fit into
+    ``room`` and have the greatest utility.
 
-    Every block needs an option of 0. Between choices that are worth the same to the last bit, the one with
-    more tokens for the earlier block is made. Time and memory: blocks x options x room.
+    Every block needs an option of 0; ValueError otherwise. Between choices of exactly the same utility, more
+    tokens go to the earlier block. Time and memory: blocks x options x room.
     """
-    if any(0 not in mine for mine in options) or room < 0:
+    if any(0 not in counts for counts in options) or room < 0:
         raise ValueError(
-            f"a room of {room} tokens for options {[list(mine) for mine in options]}; each needs a 0"
+            f"a room of {room} tokens for options {[list(counts) for counts in options]}; each needs a 0"
         )
-    best = np.zeros(room + 1)  # [c]: of the blocks from the last one back, within c tokens
+    best = np.zeros(room + 1)  # [c]: utility of the blocks from the last one back, within c tokens
     choices: list[np.ndarray] = []
-    for score, whole, mine in reversed(list(zip(scores, wholes, options, strict=True))):
-        worth = np.full((len(mine), room + 1), -np.inf)
-        for k, tokens in enumerate(mine):
+    for score, whole, counts in reversed(list(zip(scores, wholes, options, strict=True))):
+        utilities = np.full((len(counts), room + 1), -np.inf)
+        for k, tokens in enumerate(counts):
             if tokens <= room:
-                worth[k, tokens:] = best[: room + 1 - tokens] + utility(score, whole, tokens)
-        order = np.argsort([-tokens for tokens in mine], kind="stable")
-        choices.append(order[np.argmax(worth[order], axis=0)])
-        best = worth.max(axis=0)
-    chosen, left = [], room
-    for choice, mine in zip(reversed(choices), options, strict=True):
-        chosen.append(int(choice[left]))
-        left -= mine[chosen[-1]]
-    return chosen
+                utilities[k, tokens:] = best[: room + 1 - tokens] + utility(score, whole, tokens)
+        order = np.argsort([-tokens for tokens in counts], kind="stable")
+        choices.append(order[np.argmax(utilities[order], axis=0)])
+        best = utilities.max(axis=0)
+    indices, remaining = [], room
+    for choice, counts in zip(reversed(choices), options, strict=True):
+        indices.append(int(choice[remaining]))
+        remaining -= counts[indices[-1]]
+    return indices
 
 
 GONE = len(LEVELS) - 1
-SIGHT = 200  # characters of the originals beside a gap that a refiller sees
+SIGHT = 200  # characters of the originals beside a gap that a refiller gets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """All in tokens of ``count``, lines with their speakers."""
+    """Sizes in tokens of ``count``, for lines with their speakers."""
 
     budget: int
     recent: int  # the newest turns, verbatim
     piece: int = 96  # turns are cut into pieces of so many at most
-    per_block: int = 0  # that the caller's form adds to each verbatim block: a chat template's marks
+    per_block: int = 0  # added to each verbatim block by the caller's form: the marks of a chat template
     least: int = 12  # a block is not shortened to fewer
-    slack: float = 0.1  # of the budget, that is freed beyond what is needed
+    slack: float = 0.1  # share of the budget that is freed in addition
     at_once: int = 8  # blocks that are masked, if so many are enough
     half_life: float = 200.0  # turns after which a block counts half
 
     @classmethod
     def of(cls, budget: int, recent: int = 0, per_block: int = 0) -> Sizes:
-        """A window of a third unless it is given, pieces of an eighth and 96 tokens at most."""
+        """Choose sizes: a window of a third of the budget unless it is given, pieces of an eighth and 96
+        tokens at most."""
         recent = recent or budget // 3
         return cls(budget=budget, recent=recent, piece=min(96, budget // 8, recent), per_block=per_block)
 
@@ -98,7 +100,7 @@ class Sizes:
 
     @property
     def pins(self) -> int:
-        """What pinned blocks may have together."""
+        """Tokens that pinned blocks may have together."""
         return self.budget - self.recent - self.piece
 
 
@@ -114,7 +116,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """A masked block to be written again within ``budget`` tokens; 0: it goes."""
+    """A masked block to be written again within ``budget`` tokens; 0: the block is dropped."""
 
     block: Block
     level: int
@@ -127,7 +129,7 @@ class Gap:
 
 @dataclass(slots=True, kw_only=True)
 class Memory:
-    """What keeps states of memory: it has no state itself, but for ``counters`` of what it did
+    """The functions that keep states of memory. It has no state itself but ``counters`` of its work
     (``memory/{rewritten,gone,unsupported,too_long,read,wrote}``, the last two in tokens)."""
 
     sizes: Sizes
@@ -139,16 +141,16 @@ class Memory:
     on_block: Callable[[Block], None] = lambda block: None  # called with every new piece
     counters: Counter[str] = field(default_factory=Counter)
 
-    # -- what a caller does
+    # -- for callers
 
     def append(self, state: MemoryState, turn: Turn) -> MemoryState:
-        """Within the budget again. ValueError for a pin for which there is no room, and for a ``count`` that
-        is none."""
+        """Append a turn and bring the state within the budget. Raises ValueError for a pin for which there is
+        no room, and for a ``count`` that gives no numbers of tokens."""
         return self.fit(self.joined(state, turn))
 
     def pin(self, state: MemoryState, id: int) -> MemoryState:
-        """The block verbatim, from now on. ValueError where it is not in the memory, or there is no room for
-        it beside other pins."""
+        """Keep the block verbatim from now on. Raises ValueError where it is not in the context, or there is
+        no room for it beside other pins."""
         block = state.block(id)
         if block is None:
             raise ValueError(f"the memory has no block {id} in the context; restore it first")
@@ -159,42 +161,43 @@ class Memory:
         return replace(state, blocks=blocks)
 
     def restore(self, state: MemoryState, block: Block) -> MemoryState:
-        """``block`` (whatever became of it) with its original, at its place; others give way."""
+        """Put ``block``, which may be shortened or gone, back at its place with its original; other blocks
+        make room."""
         text = self.originals.get(block.source)
         restored = replace(
             block, text=text, tokens=block.whole, level=0, uses=block.uses + 1, used_at=state.turns
         )
-        others = [one for one in state.blocks if one.id != block.id]
+        others = [other for other in state.blocks if other.id != block.id]
         self._check_pins([*others, restored])
-        blocks = tuple(sorted([*others, restored], key=lambda one: one.id))
+        blocks = tuple(sorted([*others, restored], key=lambda member: member.id))
         return self.fit(replace(state, blocks=blocks), frozenset([block.id]))
 
     def fit(self, state: MemoryState, keep: frozenset[int] = frozenset()) -> MemoryState:
-        """Within the budget; blocks of ``keep`` (one piece at most) stay as they are."""
+        """Bring the state within the budget; blocks of ``keep`` (one piece at most) stay as they are."""
         while self.measure(state) > self.sizes.budget:
             gaps = self.plan(state, keep)
-            state = self.apply(state, gaps, [self._refilled(gap) for gap in gaps if gap.budget])
+            state = self.apply(state, gaps, [self._refill(gap) for gap in gaps if gap.budget])
         return state
 
-    def _refilled(self, gap: Gap) -> str:
+    def _refill(self, gap: Gap) -> str:
         return self.refiller(gap.left, gap.original, gap.right, gap.room) if self.refiller else ""
 
-    # -- the parts
+    # -- steps of a fit
 
     def joined(self, state: MemoryState, turn: Turn) -> MemoryState:
-        """With the pieces of the turn behind it, whatever the budget; blocks that it speaks of are used."""
+        """Append the pieces of the turn, whatever the budget; blocks that it speaks of count as used."""
         day_of(turn.day)
-        used = spoken_of(state.blocks, turn.text)
-        old = [
-            replace(block, uses=block.uses + 1, used_at=state.turns) if block.id in used else block
+        used_ids = spoken_of(state.blocks, turn.text)
+        old_blocks = [
+            replace(block, uses=block.uses + 1, used_at=state.turns) if block.id in used_ids else block
             for block in state.blocks
         ]
-        pieces = split(turn.text, lambda text: self._verbatim_cost(turn, text) <= self.sizes.piece)
+        pieces = split(turn.text, lambda text: self._count_verbatim(turn, text) <= self.sizes.piece)
         sources = [self.originals.put(piece) for piece in pieces]
-        last = old[-1] if old and old[-1].id == state.next_id - 1 else None
+        last = old_blocks[-1] if old_blocks and old_blocks[-1].id == state.next_id - 1 else None
         if last is not None and sources:
-            old[-1] = replace(last, after=sources[0])
-        new = [
+            old_blocks[-1] = replace(last, after=sources[0])
+        new_blocks = [
             Block(
                 id=state.next_id + k,
                 turn=state.turns,
@@ -202,37 +205,39 @@ class Memory:
                 speaker=turn.speaker,
                 day=turn.day,
                 text=piece,
-                tokens=(cost := self._verbatim_cost(turn, piece)),
-                whole=cost,
+                tokens=(tokens := self._count_verbatim(turn, piece)),
+                whole=tokens,
                 source=sources[k],
                 before=sources[k - 1] if k else last.source if last else "",
                 after=sources[k + 1] if k + 1 < len(sources) else "",
                 pinned=turn.pinned,
                 used_at=state.turns,
-                score=score_text(piece, old),
+                score=score_text(piece, old_blocks),
             )
             for k, piece in enumerate(pieces)
         ]
-        self._check_pins([*old, *new])
-        for block in new:
+        self._check_pins([*old_blocks, *new_blocks])
+        for block in new_blocks:
             self.on_block(block)
-        return MemoryState(blocks=(*old, *new), turns=state.turns + 1, next_id=state.next_id + len(new))
+        return MemoryState(
+            blocks=(*old_blocks, *new_blocks), turns=state.turns + 1, next_id=state.next_id + len(new_blocks)
+        )
 
     def measure(self, state: MemoryState) -> int:
-        """Tokens of the context in the caller's form; without one of the lines together, or one by one where
-        these are more."""
+        """Tokens of the context in the caller's form; without it the larger of two counts: of all lines
+        together and line by line."""
         if self.whole is not None:
             return self.whole(state)
         verbatim = sum(not block.level for block in state.blocks)
         return max(state.tokens, self._count(state.text) + self.sizes.per_block * verbatim)
 
     def recent(self, state: MemoryState) -> set[int]:
-        """Ids of the window: the newest blocks, none missing or shortened, of ``sizes.recent`` tokens at
-        most together."""
-        left = self.sizes.recent
+        """Ids of the recent window: the newest blocks, none missing or shortened, of ``sizes.recent`` tokens
+        at most together."""
+        remaining = self.sizes.recent
         for age, block in enumerate(reversed(state.blocks), 1):
-            left -= block.tokens
-            if left < 0 or block.level or block.id != state.next_id - age:
+            remaining -= block.tokens
+            if remaining < 0 or block.level or block.id != state.next_id - age:
                 return set(range(state.next_id - age + 1, state.next_id))
         return {block.id for block in state.blocks}
 
@@ -240,21 +245,25 @@ class Memory:
         """The blocks that matter least for their length and age, in that order: ``at_once`` of them, or as
         many more as it takes to free ``need`` tokens."""
         window = self.recent(state) | keep
-        free = [block for block in state.blocks if not block.pinned and block.id not in window]
-        ages = [0.5 ** ((state.turns - one.used_at) / self.sizes.half_life) for one in free]
-        scores = [score * age for score, age in zip(self.importance(state, free), ages, strict=True)]
-        order = sorted(range(len(free)), key=lambda k: (scores[k] / max(1, free[k].tokens), free[k].id))
-        found: list[Candidate] = []
-        freed = 0
+        free_blocks = [block for block in state.blocks if not block.pinned and block.id not in window]
+        ages = [0.5 ** ((state.turns - block.used_at) / self.sizes.half_life) for block in free_blocks]
+        scores = [score * age for score, age in zip(self.importance(state, free_blocks), ages, strict=True)]
+        order = sorted(
+            range(len(free_blocks)),
+            key=lambda k: (scores[k] / max(1, free_blocks[k].tokens), free_blocks[k].id),
+        )
+        candidates: list[Candidate] = []
+        freed_tokens = 0
         for k in order:
-            if len(found) >= self.sizes.at_once and freed >= need:
+            if len(candidates) >= self.sizes.at_once and freed_tokens >= need:
                 break
-            found.append(self._candidate(free[k], scores[k]))
-            freed += free[k].tokens
-        return found
+            candidates.append(self._make_candidate(free_blocks[k], scores[k]))
+            freed_tokens += free_blocks[k].tokens
+        return candidates
 
     def plan(self, state: MemoryState, keep: frozenset[int] = frozenset()) -> list[Gap]:
-        """Mask and allocate: what is written again, in order of time. ValueError where nothing may go."""
+        """Mask and allocate: return the gaps to be written again, in order of time. Raises ValueError where
+        no block may be dropped."""
         total = self.measure(state)
         need = total - math.floor(self.sizes.budget * (1 - self.sizes.slack))
         candidates = self.masked(state, need, keep)
@@ -265,68 +274,70 @@ class Memory:
                 "raise it, or use a count that grows with the text"
             )
         room = max(0, sum(candidate.block.tokens for candidate in candidates) - need)
-        chosen = allocate(
+        option_indices = allocate(
             [candidate.score for candidate in candidates],
             [candidate.block.whole for candidate in candidates],
             [candidate.options for candidate in candidates],
             room,
         )
         gaps = (
-            self._gap(one, k)
-            for one, k in zip(candidates, chosen, strict=True)
-            if one.options[k] < one.block.tokens
+            self._make_gap(candidate, k)
+            for candidate, k in zip(candidates, option_indices, strict=True)
+            if candidate.options[k] < candidate.block.tokens
         )
         return sorted(gaps, key=lambda gap: gap.block.id)
 
     def apply(self, state: MemoryState, gaps: Sequence[Gap], texts: Sequence[str]) -> MemoryState:
-        """With ``texts`` in the gaps that have a budget, in order, where they fit and say nothing that the
-        original does not; else with extracts, and where not even these fit without the block."""
-        written = iter(texts)
-        found = {gap.block.id: self._fill(gap, next(written)) if gap.budget else None for gap in gaps}
-        self.counters["memory/gone"] += sum(block is None for block in found.values())
-        self.counters["memory/rewritten"] += sum(block is not None for block in found.values())
-        blocks = (found.get(block.id, block) for block in state.blocks)
+        """Fill the gaps that have a budget with ``texts``, in order, where these fit and have no fact that
+        the original lacks; else with extracts. A block without a fitting extract is dropped."""
+        remaining_texts = iter(texts)
+        filled = {
+            gap.block.id: self._fill(gap, next(remaining_texts)) if gap.budget else None for gap in gaps
+        }
+        self.counters["memory/gone"] += sum(block is None for block in filled.values())
+        self.counters["memory/rewritten"] += sum(block is not None for block in filled.values())
+        blocks = (filled.get(block.id, block) for block in state.blocks)
         return replace(state, blocks=tuple(block for block in blocks if block is not None))
 
     def faults(self, gap: Gap, text: str) -> list[str]:
-        """Numbers, dates and names of a refill that its original lacks."""
+        """Return numbers, dates and names of a refill that its original lacks."""
         also = f"{gap.original}\n{gap.block.speaker}"
         return find_unsupported(text, self.originals.get(gap.block.source), also)
 
-    # -- how
+    # -- details
 
-    def _candidate(self, block: Block, score: float) -> Candidate:
-        """Its levels are those at which there is an extract at least."""
-        levels, options, text = [block.level], [block.tokens], self._text(block)
+    def _make_candidate(self, block: Block, score: float) -> Candidate:
+        """Make a candidate; its levels are those at which there is at least an extract."""
+        levels, options, text = [block.level], [block.tokens], self._resolve_dates(block)
         for level in range(block.level + 1, GONE):
             tokens = math.ceil(LEVELS[level] * block.whole)
-            if self.sizes.least <= tokens < options[-1] and extract(text, self._within(block, tokens)):
+            if self.sizes.least <= tokens < options[-1] and extract(text, self._make_fit_test(block, tokens)):
                 levels.append(level)
                 options.append(tokens)
         return Candidate(block=block, score=score, levels=(*levels, GONE), options=(*options, 0))
 
-    def _gap(self, one: Candidate, option: int) -> Gap:
-        block, get = one.block, self.originals.get
-        budget = one.options[option]
+    def _make_gap(self, candidate: Candidate, option: int) -> Gap:
+        block, get = candidate.block, self.originals.get
+        budget = candidate.options[option]
         return Gap(
             block=block,
-            level=one.levels[option],
+            level=candidate.levels[option],
             budget=budget,
-            room=max(0, budget - self._cost(block.speaker, "")),
+            room=max(0, budget - self._count_line(block.speaker, "")),
             left=get(block.before)[-SIGHT:] if block.before else "",
-            original=self._text(block),
+            original=self._resolve_dates(block),
             right=get(block.after)[:SIGHT] if block.after else "",
         )
 
-    def _text(self, block: Block) -> str:
-        """What is shortened, with absolute dates."""
+    def _resolve_dates(self, block: Block) -> str:
+        """The original of a block with absolute dates, which is the text to shorten."""
         return absolute(self.originals.get(block.source), day_of(block.day))
 
-    def _within(self, block: Block, tokens: int) -> Callable[[str], bool]:
-        return lambda text: self._cost(block.speaker, text) <= tokens
+    def _make_fit_test(self, block: Block, tokens: int) -> Callable[[str], bool]:
+        return lambda text: self._count_line(block.speaker, text) <= tokens
 
     def _fill(self, gap: Gap, text: str) -> Block | None:
-        fits = self._within(gap.block, gap.budget)
+        fits = self._make_fit_test(gap.block, gap.budget)
         self.counters["memory/read"] += sum(map(self._count, (gap.left, gap.original, gap.right)))
         text = " ".join(text.split())
         self.counters["memory/wrote"] += self._count(text) if text else 0
@@ -339,7 +350,7 @@ class Memory:
         text = text or extract(gap.original, fits)
         if not text or not fits(text) or self.faults(gap, text):
             return None
-        tokens = self._cost(gap.block.speaker, text)
+        tokens = self._count_line(gap.block.speaker, text)
         return replace(gap.block, text=text, level=gap.level, tokens=tokens)
 
     def _check_pins(self, blocks: Sequence[Block]) -> None:
@@ -350,10 +361,10 @@ class Memory:
                 f"(its budget of {self.sizes.budget} less the recent window and one piece); pin less"
             )
 
-    def _verbatim_cost(self, turn: Turn, text: str) -> int:
+    def _count_verbatim(self, turn: Turn, text: str) -> int:
         return self._count(line(turn.speaker, text, turn.day)) + self.sizes.per_block
 
-    def _cost(self, speaker: str, text: str) -> int:
+    def _count_line(self, speaker: str, text: str) -> int:
         return self._count(line(speaker, text))
 
     def _count(self, text: str) -> int:
@@ -364,8 +375,9 @@ class Memory:
 
 
 def split(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """``text`` in pieces for each of which ``fits``, halved at ends of paragraphs, sentences or words where
-    there are any: joined they are the text. ValueError where not even a character fits."""
+    """Split ``text`` into pieces for each of which ``fits``; joined they are the text. It is halved at ends
+    of paragraphs, sentences or words where there are any. Raises ValueError where not even a character
+    fits."""
     if fits(text):
         return [text] if text else []
     if len(text) < 2:
@@ -373,22 +385,22 @@ def split(text: str, fits: Callable[[str], bool]) -> list[str]:
             f"count gives more tokens for {text!r} with its speaker than memory.piece; use larger pieces or "
             "another count"
         )
-    at = _middle(text)
-    return [*split(text[:at], fits), *split(text[at:], fits)]
+    cut = _find_cut(text)
+    return [*split(text[:cut], fits), *split(text[cut:], fits)]
 
 
-def _middle(text: str) -> int:
-    """A place to cut, in the middle half if possible."""
+def _find_cut(text: str) -> int:
+    """Find a place to cut, in the middle half if possible."""
     low, high = len(text) // 4, len(text) - len(text) // 4
     for mark in ("\n\n", "\n", ". ", "! ", "? ", " "):
-        places = [at + len(mark) for at in _places(text, mark, low, high)]
+        places = [place + len(mark) for place in _find_marks(text, mark, low, high)]
         if places:
-            return min(places, key=lambda at: (abs(2 * at - len(text)), at))
+            return min(places, key=lambda place: (abs(2 * place - len(text)), place))
     return len(text) // 2
 
 
-def _places(text: str, mark: str, low: int, high: int) -> Generator[int]:
-    at = text.find(mark, low, high)
-    while at >= 0:
-        yield at
-        at = text.find(mark, at + 1, high)
+def _find_marks(text: str, mark: str, low: int, high: int) -> Generator[int]:
+    place = text.find(mark, low, high)
+    while place >= 0:
+        yield place
+        place = text.find(mark, place + 1, high)

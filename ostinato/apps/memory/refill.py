@@ -1,6 +1,5 @@
-"""What is written into a gap. A ``Refiller`` sees the original, and a little of what stood before and behind
-it; ``keep.Memory`` checks what it writes, and takes an extract of the original instead where that fails.
-"""
+"""The texts that fill gaps. A ``Refiller`` gets the original, and a little of the text before and behind it;
+``keep.Memory`` checks what it writes, and takes an extract of the original instead where that fails."""
 
 from __future__ import annotations
 
@@ -25,43 +24,45 @@ FILLER = frozenset(
         course kind sort pretty totally absolutely definitely anyway okay ok yeah
         """
     )
-)  # no word that denies
+)  # no negations, which would change the meaning
 
 
 FEWEST = 3  # words of an extract that is less than a sentence
 
 
 class Refiller(Protocol):
-    """``budget``: tokens of the answer at most. The same arguments give the same text."""
+    """Writes a shortened text into a gap. ``budget``: tokens of the answer at most. The same arguments give
+    the same text."""
 
     def __call__(self, left: str, original: str, right: str, budget: int) -> str: ...
 
 
 def extract(original: str, fits: Callable[[str], bool]) -> str:
-    """A part of ``original`` for which ``fits``, in its order: sentences with the most facts for their
-    length, whole or without their fillers; of the first, where neither fits, the words that matter most."""
+    """Return a part of ``original`` for which ``fits``, in its order: the sentences with the most facts for
+    their length, complete or without fillers. Where the best sentence does not fit in either form, its most
+    important words."""
     sentences = [piece.strip() for piece in _SENTENCE.findall(original) if piece.strip()]
-    order = sorted(range(len(sentences)), key=lambda k: (-_density(sentences[k]), k))
-    chosen: dict[int, str] = {}
+    order = sorted(range(len(sentences)), key=lambda k: (-_measure_density(sentences[k]), k))
+    pieces: dict[int, str] = {}
 
     def joined(extra: int, text: str) -> str:
-        return " ".join(piece for _, piece in sorted({**chosen, extra: text}.items()))
+        return " ".join(piece for _, piece in sorted({**pieces, extra: text}.items()))
 
     for place, k in enumerate(order):
-        words = () if place else (_leading_words(sentences[k], fits),)  # a part of the best one alone
+        words = () if place else (_choose_words(sentences[k], fits),)  # of the best sentence alone
         for text in (sentences[k], terse(sentences[k]), *words):
             if text and fits(joined(k, text)):
-                chosen[k] = text
+                pieces[k] = text
                 break
-    return " ".join(chosen[k] for k in sorted(chosen))
+    return " ".join(pieces[k] for k in sorted(pieces))
 
 
-def _leading_words(sentence: str, fits: Callable[[str], bool]) -> str:
-    """The words that matter most, as many as fit, in their order; "" for fewer than ``FEWEST``."""
+def _choose_words(sentence: str, fits: Callable[[str], bool]) -> str:
+    """Return the most important words, as many as fit, in their order; "" for fewer than ``FEWEST``."""
     parts = sentence.split()
-    ranks = [_rank(part, first=not k) for k, part in enumerate(parts)]
+    ranks = [_rank_word(part, first=not k) for k, part in enumerate(parts)]
     for k, part in enumerate(parts):
-        if part.casefold().strip(",.") in MONTHS:  # the day before it, or behind
+        if part.casefold().strip(",.") in MONTHS:  # with the day before or behind the month
             ranks[max(0, k - 1) : k + 2] = [min(rank, 1) for rank in ranks[max(0, k - 1) : k + 2]]
     order = sorted((k for k, rank in enumerate(ranks) if rank), key=lambda k: (-ranks[k], k))
     low, high = 0, len(order)
@@ -72,8 +73,9 @@ def _leading_words(sentence: str, fits: Callable[[str], bool]) -> str:
     return " ".join(parts[k] for k in sorted(order[:low])) if low >= FEWEST else ""
 
 
-def _rank(word: str, first: bool) -> int:
-    """3: who, how many and not; 2: what; 1: when; 0: fillers."""
+def _rank_word(word: str, first: bool) -> int:
+    """Rank a word: 3 for names, numbers and negations, 2 for other content, 1 for months and years, 0 for
+    fillers."""
     plain = word.casefold().strip(",.!?;:\"'()")
     if plain in MONTHS or re.fullmatch(r"(?:19|20)\d\d", plain):
         return 1
@@ -88,22 +90,22 @@ def _rank(word: str, first: bool) -> int:
     return 3 if word[:1].isupper() and not first else 2
 
 
-def _density(sentence: str) -> float:
-    """Facts for each word, roughly."""
+def _measure_density(sentence: str) -> float:
+    """Facts per word of a sentence, approximately."""
     facts = len(numbers(sentence)) + len(dates(sentence)) + len(names(sentence))
     return (facts + 0.5) / (3 + len(sentence.split())) * (0.7 if sentence.endswith("?") else 1.0)
 
 
 def terse(sentence: str) -> str:
-    """Without fillers, but for those beside a number."""
+    """Return a sentence without fillers, except those beside a number."""
     parts = sentence.split()
-    digit = [any(char.isdecimal() for char in part) for part in parts]
-    kept = [
+    has_digit = [any(char.isdecimal() for char in part) for part in parts]
+    content_words = [
         part
         for k, part in enumerate(parts)
-        if part.casefold().strip(",.!?\"'") not in FILLER or any(digit[max(0, k - 1) : k + 2])
+        if part.casefold().strip(",.!?\"'") not in FILLER or any(has_digit[max(0, k - 1) : k + 2])
     ]
-    return " ".join(kept)
+    return " ".join(content_words)
 
 
 INSTRUCTION = (
@@ -114,7 +116,8 @@ INSTRUCTION = (
 
 
 def messages(left: str, original: str, right: str, budget: int) -> list[dict[str, str]]:
-    """The request to a chat model. What comes first is the same for every gap, so its prefix is shared."""
+    """Return the request to a chat model. Its beginning is the same for every gap, so the prefix can be
+    shared."""
     words = max(3, math.floor(0.7 * budget))
     around = "".join(f"{name}: {text}\n" for name, text in (("Before it", left), ("After it", right)) if text)
     return [
@@ -124,15 +127,15 @@ def messages(left: str, original: str, right: str, budget: int) -> list[dict[str
 
 
 def clean_answer(answer: str) -> str:
-    """Of a chat model: without a thought, the dashes, quotation marks around it, and blanks."""
+    """Strip an answer of a chat model: a thought, the dashes, quotation marks around it, and blanks."""
     text = after_thinking(answer).strip().strip("-").strip()
     return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] == '"' else text
 
 
 @dataclass(frozen=True, slots=True)
 class ByModel:
-    """By a chat model, greedily. One that fails writes nothing, which leaves the gap to an extract; how often
-    is counted (``memory/failed``)."""
+    """A refiller by a chat model, with greedy sampling. A model that fails writes no text, so the gap gets an
+    extract; failures are counted (``memory/failed``)."""
 
     chat: Callable[[list[dict[str, str]], int], str]  # messages, tokens of the answer at most
     counters: Counter[str]
@@ -140,14 +143,14 @@ class ByModel:
     def __call__(self, left: str, original: str, right: str, budget: int) -> str:
         try:
             return clean_answer(self.chat(messages(left, original, right, budget), budget))
-        except (OSError, ValueError, LookupError, TypeError):  # of the network, or no such answer
+        except (OSError, ValueError, LookupError, TypeError):  # no network, or an answer in another form
             self.counters["memory/failed"] += 1
             return ""
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The model at ``url`` (".../v1"); ``key`` is sent where there is one."""
+    """The chat model at ``url`` (".../v1"); ``key`` is sent where there is one."""
 
     url: str
     model: str = ""

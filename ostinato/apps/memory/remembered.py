@@ -42,7 +42,7 @@ class Remembered:
     _locks: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
 
     def __post_init__(self) -> None:
-        self._memory("")
+        self._make_memory("")
 
     def show(self, metrics: Metrics) -> None:
         """Add its counters to the metrics of a server."""
@@ -57,26 +57,26 @@ class Remembered:
         messages: Sequence[Message],
         measure: Callable[[Sequence[Message]], int] | None = None,
     ) -> tuple[str, list[Message]]:
-        """(session, its messages within the budget). Without a name it is the session that has the most of
-        these messages, or a new one. Raises ApiError if the messages cannot be cut to the budget."""
+        """Return (session, its messages within the budget). Without a name the session is that with the most
+        of these messages, or a new one. Raises ApiError if the messages cannot be cut to the budget."""
         name = session or self.sessions.best_match(digests(messages)) or f"chat-{secrets.token_hex(8)}"
         async with self._locks[name]:
-            return name, await asyncio.to_thread(self._shortened, name, messages, measure or self.measure)
+            return name, await asyncio.to_thread(self._shorten, name, messages, measure or self.measure)
 
-    def _shortened(
+    def _shorten(
         self, name: str, messages: Sequence[Message], measure: Callable[[Sequence[Message]], int]
     ) -> list[Message]:
-        chat = Chat(memory=self._memory(name), budget=self.budget, measure=measure)
-        if found := self.sessions.load(name):
-            chat.state, chat.seen = found
+        chat = Chat(memory=self._make_memory(name), budget=self.budget, measure=measure)
+        if stored := self.sessions.load(name):
+            chat.state, chat.seen = stored
         try:
-            short = chat.shortened(messages, day=datetime.now(UTC).date().isoformat())
+            shortened = chat.shortened(messages, day=datetime.now(UTC).date().isoformat())
         except ValueError as error:
             raise ApiError(str(error), param="messages", code="memory_budget") from error
         self.sessions.save(name, chat.seen, chat.state)
-        return short
+        return shortened
 
-    def _memory(self, name: str) -> Memory:
+    def _make_memory(self, name: str) -> Memory:
         return Memory(
             sizes=chat_sizes(self.budget, self.recent, self.measure),
             count=self.count,
@@ -87,21 +87,21 @@ class Remembered:
         )
 
     async def view(self, name: str) -> dict[str, Any]:
-        """Blocks in the context, and those that are gone, with their originals. Raises ApiError 404 for an
-        unknown session."""
-        if (found := self.sessions.load(name)) is None:
+        """Return the blocks in the context and those that are gone, with their originals. Raises ApiError 404
+        for an unknown session."""
+        if (stored := self.sessions.load(name)) is None:
             raise ApiError(
                 f"there is no session {name!r} in this memory", status=404, code="session_not_found"
             )
-        state, _ = found
+        state, _ = stored
         rows = [(block, True) for block in state.blocks] + [
-            (one, False) for one in self.sessions.gone(name, state)
+            (block, False) for block in self.sessions.gone(name, state)
         ]
         keys = ("id", "turn", "speaker", "day", "level", "tokens", "whole", "pinned", "uses", "text")
         blocks = [
-            {key: getattr(one, key) for key in keys}
-            | {"here": here, "original": self.sessions.get(one.source)}
-            for one, here in rows
+            {key: getattr(block, key) for key in keys}
+            | {"here": is_present, "original": self.sessions.get(block.source)}
+            for block, is_present in rows
         ]
         return {
             "session": name,
@@ -112,26 +112,31 @@ class Remembered:
         }
 
     async def change(self, name: str, body: bytes) -> dict[str, Any]:
-        """Pin, unpin or restore a block. Returns the new view. ApiError 400 if there is no room for it."""
-        given = json_of(body)
-        if not isinstance(given, dict) or len(given) != 1 or not {*given} <= {"pin", "unpin", "restore"}:
+        """Pin, unpin or restore a block; return the new view. Raises ApiError 400 if there is no room for
+        it."""
+        document = json_of(body)
+        if (
+            not isinstance(document, dict)
+            or len(document) != 1
+            or not {*document} <= {"pin", "unpin", "restore"}
+        ):
             raise ApiError('the body is one of {"pin": id}, {"unpin": id} and {"restore": id}')
-        ((act, id_),) = given.items()
+        ((action, id_),) = document.items()
         async with self._locks[name]:
             await self.view(name)
             state, seen = self.sessions.load(name) or (None, "")
             assert state is not None
-            is_id = type(id_) is int and 0 <= id_ < 2**63  # what SQLite has
+            is_id = type(id_) is int and 0 <= id_ < 2**63  # the integers of SQLite
             block = (state.block(id_) or self.sessions.block(name, id_)) if is_id else None
             if block is None:
-                raise ApiError(f"session {name!r} has no block {id_!r}", param=act, status=404)
-            memory = self._memory(name)
+                raise ApiError(f"session {name!r} has no block {id_!r}", param=action, status=404)
+            memory = self._make_memory(name)
             try:
-                if act == "unpin":
+                if action == "unpin":
                     state = memory.unpin(state, block.id)
                 else:
-                    state = memory.restore(state, replace(block, pinned=block.pinned or act == "pin"))
+                    state = memory.restore(state, replace(block, pinned=block.pinned or action == "pin"))
             except ValueError as error:
-                raise ApiError(str(error), param=act, code="memory_budget") from error
+                raise ApiError(str(error), param=action, code="memory_budget") from error
             self.sessions.save(name, seen, state)
         return await self.view(name)

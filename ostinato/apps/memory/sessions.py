@@ -1,7 +1,7 @@
 """Conversations that outlive the process: originals, blocks and states in one SQLite file.
 
-What is in it survives a kill at any moment: an original is there before a block that needs it, and a state is
-replaced as a whole.
+The file stays valid through a kill at any moment: an original is stored before a block that needs it, and a
+state is replaced in one statement.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ BLOCKS = sa.Table(
 
 
 class Sessions:
-    """``blocks.Originals`` and the states by name, of any thread. ``file`` None: in this process alone.
+    """``blocks.Originals`` and the states by name, usable from any thread. ``file`` None: in the memory of
+    this process alone.
 
-    ValueError for a file that is no such store.
+    Raises ValueError for a file that is no such store.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -55,12 +56,12 @@ class Sessions:
         return text.decode("utf-8", "surrogatepass")
 
     def load(self, name: str) -> tuple[MemoryState, str] | None:
-        """(state, digest of its messages) of a session; None for one that is not known."""
+        """Return (state, digest of its messages) of a session; None for an unknown session."""
         rows = self._db.rows(sa.select(SESSIONS).where(SESSIONS.c.name == name))
         return (MemoryState.from_json(json.loads(rows[0].state)), rows[0].seen) if rows else None
 
     def best_match(self, seen: Sequence[str]) -> str:
-        """The session that has the most of these digests of messages; "" where none has any."""
+        """Return the session that has the most of these digests of messages; "" where no session has any."""
         for digest in reversed(seen):
             names = sa.select(sa.func.min(SESSIONS.c.name)).where(SESSIONS.c.seen == digest)
             if (name := self._db.scalar(names)) is not None:
@@ -68,7 +69,7 @@ class Sessions:
         return ""
 
     def add(self, name: str, block: Block) -> None:
-        """A block that has come to a session."""
+        """Store a new block of a session."""
         self._db.put(BLOCKS, {"name": name, "id": block.id, "fields": json.dumps(asdict(block))}, ["fields"])
 
     def save(self, name: str, seen: str, state: MemoryState) -> None:
@@ -76,15 +77,15 @@ class Sessions:
         self._db.put(SESSIONS, row, ["seen", "state"])
 
     def gone(self, name: str, state: MemoryState, most: int = 200) -> list[Block]:
-        """Blocks of a session that are not in its context, the newest first."""
-        older = sa.select(BLOCKS.c.fields).where(BLOCKS.c.name == name, BLOCKS.c.id < state.next_id)
-        rows = self._db.rows(older.order_by(BLOCKS.c.id.desc()).limit(most + len(state.blocks)))
-        present = {block.id for block in state.blocks}
+        """Return the blocks of a session that are not in its context, the newest first."""
+        query = sa.select(BLOCKS.c.fields).where(BLOCKS.c.name == name, BLOCKS.c.id < state.next_id)
+        rows = self._db.rows(query.order_by(BLOCKS.c.id.desc()).limit(most + len(state.blocks)))
+        present_ids = {block.id for block in state.blocks}
         blocks = (Block(**json.loads(fields)) for (fields,) in rows)
-        return [block for block in blocks if block.id not in present][:most]
+        return [block for block in blocks if block.id not in present_ids][:most]
 
     def block(self, name: str, id: int) -> Block | None:
-        """A block of a session as it was when it came."""
+        """Return a block of a session in its first form."""
         fields = self._db.scalar(sa.select(BLOCKS.c.fields).where(BLOCKS.c.name == name, BLOCKS.c.id == id))
         return None if fields is None else Block(**json.loads(fields))
 

@@ -22,7 +22,7 @@ from ostinato.apps.serve.calls import ApiError, json_of
 from ostinato.apps.serve.server import read_body
 
 KEPT = ("authorization", "content-type", "accept", "x-api-key", "openai-organization", "openai-project")
-FILES = "multipart/form-data"  # of the paths that are forwarded unread
+FILES = "multipart/form-data"  # content type of paths that are forwarded without reading them
 NAMED = "x-ostinato-session"  # header of a reply: the session that it belongs to
 
 
@@ -40,30 +40,36 @@ class Upstream:
         messages = body.get("messages") if isinstance(body, dict) else None
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
             raise ApiError("messages is no list of messages with roles", param="messages")
-        given = body.get("metadata")
-        session = given.get("session_id") if isinstance(given, dict) else ""
+        metadata = body.get("metadata")
+        session = metadata.get("session_id") if isinstance(metadata, dict) else ""
         name, body["messages"] = await self._remembered.shortened(str(session or ""), messages)
-        return await self._pass_on(request, "/chat/completions", json.dumps(body).encode(), {NAMED: name})
+        return await self._forward(request, "/chat/completions", json.dumps(body).encode(), {NAMED: name})
 
     async def other(self, request: Request) -> Response:
         path = request.url.path.removeprefix("/v1") + (f"?{request.url.query}" if request.url.query else "")
-        return await self._pass_on(request, path, await read_body(request), {})
+        return await self._forward(request, path, await read_body(request), {})
 
-    async def _pass_on(self, request: Request, path: str, body: bytes, named: Mapping[str, str]) -> Response:
+    async def _forward(
+        self, request: Request, path: str, body: bytes, extra_headers: Mapping[str, str]
+    ) -> Response:
         headers = {name: value for name, value in request.headers.items() if name in KEPT}
         if self._key and not {"authorization", "x-api-key"} & headers.keys():
             headers["authorization"] = f"Bearer {self._key}"
-        passed = self._client.build_request(request.method, self._url + path, content=body, headers=headers)
+        forwarded = self._client.build_request(
+            request.method, self._url + path, content=body, headers=headers
+        )
         try:
-            reply = await self._client.send(passed, stream=True)
+            reply = await self._client.send(forwarded, stream=True)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ApiError(
                 f"{self._url} does not answer ({type(error).__name__}: {error})",
                 status=502,
                 kind="server_error",
             ) from error
-        kind = {"content-type": reply.headers.get("content-type", "application/json")}
-        return StreamingResponse(_bytes(reply), reply.status_code, headers={**kind, **named})
+        content_type = {"content-type": reply.headers.get("content-type", "application/json")}
+        return StreamingResponse(
+            _stream_bytes(reply), reply.status_code, headers={**content_type, **extra_headers}
+        )
 
     async def memory(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -77,7 +83,7 @@ class Upstream:
             yield
             await self._client.aclose()
 
-        async def refused(request: Request, error: Exception) -> Response:
+        async def answer_error(request: Request, error: Exception) -> Response:
             assert isinstance(error, ApiError)
             return JSONResponse(error.body(), status_code=error.status)
 
@@ -87,12 +93,12 @@ class Upstream:
                 Route("/v1/memory/{name:path}", self.memory, methods=["GET", "POST"]),
                 Route("/{path:path}", self.other, methods=["GET", "POST", "DELETE"]),
             ],
-            exception_handlers={ApiError: refused},
+            exception_handlers={ApiError: answer_error},
             lifespan=lifespan,
         )
 
 
-async def _bytes(reply: httpx2.Response) -> AsyncIterator[bytes]:
+async def _stream_bytes(reply: httpx2.Response) -> AsyncIterator[bytes]:
     try:
         async for part in reply.aiter_bytes():
             yield part

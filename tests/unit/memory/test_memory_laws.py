@@ -161,8 +161,8 @@ def test_many_compressions_equal_one_from_the_original(text: str, levels: list[i
         candidate = Candidate(
             block=block, score=1.0, levels=(level,), options=(int(LEVELS[level] * block.whole),)
         )
-        gap = keeper._gap(candidate, 0)
-        return keeper.apply(state, [gap], [keeper._refilled(gap)] if gap.budget else [])
+        gap = keeper._make_gap(candidate, 0)
+        return keeper.apply(state, [gap], [keeper._refill(gap)] if gap.budget else [])
 
     once, often = at(state, 3), state
     for level in [*sorted(levels[:2]), 3]:
@@ -205,7 +205,7 @@ def test_a_planted_number_name_or_date_is_rejected(fact: str, at: int, seed: int
         "So yesterday I bought 7 kites with Bob, and that was on 2 May 2021, which is a day to remember."
     )
     state = keeper.joined(MemoryState(), Turn(speaker="Ann", text=original, day="2021-05-03"))
-    gap = keeper._gap(Candidate(block=state.blocks[0], score=1.0, levels=(1,), options=(90,)), 0)
+    gap = keeper._make_gap(Candidate(block=state.blocks[0], score=1.0, levels=(1,), options=(90,)), 0)
     assert not keeper.faults(gap, " ".join(words)) and keeper.faults(gap, refill)
     kept = keeper.apply(state, [gap], [refill]).blocks[0]
     assert keeper.counters["memory/unsupported"] == 1 and not keeper.faults(gap, kept.text)
@@ -217,7 +217,7 @@ def test_an_extract_is_always_faithful_or_dropped(text: str, day: str, budget: i
     keeper = memory(sizes=Sizes(budget=2000, recent=600, piece=600))
     state = keeper.joined(MemoryState(), Turn(speaker="Ann", text=text[:300], day=day))
     for block in state.blocks:
-        gap = keeper._gap(Candidate(block=block, score=1.0, levels=(1,), options=(budget,)), 0)
+        gap = keeper._make_gap(Candidate(block=block, score=1.0, levels=(1,), options=(budget,)), 0)
         for kept in keeper.apply(state, [gap], [""]).blocks:
             assert kept.level == 0 or (not keeper.faults(gap, kept.text) and kept.tokens <= budget)
 
